@@ -1,0 +1,400 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * count_instructions.c - how many instructions one call of each hot kernel runs, for each ISA of this CPU
+ *
+ * Time on a shared machine varies by a third from minute to minute; the number of instructions does not vary at all, so
+ * a kernel that lost its vectors, or a loop that grew, shows in it whatever else runs. Hardware counters are missing in
+ * most virtual machines and containers, and callgrind knows no AVX-512. So every instruction is single-stepped:
+ *
+ *   x86-64   The process sets the trap flag itself, and each instruction ends in a SIGTRAP to our own handler. That
+ *            needs no right that a container might withhold. A step takes 1 to 15 us, so the data is small.
+ *   others   A child is stepped with ptrace(), which a container may have to be allowed (--cap-add=SYS_PTRACE). So it
+ *            is on x86-64 with --ptrace.
+ *   --marks  Nothing is counted here. SIGUSR1 is raised before each call and SIGUSR2 after it, for an emulator that
+ *            does the counting. The first pair encloses nothing: it is what marking costs.
+ *
+ * Every kernel is called once before it is counted, so that what is done once (dynamic linking, a thread's memory, a
+ * library's choice for this CPU) does not count. A repeated string instruction counts as one.
+ *
+ * Prints "compiler NAME-MAJOR ARCHITECTURE", then "KERNEL ISA INSTRUCTIONS BYTES" for each. Bytes are of elements for
+ * the quantizers, of symbols for the codecs. Exits with 2 where stepping is not possible.
+ *
+ * count_instructions [--ptrace|--marks] [BEGINNING_OF_KERNEL_NAME]
+ */
+#include "shadowserve.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ptrace.h>
+#include <sys/user.h>
+#include <sys/wait.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+/* STREAM_SIZE is for codecs: tables take their share of a real slice's time, but are not the whole of it. */
+enum { VECTORS = 2, VECTOR_LENGTH = 1024, COUNT = VECTORS * VECTOR_LENGTH, STREAM_SIZE = 8192, STREAMS = 3 };
+/*
+ * A block of kvrans. Encoding is mostly planning, which has few bytes to work on; so it has fewer columns, and is
+ * counted for vector kernels only. Scalar decoding takes so many instructions that a quarter of the rows is enough.
+ */
+enum { ROWS = 256, ROWS_SCALAR = 64, COLUMNS_ENCODED = 16, COLUMNS_DECODED = 64, ROWS_SIZE = ROWS * COLUMNS_DECODED };
+enum { STREAM_SIZE_MAX = 2 * ROWS_SIZE, TARGET_SIZE = 3 * ROWS_SIZE };
+
+_Static_assert(4 * COUNT <= (int)TARGET_SIZE && STREAMS * STREAM_SIZE <= (int)TARGET_SIZE, "all targets fit");
+
+#define TRAP_FLAG 0x100u
+
+static enum { BY_TRAP_FLAG, BY_PTRACE, BY_MARKS } method;
+static const char *wanted = "";
+
+static void fail(const char *what) {
+    fprintf(stderr, "count_instructions: %s\n", what);
+    exit(2);
+}
+
+static void must(enum ss_result result, const char *what) {
+    if (result != SS_OK)
+        fail(what);
+}
+
+/* ---- Data: the same everywhere, so integers and exact floats only ---------------------------------------------- */
+
+struct data {
+    uint8_t *elements; /* COUNT bfloat16 */
+    uint8_t *symbols;  /* COUNT of the quantizer */
+    uint8_t *target;
+    float scales[VECTORS];
+    enum ss_quantizer quantizer;
+    enum ss_dtype dtype;
+    uint8_t *plain; /* STREAM_SIZE symbols */
+    uint8_t *rows;  /* ROWS_SIZE symbols, each channel with a spread of its own */
+    float row_scales[ROWS];
+    size_t rows_count;
+    size_t columns;
+    uint8_t *stream;
+    size_t stream_size;
+    uint32_t checksum;
+};
+
+static uint64_t random64(void) {
+    static uint64_t state = 88172645463325252u;
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return state * 0x2545F4914F6CDD1Du;
+}
+
+/* random_bell() is roughly normal around 0, with a spread of 1; a sum of integers, so exact. */
+static float random_bell(void) {
+    int64_t sum = 0;
+    for (int term = 0; term < 12; term++)
+        sum += (int64_t)(random64() >> 48);
+    return (float)(sum - 6 * 65536) / 65536.0f;
+}
+
+/* symbol_of() is one of 32 bins: -15 to 15. */
+static uint8_t symbol_of(float value) {
+    return (uint8_t)(int8_t)(value > 15.0f ? 15.0f : value < -15.0f ? -15.0f : value);
+}
+
+static void *allocate(size_t size) {
+    void *memory = aligned_alloc(64, (size + 63) / 64 * 64);
+    if (memory == NULL)
+        fail("no memory");
+    memset(memory, 0, size);
+    return memory;
+}
+
+static void data_make(struct data *data) {
+    data->elements = allocate(4 * COUNT);
+    data->symbols = allocate(4 * COUNT);
+    data->target = allocate(TARGET_SIZE);
+    data->rows = allocate(ROWS_SIZE);
+    data->plain = allocate(STREAM_SIZE);
+    data->stream = allocate(STREAM_SIZE_MAX);
+    for (size_t index = 0; index < COUNT; index++) {
+        float value = random_bell();
+        memcpy(data->elements + 2 * index, (const uint8_t *)&value + 2, 2); /* its upper half; little-endian */
+    }
+    for (size_t index = 0; index < STREAM_SIZE; index++)
+        data->plain[index] = symbol_of(random_bell() * 4.0f);
+    for (size_t index = 0; index < ROWS_SIZE; index++)
+        data->rows[index] = symbol_of(random_bell() * (float)(2 + index % COLUMNS_ENCODED % 5));
+    for (size_t row = 0; row < ROWS; row++)
+        data->row_scales[row] = 0.125f + (float)row;
+}
+
+/* ---- Kernels --------------------------------------------------------------------------------------------------- */
+
+static void run_nothing(struct data *data) {
+    (void)data;
+}
+
+static void run_quantize(struct data *data) {
+    must(ss_quantize(data->quantizer, data->dtype, 32, data->elements, VECTORS, VECTOR_LENGTH, data->symbols,
+                     data->scales),
+         "ss_quantize");
+}
+
+static void run_dequantize(struct data *data) {
+    must(ss_dequantize(data->quantizer, data->dtype, data->symbols, data->scales, VECTORS, VECTOR_LENGTH, data->target),
+         "ss_dequantize");
+}
+
+static void run_deflate_encode(struct data *data) {
+    must(ss_compress(SS_CODEC_DEFLATE, data->plain, STREAM_SIZE, 0, data->stream, STREAM_SIZE_MAX, &data->stream_size),
+         "ss_compress");
+}
+
+static void run_deflate_decode(struct data *data) {
+    struct ss_stream streams[STREAMS];
+    for (size_t index = 0; index < STREAMS; index++)
+        streams[index] = (struct ss_stream){.source = data->stream,
+                                            .target = data->target + index * STREAM_SIZE,
+                                            .source_size = data->stream_size,
+                                            .target_size = STREAM_SIZE};
+    ss_decompress_many(SS_CODEC_DEFLATE, streams, STREAMS);
+    for (size_t index = 0; index < STREAMS; index++)
+        must(streams[index].result, "ss_decompress_many");
+}
+
+static void run_kvrans_encode(struct data *data) {
+    must(ss_compress(SS_CODEC_KVRANS, data->rows, data->rows_count * data->columns, data->columns, data->stream,
+                     STREAM_SIZE_MAX, &data->stream_size),
+         "ss_compress");
+}
+
+static void run_kvrans_decode(struct data *data) {
+    must(
+        ss_decompress(SS_CODEC_KVRANS, data->stream, data->stream_size, data->target, data->rows_count * data->columns),
+        "ss_decompress");
+}
+
+/* To elements; the symbols, if there are any, go behind them. */
+static void run_kvrans_elements(struct data *data) {
+    struct ss_stream stream = {.source = data->stream,
+                               .target = data->target + 2 * ROWS_SIZE,
+                               .source_size = data->stream_size,
+                               .target_size = data->rows_count * data->columns};
+    const struct ss_elements elements = {.scales = data->row_scales,
+                                         .target = data->target,
+                                         .vectors = data->rows_count,
+                                         .vector_length = data->columns,
+                                         .scale_vectors = 1,
+                                         .quantizer = SS_QUANTIZER_BINNED,
+                                         .dtype = SS_DTYPE_BFLOAT16};
+
+    ss_decode_many(SS_CODEC_KVRANS, &stream, &elements, 1);
+    must(stream.result, "ss_decode_many");
+}
+
+static void run_crc32(struct data *data) {
+    data->checksum += ss_crc32(0, data->plain, STREAM_SIZE);
+}
+
+/* ---- Stepping -------------------------------------------------------------------------------------------------- */
+
+typedef void (*kernel)(struct data *);
+
+#ifdef __x86_64__
+static volatile uint64_t steps;
+static volatile uint64_t last_address;
+
+/* A string instruction that repeats itself traps each time, at the same address. */
+static void step_handle(int signal_number, siginfo_t *info, void *context) {
+    uint64_t address = (uint64_t)((ucontext_t *)context)->uc_mcontext.gregs[REG_RIP];
+    (void)signal_number;
+    (void)info;
+    steps += address != last_address;
+    last_address = address;
+}
+
+static uint64_t steps_by_trap_flag(kernel run, struct data *data) {
+    struct sigaction action = {.sa_sigaction = step_handle, .sa_flags = SA_SIGINFO};
+
+    sigaction(SIGTRAP, &action, NULL);
+    steps = 0;
+    __builtin_ia32_writeeflags_u64(__builtin_ia32_readeflags_u64() | TRAP_FLAG);
+    run(data);
+    __builtin_ia32_writeeflags_u64(__builtin_ia32_readeflags_u64() & ~(unsigned long long)TRAP_FLAG);
+    return steps;
+}
+
+static uint64_t address_of(pid_t child) {
+    return (uint64_t)ptrace(PTRACE_PEEKUSER, child, offsetof(struct user, regs.rip), NULL);
+}
+#else
+static uint64_t steps_by_trap_flag(kernel run, struct data *data) {
+    (void)run;
+    (void)data;
+    return 0;
+}
+
+/* Elsewhere no instruction repeats itself, so every step counts. */
+static uint64_t address_of(pid_t child) {
+    static uint64_t counter;
+    (void)child;
+    return ++counter;
+}
+#endif
+
+static void marks_ignore(int signal_number) {
+    (void)signal_number;
+}
+
+static void run_marked(kernel run, struct data *data) {
+    raise(SIGUSR1);
+    run(data);
+    raise(SIGUSR2);
+}
+
+static uint64_t steps_by_ptrace(kernel run, struct data *data) {
+    uint64_t count = 0, last = 0;
+    int status = 0;
+    pid_t child = fork();
+
+    if (child == 0) {
+        if (ptrace(PTRACE_TRACEME, 0, NULL, NULL) != 0)
+            _exit(errno);
+        run_marked(run, data);
+        _exit(0);
+    }
+    if (child < 0 || waitpid(child, &status, 0) != child)
+        fail("no child process to step through");
+    if (!WIFSTOPPED(status)) {
+        fprintf(stderr, "count_instructions: ptrace: %s; a container may need --cap-add=SYS_PTRACE\n",
+                strerror(WEXITSTATUS(status)));
+        exit(2);
+    }
+    while (ptrace(PTRACE_SINGLESTEP, child, NULL, NULL) == 0 && waitpid(child, &status, 0) == child &&
+           WIFSTOPPED(status) && WSTOPSIG(status) == SIGTRAP) {
+        uint64_t address = address_of(child);
+        count += address != last;
+        last = address;
+    }
+    if (!WIFSTOPPED(status) || WSTOPSIG(status) != SIGUSR2)
+        fail("the child did not come to its end");
+    kill(child, SIGKILL);
+    waitpid(child, &status, 0);
+    return count;
+}
+
+static uint64_t steps_of(kernel run, struct data *data) {
+    if (method == BY_TRAP_FLAG)
+        return steps_by_trap_flag(run, data);
+    if (method == BY_PTRACE)
+        return steps_by_ptrace(run, data);
+    run_marked(run, data);
+    return 0;
+}
+
+/* count() prints one line. 'bytes' is what one call goes through. */
+static void count(const char *name, const char *isa, kernel run, struct data *data, size_t bytes) {
+    static uint64_t overhead;
+    static int measured;
+
+    if (!measured) {
+        measured = 1;
+        overhead = steps_of(run_nothing, data);
+    }
+    run(data); /* also of a kernel that is not wanted: the next one may need its result */
+    if (strncmp(name, wanted, strlen(wanted)) != 0)
+        return;
+    printf("%s %s %llu %zu\n", name, isa, (unsigned long long)(steps_of(run, data) - overhead), bytes);
+    fflush(stdout);
+}
+
+/* ---- What is counted ------------------------------------------------------------------------------------------- */
+
+static void count_quantizers(struct data *data, const char *isa) {
+    data->quantizer = SS_QUANTIZER_BINNED;
+    data->dtype = SS_DTYPE_BFLOAT16;
+    count("quantize-bfloat16", isa, run_quantize, data, 2 * COUNT);
+    count("dequantize-bfloat16", isa, run_dequantize, data, 2 * COUNT);
+    data->dtype = SS_DTYPE_FLOAT16;
+    count("dequantize-float16", isa, run_dequantize, data, 2 * COUNT);
+    data->quantizer = SS_QUANTIZER_LOSSLESS;
+    count("lossless-split-16", isa, run_quantize, data, 2 * COUNT);
+    count("lossless-merge-16", isa, run_dequantize, data, 2 * COUNT);
+}
+
+/* Elements of a stream are counted where they have a kernel of their own; elsewhere they are two that are counted. */
+static void count_kvrans(struct data *data, const char *isa, int scalar, int elements) {
+    data->rows_count = scalar ? ROWS_SCALAR : ROWS;
+    data->columns = COLUMNS_ENCODED;
+    if (!scalar)
+        count("kvrans-encode", isa, run_kvrans_encode, data, data->rows_count * data->columns);
+    data->columns = COLUMNS_DECODED;
+    run_kvrans_encode(data);
+    count("kvrans-decode", isa, run_kvrans_decode, data, data->rows_count * data->columns);
+    if (elements)
+        count("kvrans-elements-16", isa, run_kvrans_elements, data, data->rows_count * data->columns);
+}
+
+/* CRC-32 is a library's, which chooses by the CPU and not by ss_isa_force(): its ISA is the library and its choice. */
+static void count_crc32(struct data *data) {
+    const char *library = ss_codec_implementation(SS_CODEC_DEFLATE);
+    char isa[64];
+
+#ifdef __x86_64__
+    const char *multiply = __builtin_cpu_supports("vpclmulqdq") ? "vpclmulqdq" : "pclmulqdq";
+#else
+    const char *multiply = "any";
+#endif
+    snprintf(isa, sizeof(isa), "%.*s-%s", (int)strcspn(library, " "), library, multiply);
+    count("crc32", isa, run_crc32, data, STREAM_SIZE);
+}
+
+static void compiler_print(void) {
+#ifdef __clang__
+    printf("compiler clang-%d ", __clang_major__);
+#else
+    printf("compiler gcc-%d ", __GNUC__);
+#endif
+#if defined(__x86_64__)
+    puts("x86_64");
+#elif defined(__aarch64__)
+    puts("aarch64");
+#else
+    puts("other");
+#endif
+}
+
+int main(int argument_count, char **arguments) {
+    static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon"};
+    static struct data data;
+    struct sigaction action = {.sa_handler = marks_ignore};
+
+#ifndef __x86_64__
+    method = BY_PTRACE;
+#endif
+    for (int index = 1; index < argument_count; index++) {
+        if (strcmp(arguments[index], "--ptrace") == 0)
+            method = BY_PTRACE;
+        else if (strcmp(arguments[index], "--marks") == 0)
+            method = BY_MARKS;
+        else
+            wanted = arguments[index];
+    }
+    sigaction(SIGUSR1, &action, NULL);
+    sigaction(SIGUSR2, &action, NULL);
+    compiler_print();
+    data_make(&data);
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+        if (ss_isa_force(isa) != SS_OK)
+            continue;
+        count_quantizers(&data, isa_names[isa]);
+        count_kvrans(&data, isa_names[isa], isa == SS_ISA_SCALAR, isa == SS_ISA_AVX512);
+    }
+    if (ss_codec_implementation(SS_CODEC_DEFLATE) != NULL) { /* a build for an emulator may do without libraries */
+        count("deflate-encode", "any", run_deflate_encode, &data, STREAM_SIZE);
+        count("deflate-decode", "any", run_deflate_decode, &data, STREAMS * STREAM_SIZE);
+        if (strncmp(ss_codec_implementation(SS_CODEC_DEFLATE), "isa-l", 5) == 0)
+            count_crc32(&data);
+    }
+    return 0;
+}

@@ -1,0 +1,388 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * shadowserve.h - the C core's public API
+ *
+ * The C core moves and transforms bytes; it decides nothing and prints nothing. Python (shadowserve/native/) is
+ * its one caller: it hands over whole rounds, holds every buffer, and turns the codes below into exceptions.
+ *
+ * native/cffi_build.py reads the declarations between the two cffi markers, so keep them plain: no macros but
+ * SS_API, no #ifdef, no inline functions.
+ */
+#ifndef SHADOWSERVE_H
+#define SHADOWSERVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifndef SS_API
+#define SS_API __attribute__((visibility("default")))
+#endif
+
+/* cffi:begin */
+/* Result of every call that can fail. Values are stable; new ones go at the end. */
+enum ss_result {
+    SS_OK = 0,
+    SS_BAD_DATA = 1,      /* the bytes do not decode, or decode to another length */
+    SS_NO_SPACE = 2,      /* the output buffer is too small */
+    SS_BAD_ARGUMENT = 3,  /* a caller's bug: sizes or offsets that do not fit each other */
+    SS_NOT_SUPPORTED = 4, /* a codec that was not built in, an ISA that this CPU lacks */
+    SS_NO_MEMORY = 5,
+    SS_CHECKSUM = 6,      /* the bytes are not the ones that were checksummed */
+    SS_NOT_FINITE = 7,    /* a value to quantize is infinite or NaN */
+    SS_NOT_FOUND = 8,     /* the server does not hold the key, or not that range of it */
+    SS_REFUSED = 9,       /* the server answered an error */
+    SS_PROTOCOL = 10,     /* the server's answer is not RESP, or not of the length asked for */
+    SS_DISCONNECTED = 11, /* the connection broke */
+    SS_DEADLINE = 12,
+    SS_CANCELLED = 13,
+    SS_SKIPPED = 14,  /* not attempted, because an earlier chunk of the round failed */
+    SS_OS_ERROR = 15, /* a system call failed; errno says why */
+};
+
+enum ss_codec { SS_CODEC_NONE = 0, SS_CODEC_DEFLATE = 1, SS_CODEC_LZ4 = 2, SS_CODEC_ZSTD = 3, SS_CODEC_KVRANS = 4 };
+enum ss_quantizer { SS_QUANTIZER_PASSTHROUGH = 0, SS_QUANTIZER_LOSSLESS = 1, SS_QUANTIZER_BINNED = 2 };
+enum ss_dtype {
+    SS_DTYPE_UINT8 = 0, /* bytes of any meaning */
+    SS_DTYPE_FLOAT16 = 1,
+    SS_DTYPE_BFLOAT16 = 2,
+    SS_DTYPE_FLOAT32 = 3,
+    SS_DTYPE_FLOAT8_E4M3 = 4 /* of OCP's 8-bit formats the one without infinities: up to 448, NaN is 0x7F and 0xFF */
+};
+enum ss_isa { SS_ISA_SCALAR = 0, SS_ISA_AVX2 = 1, SS_ISA_AVX512 = 2, SS_ISA_NEON = 3 };
+
+/* Bumped when a declaration in this header changes incompatibly. */
+SS_API uint32_t ss_abi_version(void);
+
+/* ---- CPU dispatch -------------------------------------------------------------------------------------------- */
+
+/* ss_isa_available() returns whether this build has kernels for 'isa' and this CPU can run them. */
+SS_API int ss_isa_available(enum ss_isa isa);
+
+/* ss_isa_active() returns the variant that the kernels use now: the best available, unless forced. */
+SS_API enum ss_isa ss_isa_active(void);
+
+/*
+ * ss_isa_force() makes every kernel use 'isa' from now on; for tests and benchmarks. Returns SS_NOT_SUPPORTED, and
+ * changes nothing, where it is not available. Not to be called while other threads run kernels.
+ */
+SS_API enum ss_result ss_isa_force(enum ss_isa isa);
+
+/* ---- Checksum ------------------------------------------------------------------------------------------------ */
+
+/* ss_crc32() continues the CRC-32 (IEEE 802.3, reflected, as zlib's crc32) 'crc' over 'size' bytes; start with 0. */
+SS_API uint32_t ss_crc32(uint32_t crc, const void *data, size_t size);
+
+/* ---- Codecs -------------------------------------------------------------------------------------------------- */
+
+/*
+ * ss_codec_implementation() names the library and version that decodes 'codec', such as "isa-l 2.30.0", in a static
+ * string (for Deflate: all but what ss_compress() writes, for which there is a decoder of our own; for kvrans: the
+ * kernels in use now, such as "own, avx512"); NULL where the codec was not built in. SS_CODEC_NONE, SS_CODEC_DEFLATE
+ * and SS_CODEC_KVRANS are always there.
+ */
+SS_API const char *ss_codec_implementation(enum ss_codec codec);
+
+/*
+ * ss_compress_bound() returns the most bytes that ss_compress() writes for 'size' bytes of input; 0 where the codec was
+ * not built in or 'size' is over its limit of about 2 GiB.
+ */
+SS_API size_t ss_compress_bound(enum ss_codec codec, size_t size);
+
+/*
+ * ss_compress() encodes 'size' bytes as one stream and stores its length in '*written'. Deflate is raw (RFC 1951),
+ * Huffman-only: literals in dynamic blocks, or stored blocks where entropy coding gains nothing. kvrans
+ * (docs/kvrans.md) takes the source as rows of 'row_length' bytes, a token's symbols, and has a table for each kind of
+ * column; the other codecs ignore it. 0 where there are no rows. Fails with SS_NO_SPACE where 'target_size' is under
+ * ss_compress_bound() and the stream did not fit, SS_NOT_SUPPORTED, SS_NO_MEMORY. Thread-safe.
+ */
+SS_API enum ss_result ss_compress(enum ss_codec codec, const void *source, size_t size, size_t row_length, void *target,
+                                  size_t target_size, size_t *written);
+
+/*
+ * ss_decompress() decodes one whole stream to exactly 'target_size' bytes: one byte more or less in either direction
+ * is SS_BAD_DATA. Never writes outside the target, never reads outside the source, whatever the source holds.
+ * Thread-safe.
+ */
+SS_API enum ss_result ss_decompress(enum ss_codec codec, const void *source, size_t size, void *target,
+                                    size_t target_size);
+
+/* One of several streams that are decoded by one call. */
+struct ss_stream {
+    const void *source;
+    void *target;
+    size_t source_size; /* bytes */
+    size_t target_size;
+    enum ss_result result; /* out */
+};
+
+/*
+ * ss_decompress_many() does the same for each of 'count' streams, whose targets do not overlap, and stores what became
+ * of it in its 'result'; one that fails changes nothing for the others. Deflate streams without matches, which is what
+ * ss_compress() writes, are decoded in turns, which is much faster than one after the other. Thread-safe.
+ */
+SS_API void ss_decompress_many(enum ss_codec codec, struct ss_stream *streams, size_t count);
+
+/* ---- Quantizers ---------------------------------------------------------------------------------------------- */
+
+/* ss_dtype_size() returns the bytes of one element, 0 for an unknown dtype. */
+SS_API size_t ss_dtype_size(enum ss_dtype dtype);
+
+/*
+ * ss_quantize() turns 'vectors' x 'vector_length' elements of 'source' into symbols, the bytes that are compressed.
+ *
+ * SS_QUANTIZER_BINNED (ShadowServe section 5, after CacheGen): each vector is scaled by its largest magnitude into
+ *   'bins'/2 - 1 steps on either side of zero; a symbol is an int8, one byte for each element, and '*scales' gets one
+ *   float for each vector: value ~ symbol * scale. 'bins' is even, 4 to 256. An all-zero vector has scale 0,
+ *   and so has one whose scale is too small to have a finite inverse (under about 2^-128): it counts as zero.
+ *   Fails with SS_NOT_FINITE for an infinity or NaN.
+ * SS_QUANTIZER_LOSSLESS: the bit pattern of each element is rotated left by one, so that the sign leaves the exponent,
+ *   and split into byte planes over the whole call, most significant first; dtype-size bytes for each element, no
+ *   scales. Exact for every bit pattern.
+ * SS_QUANTIZER_PASSTHROUGH: a copy; no scales.
+ *
+ * 'scales' may be unaligned; 'bins' is ignored but for binned. Every ISA variant writes the same bytes.
+ */
+SS_API enum ss_result ss_quantize(enum ss_quantizer quantizer, enum ss_dtype dtype, uint32_t bins, const void *source,
+                                  size_t vectors, size_t vector_length, uint8_t *symbols, void *scales);
+
+/*
+ * ss_dequantize() is the way back: exact for lossless and passthrough; symbol * scale in single precision, rounded to
+ * nearest even in 'dtype', for binned (float8 takes its largest number, 448, for all that lies above it). Fails with
+ * SS_BAD_DATA for a scale that is infinite or NaN. Every ISA variant writes the same bytes.
+ */
+SS_API enum ss_result ss_dequantize(enum ss_quantizer quantizer, enum ss_dtype dtype, const uint8_t *symbols,
+                                    const void *scales, size_t vectors, size_t vector_length, void *target);
+
+/* How the symbols of a stream become elements, and where these go. */
+struct ss_elements {
+    const void *scales; /* of binned: one float for every 'scale_vectors' vectors; may be unaligned */
+    void *target;       /* vectors * vector_length elements; may be unaligned, but is faster at multiples of 64 bytes */
+    size_t vectors;
+    size_t vector_length;
+    size_t scale_vectors; /* of binned: the last of them are perhaps fewer; 1 for the others */
+    enum ss_quantizer quantizer;
+    enum ss_dtype dtype;
+};
+
+/*
+ * ss_decode_many() does what ss_decompress_many() and then ss_dequantize() do, for each of 'count' streams, and stores
+ * what became of it in its 'result'. The target of a stream is a scratch for its symbols, of no meaning afterwards. So
+ * are elements of a stream that failed. Elements are written past the caches where the CPU can do that, so it is for
+ * those that are not soon read again; with kvrans and AVX-512, those of 16 bits are made as they are decoded. What is
+ * written is the same. SS_BAD_ARGUMENT where sizes do not fit each other. Thread-safe.
+ */
+SS_API void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const struct ss_elements *elements,
+                           size_t count);
+
+/* ---- The pipeline -------------------------------------------------------------------------------------------- */
+
+/*
+ * One slice of one chunk: the unit that is compressed, at most 2 MiB decoded (the accelerator's limit). Its stored
+ * bytes are its scales, then its encoded stream.
+ */
+struct ss_slice {
+    uint64_t offset;             /* of the stored bytes, from the first byte of the chunk's body */
+    uint64_t destination_offset; /* of the dequantized bytes, from the first byte of the round's destination */
+    uint32_t scales_length;      /* bytes: 4 for each scale of binned, else 0 */
+    uint32_t encoded_length;     /* bytes */
+    uint32_t decoded_length;     /* bytes of symbols */
+    uint32_t checksum;           /* CRC-32 of the stored bytes */
+    uint32_t decoded_crc32;      /* CRC-32 of the symbols (checked by accelerators, which return it for free) */
+    uint32_t vectors;            /* tokens in the slice */
+    uint32_t bins;               /* of binned, for ss_pipeline_encode(); a fetch needs none */
+};
+
+/*
+ * One chunk of a round. Offsets are its occupancies, computed before the round starts: regions of different chunks
+ * must not overlap in any buffer. Chunks are in prefix order, and each one's slices come after those of the one before.
+ */
+struct ss_chunk {
+    uint8_t key[96]; /* as it goes over the wire */
+    uint32_t key_length;
+    enum ss_codec codec;
+    uint64_t record_offset;         /* of the body in the record: where the first slice's stored bytes begin */
+    uint64_t body_length;           /* bytes of the body: all slices, in order and without gaps */
+    uint64_t decompression_offset;  /* occupancy in the decompression buffer: body_length bytes */
+    uint64_t dequantization_offset; /* in the dequantization buffer: the sum of decoded_length (unused when fused) */
+    uint32_t slice_first;           /* index into the round's slices */
+    uint32_t slice_count;
+    enum ss_result result; /* out */
+};
+
+/*
+ * One round: chunks of one layout, from one storage server, to (or from) one destination; at most 16384 chunks. Set
+ * everything but the fields marked 'out' to what they are and the rest to zero, and leave all of it alone until the
+ * call that runs the round is back. That slices do not overlap in the destination is not checked.
+ */
+struct ss_round {
+    struct ss_chunk *chunks;
+    struct ss_slice *slices;
+    uint32_t chunk_count;
+    uint32_t slice_count;
+    enum ss_quantizer quantizer;
+    enum ss_dtype dtype;
+    uint32_t scale_vectors; /* of binned: so many vectors of a slice share one scale, the last of them perhaps fewer */
+    uint32_t vector_length; /* elements */
+    uint8_t *destination;
+    uint64_t destination_size; /* bytes */
+    uint64_t deadline_ns;      /* CLOCK_MONOTONIC */
+    uint64_t received_bytes;   /* out: over the wire */
+    uint64_t delivered_bytes;  /* out: into the destination */
+    uint32_t cancelled;        /* set by ss_round_cancel(); 0 at first */
+    uint32_t sockets_in_sync;  /* out: no socket holds half an answer, so all can be used again */
+};
+
+enum ss_stage {
+    SS_STAGE_NET = 0,
+    SS_STAGE_DECOMPRESS = 1,
+    SS_STAGE_DEQUANTIZE = 2,
+    SS_STAGE_DMA = 3,
+    SS_STAGE_QUANTIZE = 4,
+    SS_STAGE_COMPRESS = 5,
+    SS_STAGE_PUT = 6,
+    SS_STAGE_COUNT = 7
+};
+
+struct ss_stage_statistics {
+    uint64_t items;
+    uint64_t input_bytes;
+    uint64_t output_bytes;
+    uint64_t busy_ns; /* CPU time, summed over the stage's threads: waiting is not busy */
+};
+
+/* Core lists hold one entry for each thread; -1 leaves that thread unpinned. */
+struct ss_pipeline_options {
+    size_t options_size;           /* sizeof(struct ss_pipeline_options), so that it can grow */
+    const char *backend;           /* "software" */
+    uint32_t fused;                /* decompress, dequantize and deliver a slice in one go, on the decompress threads */
+    uint32_t queue_depth;          /* slices in each queue between stages */
+    uint32_t requests_in_flight;   /* range requests sent ahead on each connection */
+    uint32_t pin_memory;           /* lock the buffers in memory; failure to lock is not an error, see _statistics */
+    uint64_t decompression_bytes;  /* size of the decompression buffer */
+    uint64_t dequantization_bytes; /* of the dequantization buffer; 0 when fused */
+    uint64_t dma_source_bytes;     /* of the DMA source buffer: what a round delivers; 0 when fused */
+    uint64_t store_bytes;          /* of the buffer that stored bodies are encoded into */
+    const int32_t *net_cores;
+    const int32_t *decompress_cores;
+    const int32_t *dequantize_cores; /* unused when fused */
+    const int32_t *dma_cores;        /* unused when fused */
+    const int32_t *store_cores;
+    uint32_t net_threads; /* also the number of connections that a round uses */
+    uint32_t decompress_threads;
+    uint32_t dequantize_threads;
+    uint32_t dma_threads;
+    uint32_t store_threads;
+    /*
+     * The paper's ablation (ShadowServe section 6.4); both are 1 but to measure what they are good for.
+     * chunked_pipeline 0: one chunk at a time, and one stage at a time: a chunk is asked for when the one before it was
+     *   delivered, decompressed when all of it was received, and so on.
+     * memory_management 0: no buffers are kept for fetch rounds. Each chunk's are mapped, touched and locked when it is
+     *   asked for, and unmapped when it was delivered; the sizes above only limit a round.
+     */
+    uint32_t chunked_pipeline;
+    uint32_t memory_management;
+    uint32_t trace_events; /* room for so many in each thread's log, 56 bytes each; 0: no tracing */
+};
+
+struct ss_pipeline;
+
+/*
+ * ss_pipeline_create() allocates, touches and locks all buffers and starts and pins all threads; nothing is allocated
+ * afterwards (but without memory_management). Fails with SS_BAD_ARGUMENT, SS_NOT_SUPPORTED (unknown backend),
+ * SS_NO_MEMORY, SS_OS_ERROR (errno).
+ */
+SS_API enum ss_result ss_pipeline_create(const struct ss_pipeline_options *options, struct ss_pipeline **pipeline);
+
+/* ss_pipeline_destroy() stops the threads and frees the buffers. No call may be in progress. NULL is allowed. */
+SS_API void ss_pipeline_destroy(struct ss_pipeline *pipeline);
+
+/* ss_pipeline_locked_bytes() returns how many bytes of the buffers could be locked in memory. */
+SS_API uint64_t ss_pipeline_locked_bytes(const struct ss_pipeline *pipeline);
+
+/*
+ * ss_pipeline_fetch() runs one round: on each of 'socket_count' connected, authenticated, non-blocking sockets to the
+ * storage server it asks for an equal share of every chunk's slices with GETRANGE, receives them straight into the
+ * decompression buffer, and passes each slice on as soon as it is whole: checksum, decompress, dequantize, deliver.
+ *
+ * Blocks until the round is quiet, so that afterwards nothing touches the destination or the round any more: at the
+ * latest a little after 'deadline_ns', sooner when cancelled. Every chunk has its own 'result': all before the first
+ * failing one are SS_OK, later ones may be SS_OK, SS_SKIPPED or say what became of them. Returns SS_OK when all chunks
+ * are SS_OK, else the result of the first chunk that is not; for SS_OS_ERROR errno says more.
+ *
+ * Sockets can be used again where the round says 'sockets_in_sync', which it does after answers that were well formed
+ * (so after SS_OK, and as a rule after SS_NOT_FOUND, SS_REFUSED, SS_CHECKSUM and SS_BAD_DATA): what was asked for ahead
+ * is then read to its end and dropped. Otherwise close them; those that were left with half an answer are disconnected
+ * already, so that nobody takes it for an answer of its own.
+ *
+ * SS_BAD_ARGUMENT, before any byte moves, when numbers in the round do not fit each other or the buffers, and when a
+ * round is running already: one at a time for each pipeline; ss_pipeline_encode() may run beside it.
+ */
+SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+                                        uint32_t socket_count);
+
+/* ss_round_cancel() makes the round that is running end soon with SS_CANCELLED. From any thread. */
+SS_API void ss_round_cancel(struct ss_round *round);
+
+/*
+ * ss_pipeline_encode() quantizes and compresses a round's chunks from its destination memory (read only here) into the
+ * store buffer, on the store threads, at low priority: a fetch round in progress goes first. For each slice the caller
+ * gives destination_offset, decoded_length, scales_length, vectors and bins; out come offset, encoded_length, checksum
+ * and decoded_crc32. For each chunk the caller gives codec, slices and decompression_offset (here: where in the store
+ * buffer its body goes, with room for the bound of each slice); out come body_length and result.
+ * Blocks until quiet. One call at a time (a second is SS_BAD_ARGUMENT). After the first failing chunk, later ones may
+ * be SS_SKIPPED; returns the first failing chunk's result. Honours 'deadline_ns' and ss_round_cancel(); fails with
+ * SS_NOT_FINITE as ss_quantize() does.
+ */
+SS_API enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_round *round);
+
+/*
+ * ss_pipeline_put() sends SET key head+body for one encoded chunk on one connected, non-blocking socket and waits for
+ * the answer until 'deadline_ns'. The key is sent as it is. SS_REFUSED when the server answers an error; its text,
+ * cut to 'error_size' - 1 bytes, is then in 'error'. After any other failure close the socket. A server may refuse
+ * before it has read the value: then, too, the answer is SS_REFUSED, but the socket is disconnected. Runs on the
+ * caller's thread; calls for different sockets may run at the same time.
+ */
+SS_API enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_chunk *chunk, const void *head,
+                                      size_t head_size, int32_t socket, uint64_t deadline_ns, char *error,
+                                      size_t error_size);
+
+/* ss_pipeline_statistics() copies the counters since creation into statistics[SS_STAGE_COUNT]. From any thread. */
+SS_API void ss_pipeline_statistics(const struct ss_pipeline *pipeline, struct ss_stage_statistics *statistics);
+
+/*
+ * A span of one stage thread's time in a fetch round: a slice in a stage, or in SS_STAGE_NET what one system call
+ * received. Spans of one thread and stage are in the order of their ends, and either nest or do not overlap: slices
+ * that are decompressed in turns share their end. Fused, a slice's SS_STAGE_DEQUANTIZE span, which delivers it, is the
+ * decompress thread's, too.
+ */
+struct ss_trace_event {
+    uint64_t begin_ns; /* CLOCK_MONOTONIC */
+    uint64_t end_ns;
+    uint64_t input_bytes;
+    uint64_t output_bytes;
+    uint32_t round;  /* of the pipeline, counted from 1 */
+    uint32_t chunk;  /* index in the round */
+    uint32_t slice;  /* likewise; UINT32_MAX for SS_STAGE_NET */
+    int32_t core;    /* where the span ended */
+    uint32_t stage;  /* enum ss_stage */
+    uint32_t thread; /* of those that serve the stage */
+};
+
+/*
+ * ss_pipeline_trace_start() begins a recording, and ends the one before it. ss_pipeline_trace_stop() ends it; threads
+ * may add an event that they are at. Each log keeps its first 'trace_events' events. From any thread.
+ * SS_NOT_SUPPORTED where the pipeline was made without room for events.
+ */
+SS_API enum ss_result ss_pipeline_trace_start(struct ss_pipeline *pipeline);
+SS_API void ss_pipeline_trace_stop(struct ss_pipeline *pipeline);
+
+/*
+ * ss_pipeline_trace_read() copies the last recording's events, at most 'count_max', one thread's after another's, and
+ * returns how many there are; in '*dropped' how many found their log full. During a recording it sees what is there so
+ * far. Not beside ss_pipeline_trace_start().
+ */
+SS_API uint64_t ss_pipeline_trace_read(struct ss_pipeline *pipeline, struct ss_trace_event *events, uint64_t count_max,
+                                       uint64_t *dropped);
+/* cffi:end */
+
+#endif /* SHADOWSERVE_H */

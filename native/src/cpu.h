@@ -1,0 +1,16 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* cpu.h - which instruction set the kernels use; see cpu.c */
+#ifndef SS_CPU_H
+#define SS_CPU_H
+
+#include "shadowserve.h"
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define SS_ARCH_X86_64 1
+#elif defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__))
+#define SS_ARCH_AARCH64 1
+#endif
+
+#define SS_ABI_VERSION 2
+
+#endif /* SS_CPU_H */

@@ -1,0 +1,24 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * decode.h - from a stream to elements where they are wanted, in one go or in two; see decode.c
+ */
+#ifndef SS_DECODE_H
+#define SS_DECODE_H
+
+#include "shadowserve.h"
+
+/*
+ * ss_decode_direct() makes the elements of one stream without decompressing the whole of it first, if there is a kernel
+ * for that. SS_NOT_SUPPORTED where there is none: nothing was done then. Otherwise as ss_decode_many();
+ * 'stream->target' may be written, and 'stream->result' is left alone.
+ */
+enum ss_result ss_decode_direct(enum ss_codec codec, const struct ss_stream *stream,
+                                const struct ss_elements *elements);
+
+/*
+ * ss_elements_make() makes elements of a stream's symbols. 'streamed': past the caches, see ss_dequantize_streamed().
+ * Fails as ss_dequantize() does.
+ */
+enum ss_result ss_elements_make(const struct ss_elements *elements, const uint8_t *symbols, int streamed);
+
+#endif /* SS_DECODE_H */

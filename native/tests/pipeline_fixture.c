@@ -1,0 +1,243 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* pipeline_fixture.c - records made with the kernels alone, so that the pipeline is not its own witness */
+#include <string.h>
+#include <time.h>
+
+#include "pipeline_support.h"
+
+uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
+}
+
+uint64_t after_ms(uint64_t milliseconds) {
+    return now_ns() + milliseconds * 1000000ULL;
+}
+
+/* xorshift64* */
+uint32_t random_next(uint64_t *state) {
+    *state ^= *state >> 12;
+    *state ^= *state << 25;
+    *state ^= *state >> 27;
+    return (uint32_t)((*state * 0x2545F4914F6CDD1DULL) >> 32);
+}
+
+/* About normal: the sum of a few uniform numbers. */
+static float random_value(uint64_t *state) {
+    float sum = 0;
+    for (int i = 0; i < 6; i++) {
+        sum += (float)(random_next(state) >> 8) / (float)(1 << 24) - 0.5F;
+    }
+    return sum;
+}
+
+static void fill(uint8_t *data, uint64_t size, enum ss_dtype dtype, uint64_t *state) {
+    size_t element = ss_dtype_size(dtype);
+    for (uint64_t offset = 0; offset < size; offset += element) {
+        float value = random_value(state);
+        uint32_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        if (dtype == SS_DTYPE_BFLOAT16) {
+            bits >>= 16;
+        } else if (dtype != SS_DTYPE_FLOAT32) {
+            bits = (uint32_t)(int32_t)(value * 8.0F) & 0xff;     /* for bytes; float16 takes it as small subnormals */
+            bits &= dtype == SS_DTYPE_FLOAT8_E4M3 ? 0xbf : 0xff; /* no NaN there */
+        }
+        memcpy(data + offset, &bits, element);
+    }
+}
+
+struct shape default_shape(void) {
+    return (struct shape){.codec = SS_CODEC_DEFLATE,
+                          .quantizer = SS_QUANTIZER_BINNED,
+                          .dtype = SS_DTYPE_BFLOAT16,
+                          .bins = 32,
+                          .scale_vectors = 1,
+                          .chunks = 5,
+                          .slices = 6,
+                          .vectors = 16,
+                          .vector_length = 256};
+}
+
+/* Encodes slice 'index', whose raw bytes are at 'raw', at 'target'; returns the bytes that it took. */
+static uint64_t encode_slice(struct fixture *fixture, uint32_t index, uint64_t raw, uint8_t *target) {
+    const struct shape *shape = &fixture->shape;
+    struct ss_slice *slice = &fixture->slices[index];
+    int binned = shape->quantizer == SS_QUANTIZER_BINNED;
+    uint32_t elements = shape->vectors * shape->vector_length;
+    slice->vectors = shape->vectors;
+    slice->decoded_length = elements * (uint32_t)(binned ? 1 : ss_dtype_size(shape->dtype));
+    slice->bins = shape->bins + 2 * (index % 2); /* so that it matters whose bins are taken */
+    slice->scales_length = binned ? 4 * ((shape->vectors + shape->scale_vectors - 1) / shape->scale_vectors) : 0;
+    slice->destination_offset = raw;
+    uint8_t *symbols = malloc(slice->decoded_length);
+    CHECK(symbols != NULL);
+    size_t element = ss_dtype_size(shape->dtype);
+    uint32_t together = binned ? shape->scale_vectors : shape->vectors;
+    for (uint32_t first = 0; first < shape->vectors; first += together) {
+        uint32_t count = shape->vectors - first < together ? shape->vectors - first : together;
+        size_t at = (size_t)first * shape->vector_length, length = (size_t)count * shape->vector_length;
+        uint8_t *scale = target + 4 * (first / together);
+        uint8_t *made = symbols + at * (binned ? 1 : element);
+        CHECK_EQUAL(ss_quantize(shape->quantizer, shape->dtype, slice->bins, fixture->source + raw + at * element, 1,
+                                length, made, scale),
+                    SS_OK);
+        CHECK_EQUAL(ss_dequantize(shape->quantizer, shape->dtype, made, scale, 1, length,
+                                  fixture->expected + raw + at * element),
+                    SS_OK);
+    }
+    size_t written, row_length = slice->decoded_length / shape->vectors;
+    CHECK_EQUAL(ss_compress(shape->codec, symbols, slice->decoded_length, row_length, target + slice->scales_length,
+                            ss_compress_bound(shape->codec, slice->decoded_length), &written),
+                SS_OK);
+    slice->encoded_length = (uint32_t)written;
+    slice->checksum = ss_crc32(0, target, slice->scales_length + written);
+    slice->decoded_crc32 = ss_crc32(0, symbols, slice->decoded_length);
+    free(symbols);
+    return slice->scales_length + written;
+}
+
+/* Slices land in the destination in reverse order, so that nothing passes by luck of order. */
+static void make_chunk(struct fixture *fixture, uint32_t index, uint64_t slice_bytes) {
+    const struct shape *shape = &fixture->shape;
+    struct ss_chunk *chunk = &fixture->chunks[index];
+    uint64_t room = RECORD_OFFSET;
+    room += shape->slices * (4ULL * shape->vectors + ss_compress_bound(shape->codec, slice_bytes));
+    uint8_t *record = malloc(room);
+    CHECK(record != NULL);
+    memset(record, 0x5A, RECORD_OFFSET);
+    chunk->key_length = (uint32_t)snprintf((char *)chunk->key, sizeof chunk->key, "chunk:%u", index);
+    chunk->codec = shape->codec;
+    chunk->record_offset = RECORD_OFFSET;
+    chunk->slice_first = index * shape->slices;
+    chunk->slice_count = shape->slices;
+    chunk->decompression_offset = fixture->decompression_bytes + 13;
+    chunk->dequantization_offset = fixture->dequantization_bytes + 5;
+    uint64_t symbols = 0;
+    for (uint32_t i = 0; i < shape->slices; i++) {
+        uint32_t slice = chunk->slice_first + i;
+        uint64_t raw = (chunk->slice_first + shape->slices - 1 - i) * slice_bytes;
+        fixture->slices[slice].offset = chunk->body_length;
+        chunk->body_length += encode_slice(fixture, slice, raw, record + RECORD_OFFSET + chunk->body_length);
+        symbols += fixture->slices[slice].decoded_length;
+    }
+    fixture->records[index] = record;
+    fixture->record_sizes[index] = RECORD_OFFSET + chunk->body_length;
+    fixture->stored_bytes += chunk->body_length;
+    fixture->decompression_bytes = chunk->decompression_offset + chunk->body_length;
+    fixture->dequantization_bytes = chunk->dequantization_offset + symbols;
+}
+
+struct fixture *fixture_make(const struct shape *shape) {
+    struct fixture *fixture = calloc(1, sizeof *fixture);
+    CHECK(fixture != NULL);
+    fixture->shape = *shape;
+    uint64_t slice_bytes = (uint64_t)shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
+    fixture->size = slice_bytes * shape->slices * shape->chunks;
+    fixture->source = malloc(fixture->size);
+    fixture->expected = malloc(fixture->size);
+    fixture->records = calloc(shape->chunks, sizeof *fixture->records);
+    fixture->record_sizes = calloc(shape->chunks, sizeof *fixture->record_sizes);
+    fixture->chunks = calloc(shape->chunks, sizeof *fixture->chunks);
+    fixture->slices = calloc((size_t)shape->chunks * shape->slices, sizeof *fixture->slices);
+    CHECK(fixture->source != NULL && fixture->expected != NULL && fixture->records != NULL);
+    CHECK(fixture->record_sizes != NULL && fixture->chunks != NULL && fixture->slices != NULL);
+    uint64_t state = 0x9E3779B97F4A7C15ULL;
+    fill(fixture->source, fixture->size, shape->dtype, &state);
+    for (uint32_t i = 0; i < shape->chunks; i++) {
+        make_chunk(fixture, i, slice_bytes);
+    }
+    if (shape->quantizer != SS_QUANTIZER_BINNED) {
+        CHECK(memcmp(fixture->source, fixture->expected, fixture->size) == 0);
+    }
+    return fixture;
+}
+
+void fixture_free(struct fixture *fixture) {
+    for (uint32_t i = 0; i < fixture->shape.chunks; i++) {
+        free(fixture->records[i]);
+    }
+    free(fixture->records);
+    free(fixture->record_sizes);
+    free(fixture->chunks);
+    free(fixture->slices);
+    free(fixture->source);
+    free(fixture->expected);
+    free(fixture);
+}
+
+void fixture_serve(const struct fixture *fixture, struct server *server) {
+    for (uint32_t i = 0; i < fixture->shape.chunks; i++) {
+        const struct ss_chunk *chunk = &fixture->chunks[i];
+        server_keep(server, chunk->key, chunk->key_length, fixture->records[i], fixture->record_sizes[i]);
+        server_fault(server, chunk->key, chunk->key_length, FAULT_NONE);
+    }
+}
+
+struct ss_round *fixture_round(const struct fixture *fixture) {
+    const struct shape *shape = &fixture->shape;
+    struct ss_round *round = calloc(1, sizeof *round);
+    CHECK(round != NULL);
+    round->chunk_count = shape->chunks;
+    round->slice_count = shape->chunks * shape->slices;
+    round->chunks = calloc(round->chunk_count, sizeof *round->chunks);
+    round->slices = calloc(round->slice_count, sizeof *round->slices);
+    round->destination = aligned_alloc(64, (fixture->size + 63) / 64 * 64); /* as destinations are */
+    CHECK(round->chunks != NULL && round->slices != NULL && round->destination != NULL);
+    memcpy(round->chunks, fixture->chunks, round->chunk_count * sizeof *round->chunks);
+    memcpy(round->slices, fixture->slices, round->slice_count * sizeof *round->slices);
+    memset(round->destination, 0xAA, fixture->size);
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        round->chunks[i].result = (enum ss_result)99; /* must be overwritten */
+    }
+    round->destination_size = fixture->size;
+    round->quantizer = shape->quantizer;
+    round->dtype = shape->dtype;
+    round->scale_vectors = shape->scale_vectors;
+    round->vector_length = shape->vector_length;
+    round->deadline_ns = after_ms(60000);
+    return round;
+}
+
+void round_free(struct ss_round *round) {
+    free(round->chunks);
+    free(round->slices);
+    free(round->destination);
+    free(round);
+}
+
+int fixture_matches(const struct fixture *fixture, const struct ss_round *round, uint32_t chunk) {
+    uint64_t size = fixture->size / fixture->shape.chunks;
+    return memcmp(round->destination + chunk * size, fixture->expected + chunk * size, size) == 0;
+}
+
+struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int mode) {
+    int fused = (mode & MODE_FUSED) != 0;
+    static const int32_t any[4] = {-1, -1, -1, -1};
+    struct ss_pipeline_options options = {
+        .options_size = sizeof options,
+        .backend = "software",
+        .fused = (uint32_t)fused,
+        .queue_depth = 16,
+        .requests_in_flight = 4,
+        .pin_memory = 1,
+        .decompression_bytes = fixture->decompression_bytes,
+        .dequantization_bytes = fused ? 0 : fixture->dequantization_bytes,
+        .dma_source_bytes = fused ? 0 : fixture->size,
+        .store_bytes = 2 * fixture->size + (1 << 20),
+        .net_cores = any,
+        .decompress_cores = any,
+        .dequantize_cores = any,
+        .dma_cores = any,
+        .store_cores = any,
+        .net_threads = 3,
+        .decompress_threads = 2,
+        .dequantize_threads = 2,
+        .dma_threads = 2,
+        .store_threads = 2,
+        .chunked_pipeline = (mode & MODE_NOT_CHUNKED) == 0,
+        .memory_management = (mode & MODE_UNMANAGED) == 0,
+    };
+    return options;
+}

@@ -1,0 +1,434 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * pipeline_server.c - a RESP server of one page, for tests: GETRANGE and SET, a thread for each connection
+ */
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <pthread.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "pipeline_support.h"
+
+enum { VALUES_MAX = 256, REPLACED_MAX = 4096, CONNECTIONS_MAX = 512, INPUT_BYTES = 1 << 16, ARGUMENTS_MAX = 8 };
+
+struct value {
+    uint8_t key[96];
+    size_t key_length;
+    uint8_t *data;
+    size_t size;
+    enum fault fault;
+};
+
+struct server {
+    int listener;
+    uint16_t port;
+    pthread_t accepting;
+    pthread_mutex_t lock;
+    pthread_cond_t stalling;
+    uint32_t stalled;
+    struct value values[VALUES_MAX];
+    uint32_t value_count;
+    uint8_t *replaced[REPLACED_MAX]; /* values that an answer may still be reading */
+    uint32_t replaced_count;
+    struct connection *connections[CONNECTIONS_MAX];
+    uint32_t connection_count;
+};
+
+struct connection {
+    struct server *server;
+    int socket;
+    pthread_t thread;
+    uint8_t input[INPUT_BYTES];
+    size_t begin;
+    size_t end;
+};
+
+struct argument {
+    uint8_t *data;
+    size_t size;
+};
+
+/* ---- Input --------------------------------------------------------------------------------------------------- */
+
+static int input_fill(struct connection *connection) {
+    if (connection->begin == connection->end) {
+        connection->begin = 0;
+        connection->end = 0;
+    }
+    if (connection->end == INPUT_BYTES) {
+        memmove(connection->input, connection->input + connection->begin, connection->end - connection->begin);
+        connection->end -= connection->begin;
+        connection->begin = 0;
+    }
+    ssize_t received = recv(connection->socket, connection->input + connection->end, INPUT_BYTES - connection->end, 0);
+    if (received <= 0) {
+        return 0;
+    }
+    connection->end += (size_t)received;
+    return 1;
+}
+
+/* Reads "<type><number>\r\n". */
+static int input_number(struct connection *connection, char type, size_t *number) {
+    char line[32];
+    size_t length = 0;
+    for (;;) {
+        if (connection->begin == connection->end && !input_fill(connection)) {
+            return 0;
+        }
+        char byte = (char)connection->input[connection->begin++];
+        CHECK(length < sizeof line);
+        line[length++] = byte;
+        if (byte == '\n') {
+            break;
+        }
+    }
+    CHECK(length > 3 && line[0] == type && line[length - 2] == '\r');
+    line[length - 2] = '\0';
+    *number = (size_t)strtoull(line + 1, NULL, 10);
+    return 1;
+}
+
+static int input_bytes(struct connection *connection, uint8_t *data, size_t size) {
+    while (size > 0) {
+        if (connection->begin == connection->end && !input_fill(connection)) {
+            return 0;
+        }
+        size_t there = connection->end - connection->begin;
+        size_t taken = there < size ? there : size;
+        memcpy(data, connection->input + connection->begin, taken);
+        connection->begin += taken;
+        data += taken;
+        size -= taken;
+    }
+    return 1;
+}
+
+/* Reads one request. Returns the number of arguments, 0 at the end; the caller frees their data. */
+static size_t input_request(struct connection *connection, struct argument arguments[ARGUMENTS_MAX]) {
+    size_t count;
+    memset(arguments, 0, ARGUMENTS_MAX * sizeof *arguments);
+    if (!input_number(connection, '*', &count)) {
+        return 0;
+    }
+    CHECK(count > 0 && count <= ARGUMENTS_MAX);
+    for (size_t i = 0; i < count; i++) {
+        struct argument *argument = &arguments[i];
+        if (!input_number(connection, '$', &argument->size)) {
+            count = 0;
+            break;
+        }
+        argument->data = malloc(argument->size + 2);
+        CHECK(argument->data != NULL);
+        if (!input_bytes(connection, argument->data, argument->size + 2)) {
+            count = 0;
+            break;
+        }
+        CHECK(memcmp(argument->data + argument->size, "\r\n", 2) == 0);
+        argument->data[argument->size] = '\0';
+    }
+    return count;
+}
+
+/* ---- Output -------------------------------------------------------------------------------------------------- */
+
+static int output(struct connection *connection, const void *data, size_t size, size_t step) {
+    const uint8_t *bytes = data;
+    while (size > 0) {
+        ssize_t sent = send(connection->socket, bytes, size < step ? size : step, MSG_NOSIGNAL);
+        if (sent <= 0) {
+            return 0;
+        }
+        bytes += sent;
+        size -= (size_t)sent;
+    }
+    return 1;
+}
+
+static int output_text(struct connection *connection, const char *text) {
+    return output(connection, text, strlen(text), SIZE_MAX);
+}
+
+/* Tells that an answer is stalled, and waits until the peer has gone. */
+static int stall(struct connection *connection) {
+    struct server *server = connection->server;
+    pthread_mutex_lock(&server->lock);
+    server->stalled = 1;
+    pthread_cond_broadcast(&server->stalling);
+    pthread_mutex_unlock(&server->lock);
+    uint8_t ignored[256];
+    while (recv(connection->socket, ignored, sizeof ignored, 0) > 0) {
+    }
+    return 0;
+}
+
+/* Half of an answer, then 'fault'. Always the connection's end. */
+static int output_half(struct connection *connection, const uint8_t *data, size_t size, enum fault fault) {
+    char head[32];
+    int length = snprintf(head, sizeof head, "$%zu\r\n", size);
+    if (!output(connection, head, (size_t)length, SIZE_MAX) || !output(connection, data, size / 2, SIZE_MAX)) {
+        return 0;
+    }
+    if (fault == FAULT_STALL) {
+        return stall(connection);
+    }
+    if (fault == FAULT_RESET) {
+        struct linger linger = {.l_onoff = 1, .l_linger = 0};
+        setsockopt(connection->socket, SOL_SOCKET, SO_LINGER, &linger, sizeof linger);
+    }
+    return 0;
+}
+
+static int output_bulk(struct connection *connection, const uint8_t *data, size_t size, size_t step, const char *tail) {
+    char head[32];
+    int length = snprintf(head, sizeof head, "$%zu\r\n", size);
+    return output(connection, head, (size_t)length, step) && output(connection, data, size, step) &&
+           output(connection, tail, 2, step);
+}
+
+/* Sends the bytes [first, last] of 'value' in the way that it is to go wrong. */
+static int answer_range(struct connection *connection, const struct value *value, size_t first, size_t last) {
+    const uint8_t *data = value->data + first;
+    size_t size = last - first + 1;
+    switch (value->fault) {
+    case FAULT_NONE:
+        return output_bulk(connection, data, size, SIZE_MAX, "\r\n");
+    case FAULT_BYTE_BY_BYTE:
+        return output_bulk(connection, data, size, 1, "\r\n");
+    case FAULT_MISSING:
+        return output_text(connection, "$0\r\n\r\n");
+    case FAULT_NULL:
+        return output_text(connection, "$-1\r\n");
+    case FAULT_NULL_RESP3:
+        return output_text(connection, "_\r\n");
+    case FAULT_SHORT:
+        return output_bulk(connection, data, size / 2, SIZE_MAX, "\r\n");
+    case FAULT_LONG:
+        return output_bulk(connection, data - 1, size + 1, SIZE_MAX, "\r\n");
+    case FAULT_ERROR:
+        return output_text(connection, "-ERR the test wants it so\r\n");
+    case FAULT_GARBAGE:
+        return output_text(connection, "HTTP/1.1 400 Bad Request\r\n\r\n");
+    case FAULT_NO_TAIL:
+        return output_bulk(connection, data, size, SIZE_MAX, "$5");
+    default:
+        return output_half(connection, data, size, value->fault);
+    }
+}
+
+/* ---- Commands ------------------------------------------------------------------------------------------------ */
+
+/* With the lock held. */
+static struct value *find(struct server *server, const void *key, size_t key_length) {
+    for (uint32_t i = 0; i < server->value_count; i++) {
+        struct value *value = &server->values[i];
+        if (value->key_length == key_length && memcmp(value->key, key, key_length) == 0) {
+            return value;
+        }
+    }
+    return NULL;
+}
+
+/* With the lock held: the value of 'key', made if it was not there. */
+static struct value *find_or_add(struct server *server, const void *key, size_t key_length) {
+    struct value *value = find(server, key, key_length);
+    if (value == NULL) {
+        CHECK(server->value_count < VALUES_MAX && key_length <= sizeof value->key);
+        value = &server->values[server->value_count++];
+        memset(value, 0, sizeof *value);
+        memcpy(value->key, key, key_length);
+        value->key_length = key_length;
+    }
+    return value;
+}
+
+static int serve_getrange(struct connection *connection, const struct argument *arguments) {
+    struct server *server = connection->server;
+    size_t first = (size_t)strtoull((char *)arguments[2].data, NULL, 10);
+    size_t last = (size_t)strtoull((char *)arguments[3].data, NULL, 10);
+    struct value value = {.fault = FAULT_MISSING};
+    pthread_mutex_lock(&server->lock);
+    const struct value *found = find(server, arguments[1].data, arguments[1].size);
+    if (found != NULL && first < found->size) {
+        value = *found; /* its data stays until the server stops */
+    }
+    pthread_mutex_unlock(&server->lock);
+    if (value.data == NULL) {
+        static const uint8_t nothing[1];
+        value.data = (uint8_t *)(uintptr_t)nothing;
+        return answer_range(connection, &value, 0, 0);
+    }
+    return answer_range(connection, &value, first, last < value.size ? last : value.size - 1);
+}
+
+static int serve_set(struct connection *connection, const struct argument *arguments) {
+    struct server *server = connection->server;
+    pthread_mutex_lock(&server->lock);
+    struct value *found = find(server, arguments[1].data, arguments[1].size);
+    enum fault fault = found == NULL ? FAULT_NONE : found->fault;
+    pthread_mutex_unlock(&server->lock);
+    switch (fault) {
+    case FAULT_NONE:
+        server_keep(server, arguments[1].data, arguments[1].size, arguments[2].data, arguments[2].size);
+        return output_text(connection, "+OK\r\n");
+    case FAULT_BYTE_BY_BYTE:
+        return output(connection, "+OK\r\n", 5, 1);
+    case FAULT_ERROR:
+        return output_text(connection, "-OOM command not allowed when used memory > 'maxmemory'.\r\n");
+    case FAULT_NULL:
+        return output_text(connection, "$-1\r\n");
+    case FAULT_GARBAGE:
+        return output_text(connection, "+OK\r\n+OK\r\n");
+    case FAULT_STALL:
+        return stall(connection);
+    default:
+        return 0;
+    }
+}
+
+/* A server that turns a value down before it has read it. */
+static int refuses_early(struct connection *connection) {
+    static const char command[] = "*3\r\n$3\r\nSET\r\n$5\r\nearly\r\n";
+    while (connection->end - connection->begin < sizeof command - 1) {
+        if (connection->end > connection->begin && connection->input[connection->begin] != '*') {
+            return 0;
+        }
+        if (!input_fill(connection)) {
+            return 0;
+        }
+    }
+    return memcmp(connection->input + connection->begin, command, sizeof command - 1) == 0;
+}
+
+static void *serve(void *argument) {
+    struct connection *connection = argument;
+    struct argument arguments[ARGUMENTS_MAX];
+    int going = 1;
+    while (going) {
+        if (refuses_early(connection)) {
+            output_text(connection, "-ERR Protocol error: invalid bulk length\r\n");
+            stall(connection);
+            break;
+        }
+        size_t count = input_request(connection, arguments);
+        if (count == 4 && strcmp((char *)arguments[0].data, "GETRANGE") == 0) {
+            going = serve_getrange(connection, arguments);
+        } else if (count == 3 && strcmp((char *)arguments[0].data, "SET") == 0) {
+            going = serve_set(connection, arguments);
+        } else {
+            CHECK_EQUAL(count, 0);
+            going = 0;
+        }
+        for (size_t i = 0; i < ARGUMENTS_MAX; i++) {
+            free(arguments[i].data);
+        }
+    }
+    close(connection->socket);
+    return NULL;
+}
+
+/* ---- Life ---------------------------------------------------------------------------------------------------- */
+
+static void *accept_all(void *argument) {
+    struct server *server = argument;
+    for (;;) {
+        int accepted = accept(server->listener, NULL, NULL);
+        if (accepted < 0) {
+            return NULL;
+        }
+        int on = 1;
+        setsockopt(accepted, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+        struct connection *connection = calloc(1, sizeof *connection);
+        CHECK(connection != NULL && server->connection_count < CONNECTIONS_MAX);
+        connection->server = server;
+        connection->socket = accepted;
+        server->connections[server->connection_count++] = connection;
+        CHECK(pthread_create(&connection->thread, NULL, serve, connection) == 0);
+    }
+}
+
+struct server *server_start(void) {
+    struct server *server = calloc(1, sizeof *server);
+    CHECK(server != NULL);
+    pthread_mutex_init(&server->lock, NULL);
+    pthread_cond_init(&server->stalling, NULL);
+    server->listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t size = sizeof address;
+    CHECK(server->listener >= 0 && bind(server->listener, (struct sockaddr *)&address, size) == 0);
+    CHECK(listen(server->listener, 64) == 0);
+    CHECK(getsockname(server->listener, (struct sockaddr *)&address, &size) == 0);
+    server->port = address.sin_port;
+    CHECK(pthread_create(&server->accepting, NULL, accept_all, server) == 0);
+    return server;
+}
+
+/* Clients close their sockets first, so every connection's thread is at its end or about to be. */
+void server_stop(struct server *server) {
+    shutdown(server->listener, SHUT_RDWR);
+    pthread_join(server->accepting, NULL);
+    close(server->listener);
+    for (uint32_t i = 0; i < server->connection_count; i++) {
+        pthread_join(server->connections[i]->thread, NULL);
+        free(server->connections[i]);
+    }
+    for (uint32_t i = 0; i < server->value_count; i++) {
+        free(server->values[i].data);
+    }
+    for (uint32_t i = 0; i < server->replaced_count; i++) {
+        free(server->replaced[i]);
+    }
+    pthread_cond_destroy(&server->stalling);
+    pthread_mutex_destroy(&server->lock);
+    free(server);
+}
+
+void server_keep(struct server *server, const void *key, size_t key_length, const void *data, size_t size) {
+    uint8_t *copy = malloc(size);
+    CHECK(copy != NULL);
+    memcpy(copy, data, size);
+    pthread_mutex_lock(&server->lock);
+    struct value *value = find_or_add(server, key, key_length);
+    if (value->data != NULL) {
+        CHECK(server->replaced_count < REPLACED_MAX);
+        server->replaced[server->replaced_count++] = value->data;
+    }
+    value->data = copy;
+    value->size = size;
+    pthread_mutex_unlock(&server->lock);
+}
+
+void server_fault(struct server *server, const void *key, size_t key_length, enum fault fault) {
+    pthread_mutex_lock(&server->lock);
+    find_or_add(server, key, key_length)->fault = fault;
+    server->stalled = 0;
+    pthread_mutex_unlock(&server->lock);
+}
+
+void server_wait_stalled(struct server *server) {
+    pthread_mutex_lock(&server->lock);
+    while (!server->stalled) {
+        pthread_cond_wait(&server->stalling, &server->lock);
+    }
+    pthread_mutex_unlock(&server->lock);
+}
+
+uint16_t server_port(const struct server *server) {
+    return server->port;
+}
+
+int server_connect(struct server *server) {
+    return server_connect_port(server->port);
+}
+
+int server_connect_port(uint16_t port) {
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK), .sin_port = port};
+    int connected = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    CHECK(connected >= 0 && connect(connected, (struct sockaddr *)&address, sizeof address) == 0);
+    CHECK(fcntl(connected, F_SETFL, O_NONBLOCK) == 0);
+    return connected;
+}

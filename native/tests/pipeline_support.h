@@ -1,0 +1,131 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * pipeline_support.h - what the pipeline's tests share: a small RESP server that misbehaves on demand, and records
+ * with everything that is known about them
+ */
+#ifndef PIPELINE_SUPPORT_H
+#define PIPELINE_SUPPORT_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "shadowserve.h"
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: CHECK failed: %s\n", __FILE__, __LINE__, #condition);                              \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+#define CHECK_EQUAL(left, right)                                                                                       \
+    do {                                                                                                               \
+        long long left_value = (long long)(left);                                                                      \
+        long long right_value = (long long)(right);                                                                    \
+        if (left_value != right_value) {                                                                               \
+            fprintf(stderr, "%s:%d: CHECK_EQUAL failed: %s is %lld, %s is %lld\n", __FILE__, __LINE__, #left,          \
+                    left_value, #right, right_value);                                                                  \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+/* ---- Server -------------------------------------------------------------------------------------------------- */
+
+/* What the server does wrong, for one key. */
+enum fault {
+    FAULT_NONE,
+    FAULT_BYTE_BY_BYTE, /* nothing wrong: every byte in its own segment */
+    FAULT_MISSING,      /* $0, as GETRANGE answers for a key that is not there */
+    FAULT_NULL,         /* $-1 */
+    FAULT_NULL_RESP3,   /* _ */
+    FAULT_SHORT,        /* half of the range, well formed */
+    FAULT_LONG,         /* one byte more than was asked for */
+    FAULT_ERROR,        /* -ERR */
+    FAULT_GARBAGE,
+    FAULT_NO_TAIL,    /* the body is not followed by CR LF */
+    FAULT_DISCONNECT, /* half of the body, then the connection closes */
+    FAULT_RESET,      /* half of the body, then RST */
+    FAULT_STALL,      /* half of the body, then nothing until the peer goes */
+};
+
+struct server;
+
+struct server *server_start(void);
+
+/* server_stop() ends all connections and frees the values. */
+void server_stop(struct server *server);
+
+/* server_keep() copies a value; a value that is there is replaced. */
+void server_keep(struct server *server, const void *key, size_t key_length, const void *value, size_t size);
+
+/* server_fault() makes every answer about 'key' go wrong from now on. */
+void server_fault(struct server *server, const void *key, size_t key_length, enum fault fault);
+
+/* server_wait_stalled() blocks until an answer is stalled. */
+void server_wait_stalled(struct server *server);
+
+/* server_connect() returns a connected, non-blocking socket. */
+int server_connect(struct server *server);
+
+/* The same across processes. The port is in network byte order. */
+uint16_t server_port(const struct server *server);
+int server_connect_port(uint16_t port);
+
+/* ---- Records ------------------------------------------------------------------------------------------------- */
+
+struct shape {
+    enum ss_codec codec;
+    enum ss_quantizer quantizer;
+    enum ss_dtype dtype;
+    uint32_t bins; /* of even slices; odd ones have two more */
+    uint32_t scale_vectors;
+    uint32_t chunks;
+    uint32_t slices;  /* of a chunk */
+    uint32_t vectors; /* of a slice */
+    uint32_t vector_length;
+};
+
+/* Source data, what it must come back as, and its stored form. */
+struct fixture {
+    struct shape shape;
+    uint8_t *source;
+    uint8_t *expected;
+    uint64_t size;     /* bytes of both, and of a destination */
+    uint8_t **records; /* of each chunk: RECORD_OFFSET bytes of head, then the body */
+    uint64_t *record_sizes;
+    struct ss_chunk *chunks; /* as a fetch round wants them */
+    struct ss_slice *slices;
+    uint64_t stored_bytes; /* of all bodies */
+    uint64_t decompression_bytes;
+    uint64_t dequantization_bytes;
+};
+
+enum { RECORD_OFFSET = 37 };
+
+struct fixture *fixture_make(const struct shape *shape);
+void fixture_free(struct fixture *fixture);
+void fixture_serve(const struct fixture *fixture, struct server *server);
+
+/* fixture_round() makes a round with chunks and slices of its own over a destination that is filled with 0xAA. */
+struct ss_round *fixture_round(const struct fixture *fixture);
+void round_free(struct ss_round *round);
+
+/* fixture_matches() returns whether chunk 'chunk' was delivered right. */
+int fixture_matches(const struct fixture *fixture, const struct ss_round *round, uint32_t chunk);
+
+/* How a pipeline works: the stages fused, and either part of the design switched off. */
+enum mode { MODE_FUSED = 1, MODE_NOT_CHUNKED = 2, MODE_UNMANAGED = 4, MODE_COUNT = 8 };
+
+/* pipeline_options() fits a fixture: two threads for each stage, unpinned; 'mode' is a sum of enum mode. */
+struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int mode);
+
+/* default_shape() is a small binned bfloat16 round over Deflate. */
+struct shape default_shape(void);
+
+uint64_t now_ns(void);
+uint64_t after_ms(uint64_t milliseconds);
+uint32_t random_next(uint64_t *state);
+
+#endif /* PIPELINE_SUPPORT_H */

@@ -1,0 +1,319 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * ss_decode_many() against ss_decompress() and ss_dequantize(), with every variant of the kernels: the same bytes and
+ * results for every codec, dtype and number of bins, odd shapes, shared and strange scales, unaligned targets, damaged
+ * streams; nothing is touched outside the target. And ss_dequantize_streamed() against ss_dequantize().
+ */
+#include "check.h"
+#include "decode.h"
+#include "kvrans.h"
+#include "quantize.h"
+
+#include <math.h>
+
+enum { COUNT_MAX = 600 * 320, STREAM_MAX = 4 * COUNT_MAX + 4096, SCALES_MAX = 600 };
+
+static struct guarded stream, scratch, expected, target, scales;
+static uint8_t symbols[4 * COUNT_MAX], encoded[STREAM_MAX];
+static float scale_values[SCALES_MAX];
+
+struct shape {
+    enum ss_codec codec;
+    enum ss_quantizer quantizer;
+    enum ss_dtype dtype;
+    size_t vectors, vector_length, scale_vectors;
+    uint32_t bins;
+    size_t misaligned; /* bytes that the target is away from a multiple of 64 */
+};
+
+static size_t shape_symbols(const struct shape *shape) {
+    return shape->vectors * shape->vector_length *
+           (shape->quantizer == SS_QUANTIZER_BINNED ? 1 : ss_dtype_size(shape->dtype));
+}
+
+/* scale_of() is mostly ordinary, sometimes zero, negative, subnormal, or large enough that elements overflow. */
+static float scale_of(size_t index, size_t kind) {
+    static const float strange[] = {0, -0.0f, 0x1p-149f, 0x1p-126f, 0x1.8p-24f, 0x1p-15f, 3e38f, 70000.0f, -1.5f};
+    if (kind != 0 && index % 3 == 0)
+        return strange[(index / 3 + kind) % (sizeof(strange) / sizeof(strange[0]))];
+    return (float)(0.001 + (double)random_below(1000) / 317);
+}
+
+static size_t stream_make(const struct shape *shape, size_t kind) {
+    const size_t size = shape_symbols(shape),
+                 count = (shape->vectors + shape->scale_vectors - 1) / shape->scale_vectors;
+    const int limit = (int)shape->bins / 2 - 1;
+    size_t written = 0;
+
+    for (size_t index = 0; index < size; index++) {
+        double spread = 1 + (double)(index % shape->vector_length * 2654435761u % 97) / 24;
+        long symbol = lrint(random_bell() * spread * limit / 12);
+        symbols[index] = (uint8_t)(int8_t)(symbol > limit ? limit : symbol < -limit ? -limit : symbol);
+    }
+    for (size_t index = 0; index < count; index++)
+        scale_values[index] = scale_of(index, kind);
+    CHECK(ss_compress(shape->codec, symbols, size, shape->vector_length, encoded, STREAM_MAX, &written) == SS_OK,
+          "codec %d", (int)shape->codec);
+    return written;
+}
+
+/* elements_of() describes the shape's elements at 'place'; their scales are unaligned, between guard pages. */
+static struct ss_elements elements_of(const struct shape *shape, uint8_t *place) {
+    const size_t size = 4 * ((shape->vectors + shape->scale_vectors - 1) / shape->scale_vectors);
+    const struct ss_elements elements = {.scales = memcpy(guarded_place(&scales, size, 1), scale_values, size),
+                                         .target = place,
+                                         .vectors = shape->vectors,
+                                         .vector_length = shape->vector_length,
+                                         .scale_vectors = shape->scale_vectors,
+                                         .quantizer = shape->quantizer,
+                                         .dtype = shape->dtype};
+    return elements;
+}
+
+/* Where the target is: its end, or its beginning, next to a guard page, as near as the alignment lets it. */
+static uint8_t *target_place(const struct shape *shape, size_t size) {
+    uint8_t *place = shape->misaligned % 2 == 0 ? target.start : target.end - (size + 63) / 64 * 64 - 64;
+    return place + shape->misaligned;
+}
+
+/* decode_one() decodes what is in 'encoded', with guard pages behind it, and checks that nothing around is touched. */
+static enum ss_result decode_one(const struct shape *shape, size_t written, uint8_t **result_at) {
+    const size_t size = shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
+    uint8_t *place = target_place(shape, size);
+    const size_t before = (size_t)(place - target.start), after = (size_t)(target.end - place) - size;
+    const struct ss_elements elements = elements_of(shape, place);
+    struct ss_stream one = {.source = memcpy(guarded_place(&stream, written, 1), encoded, written),
+                            .target = guarded_place(&scratch, shape_symbols(shape), 1),
+                            .source_size = written,
+                            .target_size = shape_symbols(shape)};
+
+    memset(target.start, 0xA5, (size_t)(target.end - target.start));
+    ss_decode_many(shape->codec, &one, &elements, 1);
+    for (size_t index = 0; index < before && index < 4096; index++)
+        CHECK(place[-(ptrdiff_t)index - 1] == 0xA5, "wrote before the target");
+    for (size_t index = 0; index < after && index < 4096; index++)
+        CHECK(place[size + index] == 0xA5, "wrote behind the target");
+    *result_at = place;
+    return one.result;
+}
+
+/* decode_apart() is the reference: one step after the other, with the scalar kernels. */
+static enum ss_result decode_apart(const struct shape *shape, size_t written) {
+    const enum ss_isa isa = ss_isa_active();
+    const struct ss_elements elements = elements_of(shape, expected.start);
+    enum ss_result result;
+
+    CHECK(ss_isa_force(SS_ISA_SCALAR) == SS_OK, "scalar");
+    result = ss_decompress(shape->codec, encoded, written, symbols, shape_symbols(shape));
+    if (result == SS_OK)
+        result = ss_elements_make(&elements, symbols, 0);
+    CHECK(ss_isa_force(isa) == SS_OK, "back");
+    return result;
+}
+
+/* check_stream() compares for every variant; returns the result that all have. */
+static enum ss_result check_stream(const struct shape *shape, size_t written) {
+    const size_t size = shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
+    const enum ss_result wanted = decode_apart(shape, written);
+
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+        uint8_t *made;
+        enum ss_result result;
+        if (ss_isa_force(isa) != SS_OK)
+            continue;
+        result = decode_one(shape, written, &made);
+        CHECK(result == wanted, "isa %d: %d, not %d", (int)isa, (int)result, (int)wanted);
+        CHECK(result != SS_OK || memcmp(made, expected.start, size) == 0,
+              "isa %d, codec %d, dtype %d, %zu x %zu, %u bins, %zu a scale, %zu off", (int)isa, (int)shape->codec,
+              (int)shape->dtype, shape->vectors, shape->vector_length, shape->bins, shape->scale_vectors,
+              shape->misaligned);
+    }
+    return wanted;
+}
+
+static void check(struct shape shape, size_t kind) {
+    CHECK(check_stream(&shape, stream_make(&shape, kind)) == SS_OK, "a good stream");
+}
+
+static const enum ss_dtype dtypes[] = {SS_DTYPE_FLOAT16, SS_DTYPE_BFLOAT16, SS_DTYPE_FLOAT32, SS_DTYPE_FLOAT8_E4M3};
+
+static struct shape binned(enum ss_dtype dtype, uint32_t bins, size_t vectors, size_t vector_length) {
+    const struct shape shape = {.codec = SS_CODEC_KVRANS,
+                                .quantizer = SS_QUANTIZER_BINNED,
+                                .dtype = dtype,
+                                .vectors = vectors,
+                                .vector_length = vector_length,
+                                .scale_vectors = 1,
+                                .bins = bins};
+    return shape;
+}
+
+static void check_bins(void) {
+    for (uint32_t bins = 4; bins <= 72; bins += 2) {
+        check(binned(SS_DTYPE_FLOAT16, bins, 256, 128), bins / 2 % 9);
+        check(binned(SS_DTYPE_BFLOAT16, bins, 256, 192), bins / 2 % 9);
+    }
+    for (size_t index = 0; index < sizeof(dtypes) / sizeof(dtypes[0]); index++) {
+        check(binned(dtypes[index], 32, 256, 320), 1);
+        check(binned(dtypes[index], 256, 256, 320), 2); /* low bits */
+    }
+}
+
+static void check_shapes(void) {
+    static const size_t vectors[] = {1, 64, 255, 256, 257, 300, 511, 512, 600};
+    static const size_t lengths[] = {1, 63, 64, 65, 128, 200, 320};
+
+    for (size_t row = 0; row < sizeof(vectors) / sizeof(vectors[0]); row++) {
+        for (size_t column = 0; column < sizeof(lengths) / sizeof(lengths[0]); column++) {
+            struct shape shape = binned(dtypes[(row + column) % 2], 32, vectors[row], lengths[column]);
+            shape.misaligned = column % 3 == 1 ? 2 * row : column % 3 == 2 ? 1 : 0;
+            check(shape, (row + column) % 9);
+            shape.misaligned = 0;
+            shape.scale_vectors = 2 + row * 13 % 300;
+            check(shape, 0);
+        }
+    }
+    for (size_t misaligned = 0; misaligned < 64; misaligned++) {
+        struct shape shape = binned(dtypes[misaligned % 2], 32, 256, 64);
+        shape.misaligned = misaligned;
+        check(shape, 0);
+    }
+}
+
+/* Other codecs and quantizers, and several streams at once of which some are bad. */
+static void check_others(void) {
+    for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
+        for (enum ss_quantizer quantizer = SS_QUANTIZER_PASSTHROUGH; quantizer <= SS_QUANTIZER_BINNED; quantizer++) {
+            struct shape shape = binned(SS_DTYPE_BFLOAT16, 32, 300, 128);
+            if (ss_codec_implementation(codec) == NULL)
+                continue;
+            shape.codec = codec;
+            shape.quantizer = quantizer;
+            check(shape, 0);
+            shape.misaligned = 2;
+            check(shape, 0);
+        }
+    }
+}
+
+static void check_many(enum ss_codec codec) {
+    enum { COUNT = 5, VECTORS = 256, LENGTH = 64, SIZE = 2 * VECTORS * LENGTH };
+    struct shape shape = binned(SS_DTYPE_BFLOAT16, 32, VECTORS, LENGTH);
+    struct ss_stream streams[COUNT];
+    struct ss_elements elements[COUNT];
+    size_t written;
+
+    shape.codec = codec;
+    written = stream_make(&shape, 0);
+    CHECK(decode_apart(&shape, written) == SS_OK, "a good stream");
+    memset(target.start, 0xA5, (size_t)COUNT * SIZE);
+    for (size_t index = 0; index < COUNT; index++) {
+        elements[index] = elements_of(&shape, target.start + index * SIZE + (index == 4 ? 2 : 0));
+        streams[index] = (struct ss_stream){.source = encoded,
+                                            .target = scratch.start + index * VECTORS * LENGTH,
+                                            .source_size = written - (index == 1),
+                                            .target_size = (size_t)VECTORS * LENGTH};
+    }
+    elements[3].vectors--; /* does not fit the stream */
+    ss_decode_many(codec, streams, elements, COUNT);
+    CHECK(streams[1].result == SS_BAD_DATA && streams[3].result == SS_BAD_ARGUMENT, "%d %d", (int)streams[1].result,
+          (int)streams[3].result);
+    for (size_t index = 0; index < COUNT; index++)
+        CHECK(index % 2 != 0 ||
+                  (streams[index].result == SS_OK && memcmp(elements[index].target, expected.start, SIZE) == 0),
+              "stream %zu of codec %d", index, (int)codec);
+    ss_decode_many((enum ss_codec)77, streams, elements, 1);
+    CHECK(streams[0].result == SS_NOT_SUPPORTED, "no such codec");
+}
+
+/* Damage: cut streams, flipped bits, scales that are no numbers. All variants agree on what it is. */
+static void check_damage(void) {
+    struct shape shape = binned(SS_DTYPE_FLOAT16, 32, 256, 128);
+    const size_t written = stream_make(&shape, 0);
+    static uint8_t whole[STREAM_MAX];
+    size_t bad = 0;
+
+    memcpy(whole, encoded, written);
+    for (size_t round = 0; round < 400; round++) {
+        size_t at = round < 100 ? round % written : random_below(written);
+        encoded[at] ^= (uint8_t)(1u << random_below(8));
+        bad += check_stream(&shape, written) == SS_BAD_DATA;
+        encoded[at] = whole[at];
+        bad += check_stream(&shape, at) == SS_BAD_DATA;
+    }
+    CHECK(bad > 600, "only %zu of 800 damaged streams were found out", bad);
+    encoded[written] = 0;
+    CHECK(check_stream(&shape, written + 1) == SS_BAD_DATA, "a byte too many");
+    for (size_t index = 0; index < 256; index += 85) {
+        const float kept = scale_values[index];
+        scale_values[index] = index % 2 == 0 ? (float)INFINITY : (float)NAN;
+        CHECK(check_stream(&shape, written) == SS_BAD_DATA, "a scale that is no number");
+        scale_values[index] = kept;
+    }
+    CHECK(check_stream(&shape, written) == SS_OK, "the whole stream");
+}
+
+/* With AVX-512 the usual shape has a kernel of its own, or these tests would compare two steps with two steps. */
+static void check_direct(void) {
+    struct shape shape = binned(SS_DTYPE_BFLOAT16, 32, 256, 128);
+    const size_t written = stream_make(&shape, 0);
+    const struct ss_elements elements = elements_of(&shape, target.start);
+    const struct ss_stream one = {
+        .source = encoded, .target = scratch.start, .source_size = written, .target_size = shape_symbols(&shape)};
+
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+        int direct;
+        if (ss_isa_force(isa) != SS_OK)
+            continue;
+        direct = ss_kvrans_kernels_find(isa) == ss_kvrans_kernels_find(SS_ISA_AVX512) && isa == SS_ISA_AVX512 &&
+                 ss_kvrans_kernels_find(isa)->decode_elements != NULL;
+        CHECK(ss_decode_direct(SS_CODEC_KVRANS, &one, &elements) == (direct ? SS_OK : SS_NOT_SUPPORTED), "isa %d",
+              (int)isa);
+    }
+}
+
+static void check_streamed(void) {
+    enum { VECTORS = 3 };
+    for (size_t round = 0; round < 2000; round++) {
+        const enum ss_dtype dtype = dtypes[round % 4];
+        const enum ss_quantizer quantizer = round / 4 % 2 == 0 ? SS_QUANTIZER_BINNED : SS_QUANTIZER_LOSSLESS;
+        const size_t length = random_below(600), misaligned = round % 3 == 0 ? random_below(64) : 0;
+        const size_t size = VECTORS * length * ss_dtype_size(dtype);
+        uint8_t *place = target_place(&(struct shape){.misaligned = misaligned}, size);
+        random_fill(symbols, size);
+        for (size_t index = 0; index < VECTORS; index++)
+            scale_values[index] = scale_of(index, round % 9);
+        for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+            if (ss_isa_force(isa) != SS_OK)
+                continue;
+            memset(place - (misaligned != 0), 0xA5, size + 1 + (misaligned != 0));
+            CHECK(ss_dequantize(quantizer, dtype, symbols, scale_values, VECTORS, length, expected.start) == SS_OK &&
+                      ss_dequantize_streamed(quantizer, dtype, symbols, scale_values, VECTORS, length, place) == SS_OK,
+                  "isa %d, dtype %d", (int)isa, (int)dtype);
+            CHECK(memcmp(place, expected.start, size) == 0 && place[size] == 0xA5, "isa %d, dtype %d, %zu elements",
+                  (int)isa, (int)dtype, length);
+        }
+    }
+}
+
+int main(void) {
+    const enum ss_isa best = ss_isa_active();
+
+    stream = guarded_make(STREAM_MAX);
+    scratch = guarded_make(4 * COUNT_MAX);
+    expected = guarded_make(4 * COUNT_MAX);
+    target = guarded_make(4 * COUNT_MAX + 256);
+    scales = guarded_make(sizeof(scale_values));
+    check_streamed();
+    check_bins();
+    check_shapes();
+    check_others();
+    check_damage();
+    check_direct();
+    for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
+        CHECK(ss_isa_force(best) == SS_OK, "best");
+        if (ss_codec_implementation(codec) != NULL)
+            check_many(codec);
+    }
+    return 0;
+}

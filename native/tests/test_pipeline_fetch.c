@@ -1,0 +1,318 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* test_pipeline_fetch.c - rounds that go well: every codec, quantizer and mode, and odd numbers of everything */
+#include <dirent.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "pipeline_support.h"
+
+enum { SOCKETS_MAX = 3 };
+
+static void check_all_delivered(const struct fixture *fixture, const struct ss_round *round) {
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        CHECK_EQUAL(round->chunks[i].result, SS_OK);
+        CHECK(fixture_matches(fixture, round, i));
+    }
+    CHECK_EQUAL(round->delivered_bytes, fixture->size);
+    CHECK(round->received_bytes > fixture->stored_bytes);
+    CHECK(round->received_bytes < fixture->stored_bytes + 64ULL * SOCKETS_MAX * round->chunk_count);
+    CHECK_EQUAL(round->sockets_in_sync, 1);
+}
+
+static void fetch_and_check(struct fixture *fixture, struct ss_pipeline *pipeline, struct server *server,
+                            uint32_t socket_count) {
+    int32_t sockets[SOCKETS_MAX];
+    for (uint32_t i = 0; i < socket_count; i++) {
+        sockets[i] = server_connect(server);
+    }
+    for (int repeat = 0; repeat < 2; repeat++) { /* the second time on connections that have been used */
+        struct ss_round *round = fixture_round(fixture);
+        CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, sockets, socket_count), SS_OK);
+        check_all_delivered(fixture, round);
+        round_free(round);
+    }
+    for (uint32_t i = 0; i < socket_count; i++) {
+        close(sockets[i]);
+    }
+}
+
+/* Makes what 'shape' says, serves it, fetches it with 1 to 3 connections. */
+static void run_shape(const struct shape *shape, int mode, uint32_t queue_depth, uint32_t requests_in_flight) {
+    struct fixture *fixture = fixture_make(shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    options.queue_depth = queue_depth;
+    options.requests_in_flight = requests_in_flight;
+    struct ss_pipeline *pipeline;
+    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
+    for (uint32_t sockets = 1; sockets <= SOCKETS_MAX; sockets++) {
+        fetch_and_check(fixture, pipeline, server, sockets);
+    }
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+static void test_every_codec_and_quantizer(int mode) {
+    static const struct {
+        enum ss_quantizer quantizer;
+        enum ss_dtype dtype;
+        uint32_t scale_vectors;
+    } layouts[] = {{SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 1},     {SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, 1},
+                   {SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 5},     {SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT16, 16},
+                   {SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT8_E4M3, 17}, {SS_QUANTIZER_LOSSLESS, SS_DTYPE_FLOAT32, 1},
+                   {SS_QUANTIZER_LOSSLESS, SS_DTYPE_BFLOAT16, 1},   {SS_QUANTIZER_LOSSLESS, SS_DTYPE_FLOAT8_E4M3, 1},
+                   {SS_QUANTIZER_PASSTHROUGH, SS_DTYPE_UINT8, 1},   {SS_QUANTIZER_PASSTHROUGH, SS_DTYPE_FLOAT16, 1}};
+    uint32_t tried = 0;
+    for (uint32_t codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
+        if (ss_codec_implementation((enum ss_codec)codec) == NULL) {
+            continue;
+        }
+        for (size_t i = 0; i < sizeof layouts / sizeof layouts[0]; i++) {
+            struct shape shape = default_shape();
+            shape.codec = (enum ss_codec)codec;
+            shape.quantizer = layouts[i].quantizer;
+            shape.dtype = layouts[i].dtype;
+            shape.scale_vectors = layouts[i].scale_vectors;
+            run_shape(&shape, mode, 16, 4);
+            tried++;
+        }
+    }
+    CHECK(tried >= 3 * sizeof layouts / sizeof layouts[0]); /* none, Deflate and kvrans are always there */
+}
+
+/* Slices of whole blocks, which kvrans may decode straight to the destination. */
+static void test_whole_blocks(int mode) {
+    struct shape shape = default_shape();
+    shape.codec = SS_CODEC_KVRANS;
+    shape.chunks = 2;
+    shape.vectors = 256;
+    run_shape(&shape, mode, 16, 4);
+    shape.dtype = SS_DTYPE_FLOAT16;
+    shape.scale_vectors = 3;
+    shape.vectors = 512 + 30;
+    run_shape(&shape, mode, 16, 4);
+}
+
+static void test_more_slices_than_queues_and_requests_hold(int mode) {
+    struct shape shape = default_shape();
+    shape.chunks = 40;
+    shape.slices = 9;
+    shape.vectors = 3;
+    run_shape(&shape, mode, 1, 1);
+    run_shape(&shape, mode, 2, 64);
+}
+
+static void test_fewer_slices_than_connections(int mode) {
+    struct shape shape = default_shape();
+    shape.slices = 1;
+    run_shape(&shape, mode, 16, 4);
+    shape.slices = 2;
+    shape.chunks = 1;
+    run_shape(&shape, mode, 16, 4);
+}
+
+static void test_largest_slice_there_is(int mode) {
+    struct shape shape = default_shape();
+    shape.chunks = 2;
+    shape.slices = 2;
+    shape.vectors = 2048;
+    shape.vector_length = 1024;
+    run_shape(&shape, mode, 4, 4);
+}
+
+static void test_answers_split_byte_by_byte(int mode) {
+    struct shape shape = default_shape();
+    shape.chunks = 3;
+    shape.slices = 3;
+    shape.vectors = 2;
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    for (uint32_t i = 0; i < shape.chunks; i++) {
+        server_fault(server, fixture->chunks[i].key, fixture->chunks[i].key_length, FAULT_BYTE_BY_BYTE);
+    }
+    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline *pipeline;
+    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
+    fetch_and_check(fixture, pipeline, server, 2);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+static void test_statistics_count_every_slice_once(int mode) {
+    int fused = (mode & MODE_FUSED) != 0;
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline *pipeline;
+    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
+    CHECK(ss_pipeline_locked_bytes(pipeline) <= options.decompression_bytes + options.dequantization_bytes +
+                                                    options.dma_source_bytes + options.store_bytes + (16 << 20));
+    fetch_and_check(fixture, pipeline, server, 2);
+    struct ss_stage_statistics statistics[SS_STAGE_COUNT];
+    ss_pipeline_statistics(pipeline, statistics);
+    uint64_t slices = 2ULL * shape.chunks * shape.slices;
+    uint64_t symbols = fixture->size; /* bytes of symbols of two rounds: half of bfloat16, twice */
+    CHECK_EQUAL(statistics[SS_STAGE_NET].items, slices);
+    CHECK_EQUAL(statistics[SS_STAGE_NET].output_bytes, 2 * fixture->stored_bytes);
+    CHECK(statistics[SS_STAGE_NET].input_bytes > 2 * fixture->stored_bytes);
+    CHECK_EQUAL(statistics[SS_STAGE_DECOMPRESS].items, slices);
+    CHECK_EQUAL(statistics[SS_STAGE_DECOMPRESS].input_bytes, 2 * fixture->stored_bytes);
+    CHECK_EQUAL(statistics[SS_STAGE_DECOMPRESS].output_bytes, symbols);
+    CHECK_EQUAL(statistics[SS_STAGE_DEQUANTIZE].items, slices);
+    CHECK_EQUAL(statistics[SS_STAGE_DEQUANTIZE].output_bytes, 2 * fixture->size);
+    CHECK_EQUAL(statistics[SS_STAGE_DMA].items, fused ? 0 : slices);
+    CHECK_EQUAL(statistics[SS_STAGE_DMA].output_bytes, fused ? 0 : 2 * fixture->size);
+    CHECK(statistics[SS_STAGE_DECOMPRESS].busy_ns > 0 && statistics[SS_STAGE_DEQUANTIZE].busy_ns > 0);
+    CHECK(statistics[SS_STAGE_NET].busy_ns > 0 && (fused || statistics[SS_STAGE_DMA].busy_ns > 0));
+    CHECK_EQUAL(statistics[SS_STAGE_QUANTIZE].items, 0);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+static void test_a_round_of_nothing(void) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    struct ss_pipeline_options options = pipeline_options(fixture, 1);
+    struct ss_pipeline *pipeline;
+    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
+    int32_t socket = server_connect(server);
+    struct ss_round round = {.dtype = SS_DTYPE_BFLOAT16, .vector_length = 1, .deadline_ns = after_ms(10000)};
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, &round, &socket, 1), SS_OK);
+    CHECK_EQUAL(round.sockets_in_sync, 1);
+    close(socket);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+/* Reads a small file of /proc; returns its length, 0 where it is gone. */
+static size_t read_file(const char *path, char *text, size_t size) {
+    FILE *file = fopen(path, "r");
+    if (file == NULL) {
+        return 0;
+    }
+    size_t length = fread(text, 1, size - 1, file);
+    text[length] = '\0';
+    fclose(file);
+    return length;
+}
+
+/* Every thread of the pipeline has its name, runs on core 0 alone, and store threads are nicer than the others. */
+static void check_threads(uint32_t expected) {
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks != NULL);
+    uint32_t found = 0;
+    for (struct dirent *task = readdir(tasks); task != NULL; task = readdir(tasks)) {
+        char path[300];
+        char text[4096];
+        snprintf(path, sizeof path, "/proc/self/task/%s/comm", task->d_name);
+        if (task->d_name[0] == '.' || read_file(path, text, sizeof text) == 0 || strncmp(text, "ss-", 3) != 0) {
+            continue;
+        }
+        int store = strncmp(text, "ss-store-", 9) == 0;
+        found++;
+        snprintf(path, sizeof path, "/proc/self/task/%s/status", task->d_name);
+        CHECK(read_file(path, text, sizeof text) > 0);
+        CHECK(strstr(text, "Cpus_allowed_list:\t0\n") != NULL);
+        CHECK(!store || getpriority(PRIO_PROCESS, (id_t)atoi(task->d_name)) > getpriority(PRIO_PROCESS, 0));
+    }
+    closedir(tasks);
+    CHECK_EQUAL(found, expected);
+}
+
+static void store_once(const struct fixture *fixture, struct ss_pipeline *pipeline) {
+    struct ss_round *round = fixture_round(fixture);
+    uint64_t offset = 0;
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        round->chunks[i].decompression_offset = offset;
+        offset += 2 * fixture->size / round->chunk_count;
+    }
+    memcpy(round->destination, fixture->source, fixture->size);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
+    round_free(round);
+}
+
+static void test_threads_are_named_and_pinned(void) {
+    static const int32_t first[4] = {0, 0, 0, 0};
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    struct ss_pipeline_options options = pipeline_options(fixture, 0);
+    options.net_cores = first;
+    options.decompress_cores = first;
+    options.dequantize_cores = first;
+    options.dma_cores = first;
+    options.store_cores = first;
+    struct ss_pipeline *pipeline;
+    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
+    fetch_and_check(fixture, pipeline, server, 3);
+    store_once(fixture, pipeline); /* so that the store threads have surely begun, and lowered their priority */
+    check_threads(options.net_threads + options.decompress_threads + options.dequantize_threads + options.dma_threads +
+                  options.store_threads);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+static void test_options_that_make_no_sense(void) {
+    static const int32_t wrong[4] = {-2, -1, -1, -1};
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct ss_pipeline_options good = pipeline_options(fixture, 0);
+    struct ss_pipeline_options bad[10];
+    for (size_t i = 0; i < 10; i++) {
+        bad[i] = good;
+    }
+    bad[0].options_size -= 1;
+    bad[1].backend = NULL;
+    bad[2].net_threads = 0;
+    bad[3].decompress_threads = 0;
+    bad[4].dequantize_threads = 0;
+    bad[5].dma_threads = 0;
+    bad[6].queue_depth = 0;
+    bad[7].requests_in_flight = 0;
+    bad[8].net_cores = wrong;
+    bad[9].decompression_bytes = 0;
+    struct ss_pipeline *pipeline = NULL;
+    for (size_t i = 0; i < 10; i++) {
+        CHECK_EQUAL(ss_pipeline_create(&bad[i], &pipeline), SS_BAD_ARGUMENT);
+    }
+    good.backend = "abacus";
+    CHECK_EQUAL(ss_pipeline_create(&good, &pipeline), SS_NOT_SUPPORTED);
+    good.backend = "software";
+    good.store_bytes = UINT64_MAX / 2;
+    CHECK_EQUAL(ss_pipeline_create(&good, &pipeline), SS_NO_MEMORY);
+    CHECK(pipeline == NULL);
+    ss_pipeline_destroy(NULL);
+    fixture_free(fixture);
+}
+
+int main(void) {
+    for (int mode = 0; mode < MODE_COUNT; mode++) {
+        if (mode <= MODE_FUSED) { /* what takes long, and has nothing to do with what else can be switched */
+            test_every_codec_and_quantizer(mode);
+            test_whole_blocks(mode);
+            test_largest_slice_there_is(mode);
+            test_answers_split_byte_by_byte(mode);
+        }
+        if (mode <= MODE_NOT_CHUNKED || mode == MODE_COUNT - 1) {
+            test_more_slices_than_queues_and_requests_hold(mode);
+        }
+        test_fewer_slices_than_connections(mode);
+        test_statistics_count_every_slice_once(mode);
+    }
+    test_a_round_of_nothing();
+    test_threads_are_named_and_pinned();
+    test_options_that_make_no_sense();
+    return 0;
+}

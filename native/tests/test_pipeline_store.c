@@ -1,0 +1,374 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* test_pipeline_store.c - encode, put, and fetch again what was put; and what goes wrong on that way */
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "pipeline_support.h"
+
+enum { HEAD_BYTES = RECORD_OFFSET };
+
+static const uint8_t head[HEAD_BYTES] = "the record's head, any bytes";
+
+/* A round as a caller gives it to ss_pipeline_encode(): nothing that encoding finds out is filled in. */
+static struct ss_round *encode_round_make(const struct fixture *fixture) {
+    struct ss_round *round = fixture_round(fixture);
+    memcpy(round->destination, fixture->source, fixture->size);
+    uint64_t offset = 0;
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        struct ss_chunk *chunk = &round->chunks[i];
+        chunk->decompression_offset = offset;
+        chunk->body_length = 0;
+        for (uint32_t j = 0; j < chunk->slice_count; j++) {
+            struct ss_slice *slice = &round->slices[chunk->slice_first + j];
+            offset += slice->scales_length + ss_compress_bound(chunk->codec, slice->decoded_length);
+            slice->offset = 0;
+            slice->encoded_length = 0;
+            slice->checksum = 0;
+            slice->decoded_crc32 = 0;
+        }
+    }
+    return round;
+}
+
+/* The round that fetches what 'encoded' became. */
+static struct ss_round *fetch_round_make(const struct fixture *fixture, const struct ss_round *encoded) {
+    struct ss_round *round = fixture_round(fixture);
+    memcpy(round->chunks, encoded->chunks, round->chunk_count * sizeof *round->chunks);
+    memcpy(round->slices, encoded->slices, round->slice_count * sizeof *round->slices);
+    uint64_t offset = 0;
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        round->chunks[i].record_offset = HEAD_BYTES;
+        round->chunks[i].decompression_offset = offset;
+        offset += round->chunks[i].body_length;
+    }
+    return round;
+}
+
+static struct ss_pipeline *pipeline_make(const struct fixture *fixture, uint32_t store_threads) {
+    struct ss_pipeline_options options = pipeline_options(fixture, 1);
+    options.store_threads = store_threads;
+    options.decompression_bytes += 1 << 20;
+    struct ss_pipeline *pipeline;
+    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
+    return pipeline;
+}
+
+/* Encoding writes the very bytes that the kernels write one by one. */
+static void check_encoded(const struct fixture *fixture, const struct ss_round *round) {
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        CHECK_EQUAL(round->chunks[i].result, SS_OK);
+        CHECK_EQUAL(round->chunks[i].body_length, fixture->chunks[i].body_length);
+    }
+    for (uint32_t i = 0; i < round->slice_count; i++) {
+        CHECK_EQUAL(round->slices[i].offset, fixture->slices[i].offset);
+        CHECK_EQUAL(round->slices[i].encoded_length, fixture->slices[i].encoded_length);
+        CHECK_EQUAL(round->slices[i].checksum, fixture->slices[i].checksum);
+        CHECK_EQUAL(round->slices[i].decoded_crc32, fixture->slices[i].decoded_crc32);
+    }
+}
+
+static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, enum ss_dtype dtype,
+                            uint32_t scale_vectors, uint32_t store_threads) {
+    struct shape shape = default_shape();
+    shape.scale_vectors = scale_vectors;
+    shape.codec = codec;
+    shape.quantizer = quantizer;
+    shape.dtype = dtype;
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    struct ss_pipeline *pipeline = pipeline_make(fixture, store_threads);
+    struct ss_round *encoded = encode_round_make(fixture);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, encoded), SS_OK);
+    check_encoded(fixture, encoded);
+    int32_t socket = server_connect(server);
+    char error[64];
+    for (uint32_t i = 0; i < encoded->chunk_count; i++) {
+        CHECK_EQUAL(ss_pipeline_put(pipeline, &encoded->chunks[i], head, sizeof head, socket, after_ms(10000), error,
+                                    sizeof error),
+                    SS_OK);
+        CHECK_EQUAL(error[0], '\0');
+    }
+    struct ss_round *fetched = fetch_round_make(fixture, encoded);
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, fetched, &socket, 1), SS_OK);
+    CHECK(memcmp(fetched->destination, fixture->expected, fixture->size) == 0);
+    if (quantizer != SS_QUANTIZER_BINNED) {
+        CHECK(memcmp(fetched->destination, fixture->source, fixture->size) == 0);
+    }
+    struct ss_stage_statistics statistics[SS_STAGE_COUNT];
+    ss_pipeline_statistics(pipeline, statistics);
+    CHECK_EQUAL(statistics[SS_STAGE_QUANTIZE].items, encoded->slice_count);
+    CHECK_EQUAL(statistics[SS_STAGE_QUANTIZE].input_bytes, fixture->size);
+    CHECK_EQUAL(statistics[SS_STAGE_COMPRESS].items, encoded->slice_count);
+    CHECK_EQUAL(statistics[SS_STAGE_PUT].items, encoded->chunk_count);
+    CHECK_EQUAL(statistics[SS_STAGE_PUT].input_bytes, fixture->stored_bytes + sizeof head * encoded->chunk_count);
+    CHECK(statistics[SS_STAGE_PUT].output_bytes > statistics[SS_STAGE_PUT].input_bytes);
+    close(socket);
+    round_free(fetched);
+    round_free(encoded);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+static void test_round_trips(void) {
+    for (uint32_t codec = SS_CODEC_NONE; codec <= SS_CODEC_ZSTD; codec++) {
+        if (ss_codec_implementation((enum ss_codec)codec) != NULL) {
+            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_LOSSLESS, SS_DTYPE_FLOAT32, 1, 2);
+            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_LOSSLESS, SS_DTYPE_BFLOAT16, 1, 1);
+            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 1, 2);
+            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 3, 2);
+            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT8_E4M3, 8, 2);
+            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_PASSTHROUGH, SS_DTYPE_UINT8, 1, 2);
+        }
+    }
+}
+
+/* ---- Puts that fail ------------------------------------------------------------------------------------------ */
+
+static void test_put_failures(void) {
+    static const struct {
+        enum fault fault;
+        enum ss_result result;
+        const char *error;
+    } cases[] = {
+        {FAULT_NONE, SS_OK, ""},
+        {FAULT_BYTE_BY_BYTE, SS_OK, ""},
+        {FAULT_ERROR, SS_REFUSED, "OOM command not"}, /* cut to the caller's 16 bytes */
+        {FAULT_NULL, SS_PROTOCOL, ""},
+        {FAULT_GARBAGE, SS_PROTOCOL, ""},
+        {FAULT_DISCONNECT, SS_DISCONNECTED, ""},
+        {FAULT_STALL, SS_DEADLINE, ""},
+    };
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    struct ss_pipeline *pipeline = pipeline_make(fixture, 1);
+    struct ss_round *round = encode_round_make(fixture);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
+    const struct ss_chunk *chunk = &round->chunks[1];
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        char error[16] = "not overwritten";
+        int32_t socket = server_connect(server);
+        server_fault(server, chunk->key, chunk->key_length, cases[i].fault);
+        uint64_t deadline = after_ms(cases[i].fault == FAULT_STALL ? 100 : 10000);
+        CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, deadline, error, sizeof error),
+                    cases[i].result);
+        CHECK(strcmp(error, cases[i].error) == 0);
+        close(socket);
+    }
+    int32_t socket = server_connect(server);
+    struct ss_chunk wrong = *chunk;
+    wrong.body_length = UINT64_MAX;
+    CHECK_EQUAL(ss_pipeline_put(pipeline, &wrong, head, sizeof head, socket, after_ms(1000), NULL, 0), SS_BAD_ARGUMENT);
+    wrong = *chunk;
+    wrong.key_length = 97;
+    CHECK_EQUAL(ss_pipeline_put(pipeline, &wrong, head, sizeof head, socket, after_ms(1000), NULL, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, -1, after_ms(1000), NULL, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, now_ns() - 1, NULL, 0), SS_DEADLINE);
+    close(socket);
+    round_free(round);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+/* A server that answers an error before it has read the value, and reads no more: the error is what counts. */
+static void test_refused_before_the_value_was_read(void) {
+    struct shape shape = default_shape();
+    shape.codec = SS_CODEC_NONE;
+    shape.quantizer = SS_QUANTIZER_PASSTHROUGH;
+    shape.vectors = 2048;
+    shape.chunks = 1;
+    shape.slices = 24; /* 24 MiB: more than any socket buffer */
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
+    struct ss_round *round = encode_round_make(fixture);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
+    struct ss_chunk *chunk = &round->chunks[0];
+    memcpy(chunk->key, "early", 5);
+    chunk->key_length = 5;
+    int32_t socket = server_connect(server);
+    char error[64];
+    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, after_ms(20000), error, sizeof error),
+                SS_REFUSED);
+    CHECK(strcmp(error, "ERR Protocol error: invalid bulk length") == 0);
+    /* Half a request was sent, so the connection must not be usable for another. */
+    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, after_ms(1000), error, sizeof error),
+                SS_DISCONNECTED);
+    close(socket);
+    round_free(round);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+/* ---- Encodes that fail --------------------------------------------------------------------------------------- */
+
+static void test_a_value_that_is_not_finite(void) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
+    struct ss_round *round = encode_round_make(fixture);
+    uint64_t chunk_bytes = fixture->size / shape.chunks;
+    uint16_t infinity = 0x7f80;
+    memcpy(round->destination + 3 * chunk_bytes + 2 * 77, &infinity, sizeof infinity);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_NOT_FINITE);
+    for (uint32_t i = 0; i < 3; i++) {
+        CHECK_EQUAL(round->chunks[i].result, SS_OK);
+        CHECK_EQUAL(round->chunks[i].body_length, fixture->chunks[i].body_length);
+    }
+    CHECK_EQUAL(round->chunks[3].result, SS_NOT_FINITE);
+    CHECK(round->chunks[4].result == SS_OK || round->chunks[4].result == SS_SKIPPED);
+    round_free(round);
+    ss_pipeline_destroy(pipeline);
+    fixture_free(fixture);
+}
+
+static void test_bins_that_cannot_be(void) {
+    static const uint32_t bad[] = {0, 2, 31, 258};
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
+    struct ss_round *round = encode_round_make(fixture);
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        round->slices[7].bins = bad[i];
+        CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_BAD_ARGUMENT);
+    }
+    round->slices[7].bins = 34;
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
+    round_free(round);
+    ss_pipeline_destroy(pipeline);
+    fixture_free(fixture);
+}
+
+static void test_encode_honours_deadline_and_cancel_and_room(void) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
+    struct ss_round *round = encode_round_make(fixture);
+    round->deadline_ns = now_ns() - 1;
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_DEADLINE);
+    CHECK_EQUAL(round->chunks[0].result, SS_DEADLINE);
+    round->deadline_ns = after_ms(10000);
+    ss_round_cancel(round);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_CANCELLED);
+    round->cancelled = 0;
+    round->chunks[1].decompression_offset -= 1; /* overlaps what chunk 0 might need */
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_BAD_ARGUMENT);
+    round->chunks[1].decompression_offset += 1;
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
+    check_encoded(fixture, round);
+    round_free(round);
+    ss_pipeline_destroy(pipeline);
+    pipeline = pipeline_make(fixture, 0);
+    round = encode_round_make(fixture);
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_BAD_ARGUMENT); /* no thread to do it */
+    round_free(round);
+    ss_pipeline_destroy(pipeline);
+    fixture_free(fixture);
+}
+
+/* ---- Both ways at once --------------------------------------------------------------------------------------- */
+
+struct storing {
+    struct fixture *fixture;
+    struct ss_pipeline *pipeline;
+    atomic_int stop;
+    uint32_t rounds;
+};
+
+static void *store_all_the_time(void *argument) {
+    struct storing *storing = argument;
+    while (!atomic_load(&storing->stop) || storing->rounds == 0) {
+        struct ss_round *round = encode_round_make(storing->fixture);
+        CHECK_EQUAL(ss_pipeline_encode(storing->pipeline, round), SS_OK);
+        check_encoded(storing->fixture, round);
+        round_free(round);
+        storing->rounds++;
+    }
+    return NULL;
+}
+
+static void test_fetches_and_stores_side_by_side(void) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
+    struct storing storing = {.fixture = fixture, .pipeline = pipeline};
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, store_all_the_time, &storing) == 0);
+    int32_t sockets[2] = {server_connect(server), server_connect(server)};
+    for (int i = 0; i < 50; i++) {
+        struct ss_round *round = fixture_round(fixture);
+        CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, sockets, 2), SS_OK);
+        CHECK(memcmp(round->destination, fixture->expected, fixture->size) == 0);
+        round_free(round);
+    }
+    atomic_store(&storing.stop, 1);
+    pthread_join(thread, NULL);
+    CHECK(storing.rounds > 0);
+    close(sockets[0]);
+    close(sockets[1]);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+/* Stores starve no longer than their bound while a fetch round hangs on a stalled server. */
+struct hanging {
+    struct ss_pipeline *pipeline;
+    struct ss_round *round;
+    int32_t socket;
+};
+
+static void *hang(void *argument) {
+    struct hanging *hanging = argument;
+    CHECK_EQUAL(ss_pipeline_fetch(hanging->pipeline, hanging->round, &hanging->socket, 1), SS_CANCELLED);
+    return NULL;
+}
+
+static void test_a_store_goes_on_while_a_fetch_hangs(void) {
+    struct shape shape = default_shape();
+    shape.chunks = 1;
+    shape.slices = 3;
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    server_fault(server, fixture->chunks[0].key, fixture->chunks[0].key_length, FAULT_STALL);
+    struct ss_pipeline *pipeline = pipeline_make(fixture, 1);
+    struct hanging hanging = {.pipeline = pipeline, .round = fixture_round(fixture), .socket = server_connect(server)};
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, hang, &hanging) == 0);
+    server_wait_stalled(server);
+    struct ss_round *round = encode_round_make(fixture);
+    uint64_t begin = now_ns();
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
+    uint64_t elapsed = now_ns() - begin;
+    printf("three slices stored beside a hanging fetch: %.1f ms\n", (double)elapsed / 1e6);
+    CHECK(elapsed >= 3 * 45000000ULL); /* they let it go first, about 50 ms each */
+    check_encoded(fixture, round);
+    ss_round_cancel(hanging.round);
+    pthread_join(thread, NULL);
+    close(hanging.socket);
+    round_free(hanging.round);
+    round_free(round);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+int main(void) {
+    test_round_trips();
+    test_put_failures();
+    test_refused_before_the_value_was_read();
+    test_a_value_that_is_not_finite();
+    test_bins_that_cannot_be();
+    test_encode_honours_deadline_and_cancel_and_room();
+    test_fetches_and_stores_side_by_side();
+    test_a_store_goes_on_while_a_fetch_hangs();
+    return 0;
+}

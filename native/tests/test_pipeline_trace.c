@@ -1,0 +1,251 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_pipeline_trace.c - what a trace shows: every slice in every stage once, spans that nest, and, without the
+ * chunked pipeline, one chunk and one stage at a time
+ */
+#include <string.h>
+#include <unistd.h>
+
+#include "kvrans.h"
+#include "pipeline_support.h"
+
+enum { SOCKETS = 2, EVENTS = 1024, EVENTS_MAX = EVENTS * 16 };
+
+struct bench {
+    struct fixture *fixture;
+    struct server *server;
+    struct ss_pipeline *pipeline;
+    int32_t sockets[SOCKETS];
+    struct ss_trace_event *events;
+    uint64_t count;
+    uint64_t dropped;
+    uint64_t received_bytes;
+};
+
+static struct bench bench_start_shape(const struct shape *shape, int mode, uint32_t trace_events) {
+    struct bench bench = {.fixture = fixture_make(shape), .server = server_start()};
+    fixture_serve(bench.fixture, bench.server);
+    struct ss_pipeline_options options = pipeline_options(bench.fixture, mode);
+    options.trace_events = trace_events;
+    CHECK_EQUAL(ss_pipeline_create(&options, &bench.pipeline), SS_OK);
+    for (int i = 0; i < SOCKETS; i++) {
+        bench.sockets[i] = server_connect(bench.server);
+    }
+    bench.events = calloc(EVENTS_MAX, sizeof *bench.events);
+    CHECK(bench.events != NULL);
+    return bench;
+}
+
+static struct bench bench_start(int mode, uint32_t trace_events) {
+    struct shape shape = default_shape();
+    return bench_start_shape(&shape, mode, trace_events);
+}
+
+static void bench_fetch(struct bench *bench) {
+    struct ss_round *round = fixture_round(bench->fixture);
+    CHECK_EQUAL(ss_pipeline_fetch(bench->pipeline, round, bench->sockets, SOCKETS), SS_OK);
+    bench->received_bytes += round->received_bytes;
+    round_free(round);
+}
+
+static void bench_read(struct bench *bench) {
+    bench->count = ss_pipeline_trace_read(bench->pipeline, bench->events, EVENTS_MAX, &bench->dropped);
+    CHECK(bench->count <= EVENTS_MAX);
+}
+
+static void bench_stop(struct bench *bench) {
+    ss_pipeline_destroy(bench->pipeline);
+    for (int i = 0; i < SOCKETS; i++) {
+        close(bench->sockets[i]);
+    }
+    server_stop(bench->server);
+    free(bench->events);
+    fixture_free(bench->fixture);
+}
+
+/* Every slice of 'rounds' rounds is in each stage of 'mode' exactly once, with its bytes. */
+static void check_slices(const struct bench *bench, int mode, uint32_t rounds) {
+    const struct shape *shape = &bench->fixture->shape;
+    uint32_t slices = shape->chunks * shape->slices;
+    uint8_t *seen = calloc((size_t)rounds * slices, SS_STAGE_COUNT);
+    CHECK(seen != NULL);
+    uint64_t received = 0;
+    for (uint64_t i = 0; i < bench->count; i++) {
+        const struct ss_trace_event *event = &bench->events[i];
+        CHECK(event->stage < SS_STAGE_COUNT && event->round >= 1 && event->round <= rounds);
+        CHECK(event->core >= 0 && event->chunk < shape->chunks);
+        if (event->stage == SS_STAGE_NET) {
+            CHECK_EQUAL(event->slice, UINT32_MAX);
+            received += event->output_bytes;
+            continue;
+        }
+        const struct ss_slice *slice = &bench->fixture->slices[event->slice];
+        CHECK(event->slice / shape->slices == event->chunk);
+        seen[((event->round - 1) * slices + event->slice) * SS_STAGE_COUNT + event->stage]++;
+        if (event->stage == SS_STAGE_DECOMPRESS) {
+            CHECK_EQUAL(event->input_bytes, slice->scales_length + slice->encoded_length);
+            CHECK_EQUAL(event->output_bytes, slice->decoded_length);
+        }
+    }
+    CHECK_EQUAL(received, bench->received_bytes);
+    for (size_t i = 0; i < (size_t)rounds * slices * SS_STAGE_COUNT; i++) {
+        size_t stage = i % SS_STAGE_COUNT;
+        int expected = stage == SS_STAGE_DECOMPRESS || stage == SS_STAGE_DEQUANTIZE ||
+                       (stage == SS_STAGE_DMA && !(mode & MODE_FUSED));
+        CHECK_EQUAL(seen[i], expected);
+    }
+    free(seen);
+}
+
+/* Spans lie in [begin, end]; those of one thread and stage nest or do not overlap. */
+static void check_spans(const struct bench *bench, uint64_t begin_ns, uint64_t end_ns) {
+    for (uint64_t i = 0; i < bench->count; i++) {
+        const struct ss_trace_event *one = &bench->events[i];
+        CHECK(one->begin_ns >= begin_ns && one->begin_ns <= one->end_ns && one->end_ns <= end_ns);
+        for (uint64_t j = i + 1; j < bench->count; j++) {
+            const struct ss_trace_event *later = &bench->events[j];
+            if (later->stage == one->stage && later->thread == one->thread) {
+                CHECK(later->end_ns >= one->end_ns);
+                CHECK(later->begin_ns >= one->end_ns || later->begin_ns <= one->begin_ns ||
+                      later->end_ns == one->end_ns);
+            }
+        }
+    }
+}
+
+static void test_every_slice_is_in_every_stage_once(int mode) {
+    struct bench bench = bench_start(mode, EVENTS);
+    uint64_t begin_ns = now_ns();
+    CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
+    bench_fetch(&bench);
+    bench_fetch(&bench);
+    ss_pipeline_trace_stop(bench.pipeline);
+    bench_read(&bench);
+    CHECK_EQUAL(bench.dropped, 0);
+    check_slices(&bench, mode, 2);
+    check_spans(&bench, begin_ns, now_ns());
+    bench_stop(&bench);
+}
+
+/* Where decompression dequantizes as well, slices are still in both stages, and all of the time is in the first. */
+static void test_two_stages_in_one_go(int mode) {
+    struct ss_stage_statistics statistics[SS_STAGE_COUNT];
+    struct shape shape = default_shape();
+    shape.codec = SS_CODEC_KVRANS;
+    shape.vectors = 256;
+    struct bench bench = bench_start_shape(&shape, mode, EVENTS);
+    CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
+    bench_fetch(&bench);
+    bench_read(&bench);
+    check_slices(&bench, mode, 1);
+    ss_pipeline_statistics(bench.pipeline, statistics);
+    const struct ss_stage_statistics *dequantize = &statistics[SS_STAGE_DEQUANTIZE];
+    int in_one_go = (mode & MODE_FUSED) && ss_kvrans_kernels_find(ss_isa_active())->decode_elements != NULL;
+    CHECK_EQUAL(dequantize->items, shape.chunks * shape.slices);
+    CHECK_EQUAL(dequantize->output_bytes, bench.fixture->size);
+    CHECK_EQUAL(dequantize->busy_ns == 0, in_one_go);
+    CHECK(statistics[SS_STAGE_DECOMPRESS].busy_ns > 0);
+    bench_stop(&bench);
+}
+
+/* The first begin, and the last end, of a chunk in a stage. */
+static uint64_t first_begin(const struct bench *bench, uint32_t chunk, enum ss_stage stage) {
+    uint64_t first = UINT64_MAX;
+    for (uint64_t i = 0; i < bench->count; i++) {
+        const struct ss_trace_event *event = &bench->events[i];
+        if (event->chunk == chunk && event->stage == (uint32_t)stage && event->begin_ns < first) {
+            first = event->begin_ns;
+        }
+    }
+    return first;
+}
+
+static uint64_t last_end(const struct bench *bench, uint32_t chunk, enum ss_stage stage) {
+    uint64_t last = 0;
+    for (uint64_t i = 0; i < bench->count; i++) {
+        const struct ss_trace_event *event = &bench->events[i];
+        if (event->chunk == chunk && event->stage == (uint32_t)stage && event->end_ns > last) {
+            last = event->end_ns;
+        }
+    }
+    return last;
+}
+
+/* Without the chunked pipeline: a stage begins a chunk when the stage before is done with it, and a chunk begins when
+ * the one before it is delivered. */
+static void test_one_chunk_and_one_stage_at_a_time(int fused) {
+    int mode = MODE_NOT_CHUNKED | (fused ? MODE_FUSED : 0);
+    enum ss_stage last = fused ? SS_STAGE_DEQUANTIZE : SS_STAGE_DMA;
+    struct bench bench = bench_start(mode, EVENTS);
+    CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
+    bench_fetch(&bench);
+    bench_read(&bench);
+    for (uint32_t chunk = 0; chunk < bench.fixture->shape.chunks; chunk++) {
+        CHECK(first_begin(&bench, chunk, SS_STAGE_DECOMPRESS) >= last_end(&bench, chunk, SS_STAGE_NET));
+        for (int stage = SS_STAGE_DECOMPRESS; stage < SS_STAGE_DMA && !fused; stage++) {
+            CHECK(first_begin(&bench, chunk, stage + 1) >= last_end(&bench, chunk, stage));
+        }
+        if (chunk > 0) {
+            CHECK(first_begin(&bench, chunk, SS_STAGE_NET) >= last_end(&bench, chunk - 1, last));
+        }
+    }
+    bench_stop(&bench);
+}
+
+static void test_a_recording_holds_only_its_own_rounds(void) {
+    struct bench bench = bench_start(MODE_FUSED, EVENTS);
+    bench_fetch(&bench);
+    bench_read(&bench);
+    CHECK_EQUAL(bench.count, 0);
+    CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
+    bench_fetch(&bench);
+    CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
+    bench_fetch(&bench);
+    ss_pipeline_trace_stop(bench.pipeline);
+    bench_fetch(&bench);
+    bench_read(&bench);
+    CHECK(bench.count > 0);
+    for (uint64_t i = 0; i < bench.count; i++) {
+        CHECK_EQUAL(bench.events[i].round, 3);
+    }
+    CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
+    bench_read(&bench);
+    CHECK_EQUAL(bench.count, 0);
+    bench_stop(&bench);
+}
+
+static void test_a_full_log_keeps_the_first_events_and_counts_the_rest(void) {
+    struct bench bench = bench_start(0, 3);
+    CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_OK);
+    bench_fetch(&bench);
+    ss_pipeline_trace_stop(bench.pipeline);
+    bench_read(&bench);
+    const struct shape *shape = &bench.fixture->shape;
+    CHECK(bench.count <= 3 * 9); /* 3 net threads and 2 for each other stage */
+    CHECK(bench.dropped + bench.count >= 3ULL * shape->chunks * shape->slices);
+    uint64_t dropped;
+    CHECK_EQUAL(ss_pipeline_trace_read(bench.pipeline, bench.events, 1, &dropped), bench.count);
+    bench_stop(&bench);
+}
+
+static void test_no_room_for_events_is_no_tracing(void) {
+    struct bench bench = bench_start(MODE_FUSED, 0);
+    CHECK_EQUAL(ss_pipeline_trace_start(bench.pipeline), SS_NOT_SUPPORTED);
+    bench_fetch(&bench);
+    bench_read(&bench);
+    CHECK_EQUAL(bench.count + bench.dropped, 0);
+    bench_stop(&bench);
+}
+
+int main(void) {
+    for (int mode = 0; mode < MODE_COUNT; mode++) {
+        test_every_slice_is_in_every_stage_once(mode);
+        test_two_stages_in_one_go(mode);
+    }
+    test_one_chunk_and_one_stage_at_a_time(1);
+    test_one_chunk_and_one_stage_at_a_time(0);
+    test_a_recording_holds_only_its_own_rounds();
+    test_a_full_log_keeps_the_first_events_and_counts_the_rest();
+    test_no_room_for_events_is_no_tracing();
+    return 0;
+}

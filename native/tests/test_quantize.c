@@ -1,0 +1,340 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Quantizers: every ISA writes the scalar variant's bytes at every length and alignment and touches nothing outside
+ * its buffers; the scalar variant rounds as an independent reference in double precision does.
+ */
+#include "check.h"
+#include "shadowserve.h"
+
+#include <math.h>
+
+enum { ELEMENTS_MAX = 8192 };
+
+static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon"};
+static struct guarded source, symbols, scales, target, expected_symbols, expected_scales, expected_target;
+
+/* ---- The reference ------------------------------------------------------------------------------------------- */
+
+/* round_to() rounds to 'mantissa_bits' after the leading one, ties to even, with subnormals under 2^exponent_min. */
+static double round_to(double value, int mantissa_bits, int exponent_min) {
+    int exponent = value != 0 ? ilogb(value) : exponent_min;
+    double step = ldexp(1, (exponent < exponent_min ? exponent_min : exponent) - mantissa_bits);
+    return nearbyint(value / step) * step;
+}
+
+static double value_of(enum ss_dtype dtype, const uint8_t *element) {
+    uint16_t half;
+    uint32_t word;
+    float value;
+
+    if (dtype == SS_DTYPE_FLOAT8_E4M3) {
+        int exponent = *element >> 3 & 0xF, mantissa = *element & 7;
+        double magnitude = exponent == 0 ? ldexp(mantissa, -9) : ldexp(8 + mantissa, exponent - 10);
+        if ((*element & 0x7F) == 0x7F)
+            magnitude = NAN;
+        return *element & 0x80 ? -magnitude : magnitude;
+    }
+    if (dtype == SS_DTYPE_FLOAT16) {
+        memcpy(&half, element, 2);
+        double magnitude =
+            (half & 0x7C00) == 0 ? ldexp(half & 0x3FF, -24) : ldexp(1024 + (half & 0x3FF), (half >> 10 & 0x1F) - 25);
+        if ((half & 0x7C00) == 0x7C00)
+            magnitude = INFINITY;
+        return half & 0x8000 ? -magnitude : magnitude;
+    }
+    if (dtype == SS_DTYPE_BFLOAT16) {
+        memcpy(&half, element, 2);
+        word = (uint32_t)half << 16;
+    } else {
+        memcpy(&word, element, 4);
+    }
+    memcpy(&value, &word, 4);
+    return (double)value;
+}
+
+/* rounded() returns what a decoded element must be. */
+static double rounded(enum ss_dtype dtype, float product) {
+    double value;
+
+    if (dtype == SS_DTYPE_FLOAT8_E4M3) {
+        value = isinf(product) ? (double)product : round_to((double)product, 3, -6);
+        return fabs(value) > 448 ? copysign(448, value) : value;
+    }
+    if (dtype == SS_DTYPE_FLOAT32 || isinf(product))
+        return (double)product;
+    if (dtype == SS_DTYPE_FLOAT16) {
+        value = round_to((double)product, 10, -14);
+        return fabs(value) >= 65536 ? copysign(INFINITY, value) : value;
+    }
+    value = round_to((double)product, 7, -126);
+    return fabs(value) >= 0x1p128 ? copysign(INFINITY, value) : value;
+}
+
+/* ---- Data ---------------------------------------------------------------------------------------------------- */
+
+/* elements_fill() writes finite elements of very different magnitudes, subnormals and both zeros among them. */
+static void elements_fill(enum ss_dtype dtype, uint8_t *elements, size_t count) {
+    size_t itemsize = ss_dtype_size(dtype);
+    int calm = random_below(2) == 0;
+
+    for (size_t index = 0; index < count; index++) {
+        uint64_t bits = random64();
+        if (dtype == SS_DTYPE_FLOAT8_E4M3)
+            bits = calm ? 0x30 | (bits & 0x8F) : (bits & 0x7F) == 0x7F ? bits & 0x83 : bits;
+        else if (dtype == SS_DTYPE_FLOAT16)
+            bits = calm ? 0x3000 | (bits & 0x8FFF) : (bits & 0x7C00) == 0x7C00 ? bits & 0x83FF : bits;
+        else if (dtype == SS_DTYPE_BFLOAT16)
+            bits = calm ? 0x3E00 | (bits & 0x81FF) : (bits & 0x7F80) == 0x7F80 ? bits & 0x807F : bits;
+        else if (dtype == SS_DTYPE_FLOAT32)
+            bits = calm                                ? 0x3E000000 | (bits & 0x81FFFFFF)
+                   : (bits & 0x7F800000) == 0x7F800000 ? bits & 0x807FFFFF
+                                                       : bits;
+        memcpy(elements + index * itemsize, &bits, itemsize);
+    }
+}
+
+/* ---- Checks -------------------------------------------------------------------------------------------------- */
+
+struct shape {
+    enum ss_quantizer quantizer;
+    enum ss_dtype dtype;
+    uint32_t bins;
+    size_t vectors;
+    size_t vector_length;
+};
+
+/* check_isa() compares one ISA with what scalar wrote into the expected_ regions. */
+static void check_isa(enum ss_isa isa, const struct shape *shape, int at_end) {
+    size_t count = shape->vectors * shape->vector_length;
+    size_t size = count * ss_dtype_size(shape->dtype);
+    size_t symbols_size = shape->quantizer == SS_QUANTIZER_BINNED ? count : size;
+    size_t scales_size = shape->quantizer == SS_QUANTIZER_BINNED ? 4 * shape->vectors : 0;
+    uint8_t *elements = guarded_place(&source, size, at_end);
+    uint8_t *made = guarded_place(&symbols, symbols_size, at_end);
+    uint8_t *made_scales = guarded_place(&scales, scales_size, at_end);
+    uint8_t *decoded = guarded_place(&target, size, at_end);
+
+    CHECK(ss_isa_force(isa) == SS_OK, "%s", isa_names[isa]);
+    CHECK(ss_quantize(shape->quantizer, shape->dtype, shape->bins, elements, shape->vectors, shape->vector_length, made,
+                      made_scales) == SS_OK,
+          "%s", isa_names[isa]);
+    CHECK(memcmp(made, expected_symbols.start, symbols_size) == 0 &&
+              memcmp(made_scales, expected_scales.start, scales_size) == 0,
+          "quantizer %d dtype %d bins %u, %zu x %zu: %s differs from scalar", (int)shape->quantizer, (int)shape->dtype,
+          shape->bins, shape->vectors, shape->vector_length, isa_names[isa]);
+    CHECK(ss_dequantize(shape->quantizer, shape->dtype, made, made_scales, shape->vectors, shape->vector_length,
+                        decoded) == SS_OK,
+          "%s", isa_names[isa]);
+    CHECK(memcmp(decoded, expected_target.start, size) == 0,
+          "dequantizing: quantizer %d dtype %d bins %u, %zu x %zu: %s differs from scalar", (int)shape->quantizer,
+          (int)shape->dtype, shape->bins, shape->vectors, shape->vector_length, isa_names[isa]);
+    if (shape->quantizer != SS_QUANTIZER_BINNED)
+        CHECK(memcmp(decoded, elements, size) == 0, "quantizer %d is not exact", (int)shape->quantizer);
+}
+
+static void check_shape(const struct shape *shape, int at_end) {
+    size_t size = shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
+    uint8_t *elements = guarded_place(&source, size, at_end);
+
+    elements_fill(shape->dtype, elements, shape->vectors * shape->vector_length);
+    CHECK(ss_isa_force(SS_ISA_SCALAR) == SS_OK, "scalar is always there");
+    CHECK(ss_quantize(shape->quantizer, shape->dtype, shape->bins, elements, shape->vectors, shape->vector_length,
+                      expected_symbols.start, expected_scales.start) == SS_OK,
+          "scalar");
+    CHECK(ss_dequantize(shape->quantizer, shape->dtype, expected_symbols.start, expected_scales.start, shape->vectors,
+                        shape->vector_length, expected_target.start) == SS_OK,
+          "scalar");
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+        if (ss_isa_available(isa))
+            check_isa(isa, shape, at_end);
+    }
+}
+
+static void check_all_shapes(void) {
+    static const uint32_t bins_tested[] = {4, 16, 32, 64, 66, 256};
+
+    for (enum ss_dtype dtype = SS_DTYPE_UINT8; dtype <= SS_DTYPE_FLOAT8_E4M3; dtype++) {
+        for (enum ss_quantizer quantizer = SS_QUANTIZER_PASSTHROUGH; quantizer <= SS_QUANTIZER_BINNED; quantizer++) {
+            if (quantizer == SS_QUANTIZER_BINNED && dtype == SS_DTYPE_UINT8)
+                continue;
+            for (size_t length = 0; length <= 140; length++) {
+                struct shape shape = {quantizer, dtype, bins_tested[length % 6], 1 + length % 3, length};
+                check_shape(&shape, 1);
+                check_shape(&shape, 0);
+            }
+            for (int round = 0; round < 100; round++) {
+                size_t length = 1 + random_below(1500);
+                struct shape shape = {quantizer, dtype, bins_tested[random_below(6)],
+                                      1 + random_below(ELEMENTS_MAX / length), length};
+                check_shape(&shape, (int)random_below(2));
+            }
+        }
+    }
+}
+
+/* check_rounding() decodes every symbol at scales of all magnitudes and compares with the reference. */
+static void check_rounding(enum ss_isa isa) {
+    enum { SYMBOLS = 256, SCALES = 600 };
+    static int8_t all[SYMBOLS * 2];
+    static uint8_t decoded[SYMBOLS * 2 * 4];
+
+    for (int index = 0; index < SYMBOLS * 2; index++) /* the second half fits 64 bins, which has a path of its own */
+        all[index] = (int8_t)(index < SYMBOLS ? index - 128 : index % 64 - 32);
+    CHECK(ss_isa_force(isa) == SS_OK, "%s", isa_names[isa]);
+    for (enum ss_dtype dtype = SS_DTYPE_FLOAT16; dtype <= SS_DTYPE_FLOAT8_E4M3; dtype++) {
+        for (int round = 0; round < SCALES; round++) {
+            float scale = (float)ldexp(1 + (double)(random64() >> 11) * 0x1p-53, round % 278 - 150);
+            uint8_t scale_bytes[9]; /* unaligned on purpose */
+            if (isinf(scale))
+                scale = 0;
+            memcpy(scale_bytes + 1, &scale, 4);
+            memcpy(scale_bytes + 5, &scale, 4);
+            CHECK(ss_dequantize(SS_QUANTIZER_BINNED, dtype, (uint8_t *)all, scale_bytes + 1, 2, SYMBOLS, decoded) ==
+                      SS_OK,
+                  "scale %a", (double)scale);
+            for (int index = 0; index < SYMBOLS * 2; index++) {
+                double value = value_of(dtype, decoded + (size_t)index * ss_dtype_size(dtype));
+                double wanted = rounded(dtype, (float)all[index] * scale);
+                CHECK(value == wanted && !signbit(value) == !signbit((float)all[index] * scale),
+                      "%s dtype %d: %d * %a gives %a, not %a", isa_names[isa], (int)dtype, all[index], (double)scale,
+                      value, wanted);
+            }
+        }
+    }
+}
+
+/* check_error() bounds the error of binning: half a step, plus the roundings of the arithmetic and of the dtype. */
+static void check_error(void) {
+    enum { LENGTH = 512 };
+    static const double epsilons[] = {[SS_DTYPE_FLOAT16] = 0x1p-11,
+                                      [SS_DTYPE_BFLOAT16] = 0x1p-8,
+                                      [SS_DTYPE_FLOAT32] = 0x1p-24,
+                                      [SS_DTYPE_FLOAT8_E4M3] = 0x1p-4};
+
+    for (enum ss_dtype dtype = SS_DTYPE_FLOAT16; dtype <= SS_DTYPE_FLOAT8_E4M3; dtype++) {
+        size_t itemsize = ss_dtype_size(dtype);
+        for (uint32_t bins = 4; bins <= 256; bins += 2) {
+            float scale;
+            double largest = 0;
+            elements_fill(dtype, source.start, LENGTH);
+            CHECK(ss_quantize(SS_QUANTIZER_BINNED, dtype, bins, source.start, 1, LENGTH, symbols.start, &scale) ==
+                          SS_OK &&
+                      ss_dequantize(SS_QUANTIZER_BINNED, dtype, symbols.start, &scale, 1, LENGTH, target.start) ==
+                          SS_OK,
+                  "dtype %d bins %u", (int)dtype, bins);
+            for (size_t index = 0; index < LENGTH; index++)
+                largest = fmax(largest, fabs(value_of(dtype, source.start + index * itemsize)));
+            for (size_t index = 0; index < LENGTH; index++) {
+                double before = value_of(dtype, source.start + index * itemsize);
+                double after = value_of(dtype, target.start + index * itemsize);
+                int symbol = (int8_t)symbols.start[index];
+                CHECK(abs(symbol) <= (int)bins / 2 - 1, "bins %u, symbol %d", bins, symbol);
+                CHECK(isinf(after) || fabs(before - after) <= (double)scale * 0.5001 + 1.01 * largest * epsilons[dtype],
+                      "dtype %d bins %u: %a became %a", (int)dtype, bins, before, after);
+            }
+        }
+    }
+}
+
+static void check_special_vectors(void) {
+    float values[40] = {0}, scale = 1;
+    uint8_t made[160];
+
+    CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, 32, values, 1, 40, made, &scale) == SS_OK && scale == 0,
+          "an all-zero vector has scale 0");
+    values[3] = 0x1p-140f; /* its scale has no finite inverse */
+    CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, 32, values, 1, 40, made, &scale) == SS_OK && scale == 0,
+          "a vector of subnormals counts as zero");
+    for (size_t index = 0; index < 40; index++)
+        CHECK(made[index] == 0, "symbol %zu is %d", index, made[index]);
+    for (size_t index = 0; index < 40; index++) {
+        static const uint32_t bad[] = {0x7F800000, 0xFF800000, 0x7FC00000, 0xFF800001};
+        memset(values, 0, sizeof(values));
+        memcpy(&values[index], &bad[index % 4], 4);
+        CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, 32, values, 1, 40, made, &scale) == SS_NOT_FINITE,
+              "element %zu is not finite", index);
+        uint16_t halves[40] = {0};
+        halves[index] = index % 2 ? 0x7C00 : 0xFE01;
+        CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT16, 32, halves, 1, 40, made, &scale) == SS_NOT_FINITE,
+              "element %zu is not finite", index);
+        halves[index] = index % 2 ? 0x7F80 : 0xFFC1;
+        CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 32, halves, 1, 40, made, &scale) == SS_NOT_FINITE,
+              "element %zu is not finite", index);
+    }
+    for (size_t index = 0; index < 40; index++) {
+        uint8_t bytes[40] = {0};
+        bytes[index] = index % 2 ? 0x7F : 0xFF;
+        CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT8_E4M3, 32, bytes, 1, 40, made, &scale) == SS_NOT_FINITE,
+              "element %zu is NaN", index);
+        bytes[index] = 0xFE; /* the largest there is */
+        CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT8_E4M3, 32, bytes, 1, 40, made, &scale) == SS_OK &&
+                  (int8_t)made[index] == -15 && (double)scale * 15 > 447.9,
+              "element %zu is -448", index);
+    }
+    scale = INFINITY;
+    CHECK(ss_dequantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, made, &scale, 1, 40, values) == SS_BAD_DATA, "scale");
+    scale = NAN;
+    CHECK(ss_dequantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, made, &scale, 1, 40, values) == SS_BAD_DATA, "scale");
+}
+
+static void check_lossless_is_exact_for_every_pattern(void) {
+    static uint16_t all[65536], back[65536];
+    static uint8_t planes[2 * 65536];
+
+    for (uint32_t pattern = 0; pattern < 65536; pattern++)
+        all[pattern] = (uint16_t)pattern;
+    CHECK(ss_quantize(SS_QUANTIZER_LOSSLESS, SS_DTYPE_BFLOAT16, 0, all, 256, 256, planes, NULL) == SS_OK, "lossless");
+    for (uint32_t pattern = 0; pattern < 65536; pattern++)
+        CHECK(planes[pattern] == (pattern << 1 >> 8 & 0xFF) &&
+                  planes[65536 + pattern] == ((pattern << 1 | pattern >> 15) & 0xFF),
+              "planes of %04x", pattern);
+    CHECK(ss_dequantize(SS_QUANTIZER_LOSSLESS, SS_DTYPE_BFLOAT16, planes, NULL, 256, 256, back) == SS_OK, "lossless");
+    CHECK(memcmp(all, back, sizeof(all)) == 0, "lossless is not exact");
+}
+
+static void check_arguments(void) {
+    float values[4] = {1, 2, 3, 4}, scale;
+    uint8_t made[16];
+    static const uint32_t bad_bins[] = {0, 2, 3, 5, 33, 258, 512};
+
+    for (size_t index = 0; index < sizeof(bad_bins) / sizeof(bad_bins[0]); index++)
+        CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, bad_bins[index], values, 1, 4, made, &scale) ==
+                  SS_BAD_ARGUMENT,
+              "bins %u", bad_bins[index]);
+    CHECK(ss_quantize(SS_QUANTIZER_BINNED, SS_DTYPE_UINT8, 32, values, 1, 4, made, &scale) == SS_BAD_ARGUMENT, "uint8");
+    CHECK(ss_quantize(SS_QUANTIZER_BINNED, (enum ss_dtype)9, 32, values, 1, 4, made, &scale) == SS_BAD_ARGUMENT, "9");
+    CHECK(ss_quantize((enum ss_quantizer)7, SS_DTYPE_FLOAT32, 32, values, 1, 4, made, &scale) == SS_BAD_ARGUMENT, "7");
+    CHECK(ss_quantize(SS_QUANTIZER_LOSSLESS, SS_DTYPE_FLOAT32, 0, values, SIZE_MAX / 2, 4, made, NULL) ==
+              SS_BAD_ARGUMENT,
+          "overflow");
+    CHECK(ss_dequantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, made, NULL, 1, 4, values) == SS_BAD_ARGUMENT, "scales");
+    CHECK(ss_dequantize((enum ss_quantizer)7, SS_DTYPE_FLOAT32, made, NULL, 0, 0, values) == SS_BAD_ARGUMENT, "7");
+    CHECK(ss_dtype_size((enum ss_dtype)9) == 0, "unknown dtypes have no size");
+}
+
+int main(void) {
+    enum ss_isa best = ss_isa_active();
+
+    source = guarded_make(4 * ELEMENTS_MAX);
+    symbols = guarded_make(4 * ELEMENTS_MAX);
+    scales = guarded_make(4 * ELEMENTS_MAX);
+    target = guarded_make(4 * ELEMENTS_MAX);
+    expected_symbols = guarded_make(4 * ELEMENTS_MAX);
+    expected_scales = guarded_make(4 * ELEMENTS_MAX);
+    expected_target = guarded_make(4 * ELEMENTS_MAX);
+    check_all_shapes();
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+        if (ss_isa_available(isa)) {
+            check_rounding(isa);
+            check_error();
+            check_special_vectors();
+            check_lossless_is_exact_for_every_pattern();
+            check_arguments();
+            printf("%s%s\n", isa_names[isa], isa == best ? " (the default here)" : "");
+        } else {
+            CHECK(ss_isa_force(isa) == SS_NOT_SUPPORTED, "%s", isa_names[isa]);
+        }
+    }
+    CHECK(!ss_isa_available((enum ss_isa)99) && ss_isa_force((enum ss_isa)99) == SS_NOT_SUPPORTED, "unknown");
+    return 0;
+}
