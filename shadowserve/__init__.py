@@ -1,0 +1,16 @@
+"""ShadowServe: what its three programs share.
+
+Keys and namespaces (:mod:`shadowserve.keys`), the stored record (:mod:`shadowserve.record`), the RESP codec
+(:mod:`shadowserve.resp`), configuration, errors, the C core's loader (:mod:`shadowserve.native`), the generated gRPC
+stubs (``shadowserve.proto``) and the ``shadowserve`` command (``shadowserve.cli``).
+"""
+
+from pkgutil import extend_path
+
+from shadowserve._version import __version__
+
+__all__ = ["__version__"]
+
+# Run from a checkout, this folder hides the installed package, and with it the built C core. Let submodules be found
+# in both.
+__path__ = extend_path(__path__, __name__)

@@ -1,0 +1,65 @@
+"""The ``shadowserve`` command. Each subcommand is one module, imported when it runs; only here do programs meet."""
+
+import importlib
+from typing import Any, Final
+
+import click
+
+from shadowserve import __version__
+from shadowserve.errors import ConfigurationError, ShadowServeError
+
+__all__ = ["main"]
+
+COMMANDS: Final = {
+    "storage": "shadowserve.cli.programs:storage",
+    "dpu": "shadowserve.cli.programs:dpu",
+    "demo": "shadowserve.cli.demo:demo",
+    "bench": "shadowserve.cli.bench:bench",
+    "trace": "shadowserve.cli.trace:trace",
+    "doctor": "shadowserve.cli.doctor:doctor",
+}
+
+EXIT_CODES: Final = """
+\b
+Exit codes:
+  0  done
+  1  it did not work; the message says what failed, why, and what to do
+  2  the command line or the configuration cannot be used
+"""
+
+
+class _Commands(click.Group):
+    """Imports a command when it is asked for; ends in one line and exit code 1 or 2 on our own errors."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name].split(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigurationError as error:
+            raise click.UsageError(str(error)) from error
+        except ShadowServeError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(cls=_Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="shadowserve")
+def main() -> None:
+    """Distributed prefix caching for LLM serving that does not disturb the serving.
+
+    \b
+    Try it on this machine:    shadowserve demo
+    On the storage node:       shadowserve storage --config configs/storage.yaml
+    On the DPU, or the host:   shadowserve dpu --config configs/emulated.yaml
+    In the serving process:    vllm serve MODEL --kv-transfer-config '{"kv_connector": "ShadowServeConnector", ...}'
+    What a fetch's time is:    shadowserve trace -o fetch.json
+    When something is wrong:   shadowserve doctor
+    """

@@ -1,0 +1,174 @@
+"""A recording of a fetch as a timeline: Chrome's trace event format, and what it says in figures.
+
+The format is the JSON that ui.perfetto.dev and chrome://tracing open. A core is a process there, and each thread of a
+stage on it a track; the steps of the Fetch call have a process of their own. Times are microseconds from the first
+event.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from shadowserve.proto import dataplane_pb2 as pb
+
+__all__ = ["STAGES", "StageTime", "chrome_trace", "lanes", "stage_times"]
+
+STAGES: Final = ("net", "decompress", "dequantize", "dma")
+"""Steps that the pipeline's threads take, in the order of the data."""
+_CALL: Final = "Fetch call"
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """What one stage's threads did with their time.
+
+    Attributes:
+        stage: its name.
+        threads: that serve it.
+        spans: slices, or for ``net`` system calls that received something.
+        busy_ns: in spans, summed over the threads; spans in one another count once.
+        waiting_ns: in no span of theirs, this stage's or another's, between the first and the last event of a round.
+        share: of the threads' time that they were busy with this stage.
+        input_bytes: into the stage.
+        output_bytes: out of it.
+    """
+
+    stage: str
+    threads: int
+    spans: int
+    busy_ns: int
+    waiting_ns: int
+    share: float
+    input_bytes: int
+    output_bytes: int
+
+
+def lanes(spans: Sequence[pb.TraceSpan]) -> list[list[pb.TraceSpan]]:
+    """Distribute a track's spans over as few lanes as it takes for spans of one to nest or be apart.
+
+    A CPU's need one lane. Works that an accelerator does at the same time may overlap in other ways.
+    """
+    found: list[list[pb.TraceSpan]] = []
+    open_spans: list[list[pb.TraceSpan]] = []  # of each lane, the innermost last
+    for span in sorted(spans, key=lambda span: (span.begin_ns, -span.end_ns)):
+        for lane, stack in zip(found, open_spans, strict=True):
+            while stack and stack[-1].end_ns <= span.begin_ns:
+                stack.pop()
+            if not stack or span.end_ns <= stack[-1].end_ns:
+                lane.append(span)
+                stack.append(span)
+                break
+        else:
+            found.append([span])
+            open_spans.append([span])
+    return found
+
+
+def chrome_trace(spans: Sequence[pb.TraceSpan], about: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole document.
+
+    Args:
+        spans: of the recording, at least one.
+        about: what a reader should know of the machine and the fetch.
+    """
+    start = min(span.begin_ns for span in spans)
+    tracks: dict[tuple[int, str, int], list[pb.TraceSpan]] = defaultdict(list)
+    for span in spans:
+        place = (span.core, span.step, span.thread) if span.step in STAGES else (-1, _CALL, 0)
+        tracks[place].append(span)
+    events: list[dict[str, Any]] = []
+    for core in sorted({core for core, _, _ in tracks}):
+        events += _names("process", core + 2, 0, _CALL if core < 0 else f"core {core}", core + 1)
+    number = 0
+    for core, step, thread in sorted(tracks, key=lambda track: (track[0], _order(track[1]), track[2])):
+        for index, lane in enumerate(lanes(tracks[core, step, thread])):
+            number += 1
+            name = step if step == _CALL else f"{step} {thread}"
+            events += _names("thread", core + 2, number, f"{name} ({index + 1})" if index else name, number)
+            events += [_complete(span, core + 2, number, start) for span in lane]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _order(step: str) -> int:
+    return STAGES.index(step) if step in STAGES else -1
+
+
+def _names(what: str, process: int, thread: int, name: str, position: int) -> list[dict[str, Any]]:
+    place = {"ph": "M", "pid": process, "tid": thread}
+    return [
+        {"name": f"{what}_name", **place, "args": {"name": name}},
+        {"name": f"{what}_sort_index", **place, "args": {"sort_index": position}},
+    ]
+
+
+def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict[str, Any]:
+    arguments: dict[str, int] = {}
+    if span.step in STAGES:
+        arguments = {"round": span.round, "chunk": span.chunk}
+        if span.slice >= 0:
+            arguments["slice"] = span.slice
+        arguments |= {"input_bytes": span.input_bytes, "output_bytes": span.output_bytes}
+    elif span.chunk:
+        arguments = {"chunks": span.chunk}
+    return {
+        "name": f"{span.step} {span.slice}" if span.slice >= 0 else span.step,
+        "cat": span.step,
+        "ph": "X",
+        "pid": process,
+        "tid": thread,
+        "ts": (span.begin_ns - start) / 1000,
+        "dur": (span.end_ns - span.begin_ns) / 1000,
+        "args": arguments,
+    }
+
+
+def stage_times(spans: Iterable[pb.TraceSpan]) -> list[StageTime]:
+    """Return what each stage's threads did with their time, over all rounds of a recording."""
+    own: dict[str, list[pb.TraceSpan]] = defaultdict(list)
+    for span in spans:
+        if span.step in STAGES:
+            own[span.step].append(span)
+    window = _window([span for each in own.values() for span in each])
+    busy = {stage: _busy(each) for stage, each in own.items()}
+    threads = {stage: len({span.thread for span in each}) for stage, each in own.items()}
+    times = []
+    for stage in STAGES:
+        if stage not in own:
+            continue
+        # Fused, the decompress threads dequantize, too.
+        together = [stage] if "dma" in own or stage == "net" else [each for each in ("decompress", "dequantize")]
+        available = window * threads[stage]
+        times.append(
+            StageTime(
+                stage=stage,
+                threads=threads[stage],
+                spans=len(own[stage]),
+                busy_ns=busy[stage],
+                waiting_ns=max(0, available - sum(busy.get(each, 0) for each in together)),
+                share=busy[stage] / available if available else 0.0,
+                input_bytes=sum(span.input_bytes for span in own[stage]),
+                output_bytes=sum(span.output_bytes for span in own[stage]),
+            )
+        )
+    return times
+
+
+def _window(spans: Sequence[pb.TraceSpan]) -> int:
+    """Nanoseconds from each round's first event to its last, summed."""
+    rounds: dict[int, tuple[int, int]] = {}
+    for span in spans:
+        begin, end = rounds.get(span.round, (span.begin_ns, span.end_ns))
+        rounds[span.round] = (min(begin, span.begin_ns), max(end, span.end_ns))
+    return sum(end - begin for begin, end in rounds.values())
+
+
+def _busy(spans: Sequence[pb.TraceSpan]) -> int:
+    """Nanoseconds that any span covers, thread by thread."""
+    total = 0
+    covered: dict[int, int] = {}  # to when, for each thread
+    for span in sorted(spans, key=lambda span: span.begin_ns):
+        until = covered.get(span.thread, 0)
+        total += max(0, span.end_ns - max(span.begin_ns, until))
+        covered[span.thread] = max(until, span.end_ns)
+    return total

@@ -1,0 +1,174 @@
+"""Configuration: flag, then environment, then YAML file, then default.
+
+Each program has one :class:`Section`, a frozen pydantic model whose fields are its keys::
+
+    class StorageConfig(Section):
+        section = "storage"
+        port: int = Field(6380, ge=0, le=65535, description="TCP port; 0 takes a free one")
+
+A file (``--config`` or ``SHADOWSERVE_CONFIG_FILE``) holds one mapping for each section, so that one file can serve all
+programs; a program reads only its own. The environment variable of a key is ``SHADOWSERVE_<SECTION>_<KEY>``; its flag
+is ``--<key>`` with dashes. Values from the environment and from flags are YAML scalars or lists, as in the file, except
+that the text of a key that takes text is taken as it is: a password of digits needs no quotes.
+Unknown sections, keys and variables are errors that name the nearest known one. Every key is explained in ``configs/``.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Final, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
+
+from shadowserve.errors import ConfigurationError
+
+__all__ = ["CONFIG_FILE_VARIABLE", "NATIVE_LIBRARY_VARIABLE", "SECTIONS", "Section"]
+
+CONFIG_FILE_VARIABLE: Final = "SHADOWSERVE_CONFIG_FILE"
+NATIVE_LIBRARY_VARIABLE: Final = "SHADOWSERVE_NATIVE_LIBRARY"
+SECTIONS: Final = ("storage", "dpu", "host")
+_PREFIX: Final = "SHADOWSERVE_"
+_UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, ""))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML, but for a key that stands twice in a mapping, of which YAML would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise yaml.constructor.ConstructorError(None, None, f"'{key}' stands there twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class Section(BaseModel):
+    """Base of each program's configuration; immutable once loaded."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    section: ClassVar[str]
+
+    @classmethod
+    def load(
+        cls,
+        file: str | os.PathLike[str] | None = None,
+        flags: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Self:
+        """Return the configuration from all four places.
+
+        Args:
+            file: YAML file; by default the one that ``SHADOWSERVE_CONFIG_FILE`` names, if any.
+            flags: keys given on the command line, or by an engine; ``None`` values do not count as given.
+            environment: by default ``os.environ``.
+
+        Raises:
+            ConfigurationError: a file that cannot be read, an unknown key, a value that does not fit; the message
+                names the place, the key and the nearest key that exists.
+        """
+        environment = os.environ if environment is None else environment
+        path = file or environment.get(CONFIG_FILE_VARIABLE)
+        layers = [
+            (f"file {path}", cls._from_file(Path(path)) if path else {}),
+            ("environment", cls._from_environment(environment)),
+            ("command line", {key: value for key, value in (flags or {}).items() if value is not None}),
+        ]
+        values: dict[str, Any] = {}
+        source: dict[str, str] = {}
+        for place, given in layers:
+            for key, value in given.items():
+                if key not in cls.model_fields:
+                    raise ConfigurationError(f"{place}: {_unknown('key', key, cls.model_fields)}")
+                values[key], source[key] = value, place
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            # Not chained: the validation error's text would show passwords, which ours leaves out.
+            raise ConfigurationError("; ".join(cls._explain(detail, source) for detail in error.errors())) from None
+
+    @classmethod
+    def read_text(cls, key: str, text: str) -> Any:
+        """Return the value that ``text``, from the environment or a flag, stands for.
+
+        Raises:
+            ConfigurationError: it is not YAML.
+        """
+        field = cls.model_fields.get(key)
+        if field is not None and field.annotation in (str, SecretStr):
+            return text
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"{key}: {text!r} is not a YAML value: {error}") from error
+
+    @classmethod
+    def default_text(cls, key: str) -> str:
+        """Return the default of a key as a reader would write it: ``256 MiB``, ``true``, ``none`` for empty or null."""
+        value = cls.model_fields[key].default
+        if isinstance(value, SecretStr):
+            value = value.get_secret_value()
+        if value is None or value == "":
+            return "none"
+        if key.endswith("_bytes") or "_bytes_" in key:
+            unit, name = next((unit, name) for unit, name in _UNITS if value % unit == 0 and (value or unit == 1))
+            return f"{value // unit} {name}".rstrip()
+        return json.dumps(value) if isinstance(value, bool | list) else str(value)
+
+    @classmethod
+    def _from_file(cls, path: Path) -> dict[str, Any]:
+        try:
+            content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigurationError(f"cannot read configuration file {path}: {error}") from error
+        if not isinstance(content, dict):
+            raise ConfigurationError(f"file {path} holds no mapping; it should begin with '{cls.section}:'")
+        for section in content:
+            if section not in SECTIONS:
+                raise ConfigurationError(f"file {path}: {_unknown('section', str(section), SECTIONS)}")
+        own = content.get(cls.section)
+        if own is None:
+            return {}
+        if not isinstance(own, dict):
+            raise ConfigurationError(f"file {path}: section '{cls.section}' holds no mapping of keys to values")
+        return {str(key): value for key, value in own.items()}
+
+    @classmethod
+    def _from_environment(cls, environment: Mapping[str, str]) -> dict[str, Any]:
+        given = {}
+        for variable, text in environment.items():
+            if not variable.startswith(_PREFIX) or variable in (CONFIG_FILE_VARIABLE, NATIVE_LIBRARY_VARIABLE):
+                continue
+            section, _, key = variable.removeprefix(_PREFIX).lower().partition("_")
+            if section not in SECTIONS or not key:
+                raise ConfigurationError(f"environment: {_unknown('variable', variable, cls._variables())}")
+            if section == cls.section:
+                try:
+                    given[key] = cls.read_text(key, text)
+                except ConfigurationError as error:
+                    raise ConfigurationError(f"environment: {variable}: {error}") from error
+        return given
+
+    @classmethod
+    def _variables(cls) -> list[str]:
+        own = [f"{_PREFIX}{cls.section}_{key}".upper() for key in cls.model_fields]
+        return [CONFIG_FILE_VARIABLE, NATIVE_LIBRARY_VARIABLE, *own]
+
+    @classmethod
+    def _explain(cls, detail: Any, source: Mapping[str, str]) -> str:
+        if not detail["loc"]:  # keys that do not fit each other; the input would be all of them
+            return str(detail["msg"])
+        key = str(detail["loc"][0])
+        field = cls.model_fields[key]
+        silent = not field.repr or field.annotation is SecretStr or detail["type"] == "missing"
+        given = "" if silent else f" (given: {detail['input']!r})"
+        place = source.get(key, "default")
+        return f"{place}: {'.'.join(str(part) for part in detail['loc'])}: {detail['msg']}{given}"
+
+
+def _unknown(what: str, name: str, known: Collection[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+    hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
+    return f"there is no {what} '{name}'{hint} Known: {', '.join(sorted(known))}"

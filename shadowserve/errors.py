@@ -1,0 +1,105 @@
+"""Every exception that ShadowServe raises on purpose.
+
+The tree::
+
+    ShadowServeError
+    +-- ConfigurationError       what the user configured cannot be used; the message says which key and what would do
+    +-- RecordError              bytes that should be a stored record are not
+    |   +-- NotARecordError      no record at all, or one of an unknown version
+    |   +-- CorruptRecordError   a checksum or a length is wrong: a miss, to be quarantined
+    |   +-- MismatchError        a sound record, but of another key, namespace, shape or dtype
+    +-- ProtocolError            the peer broke a wire protocol
+    +-- NativeError              the C core returned a failure; ``result`` holds its code
+    +-- DataPlaneError           the daemon could not do what was asked; ``outcome`` holds the reason
+    +-- StorageError             the storage server could not be reached, or refused
+        +-- StorageUnavailableError
+        +-- StorageRefusedError
+
+Messages say which operation on what failed, why, and what to do about it. A cache must not fail a request: on the
+serving path every one of these ends as a miss with a reason.
+"""
+
+__all__ = [
+    "ConfigurationError",
+    "CorruptRecordError",
+    "DataPlaneError",
+    "MismatchError",
+    "NativeError",
+    "NotARecordError",
+    "ProtocolError",
+    "RecordError",
+    "ShadowServeError",
+    "StorageError",
+    "StorageRefusedError",
+    "StorageUnavailableError",
+]
+
+
+class ShadowServeError(Exception):
+    """Base of all."""
+
+
+class ConfigurationError(ShadowServeError):
+    """A configuration value, file or flag cannot be used."""
+
+
+class RecordError(ShadowServeError):
+    """Bytes that should be a stored record are not."""
+
+
+class NotARecordError(RecordError):
+    """The bytes are no record, or one of a version that this build does not know."""
+
+
+class CorruptRecordError(RecordError):
+    """A checksum or a length in a record is wrong."""
+
+
+class MismatchError(RecordError):
+    """A sound record, but not of the key, namespace, shape or dtype that was asked for."""
+
+
+class ProtocolError(ShadowServeError):
+    """The peer sent bytes that its protocol does not allow, or more than the limits do."""
+
+
+class NativeError(ShadowServeError):
+    """A call into the C core failed.
+
+    Attributes:
+        result: the ``enum ss_result`` value.
+    """
+
+    def __init__(self, message: str, result: int) -> None:
+        super().__init__(message)
+        self.result = result
+
+    def __reduce__(self) -> tuple[type["NativeError"], tuple[str, int]]:
+        return type(self), (str(self), self.result)
+
+
+class DataPlaneError(ShadowServeError):
+    """The data plane could not do what was asked.
+
+    Attributes:
+        outcome: the reason, an ``Outcome`` name in lower case without its prefix, such as ``"unknown_destination"``.
+    """
+
+    def __init__(self, message: str, outcome: str) -> None:
+        super().__init__(message)
+        self.outcome = outcome
+
+    def __reduce__(self) -> tuple[type["DataPlaneError"], tuple[str, str]]:
+        return type(self), (str(self), self.outcome)
+
+
+class StorageError(ShadowServeError):
+    """The storage server could not do what was asked."""
+
+
+class StorageUnavailableError(StorageError):
+    """The storage server cannot be reached, or the connection to it broke."""
+
+
+class StorageRefusedError(StorageError):
+    """The storage server answered an error: no authentication, full, busy."""

@@ -1,0 +1,323 @@
+"""The kernels: CPU dispatch, checksum, codecs, quantizers. One call each, over whole buffers."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shadowserve.errors import NativeError
+from shadowserve.native._library import Codec, DType, Isa, Quantizer, Result, check, ffi, lib
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+__all__ = [
+    "codec_implementations",
+    "compress",
+    "compress_bound",
+    "crc32",
+    "decode",
+    "decompress",
+    "decompress_into",
+    "decompress_many",
+    "dequantize",
+    "isa_active",
+    "isa_available",
+    "isa_force",
+    "quantize",
+]
+
+
+# ---- CPU dispatch ---------------------------------------------------------------------------------------------------
+
+
+def isa_available(isa: Isa) -> bool:
+    """Return whether this build has kernels for ``isa`` and this CPU can run them."""
+    return bool(lib.ss_isa_available(isa))
+
+
+def isa_active() -> Isa:
+    """Return the variant that the kernels use now: the best available one, unless forced."""
+    return Isa(lib.ss_isa_active())
+
+
+def isa_force(isa: Isa) -> None:
+    """Make every kernel use ``isa`` from now on; for tests and benchmarks, while no other thread runs kernels.
+
+    Raises:
+        NativeError: with ``Result.NOT_SUPPORTED``, and nothing changes.
+    """
+    check(lib.ss_isa_force(isa), f"forcing the {isa.name} kernels")
+
+
+# ---- Checksum and codecs --------------------------------------------------------------------------------------------
+
+
+def crc32(data: "ReadableBuffer", crc: int = 0) -> int:
+    """Return the CRC-32 (IEEE 802.3, as ``zlib.crc32``) of ``data``, continuing ``crc``."""
+    with ffi.from_buffer("uint8_t[]", data) as source:
+        return lib.ss_crc32(crc, source, len(source))
+
+
+def codec_implementations() -> dict[Codec, str]:
+    """Return the library and version behind each codec that was built in, such as ``"isa-l 2.30.0"``."""
+    found = {}
+    for codec in Codec:
+        text = lib.ss_codec_implementation(codec)
+        if text != ffi.NULL:
+            found[codec] = ffi.string(text).decode()
+    return found
+
+
+def compress_bound(codec: Codec, size: int) -> int:
+    """Return the most bytes that ``compress()`` makes of ``size`` bytes.
+
+    Raises:
+        NativeError: the codec was not built in, or ``size`` is over its limit (about 2 GiB).
+    """
+    bound = lib.ss_compress_bound(codec, size)
+    if bound == 0 and not (codec is Codec.NONE and size == 0):
+        raise NativeError(f"{codec.name} cannot compress {size} bytes in this build", Result.NOT_SUPPORTED)
+    return bound
+
+
+def compress(codec: Codec, data: "ReadableBuffer", row_length: int = 0) -> bytes:
+    """Return ``data`` as one stream of ``codec``; Deflate is raw and Huffman-only.
+
+    Args:
+        codec: one that this build can encode.
+        data: what to compress.
+        row_length: bytes of one row, a token's symbols, which kvrans takes as columns; other codecs ignore it. 0 where
+            there are no rows.
+
+    Raises:
+        NativeError: with ``Result.NOT_SUPPORTED`` or ``Result.NO_MEMORY``.
+    """
+    with ffi.from_buffer("uint8_t[]", data) as source:
+        target = np.empty(compress_bound(codec, len(source)), dtype=np.uint8)
+        written = ffi.new("size_t *")
+        stream = ffi.from_buffer("uint8_t[]", target)
+        result = lib.ss_compress(codec, source, len(source), row_length, stream, len(target), written)
+        check(result, f"compressing {len(source)} bytes with {codec.name}")
+    return target[: written[0]].tobytes()
+
+
+def decompress(codec: Codec, data: "ReadableBuffer", size: int) -> bytes:
+    """Decode ``data``, one whole stream of ``codec``, to exactly ``size`` bytes.
+
+    Raises:
+        NativeError: with ``Result.BAD_DATA`` where it does not decode to that, ``Result.NOT_SUPPORTED``.
+    """
+    target = np.empty(size, dtype=np.uint8)
+    decompress_into(codec, data, target)
+    return target.tobytes()
+
+
+def decompress_into(codec: Codec, data: "ReadableBuffer", target: "WriteableBuffer") -> None:
+    """Decode ``data``, one whole stream of ``codec``, into ``target``, which it has to fill exactly.
+
+    Raises:
+        NativeError: as :func:`decompress`.
+    """
+    decompress_many(codec, [(data, target)])
+
+
+def decompress_many(codec: Codec, streams: "Sequence[tuple[ReadableBuffer, WriteableBuffer]]") -> None:
+    """Decode several streams, each into its target; a few at a time are faster than one after the other.
+
+    Args:
+        codec: of all of them.
+        streams: pairs of a whole stream and the target that it has to fill exactly; targets do not overlap.
+
+    Raises:
+        NativeError: as :func:`decompress`, for the first stream that failed; the others are decoded all the same.
+    """
+    buffers = [(ffi.from_buffer("uint8_t[]", data), ffi.from_buffer("uint8_t[]", out, True)) for data, out in streams]
+    jobs = ffi.new("struct ss_stream[]", len(buffers))
+    for job, (source, target) in zip(jobs, buffers, strict=True):
+        job.source, job.source_size, job.target, job.target_size = source, len(source), target, len(target)
+    lib.ss_decompress_many(codec, jobs, len(buffers))
+    for job in jobs:
+        check(job.result, f"decompressing {job.source_size} bytes of {codec.name} to {job.target_size}")
+
+
+# ---- Quantizers -----------------------------------------------------------------------------------------------------
+
+
+def _check_size(name: str, actual: int, needed: int) -> None:
+    if actual != needed:
+        raise NativeError(f"{name} has {actual} bytes, but its shape needs {needed}", Result.BAD_ARGUMENT)
+
+
+def _batches(
+    quantizer: Quantizer, vectors: int, vector_length: int, scale_vectors: int
+) -> list[tuple[int, int, int, int]]:
+    """Return vectors, their length, first element and first scale of each call of a kernel.
+
+    Vectors that share a scale are one longer vector to it; the last of them may be fewer, which takes a second call.
+    """
+    if quantizer is not Quantizer.BINNED:
+        return [(vectors, vector_length, 0, 0)]
+    whole, rest = divmod(vectors, scale_vectors)
+    first = (whole, scale_vectors * vector_length, 0, 0)
+    return [first, (1, rest * vector_length, whole * scale_vectors * vector_length, whole)] if rest else [first]
+
+
+def quantize(
+    quantizer: Quantizer,
+    dtype: DType,
+    source: "ReadableBuffer",
+    *,
+    vectors: int,
+    vector_length: int,
+    bins: int = 0,
+    scale_vectors: int = 1,
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Turn elements into symbols.
+
+    Args:
+        quantizer: which way; ``BINNED`` loses precision, the others do not.
+        dtype: of the elements in ``source``.
+        source: ``vectors * vector_length`` elements, contiguous.
+        vectors: number of vectors (tokens).
+        vector_length: elements of each.
+        bins: for ``BINNED``: even, 4 to 256.
+        scale_vectors: for ``BINNED``: so many vectors share one scale, the last of them perhaps fewer.
+
+    Returns:
+        The symbols, and the scales (none unless binned).
+
+    Raises:
+        NativeError: with ``Result.NOT_FINITE`` where a value to bin is infinite or NaN, or ``Result.BAD_ARGUMENT``.
+    """
+    itemsize = 1 if quantizer is Quantizer.BINNED else dtype.itemsize
+    symbols = np.empty(vectors * vector_length * itemsize, dtype=np.uint8)
+    scales = np.empty(-(-vectors // scale_vectors) if quantizer is Quantizer.BINNED else 0, dtype=np.float32)
+    symbol_bytes, scale_bytes = ffi.from_buffer("uint8_t[]", symbols), ffi.from_buffer("uint8_t[]", scales)
+    with ffi.from_buffer("uint8_t[]", source) as elements:
+        _check_size("source", len(elements), vectors * vector_length * dtype.itemsize)
+        for count, length, first, scale in _batches(quantizer, vectors, vector_length, scale_vectors):
+            result = lib.ss_quantize(
+                quantizer,
+                dtype,
+                bins,
+                elements + first * dtype.itemsize,
+                count,
+                length,
+                symbol_bytes + first * itemsize,
+                scale_bytes + 4 * scale,
+            )
+            check(result, f"quantizing {vectors} x {vector_length} {dtype.label} elements ({quantizer.name})")
+    return symbols, scales
+
+
+def dequantize(
+    quantizer: Quantizer,
+    dtype: DType,
+    symbols: "ReadableBuffer",
+    scales: "ReadableBuffer | None",
+    *,
+    vectors: int,
+    vector_length: int,
+    scale_vectors: int = 1,
+    out: "WriteableBuffer | None" = None,
+) -> NDArray[np.uint8]:
+    """Turn symbols back into elements of ``dtype``.
+
+    Args:
+        quantizer: the one that made the symbols.
+        dtype: of the elements to make.
+        symbols: one byte for each element where binned, else the elements' bytes.
+        scales: float32, one for every ``scale_vectors`` vectors where binned, else ignored.
+        vectors: number of vectors (tokens).
+        vector_length: elements of each.
+        scale_vectors: as they were quantized.
+        out: where to write; a new array where it is ``None``.
+
+    Returns:
+        The elements' bytes; view them as what they are.
+
+    Raises:
+        NativeError: with ``Result.BAD_DATA`` for a scale that is not finite, or ``Result.BAD_ARGUMENT``.
+    """
+    binned = quantizer is Quantizer.BINNED
+    size = vectors * vector_length * dtype.itemsize
+    target = np.empty(size, dtype=np.uint8) if out is None else np.frombuffer(out, dtype=np.uint8)
+    _check_size("out", target.nbytes, size)
+    with (
+        ffi.from_buffer("uint8_t[]", symbols) as source,
+        ffi.from_buffer("uint8_t[]", b"" if scales is None or not binned else scales) as scale_bytes,
+    ):
+        _check_size("symbols", len(source), vectors * vector_length if binned else size)
+        _check_size("scales", len(scale_bytes), 4 * -(-vectors // scale_vectors) if binned else 0)
+        elements = ffi.from_buffer("uint8_t[]", target, True)
+        for count, length, first, scale in _batches(quantizer, vectors, vector_length, scale_vectors):
+            result = lib.ss_dequantize(
+                quantizer,
+                dtype,
+                source + first,
+                scale_bytes + 4 * scale,
+                count,
+                length,
+                elements + first * dtype.itemsize,
+            )
+            check(result, f"dequantizing {vectors} x {vector_length} {dtype.label} elements ({quantizer.name})")
+    return target
+
+
+def decode(
+    codec: Codec,
+    data: "ReadableBuffer",
+    quantizer: Quantizer,
+    dtype: DType,
+    scales: "ReadableBuffer | None",
+    *,
+    vectors: int,
+    vector_length: int,
+    scale_vectors: int = 1,
+    out: "WriteableBuffer | None" = None,
+) -> NDArray[np.uint8]:
+    """Turn one whole stream of symbols into elements, as a fused pipeline does: :func:`decompress`, :func:`dequantize`.
+
+    Both at once where there is a kernel for it, and past the caches: for elements that this core does not read soon.
+
+    Args:
+        codec: of the stream.
+        data: the stream.
+        quantizer: the one that made the symbols.
+        dtype: of the elements to make.
+        scales: as for :func:`dequantize`.
+        vectors: number of vectors (tokens).
+        vector_length: elements of each.
+        scale_vectors: as they were quantized.
+        out: where to write; a new array where it is ``None``. Best at a multiple of 64 bytes.
+
+    Returns:
+        The elements' bytes; view them as what they are.
+
+    Raises:
+        NativeError: with ``Result.BAD_DATA`` for a damaged stream or a scale that is not finite,
+            ``Result.NOT_SUPPORTED``, or ``Result.BAD_ARGUMENT``.
+    """
+    binned = quantizer is Quantizer.BINNED
+    size = vectors * vector_length * dtype.itemsize
+    target = np.empty(size, dtype=np.uint8) if out is None else np.frombuffer(out, dtype=np.uint8)
+    symbols = np.empty(vectors * vector_length if binned else size, dtype=np.uint8)
+    _check_size("out", target.nbytes, size)
+    with (
+        ffi.from_buffer("uint8_t[]", data) as source,
+        ffi.from_buffer("uint8_t[]", b"" if scales is None or not binned else scales) as scale_bytes,
+        ffi.from_buffer("uint8_t[]", target, True) as place,
+        ffi.from_buffer("uint8_t[]", symbols, True) as scratch,
+    ):
+        _check_size("scales", len(scale_bytes), 4 * -(-vectors // scale_vectors) if binned else 0)
+        stream, elements = ffi.new("struct ss_stream *"), ffi.new("struct ss_elements *")
+        stream.source, stream.source_size = source, len(source)
+        stream.target, stream.target_size = scratch, len(scratch)
+        elements.scales, elements.target = scale_bytes, place
+        elements.vectors, elements.vector_length, elements.scale_vectors = vectors, vector_length, scale_vectors
+        elements.quantizer, elements.dtype = quantizer, dtype
+        lib.ss_decode_many(codec, stream, elements, 1)
+        check(stream.result, f"decoding {len(source)} bytes of {codec.name} to {vectors} x {vector_length} elements")
+    return target

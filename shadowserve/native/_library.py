@@ -1,0 +1,191 @@
+"""The library itself: loaded once, its constants, and the one place that turns its result codes into exceptions."""
+
+import enum
+import os
+from pathlib import Path
+from typing import Final
+
+import shadowserve
+from shadowserve.errors import NativeError
+
+try:
+    from shadowserve._cffi import ffi
+except ImportError as error:
+    raise ImportError("the C core is not built: shadowserve/_cffi.py is missing; run 'pip install -e .'") from error
+
+__all__ = [
+    "ABI_VERSION",
+    "Codec",
+    "DType",
+    "Isa",
+    "Quantizer",
+    "Result",
+    "Stage",
+    "check",
+    "ffi",
+    "lib",
+    "library_path",
+    "result_text",
+]
+
+ABI_VERSION: Final = 2
+
+
+class Result(enum.IntEnum):
+    """What a call into the C core, or one chunk of a round, came to (``enum ss_result``)."""
+
+    OK = 0
+    BAD_DATA = 1
+    NO_SPACE = 2
+    BAD_ARGUMENT = 3
+    NOT_SUPPORTED = 4
+    NO_MEMORY = 5
+    CHECKSUM = 6
+    NOT_FINITE = 7
+    NOT_FOUND = 8
+    REFUSED = 9
+    PROTOCOL = 10
+    DISCONNECTED = 11
+    DEADLINE = 12
+    CANCELLED = 13
+    SKIPPED = 14
+    OS_ERROR = 15
+
+
+class Codec(enum.IntEnum):
+    """Entropy codecs (``enum ss_codec``)."""
+
+    NONE = 0
+    DEFLATE = 1
+    LZ4 = 2
+    ZSTD = 3
+    KVRANS = 4
+
+
+class Quantizer(enum.IntEnum):
+    """How elements become the symbols that are compressed (``enum ss_quantizer``)."""
+
+    PASSTHROUGH = 0
+    LOSSLESS = 1
+    BINNED = 2
+
+
+class DType(enum.IntEnum):
+    """Element types (``enum ss_dtype``)."""
+
+    UINT8 = 0
+    FLOAT16 = 1
+    BFLOAT16 = 2
+    FLOAT32 = 3
+    FLOAT8_E4M3 = 4
+    """OCP's without infinities (torch's ``float8_e4m3fn``)."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return (1, 2, 2, 4, 1)[self]
+
+    @property
+    def label(self) -> str:
+        """The name on the wire, which torch and numpy use too, such as ``"bfloat16"``."""
+        return self.name.lower()
+
+    @classmethod
+    def from_label(cls, label: str) -> "DType":
+        """Return the dtype of a name such as ``"bfloat16"`` or ``"torch.bfloat16"``.
+
+        Raises:
+            NativeError: with ``Result.NOT_SUPPORTED`` for any other name.
+        """
+        for dtype in cls:
+            if dtype.label == label.removeprefix("torch.").removesuffix("fn"):
+                return dtype
+        known = ", ".join(dtype.label for dtype in cls)
+        raise NativeError(f"the C core has no dtype {label!r}; it knows {known}", Result.NOT_SUPPORTED)
+
+
+class Isa(enum.IntEnum):
+    """Instruction sets that the kernels come in (``enum ss_isa``)."""
+
+    SCALAR = 0
+    AVX2 = 1
+    AVX512 = 2
+    NEON = 3
+
+
+class Stage(enum.IntEnum):
+    """Stages of the pipeline (``enum ss_stage``)."""
+
+    NET = 0
+    DECOMPRESS = 1
+    DEQUANTIZE = 2
+    DMA = 3
+    QUANTIZE = 4
+    COMPRESS = 5
+    PUT = 6
+
+
+_RESULT_TEXTS: Final[dict[Result, tuple[str, str]]] = {
+    Result.BAD_DATA: ("the bytes do not decode to the length asked for", "treat the record as corrupt"),
+    Result.NO_SPACE: ("the output buffer is too small", "give it ss_compress_bound() bytes"),
+    Result.BAD_ARGUMENT: ("sizes, offsets or options do not fit each other", "this is a bug in the caller: report it"),
+    Result.NOT_SUPPORTED: (
+        "this build or this CPU does not have it",
+        "see 'shadowserve doctor', or install its library and rebuild",
+    ),
+    Result.NO_MEMORY: ("no memory", "make the configured buffers smaller"),
+    Result.CHECKSUM: ("the bytes are not the ones that were checksummed", "treat the record as corrupt"),
+    Result.NOT_FINITE: ("a value is infinite or NaN", "use the lossless quantizer for such data"),
+    Result.NOT_FOUND: ("the server does not hold the key, or not that range", "treat it as a miss"),
+    Result.REFUSED: ("the server answered an error", "see the server's text and its log"),
+    Result.PROTOCOL: ("the server's answer is not what was asked for", "check that it is a Redis-compatible server"),
+    Result.DISCONNECTED: ("the connection broke", "check that the storage server runs, and connect again"),
+    Result.DEADLINE: ("the deadline passed", "allow more time, or look for an overloaded or stalled server"),
+    Result.CANCELLED: ("it was cancelled", "nothing needs to be done"),
+    Result.SKIPPED: ("an earlier chunk of the round failed", "look at that chunk's result"),
+    Result.OS_ERROR: ("a system call failed", "see the cause"),
+}
+
+
+def result_text(result: Result) -> str:
+    """Return one sentence on what ``result`` means and what to do about it; ``"done"`` for ``Result.OK``."""
+    if result is Result.OK:
+        return "done"
+    cause, advice = _RESULT_TEXTS[result]
+    return f"{cause}; {advice}"
+
+
+def check(code: int, operation: str) -> None:
+    """Raise NativeError unless ``code`` is ``Result.OK``; ``operation`` says what was tried on what."""
+    if code == Result.OK:
+        return
+    result = Result(code)
+    cause, advice = _RESULT_TEXTS[result]
+    if result is Result.OS_ERROR:
+        cause = f"{cause} ({os.strerror(ffi.errno)})"
+    raise NativeError(f"{operation} failed: {cause}; {advice}", result)
+
+
+def library_path() -> str:
+    """Return the path of the shared library that this process uses.
+
+    Raises:
+        ImportError: it was not built.
+    """
+    override = os.environ.get("SHADOWSERVE_NATIVE_LIBRARY")
+    if override:
+        return override
+    # An editable install spreads the package over the checkout and site-packages.
+    for directory in shadowserve.__path__:
+        path = Path(directory, "libshadowserve.so")
+        if path.exists():
+            return str(path)
+    raise ImportError("the C core is not built: libshadowserve.so is missing; run 'pip install -e .'")
+
+
+lib = ffi.dlopen(library_path())
+if lib.ss_abi_version() != ABI_VERSION:
+    raise ImportError(
+        f"{library_path()} has ABI version {lib.ss_abi_version()}, this package needs {ABI_VERSION}; "
+        "rebuild it with 'pip install -e .'"
+    )

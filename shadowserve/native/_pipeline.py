@@ -1,0 +1,368 @@
+"""The pipeline executor: its tables, one round of work, and the executor itself."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shadowserve.errors import NativeError
+from shadowserve.native._library import DType, Quantizer, Result, Stage, check, ffi, lib
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+__all__ = ["CHUNK_DTYPE", "KEY_SIZE_MAX", "SLICE_DTYPE", "TRACE_DTYPE", "Pipeline", "Round", "StageStatistics"]
+
+KEY_SIZE_MAX: Final = 96
+"""Bytes of the longest key that a chunk can hold (``struct ss_chunk``)."""
+_ERROR_TEXT_SIZE: Final = 512
+
+
+def _numpy_dtype(struct: str, fields: dict[str, str]) -> np.dtype[np.void]:
+    return np.dtype(
+        {
+            "names": list(fields),
+            "formats": list(fields.values()),
+            "offsets": [ffi.offsetof(struct, field) for field in fields],
+            "itemsize": ffi.sizeof(struct),
+        }
+    )
+
+
+SLICE_DTYPE: Final = _numpy_dtype(
+    "struct ss_slice",
+    {
+        "offset": "u8",
+        "destination_offset": "u8",
+        "scales_length": "u4",
+        "encoded_length": "u4",
+        "decoded_length": "u4",
+        "checksum": "u4",
+        "decoded_crc32": "u4",
+        "vectors": "u4",
+        "bins": "u4",
+    },
+)
+"""``struct ss_slice`` as a numpy dtype: an array of it is handed to the C core without a copy."""
+
+CHUNK_DTYPE: Final = _numpy_dtype(
+    "struct ss_chunk",
+    {
+        "key": f"S{KEY_SIZE_MAX}",
+        "key_length": "u4",
+        "codec": "u4",
+        "record_offset": "u8",
+        "body_length": "u8",
+        "decompression_offset": "u8",
+        "dequantization_offset": "u8",
+        "slice_first": "u4",
+        "slice_count": "u4",
+        "result": "u4",
+    },
+)
+"""``struct ss_chunk`` as a numpy dtype. ``key`` is padded with zero bytes, so ``key_length`` is what counts."""
+
+TRACE_DTYPE: Final = _numpy_dtype(
+    "struct ss_trace_event",
+    {
+        "begin_ns": "u8",
+        "end_ns": "u8",
+        "input_bytes": "u8",
+        "output_bytes": "u8",
+        "round": "u4",
+        "chunk": "u4",
+        "slice": "u4",
+        "core": "i4",
+        "stage": "u4",
+        "thread": "u4",
+    },
+)
+"""``struct ss_trace_event`` as a numpy dtype. Times are on the clock of ``time.monotonic_ns()``."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageStatistics:
+    """Counters of one stage since the pipeline was created; ``busy_ns`` is summed over its threads."""
+
+    items: int
+    input_bytes: int
+    output_bytes: int
+    busy_ns: int
+
+
+class Round:
+    """One round: chunks of one layout, between one storage server and one destination (``struct ss_round``).
+
+    Keeps everything that it points at alive, and exported: a memory map cannot be closed before ``release()``.
+
+    Args:
+        chunks: array of ``CHUNK_DTYPE``; each chunk's ``result`` is written there.
+        slices: array of ``SLICE_DTYPE``.
+        quantizer: of every chunk.
+        dtype: of the elements in the destination.
+        vector_length: elements of one vector.
+        scale_vectors: for ``Quantizer.BINNED``: so many vectors of a slice share one scale.
+        destination: memory that elements go to (``Pipeline.fetch``, writable) or come from (``Pipeline.encode``).
+        deadline_ns: on the clock of ``time.monotonic_ns()``.
+
+    Raises:
+        NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunks: NDArray[np.void],
+        slices: NDArray[np.void],
+        quantizer: Quantizer,
+        dtype: DType,
+        vector_length: int,
+        scale_vectors: int = 1,
+        destination: "ReadableBuffer",
+        deadline_ns: int,
+    ) -> None:
+        for name, array, wanted in (("chunks", chunks, CHUNK_DTYPE), ("slices", slices, SLICE_DTYPE)):
+            if array.dtype != wanted or array.ndim != 1 or not array.flags.c_contiguous or not array.flags.writeable:
+                raise NativeError(
+                    f"{name} must be a writable, contiguous array of native.{name[:-1].upper()}_DTYPE",
+                    Result.BAD_ARGUMENT,
+                )
+        self.chunks = chunks
+        self.slices = slices
+        self.writable = not memoryview(destination).readonly
+        self._destination = ffi.from_buffer("uint8_t[]", destination)
+        self._round = ffi.new("struct ss_round *")
+        self._round.chunks = ffi.cast("struct ss_chunk *", chunks.ctypes.data)
+        self._round.slices = ffi.cast("struct ss_slice *", slices.ctypes.data)
+        self._round.chunk_count = len(chunks)
+        self._round.slice_count = len(slices)
+        self._round.quantizer = quantizer
+        self._round.dtype = dtype
+        self._round.scale_vectors = scale_vectors
+        self._round.vector_length = vector_length
+        self._round.destination = self._destination
+        self._round.destination_size = len(self._destination)
+        self._round.deadline_ns = deadline_ns
+
+    def cancel(self) -> None:
+        """Make the round end soon with ``Result.CANCELLED``; from any thread."""
+        lib.ss_round_cancel(self._round)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received over the wire."""
+        return int(self._round.received_bytes)
+
+    @property
+    def delivered_bytes(self) -> int:
+        """Bytes written into the destination."""
+        return int(self._round.delivered_bytes)
+
+    @property
+    def sockets_in_sync(self) -> bool:
+        """Whether, after a fetch, no socket holds half an answer, so that all can be used again."""
+        return bool(self._round.sockets_in_sync)
+
+    @property
+    def results(self) -> list[Result]:
+        """Each chunk's result, after the round."""
+        return [Result(int(result)) for result in self.chunks["result"]]
+
+    def release(self) -> None:
+        """Let go of the destination. The round must be over, and cannot run again."""
+        if self._destination is not None:
+            self._round.destination = ffi.NULL
+            self._round.destination_size = 0
+            ffi.release(self._destination)
+            self._destination = None
+
+
+_CORE_LISTS: Final = ("net", "decompress", "dequantize", "dma", "store")
+
+
+class Pipeline:
+    """The pipeline executor: pinned buffers and threads, made once (``struct ss_pipeline``).
+
+    Args:
+        backend: ``"software"``.
+        fused: decompress, dequantize and deliver a slice in one go, while it is in the cache.
+        queue_depth: slices in each queue between stages.
+        requests_in_flight: range requests sent ahead on each connection.
+        pin_memory: lock the buffers in memory, as far as the limits allow; see ``locked_bytes``.
+        decompression_bytes: size of the buffer that slices are received into.
+        dequantization_bytes: size of the buffer for decoded slices; 0 when fused.
+        dma_source_bytes: size of the buffer that is delivered from; 0 when fused.
+        store_bytes: size of the buffer that stored chunks are encoded into.
+        net_cores: one entry for each network thread, and so for each connection; -1 leaves a thread unpinned.
+        decompress_cores: likewise.
+        dequantize_cores: likewise; unused when fused.
+        dma_cores: likewise; unused when fused.
+        store_cores: likewise.
+        chunked_pipeline: False to measure what the chunked pipeline is good for: one chunk and one stage at a time.
+        memory_management: False to measure what it is good for: each chunk's buffers are mapped, touched, locked and
+            unmapped within the round; the sizes then only limit a round.
+        trace_events: events that each thread has room to record; 0 for none.
+
+    Raises:
+        NativeError: options that do not fit each other, an unknown backend, no memory, a core that is not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: str = "software",
+        fused: bool = True,
+        queue_depth: int = 64,
+        requests_in_flight: int = 8,
+        pin_memory: bool = True,
+        decompression_bytes: int,
+        dequantization_bytes: int = 0,
+        dma_source_bytes: int = 0,
+        store_bytes: int,
+        net_cores: Sequence[int] = (-1,),
+        decompress_cores: Sequence[int] = (-1,),
+        dequantize_cores: Sequence[int] = (),
+        dma_cores: Sequence[int] = (),
+        store_cores: Sequence[int] = (-1,),
+        chunked_pipeline: bool = True,
+        memory_management: bool = True,
+        trace_events: int = 0,
+    ) -> None:
+        self._pipeline: Any = ffi.NULL
+        options = ffi.new("struct ss_pipeline_options *")
+        backend_text = ffi.new("char[]", backend.encode())
+        options.options_size = ffi.sizeof("struct ss_pipeline_options")
+        options.backend = backend_text
+        options.fused = fused
+        options.queue_depth = queue_depth
+        options.requests_in_flight = requests_in_flight
+        options.pin_memory = pin_memory
+        options.decompression_bytes = decompression_bytes
+        options.dequantization_bytes = dequantization_bytes
+        options.dma_source_bytes = dma_source_bytes
+        options.store_bytes = store_bytes
+        options.chunked_pipeline = chunked_pipeline
+        options.memory_management = memory_management
+        options.trace_events = trace_events
+        alive = [backend_text]
+        core_lists = (net_cores, decompress_cores, dequantize_cores, dma_cores, store_cores)
+        for name, cores in zip(_CORE_LISTS, core_lists, strict=True):
+            array = ffi.new("int32_t[]", list(cores))
+            alive.append(array)
+            setattr(options, f"{name}_cores", array)
+            setattr(options, f"{name}_threads", len(cores))
+        pointer = ffi.new("struct ss_pipeline **")
+        check(lib.ss_pipeline_create(options, pointer), f"creating a pipeline with backend {backend!r}")
+        self._pipeline = pointer[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the threads and free the buffers; no call may be in progress. Twice is harmless."""
+        pipeline, self._pipeline = self._pipeline, ffi.NULL
+        if pipeline != ffi.NULL:
+            lib.ss_pipeline_destroy(pipeline)
+
+    def _open(self) -> Any:
+        if self._pipeline == ffi.NULL:
+            raise NativeError("the pipeline is closed; create another one", Result.BAD_ARGUMENT)
+        return self._pipeline
+
+    def fetch(self, round: Round, sockets: Sequence[int]) -> Result:
+        """Fetch a round over connected, authenticated, non-blocking sockets (their file descriptors); blocks.
+
+        Returns:
+            ``Result.OK``, or the result of the first chunk that is not. Nothing is raised for a chunk's failure. Close
+            the sockets unless the round says ``sockets_in_sync``.
+
+        Raises:
+            NativeError: the destination is read-only, or the pipeline is closed.
+        """
+        if not round.writable:
+            raise NativeError("fetching into a read-only destination", Result.BAD_ARGUMENT)
+        descriptors = ffi.new("int32_t[]", list(sockets))
+        return Result(lib.ss_pipeline_fetch(self._open(), round._round, descriptors, len(sockets)))
+
+    def encode(self, round: Round) -> Result:
+        """Quantize and compress a round's chunks from its destination into the store buffer; blocks.
+
+        Returns:
+            ``Result.OK``, or the result of the first chunk that is not.
+        """
+        return Result(lib.ss_pipeline_encode(self._open(), round._round))
+
+    def put(
+        self, round: Round, chunk_index: int, head: "ReadableBuffer", socket: int, deadline_ns: int
+    ) -> tuple[Result, str]:
+        """Send ``head`` and one encoded chunk's body as a SET on a connected, non-blocking socket; blocks.
+
+        Returns:
+            The result, and the server's error text for ``Result.REFUSED``. After any other failure close the socket.
+        """
+        if not 0 <= chunk_index < len(round.chunks):
+            raise NativeError(f"the round has {len(round.chunks)} chunks, not {chunk_index + 1}", Result.BAD_ARGUMENT)
+        error = ffi.new("char[]", _ERROR_TEXT_SIZE)
+        with ffi.from_buffer("uint8_t[]", head) as head_bytes:
+            result = lib.ss_pipeline_put(
+                self._open(),
+                round._round.chunks + chunk_index,
+                head_bytes,
+                len(head_bytes),
+                socket,
+                deadline_ns,
+                error,
+                _ERROR_TEXT_SIZE,
+            )
+        return Result(result), ffi.string(error).decode("utf-8", "replace")
+
+    def statistics(self) -> dict[Stage, StageStatistics]:
+        """Return each stage's counters since creation; from any thread."""
+        array = ffi.new("struct ss_stage_statistics[]", len(Stage))
+        lib.ss_pipeline_statistics(self._open(), array)
+        return {
+            stage: StageStatistics(
+                array[stage].items, array[stage].input_bytes, array[stage].output_bytes, array[stage].busy_ns
+            )
+            for stage in Stage
+        }
+
+    def trace_start(self) -> None:
+        """Begin to record what the threads do in fetch rounds; ends a recording in progress.
+
+        Raises:
+            NativeError: the pipeline was made without ``trace_events``, or is closed.
+        """
+        check(lib.ss_pipeline_trace_start(self._open()), "recording a trace")
+
+    def trace_stop(self) -> None:
+        """End the recording."""
+        lib.ss_pipeline_trace_stop(self._open())
+
+    def trace_read(self) -> tuple[NDArray[np.void], int]:
+        """Return the last recording, an array of ``TRACE_DTYPE``, and how many events found their thread's log full.
+
+        Not beside ``trace_start()``.
+        """
+        dropped = ffi.new("uint64_t *")
+        count = lib.ss_pipeline_trace_read(self._open(), ffi.NULL, 0, dropped)
+        events = np.zeros(count, TRACE_DTYPE)
+        pointer = ffi.cast("struct ss_trace_event *", events.ctypes.data)
+        lib.ss_pipeline_trace_read(self._open(), pointer, count, dropped)
+        return events, int(dropped[0])
+
+    @property
+    def locked_bytes(self) -> int:
+        """How many bytes of the buffers could be locked in memory."""
+        return lib.ss_pipeline_locked_bytes(self._open())

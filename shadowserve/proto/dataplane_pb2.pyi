@@ -1,0 +1,299 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
+    OUTCOME_COMPLETE: _ClassVar[Outcome]
+    OUTCOME_ROUND_FULL: _ClassVar[Outcome]
+    OUTCOME_ABSENT: _ClassVar[Outcome]
+    OUTCOME_CORRUPT: _ClassVar[Outcome]
+    OUTCOME_MISMATCH: _ClassVar[Outcome]
+    OUTCOME_NOT_A_RECORD: _ClassVar[Outcome]
+    OUTCOME_UNSUPPORTED_CODEC: _ClassVar[Outcome]
+    OUTCOME_STORAGE_UNAVAILABLE: _ClassVar[Outcome]
+    OUTCOME_STORAGE_REFUSED: _ClassVar[Outcome]
+    OUTCOME_DEADLINE: _ClassVar[Outcome]
+    OUTCOME_CANCELLED: _ClassVar[Outcome]
+    OUTCOME_UNKNOWN_DESTINATION: _ClassVar[Outcome]
+    OUTCOME_NOT_STORABLE: _ClassVar[Outcome]
+    OUTCOME_INTERNAL: _ClassVar[Outcome]
+OUTCOME_UNSPECIFIED: Outcome
+OUTCOME_COMPLETE: Outcome
+OUTCOME_ROUND_FULL: Outcome
+OUTCOME_ABSENT: Outcome
+OUTCOME_CORRUPT: Outcome
+OUTCOME_MISMATCH: Outcome
+OUTCOME_NOT_A_RECORD: Outcome
+OUTCOME_UNSUPPORTED_CODEC: Outcome
+OUTCOME_STORAGE_UNAVAILABLE: Outcome
+OUTCOME_STORAGE_REFUSED: Outcome
+OUTCOME_DEADLINE: Outcome
+OUTCOME_CANCELLED: Outcome
+OUTCOME_UNKNOWN_DESTINATION: Outcome
+OUTCOME_NOT_STORABLE: Outcome
+OUTCOME_INTERNAL: Outcome
+
+class ChunkLayout(_message.Message):
+    __slots__ = ("namespace", "dtype", "layers", "kinds", "vector_length", "chunk_tokens", "quantizer", "bins", "value_bins", "scale_tokens")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KINDS_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZER_FIELD_NUMBER: _ClassVar[int]
+    BINS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_BINS_FIELD_NUMBER: _ClassVar[int]
+    SCALE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    dtype: str
+    layers: int
+    kinds: int
+    vector_length: int
+    chunk_tokens: int
+    quantizer: str
+    bins: int
+    value_bins: int
+    scale_tokens: int
+    def __init__(self, namespace: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kinds: _Optional[int] = ..., vector_length: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., quantizer: _Optional[str] = ..., bins: _Optional[int] = ..., value_bins: _Optional[int] = ..., scale_tokens: _Optional[int] = ...) -> None: ...
+
+class KeyChain(_message.Message):
+    __slots__ = ("keys", "namespace")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    namespace: bytes
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., namespace: _Optional[bytes] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("chains", "timeout_ms")
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    chains: _containers.RepeatedCompositeFieldContainer[KeyChain]
+    timeout_ms: int
+    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class LookupResponse(_message.Message):
+    __slots__ = ("hits", "outcome", "detail")
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    hits: _containers.RepeatedScalarFieldContainer[int]
+    outcome: Outcome
+    detail: str
+    def __init__(self, hits: _Optional[_Iterable[int]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+
+class RegisterDestinationRequest(_message.Message):
+    __slots__ = ("protocol_version", "layout", "shared_memory")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    layout: ChunkLayout
+    shared_memory: SharedMemory
+    def __init__(self, protocol_version: _Optional[int] = ..., layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
+
+class SharedMemory(_message.Message):
+    __slots__ = ("name", "size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size: int
+    def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+
+class RegisterDestinationResponse(_message.Message):
+    __slots__ = ("destination_id", "chunk_bytes")
+    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    destination_id: int
+    chunk_bytes: int
+    def __init__(self, destination_id: _Optional[int] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+
+class ReleaseDestinationRequest(_message.Message):
+    __slots__ = ("destination_id",)
+    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
+    destination_id: int
+    def __init__(self, destination_id: _Optional[int] = ...) -> None: ...
+
+class ReleaseDestinationResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("job_id", "destination_id", "offset", "length", "keys", "timeout_ms")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    destination_id: int
+    offset: int
+    length: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    timeout_ms: int
+    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class FetchResponse(_message.Message):
+    __slots__ = ("chunks", "outcome", "detail", "fetched_bytes", "delivered_bytes")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DELIVERED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    chunks: int
+    outcome: Outcome
+    detail: str
+    fetched_bytes: int
+    delivered_bytes: int
+    def __init__(self, chunks: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ...) -> None: ...
+
+class StoreRequest(_message.Message):
+    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    destination_id: int
+    offset: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    timeout_ms: int
+    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class StoreResponse(_message.Message):
+    __slots__ = ("chunks", "outcome", "detail", "raw_bytes", "stored_bytes")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    chunks: int
+    outcome: Outcome
+    detail: str
+    raw_bytes: int
+    stored_bytes: int
+    def __init__(self, chunks: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("job_id",)
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    def __init__(self, job_id: _Optional[str] = ...) -> None: ...
+
+class CancelResponse(_message.Message):
+    __slots__ = ("found",)
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    def __init__(self, found: _Optional[bool] = ...) -> None: ...
+
+class TraceRequest(_message.Message):
+    __slots__ = ("timeout_ms", "fetches")
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    FETCHES_FIELD_NUMBER: _ClassVar[int]
+    timeout_ms: int
+    fetches: int
+    def __init__(self, timeout_ms: _Optional[int] = ..., fetches: _Optional[int] = ...) -> None: ...
+
+class TraceSpan(_message.Message):
+    __slots__ = ("step", "thread", "core", "begin_ns", "end_ns", "round", "chunk", "slice", "input_bytes", "output_bytes")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    THREAD_FIELD_NUMBER: _ClassVar[int]
+    CORE_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
+    END_NS_FIELD_NUMBER: _ClassVar[int]
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    SLICE_FIELD_NUMBER: _ClassVar[int]
+    INPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    step: str
+    thread: int
+    core: int
+    begin_ns: int
+    end_ns: int
+    round: int
+    chunk: int
+    slice: int
+    input_bytes: int
+    output_bytes: int
+    def __init__(self, step: _Optional[str] = ..., thread: _Optional[int] = ..., core: _Optional[int] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., round: _Optional[int] = ..., chunk: _Optional[int] = ..., slice: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ...) -> None: ...
+
+class TraceResponse(_message.Message):
+    __slots__ = ("spans", "dropped")
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    spans: _containers.RepeatedCompositeFieldContainer[TraceSpan]
+    dropped: int
+    def __init__(self, spans: _Optional[_Iterable[_Union[TraceSpan, _Mapping]]] = ..., dropped: _Optional[int] = ...) -> None: ...
+
+class StatisticsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StageStatistics(_message.Message):
+    __slots__ = ("stage", "items", "input_bytes", "output_bytes", "busy_ns")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    INPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_NS_FIELD_NUMBER: _ClassVar[int]
+    stage: str
+    items: int
+    input_bytes: int
+    output_bytes: int
+    busy_ns: int
+    def __init__(self, stage: _Optional[str] = ..., items: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., busy_ns: _Optional[int] = ...) -> None: ...
+
+class StatisticsResponse(_message.Message):
+    __slots__ = ("version", "backend", "rounds", "destinations", "buffer_bytes", "resident_bytes", "stages", "fetch_outcomes", "store_outcomes", "fetched_bytes", "delivered_bytes", "stored_raw_bytes", "stored_bytes")
+    class FetchOutcomesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class StoreOutcomesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    DESTINATIONS_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAGES_FIELD_NUMBER: _ClassVar[int]
+    FETCH_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    STORE_OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DELIVERED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    backend: str
+    rounds: int
+    destinations: int
+    buffer_bytes: int
+    resident_bytes: int
+    stages: _containers.RepeatedCompositeFieldContainer[StageStatistics]
+    fetch_outcomes: _containers.ScalarMap[str, int]
+    store_outcomes: _containers.ScalarMap[str, int]
+    fetched_bytes: int
+    delivered_bytes: int
+    stored_raw_bytes: int
+    stored_bytes: int
+    def __init__(self, version: _Optional[str] = ..., backend: _Optional[str] = ..., rounds: _Optional[int] = ..., destinations: _Optional[int] = ..., buffer_bytes: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageStatistics, _Mapping]]] = ..., fetch_outcomes: _Optional[_Mapping[str, int]] = ..., store_outcomes: _Optional[_Mapping[str, int]] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., stored_raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ...) -> None: ...

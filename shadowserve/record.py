@@ -1,0 +1,540 @@
+"""The stored record of one chunk (docs/record-format.md): encode, decode, verify, slice and layer ranges.
+
+Only this module knows the bytes. A record is a *head* (header and manifest of slices) and a *body* (each slice's
+scales and compressed stream). The data plane reads heads here and hands the slice table to the C core; the storage
+server verifies whole records here before it keeps them.
+
+Errors: :class:`~shadowserve.errors.NotARecordError`, :class:`~shadowserve.errors.CorruptRecordError` and
+:class:`~shadowserve.errors.MismatchError`; every one is a miss to a reader.
+"""
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowserve import native
+from shadowserve.errors import CorruptRecordError, MismatchError, NativeError, NotARecordError
+from shadowserve.keys import KEY_BYTES
+
+__all__ = [
+    "DECODED_BYTES_MAX",
+    "HEADER_BYTES",
+    "HEAD_BYTES_MAX",
+    "MAGIC",
+    "MANIFEST_DTYPE",
+    "ChunkLayout",
+    "Data",
+    "Head",
+    "HeadPeek",
+    "Manifest",
+    "decode",
+    "encode",
+    "encode_head",
+    "head_length",
+    "parse_head",
+    "peek_head",
+    "plan_slices",
+    "verify",
+]
+
+MAGIC: Final = b"SSKV"
+VERSION: Final = 1
+HEADER_BYTES: Final = 128
+DECODED_BYTES_MAX: Final = 2 << 20
+"""Largest slice, decoded: BlueField-2 and -3 engines take at most 2 MiB in one task."""
+
+MANIFEST_DTYPE: Final = np.dtype(
+    [
+        ("offset", "<u8"),
+        ("layer", "<u4"),
+        ("kind", "<u4"),
+        ("token_first", "<u4"),
+        ("tokens", "<u4"),
+        ("scales_length", "<u4"),
+        ("encoded_length", "<u4"),
+        ("checksum", "<u4"),
+        ("decoded_crc32", "<u4"),
+    ]
+)
+"""One manifest entry, 40 bytes."""
+
+_HEADER: Final = struct.Struct("<4sHHIIQBBBBHHIIIIQ32s32sI4x")
+_CHECKSUM_OFFSET: Final = 12
+_CHECKSUM_ZEROED: Final = bytes(4)
+assert _HEADER.size == HEADER_BYTES and MANIFEST_DTYPE.itemsize == 40
+
+HEAD_BYTES_MAX: Final = 1 << 20
+"""Longest head: 26,000 slices, far above 1,000 layers of K and V. Bounds what a reader buffers for one."""
+
+Manifest = npt.NDArray[np.void]
+"""Array of :data:`MANIFEST_DTYPE`, in the order of the decoded layout."""
+
+Data = bytes | bytearray | memoryview
+
+_Tokens = TypeVar("_Tokens", int, npt.NDArray[np.int64])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLayout:
+    """Shape and treatment of one chunk's KV, as every record of one namespace has it.
+
+    The bytes in memory are ``[layers, kinds, tokens, vector_length]`` elements of ``dtype``, C order.
+
+    Attributes:
+        namespace: digest of the KVNamespace, 32 bytes.
+        dtype: of the KV before quantizing.
+        layers: layers in the chunk.
+        kinds: 2 for K and V, 1 for a latent (MLA).
+        vector_length: elements of one token, layer and kind: KV heads x head size.
+        tokens: tokens in the chunk.
+        quantizer: how elements become symbols.
+        bins: for binned: even, 4 to 256; else 0.
+        value_bins: for binned: those of V, where it has others than K; else 0.
+        scale_tokens: for binned: so many tokens of a slice share one scale, the last of them perhaps fewer.
+
+    Raises:
+        ValueError: a combination that no record can hold; the message says which.
+    """
+
+    namespace: bytes
+    dtype: native.DType
+    layers: int
+    kinds: int
+    vector_length: int
+    tokens: int
+    quantizer: native.Quantizer
+    bins: int = 0
+    value_bins: int = 0
+    scale_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.namespace) != KEY_BYTES:
+            raise ValueError(f"a namespace digest has {KEY_BYTES} bytes, this one {len(self.namespace)}")
+        if self.kinds not in (1, 2):
+            raise ValueError(f"kinds is {self.kinds}; it is 2 (K and V) or 1 (latent)")
+        if min(self.layers, self.vector_length, self.tokens) < 1:
+            raise ValueError("layers, vector_length and tokens are at least 1")
+        self._check_treatment()
+        if self._group_decoded_bytes > DECODED_BYTES_MAX:
+            raise ValueError(
+                f"{self.scale_tokens} token of one layer takes {self._group_decoded_bytes} bytes; 2 MiB is the most"
+            )
+        if HEADER_BYTES + self.slice_count * MANIFEST_DTYPE.itemsize > HEAD_BYTES_MAX:
+            raise ValueError("the chunk has more slices than a head may name; use fewer tokens in a chunk")
+
+    def _check_treatment(self) -> None:
+        if self.quantizer is not native.Quantizer.BINNED:
+            if self.bins or self.value_bins or self.scale_tokens != 1:
+                raise ValueError(
+                    f"bins is {self.bins}, value_bins {self.value_bins}, scale_tokens {self.scale_tokens}; "
+                    f"{self.quantizer.name.lower()} has none: 0, 0 and 1"
+                )
+            return
+        for name, bins in (("bins", self.bins), ("value_bins", self.value_bins or self.bins)):
+            if bins % 2 or not 4 <= bins <= 256:
+                raise ValueError(f"{name} is {bins}; binned takes an even number from 4 to 256")
+        if self.value_bins and (self.kinds == 1 or self.value_bins == self.bins):
+            raise ValueError(f"value_bins is {self.value_bins}; it is 0 where V has the bins of K, or is not there")
+        if not 1 <= self.scale_tokens <= self.tokens:
+            raise ValueError(f"scale_tokens is {self.scale_tokens}; it is from 1 to the chunk's {self.tokens} tokens")
+        if self.dtype is native.DType.UINT8:
+            raise ValueError("binned quantizes floating point, not bytes: use passthrough")
+
+    @property
+    def _group_decoded_bytes(self) -> int:
+        """Bytes of symbols of the tokens that share a scale: what cannot be cut."""
+        return self.token_decoded_bytes * self.scale_tokens
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the chunk in memory."""
+        return self.layers * self.kinds * self.tokens * self.vector_length * self.dtype.itemsize
+
+    @property
+    def token_decoded_bytes(self) -> int:
+        """Bytes of symbols of one token, layer and kind."""
+        return self.vector_length * (1 if self.quantizer is native.Quantizer.BINNED else self.dtype.itemsize)
+
+    def scales_bytes(self, tokens: _Tokens) -> _Tokens:
+        """Return the bytes of scales of slices of so many tokens."""
+        return -(-tokens // self.scale_tokens) * (4 if self.quantizer is native.Quantizer.BINNED else 0)
+
+    def bins_of(self, kinds: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """Return the bins of slices of these kinds."""
+        return np.where((kinds == 1) & (self.value_bins != 0), self.value_bins, self.bins).astype(np.uint32)
+
+    @property
+    def slice_count(self) -> int:
+        """Slices that a writer cuts the chunk into."""
+        groups = -(-self.tokens // self.scale_tokens)
+        return self.layers * self.kinds * -(-groups // (DECODED_BYTES_MAX // self._group_decoded_bytes))
+
+    def cut(self, slice_bytes: int) -> list[int]:
+        """Return the tokens of each slice that one (layer, kind) is cut into.
+
+        Args:
+            slice_bytes: most bytes of symbols in a slice; more where a slice would hold no token, or the head would
+                name more slices than it may.
+        """
+        entries = (HEAD_BYTES_MAX - HEADER_BYTES) // (MANIFEST_DTYPE.itemsize * self.layers * self.kinds)
+        group = self.scale_tokens  # tokens of one scale stay together, so that where a writer cuts changes no value
+        groups = -(-self.tokens // group)
+        count = min(-(-groups // max(1, slice_bytes // self._group_decoded_bytes)), entries)
+        ends = [min(self.tokens, group * -(-groups * (index + 1) // count)) for index in range(count)]
+        return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def plan_slices(layout: ChunkLayout, slice_bytes: int = DECODED_BYTES_MAX) -> Manifest:
+    """Return the manifest that a writer fills in: which slice holds what, with the lengths of its scales.
+
+    Args:
+        layout: of the chunk.
+        slice_bytes: most bytes of symbols in a slice, as :meth:`ChunkLayout.cut` takes it.
+    """
+    pieces = layout.cut(slice_bytes)
+    manifest = np.zeros(layout.layers * layout.kinds * len(pieces), MANIFEST_DTYPE)
+    rows = np.arange(layout.layers * layout.kinds).repeat(len(pieces))
+    manifest["layer"], manifest["kind"] = rows // layout.kinds, rows % layout.kinds
+    manifest["tokens"] = np.tile(pieces, layout.layers * layout.kinds)
+    manifest["token_first"] = np.tile(np.cumsum([0, *pieces[:-1]]), layout.layers * layout.kinds)
+    manifest["scales_length"] = layout.scales_bytes(manifest["tokens"].astype(np.int64))
+    return manifest
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head whose lengths and checksum are right. What it claims is checked by :meth:`expect` and :attr:`slices`.
+
+    Attributes:
+        key: of the chunk, 32 bytes.
+        codec: the raw codec byte; may be one that this build does not know.
+        layout: shape and treatment.
+        head_length: bytes of header and manifest.
+        record_length: bytes of the whole record.
+        manifest: as stored, unchecked.
+    """
+
+    key: bytes
+    codec: int
+    layout: ChunkLayout
+    head_length: int
+    record_length: int
+    manifest: Manifest
+
+    def expect(self, key: bytes, layout: ChunkLayout | None = None) -> None:
+        """Raise MismatchError unless this is the record of ``key`` (and, if given, of exactly ``layout``)."""
+        if self.key != key:
+            raise MismatchError(f"record of key {self.key.hex()} lies under key {key.hex()}; it is treated as a miss")
+        if layout is not None and self.layout != layout:
+            differing = [name for name in vars(layout) if getattr(self.layout, name) != getattr(layout, name)]
+            raise MismatchError(
+                f"record of key {key.hex()} has another {', '.join(differing)} than asked for; it is treated as a miss"
+            )
+
+    @cached_property
+    def slices(self) -> Manifest:
+        """The manifest, checked: slices cover the chunk in order and fill the body without gaps.
+
+        Raises:
+            CorruptRecordError: they do not.
+        """
+        layout, manifest = self.layout, self.manifest
+        tokens = manifest["tokens"].astype(np.int64)
+        first = manifest["token_first"].astype(np.int64)
+        stored = manifest["scales_length"].astype(np.int64) + manifest["encoded_length"]
+        position = (manifest["layer"].astype(np.int64) * layout.kinds + manifest["kind"]) * layout.tokens + first
+        ends = np.cumsum(tokens)
+        sound = (
+            len(manifest) > 0
+            and bool((tokens > 0).all())
+            and bool((manifest["layer"] < layout.layers).all())  # or position could wrap around to a sound one
+            and bool((manifest["kind"] < layout.kinds).all())
+            and bool((first + tokens <= layout.tokens).all())
+            and bool((position == ends - tokens).all())
+            and int(ends[-1]) == layout.layers * layout.kinds * layout.tokens
+            and bool((tokens * layout.token_decoded_bytes <= DECODED_BYTES_MAX).all())
+            and bool((manifest["scales_length"] == layout.scales_bytes(tokens)).all())
+            and bool((manifest["offset"] == self.head_length + np.cumsum(stored) - stored).all())
+            and int(stored.sum()) == self.record_length - self.head_length
+        )
+        if not sound:
+            raise CorruptRecordError(
+                f"manifest of record {self.key.hex()} does not cover its chunk; the writer is faulty, delete the record"
+            )
+        return manifest
+
+    @property
+    def decoded_lengths(self) -> npt.NDArray[np.int64]:
+        """Bytes of symbols of each slice."""
+        lengths: npt.NDArray[np.int64] = self.manifest["tokens"].astype(np.int64) * self.layout.token_decoded_bytes
+        return lengths
+
+    def layer_range(self, layer_first: int, layer_last: int) -> tuple[int, int]:
+        """Return the byte range ``[begin, end)`` of the record that holds layers first to last, inclusive."""
+        chosen = self.slices[(self.slices["layer"] >= layer_first) & (self.slices["layer"] <= layer_last)]
+        if not 0 <= layer_first <= layer_last < self.layout.layers:
+            raise ValueError(f"layers {layer_first} to {layer_last} of {self.layout.layers}")
+        last = chosen[-1]
+        end = int(last["offset"]) + int(last["scales_length"]) + int(last["encoded_length"])
+        return int(chosen[0]["offset"]), end
+
+
+def encode_head(key: bytes, codec: native.Codec, layout: ChunkLayout, manifest: Manifest) -> bytes:
+    """Return the head of a record whose slices have been compressed.
+
+    Args:
+        key: of the chunk, 32 bytes.
+        codec: of every slice.
+        layout: of the chunk.
+        manifest: from :func:`plan_slices`, with encoded_length, checksum and decoded_crc32 filled in, the offset not
+            yet: slices follow each other without gaps.
+
+    Raises:
+        ValueError: the key has another length.
+    """
+    if len(key) != KEY_BYTES:
+        raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
+    placed = manifest.copy()
+    head_length = HEADER_BYTES + placed.nbytes
+    stored = placed["scales_length"].astype(np.uint64) + placed["encoded_length"]
+    placed["offset"] = head_length + np.cumsum(stored) - stored
+    header = _HEADER.pack(
+        MAGIC,
+        VERSION,
+        HEADER_BYTES,
+        head_length,
+        0,
+        head_length + int(stored.sum()),
+        codec,
+        layout.quantizer,
+        layout.dtype,
+        layout.kinds,
+        layout.bins,
+        layout.value_bins,
+        layout.tokens,
+        layout.layers,
+        layout.vector_length,
+        len(placed),
+        layout.raw_bytes,
+        key,
+        layout.namespace,
+        layout.scale_tokens if layout.scale_tokens > 1 else 0,
+    )
+    head = bytearray(header + placed.tobytes())
+    struct.pack_into("<I", head, _CHECKSUM_OFFSET, native.crc32(head))
+    return bytes(head)
+
+
+def head_length(data: Data) -> int:
+    """Return how many bytes the head at the start of ``data`` claims to have; 0 where none can begin like that."""
+    if len(data) < HEADER_BYTES or data[:4] != MAGIC:
+        return 0
+    length: int = _HEADER.unpack_from(data)[3]
+    return length if length <= HEAD_BYTES_MAX else 0
+
+
+class HeadPeek(NamedTuple):
+    """What a lookup needs of a head: whose record it is, and whether it can be decoded."""
+
+    key: bytes
+    namespace: bytes
+    codec: int
+    record_length: int
+
+
+def peek_head(data: Data) -> HeadPeek:
+    """Check version, lengths and checksum of the head at the start of ``data``, but neither shape nor manifest.
+
+    A lookup does this to hundreds of heads within a few milliseconds. Raises as :func:`parse_head` does.
+    """
+    fields = _read_header(memoryview(data))
+    return HeadPeek(fields[-3], fields[-2], fields[6], fields[5])
+
+
+def _read_header(view: memoryview) -> tuple[Any, ...]:
+    """Return the header's fields, after the checks that need nothing but them and the head's bytes."""
+    if bytes(view[:4]) != MAGIC:
+        raise NotARecordError(f"the value does not begin with {MAGIC.decode()}: it is no record")
+    if len(view) < HEADER_BYTES:
+        raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its header")
+    fields = _HEADER.unpack_from(view)
+    version, header_length, claimed, checksum, record_length, count = *fields[1:6], fields[15]
+    if version != VERSION:
+        raise NotARecordError(f"the record has version {version}; this build reads version {VERSION}")
+    if (
+        header_length != HEADER_BYTES
+        or claimed != HEADER_BYTES + count * MANIFEST_DTYPE.itemsize
+        or claimed > HEAD_BYTES_MAX
+        or record_length < claimed
+    ):
+        raise CorruptRecordError("the record's lengths contradict each other")
+    if len(view) < claimed:
+        raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its manifest")
+    if any(view[HEADER_BYTES - 4 : HEADER_BYTES]) or _head_checksum(view[:claimed]) != checksum:
+        raise CorruptRecordError("the head's checksum is wrong: bytes have changed since the record was written")
+    return fields
+
+
+def parse_head(data: Data) -> Head:
+    """Read the head at the start of ``data``, which may be longer (a whole record) than it.
+
+    Raises:
+        NotARecordError: no magic, or another version.
+        CorruptRecordError: too short, lengths that cannot be, a wrong checksum, or a shape that no record has.
+    """
+    view = memoryview(data)
+    (_, _, _, length, _, record_length, codec, quantizer, dtype, kinds, bins, value_bins, tokens,
+     layers, vector_length, _, raw_length, key, namespace, scale_tokens) = _read_header(view)  # fmt: skip
+    try:
+        layout = ChunkLayout(
+            namespace=namespace,
+            dtype=native.DType(dtype),
+            layers=layers,
+            kinds=kinds,
+            vector_length=vector_length,
+            tokens=tokens,
+            quantizer=native.Quantizer(quantizer),
+            bins=bins,
+            value_bins=value_bins,
+            scale_tokens=scale_tokens or 1,
+        )
+    except ValueError as error:
+        raise CorruptRecordError(f"the head describes no possible chunk: {error}") from error
+    if scale_tokens == 1:
+        raise CorruptRecordError("the head says that 1 token has a scale of its own, which is written as 0")
+    if raw_length != layout.raw_bytes:
+        raise CorruptRecordError(f"the raw length is {raw_length}, the shape gives {layout.raw_bytes}")
+    manifest = np.frombuffer(view[HEADER_BYTES:length], MANIFEST_DTYPE)
+    return Head(key, codec, layout, length, record_length, manifest)
+
+
+def _head_checksum(head: memoryview) -> int:
+    crc = zlib.crc32(_CHECKSUM_ZEROED, zlib.crc32(head[:_CHECKSUM_OFFSET]))  # cheaper to call for a few bytes
+    return native.crc32(head[_CHECKSUM_OFFSET + 4 :], crc)
+
+
+def verify(data: Data, key: bytes) -> Head:
+    """Check everything about a whole record that can be checked without decoding it.
+
+    Raises:
+        NotARecordError, CorruptRecordError, MismatchError: as the module says.
+    """
+    head = parse_head(data)
+    head.expect(key)
+    view = memoryview(data)
+    if len(view) != head.record_length:
+        raise CorruptRecordError(f"the record has {len(view)} bytes, its header says {head.record_length}")
+    for entry, stored in _stored_slices(head, view):
+        if native.crc32(stored) != entry["checksum"]:
+            raise CorruptRecordError(
+                f"slice of layer {entry['layer']}, kind {entry['kind']} of record {key.hex()}: checksum is wrong"
+            )
+    return head
+
+
+def _stored_slices(head: Head, record: memoryview) -> Iterator[tuple[Any, memoryview]]:
+    for entry in head.slices:
+        begin = int(entry["offset"])
+        yield entry, record[begin : begin + int(entry["scales_length"]) + int(entry["encoded_length"])]
+
+
+def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data) -> bytes:
+    """Return the record of one chunk; the reference for what the data plane writes, and a tool for tests.
+
+    Args:
+        key: of the chunk, 32 bytes.
+        codec: one that this build can encode.
+        layout: of the chunk.
+        kv: ``layout.raw_bytes`` bytes in the decoded layout.
+
+    Raises:
+        ValueError: ``kv`` has another length.
+        NativeError: values that cannot be quantized, a codec that is not built in.
+    """
+    view = memoryview(kv).cast("B")
+    if len(view) != layout.raw_bytes:
+        raise ValueError(f"the chunk has {len(view)} bytes, its layout {layout.raw_bytes}")
+    manifest = plan_slices(layout)
+    body, position = bytearray(), 0
+    token_bytes = layout.vector_length * layout.dtype.itemsize
+    row_length = token_bytes if layout.quantizer is native.Quantizer.PASSTHROUGH else layout.vector_length
+    for entry, bins in zip(manifest, layout.bins_of(manifest["kind"]).tolist(), strict=True):
+        tokens = int(entry["tokens"])
+        source = view[position : position + tokens * token_bytes]
+        position += tokens * token_bytes
+        symbols_array, scales_array = native.quantize(
+            layout.quantizer,
+            layout.dtype,
+            source,
+            vectors=tokens,
+            vector_length=layout.vector_length,
+            bins=bins,
+            scale_vectors=layout.scale_tokens,
+        )
+        symbols, scales = symbols_array.tobytes(), scales_array.tobytes()
+        stream = native.compress(codec, symbols, row_length)
+        entry["encoded_length"] = len(stream)
+        entry["checksum"] = native.crc32(stream, native.crc32(scales))
+        entry["decoded_crc32"] = native.crc32(symbols)
+        body += scales
+        body += stream
+    return encode_head(key, codec, layout, manifest) + bytes(body)
+
+
+def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:
+    """Return the KV of a record in the decoded layout, with every check made.
+
+    Raises:
+        NotARecordError, CorruptRecordError, MismatchError: as the module says; a codec that was not built in is a
+            mismatch.
+        NativeError: no memory.
+    """
+    head = verify(data, key)
+    head.expect(key, layout)
+    codec = _codec(head)
+    kv = bytearray()
+    for (entry, stored), decoded_length in zip(
+        _stored_slices(head, memoryview(data)), head.decoded_lengths.tolist(), strict=True
+    ):
+        scales, stream = stored[: int(entry["scales_length"])], stored[int(entry["scales_length"]) :]
+        try:
+            symbols = native.decompress(codec, stream, decoded_length)
+        except NativeError as error:
+            if error.result != native.Result.BAD_DATA:
+                raise  # no memory, say: not the record's fault
+            raise CorruptRecordError(f"a slice of record {key.hex()} does not decode: {error}") from error
+        if native.crc32(symbols) != entry["decoded_crc32"]:
+            raise CorruptRecordError(f"a slice of record {key.hex()} decodes to other bytes than were stored")
+        kv += _dequantize(head, entry, symbols, scales)
+    return kv
+
+
+def _codec(head: Head) -> native.Codec:
+    if head.codec not in native.codec_implementations():
+        known = ", ".join(codec.name.lower() for codec in native.codec_implementations())
+        raise MismatchError(
+            f"record {head.key.hex()} has codec {head.codec}, which this build cannot decode; it has {known}"
+        )
+    return native.Codec(head.codec)
+
+
+def _dequantize(head: Head, entry: Any, symbols: bytes, scales: memoryview) -> bytes:
+    layout = head.layout
+    try:
+        return native.dequantize(
+            layout.quantizer,
+            layout.dtype,
+            symbols,
+            scales,
+            vectors=int(entry["tokens"]),
+            vector_length=layout.vector_length,
+            scale_vectors=layout.scale_tokens,
+        ).tobytes()
+    except NativeError as error:  # a scale that is not finite: no writer of ours makes one
+        raise CorruptRecordError(f"a slice of record {head.key.hex()} cannot be dequantized: {error}") from error

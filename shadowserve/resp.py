@@ -1,0 +1,654 @@
+"""The Redis serialization protocol, RESP2 and RESP3, without any I/O: bytes in, commands or values out, and back.
+
+Source: the RESP specification (redis.io/docs/latest/develop/reference/protocol-spec) and, for limits and error texts,
+what Redis 7 answers on the wire.
+
+Two readers share their buffering:
+
+- :class:`CommandReader` is the server's side. It understands multibulk requests and inline ones, as people type them.
+- :class:`ReplyReader` is the client's side. It understands every RESP2 and RESP3 type.
+
+Neither touches a socket. Bytes go in with ``feed()``; ``next_command()`` or ``next_value()`` gives what is complete,
+or :data:`NEED_DATA`. A bulk of ``Limits.large_bulk_bytes`` or more that has not all arrived is announced once as
+:class:`LargeBulk`; its bytes then go straight to where they shall stay::
+
+    event = reader.next_value()
+    if isinstance(event, LargeBulk):
+        reader.provide(memoryview(my_buffer))       # optional: without it the reader allocates
+    while view := reader.get_buffer():
+        reader.advance(sock.recv_into(view))
+
+Python values stand for RESP types as :data:`Value` says; :func:`encode` writes them for either protocol version.
+"""
+
+import enum
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from shadowserve._resp_values import (
+    NULL_ARRAY,
+    BigNumber,
+    ErrorReply,
+    Map,
+    NullArray,
+    Push,
+    SetReply,
+    SimpleString,
+    Value,
+    Verbatim,
+    encode,
+    encode_array_header,
+    encode_bulk,
+    encode_bulk_header,
+    encode_command,
+    encode_command_parts,
+    encode_error,
+    encode_map_header,
+    encode_null,
+)
+from shadowserve.errors import ProtocolError
+
+__all__ = [
+    "NEED_DATA",
+    "NULL_ARRAY",
+    "BigNumber",
+    "CommandReader",
+    "ErrorReply",
+    "LargeBulk",
+    "Limits",
+    "Map",
+    "NeedData",
+    "NullArray",
+    "Push",
+    "ReplyReader",
+    "SetReply",
+    "SimpleString",
+    "Value",
+    "Verbatim",
+    "encode",
+    "encode_array_header",
+    "encode_bulk",
+    "encode_bulk_header",
+    "encode_command",
+    "encode_command_parts",
+    "encode_error",
+    "encode_map_header",
+    "encode_null",
+    "parse_integer",
+    "split_inline",
+]
+
+CRLF: Final = b"\r\n"
+
+
+class NeedData(enum.Enum):
+    """The type of :data:`NEED_DATA`."""
+
+    NEED_DATA = "need data"
+
+
+NEED_DATA: Final = NeedData.NEED_DATA
+"""No complete command or value has arrived yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class LargeBulk:
+    """A bulk of ``size`` bytes is arriving: call ``provide()`` now to choose where it goes."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a peer may send. Beyond it: :class:`~shadowserve.errors.ProtocolError`.
+
+    Attributes:
+        line_bytes_max: an inline request, or any line of the protocol. Redis: 64 KiB.
+        bulk_bytes_max: one bulk. Redis's ``proto-max-bulk-len``: 512 MiB.
+        items_max: elements of one array, or arguments of one command. Redis before version 7: 1,048,576.
+        depth_max: nesting of arrays in a reply. The deepest that Redis sends is COMMAND's: 6.
+        total_bytes_max: all bulks of one command or reply together. Redis's ``client-query-buffer-limit``: 1 GiB.
+        large_bulk_bytes: from this size on a bulk is received in place. Redis's ``PROTO_MBULK_BIG_ARG``: 32 KiB.
+        unauthenticated: whether these are the limits of a peer that has yet to authenticate; errors then say so.
+    """
+
+    line_bytes_max: int = 64 << 10
+    bulk_bytes_max: int = 512 << 20
+    items_max: int = 1 << 20
+    depth_max: int = 16
+    total_bytes_max: int = 1 << 30
+    large_bulk_bytes: int = 32 << 10
+    unauthenticated: bool = False
+
+
+DEFAULT_LIMITS: Final = Limits()
+
+# Lengths on the wire are mostly small. A table look-up is a third of the cost of checking and converting, and what it
+# holds is canonical by construction: no sign, blank, underscore or leading zero, all of which int() would accept.
+_SMALL_LENGTHS: Final = {b"%d" % number: number for number in range(2048)}
+_BATCH_BULK_BYTES_MAX: Final = 2048
+_BATCH_PIECES_MAX: Final = 256  # bounds the work on values that are full of CRLFs
+_BATCH_COUNTS: Final = {b"*%d" % count: count for count in range(1, 64)}
+_BATCH_SIZES: Final = {b"$%d" % size: size for size in range(_BATCH_BULK_BYTES_MAX)}
+_BATCH_TOTAL_BYTES_MAX: Final = 64 * _BATCH_BULK_BYTES_MAX
+_INTEGER: Final = re.compile(rb"-?(?:0|[1-9][0-9]*)\Z")
+_REPLY_INTEGER: Final = re.compile(rb"[+-]?[0-9]+\Z")
+_DOUBLE: Final = re.compile(rb"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|inf|nan)\Z")
+_INT64_MIN: Final = -(1 << 63)
+_INT64_MAX: Final = (1 << 63) - 1
+_BIG_NUMBER_DIGITS_MAX: Final = 4000  # int() refuses more than 4300 digits, because the conversion is quadratic
+
+
+def parse_integer(text: bytes) -> int | None:
+    """Return the integer in ``text`` if it is one of 64 bits in canonical form, as Redis demands it, else None."""
+    if len(text) > 20 or not _INTEGER.match(text):
+        return None
+    number = int(text)
+    return number if _INT64_MIN <= number <= _INT64_MAX else None
+
+
+class _Reader:
+    """What both readers share: the buffer of small things, and the large bulk that is received in place."""
+
+    __slots__ = (
+        "_buffer",
+        "_failure",
+        "_large",
+        "_large_filled",
+        "_large_size",
+        "_limits",
+        "_position",
+        "_total_bytes",
+    )
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+        self._limits = limits
+        self._buffer = b""
+        self._position = 0
+        self._total_bytes = 0
+        self._failure: str | None = None
+        self._large: memoryview | None = None
+        self._large_size = -1  # -1: no large bulk in progress
+        self._large_filled = 0
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes that were fed and not yet used, a large bulk in progress included."""
+        return len(self._buffer) - self._position + self._large_filled
+
+    def feed(self, data: bytes) -> None:
+        """Take ``data`` as the next bytes of the stream. Any split of a stream gives the same results."""
+        if self._large_size >= 0 and self._large_filled < self._large_size:
+            view = self.get_buffer()
+            if view is not None:
+                size = min(len(view), len(data))
+                view[:size] = data[:size]
+                self._large_filled += size
+                data = data[size:]
+        if self._position >= len(self._buffer):
+            self._buffer = data
+        else:
+            self._buffer = self._buffer[self._position :] + data
+        self._position = 0
+
+    def provide(self, buffer: memoryview) -> None:
+        """Receive the :class:`LargeBulk` just announced into ``buffer``: writable, contiguous, of exactly its size.
+
+        The value handed out later is this very view.
+        """
+        if self._large_size < 0 or self._large is not None:
+            raise RuntimeError("provide() was called without a LargeBulk just announced; this is a bug in the caller")
+        if buffer.nbytes != self._large_size or buffer.readonly:
+            raise ValueError(f"provide() needs a writable buffer of {self._large_size} bytes, not {buffer.nbytes}")
+        self._large = buffer.cast("B") if buffer.format != "B" or buffer.ndim != 1 else buffer
+        filled = min(len(self._buffer) - self._position, self._large_size)
+        self._large[:filled] = memoryview(self._buffer)[self._position : self._position + filled]
+        self._large_filled = filled
+        self._position += filled
+
+    def get_buffer(self) -> memoryview | None:
+        """Return where the next bytes of the large bulk in progress belong, or None if there is none: then feed()."""
+        if self._large_size < 0 or self._large_filled >= self._large_size:
+            return None
+        if self._large is None:
+            self.provide(memoryview(bytearray(self._large_size)))
+            if self._large_filled >= self._large_size:
+                return None
+        assert self._large is not None
+        return self._large[self._large_filled :]
+
+    def advance(self, size: int) -> None:
+        """Say that ``size`` bytes were written to the start of what get_buffer() returned."""
+        if not 0 <= size <= self._large_size - self._large_filled:
+            raise ValueError(f"advance({size}) goes beyond the buffer; this is a bug in the caller")
+        self._large_filled += size
+
+    def _fail(self, reason: str) -> ProtocolError:
+        """Remember that the stream cannot be followed any further, and return what to raise."""
+        self._failure = f"Protocol error: {reason}"
+        return ProtocolError(self._failure)
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise ProtocolError(self._failure)
+
+    def _count_bulk(self, size: int) -> None:
+        """Count a bulk's declared size against the limits."""
+        self._total_bytes += size
+        if size > self._limits.bulk_bytes_max or self._total_bytes > self._limits.total_bytes_max:
+            raise self._fail("unauthenticated bulk length" if self._limits.unauthenticated else "invalid bulk length")
+
+    def _take_bulk(self, size: int) -> bytes | memoryview | LargeBulk | NeedData:
+        """Return the bulk of ``size`` bytes at the position, its CRLF checked and skipped."""
+        if self._large_size >= 0:
+            return self._continue_large()
+        stop = self._position + size
+        if stop + 2 <= len(self._buffer):
+            if self._buffer[stop : stop + 2] != CRLF:
+                raise self._fail("expected CRLF after a bulk")
+            value = self._buffer[self._position : stop]
+            self._position = stop + 2
+            return value
+        if size < self._limits.large_bulk_bytes:
+            return NEED_DATA
+        self._large_size = size
+        self._large_filled = 0
+        return LargeBulk(size)
+
+    def _continue_large(self) -> memoryview | NeedData:
+        if self.get_buffer() is not None or len(self._buffer) - self._position < 2:
+            return NEED_DATA
+        if self._buffer[self._position : self._position + 2] != CRLF:
+            raise self._fail("expected CRLF after a bulk")
+        self._position += 2
+        value = self._large
+        assert value is not None
+        self._large = None
+        self._large_size = -1
+        self._large_filled = 0
+        return value
+
+
+class CommandReader(_Reader):
+    """Reads commands, as a server does."""
+
+    __slots__ = ("_arguments", "_bulk_size", "_ready", "_remaining")
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+        """Make a reader that holds its peer to ``limits``."""
+        super().__init__(limits)
+        self._ready: deque[list[bytes | memoryview]] = deque()  # whole commands, read in one go
+        self._arguments: list[bytes | memoryview] = []
+        self._remaining = 0  # arguments still to come of the command in progress
+        self._bulk_size = -1  # of the argument whose length line was read
+
+    @property
+    def limits(self) -> Limits:
+        """The limits in force. A server tightens them until a client has authenticated."""
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a part of a command has arrived and the rest has not."""
+        return bool(self._ready) or self._remaining > 0 or self._position < len(self._buffer)
+
+    def next_command(self) -> list[bytes | memoryview] | LargeBulk | Literal[NeedData.NEED_DATA]:
+        """Return the next command's name and arguments (at least one), or LargeBulk, or NEED_DATA.
+
+        Raises:
+            ProtocolError: the peer does not speak RESP, or broke a limit; the message is what to answer after
+                ``-ERR``. Every later call raises it again: the stream cannot be followed any more.
+        """
+        if self._ready:
+            return self._ready.popleft()
+        if self._position >= len(self._buffer) and self._large_size < 0 and self._failure is None:
+            return NEED_DATA
+        self._check_failure()
+        while True:
+            if self._remaining == 0:
+                if self._read_batch():
+                    return self._ready.popleft()
+                started = self._start_command()
+                if started is NEED_DATA:
+                    return NEED_DATA
+                if isinstance(started, list):
+                    return started
+            event = self._read_arguments()
+            if event is not None:
+                return event
+            arguments = self._arguments
+            self._arguments = []
+            return arguments
+
+    def _read_batch(self) -> bool:
+        """Read as many whole commands of small arguments as follow each other; return whether there are any.
+
+        Pipelines of small commands are what costs a server in Python most. Splitting at every CRLF is done in C, and
+        right wherever the pieces have the lengths that their headers say. Whatever is unusual - long, incomplete,
+        wrong, holding a CRLF - ends the batch, and is left to the general way.
+        """
+        limits = self._limits
+        if limits.bulk_bytes_max < _BATCH_BULK_BYTES_MAX or limits.total_bytes_max < _BATCH_TOTAL_BYTES_MAX:
+            return False
+        pieces = self._buffer[self._position :].split(CRLF, _BATCH_PIECES_MAX)
+        last = len(pieces) - 1  # what follows the last CRLF is no whole piece
+        start = 0
+        while start < last:
+            count = _BATCH_COUNTS.get(pieces[start], 0)
+            stop = start + 1 + 2 * count
+            if not 0 < count <= limits.items_max or stop > last:
+                break
+            arguments = pieces[start + 2 : stop : 2]
+            if list(map(_BATCH_SIZES.get, pieces[start + 1 : stop : 2])) != list(map(len, arguments)):
+                break
+            self._ready.append(arguments)  # type: ignore[arg-type]  # a list of bytes only
+            self._position += sum(map(len, pieces[start:stop])) + 2 * (stop - start)
+            start = stop
+        return start > 0
+
+    def _start_command(self) -> list[bytes | memoryview] | None | Literal[NeedData.NEED_DATA]:
+        """Read up to the first argument. Return None when one follows, a whole inline command, or NEED_DATA."""
+        buffer = self._buffer
+        while self._position < len(buffer):
+            position = self._position
+            if buffer[position] != 0x2A:  # "*"
+                inline = self._read_inline()
+                if inline is NEED_DATA or inline:
+                    return inline
+                continue
+            end = buffer.find(CRLF, position)
+            if end < 0:
+                if len(buffer) - position > self._limits.line_bytes_max:
+                    raise self._fail("too big mbulk count string")
+                return NEED_DATA
+            text = buffer[position + 1 : end]
+            count = _SMALL_LENGTHS.get(text)
+            if count is None:
+                count = parse_integer(text)
+            if count is None or count > self._limits.items_max:
+                word = "unauthenticated" if count is not None and self._limits.unauthenticated else "invalid"
+                raise self._fail(f"{word} multibulk length")
+            self._position = end + 2
+            if count > 0:  # Redis ignores empty and negative ones
+                self._remaining = count
+                self._total_bytes = 0
+                return None
+        return NEED_DATA
+
+    def _read_arguments(self) -> LargeBulk | None | Literal[NeedData.NEED_DATA]:
+        """Read arguments until none remains (None), or more bytes are needed."""
+        buffer = self._buffer
+        arguments = self._arguments
+        while self._remaining:
+            size = self._bulk_size
+            if size < 0:
+                end = buffer.find(CRLF, self._position)
+                if end < 0:
+                    if len(buffer) - self._position > self._limits.line_bytes_max:
+                        raise self._fail("too big bulk count string")
+                    return NEED_DATA
+                size = self._bulk_length(buffer[self._position : end])
+                self._position = end + 2
+                self._bulk_size = size
+            value = self._take_bulk(size)
+            if value is NEED_DATA:
+                return NEED_DATA
+            if isinstance(value, LargeBulk):
+                return value
+            arguments.append(value)
+            self._bulk_size = -1
+            self._remaining -= 1
+        return None
+
+    def _bulk_length(self, line: bytes) -> int:
+        if line[:1] != b"$":
+            got = chr(line[0]) if line else "\r"
+            raise self._fail(f"expected '$', got '{got}'")
+        size = _SMALL_LENGTHS.get(line[1:])
+        if size is None:
+            size = parse_integer(line[1:])
+        if size is None or size < 0:
+            raise self._fail("invalid bulk length")
+        self._count_bulk(size)
+        return size
+
+    def _read_inline(self) -> list[bytes | memoryview] | Literal[NeedData.NEED_DATA]:
+        """Read one line as people type it; an empty list for an empty line."""
+        end = self._buffer.find(b"\n", self._position)
+        if end < 0 or end - self._position > self._limits.line_bytes_max:
+            if len(self._buffer) - self._position > self._limits.line_bytes_max:
+                raise self._fail("too big inline request")
+            return NEED_DATA
+        line = self._buffer[self._position : end]
+        self._position = end + 1
+        arguments = split_inline(line[:-1] if line.endswith(b"\r") else line)
+        if arguments is None:
+            raise self._fail("unbalanced quotes in request")
+        if len(arguments) > self._limits.items_max:
+            raise self._fail("invalid multibulk length")
+        return list(arguments)
+
+
+_BLANKS: Final = b" \t\n\v\f\r\0"
+_ESCAPES: Final = {0x6E: b"\n", 0x72: b"\r", 0x74: b"\t", 0x62: b"\b", 0x61: b"\a"}
+_HEX_ESCAPE: Final = re.compile(rb"\\x([0-9a-fA-F]{2})")
+
+
+def split_inline(line: bytes) -> list[bytes] | None:
+    r"""Split an inline request as Redis does: blanks separate, ``"..."`` with escapes and ``'...'`` keep together.
+
+    Returns None where a quote does not close, or closes in the middle of a word.
+    """
+    words: list[bytes] = []
+    position = 0
+    while True:
+        while position < len(line) and line[position] in _BLANKS:
+            position += 1
+        if position >= len(line):
+            return words
+        word = bytearray()
+        while position < len(line) and line[position] not in _BLANKS:
+            character = line[position]
+            if character in (0x22, 0x27):
+                closing = _unquote(line, position, word)
+                if closing is None or (closing < len(line) and line[closing] not in _BLANKS):
+                    return None
+                position = closing
+            else:
+                word.append(character)
+                position += 1
+        words.append(bytes(word))
+
+
+def _unquote(line: bytes, position: int, word: bytearray) -> int | None:
+    """Append the quoted part that begins at ``position`` to ``word``; return where it ends, None if it does not."""
+    quote = line[position]
+    position += 1
+    while position < len(line):
+        character = line[position]
+        if character == quote:
+            return position + 1
+        if character == 0x5C and quote == 0x22:  # a backslash in double quotes
+            escape = _HEX_ESCAPE.match(line, position)
+            if escape:
+                word.append(int(escape[1], 16))
+                position += 4
+                continue
+            if position + 1 < len(line):
+                word += _ESCAPES.get(line[position + 1], line[position + 1 : position + 2])
+                position += 2
+                continue
+        elif character == 0x5C and line[position + 1 : position + 2] == b"'":
+            word.append(0x27)
+            position += 2
+            continue
+        word.append(character)
+        position += 1
+    return None
+
+
+class _Frame:
+    """An aggregate in progress."""
+
+    __slots__ = ("items", "kind", "remaining")
+
+    def __init__(self, kind: int, remaining: int) -> None:
+        self.kind = kind
+        self.remaining = remaining
+        self.items: list[Value] = []
+
+
+_AGGREGATES: Final = {0x2A: "array", 0x25: "map", 0x7E: "set", 0x3E: "push", 0x7C: "attribute"}  # * % ~ > |
+_BULKS: Final = {0x24: "bulk", 0x3D: "verbatim", 0x21: "error"}  # $ = !
+
+
+class ReplyReader(_Reader):
+    """Reads replies, as a client does. RESP3 attributes are read and dropped: no reply's meaning depends on them."""
+
+    __slots__ = ("_bulk_kind", "_bulk_size", "_stack")
+
+    def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
+        """Make a reader that holds its peer to ``limits``."""
+        super().__init__(limits)
+        self._stack: list[_Frame] = []
+        self._bulk_kind = 0  # 0: no bulk in progress
+        self._bulk_size = -1
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether a part of a reply has arrived and the rest has not."""
+        return bool(self._stack) or self._bulk_kind != 0 or self._position < len(self._buffer)
+
+    def next_value(self) -> "Value | LargeBulk | Literal[NeedData.NEED_DATA]":
+        """Return the next whole reply, or LargeBulk, or NEED_DATA.
+
+        Raises:
+            ProtocolError: the peer does not speak RESP, or broke a limit. Every later call raises it again.
+        """
+        self._check_failure()
+        while True:
+            if self._bulk_kind == 0:
+                line = self._next_line()
+                if line is None:
+                    return NEED_DATA
+                complete, value = self._read_line(line)
+            else:
+                bulk = self._take_bulk(self._bulk_size)
+                if bulk is NEED_DATA or isinstance(bulk, LargeBulk):
+                    return bulk
+                assert isinstance(bulk, bytes | memoryview)
+                complete, value = True, self._finish_bulk(bulk)
+            if complete:
+                complete, value = self._deliver(value)
+            if complete:
+                self._total_bytes = 0
+                return value
+
+    def _next_line(self) -> bytes | None:
+        end = self._buffer.find(CRLF, self._position)
+        limit = self._limits.line_bytes_max
+        if (end if end >= 0 else len(self._buffer)) - self._position > limit:
+            raise self._fail(f"a line longer than {limit} bytes")
+        if end < 0:
+            return None
+        line = self._buffer[self._position : end]
+        self._position = end + 2
+        return line
+
+    def _read_line(self, line: bytes) -> tuple[bool, Value]:
+        """Handle one line: return (True, value) for a whole value, (False, None) where more follows."""
+        kind = line[0] if line else 0
+        text = line[1:]
+        if kind in _BULKS:
+            return self._start_bulk(kind, text)
+        if kind in _AGGREGATES:
+            return self._start_aggregate(kind, text)
+        if kind == 0x2B:  # +
+            return True, SimpleString(self._clean(text))
+        if kind == 0x2D:  # -
+            return True, ErrorReply(self._clean(text))
+        if kind == 0x3A and len(text) <= 20 and _REPLY_INTEGER.match(text):  # :
+            number = int(text)
+            if _INT64_MIN <= number <= _INT64_MAX:
+                return True, number
+        elif kind == 0x5F and not text:  # _
+            return True, None
+        elif kind == 0x23 and text in (b"t", b"f"):  # #
+            return True, text == b"t"
+        elif kind == 0x2C and _DOUBLE.match(text):  # ,
+            return True, float(text)
+        elif kind == 0x28 and len(text) <= _BIG_NUMBER_DIGITS_MAX and _REPLY_INTEGER.match(text):  # (
+            return True, BigNumber(text)
+        raise self._fail(f"no reply begins like {line[:32]!r}")
+
+    def _clean(self, text: bytes) -> bytes:
+        if b"\n" in text or b"\r" in text:
+            raise self._fail("a CR or LF inside a line")
+        return text
+
+    def _start_bulk(self, kind: int, text: bytes) -> tuple[bool, Value]:
+        if text == b"-1" and kind == 0x24:
+            return True, None
+        size = parse_integer(text)
+        if size is None or size < 0:
+            raise self._fail("invalid bulk length")
+        self._count_bulk(size)
+        self._bulk_kind = kind
+        self._bulk_size = size
+        return False, None
+
+    def _finish_bulk(self, bulk: bytes | memoryview) -> Value:
+        kind = self._bulk_kind
+        self._bulk_kind = 0
+        if kind == 0x24:
+            return bulk
+        if kind == 0x21:
+            return ErrorReply(bulk)
+        if len(bulk) < 4 or bulk[3] != 0x3A:
+            raise self._fail("a verbatim string without its format")
+        return Verbatim(bytes(bulk[4:]), bytes(bulk[:3]).decode("latin-1"))
+
+    def _start_aggregate(self, kind: int, text: bytes) -> tuple[bool, Value]:
+        if text == b"-1" and kind == 0x2A:
+            return True, None
+        count = parse_integer(text)
+        if count is not None and kind in (0x25, 0x7C):  # maps count pairs
+            count *= 2
+        if count is None or not 0 <= count <= self._limits.items_max:
+            raise self._fail("invalid multibulk length")
+        if len(self._stack) >= self._limits.depth_max:
+            raise self._fail(f"arrays nested deeper than {self._limits.depth_max}")
+        if count == 0 and kind == 0x7C:
+            return False, None
+        if count == 0:
+            return True, _aggregate(kind, [])
+        self._stack.append(_Frame(kind, count))
+        return False, None
+
+    def _deliver(self, value: Value) -> tuple[bool, Value]:
+        """Put a whole value where it belongs; return (True, value) if that completes the outermost one."""
+        while self._stack:
+            frame = self._stack[-1]
+            frame.items.append(value)
+            frame.remaining -= 1
+            if frame.remaining:
+                return False, None
+            self._stack.pop()
+            if frame.kind == 0x7C:
+                return False, None
+            value = _aggregate(frame.kind, frame.items)
+        return True, value
+
+
+def _aggregate(kind: int, items: "list[Value]") -> Value:
+    if kind == 0x2A:
+        return items
+    if kind == 0x25:
+        return Map(items)
+    return SetReply(items) if kind == 0x7E else Push(items)
