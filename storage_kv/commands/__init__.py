@@ -1,0 +1,251 @@
+"""The command table, and how a command is executed: look up, check, call.
+
+Each command is one row of :data:`TABLE`, which also answers COMMAND. A handler raises
+:class:`~storage_kv.node.CommandError` to answer an error; nothing has changed then.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from shadowserve.resp import Map, SimpleString, Value, encode, encode_error
+from storage_kv.commands import _connection, _keys, _kv, _server, _strings
+from storage_kv.commands._arguments import quote
+from storage_kv.commands._table import Command
+from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
+
+__all__ = ["TABLE", "Command", "execute"]
+
+
+def _command(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """COMMAND: every row."""
+    return encode([command.describe() for command in TABLE], session.protocol)
+
+
+def _command_count(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """COMMAND COUNT."""
+    return b":%d\r\n" % len(TABLE)
+
+
+def _command_info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """COMMAND INFO [name ...]."""
+    if len(arguments) == 2:
+        return _command(node, session, arguments)
+    described: list[Value] = []
+    for argument in arguments[2:]:
+        command = _find(bytes(argument))
+        described.append(None if command is None else command.describe())
+    return encode(described, session.protocol)
+
+
+def _command_docs(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """COMMAND DOCS [name ...]: a map that leaves unknown names out."""
+    chosen = TABLE if len(arguments) == 2 else [_find(bytes(argument)) for argument in arguments[2:]]
+    fields: list[Value] = []
+    for command in chosen:
+        if command is not None:
+            fields += [command.full_name.encode(), command.document()]
+    return encode(Map(fields), session.protocol)
+
+
+def _help(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """HELP of any command with subcommands."""
+    command = _BY_NAME[bytes(arguments[0]).lower()]
+    lines = [f"{command.name.upper()} <subcommand> [<arg> ...]. Subcommands are:"]
+    for subcommand in command.subcommands:
+        lines += [subcommand.name.upper(), f"    {subcommand.summary}"]
+    return encode([SimpleString(line.encode()) for line in lines], session.protocol)
+
+
+def _container(
+    name: str, arity: int, flags: str, summary: str, since: str, *rows: dict[str, Any], group: str, handler: Any = _help
+) -> Command:
+    """Return the row of a command with subcommands; HELP is added to them."""
+    rows = (*rows, _row("help", 2, "loading stale", _help, since, "Returns helpful text about the subcommands."))
+    return Command(
+        name=name,
+        arity=arity,
+        flags=flags,
+        summary=summary,
+        since=since,
+        group=group,
+        handler=handler,
+        subcommands=tuple(Command(parent=name, group=group, **row) for row in rows),
+    )
+
+
+def _row(name: str, arity: int, flags: str, handler: Any, since: str, summary: str) -> dict[str, Any]:
+    return {"name": name, "arity": arity, "flags": flags, "handler": handler, "since": since, "summary": summary}
+
+
+_CONNECTION: Final = "noscript loading stale fast"
+_ONE_KEY: Final = (1, 1, 1)
+_ALL_KEYS: Final = (1, -1, 1)
+
+# fmt: off
+TABLE: Final[tuple[Command, ...]] = (
+    Command(name="auth", arity=-2, flags=f"{_CONNECTION} no_auth allow_busy", handler=_connection.auth,
+            since="1.0.0", group="connection", summary="Authenticates the connection."),
+    _container("client", -2, "", "A container for client connection commands.", "2.4.0",
+               _row("getname", 2, "noscript loading stale", _connection.client_getname, "2.6.9",
+                    "Returns the name of the connection."),
+               _row("id", 2, "noscript loading stale", _connection.client_id, "5.0.0",
+                    "Returns the unique client ID of the connection."),
+               _row("info", 2, "noscript loading stale", _connection.client_info, "6.2.0",
+                    "Returns information about the connection."),
+               _row("list", -2, "admin noscript loading stale", _connection.client_list, "2.4.0",
+                    "Lists open connections."),
+               _row("no-evict", 3, "admin noscript loading stale", _connection.client_no_evict, "7.0.0",
+                    "Accepted for clients that ask: clients are never evicted here."),
+               _row("reply", 3, "noscript loading stale", _connection.client_reply, "3.2.0",
+                    "Switches the replies of the connection on, off, or off for the next command."),
+               _row("setinfo", 4, "noscript loading stale", _connection.client_setinfo, "7.2.0",
+                    "Records the name and version of the client's library."),
+               _row("setname", 3, "noscript loading stale", _connection.client_setname, "2.6.9",
+                    "Sets the name of the connection."),
+               group="connection"),
+    _container("command", -1, "loading stale", "Returns information about all commands.", "2.8.13",
+               _row("count", 2, "loading stale", _command_count, "2.8.13", "Returns the number of commands."),
+               _row("docs", -2, "loading stale", _command_docs, "7.0.0", "Returns documentation of commands."),
+               _row("info", -2, "loading stale", _command_info, "2.8.13", "Returns information about commands."),
+               group="server", handler=_command),
+    _container("config", -2, "", "A container for server configuration commands.", "2.0.0",
+               _row("get", -3, "admin noscript loading stale", _server.config_get, "2.0.0",
+                    "Returns the values of configuration parameters."),
+               _row("resetstat", 2, "admin noscript loading stale", _server.config_resetstat, "2.0.0",
+                    "Resets the counters of INFO."),
+               group="server"),
+    Command(name="dbsize", arity=1, flags="readonly fast", handler=_keys.dbsize,
+            since="1.0.0", group="server", summary="Returns the number of keys."),
+    Command(name="del", arity=-2, flags="write", handler=_keys.delete, keys=_ALL_KEYS,
+            since="1.0.0", group="generic", summary="Deletes keys."),
+    Command(name="echo", arity=2, flags="loading stale fast", handler=_connection.echo,
+            since="1.0.0", group="connection", summary="Returns the given string."),
+    Command(name="exists", arity=-2, flags="readonly fast", handler=_keys.exists, keys=_ALL_KEYS,
+            since="1.0.0", group="generic", summary="Counts which of the keys exist."),
+    Command(name="expire", arity=-3, flags="write fast", handler=_keys.expire, keys=_ONE_KEY,
+            since="1.0.0", group="generic", summary="Sets the time to live of a key in seconds."),
+    Command(name="flushall", arity=-1, flags="write", handler=_keys.flush,
+            since="1.0.0", group="server", summary="Removes all keys."),
+    Command(name="flushdb", arity=-1, flags="write", handler=_keys.flush,
+            since="1.0.0", group="server", summary="Removes all keys: there is one database."),
+    Command(name="get", arity=2, flags="readonly fast", handler=_strings.get, keys=_ONE_KEY,
+            since="1.0.0", group="string", summary="Returns the value of a key."),
+    Command(name="getrange", arity=4, flags="readonly", handler=_strings.getrange, keys=_ONE_KEY,
+            since="2.4.0", group="string", summary="Returns a part of the value of a key."),
+    Command(name="hello", arity=-1, flags=f"{_CONNECTION} no_auth allow_busy", handler=_connection.hello,
+            since="6.0.0", group="connection", summary="Shakes hands: chooses the protocol, authenticates, names."),
+    Command(name="info", arity=-1, flags="loading stale", handler=_server.info,
+            since="1.0.0", group="server", summary="Returns information about the server, by sections."),
+    Command(name="kv.meta", arity=-2, flags="readonly", handler=_kv.meta, keys=_ALL_KEYS,
+            since="0.1.0", group="string", summary="Returns the length and the head of each record; nil without one."),
+    Command(name="mget", arity=-2, flags="readonly fast", handler=_strings.mget, keys=_ALL_KEYS,
+            since="1.0.0", group="string", summary="Returns the values of keys."),
+    Command(name="persist", arity=2, flags="write fast", handler=_keys.persist, keys=_ONE_KEY,
+            since="2.2.0", group="generic", summary="Removes the time to live of a key."),
+    Command(name="pexpire", arity=-3, flags="write fast", handler=_keys.pexpire, keys=_ONE_KEY,
+            since="2.6.0", group="generic", summary="Sets the time to live of a key in milliseconds."),
+    Command(name="ping", arity=-1, flags="fast", handler=_connection.ping,
+            since="1.0.0", group="connection", summary="Returns PONG, or the given string."),
+    Command(name="pttl", arity=2, flags="readonly fast", handler=_keys.pttl, keys=_ONE_KEY,
+            since="2.6.0", group="generic", summary="Returns the time to live of a key in milliseconds."),
+    Command(name="quit", arity=-1, flags=f"allow_busy {_CONNECTION} no_auth", handler=_connection.quit_,
+            since="1.0.0", group="connection", summary="Closes the connection."),
+    Command(name="reset", arity=1, flags=f"{_CONNECTION} no_auth allow_busy", handler=_connection.reset,
+            since="6.2.0", group="connection", summary="Makes the connection as new."),
+    Command(name="scan", arity=-2, flags="readonly", handler=_keys.scan,
+            since="2.8.0", group="generic", summary="Iterates over the keys."),
+    Command(name="select", arity=2, flags="loading stale fast", handler=_connection.select,
+            since="1.0.0", group="connection", summary="Chooses the database: there is one, 0."),
+    Command(name="set", arity=-3, flags="write denyoom", handler=_strings.set_, keys=_ONE_KEY,
+            since="1.0.0", group="string", summary="Sets the value of a key; a record never changes once it is set."),
+    Command(name="strlen", arity=2, flags="readonly fast", handler=_strings.strlen, keys=_ONE_KEY,
+            since="2.2.0", group="string", summary="Returns the length of the value of a key."),
+    Command(name="substr", arity=4, flags="readonly", handler=_strings.getrange, keys=_ONE_KEY,
+            since="1.0.0", group="string", summary="Returns a part of the value of a key: the old name of GETRANGE."),
+    Command(name="ttl", arity=2, flags="readonly fast", handler=_keys.ttl, keys=_ONE_KEY,
+            since="1.0.0", group="generic", summary="Returns the time to live of a key in seconds."),
+    Command(name="type", arity=2, flags="readonly fast", handler=_keys.type_, keys=_ONE_KEY,
+            since="1.0.0", group="generic", summary="Returns the type of the value of a key: string, or none."),
+    Command(name="unlink", arity=-2, flags="write fast", handler=_keys.delete, keys=_ALL_KEYS,
+            since="4.0.0", group="generic", summary="Deletes keys; the same as DEL here."),
+)
+# fmt: on
+
+_BY_NAME: Final = {command.name.encode(): command for command in TABLE}
+_SUBCOMMANDS: Final = {
+    command.name: {subcommand.name.encode(): subcommand for subcommand in command.subcommands} for command in TABLE
+}
+
+
+def _spellings() -> Iterator[tuple[bytes, Command]]:
+    for name, command in _BY_NAME.items():
+        yield name, command
+        yield name.upper(), command
+
+
+# Clients write names in one case or the other: both are found without converting.
+_FAST: Final = {name: command for name, command in _spellings() if not command.subcommands}
+
+
+def _find(name: bytes) -> Command | None:
+    """Return the command of a name such as ``get`` or ``client|list``."""
+    head, _, tail = name.lower().partition(b"|")
+    command = _BY_NAME.get(head)
+    return _SUBCOMMANDS[command.name].get(tail) if command is not None and tail else command
+
+
+def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """Execute one command and return its reply; errors are replies too."""
+    node.counters.commands += 1
+    name = bytes(arguments[0])
+    try:
+        command = _FAST.get(name) or _look_up(arguments)
+        arity = command.arity
+        if len(arguments) != arity and (arity > 0 or len(arguments) < -arity):
+            raise CommandError(f"ERR wrong number of arguments for '{command.full_name}' command")
+        if not session.authenticated and not command.open_to_all:
+            raise CommandError("NOAUTH Authentication required.")
+        session.last_command = command.full_name
+        reply = command.handler(node, session, arguments)
+    except CommandError as error:
+        return _refuse(node, error)
+    if isinstance(reply, Later):
+        return _guarded(node, reply)
+    return reply
+
+
+def _guarded(node: Node, later: Later) -> Later:
+    """Return ``later`` with its errors as replies."""
+    finish = later.finish
+
+    def guarded(result: Any) -> bytes | list[Part]:
+        try:
+            return finish(result)
+        except CommandError as error:
+            return _refuse(node, error)
+
+    later.finish = guarded
+    return later
+
+
+def _refuse(node: Node, error: CommandError) -> bytes:
+    node.counters.errors += 1
+    return encode_error(str(error))
+
+
+def _look_up(arguments: list[Argument]) -> Command:
+    """Return the row of a command or subcommand, in any case; raise CommandError if there is none."""
+    command = _BY_NAME.get(bytes(arguments[0][:64]).lower())
+    if command is None:
+        shown = ""
+        for argument in arguments[1:]:
+            if len(shown) >= 128:
+                break
+            shown += f"'{quote(argument, 128 - len(shown))}' "
+        raise CommandError(f"ERR unknown command '{quote(arguments[0])}', with args beginning with: {shown}")
+    if not command.subcommands or len(arguments) == 1:
+        return command  # a command that has subcommands only is refused for its arity
+    subcommand = _SUBCOMMANDS[command.name].get(bytes(arguments[1][:64]).lower())
+    if subcommand is None:
+        raise CommandError(f"ERR unknown subcommand '{quote(arguments[1])}'. Try {command.name.upper()} HELP.")
+    return subcommand

@@ -1,0 +1,234 @@
+"""Commands on the connection itself."""
+
+import time
+from typing import Final
+
+from shadowserve.resp import Map, SimpleString, Value, Verbatim, encode, encode_bulk, encode_null
+from storage_kv.commands._arguments import OK, as_integer, quote, syntax_error
+from storage_kv.node import Argument, CommandError, Node, Reply, Session
+
+__all__ = [
+    "REDIS_VERSION",
+    "auth",
+    "client_getname",
+    "client_id",
+    "client_info",
+    "client_list",
+    "client_no_evict",
+    "client_reply",
+    "client_setinfo",
+    "client_setname",
+    "echo",
+    "hello",
+    "ping",
+    "quit_",
+    "reset",
+    "select",
+]
+
+REDIS_VERSION: Final = "7.0.15"
+"""The Redis whose replies ours equal. Clients choose what they send by it."""
+
+_NOT_AUTHENTICATED_HELLO = (
+    "NOAUTH HELLO must be called with the client already authenticated, otherwise the HELLO AUTH <user> <pass> "
+    "option can be used to authenticate the client and select the RESP protocol version at the same time"
+)
+_NO_PASSWORD_CONFIGURED = (
+    "ERR AUTH <password> called without any password configured for the default user. Are you sure your configuration "
+    "is correct?"
+)
+_WRONG_PASSWORD = "WRONGPASS invalid username-password pair or user is disabled."
+
+
+def ping(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """PING [message]."""
+    if len(arguments) > 2:
+        raise CommandError("ERR wrong number of arguments for 'ping' command")
+    return b"+PONG\r\n" if len(arguments) == 1 else encode_bulk(arguments[1])
+
+
+def echo(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """ECHO message."""
+    return encode_bulk(arguments[1])
+
+
+def hello(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """HELLO [protocol [AUTH user password] [SETNAME name]]: choose RESP2 or RESP3."""
+    protocol = session.protocol
+    if len(arguments) > 1:
+        try:
+            protocol = as_integer(arguments[1])
+        except CommandError:
+            raise CommandError("ERR Protocol version is not an integer or out of range") from None
+        if protocol not in (2, 3):
+            raise CommandError("NOPROTO unsupported protocol version")
+    credentials: tuple[bytes, bytes] | None = None
+    name: bytes | None = None
+    position = 2
+    while position < len(arguments):
+        option = bytes(arguments[position]).upper()
+        if option == b"AUTH" and position + 2 < len(arguments):
+            credentials = (bytes(arguments[position + 1]), bytes(arguments[position + 2]))
+            position += 3
+        elif option == b"SETNAME" and position + 1 < len(arguments):
+            name = _checked_name(arguments[position + 1])
+            position += 2
+        else:
+            raise CommandError(f"ERR Syntax error in HELLO option '{quote(arguments[position])}'")
+    if credentials is not None:
+        _authenticate(node, session, *credentials)
+    if not session.authenticated:
+        raise CommandError(_NOT_AUTHENTICATED_HELLO)
+    if name is not None:
+        session.name = name
+    session.protocol = protocol
+    fields: list[Value] = [
+        *(b"server", b"redis", b"version", REDIS_VERSION.encode()),
+        *(b"proto", protocol, b"id", session.id, b"mode", b"standalone", b"role", b"master"),
+        *(b"modules", []),
+    ]
+    return encode(Map(fields), protocol)
+
+
+def auth(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """AUTH [user] password."""
+    if len(arguments) > 3:
+        syntax_error()
+    if len(arguments) == 2 and not node.needs_password:
+        raise CommandError(_NO_PASSWORD_CONFIGURED)
+    user = bytes(arguments[1]) if len(arguments) == 3 else b"default"
+    _authenticate(node, session, user, bytes(arguments[-1]))
+    return OK
+
+
+def _authenticate(node: Node, session: Session, user: bytes, password: bytes) -> None:
+    if not node.check_password(user, password):
+        raise CommandError(_WRONG_PASSWORD)
+    session.authenticated = True
+
+
+def quit_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """QUIT."""
+    session.closing = True
+    return OK
+
+
+def reset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """RESET: the connection is as new."""
+    session.reset(authenticated=not node.needs_password)
+    return b"+RESET\r\n"
+
+
+def select(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """SELECT index: there is one database, 0."""
+    if as_integer(arguments[1]) != 0:
+        raise CommandError("ERR DB index is out of range")
+    return OK
+
+
+def _is_printable(text: bytes) -> bool:
+    return all(0x21 <= character <= 0x7E for character in text)
+
+
+def _checked_name(argument: Argument) -> bytes:
+    name = bytes(argument)
+    if not _is_printable(name):
+        raise CommandError("ERR Client names cannot contain spaces, newlines or special characters.")
+    return name
+
+
+def client_id(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """CLIENT ID."""
+    return b":%d\r\n" % session.id
+
+
+def client_setname(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """CLIENT SETNAME name."""
+    session.name = _checked_name(arguments[2])
+    return OK
+
+
+def client_getname(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """CLIENT GETNAME."""
+    return encode_bulk(session.name) if session.name else encode_null(session.protocol)
+
+
+def client_setinfo(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """CLIENT SETINFO LIB-NAME | LIB-VER text, as Redis 7.2 has it: new clients send it to every server."""
+    option, text = bytes(arguments[2]).lower(), bytes(arguments[3])
+    if option not in (b"lib-name", b"lib-ver"):
+        raise CommandError(f"ERR Unrecognized option '{quote(arguments[2])}'")
+    if not _is_printable(text):
+        raise CommandError(f"ERR {option.decode()} cannot contain spaces, newlines or special characters.")
+    if option == b"lib-name":
+        session.library_name = text
+    else:
+        session.library_version = text
+    return OK
+
+
+def _describe(session: Session) -> bytes:
+    now = time.monotonic()
+    text = (
+        f"id={session.id} addr={session.address} laddr={session.local_address} fd={session.file_descriptor} "
+        f"name={session.name.decode()} age={int(now - session.created_s)} idle={int(now - session.last_command_s)} "
+        f"flags={'e' if session.no_evict else 'N'} db=0 sub=0 psub=0 ssub=0 multi=-1 qbuf=0 qbuf-free=0 argv-mem=0 "
+        f"multi-mem=0 rbs=0 rbp=0 obl=0 oll=0 omem={session.pending_output_bytes} "
+        f"tot-mem={session.pending_output_bytes} events=r cmd={session.last_command} user=default redir=-1 "
+        f"resp={session.protocol} lib-name={session.library_name.decode()} lib-ver={session.library_version.decode()}\n"
+    )
+    return text.encode()
+
+
+def client_list(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """CLIENT LIST [TYPE type | ID id [id ...]]."""
+    chosen = list(node.sessions.values())
+    if len(arguments) > 2:
+        option = bytes(arguments[2]).upper()
+        if option == b"TYPE" and len(arguments) == 4:
+            kind = bytes(arguments[3]).lower()
+            if kind not in (b"normal", b"master", b"replica", b"slave", b"pubsub"):
+                raise CommandError(f"ERR Unknown client type '{quote(arguments[3])}'")
+            chosen = chosen if kind == b"normal" else []
+        elif option == b"ID" and len(arguments) > 3:
+            ids = _client_ids(arguments[3:])
+            chosen = [other for other in chosen if other.id in ids]
+        else:
+            syntax_error()
+    return encode(Verbatim(b"".join(map(_describe, chosen))), session.protocol)
+
+
+def _client_ids(arguments: list[Argument]) -> set[int]:
+    try:
+        return {as_integer(argument) for argument in arguments}
+    except CommandError:
+        raise CommandError("ERR Invalid client ID") from None
+
+
+def client_info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """CLIENT INFO."""
+    return encode(Verbatim(_describe(session)), session.protocol)
+
+
+def client_no_evict(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """CLIENT NO-EVICT ON | OFF: accepted for clients that ask; clients are never evicted here."""
+    option = bytes(arguments[2]).upper()
+    if option not in (b"ON", b"OFF"):
+        syntax_error()
+    session.no_evict = option == b"ON"
+    return OK
+
+
+def client_reply(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """CLIENT REPLY ON | OFF | SKIP."""
+    option = bytes(arguments[2]).upper()
+    if option == b"ON":
+        session.replies = True
+        session.skip = 0
+    elif option == b"OFF":
+        session.replies = False
+    elif option == b"SKIP":
+        session.skip = 2
+    else:
+        syntax_error()
+    return encode(SimpleString(b"OK"))

@@ -1,0 +1,169 @@
+"""Commands on values, and the rule that records are immutable."""
+
+from dataclasses import dataclass
+
+from shadowserve import record
+from shadowserve.errors import RecordError
+from shadowserve.keys import KEY_BYTES
+from shadowserve.resp import encode_array_header, encode_null
+from storage_kv.commands._arguments import OK, as_integer, bulk_of, syntax_error
+from storage_kv.engine import OutOfBudgetError
+from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
+
+__all__ = ["get", "getrange", "mget", "set_", "strlen"]
+
+_VERIFY_INLINE_BYTES_MAX = 128 << 10
+"""Checking this much takes about 0.1 ms: less than handing it to another thread and back would disturb."""
+
+_EXPIRY_UNITS = {b"EX": (1000, True), b"PX": (1, True), b"EXAT": (1000, False), b"PXAT": (1, False)}
+_TIME_MS_MAX = (1 << 63) - 1
+
+
+def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """GET key."""
+    item = node.read(bytes(arguments[1]))
+    return encode_null(session.protocol) if item is None else bulk_of(item)
+
+
+def getrange(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """GETRANGE key start end: both inclusive, negative ones count from the end."""
+    start, end = as_integer(arguments[2]), as_integer(arguments[3])
+    item = node.read(bytes(arguments[1]))
+    if item is None or (start < 0 and end < 0 and start > end):
+        return b"$0\r\n\r\n"
+    size = len(item.value)
+    start = max(start + size, 0) if start < 0 else start
+    end = max(end + size, 0) if end < 0 else min(end, size - 1)
+    if start > end or size == 0:
+        return b"$0\r\n\r\n"
+    return bulk_of(item, start, end + 1)
+
+
+def strlen(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """STRLEN key."""
+    item = node.read(bytes(arguments[1]))
+    return b":%d\r\n" % (0 if item is None else len(item.value))
+
+
+def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """MGET key [key ...]."""
+    parts: list[Part] = [encode_array_header(len(arguments) - 1)]
+    for key in arguments[1:]:
+        item = node.read(bytes(key))
+        part = encode_null(session.protocol) if item is None else bulk_of(item)
+        parts += [part] if isinstance(part, bytes) else part
+    return parts
+
+
+@dataclass(slots=True)
+class _SetOptions:
+    """The options of SET; at most one of those that concern expiry."""
+
+    condition: bytes = b""
+    returns_old: bool = False
+    keeps_expiry: bool = False
+    expires_at_ms: int | None = None
+
+    @classmethod
+    def parse(cls, node: Node, options: list[Argument]) -> "_SetOptions":
+        self = cls()
+        position = 0
+        expiry: tuple[Argument, int, bool] | None = None
+        while position < len(options):
+            option = bytes(options[position]).upper()
+            if option in (b"NX", b"XX") and self.condition in (b"", option):
+                self.condition = option
+            elif option == b"GET":
+                self.returns_old = True
+            elif option == b"KEEPTTL" and expiry is None:
+                self.keeps_expiry = True
+            elif option in _EXPIRY_UNITS and expiry is None and not self.keeps_expiry and position + 1 < len(options):
+                position += 1
+                expiry = (options[position], *_EXPIRY_UNITS[option])
+            else:
+                syntax_error()
+            position += 1
+        if expiry is not None:
+            self.expires_at_ms = _expiry_time(node, *expiry)
+        return self
+
+
+def _expiry_time(node: Node, argument: Argument, unit_ms: int, relative: bool) -> int:
+    number = as_integer(argument)
+    time_ms = number * unit_ms + (node.clock_ms() if relative else 0)
+    if number <= 0 or time_ms > _TIME_MS_MAX:
+        raise CommandError("ERR invalid expire time in 'set' command")
+    return time_ms
+
+
+def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """SET key value [NX | XX] [GET] [EX seconds | PX ms | EXAT time | PXAT ms-time | KEEPTTL].
+
+    A value that begins like a record must be the valid record of its key, and then never changes any more: setting
+    another record of the same key answers OK and keeps the first, its expiry included.
+    """
+    key, value = bytes(arguments[1]), arguments[2]
+    options = _SetOptions.parse(node, arguments[3:]) if len(arguments) > 3 else _PLAIN
+    if value[:4] != record.MAGIC:
+        return _store(node, session, key, value, options, 0)
+    if len(value) <= _VERIFY_INLINE_BYTES_MAX:
+        return _store_verified(node, session, key, value, options, _verify(key, value))
+    return Later(
+        lambda: _verify(key, value),
+        lambda verdict: _store_verified(node, session, key, value, options, verdict),
+    )
+
+
+_PLAIN = _SetOptions()
+
+
+def _verify(key: bytes, value: Argument) -> int | str:
+    """Return the length of the head of a valid record of ``key``, or what is wrong with it. Runs in any thread."""
+    try:
+        name = bytes.fromhex(key[3:].decode("ascii")) if key.startswith(b"kv:") else b""
+    except ValueError:
+        name = b""
+    if len(name) != KEY_BYTES or key[3:] != name.hex().encode():
+        return "its key is not 'kv:' and 64 lower-case hexadecimal digits"
+    try:
+        return record.verify(value, name).head_length
+    except RecordError as error:
+        return str(error)
+
+
+def _store_verified(
+    node: Node, session: Session, key: bytes, value: Argument, options: _SetOptions, verdict: int | str
+) -> bytes | list[Part]:
+    if isinstance(verdict, str):
+        node.counters.records_refused += 1
+        raise CommandError(f"ERR record refused, nothing was stored: {verdict}")
+    return _store(node, session, key, value, options, verdict)
+
+
+def _store(
+    node: Node, session: Session, key: bytes, value: Argument, options: _SetOptions, head_bytes: int
+) -> bytes | list[Part]:
+    old = node.engine.peek(key)
+    reply: bytes | list[Part] = OK
+    if options.returns_old:
+        old = node.read(key)
+        reply = encode_null(session.protocol) if old is None else bulk_of(old)
+    if options.condition and (options.condition == b"NX") == (old is not None):
+        return reply if options.returns_old else encode_null(session.protocol)
+    if head_bytes and old is not None and old.head_bytes:
+        node.engine.get(key)  # counts as a use: somebody still computes it
+        node.counters.records_kept += 1
+        return reply
+    expires_at_ms = old.expires_at_ms if options.keeps_expiry and old is not None else options.expires_at_ms
+    try:
+        node.engine.put(
+            key,
+            value.toreadonly() if isinstance(value, memoryview) else value,
+            head_bytes=head_bytes,
+            expires_at_ms=expires_at_ms,
+        )
+    except OutOfBudgetError:
+        raise CommandError("OOM command not allowed when used memory > 'maxmemory'.") from None
+    if head_bytes:
+        node.counters.records_stored += 1
+    return reply

@@ -1,0 +1,196 @@
+"""What all clients of a storage node share, and what the node remembers of each: everything but sockets.
+
+A command's handler takes the :class:`Node`, the client's :class:`Session` and the arguments, and returns a
+:data:`Reply`. None of this does I/O, so tests can run commands without a server.
+"""
+
+import hmac
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+from shadowserve.errors import ShadowServeError
+from storage_kv.config import StorageConfig
+from storage_kv.engine import Engine, Item
+
+__all__ = [
+    "REFERENCE_BYTES_MIN",
+    "Argument",
+    "CommandError",
+    "Counters",
+    "Later",
+    "Node",
+    "Outgoing",
+    "Part",
+    "Reply",
+    "Session",
+]
+
+REFERENCE_BYTES_MIN: Final = 16 << 10
+"""Values from this size on are sent from where they are stored; smaller ones are copied into the reply, since a buffer
+of its own in the gathering write costs about as much as copying 16 KiB."""
+
+Argument: TypeAlias = bytes | memoryview
+"""Of a command. Only SET's value is ever a memoryview: a value that was received in place."""
+
+
+class CommandError(ShadowServeError):
+    """A command cannot be done; the message is the error reply, its code included: ``ERR syntax error``."""
+
+
+class Outgoing:
+    """A part of a stored value in a reply: sent from where it is, its item held until it is sent."""
+
+    __slots__ = ("item", "view")
+
+    def __init__(self, view: memoryview, item: Item) -> None:
+        """Make one; ``view`` is of ``item.value``."""
+        self.view = view
+        self.item = item
+
+
+Part: TypeAlias = bytes | Outgoing
+
+
+class Later:
+    """The reply of a command whose work is too long for the event loop.
+
+    ``work`` runs in another thread and touches nothing but its own arguments; ``finish`` then makes the reply of its
+    result, on the loop's thread. The client's next commands wait.
+    """
+
+    __slots__ = ("finish", "work")
+
+    def __init__(self, work: Callable[[], Any], finish: Callable[[Any], "bytes | list[Part]"]) -> None:
+        """Make one."""
+        self.work = work
+        self.finish = finish
+
+
+Reply: TypeAlias = bytes | list[Part] | Later
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the node has done since it started, or since CONFIG RESETSTAT."""
+
+    connections: int = 0
+    connections_rejected: int = 0
+    connections_denied: int = 0
+    commands: int = 0
+    errors: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    records_stored: int = 0
+    records_kept: int = 0
+    records_refused: int = 0
+    meta_keys: int = 0
+    stalled_clients: int = 0
+    idle_clients: int = 0
+    protocol_errors: int = 0
+    authentication_failures: int = 0
+
+
+class Session:
+    """One client: what it said about itself, and what it may do.
+
+    Attributes:
+        id: unique in the process, as CLIENT ID.
+        protocol: 2 or 3.
+        closing: the connection ends when what has been answered so far is sent.
+        replies: False after CLIENT REPLY OFF.
+        skip: commands whose replies are still to be dropped, CLIENT REPLY SKIP itself included.
+    """
+
+    __slots__ = (
+        "address",
+        "authenticated",
+        "closing",
+        "created_s",
+        "file_descriptor",
+        "id",
+        "last_command",
+        "last_command_s",
+        "library_name",
+        "library_version",
+        "local_address",
+        "name",
+        "no_evict",
+        "pending_output_bytes",
+        "protocol",
+        "replies",
+        "skip",
+    )
+
+    def __init__(self, id: int, *, address: str, local_address: str, file_descriptor: int, authenticated: bool) -> None:
+        """Make the session of a client that has just connected."""
+        self.id = id
+        self.address = address
+        self.local_address = local_address
+        self.file_descriptor = file_descriptor
+        self.created_s = self.last_command_s = time.monotonic()
+        self.pending_output_bytes = 0
+        self.closing = False
+        self.last_command = "NULL"
+        self.library_name = b""
+        self.library_version = b""
+        self.reset(authenticated)
+
+    def reset(self, authenticated: bool) -> None:
+        """Return to the state of a new connection, as RESET does."""
+        self.authenticated = authenticated
+        self.name = b""
+        self.protocol = 2
+        self.replies = True
+        self.skip = 0
+        self.no_evict = False
+
+
+@dataclass(slots=True)
+class Node:
+    """One storage node.
+
+    Attributes:
+        lock: held by whoever uses the engine, the counters or the sessions; nobody waits for anything while holding it.
+            Commands are executed under it, so that each sees and leaves a whole.
+    """
+
+    config: StorageConfig
+    engine: Engine
+    clock_ms: Callable[[], int]
+    counters: Counters = field(default_factory=Counters)
+    sessions: dict[int, Session] = field(default_factory=dict)
+    run_id: str = field(default_factory=lambda: secrets.token_hex(20))
+    started_s: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    process_id: int = field(default_factory=os.getpid)
+    port: int = 0
+
+    @property
+    def needs_password(self) -> bool:
+        """Whether clients must authenticate."""
+        return bool(self.config.password.get_secret_value())
+
+    def check_password(self, user: bytes, password: bytes) -> bool:
+        """Return whether this is the default user's password, in a time that does not tell how much of it is right."""
+        expected = self.config.password.get_secret_value().encode()
+        same = hmac.compare_digest(password, expected)
+        accepted = user == b"default" and (same or not expected)
+        if not accepted:
+            self.counters.authentication_failures += 1
+        return accepted
+
+    def read(self, key: bytes, *, touch: bool = True) -> Item | None:
+        """Return the item of ``key`` for a command that reads, counting a hit or a miss."""
+        item = self.engine.get(key) if touch else self.engine.peek(key)
+        if item is None:
+            self.counters.misses += 1
+        else:
+            self.counters.hits += 1
+        return item

@@ -1,0 +1,361 @@
+"""The storage server: listens, accepts, watches over time, stops in order.
+
+Run by ``shadowserve storage`` through :func:`run`. One process: the main thread accepts and keeps time, ``io_threads``
+threads serve clients, others check large records and answer Prometheus.
+"""
+
+import asyncio
+import gc
+import ipaddress
+import itertools
+import logging
+import resource
+import signal
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from shadowserve.cores import chosen_cores, confine
+from shadowserve.errors import ConfigurationError
+from shadowserve.resp import encode_error
+from storage_kv.config import StorageConfig
+from storage_kv.connection import Connection
+from storage_kv.engine import Engine, MemoryEngine, wall_clock_ms
+from storage_kv.io_threads import IoThread, threads_for
+from storage_kv.metrics import MetricsEndpoint
+from storage_kv.node import Node, Session
+
+__all__ = ["StorageServer", "run"]
+
+_log = logging.getLogger(__name__)
+
+_BACKLOG: Final = 511  # as Redis; Linux rounds to a power of two
+_ACCEPTS_PER_TURN: Final = 64
+_WATCH_INTERVAL_S: Final = 0.1  # of expiry, ten times a second as Redis, and of standing clients
+_SWEEP_KEYS_MAX: Final = 2_000  # about 2 ms
+_REFUSED_LINGER_S: Final = 0.5
+_REFUSED_LINGERING_MAX: Final = 128
+_KEEPALIVE_S: Final = 300  # as Redis: finds clients whose machine has vanished
+_DESCRIPTORS_RESERVED: Final = 64
+
+_LOOPBACK_SEND_BYTES: Final = 512 << 10
+"""Of the kernel's send buffer towards clients of the same machine. Left alone it grows to 4 MiB and falls out of the
+CPU's caches between the copy into it and the copy out of it: measured, GET of 32 MiB runs at half the speed and a
+third more CPU time. Towards other machines the kernel chooses, since there the buffer must cover the round trip."""
+
+_DENIED: Final = (
+    "DENIED this server is in protected mode: it has no password and accepts clients of its own machine only. To use "
+    "it from others, set SHADOWSERVE_STORAGE_PASSWORD on the server and send AUTH; or, on a network that you trust "
+    "entirely, set protected_mode to false."
+)
+
+
+class StorageServer:
+    """A server in a running event loop.
+
+    Use: ``await start()``, then ``await wait_stopped()``; ``request_stop()`` from a signal handler ends the latter.
+    """
+
+    def __init__(self, config: StorageConfig, engine: Engine | None = None) -> None:
+        """Make a server that does not listen yet; ``engine`` is by default one in memory, of the configured budget."""
+        self.node = Node(config, engine or MemoryEngine(config.memory_budget_bytes), wall_clock_ms)
+        self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")
+        self.addresses: list[tuple[str, int]] = []
+        self._io_threads: list[IoThread] = []
+        self._connections_max = config.connections_max
+        self._listeners: list[socket.socket] = []
+        self._refused: set[socket.socket] = set()
+        self._session_ids = itertools.count(1)
+        self._stop_requested = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._metrics: MetricsEndpoint | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port of the Prometheus endpoint, None without one."""
+        return self._metrics.port if self._metrics else None
+
+    async def start(self) -> None:
+        """Listen, and accept clients.
+
+        Raises:
+            ConfigurationError: an address cannot be listened on.
+        """
+        config = self.node.config
+        self._loop = asyncio.get_running_loop()
+        self._connections_max = _raise_descriptor_limit(config.connections_max)
+        try:
+            self._listeners = await self._listen(config.host, config.port)
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot listen on {config.host} port {config.port}: {error}; choose another host or port"
+            ) from error
+        self.node.port = self.addresses[0][1]
+        if config.metrics_port is not None:
+            try:
+                self._metrics = MetricsEndpoint(self.node, config.metrics_host, config.metrics_port)
+            except OSError as error:
+                self._close_listeners()
+                raise ConfigurationError(
+                    f"cannot serve metrics on {config.metrics_host} port {config.metrics_port}: {error}; choose "
+                    "another metrics_port, or null for none"
+                ) from error
+        self._start_io_threads(threads_for(config.io_threads))
+        self._watcher = asyncio.create_task(self._watch())
+        if config.listens_beyond_loopback and not self.node.needs_password:
+            fate = "refused" if config.protected_mode else "let in without a password"
+            _log.warning("no_password host=%s clients_of_other_machines=%r", config.host, fate)
+
+    def _start_io_threads(self, count: int) -> None:
+        try:
+            for number in range(count):
+                self._io_threads.append(IoThread(number, self.node, self.workers, self._note_end))
+        except OSError as error:
+            for thread in self._io_threads:
+                thread.stop()
+            self._close_listeners()
+            if self._metrics is not None:
+                self._metrics.close()
+            raise ConfigurationError(f"cannot start {count} threads: {error}; choose fewer io_threads") from error
+
+    async def _listen(self, host: str, port: int) -> list[socket.socket]:
+        """Bind every address of ``host``; with port 0 all get the one that the first was given."""
+        found = await self._loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        listeners: list[socket.socket] = []
+        try:
+            for family, _, _, _, address in dict.fromkeys(found):
+                if port == 0 and self.addresses:
+                    address = (address[0], self.addresses[0][1], *address[2:])
+                listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+                listeners.append(listener)
+                listener.setblocking(False)
+                self.addresses.append(listener.getsockname()[:2])
+        except OSError:
+            for listener in listeners:
+                listener.close()
+            self.addresses.clear()
+            raise
+        for listener in listeners:
+            self._loop.add_reader(listener, self._on_acceptable, listener)
+        return listeners
+
+    # ---- Accepting
+
+    def _on_acceptable(self, listener: socket.socket) -> None:
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                sock, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # Out of descriptors or memory. The listener stays readable: pause, or the loop would spin.
+                _log.error("accept_failed error=%r retry_s=1", str(error))
+                self._loop.remove_reader(listener)
+                self._loop.call_later(1.0, self._resume_accepting, listener)
+                return
+            self._admit(sock, address)
+
+    def _resume_accepting(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener, self._on_acceptable, listener)
+
+    def _admit(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        node = self.node
+        sock.setblocking(False)
+        if len(node.sessions) >= self._connections_max:
+            with node.lock:
+                node.counters.connections_rejected += 1
+            self._refuse(sock, "ERR max number of clients reached")
+            return
+        if node.config.protected_mode and not node.needs_password and not _is_loopback(address[0]):
+            with node.lock:
+                node.counters.connections_denied += 1
+            _log.warning("client_denied address=%s:%d reason='protected mode'", *address[:2])
+            self._refuse(sock, _DENIED)
+            return
+        with node.lock:
+            node.counters.connections += 1
+        try:
+            _tune(sock, loopback=_is_loopback(address[0]))
+            local = sock.getsockname()
+        except OSError:  # it has gone already
+            sock.close()
+            return
+        session = Session(
+            next(self._session_ids),
+            address=_text(address),
+            local_address=_text(local),
+            file_descriptor=sock.fileno(),
+            authenticated=not node.needs_password,
+        )
+        with node.lock:
+            node.sessions[session.id] = session
+            thread = min(self._io_threads, key=lambda thread: thread.clients)
+            thread.clients += 1
+        thread.adopt(sock, session)
+
+    def _refuse(self, sock: socket.socket, text: str) -> None:
+        """Send one error and close, a little later: at once, a reset might overtake the error."""
+        try:
+            sock.send(encode_error(text))
+            sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            sock.close()
+            return
+        if len(self._refused) >= _REFUSED_LINGERING_MAX:
+            sock.close()
+            return
+        self._refused.add(sock)
+        self._loop.call_later(_REFUSED_LINGER_S, self._close_refused, sock)
+
+    def _close_refused(self, sock: socket.socket) -> None:
+        self._refused.discard(sock)
+        sock.close()
+
+    def _note_end(self) -> None:
+        """Pass the word, from any thread, that a connection has ended."""
+        self._loop.call_soon_threadsafe(self._end_if_empty)
+
+    def _end_if_empty(self) -> None:
+        if not self.node.sessions:
+            self._ended.set()
+
+    # ---- Time
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+            while self._sweep() == _SWEEP_KEYS_MAX:
+                await asyncio.sleep(0)
+            for thread in self._io_threads:
+                thread.watch()
+
+    def _sweep(self) -> int:
+        with self.node.lock:
+            return self.node.engine.sweep(_SWEEP_KEYS_MAX)
+
+    # ---- Stopping
+
+    def request_stop(self) -> None:
+        """Make wait_stopped() go on; called again, it cuts the waiting for replies short."""
+        if self._stop_requested.is_set():
+            for thread in self._io_threads:
+                thread.each(Connection.abort)
+        self._stop_requested.set()
+
+    async def wait_stopped(self) -> None:
+        """Serve until request_stop(), then stop."""
+        await self._stop_requested.wait()
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stop accepting, let replies under way finish within ``shutdown_timeout_s``, close everything."""
+        self._stop_requested.set()
+        self._close_listeners()
+        self._ended.clear()
+        for thread in self._io_threads:
+            thread.each(Connection.finish)
+        if self.node.sessions:
+            try:
+                await asyncio.wait_for(self._ended.wait(), self.node.config.shutdown_timeout_s)
+            except TimeoutError:
+                _log.warning("replies_cut_off clients=%d", len(self.node.sessions))
+        for thread in self._io_threads:
+            thread.each(Connection.abort)
+        for sock in list(self._refused):
+            self._close_refused(sock)
+        if self._watcher is not None:
+            self._watcher.cancel()
+            await asyncio.gather(self._watcher, return_exceptions=True)
+        if self._metrics is not None:
+            await self._loop.run_in_executor(None, self._metrics.close)
+        self.workers.shutdown(wait=True, cancel_futures=True)
+        for thread in self._io_threads:
+            thread.stop()
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+            listener.close()
+        self._listeners = []
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
+
+
+def _text(address: tuple[str, int]) -> str:
+    return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
+
+
+def _tune(sock: socket.socket, *, loopback: bool) -> None:
+    if loopback:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S // 3)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _raise_descriptor_limit(connections: int) -> int:
+    """Raise the limit of open files for ``connections``; return for how many it suffices."""
+    wanted = connections + _DESCRIPTORS_RESERVED
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return connections
+    granted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (granted, hard))
+    except (OSError, ValueError):
+        granted = soft
+    if granted < wanted:
+        _log.warning("connections_limited to=%d wanted=%d hint='raise ulimit -n'", granted, wanted)
+    return max(1, min(connections, granted - _DESCRIPTORS_RESERVED))
+
+
+async def _serve(config: StorageConfig) -> None:
+    server = StorageServer(config)
+    await server.start()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.request_stop)
+    # The line that whoever started this process waits for; with port 0 it is the only place that tells the port.
+    print(f"ready {_text(server.addresses[0])}", flush=True)
+    _log.info(
+        "ready address=%s metrics_port=%s memory_budget_bytes=%d password=%s",
+        ",".join(map(_text, server.addresses)),
+        server.metrics_port,
+        config.memory_budget_bytes,
+        "yes" if server.node.needs_password else "no",
+    )
+    await server.wait_stopped()
+    _log.info("stopped commands=%d", server.node.counters.commands)
+
+
+def run(config: StorageConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then stop in order and return. Needs the main thread.
+
+    Prints ``ready HOST:PORT`` on standard output once clients can connect; logs go to standard error.
+
+    Raises:
+        ConfigurationError: an address cannot be listened on, or a core not be used.
+    """
+    confine(chosen_cores("cores", config.cores))
+    logging.basicConfig(
+        level=config.log_level,
+        stream=sys.stderr,
+        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+    # Items are containers to the collector, and there may be millions, none in a cycle: look at them rarely.
+    gc.set_threshold(50_000, 20, 100)
+    asyncio.run(_serve(config))
