@@ -1,0 +1,242 @@
+"""What storage holds, as far as the data plane knows: lookups, remembered heads, and the quarantine of faulty records.
+
+A remembered head is a hint that saves a round trip between a lookup and the fetches that follow. It never vouches for a
+body: that is checked slice by slice, and a fetch that fails with a remembered head asks again before it believes that.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dpu_dataplane.answers import Stored
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.metrics import Metrics, outcome_name
+from dpu_dataplane.storage import QUESTION_KEYS_MAX, StorageClient
+from shadowserve import native
+from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.record import HeadPeek, peek_head
+
+__all__ = ["Catalog", "Fault", "fault_of", "inspect_head"]
+
+_ENTRY_OVERHEAD: Final = 400  # bytes of objects around one remembered head
+_YIELD_KEYS: Final = 1024  # heads checked before other calls get their turn on the event loop
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a stored value cannot be used.
+
+    Attributes:
+        outcome: an Outcome: CORRUPT, MISMATCH, NOT_A_RECORD or UNSUPPORTED_CODEC.
+        reason: one sentence.
+        replaceable: whether a Store of the key may put another record in its place. Not where this one is good for
+            others: another namespace's, or one in a codec that this build lacks.
+    """
+
+    outcome: pb.Outcome
+    reason: str
+    replaceable: bool = True
+
+
+def fault_of(error: RecordError) -> Fault:
+    """Return the fault that an exception of :mod:`shadowserve.record` stands for."""
+    if isinstance(error, NotARecordError):
+        return Fault(pb.OUTCOME_NOT_A_RECORD, str(error))
+    if isinstance(error, CorruptRecordError):
+        return Fault(pb.OUTCOME_CORRUPT, str(error))
+    return Fault(pb.OUTCOME_MISMATCH, str(error))
+
+
+def inspect_head(stored: Stored, key: bytes, namespace: bytes, codecs: Collection[int]) -> Fault | HeadPeek:
+    """Check as much of a head as a lookup must: whole, of this key and namespace, decodable."""
+    try:
+        peek = peek_head(stored.head)
+    except RecordError as error:
+        return fault_of(error)
+    if peek.record_length != stored.length:
+        return Fault(
+            pb.OUTCOME_CORRUPT, f"the value has {stored.length} bytes, its header says {peek.record_length}: it was cut"
+        )
+    if peek.key != key:
+        return Fault(pb.OUTCOME_MISMATCH, f"it is the record of key {peek.key.hex()}")
+    if peek.namespace != namespace:
+        return Fault(pb.OUTCOME_MISMATCH, "it is a record of another namespace", False)
+    if peek.codec not in codecs:
+        return Fault(pb.OUTCOME_UNSUPPORTED_CODEC, f"this build does not decode codec {peek.codec}", False)
+    return peek
+
+
+class _HeadCache:
+    """Sound heads by key, the least recently used forgotten first."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._entries: OrderedDict[bytes, tuple[Stored, HeadPeek]] = OrderedDict()
+
+    def get(self, key: bytes) -> tuple[Stored, HeadPeek] | None:
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
+        return entry
+
+    def put(self, key: bytes, stored: Stored, peek: HeadPeek) -> None:
+        self.drop(key)
+        self._entries[key] = (stored, peek)
+        self._bytes += len(stored.head) + _ENTRY_OVERHEAD
+        while self._bytes > self._bytes_max:
+            self.drop(next(iter(self._entries)))
+
+    def drop(self, key: bytes) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._bytes -= len(entry[0].head) + _ENTRY_OVERHEAD
+
+
+class Catalog:
+    """Answers what storage holds."""
+
+    def __init__(self, client: StorageClient, metrics: Metrics, config: DataPlaneConfig) -> None:
+        self._client = client
+        self._metrics = metrics
+        self.codecs = frozenset(native.codec_implementations())
+        self._cache = _HeadCache(int(config.head_cache_bytes))
+        self._quarantine: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()  # to the time of its end
+        self._quarantine_time, self._quarantine_max = config.quarantine_time, config.quarantine_max
+        self._delete_corrupt = config.delete_corrupt
+        self._deletions: set[asyncio.Task[None]] = set()
+
+    @property
+    def quarantined(self) -> int:
+        """Keys in quarantine."""
+        return len(self._quarantine)
+
+    async def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[int]:
+        """Return for each chain, a namespace and its keys, how many leading chunks are stored and look sound.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: storage did not answer.
+        """
+        offered = [self._before_quarantine(namespace, keys) for namespace, keys in chains]
+        asked = [(index, key) for index, keys in enumerate(offered) for key in keys]
+        hits = [0] * len(chains)
+        ended = [False] * len(chains)
+        for first in range(0, len(asked), QUESTION_KEYS_MAX):
+            question = asked[first : first + QUESTION_KEYS_MAX]
+            answer = await self._client.meta([key for _, key in question])
+            for position, ((index, key), stored) in enumerate(zip(question, answer, strict=True)):
+                if position % _YIELD_KEYS == _YIELD_KEYS - 1:
+                    await asyncio.sleep(0)
+                if ended[index]:
+                    continue
+                if self._is_sound(stored, key, chains[index][0]):
+                    hits[index] += 1
+                else:
+                    ended[index] = True
+        self._metrics.lookup_keys += sum(len(keys) for _, keys in chains)
+        self._metrics.lookup_hits += sum(hits)
+        return hits
+
+    async def find(self, keys: Sequence[bytes], *, fresh: bool) -> list[tuple[Stored | None, bool]]:
+        """Return what is stored under each of up to QUESTION_KEYS_MAX keys, and whether that is only remembered.
+
+        Args:
+            keys: of chunks.
+            fresh: ask for all, whatever is remembered.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: storage did not answer.
+        """
+        known = {} if fresh else {key: entry[0] for key in keys if (entry := self._cache.get(key)) is not None}
+        unknown = [key for key in keys if key not in known]
+        answers = dict(zip(unknown, await self._client.meta(unknown), strict=True)) if unknown else {}
+        return [(known[key], True) if key in known else (answers[key], False) for key in keys]
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Forget remembered heads."""
+        for key in keys:
+            self._cache.drop(key)
+
+    def is_quarantined(self, namespace: bytes, key: bytes) -> bool:
+        """Return whether a key is not to be offered."""
+        end = self._quarantine.get((namespace, key))
+        if end is None:
+            return False
+        if end > time.monotonic():
+            return True
+        del self._quarantine[namespace, key]
+        return False
+
+    def condemn(self, namespace: bytes, key: bytes, fault: Fault) -> None:
+        """Count a faulty record, log it once, stop offering its key for a while, and delete it if it is corrupt.
+
+        The quarantine holds for askers of this namespace alone: a caller who asks for another's key under a wrong
+        namespace or shape gets a mismatch, and harms nobody else's hits.
+        """
+        self._metrics.integrity_failures[outcome_name(fault.outcome)] += 1
+        self._cache.drop(key)
+        if self.is_quarantined(namespace, key):
+            return
+        self._quarantine[namespace, key] = time.monotonic() + self._quarantine_time
+        while len(self._quarantine) > self._quarantine_max:
+            self._quarantine.popitem(last=False)
+        deleting = fault.outcome == pb.OUTCOME_CORRUPT and self._delete_corrupt
+        logger.warning(
+            "record %s is unusable (%s): %s; treated as a miss for %g s%s",
+            key.hex(),
+            outcome_name(fault.outcome),
+            fault.reason,
+            self._quarantine_time,
+            " and deleted from storage" if deleting else "",
+        )
+        if deleting:
+            task = asyncio.create_task(self._delete(key))
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
+
+    def pardon(self, namespace: bytes, key: bytes) -> None:
+        """Offer a key again: it was stored anew."""
+        self._quarantine.pop((namespace, key), None)
+        self._cache.drop(key)
+
+    async def close(self) -> None:
+        """Give deletions in progress up."""
+        for task in list(self._deletions):
+            task.cancel()
+        await asyncio.gather(*self._deletions, return_exceptions=True)
+
+    def _before_quarantine(self, namespace: bytes, keys: Sequence[bytes]) -> Sequence[bytes]:
+        if self._quarantine:
+            for index, key in enumerate(keys):
+                if self.is_quarantined(namespace, key):
+                    return keys[:index]
+        return keys
+
+    def _is_sound(self, stored: Stored | None, key: bytes, namespace: bytes) -> bool:
+        """Judge what a lookup found, and remember it if it is sound. Unchanged since last time: no need to look."""
+        if stored is None:
+            self._cache.drop(key)
+            return False
+        entry = self._cache.get(key)
+        if entry is not None and entry[0] == stored and entry[1].namespace == namespace:
+            return True
+        judged = inspect_head(stored, key, namespace, self.codecs)
+        if isinstance(judged, Fault):
+            self.condemn(namespace, key, judged)
+            return False
+        self._cache.put(key, stored, judged)
+        return True
+
+    async def _delete(self, key: bytes) -> None:
+        try:
+            await self._client.delete(key)
+            self._metrics.deleted_records += 1
+        except StorageError as error:
+            logger.info("corrupt record %s could not be deleted: %s", key.hex(), error)

@@ -1,0 +1,237 @@
+"""What the data plane can be told: section ``dpu``; ``configs/emulated.yaml`` says why each default is what it is."""
+
+import ipaddress
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
+
+from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
+
+from shadowserve.config import Section
+from shadowserve.cores import ProcessCores, chosen_cores
+from shadowserve.errors import ConfigurationError
+
+__all__ = ["CoreList", "DataPlaneConfig", "codec_name", "split_address"]
+
+CORE_ANY: Final = -1
+MIB: Final = 1 << 20
+
+CoreList = Literal["auto"] | list[Annotated[int, Field(ge=CORE_ANY, le=4095)]]
+"""Core of each thread of a stage, -1 for a thread that is not pinned; ``auto`` sizes it for this machine."""
+
+Positive = Annotated[float, Field(gt=0, le=86400)]
+
+
+def split_address(text: str) -> tuple[str, int]:
+    """Return host and port of ``host:port``; an IPv6 host stands in brackets.
+
+    Raises:
+        ValueError: no port, or none that can be.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"'{text}' is no host:port, such as 127.0.0.1:6380 or [::1]:6380")
+    if host.startswith("[") and host.endswith("]"):
+        return host[1:-1], int(port)
+    if ":" in host:
+        raise ValueError(f"'{text}': an IPv6 host stands in brackets, such as [::1]:6380")
+    return host, int(port)
+
+
+def codec_name(codec: str, backend: str) -> str:
+    """Return the codec that ``codec`` of the configuration stands for: ``auto`` goes by who decodes."""
+    if codec != "auto":
+        return codec
+    return "kvrans" if backend == "software" else "deflate"
+
+
+class DataPlaneConfig(Section):
+    """Configuration of the data plane daemon. Sizes take units: ``256MiB``. Times are seconds."""
+
+    section: ClassVar[str] = "dpu"
+
+    listen: str = "127.0.0.1:50151"
+    """Where gRPC listens, host:port (port 0 takes a free one) or unix:/path."""
+    allow_remote: bool = False
+    """Allow ``listen`` to be an address that other machines reach; calls are neither encrypted nor authenticated."""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port on the loopback interface for Prometheus; 0 for none."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log lines to print."""
+
+    storage: str = "127.0.0.1:6380"
+    """Storage server, host:port."""
+    storage_username: str = ""
+    """User to authenticate as; empty for the server's default user."""
+    storage_password: SecretStr = SecretStr("")
+    """Password; empty for none. Better in SHADOWSERVE_DPU_STORAGE_PASSWORD than in a file."""
+    connect_timeout: Positive = 2.0
+    """To connect and authenticate to storage."""
+    command_timeout: Positive = 5.0
+    """Silence of the storage server, while it owes an answer, after which its connection is given up."""
+    connections: int = Field(2, ge=1, le=64)
+    """Data connections to storage, over which each round is spread; one network thread serves each."""
+
+    backend: Literal["software"] = "software"
+    """What runs the stages."""
+    codec: Literal["auto", "kvrans", "deflate", "lz4", "zstd", "none"] = "auto"
+    """Entropy codec for chunks that are stored. ``auto``: ``kvrans`` where CPU cores decode, ``deflate`` where a DPU's
+    engine does. Reading takes whatever a record names."""
+    fused: bool = True
+    """Decompress, dequantize and deliver a slice in one go while it is in a core's cache, instead of stage by stage."""
+    cores: ProcessCores = "auto"
+    """Cores that the whole process may use, all of its threads; ``auto`` for those that it was given."""
+    net_cores: CoreList = "auto"
+    """Network threads' cores."""
+    decompress_cores: CoreList = "auto"
+    """Decompression threads' cores (with ``fused``: those that do everything after the network)."""
+    dequantize_cores: CoreList = "auto"
+    """Dequantization threads' cores; unused with ``fused``."""
+    dma_cores: CoreList = "auto"
+    """Delivery threads' cores; unused with ``fused``."""
+    store_cores: CoreList = "auto"
+    """Encoding threads' cores; they run at low priority."""
+    queue_depth: int = Field(64, ge=1, le=65536)
+    """Slices in each queue between two stages."""
+    requests_in_flight: int = Field(8, ge=1, le=1024)
+    """Range requests sent ahead on each data connection."""
+    decompression_buffer_bytes: ByteSize = Field(ByteSize(256 * MIB), ge=MIB)
+    """Buffer that compressed chunks are received into; with the shared memory it bounds a round."""
+    dequantization_buffer_bytes: ByteSize = Field(ByteSize(256 * MIB), ge=MIB)
+    """Buffer of decompressed symbols; unused, and not allocated, with ``fused``."""
+    dma_source_buffer_bytes: ByteSize = Field(ByteSize(512 * MIB), ge=MIB)
+    """Buffer that is delivered from; unused, and not allocated, with ``fused``."""
+    store_buffer_bytes: ByteSize = Field(ByteSize(128 * MIB), ge=MIB)
+    """Buffer that chunks to store are encoded into, a batch at a time."""
+    pin_memory: bool = True
+    """Lock the buffers in memory, as far as the limit on locked memory (``ulimit -l``) allows."""
+
+    slice_bytes: ByteSize = Field(ByteSize(MIB), ge=4096, le=2 * MIB)
+    """Most bytes of symbols in one slice of a chunk that is stored. Reading takes whatever a record holds."""
+    chunked_pipeline: bool = True
+    """Let slices flow through the stages as they arrive. False (the paper's ablation): one chunk at a time."""
+    memory_management: bool = True
+    """Keep all buffers for ever. False (the paper's ablation): each chunk's are made and locked when it is fetched."""
+    trace_events: int = Field(16384, ge=0, le=1 << 24)
+    """Spans that each of the pipeline's threads has room to record for ``shadowserve trace``; 0 for none."""
+
+    fetch_queue: int = Field(256, ge=1, le=65536)
+    """Fetches that may wait for their round; further ones are refused."""
+    store_queue: int = Field(64, ge=1, le=65536)
+    """Stores that may wait; further ones are refused."""
+    keys_max: int = Field(65536, ge=1, le=1 << 20)
+    """Keys in one call."""
+    timeout_max: Positive = 600.0
+    """Longest deadline that a call may ask for."""
+    head_cache_bytes: ByteSize = Field(ByteSize(32 * MIB), ge=0)
+    """Heads of records remembered between a lookup and the fetches that follow it."""
+    destinations_max: int = Field(64, ge=1, le=65536)
+    """Memory segments registered at one time."""
+    destination_bytes_max: ByteSize = Field(ByteSize(64 * 1024 * MIB), ge=1)
+    """Bytes of all registered segments together."""
+    destination_idle: Positive = 600.0
+    """A segment that no call has used for so long is forgotten: its owner is gone, or will register again."""
+    quarantine_time: Positive = 300.0
+    """How long a key whose record was found faulty is not offered again, unless it is stored anew."""
+    quarantine_max: int = Field(65536, ge=1)
+    """Keys in quarantine at one time; beyond it the oldest go free."""
+    delete_corrupt: bool = True
+    """Delete records whose checksums are wrong from storage, so that they can be stored again."""
+    shutdown_time: Positive = 4.0
+    """After SIGTERM, jobs have half of this to finish; then they are cancelled."""
+
+    @field_validator("storage_password", "storage_username", mode="before")
+    @classmethod
+    def _read_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value  # YAML reads 1234 so
+
+    @field_validator("storage")
+    @classmethod
+    def _check_storage(cls, value: str) -> str:
+        if split_address(value)[1] == 0:
+            raise ValueError(f"'{value}': the storage server cannot have port 0")
+        return value
+
+    @model_validator(mode="after")
+    def _check_listen(self) -> Self:
+        if self.listen.startswith("unix:"):
+            if len(self.listen) == len("unix:"):
+                raise ValueError("listen: unix: needs a path, such as unix:/run/shadowserve/dpu.sock")
+            return self
+        host, _ = split_address(self.listen)
+        try:
+            loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            loopback = False
+        if not loopback and not self.allow_remote:
+            raise ValueError(
+                f"listen: '{host}' can be reached from other machines, and calls are not authenticated; "
+                "use 127.0.0.1, or set allow_remote: true where the network is trusted"
+            )
+        return self
+
+    def process_cores(self) -> list[int]:
+        """Return the cores of the whole process, with ``auto`` resolved.
+
+        Raises:
+            ConfigurationError: a core that this process may not use, or an empty list.
+        """
+        return chosen_cores("cores", self.cores)
+
+    def stage_cores(self) -> dict[str, list[int]]:
+        """Return the cores of ``net``, ``decompress``, ``dequantize``, ``dma`` and ``store``, with ``auto`` resolved.
+
+        They divide :meth:`process_cores` among them.
+
+        Up to four cores every stage may use all of them and the kernel decides, since a pinned thread would wait behind
+        whatever else runs there. Above, stages own their cores, as in the paper (2 of 16 for the network).
+
+        Raises:
+            ConfigurationError: a core that this process may not use, or an empty list.
+        """
+        usable = self.process_cores()
+        given = {
+            "net": self.net_cores,
+            "decompress": self.decompress_cores,
+            "dequantize": self.dequantize_cores,
+            "dma": self.dma_cores,
+            "store": self.store_cores,
+        }
+        automatic = _share(usable, self.connections, self.fused, self.chunked_pipeline)
+        chosen = {}
+        for stage, cores in given.items():
+            if stage == "net" and cores != "auto" and len(cores) != self.connections:
+                raise ConfigurationError(
+                    f"net_cores names {len(cores)} threads, but there are {self.connections} connections; one thread "
+                    "serves each"
+                )
+            chosen[stage] = automatic[stage] if cores == "auto" else list(cores)
+            absent = [core for core in chosen[stage] if core != CORE_ANY and core not in usable]
+            if absent or not chosen[stage]:
+                raise ConfigurationError(
+                    f"{stage}_cores: " + (f"core {absent[0]} is not" if absent else "an empty list; give some of")
+                    + f" among the cores this process may use: {', '.join(map(str, usable))}, or -1 for any"
+                )  # fmt: skip
+        return chosen
+
+
+def _share(usable: list[int], connections: int, fused: bool, chunked: bool) -> dict[str, list[int]]:
+    """Divide the cores among the stages; without the chunked pipeline each stage runs alone, and has all of them."""
+    count = len(usable)
+    if count <= 4:
+        anywhere = [CORE_ANY] * count
+        return {
+            "net": [CORE_ANY] * connections,
+            "decompress": anywhere,
+            "dequantize": anywhere,
+            "dma": [CORE_ANY],
+            "store": anywhere,
+        }
+    if not chunked:
+        net = [usable[index % count] for index in range(connections)]
+        return {"net": net, "decompress": usable, "dequantize": usable, "dma": usable[:1], "store": usable}
+    net = [usable[index % max(1, count // 8)] for index in range(connections)]
+    rest = [core for core in usable if core not in net]
+    if fused:
+        return {"net": net, "decompress": rest, "dequantize": rest, "dma": rest[:1], "store": rest}
+    dma, compute = rest[:1], rest[1:]
+    half = len(compute) // 2
+    return {"net": net, "decompress": compute[:half], "dequantize": compute[half:], "dma": dma, "store": compute}

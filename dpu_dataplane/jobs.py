@@ -1,0 +1,166 @@
+"""Jobs: one Fetch or Store each, with a deadline and a way to end it early.
+
+A job's steps on the event loop run under :meth:`Job.within`, which ends them on cancellation or at the deadline. Its
+steps on threads are never abandoned: :meth:`Job.interruptible` registers how to make such a step return soon, and the
+job waits for it, since only then is the caller's memory quiet.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from shadowserve.proto import dataplane_pb2 as pb
+
+__all__ = ["Job", "JobTable", "QueueFull", "Stop", "Turnstile"]
+
+_T = TypeVar("_T")
+
+
+class Stop(Exception):
+    """Ends a job with an outcome.
+
+    Attributes:
+        outcome: an Outcome.
+        detail: one sentence.
+    """
+
+    def __init__(self, outcome: pb.Outcome, detail: str) -> None:
+        super().__init__(detail)
+        self.outcome = outcome
+        self.detail = detail
+
+
+class QueueFull(Exception):
+    """As many jobs wait as may."""
+
+
+class Job:
+    """One Fetch or Store in progress."""
+
+    def __init__(self, job_id: str, timeout: float) -> None:
+        self.job_id = job_id
+        self.timeout = timeout
+        self.deadline_ns = time.monotonic_ns() + int(timeout * 1e9)
+        self._cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._interrupt: Callable[[], None] | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether :meth:`cancel` was called."""
+        return self._cancelled.done()
+
+    def cancel(self) -> None:
+        """Make the job end soon with OUTCOME_CANCELLED. Only from the event loop's thread."""
+        if not self._cancelled.done():
+            self._cancelled.set_result(None)
+            if self._interrupt is not None:
+                self._interrupt()
+
+    def check(self) -> None:
+        """Raise Stop if the job is cancelled or its time is up."""
+        if self.cancelled:
+            raise Stop(pb.OUTCOME_CANCELLED, "cancelled")
+        if time.monotonic_ns() >= self.deadline_ns:
+            raise self._late()
+
+    def _late(self, doing: str = "") -> Stop:
+        return Stop(pb.OUTCOME_DEADLINE, f"not done within {self.timeout:g} s{doing and ', while '}{doing}")
+
+    async def within(self, step: Coroutine[Any, Any, _T], doing: str) -> _T:
+        """Return what ``step`` returns; on cancellation or at the deadline end it and raise Stop.
+
+        Args:
+            step: to run.
+            doing: what it does, for the message: ``"asking storage"``.
+        """
+        task: asyncio.Future[Any] = asyncio.ensure_future(step)
+        remaining = max(0.0, (self.deadline_ns - time.monotonic_ns()) / 1e9)
+        try:
+            ended: set[asyncio.Future[Any]] = {task, self._cancelled}
+            await asyncio.wait(ended, timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if not task.cancelled():
+            result: _T = task.result()
+            return result
+        raise Stop(pb.OUTCOME_CANCELLED, f"cancelled while {doing}") if self.cancelled else self._late(doing)
+
+    @contextlib.contextmanager
+    def interruptible(self, interrupt: Callable[[], None]) -> Iterator[None]:
+        """While in this context, :meth:`cancel` calls ``interrupt``, which must make a step on a thread return soon."""
+        self.check()
+        self._interrupt = interrupt
+        try:
+            yield
+        finally:
+            self._interrupt = None
+
+
+class JobTable:
+    """Jobs in progress by their callers' ids."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, Job] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @contextlib.contextmanager
+    def enter(self, job_id: str, timeout: float) -> Iterator[Job]:
+        """Make a job and keep it findable.
+
+        Raises:
+            KeyError: a job of that id is in progress.
+        """
+        if job_id in self._jobs:
+            raise KeyError(job_id)
+        job = self._jobs[job_id] = Job(job_id, timeout)
+        try:
+            yield job
+        finally:
+            del self._jobs[job_id]
+
+    def cancel(self, job_id: str) -> bool:
+        """Cancel a job; return whether there was one."""
+        job = self._jobs.get(job_id)
+        if job is not None:
+            job.cancel()
+        return job is not None
+
+    def cancel_all(self) -> None:
+        """Cancel every job."""
+        for job in self._jobs.values():
+            job.cancel()
+
+
+class Turnstile:
+    """One job at a time, first come first served, with a bound on how many wait."""
+
+    def __init__(self, waiting_max: int) -> None:
+        self._waiting_max = waiting_max
+        self._lock = asyncio.Lock()
+        self.waiting = 0
+
+    @contextlib.asynccontextmanager
+    async def turn(self, job: Job) -> AsyncIterator[None]:
+        """Wait for the job's turn, and keep it.
+
+        Raises:
+            QueueFull: too many wait.
+            Stop: cancelled, or out of time, while waiting.
+        """
+        if self._lock.locked() and self.waiting >= self._waiting_max:
+            raise QueueFull
+        self.waiting += 1
+        try:
+            await job.within(self._lock.acquire(), "waiting for its turn")
+        finally:
+            self.waiting -= 1
+        try:
+            yield
+        finally:
+            self._lock.release()

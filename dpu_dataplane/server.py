@@ -1,0 +1,295 @@
+"""The daemon: everything put together, started, and stopped cleanly."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Final, Self
+from wsgiref.simple_server import WSGIServer
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import start_http_server
+
+from dpu_dataplane.catalog import Catalog
+from dpu_dataplane.config import DataPlaneConfig, codec_name, split_address
+from dpu_dataplane.destinations import DestinationTable
+from dpu_dataplane.fetching import Fetcher
+from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
+from dpu_dataplane.rounds import Buffers
+from dpu_dataplane.service import DataPlaneService
+from dpu_dataplane.storage import DataSockets, StorageClient
+from dpu_dataplane.storing import Storer
+from dpu_dataplane.tracing import Tracer
+from shadowserve import native
+from shadowserve.cores import confine
+from shadowserve.errors import ConfigurationError, NativeError
+from shadowserve.proto import dataplane_pb2, dataplane_pb2_grpc
+
+__all__ = ["Daemon", "run"]
+
+SERVICE_NAME: Final = dataplane_pb2.DESCRIPTOR.services_by_name["DataPlane"].full_name
+MESSAGE_BYTES_MAX: Final = 8 << 20
+"""Of one gRPC message: 65,536 keys take 2.2 MB; gRPC's own default is 4 MiB."""
+CALLS_MAX: Final = 4096
+"""Calls in progress, waiting ones included: above the default queues by an order of magnitude."""
+
+logger = logging.getLogger(__name__)
+
+
+class Daemon:
+    """The data plane, within one event loop: ``async with Daemon(config) as daemon``.
+
+    Attributes:
+        address: where gRPC listens, ``host:port`` or ``unix:/path``.
+        metrics: its counts.
+    """
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        self.config = config
+        self.address = ""
+        self.metrics = Metrics()
+        self.metrics_port = 0
+        self._exit = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        """Start everything.
+
+        Raises:
+            ConfigurationError: a core, a codec or an address that cannot be had.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._exit.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Let jobs finish for half of ``shutdown_time``, cancel the rest, and stop everything."""
+        await self._exit.aclose()
+
+    async def _start(self) -> None:
+        config = self.config
+        codec = _codec(config)
+        buffers = _buffers(config)
+        pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
+        self._exit.callback(pipeline.close)
+        self.metrics.stages = lambda: _stage_counts(pipeline)
+        self.metrics.gauges["pipeline_locked_bytes"] = (
+            "Bytes of the buffers that are locked in memory",
+            lambda: pipeline.locked_bytes,
+        )
+        client = StorageClient(config, self.metrics)
+        await client.start()
+        self._exit.push_async_callback(client.close)
+        catalog = Catalog(client, self.metrics, config)
+        self._exit.push_async_callback(catalog.close)
+        destinations = DestinationTable(config)
+        self._exit.callback(destinations.close)
+        fetch_sockets = DataSockets(client, len(config.stage_cores()["net"]), self.metrics)
+        store_sockets = DataSockets(client, 1, self.metrics)
+        self._exit.callback(fetch_sockets.close)
+        self._exit.callback(store_sockets.close)
+        tracer = Tracer(pipeline)
+        fetcher = Fetcher(
+            pipeline, self._executor("fetch"), catalog, fetch_sockets, buffers, self.metrics, config.fetch_queue, tracer
+        )
+        storer = Storer(
+            pipeline, self._executor("store"), catalog, client, store_sockets, buffers, self.metrics, codec,
+            int(config.slice_bytes), config.store_queue,
+        )  # fmt: skip
+        service = DataPlaneService(config, catalog, fetcher, storer, destinations, buffers, self.metrics, tracer)
+        self._measure(client, catalog, fetcher, storer, destinations, buffers)
+        self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(destinations, config)))
+        if config.metrics_port:
+            self._serve_metrics()
+        await self._serve(service)
+
+    def _executor(self, name: str) -> ThreadPoolExecutor:
+        executor = ThreadPoolExecutor(1, name)
+        self._exit.callback(executor.shutdown)
+        return executor
+
+    def _measure(
+        self,
+        client: StorageClient,
+        catalog: Catalog,
+        fetcher: Fetcher,
+        storer: Storer,
+        destinations: DestinationTable,
+        buffers: Buffers,
+    ) -> None:
+        self.metrics.gauges |= {
+            "storage_up": ("Whether the control connection to storage stands", lambda: float(client.connected)),
+            "quarantined_keys": ("Keys that are not offered since their record is faulty", lambda: catalog.quarantined),
+            "fetch_queue_jobs": ("Fetches waiting for their round", lambda: fetcher.queue.waiting),
+            "store_queue_jobs": ("Stores waiting for their turn", lambda: storer.queue.waiting),
+            "destinations": ("Registered segments", lambda: len(destinations)),
+            "destination_bytes": ("Bytes of registered segments", lambda: destinations.total_bytes),
+            "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: buffers.total),
+            "resident_bytes": ("The daemon's own resident memory, without clients' segments", resident_bytes),
+        }
+
+    def _serve_metrics(self) -> None:
+        try:
+            server, thread = start_http_server(self.config.metrics_port, "127.0.0.1", registry=self.metrics.registry)
+        except OSError as error:
+            raise ConfigurationError(f"metrics_port: cannot listen on {self.config.metrics_port}: {error}") from error
+        self._exit.callback(_stop_metrics, server, thread)
+
+    async def _serve(self, service: DataPlaneService) -> None:
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+                ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+                ("grpc.so_reuseport", 0),  # a second daemon on the same port is an error, not a lottery
+            ],
+            maximum_concurrent_rpcs=CALLS_MAX,
+        )
+        dataplane_pb2_grpc.add_DataPlaneServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        health_service: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
+        health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+        try:
+            port = server.add_insecure_port(self.config.listen)
+        except RuntimeError as error:
+            raise ConfigurationError(
+                f"listen: cannot listen on {self.config.listen}; is another data plane running there?"
+            ) from error
+        if self.config.listen.startswith("unix:"):
+            self.address = self.config.listen
+        else:
+            host, _ = split_address(self.config.listen)
+            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        await server.start()
+        for name in ("", SERVICE_NAME):
+            await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._exit.push_async_callback(self._stop_serving, server, service, health_service)
+
+    async def _stop_serving(self, server: grpc.aio.Server, service: DataPlaneService, health_service: Any) -> None:
+        """Refuse new calls at once; give jobs half the time to finish, then half of it to be cancelled."""
+        await health_service.enter_graceful_shutdown()
+        half = self.config.shutdown_time / 2
+        stopping = asyncio.ensure_future(server.stop(self.config.shutdown_time))
+        await asyncio.wait({stopping}, timeout=half)
+        if len(service.jobs):
+            logger.info("cancelling %d jobs that did not finish within %g s", len(service.jobs), half)
+            service.jobs.cancel_all()
+        await stopping
+        end = time.monotonic() + half
+        while len(service.jobs) and time.monotonic() < end:  # their callers are gone, but memory must be quiet
+            await asyncio.sleep(0.01)
+
+
+def _codec(config: DataPlaneConfig) -> native.Codec:
+    """Return the codec of what is stored.
+
+    Raises:
+        ConfigurationError: this build cannot encode it.
+    """
+    name = codec_name(config.codec, config.backend)
+    codec = native.Codec[name.upper()]
+    if codec not in native.codec_implementations():
+        raise ConfigurationError(f"codec: this build cannot encode {name}; see 'shadowserve doctor'")
+    return codec
+
+
+def _buffers(config: DataPlaneConfig) -> Buffers:
+    return Buffers(
+        decompression=int(config.decompression_buffer_bytes),
+        dequantization=None if config.fused else int(config.dequantization_buffer_bytes),
+        dma_source=None if config.fused else int(config.dma_source_buffer_bytes),
+        store=int(config.store_buffer_bytes),
+    )
+
+
+def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline:
+    cores = config.stage_cores()
+    try:
+        pipeline = native.Pipeline(
+            backend=config.backend,
+            fused=config.fused,
+            queue_depth=config.queue_depth,
+            requests_in_flight=config.requests_in_flight,
+            pin_memory=config.pin_memory,
+            decompression_bytes=buffers.decompression,
+            dequantization_bytes=buffers.dequantization or 0,
+            dma_source_bytes=buffers.dma_source or 0,
+            store_bytes=buffers.store,
+            net_cores=cores["net"],
+            decompress_cores=cores["decompress"],
+            dequantize_cores=[] if config.fused else cores["dequantize"],
+            dma_cores=[] if config.fused else cores["dma"],
+            store_cores=cores["store"],
+            chunked_pipeline=config.chunked_pipeline,
+            memory_management=config.memory_management,
+            trace_events=config.trace_events,
+        )
+    except NativeError as error:
+        raise ConfigurationError(f"the pipeline cannot be made: {error}") from error
+    if config.pin_memory and config.memory_management and pipeline.locked_bytes < buffers.total:
+        logger.info(
+            "%d of %d bytes of buffers are locked in memory; raise the limit (ulimit -l) to lock all",
+            pipeline.locked_bytes,
+            buffers.total,
+        )
+    return pipeline
+
+
+def _stage_counts(pipeline: native.Pipeline) -> list[StageCount]:
+    return [
+        StageCount(stage.name.lower(), count.items, count.input_bytes, count.output_bytes, count.busy_ns)
+        for stage, count in pipeline.statistics().items()
+    ]
+
+
+async def _expire(destinations: DestinationTable, config: DataPlaneConfig) -> None:
+    while True:
+        await asyncio.sleep(min(config.destination_idle / 4, 60.0))
+        destinations.expire(time.monotonic())
+
+
+async def _stop_task(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _stop_metrics(server: WSGIServer, thread: threading.Thread) -> None:
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+async def _main(config: DataPlaneConfig) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with Daemon(config) as daemon:
+        print(f"ready {daemon.address}", flush=True)
+        logger.info("ready on %s (storage %s, backend %s)", daemon.address, config.storage, config.backend)
+        await stop.wait()
+        logger.info("stopping")
+    logger.info("stopped")
+
+
+def run(config: DataPlaneConfig) -> None:
+    """Run the daemon until SIGTERM or SIGINT.
+
+    Prints ``ready ADDRESS`` on standard output once calls are answered; logs go to standard error.
+
+    Raises:
+        ConfigurationError: what was configured cannot be had.
+    """
+    # First of all: threads inherit from whatever starts them, and the buffers are touched where the process may run.
+    confine(config.process_cores())
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    asyncio.run(_main(config))

@@ -1,0 +1,311 @@
+"""The gRPC service: from messages to jobs, and back."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+from prometheus_client import Histogram
+
+from dpu_dataplane.catalog import Catalog
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.destinations import DestinationError, DestinationTable, OverlapError, TooManyError
+from dpu_dataplane.fetching import Fetcher, FetchRegion
+from dpu_dataplane.jobs import Job, JobTable, QueueFull, Stop
+from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
+from dpu_dataplane.rounds import Buffers, encoded_bound
+from dpu_dataplane.storing import Storer
+from dpu_dataplane.tracing import NotTraceable, Tracer
+from dpu_dataplane.validation import InvalidCall, Validator
+from shadowserve import __version__, native
+from shadowserve.errors import StorageRefusedError, StorageUnavailableError
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto import dataplane_pb2_grpc
+from shadowserve.record import ChunkLayout
+
+__all__ = ["DataPlaneService"]
+
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+REPORT_INTERVAL: Final = 10.0
+_REPORTED = (pb.OUTCOME_DEADLINE, pb.OUTCOME_STORAGE_REFUSED, pb.OUTCOME_NOT_STORABLE)
+
+logger = logging.getLogger(__name__)
+
+
+class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
+    """Implements ``proto/dataplane.proto``. Every answer to Lookup, Fetch and Store carries exactly one outcome."""
+
+    def __init__(
+        self,
+        config: DataPlaneConfig,
+        catalog: Catalog,
+        fetcher: Fetcher,
+        storer: Storer,
+        destinations: DestinationTable,
+        buffers: Buffers,
+        metrics: Metrics,
+        tracer: Tracer,
+    ) -> None:
+        self._config = config
+        self._tracer = tracer
+        self._catalog = catalog
+        self._fetcher = fetcher
+        self._storer = storer
+        self._destinations = destinations
+        self._buffers = buffers
+        self._metrics = metrics
+        self._validate = Validator(config)
+        self._reported: dict[tuple[str, int], float] = {}
+        self.jobs = JobTable()
+
+    # ---- Calls -------------------------------------------------------------------------------------------------------
+
+    async def Lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupResponse:  # noqa: N802
+        """How many leading chunks of each chain storage holds."""
+        return await self._answer(context, self._lookup, request)
+
+    async def RegisterDestination(  # noqa: N802
+        self, request: pb.RegisterDestinationRequest, context: _Context
+    ) -> pb.RegisterDestinationResponse:
+        """Map a segment."""
+        return await self._answer(context, self._register, request)
+
+    async def ReleaseDestination(  # noqa: N802
+        self, request: pb.ReleaseDestinationRequest, context: _Context
+    ) -> pb.ReleaseDestinationResponse:
+        """Forget a segment, once no job uses it."""
+        await self._destinations.release(request.destination_id)
+        return pb.ReleaseDestinationResponse()
+
+    async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
+        """One round."""
+        return await self._answer(context, self._fetch, request)
+
+    async def Store(self, request: pb.StoreRequest, context: _Context) -> pb.StoreResponse:  # noqa: N802
+        """Chunks to records."""
+        return await self._answer(context, self._store, request)
+
+    async def Cancel(self, request: pb.CancelRequest, context: _Context) -> pb.CancelResponse:  # noqa: N802
+        """End a job early."""
+        return pb.CancelResponse(found=self.jobs.cancel(request.job_id))
+
+    async def Statistics(self, request: pb.StatisticsRequest, context: _Context) -> pb.StatisticsResponse:  # noqa: N802
+        """What has been done so far."""
+        metrics = self._metrics
+        return pb.StatisticsResponse(
+            version=__version__,
+            backend=self._config.backend,
+            rounds=metrics.rounds,
+            destinations=len(self._destinations),
+            buffer_bytes=self._buffers.total,
+            resident_bytes=resident_bytes(),
+            stages=[
+                pb.StageStatistics(
+                    stage=stage.stage,
+                    items=stage.items,
+                    input_bytes=stage.input_bytes,
+                    output_bytes=stage.output_bytes,
+                    busy_ns=stage.busy_ns,
+                )
+                for stage in metrics.stages()
+            ],
+            fetch_outcomes=dict(metrics.fetches),
+            store_outcomes=dict(metrics.stores),
+            fetched_bytes=metrics.fetched_bytes,
+            delivered_bytes=metrics.delivered_bytes,
+            stored_raw_bytes=metrics.stored_raw_bytes,
+            stored_bytes=metrics.stored_bytes,
+        )
+
+    async def Trace(  # noqa: N802
+        self, request: pb.TraceRequest, context: _Context
+    ) -> AsyncIterator[pb.TraceResponse]:
+        """Record the next fetches."""
+        try:
+            timeout = self._validate.timeout(request.timeout_ms)
+            fetches = self._validate.count("fetches", request.fetches)
+            with self._tracer.recording(fetches) as recording:
+                yield pb.TraceResponse()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(recording.done.wait(), timeout)
+            parts = list(self._tracer.result(recording))
+        except InvalidCall as error:
+            await context.abort(error.code, str(error))
+        except NotTraceable as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        for part in parts:
+            yield part
+
+    # ---- What they do ------------------------------------------------------------------------------------------------
+
+    async def _answer(
+        self, context: _Context, handle: Callable[[_Request], Awaitable[_Response]], request: _Request
+    ) -> _Response:
+        """Run a handler; turn what is wrong with the call into a gRPC status."""
+        try:
+            return await handle(request)
+        except InvalidCall as error:
+            await context.abort(error.code, str(error))
+        except TooManyError as error:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
+        except OverlapError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except DestinationError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except QueueFull:
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, "as many jobs wait as may: treat it as a miss, or raise fetch_queue"
+            )
+        raise AssertionError("abort() always raises")
+
+    async def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        chains = self._validate.chains(request)
+        job = Job("", self._validate.timeout(request.timeout_ms))
+        hits, detail = [0] * len(chains), ""
+        with self._metrics.lookup_seconds.time():
+            try:
+                hits = await job.within(self._catalog.lookup(chains), "asking storage for heads")
+                outcome = pb.OUTCOME_COMPLETE
+            except Stop as stop:
+                outcome, detail = stop.outcome, stop.detail
+            except StorageUnavailableError as error:
+                outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
+            except StorageRefusedError as error:
+                outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+            except Exception as error:
+                outcome, detail = _internal("Lookup", error)
+        self._metrics.lookups[outcome_name(outcome)] += 1
+        response = pb.LookupResponse(hits=hits, outcome=outcome, detail=detail)
+        self._report(response)
+        return response
+
+    async def _register(self, request: pb.RegisterDestinationRequest) -> pb.RegisterDestinationResponse:
+        layout = self._validate.layout(request)
+        self._check_buffers(layout)
+        memory = request.shared_memory
+        destination = await self._destinations.register(memory.name, memory.size, layout)
+        logger.info(
+            "registered destination %016x: %d bytes, %d a chunk",
+            destination.destination_id,
+            memory.size,
+            layout.raw_bytes,
+        )
+        return pb.RegisterDestinationResponse(destination_id=destination.destination_id, chunk_bytes=layout.raw_bytes)
+
+    def _check_buffers(self, layout: ChunkLayout) -> None:
+        """Refuse a layout of which not even one chunk fits: every fetch of it would end with nothing."""
+        symbols = layout.layers * layout.kinds * layout.tokens * layout.token_decoded_bytes
+        slice_bytes = int(self._config.slice_bytes)
+        bound = max(encoded_bound(layout, native.Codec(codec), slice_bytes) for codec in self._catalog.codecs)
+        for name, size, needed in (
+            ("decompression_buffer_bytes", self._buffers.decompression, bound),
+            ("dequantization_buffer_bytes", self._buffers.dequantization, symbols),
+            ("dma_source_buffer_bytes", self._buffers.dma_source, layout.raw_bytes),
+            ("store_buffer_bytes", self._buffers.store, bound),
+        ):
+            if size is not None and size < needed:
+                raise InvalidCall(
+                    f"layout: one chunk needs up to {needed} bytes of {name}, which is {size}; raise it, or use fewer "
+                    "tokens in a chunk",
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                )
+
+    async def _fetch(self, request: pb.FetchRequest) -> pb.FetchResponse:
+        keys = self._validate.keys("keys", list(request.keys))
+        destination = self._destinations.get(request.destination_id)
+        if destination is not None:
+            self._validate.offset(destination, request.offset)
+            if request.length < destination.layout.raw_bytes:
+                raise InvalidCall(f"length is {request.length}; a chunk takes {destination.layout.raw_bytes} bytes")
+
+        async def work(job: Job) -> pb.FetchResponse:
+            if destination is None:
+                return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(request.destination_id))
+            with self._destinations.claim(destination, request.offset, request.length, writing=True):
+                region = FetchRegion(destination, request.offset, request.length)
+                try:
+                    return await self._fetcher.run(job, region, keys)
+                except Exception as error:
+                    if isinstance(error, QueueFull):
+                        raise
+                    outcome, detail = _internal("Fetch", error)
+                    return pb.FetchResponse(outcome=outcome, detail=detail)
+
+        return await self._run(request, work, self._metrics.fetches, self._metrics.fetch_seconds)
+
+    async def _store(self, request: pb.StoreRequest) -> pb.StoreResponse:
+        keys = self._validate.keys("keys", list(request.keys))
+        destination = self._destinations.get(request.destination_id)
+        if destination is not None:
+            self._validate.offset(destination, request.offset)
+
+        async def work(job: Job) -> pb.StoreResponse:
+            if destination is None:
+                return pb.StoreResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(request.destination_id))
+            length = len(keys) * destination.layout.raw_bytes
+            with self._destinations.claim(destination, request.offset, length, writing=False):
+                try:
+                    return await self._storer.run(job, destination, request.offset, keys)
+                except Exception as error:
+                    if isinstance(error, QueueFull):
+                        raise
+                    outcome, detail = _internal("Store", error)
+                    return pb.StoreResponse(outcome=outcome, detail=detail)
+
+        return await self._run(request, work, self._metrics.stores, self._metrics.store_seconds)
+
+    async def _run(
+        self,
+        request: Any,
+        work: Callable[[Job], Coroutine[Any, Any, _Response]],
+        counts: Counter[str],
+        seconds: Histogram,
+    ) -> _Response:
+        """Run a job to its end, even if the caller goes away: then it is cancelled, and its end awaited."""
+        job_id = self._validate.job_id(request.job_id)
+        timeout = self._validate.timeout(request.timeout_ms)
+        begin = time.monotonic()
+        try:
+            with self.jobs.enter(job_id, timeout) as job:
+                task = asyncio.create_task(work(job))
+                try:
+                    response = await asyncio.shield(task)
+                except asyncio.CancelledError:
+                    job.cancel()
+                    await asyncio.wait({task})
+                    if not task.exception():
+                        counts[outcome_name(task.result().outcome)] += 1  # type: ignore[attr-defined]
+                    raise
+        except KeyError:
+            raise InvalidCall(
+                f"job_id {job_id!r} is in use by a job in progress", grpc.StatusCode.ALREADY_EXISTS
+            ) from None
+        counts[outcome_name(response.outcome)] += 1  # type: ignore[attr-defined]
+        self._report(response)
+        seconds.observe(time.monotonic() - begin)
+        return response
+
+    def _report(self, response: Any) -> None:
+        """Log why a call failed, for outcomes that nobody else logs; at most one line of a kind in REPORT_INTERVAL."""
+        kind = (type(response).__name__.removesuffix("Response"), response.outcome)
+        now = time.monotonic()
+        if response.outcome in _REPORTED and now >= self._reported.get(kind, now - REPORT_INTERVAL) + REPORT_INTERVAL:
+            self._reported[kind] = now
+            logger.warning("%s ended with %s: %s", kind[0], outcome_name(response.outcome), response.detail)
+
+
+def _unknown(destination_id: int) -> str:
+    return f"there is no destination {destination_id:016x} (any more): register again"
+
+
+def _internal(call: str, error: Exception) -> tuple[pb.Outcome, str]:
+    logger.exception("%s met a bug; please report it", call)
+    return pb.OUTCOME_INTERNAL, f"{call} met a bug: {type(error).__name__}: {error}"

@@ -1,0 +1,220 @@
+"""Store: chunks from a region to records in storage; the path backwards, at lower priority than fetching.
+
+Chunks that storage holds already are skipped. The rest are encoded a batch at a time, as many as the store buffer
+takes, and put one after the other, so that what was stored when a job ends early is a prefix.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from dpu_dataplane.answers import Stored
+from dpu_dataplane.catalog import Catalog, Fault, inspect_head
+from dpu_dataplane.destinations import Destination
+from dpu_dataplane.jobs import Job, Stop, Turnstile
+from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
+from dpu_dataplane.storage import QUESTION_KEYS_MAX, DataSockets, StorageClient
+from shadowserve import native
+from shadowserve.errors import StorageRefusedError, StorageUnavailableError
+from shadowserve.native import Result
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.record import ChunkLayout, encode_head
+
+__all__ = ["Storer"]
+
+_OUTCOMES = {
+    Result.NOT_FINITE: pb.OUTCOME_NOT_STORABLE,
+    Result.REFUSED: pb.OUTCOME_STORAGE_REFUSED,
+    Result.PROTOCOL: pb.OUTCOME_STORAGE_UNAVAILABLE,
+    Result.DISCONNECTED: pb.OUTCOME_STORAGE_UNAVAILABLE,
+    Result.DEADLINE: pb.OUTCOME_DEADLINE,
+    Result.CANCELLED: pb.OUTCOME_CANCELLED,
+    Result.NOT_SUPPORTED: pb.OUTCOME_UNSUPPORTED_CODEC,
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Progress:
+    """What a store has done so far."""
+
+    done: int = 0
+    stored_bytes: int = 0
+
+
+class Storer:
+    """Runs stores, one at a time."""
+
+    def __init__(
+        self,
+        pipeline: native.Pipeline,
+        executor: Executor,
+        catalog: Catalog,
+        client: StorageClient,
+        sockets: DataSockets,
+        buffers: Buffers,
+        metrics: Metrics,
+        codec: native.Codec,
+        slice_bytes: int,
+        queue_max: int,
+    ) -> None:
+        self._pipeline = pipeline
+        self._executor = executor
+        self._catalog = catalog
+        self._client = client
+        self._sockets = sockets
+        self._buffers = buffers
+        self._metrics = metrics
+        self._codec = codec
+        self._slice_bytes = slice_bytes
+        self.queue = Turnstile(queue_max)
+
+    async def run(self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes]) -> pb.StoreResponse:
+        """Store chunks that lie one after the other from ``offset``. Returns once nothing reads the region any more.
+
+        Raises:
+            QueueFull: too many stores wait.
+        """
+        progress = _Progress()
+        try:
+            async with self.queue.turn(job):
+                for first in range(0, len(keys), QUESTION_KEYS_MAX):
+                    part = keys[first : first + QUESTION_KEYS_MAX]
+                    await self._store(job, destination, offset + first * destination.layout.raw_bytes, part, progress)
+            outcome, detail = pb.OUTCOME_COMPLETE, ""
+        except Stop as stop:
+            outcome, detail = stop.outcome, stop.detail
+        except StorageUnavailableError as error:
+            outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
+        except StorageRefusedError as error:
+            outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+        return pb.StoreResponse(
+            chunks=progress.done,
+            outcome=outcome,
+            detail=detail,
+            raw_bytes=progress.done * destination.layout.raw_bytes,
+            stored_bytes=progress.stored_bytes,
+        )
+
+    async def _store(
+        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], progress: _Progress
+    ) -> None:
+        layout = destination.layout
+        found = await job.within(self._catalog.find(keys, fresh=True), "asking storage what it holds")
+        bound = encoded_bound(layout, self._codec, self._slice_bytes)
+        batch_max = max(1, self._buffers.store // (-(-bound // ALIGNMENT) * ALIGNMENT))
+        index = 0
+        while index < len(keys):
+            # Up to the next `batch_max` chunks that are not held, and the held ones between them.
+            batch: list[int] = []
+            held: dict[int, int] = {}
+            while index < len(keys) and len(batch) < batch_max:
+                length = await self._held_length(job, layout, keys[index], found[index][0])
+                if length is None:
+                    batch.append(index)
+                else:
+                    held[index] = length
+                index += 1
+            await self._encode_and_put(job, destination, offset, keys, batch, held, progress)
+
+    async def _held_length(self, job: Job, layout: ChunkLayout, key: bytes, stored: Stored | None) -> int | None:
+        """Return the length of the record that storage holds, None where there is none that is any good.
+
+        A faulty record would keep its place against a new one, records being immutable, so it is deleted first; unless
+        it is good for others, which ends the job.
+        """
+        if stored is None:
+            return None
+        judged = inspect_head(stored, key, layout.namespace, self._catalog.codecs)
+        suspect = self._catalog.is_quarantined(layout.namespace, key)
+        if not isinstance(judged, Fault) and not suspect:
+            return stored.length
+        if isinstance(judged, Fault) and not judged.replaceable:
+            raise Stop(judged.outcome, f"chunk {key.hex()} cannot be stored over what is there: {judged.reason}")
+        await job.within(self._client.delete(key), "deleting a faulty record")
+        return None
+
+    async def _encode_and_put(
+        self,
+        job: Job,
+        destination: Destination,
+        offset: int,
+        keys: Sequence[bytes],
+        batch: Sequence[int],
+        held: dict[int, int],
+        progress: _Progress,
+    ) -> None:
+        """Encode a batch, then put its records in the order of their chunks."""
+        layout = destination.layout
+        bound = encoded_bound(layout, self._codec, self._slice_bytes)
+        plan = plan_store([keys[index] for index in batch], batch, layout, self._codec, bound, self._slice_bytes)
+        round_ = native.Round(
+            chunks=plan.chunks,
+            slices=plan.slices,
+            quantizer=layout.quantizer,
+            dtype=layout.dtype,
+            vector_length=layout.vector_length,
+            scale_vectors=layout.scale_tokens,
+            destination=destination.memory[offset : offset + len(keys) * layout.raw_bytes].data,
+            deadline_ns=job.deadline_ns,
+        )
+        try:
+            results: list[Result] = []
+            if batch:
+                loop = asyncio.get_running_loop()
+                with job.interruptible(round_.cancel):
+                    failure = await loop.run_in_executor(self._executor, self._pipeline.encode, round_)
+                results = round_.results
+                if failure is not Result.OK and all(result is Result.OK for result in results):
+                    raise self._stop(keys[batch[0]], failure, "")
+            encoded = dict(zip(batch, enumerate(results), strict=True))
+            for index in sorted([*batch, *held]):
+                if index in held:
+                    progress.stored_bytes += held[index]
+                else:
+                    position, result = encoded[index]
+                    if result is not Result.OK:
+                        raise self._stop(keys[index], result, "")
+                    progress.stored_bytes += await self._put(job, round_, plan, position, layout, keys[index])
+                progress.done += 1
+        finally:
+            round_.release()
+
+    async def _put(
+        self, job: Job, round_: native.Round, plan: StorePlan, position: int, layout: ChunkLayout, key: bytes
+    ) -> int:
+        """Put one record; a connection that broke is made again once. Return the record's bytes."""
+        head = encode_head(key, self._codec, layout, plan.manifest_of(position))
+        loop = asyncio.get_running_loop()
+        for last in (False, True):
+            [sock] = await job.within(self._sockets.open(), "connecting to storage")
+            result, text = Result.CANCELLED, ""
+            try:
+                with job.interruptible(self._sockets.shut_down):
+                    result, text = await loop.run_in_executor(
+                        self._executor, self._pipeline.put, round_, position, head, sock.fileno(), job.deadline_ns
+                    )
+            finally:
+                if result not in (Result.OK, Result.REFUSED):
+                    self._sockets.close()
+            if job.cancelled or result is not Result.DISCONNECTED or last:
+                break
+        if result is not Result.OK:
+            job.check()
+            raise self._stop(key, result, text)
+        size = len(head) + int(plan.chunks[position]["body_length"])
+        self._catalog.pardon(layout.namespace, key)
+        self._metrics.stored_raw_bytes += layout.raw_bytes
+        self._metrics.stored_bytes += size
+        return size
+
+    def _stop(self, key: bytes, result: Result, text: str) -> Stop:
+        outcome = _OUTCOMES.get(result, pb.OUTCOME_INTERNAL)
+        detail = f"chunk {key.hex()}: {text or native.result_text(result)}"
+        if outcome == pb.OUTCOME_INTERNAL:
+            logger.error("storing failed with %s at %s", result.name, detail)
+        return Stop(outcome, detail)

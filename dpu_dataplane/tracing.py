@@ -1,0 +1,126 @@
+"""Recordings of fetches: what each of the C core's threads did when, and the steps of the calls around it.
+
+One recording at a time. While none runs, a step costs a look at a flag.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from shadowserve import native
+from shadowserve.errors import NativeError
+from shadowserve.proto import dataplane_pb2 as pb
+
+__all__ = ["NotTraceable", "Tracer"]
+
+STEPS_MAX: Final = 4096
+"""Steps of calls in one recording: five for each round, so far over what the threads' logs hold."""
+SPANS_IN_MESSAGE: Final = 8192
+"""Some 600 KB, far under the limit on a message."""
+_NO_SLICE: Final = 0xFFFFFFFF
+
+
+class NotTraceable(Exception):
+    """A recording that cannot be made; the message says why."""
+
+
+@dataclass
+class _Recording:
+    """One recording in progress."""
+
+    fetches_left: int
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    spans: list[pb.TraceSpan] = field(default_factory=list)
+    dropped: int = 0
+
+
+class Tracer:
+    """Records fetches on request. Used on the event loop's thread alone."""
+
+    def __init__(self, pipeline: native.Pipeline) -> None:
+        self._pipeline = pipeline
+        self._recording: _Recording | None = None
+
+    @contextlib.contextmanager
+    def fetch(self, chunks: int) -> Iterator[None]:
+        """Note a Fetch call of so many chunks from its beginning to its end."""
+        recording = self._recording
+        try:
+            with self.step("fetch", chunks):
+                yield
+        finally:
+            if recording is not None:
+                recording.fetches_left -= 1
+                if recording.fetches_left <= 0:
+                    recording.done.set()
+
+    @contextlib.contextmanager
+    def step(self, name: str, chunks: int = 0) -> Iterator[None]:
+        """Note a step of a Fetch call; ``chunks`` is how many it is about."""
+        recording = self._recording
+        if recording is None:
+            yield
+            return
+        begin = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            if len(recording.spans) < STEPS_MAX:
+                end = time.monotonic_ns()
+                recording.spans.append(
+                    pb.TraceSpan(step=name, core=-1, begin_ns=begin, end_ns=end, chunk=chunks, slice=-1)
+                )
+            else:
+                recording.dropped += 1
+
+    @contextlib.contextmanager
+    def recording(self, fetches: int) -> Iterator[_Recording]:
+        """Record while in this context; ``done`` is set when so many Fetch calls that began meanwhile are over.
+
+        Raises:
+            NotTraceable: another recording runs, or the pipeline has no room for events.
+        """
+        if self._recording is not None:
+            raise NotTraceable("another recording is in progress; try again when it is over")
+        try:
+            self._pipeline.trace_start()
+        except NativeError as error:
+            raise NotTraceable("trace_events is 0: there is no room to record anything") from error
+        self._recording = _Recording(fetches)
+        try:
+            yield self._recording
+        finally:
+            self._pipeline.trace_stop()
+            self._recording = None
+
+    def result(self, recording: _Recording) -> Iterator[pb.TraceResponse]:
+        """Yield the parts of a recording that has just ended, before there is another."""
+        events, dropped = self._pipeline.trace_read()
+        spans = recording.spans + [_span(*event) for event in events.tolist()]
+        for first in range(0, max(1, len(spans)), SPANS_IN_MESSAGE):
+            last = first + SPANS_IN_MESSAGE >= len(spans)
+            yield pb.TraceResponse(
+                spans=spans[first : first + SPANS_IN_MESSAGE], dropped=recording.dropped + dropped if last else 0
+            )
+
+
+def _span(
+    begin_ns: int, end_ns: int, input_bytes: int, output_bytes: int, round_: int, chunk: int, slice_: int, core: int,
+    stage: int, thread: int,
+) -> pb.TraceSpan:  # fmt: skip
+    """Return what one ``native.TRACE_DTYPE`` row says; arguments in the order of its fields."""
+    return pb.TraceSpan(
+        step=native.Stage(stage).name.lower(),
+        thread=thread,
+        core=core,
+        begin_ns=begin_ns,
+        end_ns=end_ns,
+        round=round_,
+        chunk=chunk,
+        slice=-1 if slice_ == _NO_SLICE else slice_,
+        input_bytes=input_bytes,
+        output_bytes=output_bytes,
+    )

@@ -1,0 +1,123 @@
+"""Checks of what a gRPC message says, before anything is done about it. Every failure names the field."""
+
+import grpc
+
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.destinations import Destination
+from shadowserve import native
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import KEY_BYTES
+from shadowserve.proto import PROTOCOL_VERSION
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.record import ChunkLayout
+
+__all__ = ["InvalidCall", "Validator"]
+
+_CHAINS_MAX = 4096
+_JOB_ID_MAX = 128
+
+
+class InvalidCall(ShadowServeError):
+    """A call that no correct client makes, or that the limits do not allow.
+
+    Attributes:
+        code: gRPC status.
+    """
+
+    def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Validator:
+    """Checks messages against the configured limits."""
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        self._keys_max = config.keys_max
+        self._timeout_ms_max = int(config.timeout_max * 1000)
+
+    def timeout(self, timeout_ms: int) -> float:
+        """Return the call's time in seconds."""
+        if not 1 <= timeout_ms <= self._timeout_ms_max:
+            raise InvalidCall(f"timeout_ms is {timeout_ms}; every call has a deadline, 1 to {self._timeout_ms_max} ms")
+        return timeout_ms / 1000
+
+    def count(self, name: str, count: int) -> int:
+        """Return how many of something a call asks for."""
+        if count < 1:
+            raise InvalidCall(f"{name} is {count}; it is at least 1")
+        return count
+
+    def job_id(self, job_id: str) -> str:
+        """Return the job's id."""
+        if not 1 <= len(job_id) <= _JOB_ID_MAX:
+            raise InvalidCall(f"job_id has {len(job_id)} characters; it has 1 to {_JOB_ID_MAX}")
+        return job_id
+
+    def keys(self, name: str, keys: "list[bytes]", *, count_min: int = 1) -> list[bytes]:
+        """Return the keys of a call."""
+        if not count_min <= len(keys) <= self._keys_max:
+            raise InvalidCall(f"{name} has {len(keys)} entries; it has {count_min} to {self._keys_max}")
+        for index, key in enumerate(keys):
+            if len(key) != KEY_BYTES:
+                raise InvalidCall(f"{name}[{index}] has {len(key)} bytes; a key has {KEY_BYTES}")
+        return keys
+
+    def chains(self, request: pb.LookupRequest) -> list[tuple[bytes, list[bytes]]]:
+        """Return namespace and keys of each chain of a lookup."""
+        if len(request.chains) > _CHAINS_MAX:
+            raise InvalidCall(f"chains has {len(request.chains)} entries; it has at most {_CHAINS_MAX}")
+        chains = []
+        total = 0
+        for index, chain in enumerate(request.chains):
+            if len(chain.namespace) != KEY_BYTES:
+                raise InvalidCall(
+                    f"chains[{index}].namespace has {len(chain.namespace)} bytes; a digest has {KEY_BYTES}"
+                )
+            keys = self.keys(f"chains[{index}].keys", list(chain.keys), count_min=0)
+            total += len(keys)
+            chains.append((chain.namespace, keys))
+        if total > self._keys_max:
+            raise InvalidCall(f"chains hold {total} keys together; at most {self._keys_max} fit one call")
+        return chains
+
+    def layout(self, request: pb.RegisterDestinationRequest) -> ChunkLayout:
+        """Return the layout of a segment to register."""
+        if request.protocol_version != PROTOCOL_VERSION:
+            raise InvalidCall(
+                f"the client speaks protocol version {request.protocol_version}, this data plane version "
+                f"{PROTOCOL_VERSION}; install the same release of ShadowServe on both sides",
+                grpc.StatusCode.FAILED_PRECONDITION,
+            )
+        if request.WhichOneof("memory") != "shared_memory":
+            raise InvalidCall("memory is not given; this data plane takes shared_memory")
+        layout = request.layout
+        dtypes = {dtype.name.lower(): dtype for dtype in native.DType}
+        quantizers = {quantizer.name.lower(): quantizer for quantizer in native.Quantizer}
+        if layout.dtype not in dtypes:
+            raise InvalidCall(f"layout.dtype is {layout.dtype[:40]!r}; it is one of {', '.join(dtypes)}")
+        if layout.quantizer not in quantizers:
+            raise InvalidCall(f"layout.quantizer is {layout.quantizer[:40]!r}; it is one of {', '.join(quantizers)}")
+        try:
+            return ChunkLayout(
+                namespace=layout.namespace,
+                dtype=dtypes[layout.dtype],
+                layers=layout.layers,
+                kinds=layout.kinds,
+                vector_length=layout.vector_length,
+                tokens=layout.chunk_tokens,
+                quantizer=quantizers[layout.quantizer],
+                bins=layout.bins,
+                value_bins=layout.value_bins,
+                scale_tokens=layout.scale_tokens or 1,
+            )
+        except ValueError as error:
+            raise InvalidCall(f"layout: {error}") from error
+
+    def offset(self, destination: Destination, offset: int) -> int:
+        """Return where a region begins."""
+        if offset % destination.layout.dtype.itemsize:
+            raise InvalidCall(
+                f"offset is {offset}; it is a multiple of {destination.layout.dtype.itemsize}, the size of an element"
+            )
+        return offset
