@@ -1,0 +1,117 @@
+"""Configuration of the host side: section ``host`` of the configuration file, or an engine's own configuration.
+
+vLLM users write the keys into ``kv_connector_extra_config``, plain (``"quantizer"``) or dotted
+(``"shadowserve.quantizer"``); both win over environment and file, as a flag would.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final, Literal, Self
+
+from pydantic import ByteSize, Field, model_validator
+
+from shadowserve.config import Section
+from shadowserve.errors import ConfigurationError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+
+__all__ = ["HostConfig"]
+
+_DOTTED: Final = "shadowserve."
+_MIB: Final = 1 << 20
+
+
+class HostConfig(Section):
+    """Keys of section ``host``. Times are in seconds; sizes take units: ``256MiB``."""
+
+    section: ClassVar[str] = "host"
+
+    data_plane: str = Field("127.0.0.1:50151", min_length=1)
+    """Address of the data plane's gRPC service, ``host:port`` or ``unix:/path``. With ``{rank}`` in it, each
+    tensor-parallel rank has a data plane of its own; lookups ask the one of rank 0."""
+    fetch: bool = True
+    """Look prompts up and fetch what is stored."""
+    asynchronous_fetch: bool = True
+    """Fetch while the engine goes on with other requests. False blocks the whole engine until a request's KV is in
+    place; it is there to be measured (ShadowServe section 6.4, "No AF")."""
+    store: bool = True
+    """Store the chunks that this engine computes."""
+    quantizer: Literal["lossless", "binned", "passthrough"] = "lossless"
+    """What is stored: exact values, or vector-wise bins (ShadowServe section 5). fp8 caches are stored as they are, but
+    for E4M3 with ``binned``."""
+    bins: int = Field(64, ge=4, le=256, multiple_of=2)
+    """Bins of the ``binned`` quantizer for keys, and for the latents of MLA."""
+    value_bins: int = Field(16, ge=4, le=256, multiple_of=2)
+    """Bins of the ``binned`` quantizer for values, which bear much coarser ones than keys (docs/quality.md)."""
+    scale_tokens: int = Field(1, ge=1, le=65536)
+    """So many tokens share one scale of the ``binned`` quantizer. More than one pay where a rank has few KV heads: with
+    vectors of 128 elements, 16 tokens to a scale save 0.23 bits an element."""
+    chunk_tokens: int = Field(DEFAULT_CHUNK_TOKENS, ge=1, le=65536)
+    """Tokens in a chunk: the unit of storing and fetching. A multiple of the engine's block size."""
+    load_tokens_min: int = Field(64, ge=1)
+    """A hit that would save fewer tokens than this beyond the local prefix is not worth a transfer."""
+    lookup_timeout: float = Field(0.5, gt=0, le=60)
+    """A request waits at most so long for its lookup, then counts as a miss."""
+    lookup_threads: int = Field(2, ge=1, le=64)
+    """Threads that hash prompts and ask the data plane."""
+    fetch_timeout: float = Field(10.0, gt=0, le=600)
+    """From the hand-over of a fetch job to its outcome, queueing included. Recomputation follows."""
+    store_timeout: float = Field(10.0, gt=0, le=600)
+    """For one batch of chunks."""
+    connect_timeout: float = Field(2.0, gt=0, le=60)
+    """For registering memory, releasing it and cancelling."""
+    order: Literal["fifo", "sjf"] = "fifo"
+    """Which fetch job goes next: the oldest, or the one with the fewest chunks (which lets long ones wait until their
+    deadline while short ones keep coming)."""
+    fetch_buffer_bytes: ByteSize = Field(ByteSize(256 * _MIB), ge=4096)
+    """Shared memory that fetched chunks arrive in, of each worker. Two rounds share it: one arrives while the other is
+    scattered. Raised to two chunks where it is smaller, lowered to 128 where it is larger."""
+    store_buffer_bytes: ByteSize = Field(ByteSize(256 * _MIB), ge=4096)
+    """Shared memory that chunks wait in to be stored, of each worker. A chunk that finds it full is not stored."""
+    store_batch_chunks: int = Field(8, ge=1, le=1024)
+    """At most so many chunks in one Store call."""
+    recent_keys: int = Field(65536, ge=0)
+    """Keys that a worker remembers as stored, so that it does not store them again."""
+    breaker_failures: int = Field(3, ge=1)
+    """After so many failures in a row the data plane is left alone for a while."""
+    breaker_backoff: float = Field(0.25, gt=0, le=60)
+    """First pause; each further failure doubles it."""
+    breaker_backoff_max: float = Field(5.0, gt=0, le=600)
+    """Longest pause; then one call probes the data plane again, forever."""
+    close_timeout: float = Field(5.0, ge=0, le=60)
+    """At shutdown, waiting stores and running fetches get so long to end."""
+
+    @model_validator(mode="after")
+    def _backoffs(self) -> Self:
+        if self.breaker_backoff > self.breaker_backoff_max:
+            raise ValueError("breaker_backoff is above breaker_backoff_max")
+        return self
+
+    @model_validator(mode="after")
+    def _scales(self) -> Self:
+        if self.scale_tokens > self.chunk_tokens:
+            raise ValueError("scale_tokens is above chunk_tokens")
+        return self
+
+    @classmethod
+    def from_engine(cls, extra: Mapping[str, Any]) -> Self:
+        """Return the configuration, with what an engine's own configuration holds above environment and file.
+
+        Args:
+            extra: keys, plain or with the prefix ``shadowserve.``.
+
+        Raises:
+            ConfigurationError: an unknown key (the message names the nearest), a key given in both spellings with
+                different values, a value that does not fit.
+        """
+        flags: dict[str, Any] = {}
+        for spelled, value in extra.items():
+            key = str(spelled).removeprefix(_DOTTED)
+            if key in flags and flags[key] != value:
+                raise ConfigurationError(
+                    f"kv_connector_extra_config gives '{key}' twice, as {flags[key]!r} and as {value!r}; keep one"
+                )
+            flags[key] = value
+        return cls.load(flags=flags)
+
+    def data_plane_address(self, rank: int) -> str:
+        """Return the address of the data plane that serves tensor-parallel rank ``rank``."""
+        return self.data_plane.replace("{rank}", str(rank))

@@ -1,0 +1,194 @@
+"""Prefix lookups that never block the engine.
+
+A lookup is submitted when a request arrives; hashing and the round trip happen on threads of their own. The scheduler
+polls: ``None`` until there is an answer or the deadline has passed, then the same answer for the request's life.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from host_control.client import DataPlaneClient
+from shadowserve.errors import DataPlaneError
+from shadowserve.keys import chunk_keys
+
+__all__ = ["LookupAnswer", "PrefixLookup"]
+
+_STRIDE_TOKENS: Final = 8192
+"""Tokens hashed between two moments at which the engine's thread may take the interpreter: some 0.5 ms."""
+
+
+@dataclass(frozen=True)
+class LookupAnswer:
+    """What a lookup found.
+
+    Attributes:
+        hits: leading chunks that every chain holds.
+        reason: ``"complete"``, ``"short"`` (no full chunk), ``"deadline"``, or why the data plane could not say.
+        detail: a sentence about a failure, else empty.
+    """
+
+    hits: int
+    reason: str
+    detail: str = ""
+
+
+@dataclass
+class _Lookup:
+    tokens: Sequence[int]
+    extra: bytes
+    deadline: float
+    answer: LookupAnswer | None = None
+    keys: list[list[bytes]] | None = None
+    known: int = 0
+    asked: float = 0.0
+    future: Future[None] | None = field(default=None, repr=False)
+
+
+class PrefixLookup:
+    """Looks prompts up in the background; :meth:`submit`, :meth:`poll` and :meth:`forget` take microseconds.
+
+    Args:
+        client: of the data plane.
+        namespaces: digest of each chain; one for each tensor-parallel rank.
+        chunk_tokens: tokens in a chunk.
+        timeout: seconds from :meth:`submit` to an answer.
+        threads: that hash and ask.
+        enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
+        on_done: called in a lookup thread when a request's lookup has ended.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        namespaces: Sequence[bytes],
+        *,
+        chunk_tokens: int,
+        timeout: float,
+        threads: int = 2,
+        enabled: bool = True,
+        on_done: Callable[[str], None] | None = None,
+    ) -> None:
+        self._client = client
+        self._namespaces = tuple(namespaces)
+        self._chunk_tokens = chunk_tokens
+        self._timeout = timeout
+        self._enabled = enabled
+        self._on_done = on_done
+        self._lock = threading.Lock()
+        self._lookups: dict[str, _Lookup] = {}
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
+        if enabled:
+            # So that the first request's deadline does not pay for the connection.
+            self._pool.submit(client.wait_ready, timeout)
+
+    def submit(self, request_id: str, tokens: Sequence[int], extra: bytes = b"") -> None:
+        """Start looking a prompt up, or start over for a request that is known already.
+
+        Args:
+            request_id: of the engine.
+            tokens: of the prompt; must not change until :meth:`forget`, except by growing.
+            extra: see :func:`shadowserve.keys.chunk_keys`.
+        """
+        lookup = _Lookup(tokens, extra, time.monotonic() + self._timeout)
+        count = len(tokens) // self._chunk_tokens
+        if count == 0:
+            lookup.answer, lookup.keys = LookupAnswer(0, "short"), [[] for _ in self._namespaces]
+        elif not self._enabled:
+            lookup.answer = LookupAnswer(0, "disabled")
+        with self._lock:
+            self._lookups[request_id] = lookup
+        if count:
+            lookup.future = self._pool.submit(self._run, request_id, lookup, count)
+
+    def poll(self, request_id: str) -> LookupAnswer | None:
+        """Return the answer, or ``None`` while there is none and time is left."""
+        lookup = self._lookups.get(request_id)
+        if lookup is None:
+            return LookupAnswer(0, "unknown")
+        if lookup.answer is None and time.monotonic() >= lookup.deadline:
+            with self._lock:
+                # The thread may have answered since; what was said first stays.
+                lookup.answer = lookup.answer or LookupAnswer(0, "deadline", "no answer in time")
+        return lookup.answer
+
+    def keys(self, request_id: str) -> list[list[bytes]] | None:
+        """Return the keys of each chain's full chunks, ``None`` while they are being computed.
+
+        The lists belong to the request: whoever extends them (chunks of generated tokens) does so in place.
+        """
+        lookup = self._lookups.get(request_id)
+        return None if lookup is None else lookup.keys
+
+    def known(self, request_id: str) -> int:
+        """Return how many leading chunks are known to be stored, even where the answer came too late to be used."""
+        lookup = self._lookups.get(request_id)
+        return 0 if lookup is None else lookup.known
+
+    def asked(self, request_id: str) -> float:
+        """Return when (monotonic) the chunks behind :meth:`known` were found absent; 0 where nobody could say."""
+        lookup = self._lookups.get(request_id)
+        return 0.0 if lookup is None else lookup.asked
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that has ended."""
+        with self._lock:
+            lookup = self._lookups.pop(request_id, None)
+        if lookup is not None and lookup.future is not None:
+            lookup.future.cancel()
+
+    def close(self) -> None:
+        """End the threads; a lookup that runs ends by its deadline."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, request_id: str, lookup: _Lookup, count: int) -> None:
+        try:
+            keys = self._hash(lookup, count)
+            lookup.keys = keys
+            if self._enabled:
+                self._ask(lookup, keys)
+        except Exception as error:  # a bug must not leave the request waiting for its deadline
+            self._settle(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
+        if self._on_done is not None:
+            self._on_done(request_id)
+
+    def _hash(self, lookup: _Lookup, count: int) -> list[list[bytes]]:
+        tokens: npt.NDArray[np.uint32] = np.empty(count * self._chunk_tokens, dtype="<u4")
+        for begin in range(0, len(tokens), _STRIDE_TOKENS):
+            end = min(begin + _STRIDE_TOKENS, len(tokens))
+            tokens[begin:end] = lookup.tokens[begin:end]
+            time.sleep(0)  # let the engine's thread have the interpreter
+        keys: list[list[bytes]] = []
+        stride = max(_STRIDE_TOKENS // self._chunk_tokens, 1)
+        for namespace in self._namespaces:
+            chain: list[bytes] = []
+            for end in range(stride, count + stride, stride):
+                prefix = tokens[: min(end, count) * self._chunk_tokens]
+                chain = chunk_keys(namespace, prefix, chunk_tokens=self._chunk_tokens, extra=lookup.extra, after=chain)
+                time.sleep(0)
+            keys.append(chain)
+        return keys
+
+    def _ask(self, lookup: _Lookup, keys: list[list[bytes]]) -> None:
+        left = lookup.deadline - time.monotonic()
+        if left <= 0:
+            self._settle(lookup, LookupAnswer(0, "deadline", "no thread was free in time"))
+            return
+        asked = time.monotonic()
+        try:
+            hits = min(self._client.lookup(list(zip(self._namespaces, keys, strict=True)), left))
+        except DataPlaneError as error:
+            self._settle(lookup, LookupAnswer(0, error.outcome, str(error)))
+            return
+        lookup.known, lookup.asked = hits, asked
+        self._settle(lookup, LookupAnswer(hits, "complete"))
+
+    def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
+        with self._lock:
+            lookup.answer = lookup.answer or answer

@@ -1,0 +1,541 @@
+"""The KV cache manager: fetches the KV of prompts in the background of a serving engine (ShadowServe section 4.1).
+
+Two queues. *Fetching* holds jobs that wait for the data plane; one background loop takes them one at a time, in a
+pluggable order. *Completion* holds jobs that have ended. The engine's scheduler meets both once in each iteration, in
+:meth:`KVCacheManager.exchange`: it hands over the jobs it has intercepted and takes back those that have ended, in one
+atomic step, and is never blocked by either.
+
+A job runs in rounds: the data plane delivers as many chunks as fit into one half of the destination, and while the
+next round arrives in the other half, the engine's ``scatter`` moves the first into paged KV memory. Each job has
+exactly one outcome, by its deadline: how many leading chunks are in place, and the reason why not all.
+
+Engines whose scheduler is not known here use :meth:`KVCacheManager.intercept`, which adds lookups to the exchange.
+"""
+
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from host_control.client import DataPlaneClient, FetchAnswer, FetchCall
+from host_control.lookup import PrefixLookup
+from host_control.segment import Destination, Segment
+from shadowserve.errors import ConfigurationError, DataPlaneError
+
+__all__ = [
+    "ORDERS",
+    "FetchJob",
+    "FetchOrder",
+    "FetchResult",
+    "Interception",
+    "KVCacheManager",
+    "PrefillRequest",
+    "Scatter",
+    "first_in_first_out",
+    "shortest_job_first",
+]
+
+_logger = logging.getLogger(__name__)
+_CANCEL_INTERVAL: Final = 0.05
+"""Seconds between two Cancel calls for one job: the first may overtake the Fetch that it is meant for."""
+_WAIT_INTERVAL: Final = 0.05
+"""Seconds between two looks for queued jobs that are out of time, which nobody announces."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchJob:
+    """The chunks that one request wants.
+
+    Attributes:
+        request_id: of the engine; one job of a request at a time.
+        keys: of the chunks, in prefix order.
+        target: whatever ``scatter`` needs to know; never looked at here.
+    """
+
+    request_id: str
+    keys: tuple[bytes, ...]
+    target: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchResult:
+    """The one outcome of a job.
+
+    Attributes:
+        job: what was asked for.
+        chunks: leading chunks that are in place.
+        reason: ``"complete"``, or why there are not more: an ``Outcome`` of the wire in lower case, or
+            ``"unreachable"``, ``"refused"``, ``"invalid_answer"``, ``"breaker_open"``, ``"no_memory"``,
+            ``"scatter_failed"``, ``"closed"``.
+        detail: a sentence, or empty.
+        fetched_bytes: over the wire.
+        delivered_bytes: into the destination.
+        seconds: from the hand-over.
+    """
+
+    job: FetchJob
+    chunks: int
+    reason: str
+    detail: str = ""
+    fetched_bytes: int = 0
+    delivered_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk is in place."""
+        return self.chunks == len(self.job.keys)
+
+
+class Scatter(Protocol):
+    """Moves chunks from the destination into an engine's paged KV memory; returns once they are in place."""
+
+    def __call__(self, job: FetchJob, first: int, chunks: memoryview) -> None:
+        """Place the chunks ``first``, ``first + 1``, ... of ``job``, which lie in ``chunks`` one after the other."""
+
+
+@dataclass(frozen=True)
+class PrefillRequest:
+    """A request of a prefill batch, its KV memory allocated.
+
+    Attributes:
+        request_id: of the engine.
+        tokens: the whole prompt.
+        computed_tokens: leading tokens whose KV is in place already (the engine's own prefix cache).
+        target: for ``scatter``.
+    """
+
+    request_id: str
+    tokens: Sequence[int]
+    computed_tokens: int = 0
+    target: Any = None
+
+
+@dataclass(frozen=True)
+class Interception:
+    """The scheduler's side of one exchange.
+
+    Attributes:
+        prefill: what is left of the batch: run it as usual.
+        restored: requests of earlier batches that have ended fetching, with ``computed_tokens`` as they stand now; at
+            least the last token is left to prefill, for the engine samples the first output token from it.
+    """
+
+    prefill: list[PrefillRequest]
+    restored: list[PrefillRequest]
+
+
+@dataclass(eq=False)
+class _Progress:
+    """A job on its way through the manager."""
+
+    job: FetchJob
+    arrived: float
+    deadline: float
+    chunks: int = 0  # in place
+    fetched_bytes: int = 0
+    delivered_bytes: int = 0
+    cancelled: bool = False
+    reason: str = ""  # set once no further round follows
+    detail: str = ""
+    scatter_error: str = ""
+
+
+@dataclass
+class _Landed:
+    """Chunks of a round that has arrived and is not yet scattered."""
+
+    progress: _Progress
+    first: int
+    memory: memoryview = field(repr=False)
+    count: int
+
+
+FetchOrder = Callable[[Sequence[FetchJob]], int]
+"""Chooses the next job: index into the fetching queue, which is in order of arrival and not empty."""
+
+
+def first_in_first_out(queue: Sequence[FetchJob]) -> int:
+    """Take the oldest job, as the paper does."""
+    return 0
+
+
+def shortest_job_first(queue: Sequence[FetchJob]) -> int:
+    """Take the job with the fewest chunks, the oldest of equals.
+
+    It lowers the mean waiting time. A long job can be overtaken without end while shorter ones keep coming; it does
+    not wait beyond its deadline, and is recomputed then.
+    """
+    return min(range(len(queue)), key=lambda index: len(queue[index].keys))
+
+
+ORDERS: Final[dict[str, FetchOrder]] = {"fifo": first_in_first_out, "sjf": shortest_job_first}
+
+
+class KVCacheManager:
+    """Fetches in the background; all public methods may be called from any thread and return at once.
+
+    Args:
+        client: of the data plane.
+        destination: that chunks arrive in; at least two chunks large. The manager owns it from now on.
+        scatter: called in the manager's thread.
+        order: of the fetching queue.
+        fetch_timeout: seconds from hand-over to outcome.
+        lookup: for :meth:`intercept`; not needed for :meth:`exchange`.
+        chunk_tokens: for :meth:`intercept`.
+        load_tokens_min: for :meth:`intercept`: fewer tokens are not worth a fetch.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        destination: Destination,
+        scatter: Scatter,
+        *,
+        order: FetchOrder = first_in_first_out,
+        fetch_timeout: float = 10.0,
+        lookup: PrefixLookup | None = None,
+        chunk_tokens: int = 0,
+        load_tokens_min: int = 1,
+    ) -> None:
+        self._client = client
+        self._destination = destination
+        self._scatter = scatter
+        self._order = order
+        self._fetch_timeout = fetch_timeout
+        self._lookup = lookup
+        self._chunk_tokens = chunk_tokens
+        self._load_tokens_min = load_tokens_min
+        self._round_chunks = destination.size // 2 // destination.shape.chunk_bytes
+        if self._round_chunks < 1:
+            raise ConfigurationError(
+                f"a destination of {destination.size} bytes does not hold two chunks of "
+                f"{destination.shape.chunk_bytes}; raise host.fetch_buffer_bytes"
+            )
+        self._condition = threading.Condition()
+        self._fetching: list[_Progress] = []
+        self._completion: list[FetchResult] = []
+        self._outstanding: dict[str, _Progress] = {}
+        self._looking: dict[str, PrefillRequest] = {}
+        self._intercepted: dict[str, PrefillRequest] = {}
+        self._seen: set[str] = set()
+        self._closing = False
+        self._landed: _Landed | None = None
+        self._half = 0
+        self._job_prefix = secrets.token_hex(8)
+        self._job_numbers = itertools.count()
+        self._thread = threading.Thread(target=self._run, name="shadowserve-fetch", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the engine's side
+
+    def exchange(self, jobs: Iterable[FetchJob] = (), cancel: Iterable[str] = ()) -> list[FetchResult]:
+        """Hand over intercepted jobs and take those that have ended; one atomic step.
+
+        Args:
+            jobs: for the fetching queue.
+            cancel: requests whose job should end early. It still has its outcome, once its memory is quiet.
+
+        Returns:
+            Outcomes since the last exchange, in order of completion.
+
+        Raises:
+            ValueError: a job of a request whose last job has no outcome yet; nothing is handed over then.
+        """
+        now = time.monotonic()
+        with self._condition:
+            new = list(jobs)
+            for job in new:
+                if job.request_id in self._outstanding:
+                    raise ValueError(f"request {job.request_id} has a fetch job already")
+            for job in new:
+                progress = _Progress(job, now, now + self._fetch_timeout)
+                self._outstanding[job.request_id] = progress
+                self._fetching.append(progress)
+            for request_id in cancel:
+                if (running := self._outstanding.get(request_id)) is not None:
+                    running.cancelled = True
+            self._sweep(now)
+            self._condition.notify_all()
+            completed, self._completion = self._completion, []
+            return completed
+
+    def wait(self, request_ids: Iterable[str]) -> None:
+        """Block until nothing is written for these requests any more; each of their jobs ends by its deadline.
+
+        What they ended in comes with the next :meth:`exchange`. For engines that fetch synchronously.
+        """
+        waiting = set(request_ids)
+        with self._condition:
+            while not waiting.isdisjoint(self._outstanding):
+                self._condition.wait(_WAIT_INTERVAL)
+                self._sweep(time.monotonic())
+
+    def intercept(self, batch: Iterable[PrefillRequest]) -> Interception:
+        """Take the requests out of a prefill batch whose KV can be fetched, and put back those that are done.
+
+        Requests are looked up as they come; one whose lookup is not answered yet is held back too, at most for the
+        lookup's deadline. A request is intercepted once in its life (which ends with :meth:`forget`): what could not
+        be fetched is computed. Decode batches are none of the manager's business: their KV is computed already; pass
+        an empty batch to take back what is done.
+        """
+        if self._lookup is None:
+            raise ValueError("this manager was made without a lookup")
+        stay: list[PrefillRequest] = []
+        restored: list[PrefillRequest] = []
+        jobs: list[FetchJob] = []
+        fresh = set()
+        for request in batch:
+            if request.request_id in self._seen:
+                stay.append(request)
+                continue
+            self._seen.add(request.request_id)
+            fresh.add(request.request_id)
+            self._lookup.submit(request.request_id, request.tokens)
+            self._looking[request.request_id] = request
+        for request_id, request in list(self._looking.items()):
+            if (answer := self._lookup.poll(request_id)) is None:
+                continue
+            del self._looking[request_id]
+            job = self._job(request, answer.hits)
+            self._lookup.forget(request_id)
+            if job is not None:
+                self._intercepted[request_id] = request
+                jobs.append(job)
+            elif request_id in fresh:
+                stay.append(request)
+            else:
+                restored.append(request)
+        for result in self.exchange(jobs):
+            restored.append(self._restore(result))
+        return Interception(stay, restored)
+
+    def _job(self, request: PrefillRequest, hits: int) -> FetchJob | None:
+        assert self._lookup is not None
+        usable = min(hits * self._chunk_tokens, len(request.tokens) - 1)
+        keys = self._lookup.keys(request.request_id)
+        if keys is None or usable - request.computed_tokens < self._load_tokens_min:
+            return None
+        first = request.computed_tokens // self._chunk_tokens
+        return FetchJob(request_id=request.request_id, keys=tuple(keys[0][first:hits]), target=request)
+
+    def _restore(self, result: FetchResult) -> PrefillRequest:
+        request = self._intercepted.pop(result.job.request_id)
+        first = request.computed_tokens // self._chunk_tokens
+        loaded = min((first + result.chunks) * self._chunk_tokens, len(request.tokens) - 1)
+        computed = max(request.computed_tokens, loaded)
+        return PrefillRequest(request.request_id, request.tokens, computed, request.target)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request's job early; its outcome comes with a later exchange."""
+        with self._condition:
+            if (progress := self._outstanding.get(request_id)) is not None:
+                progress.cancelled = True
+            self._sweep(time.monotonic())
+            self._condition.notify_all()
+
+    def forget(self, request_id: str) -> None:
+        """Drop an intercepted request that the engine has finished or aborted; a running job ends early.
+
+        Its KV memory may be given to others once :attr:`quiet` says so.
+        """
+        self._seen.discard(request_id)
+        self._looking.pop(request_id, None)
+        self.cancel(request_id)
+
+    def quiet(self, request_id: str) -> bool:
+        """Return whether nothing will be written into the KV memory of a request any more."""
+        with self._condition:
+            return request_id not in self._outstanding
+
+    def statistics(self) -> dict[str, int]:
+        """Return the lengths of the queues and how often the destination was given up."""
+        with self._condition:
+            return {
+                "fetching": len(self._fetching),
+                "outstanding": len(self._outstanding),
+                "completed": len(self._completion),
+                "looking_up": len(self._looking),
+                "destinations_retired": self._destination.retired,
+            }
+
+    def close(self, timeout: float = 5.0) -> list[FetchResult]:
+        """End all jobs with reason ``"closed"``, and the loop; return the outcomes that nobody took.
+
+        Args:
+            timeout: seconds; a loop that is stuck longer is left to die with the process.
+        """
+        with self._condition:
+            self._closing = True
+            for progress in self._outstanding.values():
+                progress.cancelled = True
+            self._condition.notify_all()
+        self._thread.join(timeout)
+        self._destination.close()
+        with self._condition:
+            completed, self._completion = self._completion, []
+            return completed
+
+    # ------------------------------------------------------------------ the background fetching loop
+
+    def _run(self) -> None:
+        self._connect_early()
+        while True:
+            progress = self._next()
+            if progress is None:
+                return
+            try:
+                self._fetch(progress)
+            except Exception as error:  # the loop must outlive any bug; the job is recomputed
+                _logger.exception("fetching for request %s failed", progress.job.request_id)
+                self._end(progress, "internal", f"{type(error).__name__}: {error}")
+                self._destination.retire(release=True)
+
+    def _connect_early(self) -> None:
+        # So that the first request does not pay for making and registering the segment.
+        try:
+            self._destination.acquire(self._fetch_timeout)
+        except (DataPlaneError, ConfigurationError) as error:
+            _logger.warning("shadowserve: not connected yet: %s", error)
+
+    def _next(self) -> _Progress | None:
+        """Return the next job, or ``None`` when closing and done."""
+        while True:
+            with self._condition:
+                self._sweep(time.monotonic())
+                if self._fetching:
+                    return self._fetching.pop(self._choose())
+                if self._landed is None:
+                    if self._closing:
+                        return None
+                    self._condition.wait()
+                    continue
+            # Nothing else to start: finish what has landed.
+            self._flush()
+
+    def _choose(self) -> int:
+        try:
+            index = self._order([progress.job for progress in self._fetching])
+            return index if 0 <= index < len(self._fetching) else 0
+        except Exception:  # of a plugged-in order: fetching goes on without it
+            _logger.exception("the fetch order failed; taking the oldest job")
+            return 0
+
+    def _fetch(self, progress: _Progress) -> None:
+        retried = False
+        landed = 0  # chunks that have arrived, in place or not
+        while True:
+            left = progress.deadline - time.monotonic()
+            if progress.cancelled or progress.scatter_error or left <= 0:
+                self._end(progress, "cancelled" if progress.cancelled else "deadline")
+                return
+            keys = progress.job.keys[landed : landed + self._round_chunks]
+            try:
+                segment = self._destination.acquire(left)
+                left = progress.deadline - time.monotonic()
+                call, job_id, offset = self._start(segment, keys, max(left, 0.001))
+            except DataPlaneError as error:
+                self._end(progress, error.outcome, str(error))
+                return
+            except ConfigurationError as error:
+                self._end(progress, "no_memory", str(error))
+                return
+            self._flush()  # scatter the last round, or the last job's, while this one arrives
+            answer = self._wait(call, job_id, progress)
+            if not answer.quiet or answer.reason == "unknown_destination":
+                self._destination.retire(release=not answer.quiet)
+            if answer.reason == "unknown_destination" and answer.chunks == 0 and not retried:
+                retried = True  # the daemon has restarted: register again, once
+                continue
+            if answer.chunks:
+                self._land(progress, landed, segment, offset, answer)
+                landed += answer.chunks
+            if answer.reason == "round_full" or (answer.reason == "complete" and landed < len(progress.job.keys)):
+                continue
+            self._end(progress, answer.reason, answer.detail)
+            return
+
+    def _start(self, segment: Segment, keys: Sequence[bytes], timeout: float) -> tuple[FetchCall, str, int]:
+        chunk_bytes = self._destination.shape.chunk_bytes
+        offset = self._half * self._round_chunks * chunk_bytes
+        job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
+        call = self._client.start_fetch(
+            job_id, self._destination.destination_id, offset, len(keys) * chunk_bytes, keys, timeout
+        )
+        return call, job_id, offset
+
+    def _wait(self, call: FetchCall, job_id: str, progress: _Progress) -> FetchAnswer:
+        def wake() -> None:
+            with self._condition:
+                self._condition.notify_all()
+
+        call.on_done(wake)
+        with self._condition:
+            # The call has a deadline of its own, so this ends.
+            self._condition.wait_for(lambda: call.done() or progress.cancelled)
+        while not call.done():
+            self._client.cancel(job_id)
+            with self._condition:
+                self._condition.wait_for(call.done, _CANCEL_INTERVAL)
+        return call.result()
+
+    def _land(self, progress: _Progress, first: int, segment: Segment, offset: int, answer: FetchAnswer) -> None:
+        progress.fetched_bytes += answer.fetched_bytes
+        progress.delivered_bytes += answer.delivered_bytes
+        memory = segment.memory[offset : offset + answer.chunks * self._destination.shape.chunk_bytes]
+        self._landed = _Landed(progress, first, memory, answer.chunks)
+        self._half ^= 1
+
+    def _flush(self) -> None:
+        """Scatter what has landed; complete its job if no further round follows."""
+        landed, self._landed = self._landed, None
+        if landed is None:
+            return
+        progress = landed.progress
+        if not progress.cancelled and progress.chunks == landed.first:
+            try:
+                self._scatter(progress.job, landed.first, landed.memory)
+                progress.chunks += landed.count
+            except Exception as error:
+                _logger.exception("scattering for request %s failed", progress.job.request_id)
+                progress.scatter_error = f"{type(error).__name__}: {error}"
+        if progress.reason:
+            self._complete(progress)
+
+    def _end(self, progress: _Progress, reason: str, detail: str = "") -> None:
+        """No further round follows; the outcome is due once what has landed is in place."""
+        progress.reason = progress.reason or reason
+        progress.detail = detail
+        if self._landed is None or self._landed.progress is not progress:
+            self._complete(progress)
+
+    def _complete(self, progress: _Progress) -> None:
+        reason, detail = progress.reason, progress.detail
+        if progress.scatter_error:
+            reason, detail = "scatter_failed", progress.scatter_error
+        if progress.cancelled:
+            reason = "closed" if self._closing else "cancelled"
+        result = FetchResult(
+            job=progress.job,
+            chunks=progress.chunks,
+            reason=reason,
+            detail=detail,
+            fetched_bytes=progress.fetched_bytes,
+            delivered_bytes=progress.delivered_bytes,
+            seconds=time.monotonic() - progress.arrived,
+        )
+        with self._condition:
+            del self._outstanding[progress.job.request_id]
+            self._completion.append(result)
+            self._condition.notify_all()
+
+    def _sweep(self, now: float) -> None:
+        """End queued jobs that are cancelled or out of time, though the loop be stuck. The lock is held."""
+        for progress in [p for p in self._fetching if p.cancelled or p.deadline <= now]:
+            self._fetching.remove(progress)
+            progress.reason = "deadline"
+            self._complete(progress)

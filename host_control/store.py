@@ -1,0 +1,331 @@
+"""Storing in the background, at no more cost to the engine than one copy of each chunk.
+
+The engine's thread gathers a chunk into a slot of shared memory, from where one thread of ours has the data plane
+store it, in order. When no slot is free the chunk is dropped and counted: a cache may forget, the engine may not wait.
+After a gap in a prompt's chain later chunks are of no use, so they are dropped too.
+"""
+
+import collections
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from host_control.client import DataPlaneClient, StoreAnswer
+from host_control.segment import Destination, Segment
+from shadowserve.errors import ConfigurationError, DataPlaneError
+
+__all__ = ["StoreQueue"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Staged:
+    """A chunk that waits in slot ``slot`` of ``segment``."""
+
+    key: bytes
+    segment: Segment
+    slot: int
+
+
+class StoreQueue:
+    """Chunks on their way to the store. :meth:`offer` is for the engine's thread; it never waits.
+
+    Args:
+        client: of the data plane.
+        destination: that chunks wait in. The queue owns it from now on.
+        batch_chunks: at most so many in one call.
+        timeout: seconds for a batch.
+        recent_keys: so many keys are remembered as stored.
+        retry_interval: seconds between attempts to connect while there is nothing to store.
+
+    Attributes:
+        details: reason -> the last sentence about it.
+    """
+
+    def __init__(
+        self,
+        client: DataPlaneClient,
+        destination: Destination,
+        *,
+        batch_chunks: int = 8,
+        timeout: float = 10.0,
+        recent_keys: int = 65536,
+        retry_interval: float = 1.0,
+    ) -> None:
+        self._client = client
+        self._destination = destination
+        self._chunk_bytes = destination.shape.chunk_bytes
+        self._slots = destination.size // self._chunk_bytes
+        if self._slots < 1:
+            raise ConfigurationError(
+                f"a chunk has {self._chunk_bytes} bytes, the store buffer {destination.size}; "
+                "raise host.store_buffer_bytes"
+            )
+        self._batch_chunks = batch_chunks
+        self._timeout = timeout
+        self._recent_max = recent_keys
+        self._retry_interval = retry_interval
+        self._condition = threading.Condition()
+        self._free: dict[Segment, list[int]] = {}
+        self._queue: collections.deque[_Staged] = collections.deque()
+        self._recent: collections.OrderedDict[bytes, float] = collections.OrderedDict()
+        self._busy = 0
+        self._closing = False
+        self._last_error = "connecting"
+        self._tried = threading.Event()
+        self._counts: collections.Counter[str] = collections.Counter()
+        self.details: dict[str, str] = {}
+        self._job_prefix = secrets.token_hex(8)
+        self._job_number = 0
+        self._thread = threading.Thread(target=self._run, name="shadowserve-store", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ the engine's side
+
+    def offer(
+        self,
+        keys: Sequence[bytes],
+        gather: Callable[[int, memoryview], None],
+        *,
+        previous: bytes | None = None,
+        anchored: bool = True,
+        absent_since: float = float("-inf"),
+    ) -> int:
+        """Stage consecutive chunks of one prompt.
+
+        Args:
+            keys: of the chunks, in order.
+            gather: copies chunk ``i`` of them into the memory it is given.
+            previous: key of the chunk before the first, ``None`` at the start of a prompt.
+            anchored: whether ``previous`` is known to be stored.
+            absent_since: when (monotonic) a lookup found these chunks absent. One that was stored before that is gone
+                again: evicted, or its server restarted empty.
+
+        Returns:
+            How many chunks were staged now; known ones are not staged again.
+        """
+        with self._condition:
+            reachable = previous is None or anchored or previous in self._recent
+        staged = 0
+        for index, key in enumerate(keys):
+            if not reachable:
+                self._count("dropped_gap", len(keys) - index)
+                break
+            with self._condition:
+                if self._recent.get(key, float("-inf")) > absent_since:
+                    self._recent.move_to_end(key)
+                    continue
+                segment = self._destination.current
+                free = self._free.get(segment) if segment is not None else None
+                slot = free.pop(0) if free else None
+            if segment is None or slot is None:
+                self._count("dropped_full" if segment is not None else f"dropped_{self._last_error}", 1)
+                reachable = False
+                continue
+            # Outside the lock: only this slot's owner touches it.
+            begin = slot * self._chunk_bytes
+            try:
+                gather(index, segment.memory[begin : begin + self._chunk_bytes])
+            except Exception as error:  # of the engine's making; it must not end the engine's step
+                self.details["gather_failed"] = f"{type(error).__name__}: {error}"
+                self._count("dropped_gather_failed", 1)
+                self._give_back([_Staged(key, segment, slot)])
+                reachable = False
+                continue
+            with self._condition:
+                self._queue.append(_Staged(key, segment, slot))
+                self._remember(key)
+                self._condition.notify_all()
+            staged += 1
+        return staged
+
+    def remember(self, keys: Sequence[bytes]) -> None:
+        """Take note that chunks are stored already."""
+        with self._condition:
+            for key in keys:
+                self._remember(key)
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Take note that chunks are not stored (any more)."""
+        with self._condition:
+            for key in keys:
+                self._recent.pop(key, None)
+
+    def take_counts(self) -> dict[str, int]:
+        """Return what happened since the last call: ``stored``, ``stored_raw_bytes``, ``dropped_REASON``..."""
+        with self._condition:
+            counts, self._counts = self._counts, collections.Counter()
+        return dict(counts)
+
+    def wait_tried(self, timeout: float) -> bool:
+        """Wait for the first attempt to connect, at most ``timeout`` seconds; return whether it succeeded."""
+        return self._tried.wait(timeout) and self._destination.current is not None
+
+    def idle(self) -> bool:
+        """Return whether nothing waits or is on its way."""
+        with self._condition:
+            return not self._queue and not self._busy
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until :meth:`idle`, at most ``timeout`` seconds; return whether it is."""
+        with self._condition:
+            return self._condition.wait_for(lambda: not self._queue and not self._busy, timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Store what waits, at most ``timeout`` seconds, and end the thread."""
+        deadline = time.monotonic() + timeout
+        if self._destination.current is not None:
+            self.flush(timeout)
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
+        self._destination.close()
+
+    def _remember(self, key: bytes) -> None:
+        self._recent[key] = time.monotonic()
+        self._recent.move_to_end(key)
+        if len(self._recent) > self._recent_max:
+            self._recent.popitem(last=False)
+
+    def _count(self, name: str, count: int) -> None:
+        with self._condition:
+            self._counts[name] += count
+
+    # ------------------------------------------------------------------ the storing thread
+
+    def _run(self) -> None:
+        while True:
+            self._connect()
+            self._tried.set()
+            batch = self._next()
+            if batch is None:
+                return
+            try:
+                self._store(batch)
+            except Exception as error:
+                _logger.exception("storing failed")
+                self._drop(batch, "internal")
+                self._last_error = f"{type(error).__name__}"
+                self._destination.retire(release=True)
+            finally:
+                with self._condition:
+                    self._busy = 0
+                    self._condition.notify_all()
+
+    def _connect(self) -> Segment | None:
+        current = self._destination.current
+        if current is not None or self._closing:
+            return current
+        try:
+            segment = self._destination.acquire(self._timeout)
+        except DataPlaneError as error:
+            self._last_error = error.outcome
+            return None
+        except ConfigurationError as error:
+            if self._last_error != "no_memory":
+                _logger.warning("shadowserve: nothing is stored: %s", error)
+            self._last_error = "no_memory"
+            return None
+        with self._condition:
+            self._free[segment] = list(range(self._slots))
+            kept = {staged.segment for staged in self._queue} | {segment}
+            self._free = {owner: free for owner, free in self._free.items() if owner in kept}
+        return segment
+
+    def _next(self) -> list[_Staged] | None:
+        """Return the next batch: neighbours in one segment; an empty one now and then while not connected."""
+        with self._condition:
+            while not self._queue or self._destination.current is None:
+                if self._closing:
+                    return None
+                if self._destination.current is None:
+                    self._condition.wait(self._retry_interval)
+                    return []
+                self._condition.wait()
+            batch = [self._queue.popleft()]
+            while self._queue and len(batch) < self._batch_chunks:
+                last, following = batch[-1], self._queue[0]
+                if following.segment is not last.segment or following.slot != last.slot + 1:
+                    break
+                batch.append(self._queue.popleft())
+            self._busy = len(batch)
+            return batch
+
+    def _store(self, batch: list[_Staged]) -> None:
+        retried = False
+        while batch:
+            segment = self._connect()
+            if segment is None:
+                self._drop(batch, self._last_error)
+                return
+            if batch[0].segment is not segment:
+                batch = self._move(batch, segment)
+                continue
+            answer = self._call(batch)
+            if answer.reason == "unknown_destination" and not retried:
+                retried = True  # the daemon has restarted: register again, once
+                self._destination.retire(release=False)
+                continue
+            self._settle(batch, answer)
+            return
+
+    def _call(self, batch: list[_Staged]) -> StoreAnswer:
+        self._job_number += 1
+        return self._client.store(
+            f"{self._job_prefix}-{self._job_number}",
+            self._destination.destination_id,
+            batch[0].slot * self._chunk_bytes,
+            [staged.key for staged in batch],
+            self._timeout,
+        )
+
+    def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:
+        self._count("stored", answer.chunks)
+        self._count("stored_raw_bytes", answer.raw_bytes)
+        self._count("stored_bytes", answer.stored_bytes)
+        if not answer.quiet:
+            # The daemon may still be reading these slots; nobody writes into them again.
+            self._destination.retire(release=True)
+        self._give_back(batch[: answer.chunks])
+        if answer.chunks < len(batch):
+            self._drop(batch[answer.chunks :], answer.reason, answer.detail)
+
+    def _move(self, batch: list[_Staged], segment: Segment) -> list[_Staged]:
+        """Copy chunks from a segment that was given up into the one in use."""
+        moved: list[_Staged] = []
+        for position, staged in enumerate(batch):
+            with self._condition:
+                free = self._free[segment]
+                fits = bool(free) and (not moved or free[0] == moved[-1].slot + 1)
+                slot = free.pop(0) if fits else None
+            if slot is None:
+                self._drop(batch[position:], "full")
+                break
+            source, target = staged.slot * self._chunk_bytes, slot * self._chunk_bytes
+            segment.memory[target : target + self._chunk_bytes] = staged.segment.memory[
+                source : source + self._chunk_bytes
+            ]
+            moved.append(_Staged(staged.key, segment, slot))
+        self._give_back(batch)
+        return moved
+
+    def _drop(self, batch: list[_Staged], reason: str, detail: str = "") -> None:
+        if not batch:
+            return
+        if detail:
+            self.details[reason] = detail
+        self.forget([staged.key for staged in batch])
+        self._count(f"dropped_{reason}", len(batch))
+        self._give_back(batch)
+
+    def _give_back(self, batch: list[_Staged]) -> None:
+        with self._condition:
+            for staged in batch:
+                free = self._free.get(staged.segment)
+                if free is not None:
+                    free.append(staged.slot)

@@ -1,0 +1,213 @@
+"""``ShadowServeConnector``: what vLLM calls, handed on to the half that the role makes of it.
+
+In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_tokens``, ``update_state_after_alloc``,
+``build_connector_meta``, ``update_connector_output``, ``request_finished``; in a worker: ``register_kv_caches``,
+``get_handshake_metadata``, then in each step ``start_load_kv``, ``wait_for_save``, ``get_finished``,
+``get_block_ids_with_load_errors``, ``get_kv_connector_stats``, ``build_connector_worker_meta``.
+
+Loads are asynchronous (a request waits for its KV outside the running batch), or, without ``asynchronous_fetch``,
+complete before the step's forward pass begins; either way the per-layer hooks do nothing. Not ``SupportsHMA``: vLLM
+then keeps one KV cache group, in which every block holds every token's KV.
+"""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+from vllm.logger import init_logger
+
+from host_control.config import HostConfig
+from host_control.vllm.identity import uncacheable
+from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, WorkerReport
+from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
+from host_control.vllm.scheduler_side import SchedulerSide
+from host_control.vllm.worker_side import WorkerSide
+
+__all__ = ["ShadowServeConnector"]
+
+# Under vLLM's own logger, so that its format and level apply.
+_logger = init_logger("vllm.shadowserve")
+
+
+class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Loads prompts' KV from the remote store and stores what the engine computes."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        config = HostConfig.from_engine(transfer.kv_connector_extra_config)
+        problem = uncacheable(vllm_config, kv_cache_config, config) or ""
+        fetch = config.fetch and transfer.is_kv_consumer
+        store = config.store and transfer.is_kv_producer
+        self._asynchronous = config.asynchronous_fetch
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._warn(transfer, problem)
+            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if not problem else 1
+            self._scheduler = SchedulerSide(
+                config, block_size, fetch=fetch, store=store, problem=problem, logger=_logger
+            )
+        else:
+            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+            self._worker = WorkerSide(
+                config,
+                vllm_config,
+                kv_cache_config,
+                get_tensor_model_parallel_rank(),
+                fetch=fetch,
+                store=store,
+                problem=problem,
+                logger=_logger,
+            )
+
+    @staticmethod
+    def _warn(transfer: Any, problem: str) -> None:
+        if problem:
+            _logger.error("ShadowServe is off, every prompt is computed: %s", problem)
+        elif transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
+            _logger.warning(
+                'ShadowServe: kv_load_failure_policy is "%s": vLLM will fail requests whose KV cannot be loaded; set '
+                '"kv_load_failure_policy": "recompute" in --kv-transfer-config, and it computes them instead',
+                transfer.kv_load_failure_policy,
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache: nobody depends on what this engine stores."""
+        return False
+
+    # ------------------------------------------------------------------ scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """Take the workers' namespaces, keyed by tensor-parallel rank."""
+        assert self._scheduler is not None
+        shakes = {rank: shake for rank, shake in metadata.items() if isinstance(shake, WorkerHandshake)}
+        self._scheduler.start(shakes)
+
+    def on_new_request(self, request: Any) -> None:
+        """Start looking a request up."""
+        assert self._scheduler is not None
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens beyond the local prefix can be loaded, and whether that is asynchronous."""
+        assert self._scheduler is not None
+        tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
+        return tokens, bool(tokens) and self._asynchronous
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Note the blocks that a request's KV is to be loaded into."""
+        assert self._scheduler is not None
+        if num_external_tokens:
+            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Return what the workers have to do in this step."""
+        assert self._scheduler is not None
+        return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Take what the workers report."""
+        assert self._scheduler is not None
+        report = connector_output.kv_connector_worker_meta
+        loaded = report.loaded if isinstance(report, WorkerReport) else {}
+        self._scheduler.worker_output(connector_output.finished_recving, loaded)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request; its blocks may be freed (by vLLM, after the load of an aborted one has ended)."""
+        assert self._scheduler is not None
+        self._scheduler.finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Serve nothing that was stored before."""
+        return self._scheduler.reset() if self._scheduler is not None else True
+
+    # ------------------------------------------------------------------ worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Take the KV caches and connect."""
+        assert self._worker is not None
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return this rank's namespace for the scheduler's half."""
+        assert self._worker is not None
+        return self._worker.handshake()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Exchange: hand over this step's loads, take those that have ended; synchronous ones have, on return."""
+        assert self._worker is not None
+        self._worker.exchange(self._metadata())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs only once all its layers are loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: chunks are gathered after the step, all layers at once."""
+
+    def wait_for_save(self) -> None:
+        """Gather the chunks that this step completed."""
+        assert self._worker is not None
+        self._worker.gather(self._metadata().stores)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose load has ended."""
+        assert self._worker is not None
+        return None, self._worker.take_finished() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that have to be computed after all."""
+        assert self._worker is not None
+        return self._worker.take_bad_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Report loads that ended early, or that this step waited for."""
+        assert self._worker is not None
+        ended = self._worker.take_ended_loads()
+        return WorkerReport(ended) if ended else None
+
+    def _metadata(self) -> ShadowServeMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, ShadowServeMetadata)
+        return metadata
+
+    # ------------------------------------------------------------------ both
+
+    def get_kv_connector_stats(self) -> ShadowServeStats | None:
+        """Return what happened since the last step."""
+        if self._worker is not None:
+            self._worker.take_store_counts()
+            return self._worker.counts.take()
+        assert self._scheduler is not None
+        return self._scheduler.counts.take()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ShadowServeStats:
+        """Rebuild statistics that crossed a process boundary."""
+        return ShadowServeStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ShadowServePromMetrics:
+        """Return the counters for ``/metrics``."""
+        return ShadowServePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """End threads and give shared memory back; bounded."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()

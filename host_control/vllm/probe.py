@@ -1,0 +1,103 @@
+"""Never trust a layout by its name: have the engine write a pattern and see whether our gather finds it.
+
+vLLM's CPU backend orders a page by the instruction set, its CUDA backends by configuration, and both may change with
+any release. KV moved by a wrong idea of the layout would be wrong tokens, so nothing is moved before this has passed.
+"""
+
+from typing import Any, Final
+
+import torch
+
+from host_control.layouts import LayoutKind, PagedLayout
+from host_control.vllm.identity import UncacheableError
+
+__all__ = ["check_layout"]
+
+_BLOCKS: Final = 3
+
+
+class _UnitScales:
+    """A layer's view of itself with scales of one, so that patterns are written as they are."""
+
+    def __init__(self, layer: Any, device: Any) -> None:
+        self._layer = layer
+        self._k_scale = self._v_scale = torch.ones((), dtype=torch.float32, device=device)
+        self._k_scale_float = self._v_scale_float = 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def check_layout(vllm_config: Any, layer_name: str, cache: Any, kind: LayoutKind) -> None:
+    """Check one layer's layout against what the engine's own operator writes.
+
+    Args:
+        vllm_config: of vLLM, after the model was loaded.
+        layer_name: of the layer.
+        cache: its registered KV cache; only its shape, strides and dtype are used.
+        kind: of layout that is assumed.
+
+    Raises:
+        UncacheableError: the pattern is not found where it should be, or cannot be written.
+    """
+    layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
+    update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
+    if update is None:
+        raise UncacheableError(f"the KV cache's layout cannot be checked: {layer_name} writes it in an unknown way")
+    scratch = _scratch(cache)
+    layout = PagedLayout([scratch], kind)
+    pattern = _pattern(layout, cache.dtype, vllm_config.model_config.dtype)
+    tokens = pattern.shape[1]
+    slots = torch.arange(layout.block_tokens, layout.block_tokens + tokens, device=cache.device)
+    view = _UnitScales(layer, cache.device)
+    try:
+        if kind == "latent":
+            rank = getattr(layer.impl, "kv_lora_rank", 0)
+            latent = pattern[0, :, 0]
+            cache_dtype = layer.impl.kv_cache_dtype
+            # MLA layers hold and write their cache without the dimension of heads.
+            update(
+                latent[:, :rank], latent[:, rank:].unsqueeze(1), scratch.squeeze(1), slots, cache_dtype, view._k_scale
+            )
+        else:
+            update(view, pattern[0], pattern[1], scratch, slots)
+    except Exception as error:
+        raise UncacheableError(
+            f"the KV cache's layout cannot be checked: writing a pattern failed with {type(error).__name__}: {error}"
+        ) from error
+    expected = pattern.to(_stored_dtype(vllm_config, cache.dtype)).cpu().contiguous().view(torch.uint8).reshape(-1)
+    found = torch.empty(layout.chunk_bytes(tokens), dtype=torch.uint8)
+    layout.gather(found, [1, 2])
+    if not torch.equal(found, expected):
+        raise UncacheableError(
+            f"the KV cache of {layer_name} is not laid out as '{kind}': the engine's own write of a pattern reads back "
+            "differently; please report the engine's version, attention backend and CPU or GPU"
+        )
+
+
+def _stored_dtype(vllm_config: Any, dtype: Any) -> Any:
+    """Return what the bytes of a cache mean: vLLM holds fp8 in tensors of bytes."""
+    if dtype != torch.uint8:
+        return dtype
+    return torch.float8_e5m2 if "e5m2" in str(vllm_config.cache_config.cache_dtype) else torch.float8_e4m3fn
+
+
+def _scratch(cache: Any) -> Any:
+    """Return a few blocks shaped and strided as the cache is within a block."""
+    blocks, *inner = cache.shape
+    order = sorted(range(1, 4), key=lambda dimension: cache.stride(dimension), reverse=True)
+    physical = torch.zeros([_BLOCKS, *(cache.shape[dimension] for dimension in order)], dtype=cache.dtype).to(
+        cache.device
+    )
+    back = [0, *(1 + order.index(dimension) for dimension in (1, 2, 3))]
+    return physical.permute(back)
+
+
+def _pattern(layout: PagedLayout, cache_dtype: Any, model_dtype: Any) -> Any:
+    """Return [kind, token, head, dimension] of values that every cache dtype holds exactly and that differ nearby."""
+    tokens = (_BLOCKS - 1) * layout.block_tokens
+    shape = (layout.kinds, tokens, layout.heads, layout.head_size)
+    generator = torch.Generator().manual_seed(20)
+    values = torch.randint(-8, 9, shape, generator=generator)
+    dtype = model_dtype if cache_dtype.itemsize == 1 else cache_dtype
+    return values.to(dtype).to(layout.device)

@@ -1,0 +1,285 @@
+"""The connector's half in vLLM's scheduler: which prompts to load, and which finished chunks to store.
+
+Everything here runs on the engine's thread, so it is cheap: lookups and hashing happen elsewhere, and a step in which
+no request completes a chunk costs one comparison for each running request.
+"""
+
+import logging
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from host_control.client import DataPlaneClient
+from host_control.config import HostConfig
+from host_control.lookup import PrefixLookup
+from host_control.vllm.identity import request_extra, request_problem
+from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
+from host_control.vllm.metrics import Counts, FailureLog
+from shadowserve.keys import chunk_keys
+
+__all__ = ["SchedulerSide"]
+
+_NEVER: Final = 1 << 62
+
+
+@dataclass
+class _Tracked:
+    """A request, from arrival to end."""
+
+    request: Any
+    extra: bytes
+    preemptions: int = 0  # at the time of the last lookup
+    counted: bool = False
+    refused: bool = False  # a load failed: never offer another, or vLLM would ask without end
+    stored_chunks: int = 0  # leading chunks that are stored or on their way
+    local_tokens: int = 0  # the engine's own prefix, when the last offer was made
+    first_chunk: int = 0  # of the load that is under way
+    load_chunks: int = 0  # of the same
+
+
+class SchedulerSide:
+    """See the module.
+
+    Args:
+        config: of the host.
+        block_size: tokens in a block.
+        fetch, store: whether this engine does either at all (``kv_role``, configuration).
+        problem: why this engine is served without the cache, or empty.
+        logger: where failures are logged.
+    """
+
+    def __init__(
+        self, config: HostConfig, block_size: int, *, fetch: bool, store: bool, problem: str, logger: logging.Logger
+    ) -> None:
+        self._config = config
+        self._block_size = block_size
+        self._chunk_tokens = config.chunk_tokens
+        self._chunk_blocks = max(config.chunk_tokens // block_size, 1)
+        self._fetch = fetch
+        self._store = store
+        self._logger = logger
+        self._failures = FailureLog(logger)
+        self._epoch = ""
+        self._namespaces: list[bytes] = []
+        self._client: DataPlaneClient | None = None
+        self._lookup: PrefixLookup | None = None
+        self._tracked: dict[str, _Tracked] = {}
+        self._boundary: dict[str, int] = {}
+        self._new_loads: dict[str, LoadOperation] = {}
+        self._loading: dict[str, LoadOperation] = {}
+        # Synchronous loads that no worker has reported yet. The step that waits for one computes on it at once, and so
+        # may every request that shares its blocks; if it falls short, they compute on garbage before vLLM hears of it.
+        self._unconfirmed: set[str] = set()
+        self._cancels: list[str] = []
+        self.counts = Counts()
+        self.problem = problem
+
+    def start(self, handshakes: dict[int, WorkerHandshake]) -> None:
+        """Take the workers' namespaces, one for each tensor-parallel rank, and begin."""
+        problem = self.problem or next((shake.problem for shake in handshakes.values() if shake.problem), "")
+        if problem:
+            self.problem = problem
+            return
+        self._namespaces = [handshakes[rank].namespace for rank in sorted(handshakes)]
+        self._client = DataPlaneClient(
+            self._config.data_plane_address(0),
+            connect_timeout=self._config.connect_timeout,
+            failures=self._config.breaker_failures,
+            backoff=self._config.breaker_backoff,
+            backoff_max=self._config.breaker_backoff_max,
+        )
+        self._lookup = PrefixLookup(
+            self._client,
+            self._namespaces,
+            chunk_tokens=self._chunk_tokens,
+            timeout=self._config.lookup_timeout,
+            threads=self._config.lookup_threads,
+            enabled=self._fetch,
+        )
+
+    # ------------------------------------------------------------------ arrival and lookup
+
+    def on_new_request(self, request: Any) -> None:
+        """Start looking a request up."""
+        if self._lookup is None:
+            return
+        if (problem := request_problem(request)) is not None:
+            self._failures.warn("a request is served without the cache", problem, "")
+            return
+        try:
+            tracked = _Tracked(request, request_extra(request, self._epoch))
+        except Exception as error:  # an input of a kind that is not known here must not fail the request
+            self._failures.warn("a request is served without the cache", "unknown input", repr(error))
+            return
+        self._tracked[request.request_id] = tracked
+        # The list is vLLM's own and only grows; lookups read its head.
+        self._lookup.submit(request.request_id, request.prompt_token_ids, tracked.extra)
+        self._boundary[request.request_id] = self._chunk_tokens if self._store else _NEVER
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
+        """Return how many tokens beyond the local prefix can be loaded; ``None``: ask again."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or self._lookup is None or not self._fetch:
+            return 0
+        tracked.local_tokens = local_tokens
+        if tracked.refused or request.skip_reading_prefix_cache:
+            return 0
+        if request.num_preemptions != tracked.preemptions:
+            # It comes back after a preemption: by now chunks of its own may be stored, generated tokens too.
+            tracked.preemptions = request.num_preemptions
+            self._lookup.submit(request.request_id, list(request.all_token_ids), tracked.extra)
+        answer = self._lookup.poll(request.request_id)
+        if answer is None:
+            return None
+        if not tracked.counted:
+            tracked.counted = True
+            self._count_lookup(request, answer.hits, answer.reason, answer.detail)
+        tracked.stored_chunks = max(tracked.stored_chunks, answer.hits)
+        # The last token is left to prefill: the first output token is sampled from its hidden state.
+        usable = min(answer.hits * self._chunk_tokens, int(request.num_tokens) - 1) - local_tokens
+        if usable < min(self._config.load_tokens_min, self._chunk_tokens - 1):
+            return 0
+        return usable
+
+    def _count_lookup(self, request: Any, hits: int, reason: str, detail: str) -> None:
+        if reason == "short":
+            return
+        self.counts.add("lookup_requests")
+        self.counts.add("lookup_tokens", request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
+        self.counts.add("hit_tokens", hits * self._chunk_tokens)
+        if reason != "complete":
+            self.counts.add("lookup_failures", reason=reason)
+            self._failures.warn("lookup failed, prompts are computed", reason, detail)
+
+    # ------------------------------------------------------------------ loads
+
+    def allocated(self, request: Any, blocks: list[int], external_tokens: int) -> None:
+        """Blocks exist for a request's tokens; load ``external_tokens`` of them, if any."""
+        tracked = self._tracked.get(request.request_id)
+        if not external_tokens or tracked is None or self._lookup is None:
+            return
+        keys = self._lookup.keys(request.request_id)
+        assert keys is not None, "hits without keys"
+        end_tokens = tracked.local_tokens + external_tokens
+        first = tracked.local_tokens // self._chunk_tokens
+        end = -(-end_tokens // self._chunk_tokens)
+        # Whole chunks: the last may hold the token that is left to prefill, whose block exists.
+        operation = LoadOperation(
+            request_id=request.request_id,
+            keys=[chain[first:end] for chain in keys],
+            blocks=blocks[first * self._chunk_blocks : end * self._chunk_blocks],
+            skip_blocks=tracked.local_tokens // self._block_size - first * self._chunk_blocks,
+        )
+        tracked.first_chunk, tracked.load_chunks = first, end - first
+        self._new_loads[request.request_id] = operation
+        if self._config.asynchronous_fetch:
+            self._loading[request.request_id] = operation
+        else:
+            self._unconfirmed.add(request.request_id)
+
+    def worker_output(self, finished: set[str] | None, loaded: dict[str, int]) -> None:
+        """Take what the workers report of loads."""
+        for request_id, chunks in loaded.items():
+            self._unconfirmed.discard(request_id)
+            if (tracked := self._tracked.get(request_id)) is None:
+                continue
+            if chunks == tracked.load_chunks:
+                continue
+            tracked.refused = True
+            # What could not be loaded is computed, and then stored again.
+            tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
+            if self._store:
+                self._boundary[request_id] = (tracked.stored_chunks + 1) * self._chunk_tokens
+        for request_id in finished or ():
+            self._loading.pop(request_id, None)
+
+    def finished(self, request: Any) -> None:
+        """A request has ended or was aborted, perhaps while it was being loaded."""
+        request_id = request.request_id
+        if self._tracked.pop(request_id, None) is None:
+            return
+        self._boundary.pop(request_id, None)
+        self._unconfirmed.discard(request_id)
+        if self._lookup is not None:
+            self._lookup.forget(request_id)
+        if request_id in self._loading:
+            # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
+            self._cancels.append(request_id)
+
+    # ------------------------------------------------------------------ each step
+
+    def step(self, output: Any) -> ShadowServeMetadata:
+        """Return what the workers have to do in this step."""
+        metadata = ShadowServeMetadata()
+        if self._new_loads:
+            metadata.loads = list(self._new_loads.values())
+            self._new_loads = {}
+        if self._cancels:
+            metadata.cancels, self._cancels = self._cancels, []
+        if not self._store or self._lookup is None or self._unconfirmed:
+            return metadata  # what is complete now is stored after a later step
+        scheduled, boundary = output.num_scheduled_tokens, self._boundary
+        for new in output.scheduled_new_reqs:
+            request_id = new.req_id
+            if new.num_computed_tokens + scheduled[request_id] >= boundary.get(request_id, _NEVER):
+                self._complete(output, metadata, request_id, new.num_computed_tokens + scheduled[request_id])
+        cached = output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            # The common case ends here, once for each running request and step.
+            if computed + scheduled[request_id] >= boundary.get(request_id, _NEVER):
+                self._complete(output, metadata, request_id, computed + scheduled[request_id])
+        return metadata
+
+    def _complete(self, output: Any, metadata: ShadowServeMetadata, request_id: str, computed: int) -> None:
+        """Have the chunks stored that a request completes in this step."""
+        assert self._lookup is not None
+        tracked = self._tracked[request_id]
+        keys = self._lookup.keys(request_id)
+        if keys is None:
+            return  # still being hashed; ask again with the next step
+        # Tokens that are drafts, or still being sampled, have no identity yet.
+        end = min(computed, tracked.request.num_tokens) // self._chunk_tokens
+        known = max(tracked.stored_chunks, 0 if tracked.refused else self._lookup.known(request_id))
+        tracked.stored_chunks = max(known, end)
+        self._boundary[request_id] = (tracked.stored_chunks + 1) * self._chunk_tokens
+        table = output.kv_connector_block_state.get_block_ids(request_id)
+        if end <= known or table is None or len(table[0]) < end * self._chunk_blocks:
+            return
+        self._extend(keys, tracked, end)
+        asked = self._lookup.asked(request_id)
+        metadata.stores.append(
+            StoreOperation(
+                request_id=request_id,
+                keys=[chain[known:end] for chain in keys],
+                previous=[chain[known - 1] for chain in keys] if known else None,
+                anchored=known <= self._lookup.known(request_id),
+                blocks=list(table[0][known * self._chunk_blocks : end * self._chunk_blocks]),
+                absent_seconds=time.monotonic() - asked if asked else None,
+            )
+        )
+
+    def _extend(self, keys: list[list[bytes]], tracked: _Tracked, end: int) -> None:
+        """Add the keys of chunks that end in generated tokens."""
+        if len(keys[0]) >= end:
+            return
+        tokens = list(tracked.request.all_token_ids[: end * self._chunk_tokens])
+        for namespace, chain in zip(self._namespaces, keys, strict=True):
+            chain[:] = chunk_keys(namespace, tokens, chunk_tokens=self._chunk_tokens, extra=tracked.extra, after=chain)
+
+    # ------------------------------------------------------------------ housekeeping
+
+    def reset(self) -> bool:
+        """Forget everything stored so far: nothing of it is served to this engine's requests again.
+
+        Stored chunks cannot be taken back from others, so from now on this engine's keys are new ones.
+        """
+        self._epoch = secrets.token_hex(16)
+        return True
+
+    def close(self) -> None:
+        """End lookups."""
+        if self._lookup is not None:
+            self._lookup.close()
+        if self._client is not None:
+            self._client.close()

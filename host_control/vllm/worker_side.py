@@ -1,0 +1,316 @@
+"""The connector's half in a vLLM worker: moves KV between paged memory and the data plane."""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+
+from host_control.client import DataPlaneClient
+from host_control.config import HostConfig
+from host_control.layouts import LayoutKind, PagedLayout
+from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
+from host_control.segment import Destination
+from host_control.store import StoreQueue
+from host_control.vllm.identity import UncacheableError, chunk_shape, rank_namespace
+from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
+from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.probe import check_layout
+
+__all__ = ["WorkerSide"]
+
+_BUFFER_CHUNKS_MAX: Final = 128
+"""Larger buffers do not pay: a round of 64 chunks hides its round trip many times over."""
+
+
+class WorkerSide:
+    """See the module. All methods run on the worker's main thread.
+
+    Args:
+        config: of the host.
+        vllm_config, kv_cache_config: of vLLM.
+        tp_rank: tensor-parallel rank.
+        fetch, store: whether this engine does either at all.
+        problem: why this engine is served without the cache, or empty.
+        logger: where failures are logged.
+    """
+
+    def __init__(
+        self,
+        config: HostConfig,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        tp_rank: int,
+        *,
+        fetch: bool,
+        store: bool,
+        problem: str,
+        logger: logging.Logger,
+    ) -> None:
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._tp_rank = tp_rank
+        self._fetch = fetch
+        self._store_enabled = store
+        self._logger = logger
+        self._failures = FailureLog(logger)
+        self._namespace = b""
+        self._client: DataPlaneClient | None = None
+        self._layout: PagedLayout | None = None
+        self._manager: KVCacheManager | None = None
+        self._store: StoreQueue | None = None
+        self._chunk_blocks = 0
+        self._block_ratio = 1
+        self._results: list[FetchResult] = []
+        self._synchronous: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._ended: dict[str, int] = {}
+        self.counts = Counts()
+        self.problem = problem
+
+    # ------------------------------------------------------------------ start
+
+    def register(self, caches: dict[str, Any]) -> None:
+        """Take the KV caches, make sure that their layout is understood, and connect."""
+        if self.problem:
+            return
+        try:
+            self._layout = self._understand(caches)
+        except UncacheableError as error:
+            self.problem = str(error)
+            self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
+            return
+        namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank)
+        shape = chunk_shape(namespace, self._layout, self._config)
+        self._namespace = shape.namespace
+        self._client = DataPlaneClient(
+            self._config.data_plane_address(self._tp_rank),
+            connect_timeout=self._config.connect_timeout,
+            failures=self._config.breaker_failures,
+            backoff=self._config.breaker_backoff,
+            backoff_max=self._config.breaker_backoff_max,
+        )
+        if self._fetch:
+            self._manager = KVCacheManager(
+                self._client,
+                Destination(self._client, shape, _buffer(self._config.fetch_buffer_bytes, shape.chunk_bytes, 2)),
+                self._scatter,
+                order=ORDERS[self._config.order],
+                fetch_timeout=self._config.fetch_timeout,
+            )
+        if self._store_enabled:
+            self._store = StoreQueue(
+                self._client,
+                Destination(self._client, shape, _buffer(self._config.store_buffer_bytes, shape.chunk_bytes, 1)),
+                batch_chunks=self._config.store_batch_chunks,
+                timeout=self._config.store_timeout,
+                recent_keys=self._config.recent_keys,
+            )
+            # An engine starts once; without this its first prompts would not be stored.
+            if not self._store.wait_tried(self._config.connect_timeout):
+                self._failures.warn("not connected at start, trying on", "unreachable", self._client.address)
+        self._logger.info(
+            "ShadowServe: data plane %s, rank %d, %d layers x %d heads x %d, %d-byte chunks of %d tokens, %s",
+            self._client.address,
+            self._tp_rank,
+            self._layout.layers,
+            self._layout.heads,
+            self._layout.head_size,
+            shape.chunk_bytes,
+            shape.chunk_tokens,
+            shape.quantizer,
+        )
+
+    def _understand(self, caches: dict[str, Any]) -> PagedLayout:
+        group = self._kv_cache_config.kv_cache_groups[0]
+        names = list(group.layer_names)
+        missing = [name for name in names if name not in caches]
+        if missing:
+            raise UncacheableError(f"layer {missing[0]} has no KV cache of its own")
+        tensors = [caches[name] for name in names]
+        latent = type(group.kv_cache_spec).__name__ == "MLAAttentionSpec"
+        kind: LayoutKind = "kv_cells"
+        if latent:
+            kind = "latent"
+        elif tensors[0].device.type == "cpu":
+            kind = "cpu_pages"
+        try:
+            layout = PagedLayout(tensors, kind)
+        except ValueError as error:
+            raise UncacheableError(f"the KV cache's layout is not known: {error}") from error
+        block_size = group.kv_cache_spec.block_size
+        if block_size % layout.block_tokens:
+            raise UncacheableError(f"blocks of {block_size} tokens do not divide into {layout.block_tokens}")
+        self._block_ratio = block_size // layout.block_tokens
+        self._chunk_blocks = self._config.chunk_tokens // layout.block_tokens
+        check_layout(self._vllm_config, names[0], tensors[0], kind)
+        return layout
+
+    def handshake(self) -> WorkerHandshake:
+        """Return what the scheduler's half needs to know."""
+        return WorkerHandshake(self._namespace, self.problem)
+
+    # ------------------------------------------------------------------ each step
+
+    def exchange(self, metadata: ShadowServeMetadata) -> None:
+        """Hand this step's loads to the manager and take those that have ended: all, where fetching is synchronous."""
+        if not self._config.asynchronous_fetch:
+            self._synchronous.update(load.request_id for load in metadata.loads)
+        if self._manager is None:
+            self._results += [_failed(load, "disabled") for load in metadata.loads]
+            return
+        jobs = [
+            FetchJob(request_id=load.request_id, keys=tuple(load.keys[self._tp_rank]), target=load)
+            for load in metadata.loads
+        ]
+        try:
+            self._results += self._manager.exchange(jobs, metadata.cancels)
+            if self._synchronous:
+                self._manager.wait(self._synchronous)
+                self._results += self._manager.exchange()
+        except ValueError as error:  # vLLM handed over a request twice; computing it is always right
+            self._results += [_failed(load, "internal", str(error)) for load in metadata.loads]
+
+    def gather(self, operations: Sequence[StoreOperation]) -> None:
+        """Copy finished chunks to where they wait to be stored, before their blocks can change."""
+        if self._store is None:
+            return
+        for operation in operations:
+            blocks = self._kernel_blocks(operation.blocks)
+            previous = operation.previous[self._tp_rank] if operation.previous is not None else None
+
+            def copy(index: int, chunk: memoryview, blocks: list[int] = blocks) -> None:
+                assert self._layout is not None
+                self._layout.gather(chunk, blocks[index * self._chunk_blocks : (index + 1) * self._chunk_blocks])
+
+            absent = operation.absent_seconds
+            self._store.offer(
+                operation.keys[self._tp_rank],
+                copy,
+                previous=previous,
+                anchored=operation.anchored,
+                absent_since=float("-inf") if absent is None else time.monotonic() - absent,
+            )
+
+    def take_finished(self) -> set[str]:
+        """Return the requests whose load has ended, one way or the other, since the last call.
+
+        Without those that were loaded synchronously: vLLM never took them for waiting.
+        """
+        results, self._results = self._results, []
+        for result in results:
+            self._account(result)
+        synchronous, self._synchronous = self._synchronous, set()
+        return {result.job.request_id for result in results} - synchronous
+
+    def _account(self, result: FetchResult) -> None:
+        load: LoadOperation = result.job.target
+        loaded = result.chunks
+        self.counts.add("load_seconds", result.seconds)
+        self.counts.add("fetched_bytes", result.fetched_bytes)
+        self.counts.add("delivered_bytes", result.delivered_bytes)
+        self.counts.add("loaded_tokens", loaded * self._config.chunk_tokens)
+        self.counts.add("load_requests", 1 if loaded else 0)
+        if self._store is not None:
+            self._store.remember(result.job.keys[:loaded])
+        if result.complete:
+            if load.request_id in self._synchronous:
+                self._ended[load.request_id] = loaded
+            return
+        self.counts.add("load_failures", reason=result.reason)
+        if result.reason == "cancelled":
+            return  # aborted: nobody waits for these blocks
+        self._failures.warn("a prompt was not loaded in full, the rest is computed", result.reason, result.detail)
+        if self._store is not None:
+            self._store.forget(result.job.keys[loaded:])
+        self._ended[load.request_id] = loaded
+        intact = max(loaded * self._chunk_blocks // self._block_ratio, load.skip_blocks)
+        self._bad_blocks.update(load.blocks[intact:])
+
+    def take_bad_blocks(self) -> set[int]:
+        """Return the blocks that loads left without valid KV, since the last call."""
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_ended_loads(self) -> dict[str, int]:
+        """Return the loads (request -> chunks in place) that ended early or were synchronous, since the last call."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def take_store_counts(self) -> None:
+        """Move what the store queue counted into :attr:`counts`."""
+        if self._store is None:
+            return
+        for name, count in self._store.take_counts().items():
+            if name.startswith("dropped_"):
+                self.counts.add("dropped_stores", count, reason=name.removeprefix("dropped_"))
+                reason = name.removeprefix("dropped_")
+                self._failures.warn("chunks were not stored", reason, self._store.details.get(reason, ""))
+            else:
+                self.counts.add("stored_chunks" if name == "stored" else name, count)
+
+    def close(self) -> None:
+        """Store what waits, end what runs; at most ``close_timeout`` seconds."""
+        ends = time.monotonic() + self._config.close_timeout
+        if self._store is not None:
+            self._store.close(self._config.close_timeout)
+        if self._manager is not None:
+            self._manager.close(max(0.1, ends - time.monotonic()))
+        if self._client is not None:
+            self._client.close()
+        self._store = self._manager = self._client = None
+
+    # ------------------------------------------------------------------ in the manager's thread
+
+    def _scatter(self, job: FetchJob, first: int, chunks: memoryview) -> None:
+        layout, load = self._layout, job.target
+        assert layout is not None
+        blocks = self._kernel_blocks(load.blocks)
+        skip = load.skip_blocks * self._block_ratio
+        chunk_bytes = layout.chunk_bytes(self._config.chunk_tokens)
+        with torch.inference_mode(), _SideStream(layout.device) as stream:
+            for index in range(len(chunks) // chunk_bytes):
+                begin = (first + index) * self._chunk_blocks
+                layout.scatter(
+                    chunks[index * chunk_bytes : (index + 1) * chunk_bytes],
+                    blocks[begin : begin + self._chunk_blocks],
+                    min(max(skip - begin, 0), self._chunk_blocks),
+                )
+            if stream is not None:
+                stream.synchronize()
+
+    def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
+        """Return the numbers of the blocks that the kernels use, which may be parts of the manager's."""
+        ratio = self._block_ratio
+        if ratio == 1:
+            return list(blocks)
+        return [block * ratio + part for block in blocks for part in range(ratio)]
+
+
+def _failed(load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
+    job = FetchJob(request_id=load.request_id, keys=tuple(load.keys[0]), target=load)
+    return FetchResult(job=job, chunks=0, reason=reason, detail=detail)
+
+
+def _buffer(configured: int, chunk_bytes: int, chunks_min: int) -> int:
+    chunks = min(max(configured // chunk_bytes, chunks_min), _BUFFER_CHUNKS_MAX)
+    return chunks * chunk_bytes
+
+
+class _SideStream:
+    """Own CUDA stream on CUDA, so that copies do not queue behind the engine's kernels; nothing on CPUs."""
+
+    def __init__(self, device: Any) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._context = torch.cuda.stream(self._stream) if self._stream is not None else None
+
+    def __enter__(self) -> Any:
+        if self._context is not None:
+            self._context.__enter__()
+        return self._stream
+
+    def __exit__(self, *exception: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(*exception)
