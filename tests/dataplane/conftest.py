@@ -1,0 +1,63 @@
+"""Fixtures of the data plane's tests; what they are made of is in ``dataplane_support.py``."""
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
+
+from dataplane_support import Client, Server, running
+
+
+@pytest.fixture(scope="session")
+def session_storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Our storage server, shared by tests that do it no harm."""
+    server = Server("storage_kv", tmp_path_factory.mktemp("storage")).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def storage(session_storage: Server) -> Server:
+    """The shared storage server, emptied."""
+    for key in _keys(session_storage):
+        session_storage.command(b"DEL", key)
+    return session_storage
+
+
+@pytest.fixture
+def mortal_storage(tmp_path: Path) -> Iterator[Server]:
+    """A storage server of this test's own, started, to be killed and frozen."""
+    server = Server("storage_kv", tmp_path).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def session_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server("redis", tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis(session_redis: Server) -> Server:
+    """A plain Redis, emptied."""
+    session_redis.command(b"FLUSHALL")
+    return session_redis
+
+
+@pytest.fixture
+async def client(storage: Server) -> AsyncIterator[Client]:
+    """A client of a daemon on the shared storage server."""
+    async with running(storage) as (_, client):
+        yield client
+
+
+def _keys(server: Server) -> list[bytes]:
+    from redis import Redis
+
+    with Redis(port=server.port) as connection:
+        return list(connection.scan_iter(count=1000))

@@ -1,0 +1,342 @@
+"""What the data plane's tests are made of: real storage servers, a real daemon, real segments, and records in them."""
+
+import asyncio
+import contextlib
+import mmap
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.server import Daemon
+from shadowserve import native, record
+from shadowserve.keys import KVNamespace, chunk_keys, storage_key
+from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
+from shadowserve.proto import dataplane_pb2 as pb
+
+TOKENS = 16
+
+
+def wait_for(condition: Any, timeout: float = 10.0) -> Any:
+    """Return the first true value of ``condition()``."""
+    end = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+    return value
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Server:
+    """A storage server as a process that can be killed and started again on the same port."""
+
+    def __init__(self, kind: str, directory: Path, *, password: str = "", options: tuple[str, ...] = ()) -> None:
+        self.kind, self.directory, self.password, self.options = kind, directory, password, options
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> "Server":
+        if self.kind == "redis":
+            command = [shutil.which("redis-server") or "redis-server", "--save", "", "--dir", str(self.directory)]
+            command += ["--bind", "127.0.0.1", "--port", str(self.port)]
+            command += ["--requirepass", self.password] if self.password else []
+        else:
+            command = [sys.executable, "-m", "shadowserve.cli", "storage", "--port", str(self.port)]
+            command += ["--password", self.password] if self.password else []
+        with open(self.directory / "storage.log", "ab") as log:
+            self.process = subprocess.Popen([*command, *self.options], stdout=log, stderr=log)
+        wait_for(self._answers)
+        return self
+
+    def _answers(self) -> bool:
+        assert self.process is not None and self.process.poll() is None, (self.directory / "storage.log").read_text()
+        try:
+            return self.command(b"PING") == b"+PONG"
+        except OSError:
+            return False
+
+    def command(self, *words: bytes) -> bytes:
+        """Send one command, return the first line of its answer."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as sock:
+            for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:
+                sock.sendall(b"*%d\r\n" % len(command) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in command))
+                answer = b""
+                while not answer.endswith(b"\r\n"):
+                    data = sock.recv(65536)
+                    if not data:
+                        raise ConnectionResetError
+                    answer += data
+            return answer.split(b"\r\n")[0]
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Store a value under a chunk's key, whatever was there."""
+        self.command(b"DEL", storage_key(key))
+        answer = self.command(b"SET", storage_key(key), value)
+        assert answer == b"+OK", answer
+
+    def has(self, key: bytes) -> bool:
+        return self.command(b"EXISTS", storage_key(key)) == b":1"
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def freeze(self) -> None:
+        """Make it accept connections and never answer."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+
+class Segment:
+    """Shared memory as a host makes it."""
+
+    def __init__(self, size: int) -> None:
+        self.name = f"shadowserve-{secrets.token_hex(8)}"
+        self.path = f"/dev/shm/{self.name}"
+        self.size = size
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(file, size)
+        self._map = mmap.mmap(file, size)
+        os.close(file)
+        self.memory = np.frombuffer(self._map, np.uint8)
+
+    def unlink(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+    def close(self) -> None:
+        self.unlink()
+        del self.memory
+        self._map.close()
+
+
+def layout(quantizer: str = "lossless", dtype: str = "bfloat16", **changes: Any) -> record.ChunkLayout:
+    """A small layout: 4 layers, 2 KV heads of 32 elements."""
+    bins = 32 if quantizer == "binned" else 0
+    fields: dict[str, Any] = {
+        "namespace": namespace(quantizer, dtype),
+        "dtype": native.DType[dtype.upper()],
+        "layers": 4,
+        "kinds": 2,
+        "vector_length": 64,
+        "tokens": TOKENS,
+        "quantizer": native.Quantizer[quantizer.upper()],
+        "bins": bins,
+    }
+    return record.ChunkLayout(**(fields | changes))
+
+
+def namespace(quantizer: str = "lossless", dtype: str = "bfloat16", model: str = "test") -> bytes:
+    return KVNamespace(
+        model=model, dtype=dtype, layers=4, kv_heads=2, head_size=32, attention="gqa", quantizer=quantizer
+    ).digest()
+
+
+def keys_of(shape: record.ChunkLayout, count: int, seed: int = 0) -> list[bytes]:
+    tokens = np.random.default_rng(seed).integers(0, 1000, count * shape.tokens)
+    return chunk_keys(shape.namespace, tokens, chunk_tokens=shape.tokens)
+
+
+def kv(shape: record.ChunkLayout, seed: int) -> bytes:
+    """One chunk of data that compresses somewhat, as KV does."""
+    random = np.random.default_rng(seed)
+    count = shape.raw_bytes // shape.dtype.itemsize
+    values = random.normal(size=count).astype(np.float32)
+    if shape.dtype is native.DType.BFLOAT16:
+        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    if shape.dtype is native.DType.UINT8:
+        return random.integers(0, 40, count, np.uint8).tobytes()
+    if shape.dtype is native.DType.FLOAT8_E4M3:
+        return (random.integers(0, 80, count, np.uint8) + 128 * (values < 0)).astype(np.uint8).tobytes()  # no NaN
+    return values.astype(np.float16 if shape.dtype is native.DType.FLOAT16 else np.float32).tobytes()
+
+
+def make_record(shape: record.ChunkLayout, key: bytes, seed: int, codec: str = "kvrans") -> bytes:
+    return record.encode(key, native.Codec[codec.upper()], shape, kv(shape, seed))
+
+
+def expected(shape: record.ChunkLayout, key: bytes, data: bytes) -> bytes:
+    return bytes(record.decode(data, key, shape))
+
+
+SMALL_BUFFERS: dict[str, Any] = {
+    "decompression_buffer_bytes": "4MiB",
+    "dequantization_buffer_bytes": "4MiB",
+    "dma_source_buffer_bytes": "8MiB",
+    "store_buffer_bytes": "4MiB",
+}
+
+
+def config(server: "Server | str", **changes: Any) -> DataPlaneConfig:
+    address = server if isinstance(server, str) else server.address
+    password = "" if isinstance(server, str) else server.password
+    values = {"listen": "127.0.0.1:0", "storage": address, "storage_password": password, "shutdown_time": 2.0}
+    return DataPlaneConfig.model_validate(values | SMALL_BUFFERS | changes)
+
+
+def layout_message(shape: record.ChunkLayout) -> pb.ChunkLayout:
+    return pb.ChunkLayout(
+        namespace=shape.namespace,
+        dtype=shape.dtype.name.lower(),
+        layers=shape.layers,
+        kinds=shape.kinds,
+        vector_length=shape.vector_length,
+        chunk_tokens=shape.tokens,
+        quantizer=shape.quantizer.name.lower(),
+        bins=shape.bins,
+        value_bins=shape.value_bins,
+        scale_tokens=shape.scale_tokens,
+    )
+
+
+class Client:
+    """A client of one daemon, with one segment registered."""
+
+    def __init__(self, address: str) -> None:
+        # A pool of its own: else a channel to an address that was down a moment ago waits before it tries again.
+        self.channel = grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        self.stub = dataplane_pb2_grpc.DataPlaneStub(self.channel)
+        self.segments: list[Segment] = []
+        self.segment: Segment
+        self.destination = 0
+        self.shape: record.ChunkLayout
+        self._jobs = 0
+
+    async def register(self, shape: record.ChunkLayout, chunks: int, extra: int = 0) -> "Client":
+        self.shape = shape
+        self.segment = Segment(shape.raw_bytes * chunks + extra)
+        self.segments.append(self.segment)
+        answer = await self.stub.RegisterDestination(self.registration())
+        self.segment.unlink()
+        assert answer.chunk_bytes == shape.raw_bytes
+        self.destination = answer.destination_id
+        return self
+
+    def registration(self, **changes: Any) -> pb.RegisterDestinationRequest:
+        fields: dict[str, Any] = {
+            "protocol_version": PROTOCOL_VERSION,
+            "layout": layout_message(self.shape),
+            "shared_memory": pb.SharedMemory(name=self.segment.name, size=self.segment.size),
+        }
+        return pb.RegisterDestinationRequest(**(fields | changes))
+
+    def fetch_request(self, keys: list[bytes], **changes: Any) -> pb.FetchRequest:
+        self._jobs += 1
+        fields: dict[str, Any] = {
+            "job_id": f"job-{self._jobs}",
+            "destination_id": self.destination,
+            "offset": 0,
+            "length": self.segment.size,
+            "keys": keys,
+            "timeout_ms": 5000,
+        }
+        return pb.FetchRequest(**(fields | changes))
+
+    async def fetch(self, keys: list[bytes], **changes: Any) -> pb.FetchResponse:
+        answer: pb.FetchResponse = await self.stub.Fetch(self.fetch_request(keys, **changes))
+        return answer
+
+    def store_request(self, keys: list[bytes], **changes: Any) -> pb.StoreRequest:
+        self._jobs += 1
+        fields: dict[str, Any] = {
+            "job_id": f"job-{self._jobs}",
+            "destination_id": self.destination,
+            "offset": 0,
+            "keys": keys,
+            "timeout_ms": 5000,
+        }
+        return pb.StoreRequest(**(fields | changes))
+
+    async def store(self, keys: list[bytes], **changes: Any) -> pb.StoreResponse:
+        answer: pb.StoreResponse = await self.stub.Store(self.store_request(keys, **changes))
+        return answer
+
+    async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = 5000) -> pb.LookupResponse:
+        chain = pb.KeyChain(keys=keys, namespace=space or self.shape.namespace)
+        answer: pb.LookupResponse = await self.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=timeout_ms))
+        return answer
+
+    def chunk(self, index: int, shape: record.ChunkLayout | None = None) -> bytes:
+        size = (shape or self.shape).raw_bytes
+        return self.segment.memory[index * size : (index + 1) * size].tobytes()
+
+    async def close(self) -> None:
+        await self.channel.close()
+        for segment in self.segments:
+            segment.close()
+
+
+@contextlib.asynccontextmanager
+async def running(server: "Server | str", **changes: Any) -> AsyncIterator[tuple[Daemon, Client]]:
+    """A daemon within this event loop, and a client of it."""
+    async with Daemon(config(server, **changes)) as daemon:
+        client = Client(daemon.address)
+        try:
+            yield daemon, client
+        finally:
+            await client.close()
+
+
+async def until(condition: Any, timeout: float = 10.0) -> None:
+    """Wait on the event loop until ``condition()`` is true."""
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+class DaemonProcess:
+    """The daemon as a process of its own."""
+
+    def __init__(self, server: "Server | str", directory: Path, **changes: Any) -> None:
+        address = server if isinstance(server, str) else server.address
+        values = {"listen": "127.0.0.1:0", "storage": address, "shutdown_time": 2} | SMALL_BUFFERS | changes
+        flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        self.log = directory / "daemon.log"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "shadowserve.cli", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline().decode().split()
+        assert line[:1] == ["ready"], self.log.read_text()
+        self.address = line[1]
+
+    def stop(self, number: int = signal.SIGTERM, timeout: float = 10.0) -> int:
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()

@@ -1,0 +1,73 @@
+"""The short cut for KV.META reads what the general reader reads, however the bytes arrive."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpu_dataplane.answers import AnswerReader, MetaAnswer, Stored
+from shadowserve import resp
+from shadowserve.errors import ProtocolError
+
+HEADS = st.binary(max_size=60) | st.sampled_from([b"", b"\r\n", b"*2\r\n:1\r\n$0\r\n\r\n", b"$-1\r\n"])
+ENTRIES = st.lists(st.none() | st.tuples(st.integers(0, 10**17), HEADS), max_size=6)
+OTHERS = st.sampled_from(
+    [b"+OK\r\n", b"-ERR no\r\n", b":7\r\n", b"$3\r\nabc\r\n", b"$-1\r\n", b"*0\r\n", b"*1\r\n:1\r\n"]
+)
+
+
+def encode(entries: list[tuple[int, bytes] | None]) -> bytes:
+    parts = [b"*%d\r\n" % len(entries)]
+    for entry in entries:
+        parts.append(
+            b"$-1\r\n" if entry is None else b"*2\r\n:%d\r\n$%d\r\n%b\r\n" % (entry[0], len(entry[1]), entry[1])
+        )
+    return b"".join(parts)
+
+
+def read_all(reader: AnswerReader | resp.ReplyReader, wire: bytes, cuts: list[int]) -> list[object]:
+    values: list[object] = []
+    places = sorted({0, len(wire), *(cut % (len(wire) + 1) for cut in cuts)})
+    for begin, end in zip(places, places[1:], strict=False):
+        reader.feed(wire[begin:end])
+        while (value := reader.next_value()) is not resp.NEED_DATA:
+            values.append(value)
+    return values
+
+
+def plain(value: object) -> object:
+    return (
+        [list(entry) if isinstance(entry, Stored) else entry for entry in value] if isinstance(value, list) else value
+    )
+
+
+@given(st.lists(ENTRIES | OTHERS, max_size=5), st.lists(st.integers(0, 1000), max_size=8))
+def test_any_split_gives_the_values_of_the_general_reader(answers: list[object], cuts: list[int]) -> None:
+    wire = b"".join(answer if isinstance(answer, bytes) else encode(answer) for answer in answers)  # type: ignore[arg-type]
+    expected = read_all(resp.ReplyReader(), wire, [])
+    assert [plain(value) for value in read_all(AnswerReader(), wire, cuts)] == expected
+    assert [plain(value) for value in read_all(AnswerReader(), wire, list(range(len(wire))))] == expected
+
+
+def test_answers_of_meta_take_the_short_cut() -> None:
+    entries = [(5, b"head"), None, (0, b"")]
+    for cuts in ([], [20], [25, 40]):
+        [answer] = read_all(AnswerReader(), encode(entries), cuts)
+        assert isinstance(answer, MetaAnswer)
+        assert answer == [Stored(5, b"head"), None, Stored(0, b"")]
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"*1\r\n*2\r\n:5\r\n$3\r\nabcdef\r\n",
+        b"*1\r\n*2\r\n:5\r\n$9999999\r\n",
+        b"*2\r\n$-1\r\n" + b"+what is this, if not far longer than it may be\r\n",
+        b"*9999\r\n$-1\r\n",
+        b"*1\r\n*2\r\n:-5\r\n$3\r\nabc\r\n" + b"x" * 40,
+        b"*2\r\n*2\r\n:5\r\n$-1\r\n" + b"x" * 40,
+        b"nonsense\r\n",
+    ],
+)
+def test_what_breaks_the_protocol_is_refused(wire: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        read_all(AnswerReader(), wire, [])

@@ -1,0 +1,415 @@
+"""Calls as such: malformed, cancelled, abandoned, too many, overlapping; destinations; health; metrics."""
+
+import asyncio
+import os
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from dataplane_support import (
+    Client,
+    Segment,
+    Server,
+    free_port,
+    keys_of,
+    kv,
+    layout,
+    layout_message,
+    make_record,
+    running,
+    until,
+)
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from dpu_dataplane.server import SERVICE_NAME, Daemon
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 4)
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+FAILED = grpc.StatusCode.FAILED_PRECONDITION
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def refused(call: Any, code: grpc.StatusCode, *words: str) -> None:
+    """Assert that a call is refused with this status, and that its message names these."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() == code, caught.value
+    for word in words:
+        assert word in (caught.value.details() or ""), caught.value.details()
+
+
+@pytest.fixture
+async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client]]:
+    """A daemon whose storage holds records and has stopped answering; heads are remembered."""
+    for index, key in enumerate(KEYS):
+        mortal_storage.put(key, make_record(SHAPE, key, index))
+    async with running(mortal_storage, command_timeout=30) as (daemon, client):
+        await client.register(SHAPE, 8)
+        await client.lookup(KEYS)
+        assert (await client.fetch(KEYS)).chunks == 4
+        mortal_storage.freeze()
+        yield daemon, client
+        mortal_storage.thaw()
+
+
+# ---- Malformed ------------------------------------------------------------------------------------------------------
+
+
+async def test_malformed_fetches_name_the_field(client: Client) -> None:
+    await client.register(SHAPE, 2)
+    size = 2 * SHAPE.raw_bytes
+    for changes, words in (
+        ({"keys": []}, ["keys"]),
+        ({"keys": [b"short"]}, ["keys[0]", "32"]),
+        ({"keys": [*KEYS, bytes(33)]}, ["keys[4]", "33"]),
+        ({"keys": [bytes(32)] * 65537}, ["keys", "65537"]),
+        ({"job_id": ""}, ["job_id"]),
+        ({"job_id": "x" * 129}, ["job_id", "129"]),
+        ({"timeout_ms": 0}, ["timeout_ms"]),
+        ({"timeout_ms": 2**32 - 1}, ["timeout_ms"]),
+        ({"length": 0}, ["length"]),
+        ({"length": SHAPE.raw_bytes - 1}, ["length"]),
+        ({"length": size + 1}, ["offset", "outside"]),
+        ({"offset": SHAPE.raw_bytes, "length": size}, ["offset", "outside"]),
+        ({"offset": 1, "length": SHAPE.raw_bytes}, ["offset", "multiple of 2"]),
+        ({"offset": 2**64 - 2, "length": 2**64 - 2}, ["outside"]),
+    ):
+        await refused(client.stub.Fetch(client.fetch_request(**{"keys": KEYS} | changes)), INVALID, *words)
+
+
+async def test_malformed_stores_name_the_field(client: Client) -> None:
+    await client.register(SHAPE, 2)
+    for changes, words in (
+        ({"keys": []}, ["keys"]),
+        ({"keys": [bytes(31)]}, ["keys[0]"]),
+        ({"keys": KEYS[:3]}, ["outside"]),
+        ({"keys": KEYS[:1], "offset": 2**64 - 2}, ["outside"]),
+        ({"keys": KEYS[:1], "offset": 1}, ["offset"]),
+        ({"keys": KEYS[:1], "timeout_ms": 0}, ["timeout_ms"]),
+        ({"keys": KEYS[:1], "job_id": ""}, ["job_id"]),
+    ):
+        await refused(client.stub.Store(client.store_request(**{"keys": KEYS} | changes)), INVALID, *words)
+
+
+async def test_malformed_lookups_name_the_field(client: Client) -> None:
+    space = SHAPE.namespace
+    for chains, words in (
+        ([pb.KeyChain(keys=[b"x"], namespace=space)], ["chains[0].keys[0]"]),
+        ([pb.KeyChain(keys=KEYS, namespace=space), pb.KeyChain(keys=KEYS)], ["chains[1].namespace"]),
+        ([pb.KeyChain(keys=[bytes(32)] * 40000, namespace=space)] * 2, ["80000"]),
+        ([pb.KeyChain(namespace=space)] * 5000, ["5000"]),
+    ):
+        await refused(client.stub.Lookup(pb.LookupRequest(chains=chains, timeout_ms=100)), INVALID, *words)
+    await refused(client.stub.Lookup(pb.LookupRequest(timeout_ms=0)), INVALID, "timeout_ms")
+
+
+async def test_malformed_registrations_name_the_field(client: Client) -> None:
+    await client.register(SHAPE, 2)
+    segment = client.segment = Segment(2 * SHAPE.raw_bytes)
+    client.segments.append(segment)
+
+    def message(**changes: Any) -> pb.ChunkLayout:
+        made = layout_message(SHAPE)
+        for name, value in changes.items():
+            setattr(made, name, value)
+        return made
+
+    for changes, code, words in (
+        ({"protocol_version": 0}, FAILED, ["version 0", "version 1"]),
+        ({"protocol_version": 77}, FAILED, ["version 77", "version 1"]),
+        ({"shared_memory": None}, INVALID, ["memory"]),
+        ({"layout": message(dtype="float8")}, INVALID, ["layout.dtype", "float8"]),
+        ({"layout": message(quantizer="magic")}, INVALID, ["layout.quantizer"]),
+        ({"layout": message(namespace=b"")}, INVALID, ["namespace"]),
+        ({"layout": message(layers=0)}, INVALID, ["layers"]),
+        ({"layout": message(kinds=3)}, INVALID, ["kinds"]),
+        ({"layout": message(bins=7)}, INVALID, ["bins"]),
+        ({"layout": message(quantizer="binned", bins=32, value_bins=7)}, INVALID, ["value_bins"]),
+        ({"layout": message(value_bins=16)}, INVALID, ["value_bins"]),
+        ({"layout": message(quantizer="binned", bins=32, scale_tokens=1 << 20)}, INVALID, ["scale_tokens"]),
+        ({"layout": message(vector_length=2**32 - 1)}, INVALID, ["2 MiB"]),
+        ({"layout": message(layers=2**32 - 1)}, INVALID, ["slices"]),
+        ({"layout": message(chunk_tokens=2**32 - 1)}, INVALID, ["slices"]),
+        ({"layout": message(vector_length=1 << 16)}, FAILED, ["buffer_bytes"]),
+        ({"shared_memory": pb.SharedMemory(name="../etc/passwd", size=segment.size)}, INVALID, ["name"]),
+        ({"shared_memory": pb.SharedMemory(name=segment.name + "\n", size=segment.size)}, INVALID, ["name"]),
+        ({"shared_memory": pb.SharedMemory(name="shadowserve-00000000", size=segment.size)}, INVALID, ["cannot open"]),
+        ({"shared_memory": pb.SharedMemory(name=segment.name, size=segment.size + 1)}, INVALID, ["size"]),
+        ({"shared_memory": pb.SharedMemory(name=segment.name, size=0)}, INVALID, ["size"]),
+        ({"shared_memory": pb.SharedMemory(name=segment.name, size=2**64 - 1)}, EXHAUSTED, ["destination_bytes_max"]),
+    ):
+        await refused(client.stub.RegisterDestination(client.registration(**changes)), code, *words)
+
+
+async def test_only_own_regular_files_are_mapped(client: Client) -> None:
+    await client.register(SHAPE, 1)
+    target = Segment(SHAPE.raw_bytes)
+    client.segments.append(target)
+    link, pipe, folder, theirs = (f"/dev/shm/shadowserve-{digit * 8}" for digit in "abcd")
+    os.symlink(target.path, link)
+    os.mkfifo(pipe)
+    os.mkdir(folder)
+    with open(theirs, "wb") as file:
+        file.truncate(SHAPE.raw_bytes)
+    try:
+        if os.geteuid() == 0:
+            os.chown(theirs, 12345, 12345)
+        else:
+            os.chmod(theirs, 0)  # without the right to give files away: one that cannot be opened
+        for path in (link, pipe, folder, theirs):
+            memory = pb.SharedMemory(name=os.path.basename(path), size=SHAPE.raw_bytes)
+            request = client.registration(shared_memory=memory)
+            await refused(client.stub.RegisterDestination(request), INVALID, path)
+    finally:
+        for path in (link, pipe, theirs):
+            os.unlink(path)
+        os.rmdir(folder)
+
+
+async def test_oversized_messages_are_refused(client: Client) -> None:
+    await client.register(SHAPE, 1)
+    request = client.fetch_request([bytes(1000)] * 20000)
+    await refused(client.stub.Fetch(request), EXHAUSTED)
+    assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_ABSENT
+
+
+async def test_a_segment_that_shrank_is_refused_and_the_daemon_lives(client: Client) -> None:
+    segment = Segment(2 * SHAPE.raw_bytes)
+    client.shape, client.segment = SHAPE, segment
+    client.segments.append(segment)
+    client.destination = (await client.stub.RegisterDestination(client.registration())).destination_id
+    os.truncate(segment.path, 4096)
+    await refused(client.stub.Fetch(client.fetch_request(KEYS)), INVALID, "shorter")
+    os.truncate(segment.path, segment.size)
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
+
+
+# ---- Destinations ---------------------------------------------------------------------------------------------------
+
+
+async def test_an_unknown_destination_says_so(client: Client) -> None:
+    await client.register(SHAPE, 2)
+    for destination in (0, 1, 2**64 - 1):
+        assert (await client.fetch(KEYS, destination_id=destination)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+        assert (await client.store(KEYS, destination_id=destination)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+    await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+    await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+
+
+async def test_destinations_are_bounded(storage: Server) -> None:
+    async with running(storage, destinations_max=2) as (_, client):
+        await client.register(SHAPE, 1)
+        await client.register(SHAPE, 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.register(SHAPE, 1)
+        assert caught.value.code() == EXHAUSTED and "destinations_max" in (caught.value.details() or "")
+        await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+        await client.register(SHAPE, 1)
+    async with running(storage, destination_bytes_max=3 * SHAPE.raw_bytes) as (_, client):
+        await client.register(SHAPE, 2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.register(SHAPE, 2)
+        assert caught.value.code() == EXHAUSTED
+
+
+async def test_an_idle_destination_is_forgotten(storage: Server) -> None:
+    async with running(storage, destination_idle=0.2) as (daemon, client):
+        await client.register(SHAPE, 1)
+        await until(lambda: daemon.metrics.gauges["destinations"][1]() == 0)
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+
+
+async def test_release_returns_only_when_the_region_is_quiet(frozen: tuple[Daemon, Client]) -> None:
+    _, client = frozen
+    fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="slow", timeout_ms=20000))
+    await asyncio.wait({fetch}, timeout=0.2)
+    request = pb.ReleaseDestinationRequest(destination_id=client.destination)
+    release = asyncio.ensure_future(client.stub.ReleaseDestination(request))
+    done, _ = await asyncio.wait({release, fetch}, timeout=0.3)
+    assert not done
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+    assert (await client.stub.Cancel(pb.CancelRequest(job_id="slow"))).found
+    assert (await fetch).outcome == pb.OUTCOME_CANCELLED
+    await release
+
+
+# ---- Jobs -----------------------------------------------------------------------------------------------------------
+
+
+async def test_cancel_ends_a_running_and_a_waiting_fetch(frozen: tuple[Daemon, Client]) -> None:
+    daemon, client = frozen
+    length = 4 * SHAPE.raw_bytes
+    running_one = asyncio.ensure_future(client.fetch(KEYS, job_id="one", length=length, timeout_ms=20000))
+    await asyncio.wait({running_one}, timeout=0.2)
+    waiting = asyncio.ensure_future(client.fetch(KEYS, job_id="two", offset=length, length=length, timeout_ms=20000))
+    await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)
+    begin = time.monotonic()
+    assert (await client.stub.Cancel(pb.CancelRequest(job_id="two"))).found
+    assert (await waiting).outcome == pb.OUTCOME_CANCELLED
+    assert not running_one.done()
+    assert (await client.stub.Cancel(pb.CancelRequest(job_id="one"))).found
+    assert (await running_one).outcome == pb.OUTCOME_CANCELLED
+    assert time.monotonic() - begin < 3
+    assert not (await client.stub.Cancel(pb.CancelRequest(job_id="one"))).found
+
+
+async def test_cancel_ends_a_store(frozen: tuple[Daemon, Client]) -> None:
+    _, client = frozen
+    store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=20000))
+    await asyncio.wait({store}, timeout=0.2)
+    assert (await client.stub.Cancel(pb.CancelRequest(job_id="store"))).found
+    assert (await store).outcome == pb.OUTCOME_CANCELLED
+
+
+async def test_the_deadline_counts_while_waiting(frozen: tuple[Daemon, Client]) -> None:
+    _, client = frozen
+    length = 4 * SHAPE.raw_bytes
+    first = asyncio.ensure_future(client.fetch(KEYS, length=length, timeout_ms=1500))
+    await asyncio.wait({first}, timeout=0.1)
+    begin = time.monotonic()
+    second = await client.fetch(KEYS, offset=length, length=length, timeout_ms=300)
+    assert second.outcome == pb.OUTCOME_DEADLINE
+    assert 0.29 < time.monotonic() - begin < 1.4
+    assert not first.done()
+    assert (await first).outcome == pb.OUTCOME_DEADLINE
+
+
+async def test_a_caller_that_goes_away_cancels_its_job(frozen: tuple[Daemon, Client]) -> None:
+    daemon, client = frozen
+    fetch = client.stub.Fetch(client.fetch_request(KEYS, timeout_ms=20000))
+    await asyncio.wait({asyncio.ensure_future(fetch.wait_for_connection())}, timeout=1)
+    await asyncio.sleep(0.1)
+    fetch.cancel()
+    await until(lambda: daemon.metrics.fetches["cancelled"] == 1)
+
+
+async def test_two_jobs_cannot_share_what_one_writes(frozen: tuple[Daemon, Client]) -> None:
+    _, client = frozen
+    fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="one", length=4 * SHAPE.raw_bytes, timeout_ms=20000))
+    await asyncio.wait({fetch}, timeout=0.2)
+    overlapping = {"offset": 3 * SHAPE.raw_bytes, "length": 2 * SHAPE.raw_bytes}
+    await refused(client.stub.Fetch(client.fetch_request(KEYS, **overlapping)), FAILED, "another job")
+    request = client.store_request(KEYS[:1], offset=3 * SHAPE.raw_bytes)
+    await refused(client.stub.Store(request), FAILED, "another job")
+    await refused(
+        client.stub.Fetch(client.fetch_request(KEYS, job_id="one", offset=4 * SHAPE.raw_bytes, length=SHAPE.raw_bytes)),
+        grpc.StatusCode.ALREADY_EXISTS,
+        "job_id",
+    )
+    await client.stub.Cancel(pb.CancelRequest(job_id="one"))
+    await fetch
+
+
+async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
+    async with running(mortal_storage, fetch_queue=1, command_timeout=30) as (daemon, client):
+        await client.register(SHAPE, 4)
+        await client.lookup(KEYS)
+        mortal_storage.freeze()
+        regions = [{"offset": index * SHAPE.raw_bytes, "length": SHAPE.raw_bytes} for index in range(3)]
+        first = asyncio.ensure_future(client.fetch(KEYS, job_id="a", timeout_ms=20000, **regions[0]))
+        await asyncio.wait({first}, timeout=0.2)
+        second = asyncio.ensure_future(client.fetch(KEYS, job_id="b", timeout_ms=20000, **regions[1]))
+        await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)
+        await refused(client.stub.Fetch(client.fetch_request(KEYS, **regions[2])), EXHAUSTED, "fetch_queue")
+        for job_id in "ab":
+            await client.stub.Cancel(pb.CancelRequest(job_id=job_id))
+        assert {(await first).outcome, (await second).outcome} == {pb.OUTCOME_CANCELLED}
+        mortal_storage.thaw()
+
+
+async def test_after_the_answer_nothing_writes(mortal_storage: Server) -> None:
+    for index, key in enumerate(KEYS):
+        mortal_storage.put(key, make_record(SHAPE, key, index))
+    async with running(mortal_storage) as (_, client):
+        await client.register(SHAPE, 4)
+        await client.lookup(KEYS)
+        assert (await client.fetch(KEYS)).chunks == 4
+        mortal_storage.freeze()
+        assert (await client.fetch(KEYS, timeout_ms=200)).outcome == pb.OUTCOME_DEADLINE
+        client.segment.memory[:] = 0x5A
+        mortal_storage.thaw()
+        await client.lookup(KEYS)  # storage is awake, and has sent what it still had to
+        assert set(client.segment.memory.tobytes()) == {0x5A}
+
+
+async def test_fetches_and_stores_side_by_side(storage: Server) -> None:
+    shapes = [layout(), layout("binned"), layout("lossless", "float32")]
+    async with running(storage) as (daemon, client):
+
+        async def one(shape: Any, seed: int) -> None:
+            peer = Client(daemon.address)
+            try:
+                keys = keys_of(shape, 3, seed=seed)
+                await peer.register(shape, 3)
+                for index in range(3):
+                    begin = index * shape.raw_bytes
+                    peer.segment.memory[begin : begin + shape.raw_bytes] = memoryview(kv(shape, seed + index))
+                peer._jobs = 1000 * seed
+                before = peer.segment.memory.copy()
+                assert (await peer.store(keys)).outcome == pb.OUTCOME_COMPLETE
+                peer.segment.memory[:] = 0
+                assert (await peer.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
+                if shape.bins == 0:
+                    assert (peer.segment.memory == before).all()
+            finally:
+                await peer.close()
+
+        await asyncio.gather(*(one(shapes[seed % 3], seed) for seed in range(1, 25)))
+        assert daemon.metrics.fetches == {"complete": 24}
+        assert client.destination == 0
+
+
+# ---- Health and metrics ---------------------------------------------------------------------------------------------
+
+
+async def test_a_unix_socket_serves_as_well(storage: Server, tmp_path: Path) -> None:
+    storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
+    async with running(storage, listen=f"unix:{tmp_path}/dpu.sock") as (daemon, client):
+        assert daemon.address == f"unix:{tmp_path}/dpu.sock"
+        await client.register(SHAPE, 1)
+        assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE
+
+
+async def test_a_deadline_is_logged_once_in_a_while(
+    frozen: tuple[Daemon, Client], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, client = frozen
+    for _ in range(3):
+        assert (await client.fetch(KEYS, timeout_ms=50)).outcome == pb.OUTCOME_DEADLINE
+    assert len([entry for entry in caplog.records if "Fetch ended with deadline" in entry.getMessage()]) == 1
+
+
+async def test_health_service_answers(client: Client) -> None:
+    stub = health_pb2_grpc.HealthStub(client.channel)
+    for name in ("", SERVICE_NAME):
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert SERVICE_NAME == "shadowserve.v1.DataPlane"
+
+
+async def test_prometheus_reads_the_counts(storage: Server) -> None:
+    port = free_port()
+    storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
+    async with running(storage, metrics_port=port) as (_, client):
+        await client.register(SHAPE, 4)
+        await client.lookup(KEYS)
+        answer = await client.fetch(KEYS)
+        with await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+            text = page.read().decode()
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert samples['shadowserve_fetches_total{outcome="absent"}'] == "1.0"
+    assert samples['shadowserve_lookups_total{outcome="complete"}'] == "1.0"
+    assert samples["shadowserve_lookup_hits_total"] == "1.0"
+    assert float(samples["shadowserve_fetched_bytes_total"]) == answer.fetched_bytes
+    assert float(samples["shadowserve_delivered_bytes_total"]) == SHAPE.raw_bytes
+    assert samples["shadowserve_storage_up"] == "1.0"
+    assert samples["shadowserve_fetch_seconds_count"] == "1.0"
+    assert float(samples['shadowserve_stage_busy_seconds_total{stage="decompress"}']) > 0
+    assert samples["shadowserve_destination_bytes"] == str(float(4 * SHAPE.raw_bytes))

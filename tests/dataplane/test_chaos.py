@@ -1,0 +1,100 @@
+"""Everything at once: storage dying and coming back empty, short deadlines, cancellations, corruption, many callers."""
+
+import asyncio
+import random
+from pathlib import Path
+
+from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
+
+from dpu_dataplane.server import Daemon
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout(vector_length=1024)
+CALLERS = 4
+CHUNKS = 6
+KEYS = [keys_of(SHAPE, CHUNKS, seed=seed) for seed in range(CALLERS)]
+EXPECTED = [[kv(SHAPE, 100 * caller + index) for index in range(CHUNKS)] for caller in range(CALLERS)]
+POSSIBLE = {
+    pb.OUTCOME_COMPLETE,
+    pb.OUTCOME_ABSENT,
+    pb.OUTCOME_CORRUPT,
+    pb.OUTCOME_NOT_A_RECORD,
+    pb.OUTCOME_STORAGE_UNAVAILABLE,
+    pb.OUTCOME_DEADLINE,
+    pb.OUTCOME_CANCELLED,
+}
+
+
+async def call_at_random(daemon: Daemon, caller: int, stop: asyncio.Event) -> int:
+    """Store, fetch and cancel until told to stop; check every chunk that any answer claims. Return how many."""
+    luck = random.Random(caller)
+    client = Client(daemon.address)
+    delivered = 0
+    try:
+        await client.register(SHAPE, CHUNKS)
+        size = SHAPE.raw_bytes
+        while not stop.is_set():
+            timeout = luck.choice([5, 30, 5000])
+            if luck.random() < 0.4:
+                for index, data in enumerate(EXPECTED[caller]):
+                    client.segment.memory[index * size : (index + 1) * size] = memoryview(data)
+                answer: pb.FetchResponse | pb.StoreResponse = await client.store(
+                    KEYS[caller], timeout_ms=timeout, job_id=f"store-{caller}-{client._jobs}"
+                )
+            else:
+                client.segment.memory[:] = 0xEE
+                job_id = f"{caller}-{client._jobs}"
+                fetch = asyncio.ensure_future(client.fetch(KEYS[caller], timeout_ms=timeout, job_id=job_id))
+                if luck.random() < 0.3:
+                    await asyncio.sleep(luck.random() * 0.01)
+                    await client.stub.Cancel(pb.CancelRequest(job_id=job_id))
+                answer = await fetch
+                found = [client.chunk(index) for index in range(answer.chunks)]
+                assert found == EXPECTED[caller][: answer.chunks]
+                delivered += answer.chunks
+                before = client.segment.memory.tobytes()
+                await asyncio.sleep(0.002)
+                assert client.segment.memory.tobytes() == before, "written to after the answer"
+            assert answer.outcome in POSSIBLE, answer
+    finally:
+        await client.close()
+    return delivered
+
+
+def corrupt(server: Server, luck: random.Random) -> None:
+    """Put a record with a flipped bit in some chunk's place. Plain Redis takes it; our own server would refuse it."""
+    caller, index = luck.randrange(CALLERS), luck.randrange(CHUNKS)
+    data = bytearray(make_record(SHAPE, KEYS[caller][index], 100 * caller + index))
+    data[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
+    server.put(KEYS[caller][index], bytes(data))
+
+
+async def test_no_answer_is_ever_wrong(tmp_path: Path) -> None:
+    luck = random.Random(0)
+    stop = asyncio.Event()
+    storage = Server("redis", tmp_path).start()
+    try:
+        async with running(storage, connect_timeout=1.0, quarantine_time=0.1) as (daemon, _):
+            callers = [asyncio.create_task(call_at_random(daemon, caller, stop)) for caller in range(CALLERS)]
+            for event in ("corrupt", "kill", "corrupt", "freeze", "corrupt"):
+                await asyncio.wait(callers, timeout=0.3)
+                if event == "kill":
+                    await asyncio.to_thread(storage.kill)
+                    await asyncio.wait(callers, timeout=0.2)
+                    await asyncio.to_thread(storage.start)
+                elif event == "freeze":
+                    storage.freeze()
+                    await asyncio.wait(callers, timeout=0.2)
+                    storage.thaw()
+                else:
+                    for _ in range(10):
+                        await asyncio.to_thread(corrupt, storage, luck)
+            await asyncio.wait(callers, timeout=0.5)
+            stop.set()
+            delivered = await asyncio.gather(*callers)
+            assert sum(delivered) > 0
+            assert "internal" not in daemon.metrics.fetches and "internal" not in daemon.metrics.stores
+            assert daemon.metrics.fetches["complete"] and daemon.metrics.fetches["storage_unavailable"]
+            assert daemon.metrics.integrity_failures["corrupt"]
+    finally:
+        storage.kill()

@@ -1,0 +1,212 @@
+"""Records that are not what they should be: each is a miss with its reason, and none is delivered."""
+
+import asyncio
+import logging
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record, namespace, running, until
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dpu_dataplane.metrics import outcome_name
+from shadowserve import native
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.record import ChunkLayout
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 3)
+GOOD = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
+
+
+def reseal(data: bytes) -> bytes:
+    """Give a changed head a right checksum, as a faulty writer would."""
+    head = bytearray(data)
+    struct.pack_into("<I", head, 12, 0)
+    (length,) = struct.unpack_from("<I", head, 8)
+    struct.pack_into("<I", head, 12, native.crc32(bytes(head[:length])))
+    return bytes(head)
+
+
+async def offer(redis: Server, client: Client, shape: ChunkLayout, bad: bytes) -> pb.FetchResponse:
+    """Store two good chunks with ``bad`` between them, and fetch all three into memory of a known pattern."""
+    for key, data in zip(KEYS, [GOOD[0], bad, GOOD[2]], strict=True):
+        redis.put(key, data)
+    await client.register(shape, 3)
+    client.segment.memory[:] = 0x77
+    return await client.fetch(KEYS)
+
+
+def other_shape(**changes: object) -> bytes:
+    shape = layout(**changes)  # type: ignore[arg-type]
+    data = make_record(ChunkLayout(**(vars(shape) | {"namespace": SHAPE.namespace})), KEYS[1], 1)
+    return data
+
+
+FAULTS = {
+    "truncated body": (GOOD[1][:-1], pb.OUTCOME_CORRUPT),
+    "truncated head": (GOOD[1][:200], pb.OUTCOME_CORRUPT),
+    "truncated header": (GOOD[1][:40], pb.OUTCOME_CORRUPT),
+    "trailing byte": (GOOD[1] + b"\0", pb.OUTCOME_CORRUPT),
+    "another key's record": (GOOD[0], pb.OUTCOME_MISMATCH),
+    "another namespace": (
+        make_record(layout(namespace=namespace(model="another model")), KEYS[1], 1),
+        pb.OUTCOME_MISMATCH,
+    ),
+    "another dtype": (other_shape(dtype="float16"), pb.OUTCOME_MISMATCH),
+    "another quantizer": (other_shape(quantizer="binned"), pb.OUTCOME_MISMATCH),
+    "other bins of values": (other_shape(quantizer="binned", value_bins=16), pb.OUTCOME_MISMATCH),
+    "an unknown quantizer": (reseal(GOOD[1][:25] + b"\x09" + GOOD[1][26:]), pb.OUTCOME_CORRUPT),
+    "bins of a quantizer without": (reseal(GOOD[1][:28] + b"\x20" + GOOD[1][29:]), pb.OUTCOME_CORRUPT),
+    "bins of values without those of keys": (reseal(GOOD[1][:30] + b"\x20" + GOOD[1][31:]), pb.OUTCOME_CORRUPT),
+    "scales of a quantizer without": (reseal(GOOD[1][:120] + b"\x02" + GOOD[1][121:]), pb.OUTCOME_CORRUPT),
+    "more layers": (other_shape(layers=5), pb.OUTCOME_MISMATCH),
+    "fewer tokens": (other_shape(tokens=8), pb.OUTCOME_MISMATCH),
+    "not a record": (b"the value of some other program", pb.OUTCOME_NOT_A_RECORD),
+    "one byte": (b"x", pb.OUTCOME_NOT_A_RECORD),
+    "another version": (GOOD[1][:4] + b"\x02\x00" + GOOD[1][6:], pb.OUTCOME_NOT_A_RECORD),
+    "unknown codec": (reseal(GOOD[1][:24] + b"\x77" + GOOD[1][25:]), pb.OUTCOME_UNSUPPORTED_CODEC),
+    "wrong codec, sealed": (reseal(GOOD[1][:24] + b"\x02" + GOOD[1][25:]), pb.OUTCOME_CORRUPT),
+    "empty slice, sealed": (reseal(GOOD[1][:128] + bytes(40) + GOOD[1][168:]), pb.OUTCOME_CORRUPT),
+}
+
+
+def assert_untouched_or_right(found: bytes, right: bytes) -> None:
+    """What lies behind a fault found while decoding may have arrived before it was found; nothing else may."""
+    assert len(found) == len(right)
+    assert all(byte in (0x77, expected) for byte, expected in zip(found, right, strict=True))
+
+
+# What our own server takes: it refuses the rest, whoever sends it.
+TAKEN = ["another namespace", "another dtype", "more layers", "unknown codec", "wrong codec, sealed"]
+
+
+@pytest.mark.parametrize(
+    ("server", "fault"), [("redis", fault) for fault in FAULTS] + [("storage_kv", fault) for fault in TAKEN]
+)
+async def test_faulty_record_is_a_miss_with_its_reason(
+    fault: str, server: str, redis: Server, storage: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, outcome = FAULTS[fault]
+    where = redis if server == "redis" else storage
+    caplog.set_level(logging.WARNING, "dpu_dataplane")
+    async with running(where) as (daemon, client):
+        answer = await offer(where, client, SHAPE, bad)
+        assert (answer.outcome, answer.chunks) == (outcome, 1)
+        assert client.chunk(0) == kv(SHAPE, 0)
+        assert_untouched_or_right(client.chunk(2), kv(SHAPE, 2))
+        assert KEYS[1].hex() in answer.detail
+        assert dict(daemon.metrics.integrity_failures) == {outcome_name(outcome): 1}
+        # Not offered again, and not logged again.
+        assert list((await client.lookup(KEYS)).hits) == [1]
+        assert (await client.fetch(KEYS)).chunks == 1
+        assert len([entry for entry in caplog.records if KEYS[1].hex() in entry.getMessage()]) == 1
+        if outcome == pb.OUTCOME_CORRUPT:
+            await until(lambda: daemon.metrics.deleted_records == 1)
+            assert not where.has(KEYS[1])
+        else:
+            assert where.has(KEYS[1])
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, len(GOOD[1]) * 8 - 1))
+def test_a_flipped_bit_anywhere_is_never_delivered(flips: "Flips", position: int) -> None:
+    flips.check(position)
+
+
+class Flips:
+    """One daemon for all examples: hypothesis runs them outside of pytest's event loop."""
+
+    def __init__(self, server: Server, directory: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.server = server
+        self.daemon = DaemonProcess(server, directory, delete_corrupt="false")
+        self.client: Client = self.loop.run_until_complete(self._connect())
+
+    async def _connect(self) -> Client:
+        return await Client(self.daemon.address).register(SHAPE, 2)
+
+    def check(self, position: int) -> None:
+        bad = bytearray(GOOD[1])
+        bad[position // 8] ^= 1 << position % 8
+        self.server.put(KEYS[0], GOOD[0])
+        self.server.put(KEYS[1], bytes(bad))
+        answer = self.loop.run_until_complete(self.client.fetch(KEYS[:2]))
+        assert answer.chunks == 1
+        in_magic_or_version = position // 8 < 6
+        assert answer.outcome == (pb.OUTCOME_NOT_A_RECORD if in_magic_or_version else pb.OUTCOME_CORRUPT)
+        assert self.client.chunk(0) == kv(SHAPE, 0)
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.client.close())
+        self.loop.close()
+        assert self.daemon.stop() == 0
+
+
+@pytest.fixture
+def flips(redis: Server, tmp_path: Path) -> Iterator[Flips]:
+    made = Flips(redis, tmp_path)
+    yield made
+    made.close()
+
+
+async def test_a_flipped_bit_after_the_lookup_is_found(redis: Server) -> None:
+    async with running(redis) as (_, client):
+        await client.register(SHAPE, 3)
+        for key, data in zip(KEYS, GOOD, strict=True):
+            redis.put(key, data)
+        assert list((await client.lookup(KEYS)).hits) == [3]
+        redis.put(KEYS[1], GOOD[1][:-9] + bytes([GOOD[1][-9] ^ 4]) + GOOD[1][-8:])
+        answer = await client.fetch(KEYS)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_CORRUPT, 1)
+        assert list((await client.lookup(KEYS)).hits) == [1]
+
+
+async def test_storing_a_quarantined_key_offers_it_again(redis: Server) -> None:
+    async with running(redis, delete_corrupt=False) as (daemon, client):
+        answer = await offer(redis, client, SHAPE, GOOD[1][:-5] + b"wrong")
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_CORRUPT, 1)
+        assert list((await client.lookup(KEYS)).hits) == [1]
+        client.segment.memory[: SHAPE.raw_bytes] = memoryview(kv(SHAPE, 1))
+        stored = await client.store(KEYS[1:2])
+        assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 1)
+        assert list((await client.lookup(KEYS)).hits) == [3]
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        assert [client.chunk(index) for index in range(3)] == [kv(SHAPE, index) for index in range(3)]
+
+
+async def test_quarantine_ends(redis: Server) -> None:
+    async with running(redis, delete_corrupt=False, quarantine_time=0.2) as (_, client):
+        await offer(redis, client, SHAPE, GOOD[1][:-5] + b"wrong")
+        assert list((await client.lookup(KEYS)).hits) == [1]
+        redis.put(KEYS[1], GOOD[1])
+
+        async def offered() -> bool:
+            return list((await client.lookup(KEYS)).hits) == [3]
+
+        async with asyncio.timeout(5):
+            while not await offered():
+                await asyncio.sleep(0.02)
+
+
+async def test_asking_under_a_wrong_namespace_harms_nobody_else(redis: Server) -> None:
+    async with running(redis) as (_, client):
+        for key, data in zip(KEYS, GOOD, strict=True):
+            redis.put(key, data)
+        await client.register(SHAPE, 3)
+        assert list((await client.lookup(KEYS, space=bytes(32))).hits) == [0]
+        assert list((await client.lookup(KEYS)).hits) == [3]
+        assert (await client.fetch(KEYS)).chunks == 3
+
+
+async def test_quarantine_is_bounded(redis: Server) -> None:
+    keys = keys_of(SHAPE, 20, seed=3)
+    for key in keys:
+        redis.put(key, b"no record")
+    async with running(redis, quarantine_max=5) as (daemon, client):
+        await client.register(SHAPE, 1)
+        for key in keys:
+            assert list((await client.lookup([key])).hits) == [0]
+        assert daemon.metrics.gauges["quarantined_keys"][1]() == 5

@@ -1,0 +1,234 @@
+"""What a fetch delivers, and with what outcome it ends."""
+
+import itertools
+
+import pytest
+from dataplane_support import Client, Server, expected, keys_of, kv, layout, make_record, running
+
+from shadowserve import native
+from shadowserve.keys import storage_key
+from shadowserve.proto import dataplane_pb2 as pb
+
+CODECS = ["kvrans", "deflate", "lz4", "zstd", "none"]
+TREATMENTS = [
+    *(layout("lossless", dtype) for dtype in ("bfloat16", "float16", "float32", "uint8", "float8_e4m3")),
+    *(layout("binned", dtype) for dtype in ("bfloat16", "float16", "float32", "float8_e4m3")),
+    layout("binned", bins=64, value_bins=16),
+    layout("binned", "float8_e4m3", bins=64, value_bins=16, scale_tokens=16),
+    layout("binned", "float16", value_bins=8, scale_tokens=5),  # the last scale of a slice is of fewer tokens
+    *(layout("passthrough", dtype) for dtype in ("uint8", "bfloat16", "float8_e4m3")),
+]
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "staged"])
+async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, fused: bool) -> None:
+    async with running(storage, fused=fused) as (_, client):
+        for shape, codec in itertools.product(TREATMENTS, CODECS):
+            keys = keys_of(shape, 3, seed=TREATMENTS.index(shape) * len(CODECS) + CODECS.index(codec))
+            records = [make_record(shape, key, index, codec) for index, key in enumerate(keys)]
+            for key, data in zip(keys, records, strict=True):
+                storage.put(key, data)
+            await client.register(shape, 3)
+            answer = await client.fetch(keys)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 3), (shape, codec, answer)
+            for index, (key, data) in enumerate(zip(keys, records, strict=True)):
+                assert client.chunk(index) == expected(shape, key, data), (shape, codec)
+            assert answer.delivered_bytes == 3 * shape.raw_bytes
+            assert answer.fetched_bytes >= sum(map(len, records)) - 3 * 128 * 40
+            await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+
+
+async def test_lossless_gives_back_the_very_bytes(client: Client, storage: Server) -> None:
+    shape = layout()
+    keys = keys_of(shape, 2)
+    for index, key in enumerate(keys):
+        storage.put(key, make_record(shape, key, index))
+    await client.register(shape, 2)
+    assert (await client.fetch(keys)).chunks == 2
+    assert [client.chunk(index) for index in range(2)] == [kv(shape, index) for index in range(2)]
+
+
+async def test_a_chunk_of_many_slices_arrives_whole(client: Client, storage: Server) -> None:
+    # 2 MiB is the most that a slice spans: one (layer, kind) of 5 tokens x 1 MiB is cut into three.
+    shape = layout("lossless", "uint8", layers=1, kinds=1, tokens=5, vector_length=1 << 20)
+    assert shape.slice_count == 3
+    [key] = keys_of(shape, 1)
+    async with running(storage, decompression_buffer_bytes="8MiB", store_buffer_bytes="8MiB") as (_, roomy):
+        await roomy.register(shape, 1)
+        storage.put(key, make_record(shape, key, 0))
+        assert (await roomy.fetch([key])).outcome == pb.OUTCOME_COMPLETE
+        assert roomy.chunk(0) == kv(shape, 0)
+
+
+async def test_a_missing_chunk_ends_the_prefix(client: Client, storage: Server) -> None:
+    shape = layout()
+    keys = keys_of(shape, 4)
+    for index in (0, 1, 3):
+        storage.put(keys[index], make_record(shape, keys[index], index))
+    await client.register(shape, 4)
+    client.segment.memory[:] = 0xAA
+    assert list((await client.lookup(keys)).hits) == [2]
+    answer = await client.fetch(keys)
+    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 2)
+    assert client.chunk(1) == kv(shape, 1)
+    assert set(client.chunk(2) + client.chunk(3)) == {0xAA}
+
+
+async def test_nothing_stored_is_absent(client: Client) -> None:
+    shape = layout()
+    await client.register(shape, 1)
+    answer = await client.fetch(keys_of(shape, 1, seed=9))
+    assert (answer.outcome, answer.chunks, answer.fetched_bytes) == (pb.OUTCOME_ABSENT, 0, 0)
+
+
+async def test_what_the_region_does_not_hold_takes_further_rounds(client: Client, storage: Server) -> None:
+    shape = layout()
+    keys = keys_of(shape, 5)
+    for index, key in enumerate(keys):
+        storage.put(key, make_record(shape, key, index))
+    await client.register(shape, 2, extra=100)
+    seen: list[bytes] = []
+    outcomes = []
+    while len(seen) < 5:
+        answer = await client.fetch(keys[len(seen) :])
+        outcomes.append(answer.outcome)
+        seen += [client.chunk(index) for index in range(answer.chunks)]
+    assert outcomes == [pb.OUTCOME_ROUND_FULL, pb.OUTCOME_ROUND_FULL, pb.OUTCOME_COMPLETE]
+    assert seen == [kv(shape, index) for index in range(5)]
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "staged"])
+async def test_what_the_buffers_do_not_hold_takes_further_rounds(storage: Server, fused: bool) -> None:
+    shape = layout(vector_length=2048)  # 512 KiB a chunk: staged, 4 in the 2 MiB DMA source buffer
+    keys = keys_of(shape, 9)
+    for index, key in enumerate(keys):
+        storage.put(key, make_record(shape, key, index))
+    async with running(storage, fused=fused, decompression_buffer_bytes="2MiB", dma_source_buffer_bytes="2MiB") as (
+        daemon,
+        client,
+    ):
+        await client.register(shape, 9)
+        done = 0
+        while done < 9:
+            answer = await client.fetch(keys[done:], offset=done * shape.raw_bytes, length=(9 - done) * shape.raw_bytes)
+            done += answer.chunks
+            assert answer.outcome == (pb.OUTCOME_COMPLETE if done == 9 else pb.OUTCOME_ROUND_FULL)
+            assert 0 < answer.chunks < 9
+        assert [client.chunk(index) for index in range(9)] == [kv(shape, index) for index in range(9)]
+        assert daemon.metrics.rounds >= 2
+
+
+async def test_only_the_region_is_written(client: Client, storage: Server) -> None:
+    shape = layout()
+    keys = keys_of(shape, 1)
+    storage.put(keys[0], make_record(shape, keys[0], 0))
+    await client.register(shape, 3)
+    client.segment.memory[:] = 0x55
+    answer = await client.fetch(keys, offset=shape.raw_bytes, length=shape.raw_bytes)
+    assert answer.outcome == pb.OUTCOME_COMPLETE
+    assert set(client.chunk(0) + client.chunk(2)) == {0x55}
+    assert client.chunk(1) == kv(shape, 0)
+
+
+async def test_a_record_that_was_evicted_after_the_lookup_is_absent(client: Client, storage: Server) -> None:
+    shape = layout()
+    keys = keys_of(shape, 2)
+    for index, key in enumerate(keys):
+        storage.put(key, make_record(shape, key, index))
+    await client.register(shape, 2)
+    assert list((await client.lookup(keys)).hits) == [2]
+    storage.command(b"DEL", storage_key(keys[1]))
+    answer = await client.fetch(keys)
+    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 1)
+
+
+async def test_a_record_that_was_stored_anew_after_the_lookup_is_fetched(client: Client, storage: Server) -> None:
+    shape = layout()
+    [key] = keys_of(shape, 1)
+    storage.put(key, make_record(shape, key, 0, "zstd"))
+    await client.register(shape, 1)
+    assert list((await client.lookup([key])).hits) == [1]
+    storage.put(key, make_record(shape, key, 1, "deflate"))
+    answer = await client.fetch([key])
+    assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 1)
+    assert client.chunk(0) == kv(shape, 1)
+
+
+async def test_lookup_answers_all_chains_in_order(client: Client, storage: Server) -> None:
+    one, other = layout(), layout("binned")
+    chains = [keys_of(one, 3), keys_of(other, 3), keys_of(one, 2, seed=5), []]
+    for key in chains[0]:
+        storage.put(key, make_record(one, key, 0))
+    storage.put(chains[1][0], make_record(other, chains[1][0], 0))
+    spaces = [one.namespace, other.namespace, one.namespace, one.namespace]
+    answer = await client.stub.Lookup(
+        pb.LookupRequest(
+            chains=[pb.KeyChain(keys=keys, namespace=space) for keys, space in zip(chains, spaces, strict=True)],
+            timeout_ms=1000,
+        )
+    )
+    assert (list(answer.hits), answer.outcome) == ([3, 1, 0, 0], pb.OUTCOME_COMPLETE)
+
+
+async def test_plain_redis_can_stand_in(redis: Server) -> None:
+    shape = layout(layers=64)  # 128 slices: the head is longer than what is guessed at first
+    keys = keys_of(shape, 3)
+    for index, key in enumerate(keys[:2]):
+        redis.put(key, make_record(shape, key, index))
+    async with running(redis) as (_, client):
+        await client.register(shape, 3)
+        assert list((await client.lookup(keys)).hits) == [2]
+        answer = await client.fetch(keys)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 2)
+        assert [client.chunk(index) for index in range(2)] == [kv(shape, index) for index in range(2)]
+        client.segment.memory[:] = 0
+        client.segment.memory[2 * shape.raw_bytes :] = memoryview(kv(shape, 2))
+        assert (await client.store(keys[2:], offset=2 * shape.raw_bytes)).outcome == pb.OUTCOME_COMPLETE
+        client.segment.memory[:] = 0
+        assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
+        assert client.chunk(2) == kv(shape, 2)
+
+
+async def test_a_password_is_sent_on_every_connection(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    server = Server("redis", tmp_path, password="not telling").start()
+    try:
+        shape = layout()
+        [key] = keys_of(shape, 1)
+        server.put(key, make_record(shape, key, 0))
+        async with running(server) as (_, client):
+            await client.register(shape, 1)
+            assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE
+            assert (await client.store(keys_of(shape, 1, seed=1))).outcome == pb.OUTCOME_COMPLETE
+        async with running(server, storage_password="wrong") as (_, client):
+            await client.register(shape, 1)
+            answer = await client.fetch([key])
+            assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED
+            assert "AUTH" in answer.detail
+            assert (await client.lookup([key])).outcome == pb.OUTCOME_STORAGE_REFUSED
+    finally:
+        server.kill()
+
+
+async def test_statistics_add_up(client: Client, storage: Server) -> None:
+    shape = layout()
+    keys = keys_of(shape, 3)
+    await client.register(shape, 4)
+    for index in range(3):
+        client.segment.memory[index * shape.raw_bytes : (index + 1) * shape.raw_bytes] = memoryview(kv(shape, index))
+    stored = await client.store(keys)
+    fetched = await client.fetch([*keys, bytes(32)])
+    statistics = await client.stub.Statistics(pb.StatisticsRequest())
+    assert dict(statistics.fetch_outcomes) == {"absent": 1}
+    assert dict(statistics.store_outcomes) == {"complete": 1}
+    assert statistics.rounds == 1
+    assert statistics.fetched_bytes == fetched.fetched_bytes
+    assert statistics.delivered_bytes == fetched.delivered_bytes == 3 * shape.raw_bytes
+    assert statistics.stored_bytes == stored.stored_bytes
+    assert statistics.stored_raw_bytes == stored.raw_bytes == 3 * shape.raw_bytes
+    assert statistics.destinations == 1
+    assert statistics.resident_bytes > statistics.buffer_bytes
+    stages = {stage.stage: stage for stage in statistics.stages}
+    assert set(stages) == {stage.name.lower() for stage in native.Stage}
+    assert stages["decompress"].items == 3 * shape.slice_count
+    assert stages["decompress"].output_bytes == 3 * shape.raw_bytes
+    assert stages["put"].items == 3

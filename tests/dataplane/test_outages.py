@@ -1,0 +1,368 @@
+"""Storage that is absent, killed, frozen, restarted or out of its mind: every call ends in time with its reason."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from dataplane_support import Client, Server, free_port, keys_of, kv, layout, make_record, running, until
+
+from shadowserve import record, resp
+from shadowserve.keys import storage_key
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
+KEYS = keys_of(SHAPE, 6)
+RECORDS = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
+
+
+def put_all(server: Server) -> None:
+    for key, data in zip(KEYS, RECORDS, strict=True):
+        server.put(key, data)
+
+
+async def fetch_until(client: Client, outcome: int, within: float = 5.0) -> pb.FetchResponse:
+    async with asyncio.timeout(within):
+        while (answer := await client.fetch(KEYS)).outcome != outcome:
+            await asyncio.sleep(0.02)
+    return answer
+
+
+async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+    caplog.set_level(logging.INFO, "dpu_dataplane")
+    server = Server("storage_kv", tmp_path)
+    async with running(server) as (_, client):
+        await client.register(SHAPE, 6)
+        begin = time.monotonic()
+        answer = await client.fetch(KEYS)
+        assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+        assert server.address in answer.detail
+        for _ in range(50):
+            assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+            assert (await client.store(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+        assert time.monotonic() - begin < 5, "calls must fail at once while storage is known to be away"
+        warnings = [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
+        assert len(warnings) == 1, [entry.getMessage() for entry in warnings]
+        server.start()
+        try:
+            put_all(server)
+            await fetch_until(client, pb.OUTCOME_COMPLETE)
+        finally:
+            server.kill()
+
+
+async def test_storage_killed_and_restarted_empty(mortal_storage: Server) -> None:
+    put_all(mortal_storage)
+    async with running(mortal_storage) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert list((await client.lookup(KEYS)).hits) == [6]
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        mortal_storage.kill()
+        answer = await client.fetch(KEYS)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+        mortal_storage.start()
+        # The heads are still remembered, the records are gone: a hint is never believed.
+        await fetch_until(client, pb.OUTCOME_ABSENT)
+        put_all(mortal_storage)
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        assert daemon.metrics.storage_connections >= 2
+
+
+async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -> None:
+    put_all(mortal_storage)
+    async with running(mortal_storage) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await client.lookup(KEYS)  # so that the fetch needs no heads, and waits for bodies
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        mortal_storage.freeze()
+        fetch = asyncio.create_task(client.fetch(KEYS, timeout_ms=8000))
+        await asyncio.wait({fetch}, timeout=0.3)
+        assert not fetch.done()
+        begin = time.monotonic()
+        mortal_storage.kill()
+        answer = await fetch
+        assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+        assert time.monotonic() - begin < 2
+        assert daemon.metrics.rounds == 2
+
+
+async def test_a_restart_between_two_fetches_goes_unnoticed(mortal_storage: Server) -> None:
+    put_all(mortal_storage)
+    async with running(mortal_storage) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        mortal_storage.kill()
+        mortal_storage.start()
+        put_all(mortal_storage)
+        await until(lambda: daemon.metrics.storage_connections >= 2)
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+
+
+@pytest.mark.parametrize("phase", ["lookup", "fetch", "store"])
+async def test_a_stalled_server_costs_a_call_its_deadline_and_no_more(mortal_storage: Server, phase: str) -> None:
+    put_all(mortal_storage)
+    async with running(mortal_storage, command_timeout=1.0, connect_timeout=0.5) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await client.lookup(KEYS)
+        mortal_storage.freeze()
+        begin = time.monotonic()
+        answer: pb.LookupResponse | pb.FetchResponse | pb.StoreResponse
+        if phase == "lookup":
+            answer = await client.lookup(KEYS, timeout_ms=300)
+        elif phase == "fetch":
+            answer = await client.fetch(KEYS, timeout_ms=300)
+        else:
+            answer = await client.store(KEYS, timeout_ms=300)
+        elapsed = time.monotonic() - begin
+        assert answer.outcome == pb.OUTCOME_DEADLINE, answer
+        assert 0.29 < elapsed < 1.5
+        # Once it is known to be stalled, calls end at once.
+        await until(lambda: daemon.metrics.gauges["storage_up"][1]() == 0 or _ask(client))
+        await asyncio.sleep(0.6)
+        begin = time.monotonic()
+        assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+        assert time.monotonic() - begin < 1
+        mortal_storage.thaw()
+        await fetch_until(client, pb.OUTCOME_COMPLETE)
+        assert client.chunk(5) == kv(SHAPE, 5)
+
+
+_asked: set[asyncio.Task[pb.LookupResponse]] = set()
+
+
+def _ask(client: Client) -> bool:
+    """Keep the daemon asking: a silence is noticed only while an answer is owed."""
+    if len(_asked) < 4:
+        task = asyncio.create_task(client.lookup(KEYS, timeout_ms=200))
+        _asked.add(task)
+        task.add_done_callback(_asked.discard)
+    return False
+
+
+async def test_a_server_that_accepts_and_never_answers_from_the_start() -> None:
+    async def ignore(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.read()
+        finally:
+            writer.close()
+
+    listener = await asyncio.start_server(ignore, "127.0.0.1", 0)
+    port = listener.sockets[0].getsockname()[1]
+    async with running(f"127.0.0.1:{port}", connect_timeout=0.3) as (_, client):
+        await client.register(SHAPE, 6)
+        begin = time.monotonic()
+        answer = await client.fetch(KEYS, timeout_ms=2000)
+        assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+        assert time.monotonic() - begin < 1
+    listener.close()
+    await listener.wait_closed()
+
+
+# ---- A server that lies ---------------------------------------------------------------------------------------------
+
+Answer = Callable[[list[bytes]], bytes | None]
+
+
+class Liar:
+    """Speaks RESP over a dict, as a test wants it to."""
+
+    def __init__(self) -> None:
+        self.values = {storage_key(key): data for key, data in zip(KEYS, RECORDS, strict=True)}
+        self.lie: Answer = lambda command: None
+        self.port = free_port()
+        self.drop_after: int | None = None  # bytes of an answer, then close
+        self.heard: list[bytes] = []  # keys that were set
+        self.commands: list[bytes] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        commands = resp.CommandReader()
+        try:
+            while data := await reader.read(65536):
+                commands.feed(data)
+                while isinstance(command := commands.next_command(), list):
+                    words = [bytes(word) for word in command]
+                    self.commands.append(words[0])
+                    if words[0] == b"SET":
+                        self.heard.append(words[1])
+                    answer = self.lie(words)
+                    answer = self.truth(words) if answer is None else answer
+                    if self.drop_after is not None and words[0] == b"GETRANGE":
+                        writer.write(answer[: self.drop_after])
+                        await writer.drain()
+                        return
+                    writer.write(answer)
+                    await writer.drain()
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    def truth(self, words: list[bytes]) -> bytes:
+        if words[0] == b"PING":
+            return b"+PONG\r\n"
+        if words[0] == b"DEL":
+            return b":%d\r\n" % (self.values.pop(words[1], None) is not None)
+        if words[0] == b"SET":
+            self.values[words[1]] = words[2]
+            return b"+OK\r\n"
+        if words[0] == b"GETRANGE":
+            value = self.values.get(words[1], b"")[int(words[2]) : int(words[3]) + 1]
+            return b"$%d\r\n%b\r\n" % (len(value), value)
+        assert words[0] == b"KV.META"
+        parts = [b"*%d\r\n" % (len(words) - 1)]
+        for name in words[1:]:
+            if name not in self.values:
+                parts.append(b"$-1\r\n")
+                continue
+            value = self.values[name]
+            head = value[: record.head_length(value)]
+            parts.append(b"*2\r\n:%d\r\n$%d\r\n%b\r\n" % (len(value), len(head), head))
+        return b"".join(parts)
+
+
+@pytest.fixture
+async def liar() -> AsyncIterator[Liar]:
+    made = Liar()
+    listener = await asyncio.start_server(made.serve, "127.0.0.1", made.port)
+    yield made
+    listener.close()
+    await listener.wait_closed()
+
+
+def answering(name: bytes, answer: bytes) -> Answer:
+    return lambda command: answer if command[0] == name else None
+
+
+LIES: dict[str, tuple[Answer, list[int]]] = {
+    "meta of another length": (answering(b"KV.META", b"*1\r\n$-1\r\n"), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
+    "meta of another shape": (
+        answering(b"KV.META", b"*6\r\n" + b"*2\r\n+a\r\n+b\r\n" * 6),
+        [pb.OUTCOME_STORAGE_UNAVAILABLE],
+    ),
+    "meta is no array": (answering(b"KV.META", b"+OK\r\n"), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
+    "garbage": (answering(b"KV.META", b"HTTP/1.1 400 Bad Request\r\n\r\n"), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
+    "a bulk beyond every limit": (
+        answering(b"KV.META", b"*6\r\n*2\r\n:5\r\n$99999999999\r\n"),
+        [pb.OUTCOME_STORAGE_UNAVAILABLE],
+    ),
+    "an answer to nothing": (answering(b"KV.META", b"+OK\r\n" * 5), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
+    "loading": (answering(b"KV.META", b"-LOADING Redis is loading\r\n"), [pb.OUTCOME_STORAGE_REFUSED]),
+    "no such user any more": (
+        answering(b"GETRANGE", b"-NOPERM this user has no permissions\r\n"),
+        [pb.OUTCOME_STORAGE_REFUSED],
+    ),
+    "ranges are null": (answering(b"GETRANGE", b"$-1\r\n"), [pb.OUTCOME_ABSENT]),
+    "ranges are too long": (answering(b"GETRANGE", b"$99999999\r\n"), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
+    "ranges are garbage": (answering(b"GETRANGE", b"\0\0\0\0\r\n"), [pb.OUTCOME_STORAGE_UNAVAILABLE]),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_a_server_that_lies_is_a_miss(liar: Liar, lie: str) -> None:
+    answer_for, outcomes = LIES[lie]
+    async with running(f"127.0.0.1:{liar.port}", command_timeout=2.0) as (_, client):
+        await client.register(SHAPE, 6)
+        client.segment.memory[:] = 0x33
+        liar.lie = answer_for
+        answer = await client.fetch(KEYS)
+        assert (answer.outcome in outcomes, answer.chunks) == (True, 0), answer
+        assert answer.detail
+        liar.lie = lambda command: None
+        await fetch_until(client, pb.OUTCOME_COMPLETE)
+        assert [client.chunk(index) for index in range(6)] == [kv(SHAPE, index) for index in range(6)]
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 5000])
+async def test_a_connection_that_breaks_within_a_body_is_a_miss(liar: Liar, after: int) -> None:
+    async with running(f"127.0.0.1:{liar.port}") as (_, client):
+        await client.register(SHAPE, 6)
+        liar.drop_after = after
+        answer = await client.fetch(KEYS, timeout_ms=3000)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+        liar.drop_after = None
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+
+
+@pytest.mark.parametrize("looked_up", [True, False])
+async def test_corruption_on_the_way_is_believed_only_the_second_time(liar: Liar, looked_up: bool) -> None:
+    flips = iter([True])
+
+    def flip_once(command: list[bytes]) -> bytes | None:
+        if command[0] != b"GETRANGE" or command[1] != storage_key(KEYS[2]) or not next(flips, False):
+            return None
+        answer = bytearray(liar.truth(command))
+        answer[-10] ^= 1
+        return bytes(answer)
+
+    async with running(f"127.0.0.1:{liar.port}") as (daemon, client):
+        await client.register(SHAPE, 6)
+        if looked_up:
+            await client.lookup(KEYS)
+        liar.lie = flip_once
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        assert daemon.metrics.deleted_records == 0
+        assert not daemon.metrics.integrity_failures
+
+
+async def test_a_put_that_is_not_answered_ends_on_cancel_and_on_deadline(liar: Liar) -> None:
+    liar.values.clear()
+    liar.lie = answering(b"SET", b"")
+    async with running(f"127.0.0.1:{liar.port}") as (_, client):
+        await client.register(SHAPE, 6)
+        store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=20000))
+        await until(lambda: len(liar.heard) > 0)
+        await asyncio.wait({store}, timeout=0.1)
+        begin = time.monotonic()
+        assert (await client.stub.Cancel(pb.CancelRequest(job_id="store"))).found
+        assert (await store).outcome == pb.OUTCOME_CANCELLED
+        answer = await client.store(KEYS, timeout_ms=300)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_DEADLINE, 0)
+        assert time.monotonic() - begin < 3
+        liar.lie = lambda command: None
+        assert (await client.store(KEYS)).outcome == pb.OUTCOME_COMPLETE
+
+
+async def test_a_put_that_breaks_is_tried_once_more(liar: Liar) -> None:
+    breaks = iter([True])
+
+    async def call(lie: Answer, work: Callable[[], Awaitable[pb.StoreResponse]]) -> pb.StoreResponse:
+        liar.lie = lie
+        return await work()
+
+    def break_once(command: list[bytes]) -> bytes | None:
+        if command[0] == b"SET" and next(breaks, False):
+            raise ConnectionResetError
+        return None
+
+    liar.values.clear()
+    async with running(f"127.0.0.1:{liar.port}") as (_, client):
+        await client.register(SHAPE, 6)
+        for index in range(6):
+            begin = index * SHAPE.raw_bytes
+            client.segment.memory[begin : begin + SHAPE.raw_bytes] = memoryview(kv(SHAPE, index))
+        answer = await call(break_once, lambda: client.store(KEYS))
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 6)
+        assert liar.values == {storage_key(key): data for key, data in zip(KEYS, RECORDS, strict=True)}
+
+
+async def test_a_lookup_of_a_long_prompt_is_one_command(liar: Liar) -> None:
+    shape = layout(layers=32, vector_length=8)
+    chains = [keys_of(shape, 512, seed=seed) for seed in range(2)]  # 128K tokens in chunks of 256, for two ranks
+    for keys in chains:
+        for key in keys[:500]:
+            liar.values[storage_key(key)] = make_record(shape, key, 0, "none")
+    async with running(f"127.0.0.1:{liar.port}") as (daemon, client):
+        await until(lambda: daemon.metrics.gauges["storage_up"][1]() == 1)
+        liar.commands.clear()
+        request = pb.LookupRequest(
+            chains=[pb.KeyChain(keys=keys, namespace=shape.namespace) for keys in chains], timeout_ms=20000
+        )
+        answer = await client.stub.Lookup(request)
+        assert (list(answer.hits), answer.outcome) == ([500, 500], pb.OUTCOME_COMPLETE)
+        assert liar.commands == [b"KV.META"]
+        # The fetch that follows needs no further question.
+        await client.register(shape, 20)
+        fetched = await client.fetch(chains[0][:20], timeout_ms=20000)
+        assert (fetched.outcome, fetched.chunks) == (pb.OUTCOME_COMPLETE, 20)
+        assert liar.commands.count(b"KV.META") == 1

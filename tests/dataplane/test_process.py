@@ -1,0 +1,215 @@
+"""The daemon as a process: starting, stopping, being killed, and what memory it takes."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import yaml
+from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record
+
+from dpu_dataplane.config import DataPlaneConfig
+from shadowserve.errors import ConfigurationError
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 4)
+MIB = 1 << 20
+
+
+@contextlib.asynccontextmanager
+async def client_of(daemon: DaemonProcess) -> AsyncIterator[Client]:
+    client = Client(daemon.address)
+    try:
+        yield client
+    finally:
+        await client.close()
+        daemon.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_stops_an_idle_daemon_at_once(storage: Server, tmp_path: Path, number: int) -> None:
+    daemon = DaemonProcess(storage, tmp_path)
+    async with client_of(daemon) as client:
+        await client.register(SHAPE, 1)
+        begin = time.monotonic()
+        assert await asyncio.to_thread(daemon.stop, number) == 0
+        assert time.monotonic() - begin < 6
+        log = daemon.log.read_text()
+        assert f"ready on {daemon.address}" in log
+        assert "Traceback" not in log and "ERROR" not in log
+
+
+async def test_sigterm_while_fetching_answers_and_exits(mortal_storage: Server, tmp_path: Path) -> None:
+    for index, key in enumerate(KEYS):
+        mortal_storage.put(key, make_record(SHAPE, key, index))
+    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout=60)
+    async with client_of(daemon) as client:
+        await client.register(SHAPE, 8)
+        await client.lookup(KEYS)
+        mortal_storage.freeze()
+        length = 4 * SHAPE.raw_bytes
+        fetches = [
+            asyncio.ensure_future(client.fetch(KEYS, offset=begin, length=length, timeout_ms=60000))
+            for begin in (0, length)
+        ]
+        await asyncio.wait(fetches, timeout=0.5)
+        begin = time.monotonic()
+        assert await asyncio.to_thread(daemon.stop) == 0
+        assert time.monotonic() - begin < 8
+        for fetch in fetches:
+            assert (await fetch).outcome == pb.OUTCOME_CANCELLED
+        log = daemon.log.read_text()
+        assert "cancelling 2 jobs" in log and "Traceback" not in log
+
+
+async def test_sigterm_lets_a_short_job_finish(mortal_storage: Server, tmp_path: Path) -> None:
+    for index, key in enumerate(KEYS):
+        mortal_storage.put(key, make_record(SHAPE, key, index))
+    daemon = DaemonProcess(mortal_storage, tmp_path, shutdown_time=8)
+    async with client_of(daemon) as client:
+        await client.register(SHAPE, 4)
+        await client.lookup(KEYS)
+        mortal_storage.freeze()
+        fetch = asyncio.ensure_future(client.fetch(KEYS, timeout_ms=30000))
+        await asyncio.wait({fetch}, timeout=0.5)
+        daemon.process.send_signal(signal.SIGTERM)
+        await asyncio.wait({fetch}, timeout=0.2)
+        mortal_storage.thaw()
+        assert (await fetch).outcome == pb.OUTCOME_COMPLETE
+        assert client.chunk(3) == kv(SHAPE, 3)
+        assert await asyncio.to_thread(daemon.process.wait, 10) == 0
+
+
+async def test_a_killed_daemon_ends_calls_and_its_successor_asks_to_register(storage: Server, tmp_path: Path) -> None:
+    storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
+    daemon = DaemonProcess(storage, tmp_path)
+    port = daemon.address.rsplit(":", 1)[1]
+    async with client_of(daemon) as client:
+        await client.register(SHAPE, 1)
+        assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE
+        daemon.process.kill()
+        daemon.process.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await client.fetch(KEYS[:1])
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    successor = DaemonProcess(storage, tmp_path, listen=f"127.0.0.1:{port}")
+    old = client.destination
+    async with client_of(successor) as client:
+        await client.register(SHAPE, 1)
+        assert (await client.fetch(KEYS[:1], destination_id=old)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+        assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE
+        assert successor.stop() == 0
+
+
+def test_a_second_daemon_on_the_same_port_says_so(storage: Server, tmp_path: Path) -> None:
+    first = DaemonProcess(storage, tmp_path)
+    try:
+        command = [sys.executable, "-m", "shadowserve.cli", "dpu", "--listen", first.address]
+        second = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        assert second.returncode == 2
+        assert "cannot listen" in second.stderr and first.address in second.stderr
+        assert "Traceback" not in second.stderr
+    finally:
+        assert first.stop() == 0
+
+
+async def test_no_thread_leaves_the_cores_of_the_process(storage: Server, tmp_path: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    for index, key in enumerate(KEYS):
+        storage.put(key, make_record(SHAPE, key, index))
+    daemon = DaemonProcess(storage, tmp_path, cores=[core])
+    async with client_of(daemon) as client:
+        await client.register(SHAPE, len(KEYS))
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        tasks = [int(task.name) for task in Path(f"/proc/{daemon.process.pid}/task").iterdir()]
+        assert len(tasks) > 5, "the stages have threads of their own"
+        assert [os.sched_getaffinity(task) for task in tasks] == [{core}] * len(tasks)
+        assert daemon.stop() == 0
+
+
+def test_stages_divide_the_cores_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)))
+    stages = DataPlaneConfig(cores=list(range(16, 32))).stage_cores()
+    assert set(stages["net"]) == {16, 17}
+    assert stages["decompress"] == list(range(18, 32))
+    assert all(core in range(16, 32) for cores in stages.values() for core in cores)
+    with pytest.raises(ConfigurationError, match="decompress_cores: core 3 is not"):
+        DataPlaneConfig(cores=[16, 17], decompress_cores=[3]).stage_cores()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--listen", "0.0.0.0:0"], ["allow_remote"]),
+        (["--codec", "zip"], ["codec", "zip"]),
+        (["--net-cores", "[9999]", "--connections", "1"], ["net_cores"]),
+        (["--cores", "[4095]"], ["cores", "4095"]),
+        (["--cores", "[]"], ["cores", "empty"]),
+        (["--net-cores", "[-1]"], ["connections"]),
+        (["--decompression-buffer-bytes", "17 parsecs"], ["decompression_buffer_bytes"]),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_names_the_key(flags: list[str], words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shadowserve.cli", "dpu", *flags], capture_output=True, text=True, timeout=20
+    )
+    assert done.returncode == 2
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_sample_configuration_holds_every_key_with_its_default(repository: Path) -> None:
+    file = repository / "configs" / "emulated.yaml"
+    assert DataPlaneConfig.load(file, environment={}) == DataPlaneConfig.load(environment={})
+    assert set(yaml.safe_load(file.read_text())["dpu"]) == set(DataPlaneConfig.model_fields)
+
+
+@pytest.fixture
+def repository() -> Path:
+    return Path(__file__).parents[2]
+
+
+async def test_memory_does_not_grow_with_prompts_or_rounds(storage: Server, tmp_path: Path) -> None:
+    shape = layout(vector_length=1024)  # 256 KiB a chunk, 8 slices
+    prompt = keys_of(shape, 2048)  # as long as a prompt of 512K tokens in chunks of 256
+    for key in prompt[:16]:
+        storage.put(key, make_record(shape, key, 0))
+    buffers = 3 * 16 * MIB
+    daemon = DaemonProcess(
+        storage, tmp_path, fused="false", decompression_buffer_bytes="16MiB", dequantization_buffer_bytes="8MiB",
+        dma_source_buffer_bytes="8MiB", store_buffer_bytes="16MiB",
+    )  # fmt: skip
+    process = psutil.Process(daemon.process.pid)
+
+    def resident() -> int:
+        memory = process.memory_info()
+        return int(memory.rss - memory.shared)
+
+    async with client_of(daemon) as client:
+        await client.register(shape, 16)
+
+        async def serve(times: int) -> None:
+            for _ in range(times):
+                assert list((await client.lookup(prompt)).hits) == [16]
+                answer = await client.fetch(prompt)
+                assert (answer.chunks, answer.outcome) == (16, pb.OUTCOME_ROUND_FULL)
+
+        await serve(5)
+        settled = resident()
+        await serve(60)
+        grown = resident() - settled
+        assert resident() < buffers + 200 * MIB
+        assert grown < 8 * MIB, f"{grown} bytes more after 60 more rounds"
+        answer = await client.stub.Statistics(pb.StatisticsRequest())
+        assert answer.resident_bytes < buffers + 200 * MIB
+        assert answer.delivered_bytes == 65 * 16 * shape.raw_bytes
+        assert await asyncio.to_thread(daemon.stop) == 0

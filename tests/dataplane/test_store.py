@@ -1,0 +1,151 @@
+"""What a store leaves in storage, and with what outcome it ends."""
+
+import itertools
+
+import numpy as np
+import pytest
+from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
+
+from dpu_dataplane.config import codec_name
+from shadowserve import native, record
+from shadowserve.keys import storage_key
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.record import ChunkLayout
+
+
+def fill(client: Client, shape: ChunkLayout, count: int) -> None:
+    for index in range(count):
+        begin = index * shape.raw_bytes
+        client.segment.memory[begin : begin + shape.raw_bytes] = memoryview(kv(shape, index))
+
+
+def get(redis: Server, key: bytes) -> bytes:
+    from redis import Redis
+
+    with Redis(port=redis.port) as connection:
+        return bytes(connection.get(storage_key(key)))
+
+
+@pytest.mark.parametrize("codec", ["auto", "kvrans", "deflate", "lz4", "zstd", "none"])
+async def test_records_are_those_of_the_reference(storage: Server, codec: str) -> None:
+    expected = native.Codec[codec_name(codec, "software").upper()]
+    assert expected is native.Codec.KVRANS or codec != "auto"
+    async with running(storage, codec=codec) as (_, client):
+        treatments = itertools.product(("lossless", "binned"), ("bfloat16", "float32"))
+        shapes = [
+            *(layout(*treatment) for treatment in treatments),
+            layout("binned", "float8_e4m3"),
+            layout("binned", bins=64, value_bins=16),
+            layout("binned", bins=64, value_bins=16, scale_tokens=5),
+        ]
+        for seed, shape in enumerate(shapes):
+            keys = keys_of(shape, 3, seed)
+            await client.register(shape, 3)
+            fill(client, shape, 3)
+            answer = await client.store(keys)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 3), answer.detail
+            records = [get(storage, key) for key in keys]
+            for index, (key, data) in enumerate(zip(keys, records, strict=True)):
+                assert data == record.encode(key, expected, shape, kv(shape, index))
+            assert answer.stored_bytes == sum(map(len, records))
+            assert answer.raw_bytes == 3 * shape.raw_bytes
+
+
+async def test_stored_chunks_are_fetched_by_another_daemon(storage: Server) -> None:
+    shape = layout()
+    keys = keys_of(shape, 4)
+    async with running(storage) as (_, client):
+        await client.register(shape, 4)
+        fill(client, shape, 4)
+        assert (await client.store(keys)).chunks == 4
+    async with running(storage) as (_, client):
+        await client.register(shape, 4)
+        assert list((await client.lookup(keys)).hits) == [4]
+        assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
+        assert [client.chunk(index) for index in range(4)] == [kv(shape, index) for index in range(4)]
+
+
+async def test_chunks_that_storage_holds_are_not_sent_again(storage: Server) -> None:
+    shape = layout()
+    keys = keys_of(shape, 4)
+    storage.put(keys[1], make_record(shape, keys[1], 1))
+    async with running(storage) as (daemon, client):
+        await client.register(shape, 4)
+        fill(client, shape, 4)
+        answer = await client.store(keys)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 4)
+        assert daemon.metrics.stored_raw_bytes == 3 * shape.raw_bytes
+        assert (await client.store(keys)).chunks == 4
+        assert daemon.metrics.stored_raw_bytes == 3 * shape.raw_bytes
+        assert (await client.fetch(keys)).chunks == 4
+
+
+async def test_more_chunks_than_the_store_buffer_holds(storage: Server) -> None:
+    shape = layout(vector_length=2048)
+    keys = keys_of(shape, 9)
+    async with running(storage, store_buffer_bytes="2MiB") as (_, client):
+        await client.register(shape, 9)
+        fill(client, shape, 9)
+        answer = await client.store(keys)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 9)
+        client.segment.memory[:] = 0
+        assert (await client.fetch(keys)).chunks == 9
+        assert client.chunk(8) == kv(shape, 8)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+async def test_values_that_binning_cannot_hold_are_not_storable(storage: Server, value: float) -> None:
+    shape = layout("binned", "float32")
+    keys = keys_of(shape, 3)
+    async with running(storage) as (_, client):
+        await client.register(shape, 3)
+        fill(client, shape, 3)
+        client.segment.memory.view(np.float32)[shape.raw_bytes // 4 + 17] = value
+        answer = await client.store(keys)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_NOT_STORABLE, 1)
+        assert [storage.has(key) for key in keys] == [True, False, False]
+
+
+async def test_a_full_server_refuses_with_its_text(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    server = Server("redis", tmp_path, options=("--maxmemory", "1500kb", "--maxmemory-policy", "noeviction")).start()
+    try:
+        shape = layout(vector_length=2048)
+        keys = keys_of(shape, 6)
+        async with running(server) as (_, client):
+            await client.register(shape, 6)
+            fill(client, shape, 6)
+            answer = await client.store(keys)
+            assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED
+            assert "OOM" in answer.detail
+            assert answer.chunks < 6
+            # The connection is still good.
+            assert (await client.fetch(keys)).chunks == answer.chunks
+    finally:
+        server.kill()
+
+
+async def test_a_sound_record_of_another_namespace_is_not_replaced(redis: Server) -> None:
+    shape = layout()
+    [key] = keys_of(shape, 1)
+    theirs = make_record(layout(namespace=bytes(32)), key, 5)
+    redis.put(key, theirs)
+    async with running(redis) as (_, client):
+        await client.register(shape, 1)
+        fill(client, shape, 1)
+        answer = await client.store([key])
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_MISMATCH, 0)
+    assert get(redis, key) == theirs
+
+
+@pytest.mark.parametrize(
+    "bad", [b"not a record", b"SSKV but cut", make_record(layout(), bytes(32), 3)], ids=["text", "cut", "other key"]
+)
+async def test_what_is_no_good_is_replaced(redis: Server, bad: bytes) -> None:
+    shape = layout()
+    [key] = keys_of(shape, 1)
+    redis.put(key, bad)
+    async with running(redis) as (_, client):
+        await client.register(shape, 1)
+        fill(client, shape, 1)
+        assert (await client.store([key])).outcome == pb.OUTCOME_COMPLETE
+        assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE

@@ -1,0 +1,132 @@
+"""Recordings of fetches, and what a fetch does not do: ask storage again for what a lookup has answered."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
+from redis import Redis
+
+from shadowserve.proto import dataplane_pb2 as pb
+
+
+async def stored(client: Client, storage: Server, chunks: int, **changes: Any) -> list[bytes]:
+    """Store chunks and register memory for all of them."""
+    shape = layout(**changes)
+    keys = keys_of(shape, chunks)
+    for index, key in enumerate(keys):
+        storage.put(key, make_record(shape, key, index))
+    await client.register(shape, chunks)
+    return keys
+
+
+async def recorded(client: Client, keys: list[bytes], fetches: int = 1) -> list[pb.TraceSpan]:
+    """Fetch while a recording runs; return its spans."""
+    call = client.stub.Trace(pb.TraceRequest(timeout_ms=20000, fetches=fetches))
+    assert await call.read() == pb.TraceResponse()
+    for _ in range(fetches):
+        assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
+    spans: list[pb.TraceSpan] = []
+    while (answer := await call.read()) is not grpc.aio.EOF:
+        spans += answer.spans
+        assert answer.dropped == 0
+    return spans
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "staged"])
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "one-by-one"])
+@pytest.mark.parametrize("managed", [True, False], ids=["managed", "on-demand"])
+async def test_every_slice_of_a_fetch_is_in_each_stage_once(
+    storage: Server, fused: bool, chunked: bool, managed: bool
+) -> None:
+    switches = {"fused": fused, "chunked_pipeline": chunked, "memory_management": managed}
+    async with running(storage, **switches) as (_, client):
+        keys = await stored(client, storage, 3)
+        spans = await recorded(client, keys)
+        assert client.chunk(2) == kv(client.shape, 2)
+    stages = ["decompress", "dequantize"] if fused else ["decompress", "dequantize", "dma"]
+    seen = Counter((span.step, span.chunk, span.slice) for span in spans if span.slice >= 0)
+    slices = client.shape.slice_count
+    assert seen == Counter(
+        (stage, chunk, chunk * slices + index) for stage in stages for chunk in range(3) for index in range(slices)
+    )
+    steps = [span.step for span in spans if span.core == -1]
+    assert steps == ["turn", "heads", "plan", "round", "fetch"]
+    whole = next(span for span in spans if span.step == "fetch")
+    assert all(whole.begin_ns <= span.begin_ns <= span.end_ns <= whole.end_ns for span in spans)
+    assert {span.round for span in spans if span.core >= 0} == {1}
+
+
+async def test_a_recording_ends_with_its_fetches_and_the_next_begins_anew(client: Client, storage: Server) -> None:
+    keys = await stored(client, storage, 1)
+    twice = await recorded(client, keys, fetches=2)
+    once = await recorded(client, keys)
+    assert {span.round for span in twice if span.core >= 0} == {1, 2}
+    assert {span.round for span in once if span.core >= 0} == {3}
+
+
+async def test_a_recording_of_nothing_ends_in_time(client: Client) -> None:
+    call = client.stub.Trace(pb.TraceRequest(timeout_ms=50, fetches=1))
+    answers = [answer async for answer in call]
+    assert answers == [pb.TraceResponse(), pb.TraceResponse()]
+
+
+async def test_one_recording_at_a_time_and_a_cancelled_one_makes_room(client: Client, storage: Server) -> None:
+    keys = await stored(client, storage, 1)
+    first = client.stub.Trace(pb.TraceRequest(timeout_ms=20000, fetches=1))
+    await first.read()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await client.stub.Trace(pb.TraceRequest(timeout_ms=20000, fetches=1)).read()
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "another recording" in (refused.value.details() or "")
+    first.cancel()
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                assert await recorded(client, keys)
+                return
+            except grpc.aio.AioRpcError:  # the first one's end is not yet known there
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("request_", [{"timeout_ms": 0, "fetches": 1}, {"timeout_ms": 1, "fetches": 0}], ids=str)
+async def test_a_recording_without_an_end_is_refused(client: Client, request_: dict[str, int]) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await client.stub.Trace(pb.TraceRequest(**request_)).read()
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_without_room_for_events_there_is_no_recording(storage: Server) -> None:
+    async with running(storage, trace_events=0) as (_, client):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await client.stub.Trace(pb.TraceRequest(timeout_ms=10, fetches=1)).read()
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "trace_events" in (refused.value.details() or "")
+
+
+def commands(storage: Server) -> int:
+    """How many commands the server has executed, this question not included."""
+    with Redis(port=storage.port) as connection:
+        statistics: Any = connection.info("stats")
+        return int(statistics["total_commands_processed"])
+
+
+async def test_no_round_asks_storage_for_what_the_lookup_answered(storage: Server) -> None:
+    async with running(storage, decompression_buffer_bytes="1MiB", connections=2) as (daemon, client):
+        keys = await stored(client, storage, 9, vector_length=2048)
+        assert list((await client.lookup(keys)).hits) == [9]
+        assert (await client.fetch(keys)).chunks > 0  # connections are made, and kept
+        rounds, before = daemon.metrics.rounds, commands(storage)
+        between = commands(storage) - before  # what a question of this test costs
+        done = 0
+        while done < 9:
+            offset = done * client.shape.raw_bytes
+            answer = await client.fetch(keys[done:], offset=offset, length=client.segment.size - offset)
+            assert answer.chunks > 0
+            done += answer.chunks
+        assert daemon.metrics.rounds - rounds >= 3
+        assert client.chunk(8) == kv(client.shape, 8)
+        # Each chunk's two halves, once, and nothing else.
+        assert commands(storage) - before == 2 * between + 2 * 9

@@ -1,0 +1,221 @@
+"""Real vLLM engines in this process, sharing one tiny model; no test here needs a network."""
+
+import gc
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    # The model is tiny: a second thread would only spin.
+    OMP_NUM_THREADS="1",
+)
+sys.path.insert(0, str(Path(__file__).parents[1] / "host"))
+
+from scripted import Script, ScriptedDataPlane  # noqa: E402
+
+BLOCK = 32
+CHUNK = 256
+OUTPUT = 8
+
+PROMPTS = {
+    **{(tokens, 0): OUTPUT for tokens in (31, 240, 256, 257, 300, 500, 512, 513, 700, 1000)},
+    **{(600, seed): OUTPUT for seed in range(1, 6)},
+    # A chunk ends in generated tokens.
+    (200, 0): 150,
+    # Too much KV for a small cache at once.
+    **{(300, seed): 110 for seed in range(11, 15)},
+}
+"""Arguments of :func:`prompt` -> tokens that :func:`reference` generates. Prompts of one seed are prefixes of each
+other."""
+
+ASSET = Path(__file__).parents[1] / "assets" / "model"
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """Return the project's own model."""
+    return ASSET
+
+
+def vocabulary(model: Path) -> int:
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+
+class Engine:
+    """One vLLM engine and what a test wants of it."""
+
+    def __init__(self, model: Path, data_plane: str | None, **options: Any) -> None:
+        from vllm import LLM
+
+        extra = options.pop("extra", {})
+        policy = options.pop("policy", "recompute")
+        if data_plane is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "ShadowServeConnector",
+                "kv_connector_module_path": "host_control.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": {
+                    "data_plane": data_plane,
+                    # An engine in the same process can keep the scripted data plane from its turn for seconds.
+                    "connect_timeout": 30.0,
+                    "shadowserve.fetch_timeout": 3.0,
+                    "shadowserve.lookup_timeout": 2.0,  # the machine may be busy with other tests
+                    "breaker_backoff": 0.05,
+                    "breaker_backoff_max": 0.2,
+                    **extra,
+                },
+            }
+        settings: dict[str, Any] = dict(
+            model=str(model),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=2048,
+            max_num_seqs=8,
+            block_size=BLOCK,
+            enforce_eager=True,
+            seed=0,
+            disable_log_stats=False,
+            gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=64 << 20,
+        )
+        settings.update(options)
+        self.llm = LLM(**settings)
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's half, as a connector."""
+        return self.scheduler.connector
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def worker(self) -> Any:
+        """The worker's half."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    def generate(self, prompts: list[list[int]], tokens: int = 8, **sampling: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
+        return list(self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False))
+
+    def outputs(self, prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:
+        return [list(out.outputs[0].token_ids) for out in self.generate(prompts, tokens)]
+
+    def flush(self) -> None:
+        """Wait until everything that was gathered is stored."""
+        store = self.worker._store
+        assert store is None or store.flush(60)
+
+    def forget(self) -> None:
+        """Drop the engine's own prefix cache, so that the next prompt has to come from elsewhere."""
+        assert self.llm.reset_prefix_cache()
+
+    def counters(self) -> dict[str, int]:
+        return {
+            metric.name.removeprefix("vllm:shadowserve_")
+            + (f"/{metric.labels['reason']}" if "reason" in metric.labels else ""): int(metric.value)
+            for metric in self.llm.get_metrics()
+            if metric.name.startswith("vllm:shadowserve_")
+        }
+
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+    def reset(self, plane: ScriptedDataPlane, *, records: bool = False) -> None:
+        """Begin anew: the script, the engine's own caches, the breakers; with ``records``, what is stored as well."""
+        self.flush()
+        plane.script.unstall.set()
+        plane.script = Script()
+        plane.calls.clear()
+        plane.fetches.clear()
+        plane.stores.clear()
+        if records:
+            plane.records.clear()
+        worker, side = self.worker, self.connector._scheduler
+        if worker._store is not None:
+            worker._store.forget(list(worker._store._recent))
+        for client in (worker._client, side._client):
+            for breaker in client.breakers.values():
+                breaker.report(success=True)
+        self.forget()
+        self.counted = self.counters()
+
+    def counted_since(self) -> dict[str, int]:
+        """Return the counters that moved since :meth:`reset`."""
+        return {
+            name: count - self.counted.get(name, 0)
+            for name, count in self.counters().items()
+            if count != self.counted.get(name, 0)
+        }
+
+
+@pytest.fixture(scope="session")
+def make_engine(model: Path) -> Callable[..., Engine]:
+    def make(data_plane: str | None, **options: Any) -> Engine:
+        return Engine(options.pop("model", model), data_plane, **options)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def prompt(model: Path) -> Callable[..., list[int]]:
+    """Return a function that makes prompts: the same arguments, the same tokens."""
+    size = vocabulary(model)
+
+    def make(tokens: int, seed: int = 0) -> list[int]:
+        generator = random.Random(f"{seed}")
+        return [generator.randrange(size) for _ in range(tokens)]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def reference(make_engine: Callable[..., Engine], prompt: Callable[..., list[int]]) -> Callable[..., list[list[int]]]:
+    """Return a function that gives the outputs of an engine without any cache.
+
+    Only one engine can live in a process, and starting one takes seconds, so the outputs of every prompt that the
+    tests use are made up front.
+    """
+    engine = make_engine(None, enable_prefix_caching=False)
+    try:
+        prompts = {arguments: prompt(*arguments) for arguments in PROMPTS}
+        known = {}
+        for count in set(PROMPTS.values()):
+            batch = [tokens for arguments, tokens in prompts.items() if PROMPTS[arguments] == count]
+            known.update(zip(map(tuple, batch), engine.outputs(batch, count), strict=True))
+    finally:
+        engine.close()
+
+    def of(prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:
+        return [known[tuple(prompt)][:tokens] for prompt in prompts]
+
+    return of
+
+
+@pytest.fixture
+def data_plane() -> Iterator[ScriptedDataPlane]:
+    plane = ScriptedDataPlane()
+    yield plane
+    plane.stop()

@@ -1,0 +1,90 @@
+"""Fixtures of the host's tests: a scripted data plane, and what is needed to talk to it."""
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from scripted import ScriptedDataPlane  # noqa: E402
+
+from host_control.client import ChunkShape, DataPlaneClient  # noqa: E402
+from host_control.segment import Destination  # noqa: E402
+
+CHUNK_TOKENS = 4
+
+
+@pytest.fixture
+def plane() -> Iterator[ScriptedDataPlane]:
+    plane = ScriptedDataPlane()
+    yield plane
+    plane.stop()
+
+
+@pytest.fixture
+def shape() -> ChunkShape:
+    return ChunkShape(
+        namespace=b"n" * 32,
+        dtype="float32",
+        layers=2,
+        kinds=2,
+        vector_length=8,
+        chunk_tokens=CHUNK_TOKENS,
+        quantizer="lossless",
+    )
+
+
+@pytest.fixture
+def client(plane: ScriptedDataPlane) -> Iterator[DataPlaneClient]:
+    client = DataPlaneClient(plane.address, backoff=0.02, backoff_max=0.1, connect_timeout=5.0)
+    assert client.wait_ready(5)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def destination(client: DataPlaneClient, shape: ChunkShape) -> Destination:
+    return Destination(client, shape, 8 * shape.chunk_bytes)
+
+
+@pytest.fixture
+def leftovers() -> Callable[..., set[str]]:
+    """Return a function that lists a process's files in /dev/shm, by default this one's."""
+
+    def names(process: int = os.getpid()) -> set[str]:
+        return {path.name for path in Path("/dev/shm").glob(f"shadowserve-05e1f00d{process:08x}*")}
+
+    assert names() == set()
+    return names
+
+
+@pytest.fixture
+def fill(plane: ScriptedDataPlane, shape: ChunkShape) -> Callable[[list[bytes]], None]:
+    """Return a function that stores chunks; chunk i of all is filled with byte i + 1."""
+    numbers = itertools.count(1)
+
+    def store(keys: list[bytes]) -> None:
+        for key in keys:
+            plane.records.setdefault(key, bytes([next(numbers) % 256]) * shape.chunk_bytes)
+
+    return store
+
+
+@pytest.fixture
+def wait() -> Callable[..., Any]:
+    """Return a function that waits until a condition holds."""
+    import time
+
+    def until(condition: Callable[[], Any], timeout: float = 8.0) -> Any:
+        ends = time.monotonic() + timeout
+        while not (value := condition()):
+            assert time.monotonic() < ends, "it did not happen in time"
+            time.sleep(0.002)
+        return value
+
+    return until

@@ -1,0 +1,202 @@
+"""A data plane over a dict that speaks the real protocol and follows a script: it can stall, refuse, lie and die."""
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto import dataplane_pb2_grpc as rpc
+
+_DTYPE_BYTES = {"uint8": 1, "float8_e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass
+class _Memory:
+    mapping: mmap.mmap
+    chunk_bytes: int
+    namespace: bytes
+
+
+@dataclass
+class Script:
+    """What goes wrong, changed by tests while the server runs."""
+
+    fetch_delay: float = 0.0
+    round_chunks: int = 1 << 30
+    """The buffers hold so many chunks."""
+    lookup_hits: Callable[[list[int]], list[int]] | None = None
+    """Lies about hits."""
+    fetch_answer: Callable[[pb.FetchResponse, pb.FetchRequest], pb.FetchResponse] | None = None
+    """Lies about a fetch, after delivering."""
+    fail_fetch_at: int | None = None
+    """Delivers so many chunks of a request, writes garbage into the next, and answers ``fail_outcome``."""
+    fail_outcome: int = pb.OUTCOME_CORRUPT
+    store_outcome: int | None = None
+    abort: dict[str, grpc.StatusCode] = field(default_factory=dict)
+    """Method name -> status code."""
+    stall: set[str] = field(default_factory=set)
+    """Methods that accept and do not answer until the client is gone or :attr:`unstall` is set."""
+    unstall: threading.Event = field(default_factory=threading.Event)
+    write_after_stall: bool = False
+    """A stalled fetch fills its region with 0xEE once the client has given up."""
+
+
+class ScriptedDataPlane(rpc.DataPlaneServicer):
+    def __init__(self, address: str = "127.0.0.1:0", records: dict[bytes, bytes] | None = None) -> None:
+        self.records: dict[bytes, bytes] = {} if records is None else records
+        self.script = Script()
+        self.calls: list[str] = []
+        self.fetches: list[pb.FetchRequest] = []
+        self.stores: list[pb.StoreRequest] = []
+        self.cancelled: set[str] = set()
+        self.entered = threading.Condition()
+        self._destinations: dict[int, _Memory] = {}
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=64
+        )
+        rpc.add_DataPlaneServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(address)
+        self.address = f"127.0.0.1:{self.port}"
+        self._server.start()
+
+    def stop(self) -> None:
+        """Die: connections break, calls in progress get no answer."""
+        self.script.unstall.set()
+        self._server.stop(grace=None).wait()
+        self.forget_destinations()
+
+    def forget_destinations(self) -> None:
+        self._destinations.clear()
+
+    def restarted(self) -> "ScriptedDataPlane":
+        """Return a new data plane at the same address with the same records; the old one has been stopped."""
+        return ScriptedDataPlane(self.address, self.records)
+
+    def wait_for_call(self, method: str, count: int = 1, timeout: float = 10.0) -> None:
+        with self.entered:
+            assert self.entered.wait_for(lambda: self.calls.count(method) >= count, timeout), f"no {method} came"
+
+    @property
+    def destinations(self) -> int:
+        return len(self._destinations)
+
+    def _enter(self, method: str, context: Any) -> None:
+        with self.entered:
+            self.calls.append(method)
+            self.entered.notify_all()
+        if method in self.script.abort:
+            context.abort(self.script.abort[method], "as the script says")
+        if method in self.script.stall:
+            gone = threading.Event()
+            context.add_callback(gone.set)
+            while not gone.is_set() and not self.script.unstall.is_set():
+                time.sleep(0.005)
+
+    def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+        self._enter("Lookup", context)
+        hits = []
+        for chain in request.chains:
+            count = 0
+            for key in chain.keys:
+                if key not in self.records:
+                    break
+                count += 1
+            hits.append(count)
+        if self.script.lookup_hits is not None:
+            hits = self.script.lookup_hits(hits)
+        return pb.LookupResponse(hits=hits, outcome=pb.OUTCOME_COMPLETE)
+
+    def RegisterDestination(
+        self, request: pb.RegisterDestinationRequest, context: Any
+    ) -> pb.RegisterDestinationResponse:
+        self._enter("RegisterDestination", context)
+        layout, memory = request.layout, request.shared_memory
+        assert request.protocol_version == 1 and len(layout.namespace) == 32
+        assert "/" not in memory.name
+        descriptor = os.open(f"/dev/shm/{memory.name}", os.O_RDWR)
+        try:
+            mapping = mmap.mmap(descriptor, memory.size)
+        finally:
+            os.close(descriptor)
+        chunk_bytes = (
+            layout.layers * layout.kinds * layout.vector_length * layout.chunk_tokens * _DTYPE_BYTES[layout.dtype]
+        )
+        destination_id = int.from_bytes(os.urandom(7), "little")
+        self._destinations[destination_id] = _Memory(mapping, chunk_bytes, layout.namespace)
+        return pb.RegisterDestinationResponse(destination_id=destination_id, chunk_bytes=chunk_bytes)
+
+    def ReleaseDestination(self, request: pb.ReleaseDestinationRequest, context: Any) -> pb.ReleaseDestinationResponse:
+        self._enter("ReleaseDestination", context)
+        self._destinations.pop(request.destination_id, None)
+        return pb.ReleaseDestinationResponse()
+
+    def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:
+        memory = self._destinations.get(request.destination_id)
+        self.fetches.append(request)
+        self._enter("Fetch", context)
+        if memory is None:
+            return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
+        if "Fetch" in self.script.stall and self.script.write_after_stall:
+            memory.mapping[request.offset : request.offset + request.length] = b"\xee" * request.length
+        ends = time.monotonic() + min(self.script.fetch_delay, request.timeout_ms / 1000)
+        while time.monotonic() < ends and request.job_id not in self.cancelled:
+            time.sleep(0.002)
+        answer = self._deliver(request, memory)
+        if self.script.fetch_answer is not None:
+            answer = self.script.fetch_answer(answer, request)
+        return answer
+
+    def _deliver(self, request: pb.FetchRequest, memory: _Memory) -> pb.FetchResponse:
+        chunks, outcome = 0, pb.OUTCOME_COMPLETE
+        if request.job_id in self.cancelled:
+            return pb.FetchResponse(outcome=pb.OUTCOME_CANCELLED)
+        if self.script.fetch_delay > request.timeout_ms / 1000:
+            return pb.FetchResponse(outcome=pb.OUTCOME_DEADLINE)
+        for index, key in enumerate(request.keys):
+            begin = request.offset + index * memory.chunk_bytes
+            if self.script.fail_fetch_at == index:
+                memory.mapping[begin : begin + memory.chunk_bytes] = b"\x7f" * memory.chunk_bytes
+                outcome = self.script.fail_outcome
+                break
+            if key not in self.records:
+                outcome = pb.OUTCOME_ABSENT
+                break
+            if index >= self.script.round_chunks or begin + memory.chunk_bytes > request.offset + request.length:
+                outcome = pb.OUTCOME_ROUND_FULL
+                break
+            memory.mapping[begin : begin + memory.chunk_bytes] = self.records[key]
+            chunks += 1
+        delivered = chunks * memory.chunk_bytes
+        return pb.FetchResponse(chunks=chunks, outcome=outcome, fetched_bytes=delivered // 2, delivered_bytes=delivered)
+
+    def Store(self, request: pb.StoreRequest, context: Any) -> pb.StoreResponse:
+        memory = self._destinations.get(request.destination_id)
+        self.stores.append(request)
+        self._enter("Store", context)
+        if memory is None:
+            return pb.StoreResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
+        if self.script.store_outcome is not None:
+            return pb.StoreResponse(outcome=self.script.store_outcome)
+        for index, key in enumerate(request.keys):
+            begin = request.offset + index * memory.chunk_bytes
+            self.records.setdefault(key, memory.mapping[begin : begin + memory.chunk_bytes])
+        raw = len(request.keys) * memory.chunk_bytes
+        return pb.StoreResponse(
+            chunks=len(request.keys), outcome=pb.OUTCOME_COMPLETE, raw_bytes=raw, stored_bytes=raw // 2
+        )
+
+    def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
+        self._enter("Cancel", context)
+        self.cancelled.add(request.job_id)
+        return pb.CancelResponse(found=True)
+
+    def Statistics(self, request: pb.StatisticsRequest, context: Any) -> pb.StatisticsResponse:
+        self._enter("Statistics", context)
+        return pb.StatisticsResponse(version="scripted", backend="dict", destinations=len(self._destinations))

@@ -1,0 +1,142 @@
+"""Scatter and gather against element-by-element copies, for every layout and dtype."""
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from host_control.layouts import LayoutKind, PagedLayout, dtype_name
+
+LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 11, 2, 4, 6
+
+
+def cells(order: str, dtype: Any) -> list[Any]:
+    """Caches of all layers in one allocation; ``order`` is the physical order of L, B, H, N, C."""
+    extent = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": BLOCK, "C": 2 * SIZE}
+    memory = torch.zeros([extent[name] for name in order], dtype=dtype)
+    whole = memory.permute([order.index(name) for name in "LBHNC"])
+    return list(whole.unbind(0))
+
+
+def naive_address(kind: LayoutKind, cache: Any, which: int, block: int, token: int, head: int, dim: int) -> Any:
+    if kind == "kv_cells":
+        return cache[block, head, token], which * SIZE + dim
+    if kind == "latent":
+        return cache[block, 0, token], dim
+    page = cache[block, head].reshape(-1)  # K as [dimension, token], then V as [token, dimension]
+    return page, (dim * BLOCK + token if which == 0 else BLOCK * SIZE + token * SIZE + dim)
+
+
+def naive_read(kind: LayoutKind, caches: list[Any], blocks: list[int]) -> Any:
+    kinds, heads = (1, 1) if kind == "latent" else (2, HEADS)
+    size = caches[0].shape[-1] // kinds
+    out = torch.empty(len(caches), kinds, len(blocks) * BLOCK, heads, size, dtype=caches[0].dtype)
+    for layer, which, token, head, dim in itertools.product(*map(range, out.shape)):
+        block = blocks[token // BLOCK]
+        row, position = naive_address(kind, caches[layer], which, block, token % BLOCK, head, dim)
+        out[layer, which, token, head, dim] = row[position]
+    return out
+
+
+def caches_of(kind: LayoutKind, order: str, dtype: Any) -> list[Any]:
+    if kind == "latent":
+        return [torch.zeros(BLOCKS, 1, BLOCK, 7, dtype=dtype) for _ in range(LAYERS)]
+    return cells(order, dtype)
+
+
+CASES = [
+    ("cpu_pages", "LBHNC"),
+    ("kv_cells", "LBHNC"),
+    ("kv_cells", "LBNHC"),
+    ("kv_cells", "LHBNC"),
+    ("kv_cells", "BLHNC"),
+    ("kv_cells", "BLNHC"),
+    ("kv_cells", "BHLNC"),
+    ("latent", ""),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+@pytest.mark.parametrize(("kind", "order"), CASES)
+@pytest.mark.parametrize("skip", [0, 1, 3])
+@pytest.mark.parametrize("mover", ["numpy", "torch"])
+def test_scatter_puts_every_element_where_the_engine_reads_it(
+    kind: LayoutKind, order: str, dtype: Any, skip: int, mover: Any
+) -> None:
+    caches = caches_of(kind, order, dtype)
+    layout = PagedLayout(caches, kind, mover)
+    blocks = [7, 2, 9]
+    generator = torch.Generator().manual_seed(5)
+    count = layout.chunk_bytes(len(blocks) * BLOCK) // dtype.itemsize
+    chunk = torch.randint(1, 120, (count,), generator=generator).to(dtype)
+    layout.scatter(chunk.view(torch.uint8).numpy(), blocks, skip)
+    found = naive_read(kind, caches, blocks)
+    expected = chunk.view(found.shape)
+    assert torch.equal(found[:, :, skip * BLOCK :], expected[:, :, skip * BLOCK :])
+    assert not found[:, :, : skip * BLOCK].any(), "skipped blocks stay as they are"
+    others = [block for block in range(BLOCKS) if block not in blocks]
+    assert not any(cache[others].any() for cache in caches), "other blocks stay as they are"
+
+
+@pytest.mark.parametrize(("kind", "order"), CASES)
+@pytest.mark.parametrize("mover", ["numpy", "torch"])
+def test_gather_is_the_inverse(kind: LayoutKind, order: str, mover: Any) -> None:
+    caches = caches_of(kind, order, torch.float32)
+    for cache in caches:
+        cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(6)))
+    layout = PagedLayout(caches, kind, mover)
+    blocks = [1, 10, 0, 5]
+    out = torch.empty(layout.chunk_bytes(len(blocks) * BLOCK), dtype=torch.uint8)
+    layout.gather(out.numpy(), blocks)
+    expected = naive_read(kind, caches, blocks)
+    assert torch.equal(out.view(torch.float32).view(expected.shape), expected)
+    assert layout.vector_length == expected.shape[3] * expected.shape[4]
+
+
+def test_fp8_moves_as_bytes() -> None:
+    caches = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * SIZE, dtype=torch.float8_e4m3fn)]
+    layout = PagedLayout(caches, "kv_cells")
+    assert layout.dtype == torch.uint8 and dtype_name(torch.float8_e4m3fn) == "uint8"
+    chunk = torch.arange(layout.chunk_bytes(BLOCK), dtype=torch.uint8)
+    layout.scatter(chunk, [3])
+    out = torch.empty_like(chunk)
+    layout.gather(out, [3])
+    assert torch.equal(out, chunk)
+
+
+@pytest.mark.parametrize(
+    ("caches", "kind", "message"),
+    [
+        ([], "kv_cells", "no KV cache"),
+        ([torch.zeros(4, 2, 4, 12), torch.zeros(4, 2, 4, 14)], "kv_cells", "another shape"),
+        ([torch.zeros(4, 2, 4, 13)], "kv_cells", "equal size"),
+        ([torch.zeros(4, 2, 4, 12)], "latent", "one head"),
+        ([torch.zeros(4, 2, 12)], "kv_cells", "not known"),
+        ([torch.zeros(4, 2, 4, 12, dtype=torch.int32)], "kv_cells", "not known"),
+        ([torch.zeros(4, 4, 2, 12).transpose(1, 2)], "cpu_pages", "in one piece"),
+    ],
+)
+def test_caches_that_do_not_fit_are_refused(caches: list[Any], kind: LayoutKind, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PagedLayout(caches, kind)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_speed_of_the_cpu_layout_stays_in_sight(dtype: Any) -> None:
+    """No benchmark; it fails where copies fall back to going element by element (under 0.1 GB/s)."""
+    caches = [torch.zeros(64, 8, 32, 256, dtype=dtype) for _ in range(4)]
+    layout = PagedLayout(caches, "cpu_pages")
+    chunk = torch.zeros(layout.chunk_bytes(256), dtype=torch.uint8)
+    blocks = list(range(0, 64, 8))
+    for move in (layout.scatter, layout.gather):
+        move(chunk, blocks)
+        best = min(_seconds(lambda move=move: move(chunk, blocks)) for _ in range(5))
+        assert chunk.numel() / best > 1e8
+
+
+def _seconds(call: Any) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin

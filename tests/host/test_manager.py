@@ -1,0 +1,531 @@
+"""The KV cache manager under a small scripted scheduler: figure 6 of the paper, and everything that can go wrong."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from scripted import ScriptedDataPlane
+
+from host_control.client import ChunkShape, DataPlaneClient
+from host_control.lookup import PrefixLookup
+from host_control.manager import (
+    FetchJob,
+    FetchResult,
+    KVCacheManager,
+    PrefillRequest,
+    first_in_first_out,
+    shortest_job_first,
+)
+from host_control.segment import Destination
+from shadowserve.keys import chunk_keys
+from shadowserve.proto import dataplane_pb2 as pb
+
+CHUNK = 4
+NAMESPACE = b"n" * 32
+
+
+@dataclass
+class Paged:
+    """Paged KV memory: what was scattered, by request and chunk."""
+
+    chunks: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    chunk_bytes: int = 0
+    failure: Exception | None = None
+    gate: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, job: FetchJob, first: int, chunks: memoryview) -> None:
+        self.gate.wait(10)
+        if self.failure is not None:
+            raise self.failure
+        for index in range(len(chunks) // self.chunk_bytes):
+            begin = index * self.chunk_bytes
+            assert (job.request_id, first + index) not in self.chunks, "scattered twice"
+            self.chunks[job.request_id, first + index] = bytes(chunks[begin : begin + self.chunk_bytes])
+        if job.request_id not in self.order:
+            self.order.append(job.request_id)
+
+
+@pytest.fixture
+def paged(shape: ChunkShape) -> Paged:
+    paged = Paged(chunk_bytes=shape.chunk_bytes)
+    paged.gate.set()
+    return paged
+
+
+@pytest.fixture
+def make_manager(
+    client: DataPlaneClient, destination: Destination, paged: Paged
+) -> Iterator[Callable[..., KVCacheManager]]:
+    made = []
+
+    def make(**options: Any) -> KVCacheManager:
+        lookup = PrefixLookup(client, [NAMESPACE], chunk_tokens=CHUNK, timeout=5.0, threads=1)
+        options = {"lookup": lookup, "chunk_tokens": CHUNK, **options}
+        manager = KVCacheManager(client, destination, paged, **options)
+        made.append((manager, lookup))
+        return manager
+
+    yield make
+    for manager, lookup in made:
+        manager.close(5)
+        lookup.close()
+
+
+@pytest.fixture
+def manager(make_manager: Callable[..., KVCacheManager]) -> KVCacheManager:
+    return make_manager()
+
+
+class Scheduler:
+    """Runs whole prompts, as a serving engine would without chunked prefill: one batch in each iteration."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager = manager
+        self.prefilled: list[tuple[str, int]] = []
+        """(request, tokens that were left to prefill), in order."""
+
+    def iterate(self, batch: list[PrefillRequest]) -> None:
+        interception = self.manager.intercept(batch)
+        for request in [*interception.prefill, *interception.restored]:
+            self.prefilled.append((request.request_id, len(request.tokens) - request.computed_tokens))
+
+    def run(self, *batches: list[PrefillRequest], expect: int, timeout: float = 8.0) -> list[tuple[str, int]]:
+        ends = time.monotonic() + timeout
+        for batch in itertools.chain(batches, itertools.repeat([])):
+            self.iterate(batch)
+            if len(self.prefilled) >= expect:
+                return self.prefilled
+            assert time.monotonic() < ends, f"only {self.prefilled}"
+            time.sleep(0.001)
+        raise AssertionError
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    return [seed * 1000 + position for position in range(tokens)]
+
+
+def keys_of(tokens: list[int]) -> list[bytes]:
+    return chunk_keys(NAMESPACE, tokens, chunk_tokens=CHUNK)
+
+
+def job(name: str, count: int, fill: Callable[[list[bytes]], None] | None = None) -> FetchJob:
+    keys = keys_of(prompt(count * CHUNK, sum(name.encode())))
+    if fill is not None:
+        fill(keys)
+    return FetchJob(request_id=name, keys=tuple(keys))
+
+
+def collect(manager: KVCacheManager, count: int, timeout: float = 8.0) -> list[FetchResult]:
+    results: list[FetchResult] = []
+    ends = time.monotonic() + timeout
+    while len(results) < count:
+        results += manager.exchange()
+        assert time.monotonic() < ends, f"only {results}"
+        time.sleep(0.001)
+    return results
+
+
+# ---------------------------------------------------------------------- batch interception (figure 6)
+
+
+def test_stored_prompts_are_intercepted_and_come_back_with_one_token_left(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane, paged: Paged
+) -> None:
+    a, b, c = prompt(16, 1), prompt(8, 2), prompt(16, 3)
+    fill(keys_of(a) + keys_of(b))
+    scheduler = Scheduler(manager)
+    batch = [PrefillRequest(name, tokens) for name, tokens in (("A", a), ("B", b), ("C", c))]
+    prefilled = dict(scheduler.run(batch, expect=3))
+    assert prefilled == {"A": 1, "B": 1, "C": 16}
+    assert paged.order == ["A", "B"]
+    assert {key: data[:1] for key, data in paged.chunks.items()} == {
+        (name, index): plane.records[key][:1]
+        for name, tokens in (("A", a), ("B", b))
+        for index, key in enumerate(keys_of(tokens))
+    }
+
+
+def test_scheduler_goes_on_while_fetches_run(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    a = prompt(16, 1)
+    fill(keys_of(a))
+    plane.script.fetch_delay = 0.3
+    scheduler = Scheduler(manager)
+    scheduler.iterate([PrefillRequest("A", a)])
+    longest = 0.0
+    iterations = 0
+    while not scheduler.prefilled:
+        begin = time.perf_counter()
+        scheduler.iterate([])  # decode batches: nothing of theirs is looked at
+        longest = max(longest, time.perf_counter() - begin)
+        iterations += 1
+        time.sleep(0.001)
+    assert iterations > 20
+    assert longest < 0.1
+
+
+def test_partial_hit_leaves_the_rest_to_prefill(manager: KVCacheManager, fill: Callable[[list[bytes]], None]) -> None:
+    tokens = prompt(18, 1)
+    fill(keys_of(tokens)[:2])
+    assert Scheduler(manager).run([PrefillRequest("A", tokens)], expect=1) == [("A", 10)]
+
+
+def test_local_prefix_is_not_fetched(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    tokens = prompt(18, 1)
+    fill(keys_of(tokens))
+    assert Scheduler(manager).run([PrefillRequest("A", tokens, computed_tokens=9)], expect=1) == [("A", 2)]
+    assert [list(fetch.keys) for fetch in plane.fetches] == [keys_of(tokens)[2:]]
+
+
+def test_request_is_intercepted_once_in_its_life(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    tokens = prompt(16, 1)
+    fill(keys_of(tokens))
+    plane.script.fail_fetch_at = 0
+    scheduler = Scheduler(manager)
+    request = PrefillRequest("A", tokens)
+    assert scheduler.run([request], expect=1) == [("A", 16)]
+    assert manager.intercept([request]).prefill == [request], "what could not be fetched is computed"
+    manager.forget("A")
+    plane.script.fail_fetch_at = None
+    assert scheduler.run([request], expect=2)[1] == ("A", 1)
+
+
+def test_waiting_for_jobs_ends_with_them_and_not_with_others(
+    manager: KVCacheManager, plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None], paged: Paged
+) -> None:
+    keys = {name: chunk_keys(NAMESPACE, prompt(9, seed), chunk_tokens=CHUNK) for seed, name in enumerate("abc")}
+    for name in keys:
+        fill(keys[name])
+    manager.exchange([FetchJob(request_id=name, keys=tuple(keys[name])) for name in "ab"])
+    manager.wait("ab")
+    assert paged.order == ["a", "b"], "in place once waiting has ended"
+    plane.script.stall.add("Fetch")
+    manager.exchange([FetchJob(request_id="c", keys=tuple(keys["c"]))])
+    manager.wait("ab")
+    assert not manager.quiet("c")
+    plane.script.unstall.set()
+    manager.wait("c")
+    assert manager.quiet("c")
+
+
+def test_waiting_ends_by_the_deadline(
+    make_manager: Callable[..., KVCacheManager], plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None]
+) -> None:
+    manager = make_manager(fetch_timeout=0.3)
+    keys = chunk_keys(NAMESPACE, prompt(9, 0), chunk_tokens=CHUNK)
+    fill(keys)
+    plane.script.stall.add("Fetch")
+    manager.exchange([FetchJob(request_id=name, keys=tuple(keys)) for name in "ab"])
+    begin = time.monotonic()
+    manager.wait("ab")
+    assert time.monotonic() - begin < 5
+    assert {result.reason for result in manager.exchange()} == {"deadline"}
+
+
+def test_exchange_is_atomic_between_threads(manager: KVCacheManager, fill: Callable[[list[bytes]], None]) -> None:
+    jobs = [job(f"r{number}", 1, fill) for number in range(60)]
+    taken: list[FetchResult] = []
+    lock = threading.Lock()
+
+    def engine(part: list[FetchJob]) -> None:
+        for one in part:
+            results = manager.exchange([one])
+            with lock:
+                taken.extend(results)
+
+    threads = [threading.Thread(target=engine, args=(jobs[start::3],)) for start in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    taken += collect(manager, 60 - len(taken))
+    assert sorted(result.job.request_id for result in taken) == sorted(one.request_id for one in jobs)
+    assert all(result.complete for result in taken)
+
+
+# ---------------------------------------------------------------------- order
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [(first_in_first_out, ["x", "long", "middle", "short"]), (shortest_job_first, ["x", "short", "middle", "long"])],
+)
+def test_order_of_the_fetching_queue(
+    make_manager: Callable[..., KVCacheManager],
+    fill: Callable[[list[bytes]], None],
+    plane: ScriptedDataPlane,
+    order: Any,
+    expected: list[str],
+) -> None:
+    manager = make_manager(order=order)
+    plane.script.fetch_delay = 0.1
+    manager.exchange([job("x", 1, fill)])
+    plane.wait_for_call("Fetch")
+    manager.exchange([job("long", 3, fill), job("middle", 2, fill), job("short", 1, fill)])
+    assert [result.job.request_id for result in collect(manager, 4)] == expected
+
+
+def test_long_job_that_is_overtaken_ends_by_its_deadline(
+    make_manager: Callable[..., KVCacheManager], fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    manager = make_manager(order=shortest_job_first, fetch_timeout=0.3)
+    plane.script.fetch_delay = 0.02
+    first = job("s0", 1, fill)
+    manager.exchange([first])
+    plane.wait_for_call("Fetch")
+    manager.exchange([job("long", 4, fill)])
+    begin = time.monotonic()
+    for number in itertools.count(1):
+        results = manager.exchange([job(f"s{number}", 1, fill), job(f"t{number}", 1, fill)])
+        if any(result.job.request_id == "long" for result in results):
+            break
+        assert time.monotonic() - begin < 5
+        time.sleep(0.03)
+    (result,) = [result for result in results if result.job.request_id == "long"]
+    assert (result.chunks, result.reason) == (0, "deadline")
+
+
+def test_order_that_fails_falls_back_to_the_oldest(
+    make_manager: Callable[..., KVCacheManager], fill: Callable[[list[bytes]], None]
+) -> None:
+    manager = make_manager(order=lambda queue: 99)
+    manager.exchange([job("a", 1, fill), job("b", 1, fill)])
+    assert [result.job.request_id for result in collect(manager, 2)] == ["a", "b"]
+
+
+# ---------------------------------------------------------------------- rounds
+
+
+@pytest.mark.parametrize("round_chunks", [1, 2, 3, 100])
+def test_job_larger_than_the_buffers_runs_in_rounds(
+    manager: KVCacheManager,
+    fill: Callable[[list[bytes]], None],
+    plane: ScriptedDataPlane,
+    paged: Paged,
+    round_chunks: int,
+) -> None:
+    plane.script.round_chunks = round_chunks
+    big = job("big", 11, fill)
+    manager.exchange([big])
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == (11, "complete")
+    for index, key in enumerate(big.keys):
+        assert paged.chunks["big", index] == plane.records[key]
+    halves = {fetch.offset for fetch in plane.fetches}
+    assert len(halves) == 2, "rounds alternate between the halves of the destination"
+
+
+def test_next_round_arrives_while_the_last_is_scattered(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane, paged: Paged
+) -> None:
+    paged.gate.clear()
+    manager.exchange([job("big", 8, fill)])
+    plane.wait_for_call("Fetch", 2)
+    assert paged.chunks == {}, "the second round is under way before the first is in place"
+    paged.gate.set()
+    (result,) = collect(manager, 1)
+    assert result.complete
+
+
+def test_next_job_arrives_while_the_last_is_scattered(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane, paged: Paged
+) -> None:
+    paged.gate.clear()
+    manager.exchange([job("a", 2, fill), job("b", 2, fill)])
+    plane.wait_for_call("Fetch", 2)
+    assert manager.exchange() == []
+    paged.gate.set()
+    assert [result.job.request_id for result in collect(manager, 2)] == ["a", "b"]
+
+
+# ---------------------------------------------------------------------- one outcome, by the deadline
+
+
+@pytest.mark.parametrize("good", [0, 1, 5])
+def test_chunks_before_the_failure_are_in_place(
+    manager: KVCacheManager,
+    fill: Callable[[list[bytes]], None],
+    plane: ScriptedDataPlane,
+    paged: Paged,
+    good: int,
+) -> None:
+    one = job("a", 6)
+    fill(list(one.keys[:good]))
+    manager.exchange([one])
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == (good, "absent")
+    assert set(paged.chunks) == {("a", index) for index in range(good)}
+
+
+def test_stalled_daemon_costs_every_waiting_job_its_deadline_and_no_more(
+    make_manager: Callable[..., KVCacheManager], fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    manager = make_manager(fetch_timeout=0.3)
+    plane.script.stall.add("Fetch")
+    begin = time.monotonic()
+    manager.exchange([job(name, 1, fill) for name in "abcdef"])
+    results = collect(manager, 6, timeout=3)
+    assert time.monotonic() - begin < 2.0
+    assert {result.reason for result in results} == {"deadline"}
+    assert all(result.seconds < 2.0 for result in results)
+
+
+def test_memory_in_doubt_is_given_up(
+    make_manager: Callable[..., KVCacheManager],
+    fill: Callable[[list[bytes]], None],
+    plane: ScriptedDataPlane,
+    paged: Paged,
+) -> None:
+    """The symptom would be chunk 0 of the second job full of 0xEE, written by the first, late fetch."""
+    manager = make_manager(fetch_timeout=0.5)
+    plane.script.stall.add("Fetch")
+    plane.script.write_after_stall = True
+    manager.exchange([job("a", 2, fill)])
+    assert collect(manager, 1)[0].reason == "deadline"
+    plane.script.stall.clear()
+    second = job("b", 2, fill)
+    manager.exchange([second])
+    (result,) = collect(manager, 1)
+    assert result.complete
+    assert [paged.chunks["b", index] for index in range(2)] == [plane.records[key] for key in second.keys]
+    first, *_, last = plane.fetches
+    assert first.destination_id != last.destination_id
+    assert manager.statistics()["destinations_retired"] == 1
+
+
+def test_restarted_daemon_is_registered_with_again_within_the_job(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    manager.exchange([job("a", 2, fill)])
+    assert collect(manager, 1)[0].complete
+    plane.forget_destinations()
+    manager.exchange([job("b", 2, fill)])
+    assert collect(manager, 1)[0].complete
+    assert plane.calls.count("RegisterDestination") == 2
+
+
+def test_daemon_that_never_knows_us_is_not_asked_forever(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
+    manager.exchange([job("a", 2, fill)])
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == (0, "unknown_destination")
+    assert plane.calls.count("Fetch") == 2
+
+
+def test_daemon_that_dies_mid_fetch_and_comes_back(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    plane.script.stall.add("Fetch")
+    manager.exchange([job("a", 2, fill), job("b", 2, fill)])
+    plane.wait_for_call("Fetch")
+    plane.stop()
+    results = collect(manager, 2)
+    assert {result.reason for result in results} <= {"unreachable", "breaker_open"}
+    revived = plane.restarted()
+    try:
+        ends = time.monotonic() + 8
+        for number in itertools.count():
+            manager.exchange([job(f"c{number}", 1, fill)])
+            (result,) = collect(manager, 1)
+            if result.complete:
+                break
+            assert time.monotonic() < ends, result
+    finally:
+        revived.stop()
+
+
+def test_absent_daemon_fails_jobs_at_once_after_a_while(
+    shape: ChunkShape, paged: Paged, leftovers: Callable[[], set[str]]
+) -> None:
+    client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=60, backoff_max=60, connect_timeout=0.1)
+    manager = KVCacheManager(client, Destination(client, shape, 8 * shape.chunk_bytes, 0.1), paged)
+    try:
+        begin = time.monotonic()
+        manager.exchange([job(name, 2) for name in "abcdefgh"])
+        assert {result.reason for result in collect(manager, 8)} <= {"unreachable", "breaker_open"}
+        assert time.monotonic() - begin < 2
+        assert leftovers() == set()
+    finally:
+        manager.close(2)
+        client.close()
+
+
+def test_scatter_that_fails_is_an_outcome(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], paged: Paged, caplog: Any
+) -> None:
+    paged.failure = RuntimeError("no such block")
+    manager.exchange([job("a", 6, fill)])
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == (0, "scatter_failed")
+    assert "no such block" in result.detail
+    paged.failure = None
+    manager.exchange([job("b", 2, fill)])
+    assert collect(manager, 1)[0].complete, "the loop goes on"
+
+
+def test_second_job_of_one_request_is_refused_whole(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    plane.script.fetch_delay = 0.2
+    manager.exchange([job("a", 1, fill)])
+    with pytest.raises(ValueError, match="a"):
+        manager.exchange([job("b", 1, fill), job("a", 1)])
+    assert [result.job.request_id for result in collect(manager, 1)] == ["a"]
+
+
+# ---------------------------------------------------------------------- cancelling and closing
+
+
+def test_cancel_mid_fetch_writes_nothing_and_ends_promptly(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane, paged: Paged
+) -> None:
+    plane.script.fetch_delay = 5.0
+    manager.exchange([job("a", 2, fill)])
+    plane.wait_for_call("Fetch")
+    assert not manager.quiet("a")
+    begin = time.monotonic()
+    manager.cancel("a")
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == (0, "cancelled")
+    assert time.monotonic() - begin < 2
+    assert manager.quiet("a") and paged.chunks == {}
+
+
+def test_cancel_before_its_turn(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    plane.script.fetch_delay = 0.3
+    manager.exchange([job("a", 1, fill), job("b", 1, fill)])
+    plane.wait_for_call("Fetch")
+    (result,) = manager.exchange(cancel=["b"])
+    assert (result.job.request_id, result.reason) == ("b", "cancelled")
+    assert collect(manager, 1)[0].complete
+
+
+def test_close_is_bounded_and_leaves_nothing(
+    make_manager: Callable[..., KVCacheManager],
+    fill: Callable[[list[bytes]], None],
+    plane: ScriptedDataPlane,
+    leftovers: Callable[[], set[str]],
+) -> None:
+    manager = make_manager(fetch_timeout=60)
+    plane.script.fetch_delay = 50
+    manager.exchange([job("a", 2, fill), job("b", 2, fill)])
+    plane.wait_for_call("Fetch")
+    begin = time.monotonic()
+    results = manager.close(5)
+    assert time.monotonic() - begin < 5
+    assert {(result.job.request_id, result.reason) for result in results} == {("a", "closed"), ("b", "closed")}
+    assert plane.destinations == 0 and leftovers() == set()

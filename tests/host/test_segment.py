@@ -1,0 +1,77 @@
+"""Shared memory segments: made, registered, given up, and never left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from scripted import ScriptedDataPlane
+
+from host_control.client import DataPlaneClient
+from host_control.segment import Destination, Segment
+from shadowserve.errors import ConfigurationError, DataPlaneError
+
+
+def test_name_is_gone_once_registered(
+    plane: ScriptedDataPlane, destination: Destination, leftovers: Callable[[], set[str]]
+) -> None:
+    segment = destination.acquire(5)
+    assert plane.destinations == 1
+    assert leftovers() == set()
+    segment.memory[0] = 7
+    assert destination.acquire(5) is segment
+
+
+def test_retired_memory_is_not_handed_out_again(plane: ScriptedDataPlane, destination: Destination) -> None:
+    first = destination.acquire(5)
+    view = first.memory[:16]
+    first_id = destination.destination_id
+    destination.retire(release=True, wait=True)
+    second = destination.acquire(5)
+    assert second is not first and destination.destination_id != first_id
+    second.memory[:16] = b"\1" * 16
+    assert bytes(view) == bytes(16), "a view of retired memory stays what it was"
+    assert plane.destinations == 1
+
+
+def test_no_data_plane_makes_no_segment(shape: object, leftovers: Callable[[], set[str]]) -> None:
+    client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=9, backoff_max=9)
+    try:
+        destination = Destination(client, shape, 1 << 16, connect_timeout=0.1)  # type: ignore[arg-type]
+        with pytest.raises(DataPlaneError) as error:
+            destination.acquire(1)
+        assert error.value.outcome == "unreachable"
+        with pytest.raises(DataPlaneError) as error:
+            destination.acquire(1)
+        assert error.value.outcome == "breaker_open"
+        assert leftovers() == set()
+    finally:
+        client.close()
+
+
+def test_more_than_there_is_says_what_to_do(leftovers: Callable[[], set[str]]) -> None:
+    with pytest.raises(ConfigurationError, match="shm-size"):
+        Segment.create(1 << 50)
+    assert leftovers() == set()
+
+
+def test_file_of_a_killed_process_is_removed_by_the_next(leftovers: Callable[..., set[str]]) -> None:
+    program = "from host_control.segment import Segment; s = Segment.create(4096); print(s.name, flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    ) as process:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        Segment.create(4096).close()
+        assert leftovers(process.pid) == {name}, "its owner lives"
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    Segment.create(4096).close()
+    assert leftovers() == leftovers(process.pid) == set()

@@ -1,0 +1,332 @@
+"""The connector's scheduler half against scripted requests and steps: bookkeeping and its cost."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted import ScriptedDataPlane
+
+from host_control.config import HostConfig
+from shadowserve.keys import chunk_keys
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+BLOCK, CHUNK = 16, 64
+NAMESPACES = {0: b"0" * 32, 1: b"1" * 32}
+
+
+class Request(SimpleNamespace):
+    """As much of vLLM's request as the connector reads."""
+
+    def __init__(self, request_id: str, tokens: list[int], **attributes: Any) -> None:
+        given: dict[str, Any] = dict(
+            request_id=request_id,
+            prompt_token_ids=tokens,
+            all_token_ids=list(tokens),
+            prompt_embeds=None,
+            pooling_params=None,
+            lora_request=None,
+            mm_features=[],
+            cache_salt=None,
+            resumable=False,
+            skip_reading_prefix_cache=False,
+            num_preemptions=0,
+        )
+        super().__init__(**{**given, **attributes})
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+def step(
+    new: dict[str, tuple[int, int]] | None = None,
+    cached: dict[str, tuple[int, int]] | None = None,
+    tables: dict[str, list[int]] | None = None,
+) -> Any:
+    """Return a scheduler output: request -> (computed, scheduled) tokens; block tables by default 1000, 1001, ..."""
+    new, cached = new or {}, cached or {}
+    return SimpleNamespace(
+        num_scheduled_tokens={name: scheduled for name, (_, scheduled) in {**new, **cached}.items()},
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=computed) for name, (computed, _) in new.items()
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(cached), num_computed_tokens=[computed for computed, _ in cached.values()]
+        ),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda name: ((tables or {}).get(name, list(range(1000, 1100))),)
+        ),
+    )
+
+
+@pytest.fixture
+def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
+    from host_control.vllm.metadata import WorkerHandshake
+    from host_control.vllm.scheduler_side import SchedulerSide
+
+    sides = []
+
+    def make(ranks: int = 1, fetch: bool = True, store: bool = True, **config: Any) -> Any:
+        settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, lookup_timeout=5.0, **config)
+        side = SchedulerSide(settings, BLOCK, fetch=fetch, store=store, problem="", logger=logging.getLogger("test"))
+        side.start({rank: WorkerHandshake(NAMESPACES[rank], "") for rank in range(ranks)})
+        sides.append(side)
+        return side
+
+    yield make
+    for side in sides:
+        side.close()
+
+
+def keys(rank: int, tokens: list[int]) -> list[bytes]:
+    return chunk_keys(NAMESPACES[rank], tokens, chunk_tokens=CHUNK)
+
+
+def matched(side: Any, request: Request, local: int = 0) -> int:
+    ends = time.monotonic() + 5
+    while (answer := side.matched_tokens(request, local)) is None:
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+    return int(answer)
+
+
+def arrive(side: Any, plane: ScriptedDataPlane, tokens: list[int], stored: int = 0, **attributes: Any) -> Request:
+    request = Request(attributes.pop("name", "r"), tokens, **attributes)
+    for rank in range(len(side._namespaces)):
+        plane.records.update(dict.fromkeys(keys(rank, tokens)[:stored], b""))
+    side.on_new_request(request)
+    return request
+
+
+TOKENS = list(range(5 * CHUNK + 10))
+
+
+def test_request_waits_for_its_lookup_and_no_longer(make_side: Any, plane: ScriptedDataPlane) -> None:
+    plane.script.stall.add("Lookup")
+    side = make_side()
+    request = arrive(side, plane, TOKENS, stored=3)
+    begin = time.perf_counter()
+    assert side.matched_tokens(request, 0) is None
+    assert time.perf_counter() - begin < 0.1
+    plane.script.unstall.set()
+    assert matched(side, request) == 3 * CHUNK
+    assert side.matched_tokens(request, 0) == 3 * CHUNK, "asked again while blocks are short, it says the same"
+
+
+@pytest.mark.parametrize(
+    ("length", "stored", "local", "expected"),
+    [
+        (5 * CHUNK + 10, 3, 0, 3 * CHUNK),
+        (5 * CHUNK, 5, 0, 5 * CHUNK - 1),  # the last token is left to prefill
+        (5 * CHUNK, 5, 4 * CHUNK + 48, 0),  # 15 tokens are not worth a transfer
+        (5 * CHUNK + 10, 3, 2 * CHUNK, CHUNK),
+        (5 * CHUNK + 10, 3, 3 * CHUNK, 0),
+        (5 * CHUNK + 10, 0, 0, 0),
+        (CHUNK - 1, 0, 0, 0),
+    ],
+)
+def test_tokens_offered(
+    make_side: Any, plane: ScriptedDataPlane, length: int, stored: int, local: int, expected: int
+) -> None:
+    side = make_side()
+    request = arrive(side, plane, list(range(length)), stored)
+    assert matched(side, request, local) == expected
+
+
+def test_load_covers_whole_chunks_and_leaves_local_blocks_alone(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(ranks=2)
+    request = arrive(side, plane, TOKENS, stored=4)
+    local = CHUNK + 2 * BLOCK
+    assert matched(side, request, local) == 4 * CHUNK - local
+    side.allocated(request, list(range(100, 140)), 4 * CHUNK - local)
+    (load,) = side.step(step()).loads
+    assert load.keys == [keys(rank, TOKENS)[1:4] for rank in (0, 1)]
+    assert load.blocks == list(range(104, 116))
+    assert load.skip_blocks == 2
+    assert side.step(step()).loads == [], "handed over once"
+
+
+def test_fewest_hits_of_any_rank_count(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(ranks=2)
+    plane.records.update(dict.fromkeys(keys(0, TOKENS), b""))
+    request = arrive(side, plane, TOKENS, stored=2)
+    del plane.records[keys(1, TOKENS)[1]]
+    side.on_new_request(request)
+    assert matched(side, request) == CHUNK
+
+
+def test_failed_load_is_not_offered_again_and_stored_anew(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = arrive(side, plane, TOKENS, stored=4)
+    side.allocated(request, list(range(100, 140)), matched(side, request))
+    side.step(step())
+    side.worker_output({"r"}, {"r": 1})
+    assert side.matched_tokens(request, CHUNK) == 0
+    (store,) = side.step(step(new={"r": (CHUNK, len(TOKENS) - CHUNK)})).stores
+    assert store.keys == [keys(0, TOKENS)[1:5]]
+    assert store.previous == [keys(0, TOKENS)[0]] and store.anchored
+    assert store.blocks == list(range(1004, 1020))
+
+
+def test_abort_while_loading_cancels_at_the_workers(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = arrive(side, plane, TOKENS, stored=4)
+    side.allocated(request, list(range(100, 140)), matched(side, request))
+    side.step(step())
+    side.finished(request)
+    assert side.step(step()).cancels == ["r"]
+    assert side.step(step()).cancels == []
+    side.worker_output({"r"}, {})
+    assert not side._loading and not side._tracked and not side._boundary
+
+
+def test_abort_between_allocation_and_step_still_reaches_the_workers(make_side: Any, plane: ScriptedDataPlane) -> None:
+    """Without the load the workers would never report the request, and its blocks would stay taken for good."""
+    side = make_side()
+    request = arrive(side, plane, TOKENS, stored=4)
+    side.allocated(request, list(range(100, 140)), matched(side, request))
+    side.finished(request)
+    metadata = side.step(step())
+    assert [load.request_id for load in metadata.loads] == metadata.cancels == ["r"]
+
+
+def test_chunks_are_stored_as_steps_complete_them(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = arrive(side, plane, TOKENS, stored=1)
+    matched(side, request, CHUNK)
+    assert side.step(step(new={"r": (CHUNK, CHUNK - 1)})).stores == []
+    (store,) = side.step(step(cached={"r": (2 * CHUNK - 1, CHUNK + 1)})).stores
+    assert store.keys == [keys(0, TOKENS)[1:3]]
+    assert store.blocks == list(range(1004, 1012))
+    assert side.step(step(cached={"r": (3 * CHUNK, 5)})).stores == []
+
+
+def test_chunk_of_generated_tokens_has_the_key_of_its_tokens(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(ranks=2)
+    request = arrive(side, plane, TOKENS[: CHUNK + 20], stored=1)
+    matched(side, request, CHUNK)
+    request.all_token_ids += list(range(900, 900 + CHUNK))
+    assert side.step(step(cached={"r": (CHUNK + 20, 1)})).stores == []
+    (store,) = side.step(step(cached={"r": (2 * CHUNK - 1, 1)})).stores
+    assert store.keys == [keys(rank, request.all_token_ids)[1:2] for rank in (0, 1)]
+
+
+def test_draft_tokens_are_not_stored(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = arrive(side, plane, TOKENS[: 2 * CHUNK - 2])
+    matched(side, request)
+    (store,) = side.step(step(new={"r": (0, 2 * CHUNK - 2)})).stores
+    assert store.keys == [keys(0, TOKENS)[:1]]
+    request.all_token_ids.append(7)
+    # One known token and four guesses are scheduled: the chunk is complete only if the guesses are right.
+    assert side.step(step(cached={"r": (2 * CHUNK - 2, 5)})).stores == []
+
+
+def test_preempted_request_is_looked_up_again(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = arrive(side, plane, TOKENS)
+    assert matched(side, request) == 0
+    side.step(step(new={"r": (0, len(TOKENS))}))
+    request.all_token_ids += list(range(900, 900 + CHUNK))
+    plane.records.update(dict.fromkeys(keys(0, request.all_token_ids), b""))
+    request.num_preemptions = 1
+    assert matched(side, request) == 6 * CHUNK
+    assert plane.calls.count("Lookup") == 2
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        {"prompt_embeds": object()},
+        {"pooling_params": object()},
+        {"resumable": True},
+        {"lora_request": SimpleNamespace(load_inplace=True)},
+    ],
+    ids=lambda attributes: next(iter(attributes)),
+)
+def test_request_that_tokens_do_not_name_is_served_without_the_cache(
+    make_side: Any, plane: ScriptedDataPlane, attributes: Any, caplog: Any
+) -> None:
+    side = make_side()
+    request = arrive(side, plane, TOKENS, stored=5, **attributes)
+    assert side.matched_tokens(request, 0) == 0
+    assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
+    assert "without the cache" in caplog.text
+    side.finished(request)
+
+
+def test_extra_keys_of_requests_differ() -> None:
+    from host_control.vllm.identity import request_extra
+
+    def lora(name: str, number: int) -> Any:
+        return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path="/p")
+
+    def feature(identifier: str, offset: int) -> Any:
+        return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=3))
+
+    variants = [
+        {},
+        {"cache_salt": "a"},
+        {"cache_salt": "b"},
+        {"lora_request": lora("x", 1)},
+        {"lora_request": lora("y", 1)},
+        {"mm_features": [feature("i", 0)]},
+        {"mm_features": [feature("i", 4)]},
+        {"mm_features": [feature("j", 0)]},
+    ]
+    extras = [request_extra(Request("r", TOKENS, **variant), epoch) for variant in variants for epoch in ("", "e")]
+    assert len(set(extras)) == len(extras)
+    assert extras[0] == b""
+
+
+def test_one_worker_that_is_off_turns_all_off(make_side: Any, plane: ScriptedDataPlane) -> None:
+    from host_control.vllm.metadata import WorkerHandshake
+    from host_control.vllm.scheduler_side import SchedulerSide
+
+    side = SchedulerSide(
+        HostConfig(data_plane=plane.address), BLOCK, fetch=True, store=True, problem="", logger=logging.getLogger("t")
+    )
+    side.start({0: WorkerHandshake(NAMESPACES[0], ""), 1: WorkerHandshake(b"", "unknown layout")})
+    request = Request("r", TOKENS)
+    side.on_new_request(request)
+    assert side.matched_tokens(request, 0) == 0
+    assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
+    assert side.problem == "unknown layout"
+    side.close()
+
+
+def test_step_with_256_running_requests_costs_under_a_fifth_of_a_millisecond(
+    make_side: Any, plane: ScriptedDataPlane
+) -> None:
+    """All our methods of one iteration, in both roles, with no fetches; the best of many, for the machine is shared."""
+    from host_control.vllm.metrics import Counts
+
+    side = make_side()
+    names = [f"request-{number}" for number in range(256)]
+    for number, name in enumerate(names):
+        side.on_new_request(Request(name, [number] * (CHUNK + 1)))
+    ends = time.monotonic() + 10
+    while any(side._lookup.poll(name) is None for name in names):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    side.step(step(cached={name: (CHUNK, 1) for name in names}))
+    output = step(cached={name: (CHUNK + 1, 1) for name in names})
+    counts = Counts()
+    best = 1.0
+    for _ in range(300):
+        begin = time.perf_counter()
+        metadata = side.step(output)
+        side.worker_output(None, {})
+        counts.take()
+        best = min(best, time.perf_counter() - begin)
+    assert metadata.stores == []
+    print(f"scheduler iteration with 256 running requests: {best * 1e6:.0f} us")
+    assert best < 0.0002

@@ -1,0 +1,130 @@
+"""The hot kernels run as many instructions as is kept in native/bench/instructions.json."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Compiling takes a while the first time, and a step up to 20 us in some virtual machines.
+pytestmark = pytest.mark.timeout(900)
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "scripts" / "count-instructions"
+KEPT: dict[str, dict[str, Any]] = json.loads((REPOSITORY / "native/bench/instructions.json").read_text())
+# codec.c and what it needs, without the libraries of which there are none for Arm here.
+NO_LIBRARIES = """
+#include "codec.h"
+static const char *none(void) { return NULL; }
+const struct ss_codec_functions ss_codec_deflate = {.implementation_now = none};
+"""
+PLAIN = {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_BENCH": "ON"}
+
+
+def compare(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *command], capture_output=True, text=True, timeout=600)
+
+
+@pytest.fixture
+def count_instructions(native_build: Callable[..., Any]) -> str:
+    return str(native_build("plain", PLAIN).directory / "native/count_instructions")
+
+
+def test_kernels_run_as_many_instructions_as_is_kept(count_instructions: str) -> None:
+    result = compare(count_instructions)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "dequantize-bfloat16" in result.stdout
+
+
+def test_neon_kernels_run_as_many_instructions_as_is_kept(tmp_path: Path) -> None:
+    compiler, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
+    if compiler is None or emulator is None:
+        pytest.skip("needs aarch64-linux-gnu-gcc and qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, qemu-user)")
+    native, program, stub = REPOSITORY / "native", tmp_path / "count_instructions", tmp_path / "stub.c"
+    stub.write_text(
+        NO_LIBRARIES + "uint32_t ss_crc32(uint32_t crc, const void *data, size_t size) {\n"
+        "    return crc + (uint32_t)(data == NULL) + (uint32_t)size;\n}\n"
+    )
+    sources = [
+        native / "bench/count_instructions.c",
+        stub,
+        native / "src/cpu.c",
+        native / "src/codec.c",
+        native / "src/decode.c",
+    ]
+    sources += sorted((native / "src").glob("kvrans*.c")) + sorted((native / "src").glob("quantize*.c"))
+    flags = ["-O3", "-std=c11", "-D_GNU_SOURCE", "-ffp-contract=off", "-fno-math-errno", "-static"]
+    includes = [f"-I{native / 'include'}", f"-I{native / 'src'}"]
+    command = [compiler, *flags, *includes, *map(str, sources), "-lm", "-lpthread", "-o", str(program)]
+    subprocess.run(command, check=True, timeout=300)
+    result = compare("--emulator", emulator, str(program))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "kvrans-decode          neon" in result.stdout
+
+
+def test_stepping_from_outside_counts_the_same(count_instructions: str) -> None:
+    command = [count_instructions, "crc32"]
+    inside = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    outside = subprocess.run([*command, "--ptrace"], capture_output=True, text=True, timeout=120)
+    if outside.returncode == 2:
+        assert "SYS_PTRACE" in outside.stderr
+        return
+    counts = [int(re.search(r"crc32 \S+ (\d+) ", output)[1]) for output in (inside, outside.stdout)]
+    assert abs(counts[0] - counts[1]) <= 8  # what lies between the two marks, and belongs to neither
+
+
+@pytest.fixture
+def pretend(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Compare the kept counts of gcc 12, all or one of them multiplied by something, as if another program had run."""
+
+    def run(factor: float = 1.0, compiler: str = "gcc-12 x86_64", without: str = "") -> Any:
+        lines = [f"compiler {compiler}"]
+        for name, (instructions, size) in KEPT["gcc-12 x86_64"].items():
+            if name != without:
+                lines.append(f"{name} {round(instructions * factor)} {size}")
+        program = tmp_path / "program"
+        program.write_text("#!/bin/sh\ncat <<END\n" + "\n".join(lines) + "\nEND\n")
+        program.chmod(0o755)
+        return compare(str(program))
+
+    return run
+
+
+def test_a_change_of_the_counts_is_noticed_in_both_directions(pretend: Callable[..., Any]) -> None:
+    assert pretend().returncode == 0
+    assert pretend(1.02).returncode == 0 and pretend(0.98).returncode == 0
+    worse, better = pretend(1.05), pretend(0.95)
+    assert worse.returncode == better.returncode == 1
+    assert "deflate-decode any: +5.0% instructions; it became slower" in worse.stderr
+    assert "deflate-decode any: -5.0% instructions; it became better: keep that" in better.stderr
+    assert "--update" in worse.stderr and "--update" in better.stderr
+
+
+def test_a_kernel_that_is_no_longer_counted_is_noticed(pretend: Callable[..., Any]) -> None:
+    result = pretend(without="dequantize-bfloat16 avx2")
+    assert result.returncode == 1 and "dequantize-bfloat16 avx2: kept, but was not counted" in result.stderr
+
+
+def test_another_compiler_may_take_up_to_twice_as_many(pretend: Callable[..., Any]) -> None:
+    assert pretend(1.9, compiler="gcc-99 x86_64").returncode == 0
+    assert pretend(0.5, compiler="gcc-99 x86_64").returncode == 0
+    result = pretend(2.2, compiler="gcc-99 x86_64")
+    assert result.returncode == 1 and "+120.0% instructions against gcc-12 x86_64" in result.stderr
+
+
+def test_an_architecture_without_counts_does_not_pass(pretend: Callable[..., Any]) -> None:
+    result = pretend(compiler="gcc-12 other")
+    assert result.returncode == 1 and "no counts are kept for other" in result.stderr
+
+
+def test_a_program_that_cannot_count_says_why(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho 'ptrace: Operation not permitted' >&2\nexit 2\n")
+    program.chmod(0o755)
+    result = compare(str(program))
+    assert result.returncode == 1 and "exited with 2: ptrace: Operation not permitted" in result.stderr

@@ -1,0 +1,202 @@
+"""shadowserve.native against the header: enums, structs, errors, loading, rounds."""
+
+import mmap
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shadowserve import native
+from shadowserve._cffi import ffi
+from shadowserve.errors import NativeError
+from shadowserve.native import DType, Isa, Quantizer, Result
+
+REPOSITORY = Path(__file__).parents[2]
+HEADER = (REPOSITORY / "native/include/shadowserve.h").read_text()
+
+
+@pytest.mark.parametrize(
+    ("enum", "prefix"),
+    [
+        (native.Result, "SS_"),
+        (native.Codec, "SS_CODEC_"),
+        (native.Quantizer, "SS_QUANTIZER_"),
+        (native.DType, "SS_DTYPE_"),
+        (native.Isa, "SS_ISA_"),
+        (native.Stage, "SS_STAGE_"),
+    ],
+)
+def test_enums_are_the_headers(enum: type[native.Result], prefix: str) -> None:
+    name = "ss_" + {"Result": "result", "DType": "dtype"}.get(enum.__name__, enum.__name__.lower())
+    body = re.search(rf"enum {name} \{{(.*?)\}};", HEADER, re.DOTALL)
+    assert body is not None
+    declared = {key: int(value) for key, value in re.findall(r"(SS_\w+) = (\d+)", body[1])}
+    declared.pop("SS_STAGE_COUNT", None)
+    assert declared == {prefix + member.name: member.value for member in enum}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "struct"), [(native.SLICE_DTYPE, "struct ss_slice"), (native.CHUNK_DTYPE, "struct ss_chunk")]
+)
+def test_numpy_dtypes_are_the_structs(dtype: np.dtype[np.void], struct: str) -> None:
+    body = re.search(struct + r" \{(.*?)\};", HEADER, re.DOTALL)
+    assert body is not None
+    fields = re.findall(r"(\w+)(?:\[\d+\])?;", body[1])
+    assert list(dtype.names or ()) == fields and dtype.itemsize == ffi.sizeof(struct)
+    array = np.zeros(3, dtype)
+    pointer = ffi.cast(struct + " *", array.ctypes.data)
+    for number, field in enumerate(fields[1:] if struct.endswith("chunk") else fields):
+        array[2][field] = 1000 + number
+        assert getattr(pointer[2], field) == 1000 + number
+
+
+def test_every_result_says_what_to_do() -> None:
+    texts = {native.result_text(result) for result in Result}
+    assert len(texts) == len(Result)
+    assert all("; " in native.result_text(result) for result in Result if result is not Result.OK)
+
+
+def test_dtypes_know_their_size_and_name() -> None:
+    assert [dtype.itemsize for dtype in DType] == [1, 2, 2, 4, 1]
+    for dtype in DType:
+        assert DType.from_label(dtype.label) is dtype and DType.from_label(f"torch.{dtype.label}") is dtype
+    with pytest.raises(NativeError, match="float64.*bfloat16"):
+        DType.from_label("float64")
+
+
+def test_an_isa_that_is_not_there_cannot_be_forced() -> None:
+    missing = [isa for isa in Isa if not native.isa_available(isa)]
+    assert missing, "no CPU has both AVX2 and NEON"
+    before = native.isa_active()
+    for isa in missing:
+        with pytest.raises(NativeError) as caught:
+            native.isa_force(isa)
+        assert caught.value.result == Result.NOT_SUPPORTED and native.isa_active() is before
+
+
+def import_native(**environment: str) -> subprocess.CompletedProcess[str]:
+    """Import shadowserve.native in a process of its own."""
+    command = [sys.executable, "-c", "from shadowserve import native; print(native.library_path())"]
+    return subprocess.run(
+        command, env={**os.environ, **environment}, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_another_library_can_be_loaded(tmp_path: Path) -> None:
+    other = tmp_path / "libother.so"
+    other.write_bytes(Path(native.library_path()).read_bytes())
+    result = import_native(SHADOWSERVE_NATIVE_LIBRARY=str(other))
+    assert result.returncode == 0 and result.stdout.strip() == str(other)
+
+
+def test_a_library_of_another_abi_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "other.c"
+    source.write_text("unsigned ss_abi_version(void) { return 999; }")
+    other = tmp_path / "libother.so"
+    subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-o", str(other), str(source)], check=True)
+    result = import_native(SHADOWSERVE_NATIVE_LIBRARY=str(other))
+    assert result.returncode != 0 and "has ABI version 999" in result.stderr and "rebuild" in result.stderr
+
+
+def test_only_the_api_is_exported() -> None:
+    output = subprocess.run(
+        ["nm", "-D", "--defined-only", native.library_path()], check=True, capture_output=True, text=True
+    ).stdout
+    exported = {line.split()[-1] for line in output.splitlines()}
+    declared = set(re.findall(r"SS_API [^;(]*?(ss_\w+)\(", HEADER))
+    assert exported == declared
+
+
+def test_calls_release_the_gil() -> None:
+    data = np.zeros(8 << 20, np.uint8)
+    switches = 0
+    stop = threading.Event()
+
+    def count() -> None:
+        nonlocal switches
+        while not stop.wait(0.0001):  # lets go of the GIL each time
+            switches += 1
+
+    # With the interval at a minute nobody takes the GIL away: the counter can only run while this thread gives it up.
+    interval = sys.getswitchinterval()
+    counter = threading.Thread(target=count)
+    sys.setswitchinterval(60)
+    try:
+        counter.start()
+        before = switches
+        native.compress(native.Codec.DEFLATE, data)
+        after = switches
+    finally:
+        stop.set()
+        counter.join()
+        sys.setswitchinterval(interval)
+    assert after > before
+
+
+def make_round(destination: bytearray | bytes | mmap.mmap, **changes: object) -> native.Round:
+    """Return a round with one empty chunk."""
+    arguments = {
+        "chunks": np.zeros(1, native.CHUNK_DTYPE),
+        "slices": np.zeros(1, native.SLICE_DTYPE),
+        "quantizer": Quantizer.LOSSLESS,
+        "dtype": DType.BFLOAT16,
+        "scale_vectors": 1,
+        "vector_length": 64,
+        "destination": destination,
+        "deadline_ns": 1,
+        **changes,
+    }
+    return native.Round(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_round_knows_whether_its_destination_is_writable() -> None:
+    assert make_round(bytearray(64)).writable
+    assert not make_round(bytes(64)).writable
+
+
+def test_a_round_holds_its_memory_until_released() -> None:
+    memory = mmap.mmap(-1, 4096)
+    round = make_round(memory)
+    with pytest.raises(BufferError):
+        memory.close()
+    round.release()
+    round.release()
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"chunks": np.zeros(1, native.SLICE_DTYPE)},
+        {"slices": np.zeros(4, np.uint8)},
+        {"slices": np.zeros(4, native.SLICE_DTYPE)[::2]},
+        {"chunks": np.zeros((1, 1), native.CHUNK_DTYPE)},
+    ],
+)
+def test_a_round_takes_only_its_own_arrays(changes: dict[str, object]) -> None:
+    with pytest.raises(NativeError, match="_DTYPE") as caught:
+        make_round(bytearray(64), **changes)
+    assert caught.value.result == Result.BAD_ARGUMENT
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(NativeError, match="'abacus'") as caught:
+        native.Pipeline(backend="abacus", decompression_bytes=4096, store_bytes=4096)
+    assert caught.value.result == Result.NOT_SUPPORTED
+
+
+def test_a_pipeline_counts_and_closes() -> None:
+    with native.Pipeline(decompression_bytes=4096, store_bytes=4096, pin_memory=False) as pipeline:
+        assert set(pipeline.statistics()) == set(native.Stage)
+        assert all(stage.items == 0 for stage in pipeline.statistics().values())
+        assert pipeline.locked_bytes == 0
+        with pytest.raises(NativeError, match="read-only"):
+            pipeline.fetch(make_round(bytes(64)), [])
+    pipeline.close()
+    with pytest.raises(NativeError, match="closed"):
+        pipeline.statistics()

@@ -1,0 +1,222 @@
+"""Quantizers through Python: exactness, error bounds, the same bytes on every instruction set, and errors."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from shadowserve import native
+from shadowserve.errors import NativeError
+from shadowserve.native import Codec, DType, Isa, Quantizer, Result
+
+FLOATS = [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3]
+EXACT = [Quantizer.LOSSLESS, Quantizer.PASSTHROUGH]
+
+
+def random_patterns(dtype: DType, count: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Return the bytes of ``count`` elements of any bit pattern, NaN among them."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, size=count * dtype.itemsize, dtype=np.uint8)
+
+
+def elements(dtype: DType, values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return values as the bytes of ``dtype`` (bfloat16: cut, not rounded)."""
+    if dtype is DType.FLOAT8_E4M3:
+        clamped = (
+            torch.from_numpy(values).nan_to_num(nan=torch.nan, posinf=torch.nan, neginf=torch.nan).clamp(-448, 448)
+        )
+        return clamped.to(torch.float8_e4m3fn).view(torch.uint8).numpy().copy()
+    if dtype is DType.FLOAT16:
+        return values.astype(np.float16).view(np.uint8)
+    if dtype is DType.BFLOAT16:
+        return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    return values.view(np.uint8)
+
+
+def values_of(dtype: DType, data: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return the numbers that the bytes of ``dtype`` mean."""
+    if dtype is DType.FLOAT8_E4M3:
+        return torch.from_numpy(data).view(torch.float8_e4m3fn).double().numpy()
+    if dtype is DType.FLOAT16:
+        return data.view(np.float16).astype(np.float64)
+    if dtype is DType.BFLOAT16:
+        return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return data.view(np.float32).astype(np.float64)
+
+
+def kv(vectors: int, vector_length: int, seed: int = 0) -> NDArray[np.float32]:
+    """Return KV-like vectors: channels and tokens of different spread."""
+    rng = np.random.default_rng(seed)
+    spread = rng.lognormal(0, 1, size=(vectors, 1)) * rng.lognormal(0, 0.5, size=(1, vector_length))
+    return (rng.normal(size=(vectors, vector_length)) * spread).astype(np.float32)
+
+
+@pytest.mark.parametrize("codec", [Codec.KVRANS, Codec.DEFLATE])
+@pytest.mark.parametrize("scale_vectors", [1, 7])
+def test_decoding_is_decompressing_and_dequantizing(isa: Isa, codec: Codec, scale_vectors: int) -> None:
+    vectors, length = 300, 128
+    shape: dict[str, int] = {"vectors": vectors, "vector_length": length, "scale_vectors": scale_vectors}
+    source = elements(DType.BFLOAT16, kv(vectors, length))
+    symbols, scales = native.quantize(Quantizer.BINNED, DType.BFLOAT16, source, bins=32, **shape)
+    stream = native.compress(codec, symbols, length)
+    wanted = native.dequantize(Quantizer.BINNED, DType.BFLOAT16, symbols, scales, **shape)
+    assert np.array_equal(native.decode(codec, stream, Quantizer.BINNED, DType.BFLOAT16, scales, **shape), wanted)
+    with pytest.raises(NativeError) as caught:
+        native.decode(codec, stream[:-1], Quantizer.BINNED, DType.BFLOAT16, scales, **shape)
+    assert caught.value.result is Result.BAD_DATA
+
+
+@pytest.mark.parametrize("quantizer", EXACT)
+@pytest.mark.parametrize("dtype", list(DType))
+@given(vectors=st.integers(0, 20), vector_length=st.integers(0, 150), seed=st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_exact_quantizers_give_back_every_bit(
+    quantizer: Quantizer, dtype: DType, vectors: int, vector_length: int, seed: int
+) -> None:
+    source = random_patterns(dtype, vectors * vector_length, seed)
+    symbols, scales = native.quantize(quantizer, dtype, source, vectors=vectors, vector_length=vector_length)
+    assert symbols.nbytes == source.nbytes and scales.size == 0
+    decoded = native.dequantize(quantizer, dtype, symbols, None, vectors=vectors, vector_length=vector_length)
+    assert decoded.tobytes() == source.tobytes()
+
+
+def test_lossless_puts_the_exponent_into_the_first_plane(isa: Isa) -> None:
+    source = elements(DType.BFLOAT16, np.array([1.0, -1.0, 1.5, -2.0], np.float32))
+    symbols, _ = native.quantize(Quantizer.LOSSLESS, DType.BFLOAT16, source, vectors=1, vector_length=4)
+    assert symbols[:4].tolist() == [127, 127, 127, 128]  # the biased exponents
+    assert symbols[4:].tolist() == [0, 1, 0x80, 1]  # mantissa, then sign
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("bins", [4, 16, 32, 64, 256])
+def test_binning_errs_by_half_a_step_at_most(isa: Isa, dtype: DType, bins: int) -> None:
+    source = elements(dtype, kv(64, 129))
+    symbols, scales = native.quantize(Quantizer.BINNED, dtype, source, vectors=64, vector_length=129, bins=bins)
+    assert np.abs(symbols.view(np.int8).astype(int)).max() == bins // 2 - 1
+    decoded = native.dequantize(Quantizer.BINNED, dtype, symbols, scales, vectors=64, vector_length=129)
+    before = values_of(dtype, source).reshape(64, 129)
+    after = values_of(dtype, decoded).reshape(64, 129)
+    epsilon = {DType.FLOAT8_E4M3: 2.0**-4, DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT32: 2.0**-24}[
+        dtype
+    ]
+    bound = scales[:, None] * 0.5001 + 1.01 * epsilon * np.abs(before).max(axis=1, keepdims=True)
+    assert np.all(np.abs(before - after) <= bound)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("vector_length", [1, 7, 64, 100, 128, 255, 1024, 1031])
+def test_every_instruction_set_writes_the_same_bytes(isa: Isa, dtype: DType, vector_length: int) -> None:
+    source = elements(dtype, kv(16, vector_length, seed=vector_length))
+    for bins in (16, 32, 64, 254):
+        arguments: dict[str, Any] = {"vectors": 16, "vector_length": vector_length}
+        symbols, scales = native.quantize(Quantizer.BINNED, dtype, source, bins=bins, **arguments)
+        decoded = native.dequantize(Quantizer.BINNED, dtype, symbols, scales, **arguments)
+        native.isa_force(Isa.SCALAR)
+        expected_symbols, expected_scales = native.quantize(Quantizer.BINNED, dtype, source, bins=bins, **arguments)
+        expected = native.dequantize(Quantizer.BINNED, dtype, expected_symbols, expected_scales, **arguments)
+        native.isa_force(isa)
+        assert symbols.tobytes() == expected_symbols.tobytes()
+        assert scales.tobytes() == expected_scales.tobytes()
+        assert decoded.tobytes() == expected.tobytes()
+
+
+@given(
+    symbols=st.binary(min_size=64, max_size=64),
+    scale=st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=0),
+)
+@settings(deadline=None)
+def test_float16_rounds_as_numpy_does(symbols: bytes, scale: float) -> None:
+    scales = np.array([scale], np.float32)
+    decoded = native.dequantize(Quantizer.BINNED, DType.FLOAT16, symbols, scales, vectors=1, vector_length=64)
+    with np.errstate(over="ignore"):
+        expected = (np.frombuffer(symbols, np.int8).astype(np.float32) * scales[0]).astype(np.float16)
+    assert decoded.tobytes() == expected.tobytes()
+
+
+@given(
+    symbols=st.binary(min_size=64, max_size=64),
+    scale=st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=0),
+)
+@settings(deadline=None)
+def test_float8_rounds_as_torch_does(symbols: bytes, scale: float) -> None:
+    scales = np.array([scale], np.float32)
+    decoded = native.dequantize(Quantizer.BINNED, DType.FLOAT8_E4M3, symbols, scales, vectors=1, vector_length=64)
+    with np.errstate(over="ignore"):
+        products = np.frombuffer(symbols, np.int8).astype(np.float32) * scales[0]
+    assert decoded.tobytes() == elements(DType.FLOAT8_E4M3, np.clip(products, -448, 448)).tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scale_vectors", [1, 2, 5, 16, 30])
+def test_vectors_that_share_a_scale_are_one_longer_vector(isa: Isa, dtype: DType, scale_vectors: int) -> None:
+    source = elements(dtype, kv(16, 40).ravel())
+    shape: dict[str, Any] = {"vectors": 16, "vector_length": 40, "scale_vectors": scale_vectors}
+    symbols, scales = native.quantize(Quantizer.BINNED, dtype, source, bins=32, **shape)
+    decoded = native.dequantize(Quantizer.BINNED, dtype, symbols, scales, **shape)
+    assert scales.size == -(-16 // scale_vectors)
+    for index, first in enumerate(range(0, 16, scale_vectors)):
+        length = min(scale_vectors, 16 - first) * 40
+        part = slice(first * 40, first * 40 + length)
+        bytes_of_part = slice(part.start * dtype.itemsize, part.stop * dtype.itemsize)
+        alone: dict[str, Any] = {"vectors": 1, "vector_length": length}
+        part_symbols, part_scale = native.quantize(Quantizer.BINNED, dtype, source[bytes_of_part], bins=32, **alone)
+        assert part_symbols.tobytes() == symbols[part].tobytes() and part_scale[0] == scales[index]
+        expected = native.dequantize(Quantizer.BINNED, dtype, part_symbols, part_scale, **alone)
+        assert expected.tobytes() == decoded[bytes_of_part].tobytes()
+
+
+def test_a_zero_vector_has_scale_zero(isa: Isa) -> None:
+    source = np.zeros((2, 40), np.float32)
+    source[1, 3] = 1e-42  # so small that its scale has no finite inverse: it counts as zero
+    symbols, scales = native.quantize(Quantizer.BINNED, DType.FLOAT32, source, vectors=2, vector_length=40, bins=32)
+    assert scales.tolist() == [0, 0] and not symbols.any()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_is_not_finite_is_not_binned(isa: Isa, dtype: DType, bad: float) -> None:
+    values = kv(3, 50)
+    values[2, 49] = bad
+    with pytest.raises(NativeError, match="lossless") as caught:
+        native.quantize(Quantizer.BINNED, dtype, elements(dtype, values), vectors=3, vector_length=50, bins=32)
+    assert caught.value.result == Result.NOT_FINITE
+
+
+def test_a_scale_that_is_not_finite_is_bad_data(isa: Isa) -> None:
+    for bad in (np.inf, -np.inf, np.nan):
+        with pytest.raises(NativeError) as caught:
+            native.dequantize(
+                Quantizer.BINNED, DType.FLOAT16, bytes(8), np.array([bad], np.float32), vectors=1, vector_length=8
+            )
+        assert caught.value.result == Result.BAD_DATA
+
+
+@pytest.mark.parametrize("bins", [0, 2, 3, 33, 258])
+def test_bins_are_even_and_in_range(bins: int) -> None:
+    with pytest.raises(NativeError) as caught:
+        native.quantize(Quantizer.BINNED, DType.FLOAT16, bytes(16), vectors=1, vector_length=8, bins=bins)
+    assert caught.value.result == Result.BAD_ARGUMENT
+
+
+def test_buffers_must_have_the_size_of_their_shape() -> None:
+    shape: dict[str, Any] = {"vectors": 2, "vector_length": 8}
+    with pytest.raises(NativeError, match="source has 31 bytes"):
+        native.quantize(Quantizer.LOSSLESS, DType.FLOAT16, bytes(31), **shape)
+    with pytest.raises(NativeError, match="symbols has 15 bytes"):
+        native.dequantize(Quantizer.BINNED, DType.FLOAT16, bytes(15), bytes(8), **shape)
+    with pytest.raises(NativeError, match="scales has 4 bytes"):
+        native.dequantize(Quantizer.BINNED, DType.FLOAT16, bytes(16), bytes(4), **shape)
+    with pytest.raises(NativeError, match="out has 33 bytes"):
+        native.dequantize(Quantizer.LOSSLESS, DType.FLOAT16, bytes(32), None, out=bytearray(33), **shape)
+
+
+def test_dequantize_writes_where_it_is_told() -> None:
+    out = bytearray(32)
+    source = random_patterns(DType.FLOAT16, 16)
+    symbols, _ = native.quantize(Quantizer.LOSSLESS, DType.FLOAT16, source, vectors=2, vector_length=8)
+    native.dequantize(Quantizer.LOSSLESS, DType.FLOAT16, symbols, None, vectors=2, vector_length=8, out=out)
+    assert bytes(out) == source.tobytes()

@@ -1,0 +1,6 @@
+"""Makes ``record_forge`` importable: pytest imports by path, so that folders need no __init__.py."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

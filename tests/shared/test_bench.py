@@ -1,0 +1,155 @@
+"""Every benchmark runs, small, so that none rots: its table, its data, and its own checks of what it moved."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from shadowserve import native
+from shadowserve.cli import main
+from shadowserve.cli.bench.peers.network import linked
+from shadowserve.cli.bench.report import verdict
+from shadowserve.errors import ShadowServeError
+
+NO_PEERS = ["--peers-python", "/nonexistent/python"]
+SMALL = {
+    "fetch": ["--chunks", "1", "--repeats", "1", *NO_PEERS],
+    "pipeline": ["--chunks", "2", "--layers", "1", "--long", "4", "--long-layers", "1", "--repeats", "1"],
+    "stages": ["--largest", "64", "--mebibytes", "1", "--repeats", "1"],
+    "codecs": ["--layers", "1", "--mebibytes", "1", "--repeats", "1"],
+    "storage": ["--sizes", "1,2", "--connections", "1,2", "--mebibytes", "8", "--repeats", "1"],
+    "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
+    "control": ["--requests", "4", "--prompt-chunks", "2"],
+    "memory": [],
+    "interference": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
+        *("--documents", "1", "--lengths", "4", "--rates", "0.5", "--curve-output", "4", "--requests", "2"),
+        *("--recomputed", "1", "--repeats", "1", "--windows", "1", "--window-steps", "5"),
+    ],
+    "ablation": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
+        *("--documents", "1", "--output-tokens", "4", "--requests", "2", "--unloaded", "1", "--repeats", "1"),
+    ],
+}
+RATIOS = {
+    "fetch": {
+        "cpu_over_best_raw_peer",
+        "throughput_over_best_raw_peer",
+        "gb_per_cpu_s_over_naive",
+        "fetch_over_naive",
+        "cpu_over_naive",
+        "cpu_over_uncompressed",
+        "throughput_over_uncompressed",
+        "stored_over_raw",
+    },
+    "pipeline": {"over_ideal", "over_ideal_separate", "linear_growth"},
+    "stages": {"dequantize_over_memcpy", "fused_over_memcpy", "fused_over_separate", "net_over_plain_socket"},
+    "codecs": {
+        "kvrans_over_zstd",
+        "kvrans_over_memcpy",
+        "kvrans_bytes_over_deflate",
+        "kvrans_encode_GB_per_s",
+        "deflate_over_zlib_numpy",
+        "deflate_encode_GB_per_s",
+        "dequantize_over_memcpy",
+        *(["kvrans_avx2_over_zstd"] if native.isa_available(native.Isa.AVX2) else []),
+    },
+    "storage": {
+        "get_over_socket_floor",
+        "getrange_over_socket_floor",
+        *(["get_cpu_gain_over_redis", "getrange_cpu_gain_over_redis"] if shutil.which("redis-server") else []),
+    },
+    "link": {"over_raw_peers_4", "over_compressing_peers_4", "raw_over_stored"},
+    "control": {"iteration_over_0.2_ms", "lookup_over_20_ms", "lookup_round_trips"},
+    "memory": {"resident_over_allowed"},
+    "interference": {
+        "decode_step_slowdown",
+        "decode_step_slowdown_in_engine",
+        "decode_step_slowdown_by_spinning",
+        "decode_step_slowdown_by_copying",
+        "decode_step_slowdown_in_cpu_time",
+        "tpot_gain_over_in_engine",
+        "ttft_gain_over_in_engine",
+        "ttft_gain_over_recompute",
+    },
+    "ablation": {"no_af_tpot", "no_cp_ttft", "no_mm_ttft"},
+}
+PEERS = {
+    "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP", "NIXL, UCX over TCP"],
+    "link": ["LMCache, lm://", "LMCache server, fp8, Redis tuned"],
+}
+
+
+def may_link() -> bool:
+    try:
+        with linked():
+            return True
+    except ShadowServeError:
+        return False
+
+
+def run(tmp_path: Path, name: str) -> dict[str, Any]:
+    file, plot = tmp_path / f"{name}.json", tmp_path / f"{name}.svg"
+    result = CliRunner().invoke(main, ["bench", name, *SMALL[name], "--json", str(file), "--plot", str(plot)])
+    assert result.exit_code == 0, result.output
+    content: dict[str, Any] = json.loads(file.read_text())
+    assert all(chart["title"] in plot.read_text() for chart in content["charts"])
+    return content
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM's imports warn
+@pytest.mark.parametrize("name", sorted(set(SMALL) - (set() if may_link() else {"link"})))
+def test_a_small_run_writes_what_it_promises(tmp_path: Path, name: str) -> None:
+    content = run(tmp_path, name)
+    assert content["bench"] == name
+    assert content["rows"] and all(set(row) <= set(content["columns"]) for row in content["rows"])
+    assert content["charts"]
+    assert content["machine"]["cores"] >= 1 and "deflate" in content["machine"]["codecs"]
+    assert set(content["ratios"]) == RATIOS[name]
+    # A step beside something else may happen to be faster than alone.
+    assert all(value > (-1 if "slowdown" in ratio else 0) for ratio, value in content["ratios"].items())
+    rows = {row.get("system"): row for row in content["rows"]}
+    for peer in PEERS.get(name, ()):
+        assert rows[peer] == {"system": peer, "note": "not installed (scripts/setup-peers)"}
+
+
+def test_link_says_what_it_needs_where_it_may_not_make_namespaces() -> None:
+    command = [sys.executable, "-m", "shadowserve.cli", "bench", "link", *SMALL["link"]]
+    if may_link():
+        command = ["setpriv", "--bounding-set=-sys_admin,-net_admin", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "cannot make a network namespace" in done.stderr and "CAP_NET_ADMIN" in done.stderr
+    assert "unshare --user" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_every_benchmark_has_a_small_run() -> None:
+    from shadowserve.cli.bench import BENCHES
+
+    assert set(BENCHES) == set(SMALL) == set(RATIOS)
+
+
+def test_a_plot_of_another_kind_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["bench", "fetch", "--plot", str(tmp_path / "plot.jpeg")])
+    assert result.exit_code == 2
+    assert "plot.jpeg ends neither in .png nor in .svg" in result.output
+
+
+@pytest.mark.parametrize(
+    ("value", "goal", "reached"),
+    [
+        (3.0, "at least 3", True),
+        (2.9, "at least 3", False),
+        (0.95, "at most 0.95, tables included", True),
+        (1.0, "exactly 1", True),
+        (2.0, "exactly 1", False),
+        (1.0, "none; the compression", None),
+    ],
+)
+def test_a_goal_in_words_is_judged(value: float, goal: str, reached: bool | None) -> None:
+    assert verdict(value, goal) is reached

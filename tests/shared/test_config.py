@@ -1,0 +1,406 @@
+"""Configuration: flag, then environment, then file, then default; and nothing unknown is silently ignored."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+from pydantic import ByteSize, Field, SecretStr, ValidationError
+
+from dpu_dataplane.config import DataPlaneConfig
+from host_control.config import HostConfig
+from shadowserve.config import CONFIG_FILE_VARIABLE, SECTIONS, Section
+from shadowserve.errors import ConfigurationError
+from storage_kv.config import StorageConfig
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRAMS: list[type[Section]] = [StorageConfig, DataPlaneConfig, HostConfig]
+CONFIG_FILES = sorted((REPOSITORY / "configs").glob("*.yaml"))
+
+
+class SmallConfig(Section):
+    """A section with one key of each sort."""
+
+    section: ClassVar[str] = "storage"
+
+    port: int = Field(1, ge=0, le=65535)
+    """A number."""
+    name: str = "default"
+    """A text."""
+    cores: list[int] = [0]
+    """A list."""
+    password: str = Field("", repr=False)
+    """A secret text."""
+    token: SecretStr = SecretStr("")
+    """A secret."""
+    buffer_bytes: ByteSize = ByteSize(4096)
+    """A size."""
+
+
+def write(folder: Path, content: object) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return path
+
+
+# ---- Precedence ------------------------------------------------------------------------------------------------------
+
+# (section, key, value in file, in environment, on the command line); all differ from each other and from the default.
+LAYERS: list[tuple[type[Section], str, Any, Any, Any]] = [
+    (SmallConfig, "port", 2, 3, 4),
+    (SmallConfig, "name", "file", "environment", "flag"),
+    (SmallConfig, "cores", [1], [2, 3], [4]),
+    (StorageConfig, "port", 2, 3, 4),
+    (StorageConfig, "host", "::1", "127.0.0.2", "localhost"),
+    (StorageConfig, "idle_timeout_s", 2.5, 3.5, 4.5),
+    (DataPlaneConfig, "queue_depth", 2, 3, 4),
+    (DataPlaneConfig, "storage", "a:1", "b:2", "c:3"),
+    (DataPlaneConfig, "net_cores", [1], [2], [-1, -1]),
+    (HostConfig, "lookup_threads", 3, 4, 5),
+    (HostConfig, "data_plane", "a:1", "b:2", "c:3"),
+    (HostConfig, "store_timeout", 2.5, 3.5, 4.5),
+]
+
+
+@pytest.mark.parametrize("layers", range(4))
+@pytest.mark.parametrize(("section", "key", "in_file", "in_environment", "as_flag"), LAYERS)
+def test_the_nearest_of_the_four_places_wins(
+    tmp_path: Path, section: type[Section], key: str, in_file: Any, in_environment: Any, as_flag: Any, layers: int
+) -> None:
+    values = [section.model_fields[key].default, in_file, in_environment, as_flag]
+    assert all(value != other for i, value in enumerate(values) for other in values[:i])
+    file = write(tmp_path, {section.section: {key: in_file}}) if layers >= 1 else None
+    variable = f"SHADOWSERVE_{section.section}_{key}".upper()
+    environment = {variable: str(in_environment)} if layers >= 2 else {}
+    flags = {key: as_flag} if layers >= 3 else {}
+    assert getattr(section.load(file, flags, environment), key) == values[layers]
+
+
+@pytest.mark.parametrize("section", PROGRAMS)
+def test_every_key_has_a_default_and_a_description(section: type[Section]) -> None:
+    loaded = section.load(environment={})
+    for key, field in section.model_fields.items():
+        assert getattr(loaded, key) == field.default
+        assert field.description, f"{section.__name__}.{key} has no docstring"
+
+
+@pytest.mark.parametrize("section", PROGRAMS)
+def test_a_loaded_section_cannot_be_changed(section: type[Section]) -> None:
+    loaded = section.load(environment={})
+    with pytest.raises(ValidationError):
+        setattr(loaded, next(iter(section.model_fields)), "another")
+
+
+def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+    path = write(tmp_path, {"storage": {"port": 2}})
+    assert SmallConfig.load(environment={CONFIG_FILE_VARIABLE: str(path)}).port == 2
+
+
+def test_a_file_that_is_given_wins_over_one_that_the_environment_names(tmp_path: Path) -> None:
+    path = write(tmp_path, {"storage": {"port": 2}})
+    assert SmallConfig.load(path, environment={CONFIG_FILE_VARIABLE: "/nonexistent"}).port == 2
+
+
+def test_the_environment_of_the_process_is_the_default_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHADOWSERVE_STORAGE_PORT", "7")
+    assert SmallConfig.load().port == 7
+
+
+def test_a_flag_that_was_not_given_does_not_count() -> None:
+    loaded = SmallConfig.load(flags={"port": None, "name": "flag"}, environment={"SHADOWSERVE_STORAGE_PORT": "3"})
+    assert (loaded.port, loaded.name) == (3, "flag")
+
+
+def test_one_file_serves_all_programs(tmp_path: Path) -> None:
+    path = write(tmp_path, {"storage": {"port": 2}, "dpu": {"queue_depth": 3}, "host": {"lookup_threads": 4}})
+    assert StorageConfig.load(path, environment={}).port == 2
+    assert DataPlaneConfig.load(path, environment={}).queue_depth == 3
+    assert HostConfig.load(path, environment={}).lookup_threads == 4
+
+
+def test_variables_of_other_programs_are_theirs() -> None:
+    environment = {"SHADOWSERVE_DPU_QUEUE_DEPTH": "3", "SHADOWSERVE_HOST_STORE": "false", "PATH": "/bin"}
+    assert SmallConfig.load(environment=environment) == SmallConfig.load(environment={})
+
+
+@pytest.mark.parametrize("content", ["storage:\n", "dpu: {}\n", "storage: {}\n"])
+def test_a_section_that_is_empty_or_not_there_leaves_the_defaults(tmp_path: Path, content: str) -> None:
+    assert SmallConfig.load(write(tmp_path, content), environment={}) == SmallConfig.load(environment={})
+
+
+# ---- Values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["1234", "true", "null", "[1", "a: b", "", " x "])
+@pytest.mark.parametrize("key", ["name", "password"])
+def test_text_from_the_environment_is_taken_as_it_is(key: str, text: str) -> None:
+    assert getattr(SmallConfig.load(environment={f"SHADOWSERVE_STORAGE_{key.upper()}": text}), key) == text
+
+
+def test_a_secret_of_digits_from_the_environment_is_text() -> None:
+    assert SmallConfig.load(environment={"SHADOWSERVE_STORAGE_TOKEN": "0012"}).token.get_secret_value() == "0012"
+    storage = StorageConfig.load(environment={"SHADOWSERVE_STORAGE_PASSWORD": "0012"})
+    assert storage.password.get_secret_value() == "0012"
+
+
+@pytest.mark.parametrize(("text", "size"), [("8192", 8192), ("8KiB", 8192), ("1 MiB", 1 << 20)])
+def test_sizes_take_units(text: str, size: int) -> None:
+    assert SmallConfig.load(environment={"SHADOWSERVE_STORAGE_BUFFER_BYTES": text}).buffer_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "text"),
+    [
+        (SmallConfig, "port", "none"),
+        (SmallConfig, "name", "default"),
+        (SmallConfig, "cores", "[0]"),
+        (SmallConfig, "token", "none"),
+        (SmallConfig, "buffer_bytes", "4 KiB"),
+        (DataPlaneConfig, "fused", "true"),
+        (DataPlaneConfig, "decompression_buffer_bytes", "256 MiB"),
+        (DataPlaneConfig, "storage_password", "none"),
+        (StorageConfig, "memory_budget_bytes", "4 GiB"),
+        (StorageConfig, "metrics_port", "none"),
+    ],
+)
+def test_defaults_are_shown_as_one_would_write_them(section: type[Section], key: str, text: str) -> None:
+    expected = "1" if (section, key) == (SmallConfig, "port") else text
+    assert section.default_text(key) == expected
+
+
+# ---- Mistakes --------------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_key_in_a_file_is_refused_with_place_and_nearest_key(tmp_path: Path) -> None:
+    path = write(tmp_path, {"storage": {"prot": 2}})
+    with pytest.raises(ConfigurationError, match=r"file .*config\.yaml: there is no key 'prot'; did you mean 'port'"):
+        SmallConfig.load(path, environment={})
+
+
+def test_an_unknown_section_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    path = write(tmp_path, {"storgae": {"port": 2}})
+    with pytest.raises(ConfigurationError, match="there is no section 'storgae'; did you mean 'storage'"):
+        SmallConfig.load(path, environment={})
+
+
+def test_an_unknown_key_in_the_environment_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigurationError, match="environment: there is no key 'buffer_byte'.*'buffer_bytes'"):
+        SmallConfig.load(environment={"SHADOWSERVE_STORAGE_BUFFER_BYTE": "1"})
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("SHADOWSERVE_STORGAE_PORT", "SHADOWSERVE_STORAGE_PORT"),
+        ("SHADOWSERVE_CONFIGFILE", "SHADOWSERVE_CONFIG_FILE"),
+        ("SHADOWSERVE_PORT", "SHADOWSERVE_STORAGE_PORT"),
+        ("SHADOWSERVE_STORAGE", "SHADOWSERVE_STORAGE_PORT"),
+    ],
+)
+def test_a_variable_of_no_section_is_refused_with_the_nearest_one(variable: str, nearest: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"no variable '{variable}'; did you mean '{nearest}'"):
+        SmallConfig.load(environment={variable: "1"})
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest_key() -> None:
+    with pytest.raises(ConfigurationError, match="command line: there is no key 'cors'; did you mean 'cores'"):
+        SmallConfig.load(flags={"cors": [1]}, environment={})
+
+
+@pytest.mark.parametrize("section", PROGRAMS)
+def test_each_key_misspelled_is_refused(section: type[Section]) -> None:
+    for key in section.model_fields:
+        with pytest.raises(ConfigurationError, match=f"there is no key '{key}_'; did you mean '"):
+            section.load(flags={f"{key}_": 1}, environment={})
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "file", "message"),
+    [
+        ({"port": "many"}, {}, None, "command line: port: .*integer.*'many'"),
+        ({"port": -1}, {}, None, "command line: port: .*greater than or equal to 0.*-1"),
+        ({}, {"SHADOWSERVE_STORAGE_PORT": "65536"}, None, "environment: port: .*65536"),
+        ({}, {"SHADOWSERVE_STORAGE_CORES": "[0, x]"}, None, r"environment: cores\.1: .*'x'"),
+        ({}, {}, {"storage": {"name": [1]}}, r"file .*: name: .*string.*\[1\]"),
+        ({}, {}, {"storage": {"cores": 3}}, "file .*: cores: .*list"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_with_its_place(
+    tmp_path: Path, flags: dict[str, Any], environment: dict[str, str], file: object, message: str
+) -> None:
+    path = write(tmp_path, file) if file else None
+    with pytest.raises(ConfigurationError, match=message):
+        SmallConfig.load(path, flags, environment)
+
+
+def test_all_values_that_do_not_fit_are_named_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="port.*; .*cores"):
+        SmallConfig.load(flags={"port": "x", "cores": "y"}, environment={})
+
+
+@pytest.mark.parametrize(
+    ("section", "flags"),
+    [
+        (SmallConfig, {"password": ["hunter2"], "port": 1}),
+        (SmallConfig, {"token": ["hunter2"]}),
+        (StorageConfig, {"password": ["hunter2"]}),
+        (StorageConfig, {"password": "hunter2", "request_bytes_max": 1024}),
+        (DataPlaneConfig, {"storage_password": ["hunter2"]}),
+        (DataPlaneConfig, {"storage_password": "hunter2", "listen": "192.0.2.1:1"}),
+    ],
+)
+def test_a_message_never_shows_a_secret(section: type[Section], flags: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        section.load(flags=flags, environment={})
+    error: BaseException | None = caught.value
+    while error is not None and not error.__suppress_context__:
+        assert "hunter2" not in str(error)
+        error = error.__cause__ or error.__context__
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "flags"),
+    [
+        (StorageConfig, {"password": "hunter2"}),
+        (DataPlaneConfig, {"storage_password": "hunter2"}),
+        (SmallConfig, {"password": "hunter2", "token": "hunter2"}),
+    ],
+)
+def test_a_printed_section_shows_no_secret(section: type[Section], flags: dict[str, Any]) -> None:
+    loaded = section.load(flags=flags, environment={})
+    assert "hunter2" not in f"{loaded!r} {loaded}"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[1, 2]", "text", "storage: [1]", "storage: 5", "storage: {port: 1", "a\t: b", "? [1]\n: 2"]
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"config\.yaml"):
+        SmallConfig.load(write(tmp_path, content), environment={})
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot read configuration file .*absent"):
+        SmallConfig.load(tmp_path / "absent.yaml", environment={})
+    with pytest.raises(ConfigurationError, match="cannot read configuration file"):
+        SmallConfig.load(tmp_path, environment={})
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00storage")
+    with pytest.raises(ConfigurationError, match="cannot read configuration file"):
+        SmallConfig.load(binary, environment={})
+
+
+def test_a_file_cannot_make_python_objects(tmp_path: Path) -> None:
+    path = write(tmp_path, "storage: {name: !!python/object/apply:os.getcwd []}\n")
+    with pytest.raises(ConfigurationError, match="cannot read configuration file"):
+        SmallConfig.load(path, environment={})
+
+
+@pytest.mark.parametrize("content", ["storage: {port: 1, port: 2}", "storage:\n  port: 1\nstorage:\n  name: x\n"])
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ConfigurationError, match="stands there twice"):
+        SmallConfig.load(write(tmp_path, content), environment={})
+
+
+def test_a_variable_that_is_no_yaml_is_refused_by_name() -> None:
+    with pytest.raises(ConfigurationError, match="SHADOWSERVE_STORAGE_CORES.*not a YAML value"):
+        SmallConfig.load(environment={"SHADOWSERVE_STORAGE_CORES": "[1"})
+
+
+# ---- The files that we ship ------------------------------------------------------------------------------------------
+
+KEY_LINE = re.compile(r"^  (?P<off># ?)?(?P<key>[a-z][a-z0-9_]*):(?: +(?P<value>.*))?$")
+
+
+def keys_of(path: Path, section: str) -> dict[str, str]:
+    """Return each key that a section of a file has, commented out or not, with the text of its value."""
+    keys: dict[str, str] = {}
+    inside = False
+    for line in path.read_text().splitlines():
+        if re.match(r"^[a-z]", line):
+            inside = line.startswith(f"{section}:")
+        elif inside and (match := KEY_LINE.match(line)):
+            assert match["key"] not in keys, f"{path.name} has {match['key']} twice"
+            keys[match["key"]] = match["value"] or ""
+    return keys
+
+
+def test_there_is_a_file_for_each_program() -> None:
+    names = {path.name for path in CONFIG_FILES}
+    assert {"storage.yaml", "emulated.yaml"} <= names
+    sections = {section for path in CONFIG_FILES for section in yaml.safe_load(path.read_text())}
+    assert sections == set(SECTIONS)
+
+
+@pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.name)
+def test_a_file_that_we_ship_can_be_loaded(path: Path) -> None:
+    content = yaml.safe_load(path.read_text())
+    for section in PROGRAMS:
+        if section.section in content:
+            section.load(path, environment={})
+
+
+@pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.name)
+def test_a_file_that_we_ship_explains_every_key_with_its_default(path: Path) -> None:
+    content = yaml.safe_load(path.read_text())
+    for section in PROGRAMS:
+        if section.section not in content:
+            continue
+        written = keys_of(path, section.section)
+        assert sorted(written) == sorted(section.model_fields), f"{path.name}, section {section.section}"
+        given = content[section.section] or {}
+        for key, text in written.items():
+            if key in given:
+                continue
+            loaded = section.load(flags={key: yaml.safe_load(text)}, environment={})
+            assert getattr(loaded, key) == section.model_fields[key].default, f"{path.name}: {key}: {text}"
+
+
+def test_the_defaults_of_the_programs_meet() -> None:
+    storage = StorageConfig.load(environment={})
+    data_plane = DataPlaneConfig.load(environment={})
+    assert data_plane.storage == f"{storage.host}:{storage.port}"
+    assert HostConfig.load(environment={}).data_plane == data_plane.listen
+
+
+# ---- docs/configuration.md -------------------------------------------------------------------------------------------
+
+
+def config_docs() -> Any:
+    loader = SourceFileLoader("gen_config_docs", str(REPOSITORY / "scripts" / "gen-config-docs"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_the_tables_of_the_documents_are_those_of_the_code() -> None:
+    command = [sys.executable, str(REPOSITORY / "scripts" / "gen-config-docs"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = config_docs()
+    current = script.DOCUMENT.read_text()
+    stale = tmp_path / "configuration.md"
+    stale.write_text(current.replace("| `queue_depth` | 64 |", "| `queue_depth` | 65 |"))
+    monkeypatch.setattr(script, "DOCUMENT", stale)
+    monkeypatch.setattr(sys, "argv", ["gen-config-docs", "--check"])
+    with pytest.raises(SystemExit, match="stale"):
+        script.main()
+    monkeypatch.setattr(sys, "argv", ["gen-config-docs"])
+    script.main()
+    assert stale.read_text() == current
+
+
+def test_a_document_without_a_place_for_a_table_is_refused() -> None:
+    with pytest.raises(SystemExit, match="begin storage"):
+        config_docs().render("# Configuration")

@@ -1,0 +1,72 @@
+"""The one tree of exceptions: as drawn, nothing beside it, and each with what its handlers need."""
+
+import copy
+import importlib
+import inspect
+import pkgutil
+import re
+
+import pytest
+
+import shadowserve
+from shadowserve import errors
+from shadowserve.errors import DataPlaneError, NativeError, ShadowServeError
+
+
+def drawn() -> dict[str, str]:
+    """Return the base of each exception as the drawing in the module's docstring has it."""
+    parents: list[tuple[int, str]] = []
+    bases = {}
+    for indent, name in re.findall(r"^    ([ |+-]*)(\w*Error)\b", errors.__doc__ or "", re.MULTILINE):
+        parents = [(depth, parent) for depth, parent in parents if depth < len(indent)]
+        bases[name] = parents[-1][1] if parents else "Exception"
+        parents.append((len(indent), name))
+    return bases
+
+
+def test_the_tree_is_as_drawn() -> None:
+    defined = {
+        name: kind.__bases__[0].__name__
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and issubclass(kind, BaseException)
+    }
+    assert drawn() == defined
+    assert len(defined) > 10
+
+
+def test_every_exception_is_exported() -> None:
+    assert sorted(drawn()) == errors.__all__
+
+
+def test_every_exception_says_what_it_means() -> None:
+    for name in errors.__all__:
+        assert getattr(errors, name).__doc__, name
+
+
+def test_failures_carry_what_handlers_decide_by() -> None:
+    assert NativeError("text", 7).result == 7
+    assert DataPlaneError("text", "deadline").outcome == "deadline"
+    assert str(NativeError("text", 7)) == str(DataPlaneError("text", "deadline")) == "text"
+
+
+@pytest.mark.parametrize("error", [NativeError("text", 7), DataPlaneError("text", "deadline")])
+def test_an_exception_can_be_rebuilt_elsewhere(error: ShadowServeError) -> None:
+    # Engines hand exceptions from process to process; one that cannot be rebuilt there hides the cause.
+    rebuilt = copy.copy(error)
+    assert rebuilt is not error
+    assert (type(rebuilt), str(rebuilt), vars(rebuilt)) == (type(error), str(error), vars(error))
+
+
+def test_the_package_exports_its_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", shadowserve.__version__)
+
+
+def test_what_a_module_exports_is_there() -> None:
+    for module in pkgutil.walk_packages(shadowserve.__path__, "shadowserve."):
+        # The C core's library lies in the package, but is no module.
+        if module.name.startswith("shadowserve.proto.") or module.name.endswith(
+            ("__main__", "_cffi", "libshadowserve")
+        ):
+            continue
+        loaded = importlib.import_module(module.name)
+        assert all(hasattr(loaded, name) for name in getattr(loaded, "__all__", [])), module.name

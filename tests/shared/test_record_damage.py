@@ -1,0 +1,465 @@
+"""Damaged, foreign and hostile records: nothing but the record that was asked for is ever taken for it."""
+
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from record_forge import (
+    BUILT_IN,
+    KEY,
+    flipped,
+    forge,
+    make_layout,
+    make_record,
+    pattern,
+    read_header,
+    read_manifest,
+    seal,
+)
+
+from shadowserve import native
+from shadowserve.errors import CorruptRecordError, MismatchError, NotARecordError, RecordError
+from shadowserve.native import Codec, DType, Quantizer
+from shadowserve.record import (
+    HEAD_BYTES_MAX,
+    HEADER_BYTES,
+    MAGIC,
+    MANIFEST_DTYPE,
+    Manifest,
+    decode,
+    encode_head,
+    head_length,
+    parse_head,
+    peek_head,
+    plan_slices,
+    verify,
+)
+
+# ---- Damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", BUILT_IN)
+def test_each_flipped_bit_is_found_before_anything_is_decoded(codec: Codec) -> None:
+    record = make_record(make_layout(Quantizer.BINNED), codec)
+    for bit, damaged in flipped(record):
+        expected = NotARecordError if bit // 8 < 6 else CorruptRecordError
+        with pytest.raises(expected):
+            verify(damaged, KEY)
+
+
+@pytest.mark.parametrize("codec", BUILT_IN)
+def test_each_flipped_bit_of_a_head_under_a_right_checksum_is_found(codec: Codec) -> None:
+    layout = make_layout(Quantizer.BINNED)
+    record = make_record(layout, codec)
+    head_bytes = read_header(record)["head_length"]
+    for bit, damaged in flipped(record[:head_bytes]):
+        if 12 <= bit // 8 < 16:
+            continue  # the checksum itself
+        with pytest.raises(RecordError):
+            decode(seal(damaged + record[head_bytes:]), KEY, layout)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in BUILT_IN if codec is not Codec.NONE])
+def test_each_flipped_bit_of_a_stream_under_a_right_checksum_is_found_when_decoding(codec: Codec) -> None:
+    layout = make_layout(Quantizer.LOSSLESS, layers=1, kinds=1, tokens=8, vector_length=8)
+    record = make_record(layout, codec)
+    manifest = read_manifest(record)
+    body = record[read_header(record)["head_length"] :]
+    for _, damaged in flipped(body):
+        manifest["checksum"] = zlib.crc32(damaged)
+        try:
+            kv = decode(forge(record, manifest, damaged), KEY, layout)
+        except RecordError:
+            continue
+        assert kv == pattern(layout)  # padding bits after the last symbol: other bytes of the same stream
+
+
+@pytest.mark.parametrize("codec", BUILT_IN)
+def test_each_truncation_is_found(codec: Codec) -> None:
+    record = make_record(codec=codec)
+    head_bytes = read_header(record)["head_length"]
+    for length in range(len(record)):
+        with pytest.raises(NotARecordError if length < 4 else CorruptRecordError):
+            verify(record[:length], KEY)
+        if length < head_bytes:
+            with pytest.raises(RecordError):
+                parse_head(record[:length])
+    assert parse_head(record[:head_bytes]) is not None
+
+
+def test_bytes_behind_the_record_are_found() -> None:
+    with pytest.raises(CorruptRecordError, match="its header says"):
+        verify(make_record() + b"\0", KEY)
+
+
+@pytest.mark.parametrize("value", [b"", b"S", b"SSK", b"hello, world", b"sskv" + bytes(200), bytes(500), b"SSKX" * 99])
+def test_a_value_that_is_no_record_is_said_to_be_none(value: bytes) -> None:
+    with pytest.raises(NotARecordError):
+        verify(value, KEY)
+
+
+@pytest.mark.parametrize("version", [0, 2, 65535])
+def test_a_record_of_another_version_is_none_that_we_know(version: int) -> None:
+    with pytest.raises(NotARecordError, match="version"):
+        verify(forge(make_record(), version=version), KEY)
+
+
+@settings(derandomize=True, database=None, max_examples=300, deadline=None)
+@given(rest=st.binary(max_size=400))
+def test_arbitrary_bytes_behind_the_magic_end_as_a_record_error(rest: bytes) -> None:
+    with pytest.raises(RecordError):
+        verify(MAGIC + rest, KEY)
+    with pytest.raises(RecordError):
+        verify(seal((MAGIC + b"\1\0\x80\0" + rest).ljust(HEADER_BYTES, b"\0")), KEY)
+
+
+def test_a_peek_at_a_head_tells_what_reading_it_tells() -> None:
+    record = make_record(codec=Codec.LZ4)
+    head = parse_head(record)
+    length = head_length(record)
+    assert length == head.head_length == head_length(record[:HEADER_BYTES])
+    assert peek_head(record[:length]) == (head.key, head.layout.namespace, head.codec, head.record_length)
+
+
+def test_a_peek_at_a_head_finds_the_damage_that_reading_it_finds() -> None:
+    record = make_record()
+    head = record[: head_length(record)]
+    for _, damaged in flipped(head):
+        with pytest.raises(RecordError) as read:
+            parse_head(damaged)
+        with pytest.raises(read.type):
+            peek_head(damaged)
+    for length in range(len(head)):
+        with pytest.raises(RecordError):
+            peek_head(head[:length])
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"SSKV", bytes(500), make_record()[: HEADER_BYTES - 1], b"X" + make_record()[1:]]
+)
+def test_what_cannot_begin_a_record_claims_no_head(value: bytes) -> None:
+    assert head_length(value) == 0
+    assert head_length(memoryview(value)) == 0
+
+
+def test_a_head_that_claims_more_than_any_has_claims_none() -> None:
+    assert head_length(forge(make_record(), head_length=HEAD_BYTES_MAX + 1)) == 0
+
+
+# ---- Sound records of something else ---------------------------------------------------------------------------------
+
+
+def test_a_record_of_another_key_is_a_mismatch() -> None:
+    other = bytes(32)
+    with pytest.raises(MismatchError, match=f"key {KEY.hex()} lies under key {other.hex()}"):
+        verify(make_record(), other)
+
+
+OTHER_LAYOUTS = {
+    "namespace": {"namespace": bytes(32)},
+    "dtype": {"dtype": DType.FLOAT16},
+    "layers": {"layers": 4},
+    "kinds": {"kinds": 1},
+    "vector_length": {"vector_length": 8},
+    "tokens": {"tokens": 6},
+    "quantizer": {"quantizer": Quantizer.PASSTHROUGH},
+    "bins": {"quantizer": Quantizer.BINNED, "bins": 32},
+    "value_bins": {"quantizer": Quantizer.BINNED, "bins": 32, "value_bins": 16},
+    "scale_tokens": {"quantizer": Quantizer.BINNED, "bins": 32, "scale_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("name", list(vars(make_layout())))
+def test_a_record_that_differs_in_anything_is_a_mismatch_that_names_it(name: str) -> None:
+    layout = replace(make_layout(), **OTHER_LAYOUTS[name])  # type: ignore[arg-type]
+    with pytest.raises(MismatchError, match=name):
+        decode(make_record(layout), KEY, make_layout())
+
+
+@pytest.mark.parametrize("codec", [5, 255])
+def test_a_codec_that_no_build_knows_is_a_mismatch_and_not_damage(codec: int) -> None:
+    record = forge(make_record(), codec=codec)
+    assert verify(record, KEY).codec == codec
+    with pytest.raises(MismatchError, match=f"codec {codec}"):
+        decode(record, KEY, make_layout())
+
+
+def test_a_codec_that_was_not_built_in_is_a_mismatch_and_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record(codec=Codec.DEFLATE)
+    monkeypatch.setattr(native, "codec_implementations", lambda: {Codec.NONE: "memcpy"})
+    with pytest.raises(MismatchError, match="cannot decode"):
+        decode(record, KEY, make_layout())
+
+
+# ---- Hostile heads ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"header_length": 64},
+        {"header_length": 256},
+        {"head_length": HEADER_BYTES},
+        {"head_length": 2**32 - 1},
+        {"slices": 0},
+        {"slices": 3},
+        {"slices": 2**32 - 1},
+        {"slices": 2**32 - 1, "head_length": (HEADER_BYTES + 40 * (2**32 - 1)) % 2**32},
+        {"record_length": 0},
+        {"record_length": 2**64 - 1},
+        {"quantizer": 3},
+        {"quantizer": 255},
+        {"dtype": 4},
+        {"dtype": 255},
+        {"kinds": 0},
+        {"kinds": 3},
+        {"bins": 2},
+        {"bins": 32},
+        {"tokens": 0},
+        {"tokens": 2**32 - 1},
+        {"layers": 0},
+        {"layers": 2**32 - 1},
+        {"layers": 2**32 - 1, "raw_length": 3 * (2**32 - 1) * 2 * 4 * 2},
+        {"vector_length": 0},
+        {"vector_length": 2**32 - 1},
+        {"vector_length": 2**20, "raw_length": 3 * 2 * 2 * 2**20 * 2},
+        {"raw_length": 0},
+        {"raw_length": 2**64 - 1},
+        {"reserved": b"\1" + bytes(3)},
+        {"reserved": bytes(3) + b"\1"},
+    ],
+    ids=str,
+)
+def test_a_header_that_contradicts_itself_is_corrupt(header: dict[str, Any]) -> None:
+    with pytest.raises(CorruptRecordError):
+        verify(forge(make_record(), **header), KEY)
+
+
+@pytest.mark.parametrize("length", [0, HEADER_BYTES, HEADER_BYTES + 4 * 40 - 1])
+def test_a_record_shorter_than_its_head_is_corrupt_to_who_sees_only_the_head(length: int) -> None:
+    with pytest.raises(CorruptRecordError, match="contradict"):
+        peek_head(forge(make_record(), record_length=length))
+
+
+def test_a_head_above_the_longest_is_corrupt_even_if_it_is_all_there() -> None:
+    count = (HEAD_BYTES_MAX - HEADER_BYTES) // MANIFEST_DTYPE.itemsize
+    assert peek_head(forge(make_record(), np.zeros(count, MANIFEST_DTYPE))).key == KEY
+    with pytest.raises(CorruptRecordError, match="contradict"):
+        peek_head(forge(make_record(), np.zeros(count + 1, MANIFEST_DTYPE)))
+
+
+def test_an_empty_manifest_is_corrupt() -> None:
+    with pytest.raises(CorruptRecordError):
+        verify(forge(make_record(), np.zeros(0, MANIFEST_DTYPE), b""), KEY)
+
+
+def swap(manifest: Manifest) -> None:
+    manifest[[0, 1]] = manifest[[1, 0]]
+
+
+def shift(name: str, index: int, by: int) -> Callable[[Manifest], None]:
+    def change(manifest: Manifest) -> None:
+        manifest[name][index] += np.array(by, np.int64).astype(manifest.dtype[name])
+
+    return change
+
+
+def wrap_around(manifest: Manifest) -> None:
+    """With 2**32 - 1 tokens in a chunk, layer 2**31 wraps around to position 0 in 64 bits."""
+    manifest["layer"][0], manifest["kind"][0], manifest["token_first"][0] = 1 << 31, 1, 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(swap, id="slices in another order"),
+        pytest.param(shift("offset", 0, -1), id="a slice that begins in the head"),
+        pytest.param(shift("offset", 1, -1), id="slices that overlap"),
+        pytest.param(shift("offset", 1, 1), id="a gap between slices"),
+        pytest.param(shift("offset", 3, 1 << 40), id="a slice far behind the end"),
+        pytest.param(shift("offset", 3, -(1 << 62)), id="an offset of 64 bits"),
+        pytest.param(shift("layer", 1, 1), id="a layer twice"),
+        pytest.param(shift("layer", 3, 1), id="a layer that is not there"),
+        pytest.param(shift("layer", 3, 1 << 31), id="a layer of 32 bits"),
+        pytest.param(shift("kind", 3, 1), id="a kind that is not there"),
+        pytest.param(shift("kind", 1, -1), id="a kind twice"),
+        pytest.param(shift("token_first", 1, 1), id="a first token that leaves one out"),
+        pytest.param(shift("token_first", 1, -1), id="a first token of 32 bits"),
+        pytest.param(shift("tokens", 1, 1), id="a token too many"),
+        pytest.param(shift("tokens", 1, -1), id="a token too few"),
+        pytest.param(shift("tokens", 1, -3), id="a slice without tokens"),
+        pytest.param(shift("tokens", 3, 1 << 31), id="tokens of 32 bits"),
+        pytest.param(shift("scales_length", 1, 4), id="scales where there are none"),
+        pytest.param(shift("encoded_length", 3, 1), id="a stream behind the end"),
+        pytest.param(shift("encoded_length", 3, -1), id="a byte that belongs to no slice"),
+        pytest.param(shift("encoded_length", 0, -1), id="a stream that ends before the next slice"),
+        pytest.param(shift("encoded_length", 3, 1 << 31), id="a stream of 32 bits"),
+        pytest.param(wrap_around, id="a position that wraps around"),
+    ],
+)
+def test_a_manifest_that_does_not_cover_the_chunk_is_corrupt(change: Callable[[Manifest], None]) -> None:
+    record = make_record(codec=Codec.NONE)
+    manifest = read_manifest(record)
+    change(manifest)
+    with pytest.raises(CorruptRecordError, match="does not cover"):
+        _ = parse_head(forge(record, manifest)).slices  # what a data plane goes by, which has only the head
+    with pytest.raises(CorruptRecordError):
+        verify(forge(record, manifest), KEY)
+
+
+def test_a_position_that_wraps_around_to_a_sound_one_is_corrupt() -> None:
+    layout = make_layout(Quantizer.PASSTHROUGH, DType.UINT8, layers=1, kinds=2, tokens=2**32 - 1, vector_length=1)
+    manifest = plan_slices(layout)
+    manifest["encoded_length"] = 1
+    assert len(parse_head(encode_head(KEY, Codec.NONE, layout, manifest)).slices) == 4096
+    wrap_around(manifest)
+    with pytest.raises(CorruptRecordError):
+        _ = parse_head(encode_head(KEY, Codec.NONE, layout, manifest)).slices
+
+
+def rename_kind(manifest: Manifest) -> Manifest:
+    """Layer 1, kind 0 is called layer 0, kind 2: the same position by another name."""
+    manifest["layer"][2], manifest["kind"][2] = 0, 2
+    return manifest
+
+
+def rename_token(manifest: Manifest) -> Manifest:
+    """Kind 1, token 0 is called kind 0, token 3, of three."""
+    manifest["kind"][1], manifest["token_first"][1] = 0, 3
+    return manifest
+
+
+def merge(manifest: Manifest) -> Manifest:
+    """One slice spans K and V."""
+    manifest["tokens"][0] += manifest["tokens"][1]
+    manifest["encoded_length"][0] += manifest["encoded_length"][1]
+    return np.delete(manifest, 1)
+
+
+def insert_empty(manifest: Manifest) -> Manifest:
+    """A slice of nothing stands between two others."""
+    empty = manifest[1:2].copy()
+    empty["tokens"] = empty["encoded_length"] = empty["checksum"] = empty["decoded_crc32"] = 0
+    return np.concatenate([manifest[:1], empty, manifest[1:]])
+
+
+def leave_out(manifest: Manifest) -> Manifest:
+    """The last layer's last kind is missing."""
+    return manifest[:-1]
+
+
+def call_scales(manifest: Manifest) -> Manifest:
+    """The first bytes of a stream are called scales, which a lossless record has none of."""
+    manifest["scales_length"][1], manifest["encoded_length"][1] = 4, manifest["encoded_length"][1] - 4
+    return manifest
+
+
+@pytest.mark.parametrize("change", [rename_kind, rename_token, merge, insert_empty, leave_out, call_scales])
+def test_a_manifest_that_covers_the_chunk_by_a_trick_is_corrupt(change: Callable[[Manifest], Manifest]) -> None:
+    record = make_record(codec=Codec.NONE)
+    body = record[head_length(record) :]
+    manifest = change(read_manifest(record))
+    stored = manifest["scales_length"].astype(int) + manifest["encoded_length"]
+    body = body[: stored.sum()]
+    manifest["offset"] = HEADER_BYTES + manifest.nbytes + np.cumsum(stored) - stored
+    for entry in manifest:
+        begin = int(entry["offset"]) - HEADER_BYTES - manifest.nbytes
+        length = int(entry["scales_length"]) + int(entry["encoded_length"])
+        entry["checksum"] = zlib.crc32(body[begin : begin + length])
+    with pytest.raises(CorruptRecordError, match="does not cover"):
+        verify(forge(record, manifest, body), KEY)
+
+
+def test_a_slice_above_2_mib_is_corrupt() -> None:
+    layout = make_layout(dtype=DType.FLOAT32, layers=1, kinds=1, tokens=520, vector_length=1024)
+    record = make_record(layout, Codec.NONE)
+    whole = read_manifest(record)[:1].copy()
+    whole["tokens"], whole["encoded_length"] = 520, 520 * 4096
+    whole["offset"] = HEADER_BYTES + 40
+    body = record[read_header(record)["head_length"] :]
+    whole["checksum"] = whole["decoded_crc32"] = zlib.crc32(body)
+    with pytest.raises(CorruptRecordError, match="does not cover"):
+        verify(forge(record, whole, body), KEY)
+
+
+def test_a_stream_that_swells_is_given_only_its_slice() -> None:
+    layout = make_layout(Quantizer.PASSTHROUGH, DType.UINT8, layers=1, kinds=1, tokens=4)
+    bomb = native.compress(Codec.DEFLATE, bytes(64 << 20))
+    manifest = plan_slices(layout)
+    manifest["encoded_length"], manifest["checksum"] = len(bomb), zlib.crc32(bomb)
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptRecordError, match="does not decode"):
+            decode(encode_head(KEY, Codec.DEFLATE, layout, manifest) + bomb, KEY, layout)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(bomb) + (1 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"slices": 2**32 - 1, "head_length": 2**32 - 1, "record_length": 2**64 - 1},
+        {"slices": (HEAD_BYTES_MAX - HEADER_BYTES) // 40 + 1},
+        {"layers": 2**32 - 1, "tokens": 2**32 - 1, "vector_length": 2**20},
+    ],
+    ids=str,
+)
+def test_a_hostile_head_costs_no_memory_beyond_its_own(header: dict[str, Any]) -> None:
+    slices = header.get("slices", 4)
+    consistent = {"head_length": HEADER_BYTES + 40 * slices, "record_length": 1 << 40}
+    record = forge(make_record(), **({key: value % 2**32 for key, value in consistent.items()} | header))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptRecordError):
+            verify(record, KEY)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()
+
+
+def test_scales_that_are_not_finite_are_corrupt() -> None:
+    layout = make_layout(Quantizer.BINNED, layers=1, kinds=1, tokens=1)
+    record = make_record(layout, Codec.NONE)
+    body = struct.pack("<f", float("nan")) + record[read_header(record)["head_length"] + 4 :]
+    manifest = read_manifest(record)
+    manifest["checksum"] = zlib.crc32(body)
+    with pytest.raises(CorruptRecordError, match="cannot be dequantized"):
+        decode(forge(record, manifest, body), KEY, layout)
+
+
+INTERESTING = st.one_of(
+    st.sampled_from([0, 1, 2, 3, 127, 128, 255, 1 << 20, 2 << 20, 1 << 31, (1 << 32) - 1]),
+    st.integers(0, (1 << 32) - 1),
+)
+
+
+@settings(derandomize=True, database=None, max_examples=500, deadline=None)
+@given(
+    changes=st.lists(st.tuples(st.integers(0, (HEADER_BYTES + 4 * 40) // 4 - 1), INTERESTING), min_size=1, max_size=6),
+    relative=st.booleans(),
+)
+def test_any_words_in_a_sealed_head_end_as_a_record_error_or_as_the_same_record(
+    changes: list[tuple[int, int]], relative: bool
+) -> None:
+    layout = make_layout(Quantizer.BINNED)
+    record = bytearray(make_record(layout, Codec.NONE))
+    for word, value in changes:
+        (old,) = struct.unpack_from("<I", record, word * 4)
+        struct.pack_into("<I", record, word * 4, (old + value) % (1 << 32) if relative else value)
+    sealed = seal(bytes(record))
+    try:
+        head = parse_head(sealed)
+        assert head.slices["offset"].max() < len(sealed)
+        assert [head.layer_range(layer, layer) for layer in range(min(head.layout.layers, 9))]
+        kv = decode(sealed, KEY, layout)
+    except RecordError:
+        return
+    assert kv == decode(make_record(layout, Codec.NONE), KEY, layout)

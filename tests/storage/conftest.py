@@ -1,0 +1,72 @@
+"""Fixtures of the storage tests; what they are made of is in ``storage_support.py``."""
+
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
+
+from storage_support import Child, Client
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Child]]:
+    """Start servers with flags; they end with the test."""
+    children: list[Child] = []
+
+    def start_child(*flags: str, environment: dict[str, str] | None = None) -> Child:
+        children.append(Child("--io-threads", str(request.param), *flags, environment=environment))
+        return children[-1]
+
+    yield start_child
+    for child in children:
+        child.kill()
+
+
+@pytest.fixture(scope="session", params=[1, 3], ids=["1 thread", "3 threads"])
+def shared_server(request: pytest.FixtureRequest) -> Iterator[Child]:
+    """A server with the default configuration but for its threads, for tests that leave it as it was."""
+    with Child("--io-threads", str(request.param)) as child:
+        yield child
+
+
+@pytest.fixture
+def client(shared_server: Child) -> Iterator[Client]:
+    """A client of the shared server, whose keys are gone."""
+    with shared_server.client() as client:
+        assert client.call("FLUSHALL") == b"OK"
+        yield client
+
+
+@pytest.fixture(scope="session")
+def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """A real redis-server, the reference."""
+    program = shutil.which("redis-server")
+    assert program, "these tests compare with redis-server: install the system package redis-server"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    folder = tmp_path_factory.mktemp("redis")
+    process = subprocess.Popen(
+        [program, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)],
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 10
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline and process.poll() is None, "redis-server did not start"
+                time.sleep(0.02)  # nothing of redis-server can be awaited instead
+        yield port
+    finally:
+        process.terminate()
+        process.wait(10)

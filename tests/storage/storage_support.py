@@ -1,0 +1,169 @@
+"""What the storage tests are made of: servers as child processes, a plain client, and records."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Self
+
+from shadowserve import native, record
+from shadowserve.keys import storage_key
+from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command_parts
+
+REPOSITORY = Path(__file__).parents[2]
+TIMEOUT_S = 20.0
+
+
+class Child:
+    """Our storage server as its own process, on a free port; always ended."""
+
+    def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shadowserve.cli", "storage", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env=clean | (environment or {}),
+        )
+        self.log: list[str] = []
+        self._clients: list[Client] = []
+        self._log_reader = threading.Thread(target=self._read_log, daemon=True)
+        self._log_reader.start()
+        assert self.process.stdout is not None
+        self.ready_line = self.process.stdout.readline()
+        if not self.ready_line.startswith("ready "):
+            self.kill()
+            raise AssertionError(f"the server did not start: {self.log}")
+        self.port = int(self.ready_line.rpartition(":")[2])
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line.rstrip())
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal; return the exit status."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        status = self.process.wait(TIMEOUT_S)
+        self._log_reader.join(TIMEOUT_S)
+        return status
+
+    def kill(self) -> None:
+        """End it whatever it does."""
+        for client in self._clients:
+            client.close()
+        self.process.kill()
+        self.process.wait()
+        self._log_reader.join(TIMEOUT_S)
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def threads(self) -> list[Path]:
+        """Return the folder in /proc of each of its threads."""
+        return list(Path(f"/proc/{self.process.pid}/task").iterdir())
+
+    def client(self, host: str = "127.0.0.1", receive_buffer: int | None = None) -> "Client":
+        """Return a client, which is closed with the server if not before."""
+        self._clients.append(Client(self.port, host, receive_buffer))
+        return self._clients[-1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+class Client:
+    """A plain blocking client: what it sends and gets is nobody's interpretation."""
+
+    def __init__(self, port: int, host: str = "127.0.0.1", receive_buffer: int | None = None) -> None:
+        self.socket = socket.socket()
+        if receive_buffer is not None:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        self.socket.settimeout(TIMEOUT_S)
+        try:
+            self.socket.connect((host, port))
+        except OSError:
+            self.socket.close()
+            raise
+        self._reader = ReplyReader()
+
+    def send(self, *arguments: bytes | str | int | memoryview) -> None:
+        for part in encode_command_parts(arguments):
+            self.socket.sendall(part)
+
+    def receive(self) -> Value:
+        """Return the next reply; bulks received in place as bytes."""
+        while True:
+            event = self._reader.next_value()
+            if isinstance(event, memoryview):
+                return bytes(event)
+            if event is not NEED_DATA and not isinstance(event, LargeBulk):
+                return event
+            view = self._reader.get_buffer()
+            if view is not None:
+                size = self.socket.recv_into(view)
+                self._reader.advance(size)
+            else:
+                data = self.socket.recv(1 << 16)
+                size = len(data)
+                self._reader.feed(data)
+            if size == 0:
+                raise EOFError("the server closed the connection")
+
+    def call(self, *arguments: bytes | str | int | memoryview) -> Value:
+        self.send(*arguments)
+        return self.receive()
+
+    def receive_raw(self, size: int) -> bytes:
+        """Return exactly ``size`` bytes, or fewer before the end of the stream."""
+        found = bytearray()
+        while len(found) < size and (data := self.socket.recv(size - len(found))):
+            found += data
+        return bytes(found)
+
+    def receive_to_end(self) -> bytes:
+        """Return everything until the server closes; a reset is no orderly end and raises."""
+        found = bytearray()
+        while data := self.socket.recv(1 << 16):
+            found += data
+        return bytes(found)
+
+    def info(self, section: str = "everything") -> dict[str, str]:
+        text = self.call("INFO", section)
+        assert isinstance(text, bytes)
+        return dict(line.split(":", 1) for line in text.decode().split("\r\n") if ":" in line)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def make_record(name: bytes, *, body_bytes: int = 4096, fill: int = 0) -> tuple[bytes, bytes]:
+    """Return the storage key and a valid record of the chunk ``name`` (32 bytes), of about ``body_bytes``."""
+    tokens = max(1, body_bytes // 256)
+    layout = record.ChunkLayout(
+        namespace=b"n" * 32,
+        dtype=native.DType.UINT8,
+        layers=2,
+        kinds=2,
+        vector_length=64,
+        tokens=tokens,
+        quantizer=native.Quantizer.PASSTHROUGH,
+    )
+    return storage_key(name), record.encode(name, native.Codec.NONE, layout, bytes([fill]) * layout.raw_bytes)

@@ -1,0 +1,248 @@
+"""Several threads that serve: clients at once against a model, what concerns all of them, and the end under load."""
+
+import random
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from storage_support import Child, Client
+
+from storage_kv import io_threads
+from storage_kv.event_loop import READ, EventLoop
+
+MIB = 1 << 20
+THREADS = 4
+KINDS = ("SET", "GET", "GETRANGE", "DEL", "MGET", "STRLEN", "EXISTS", "SET NX")
+
+
+def value_of(number: int, size: int) -> bytes:
+    """Return a value that tells in each 8 bytes which one it is."""
+    return (number.to_bytes(8, "big") * (size // 8 + 1))[:size]
+
+
+def work_against_a_model(client: Client, prefix: str, seed: int, steps: int) -> None:
+    """Do random commands on keys that nobody else uses; every answer must be the model's."""
+    chosen = random.Random(seed)
+    model: dict[str, bytes] = {}
+    for step in range(steps):
+        key = f"{prefix}:{chosen.randrange(6)}"
+        there = model.get(key)
+        kind = chosen.choice(KINDS)
+        if kind in ("SET", "SET NX"):
+            value = value_of(seed << 32 | step, chosen.choice([3, 1000, 20_000, 100_000, MIB, 3 * MIB + 5]))
+            answer = client.call("SET", key, value, *(["NX"] if kind == "SET NX" else []))
+            kept = kind == "SET NX" and there is not None
+            assert answer == (None if kept else b"OK")
+            if not kept:
+                model[key] = value
+        elif kind == "GET":
+            assert client.call("GET", key) == there
+        elif kind == "GETRANGE":
+            first = chosen.randrange(200_000)
+            last = first + chosen.randrange(200_000)
+            assert client.call("GETRANGE", key, first, last) == (there or b"")[first : last + 1]
+        elif kind == "DEL":
+            assert client.call("DEL", key) == (model.pop(key, None) is not None)
+        elif kind == "MGET":
+            others = [f"{prefix}:{number}" for number in range(6)]
+            assert client.call("MGET", *others) == [model.get(other) for other in others]
+        elif kind == "STRLEN":
+            assert client.call("STRLEN", key) == len(there or b"")
+        else:
+            assert client.call("EXISTS", key) == (there is not None)
+
+
+def wait_until_nothing_is_held(client: Client) -> None:
+    """Wait for the threads that have just sent a value's last byte to let go of it."""
+    while client.info()["held_bytes"] != "0":
+        pass
+
+
+@pytest.fixture
+def start_threaded() -> Iterator[Callable[..., Child]]:
+    """Start servers with several threads, whatever the fixture ``start`` would give them."""
+    with ExitStack() as stack:
+        yield lambda *flags: stack.enter_context(Child("--io-threads", str(THREADS), *flags))
+
+
+@pytest.fixture
+def child(start_threaded: Callable[..., Child]) -> Child:
+    """One of them."""
+    return start_threaded("--memory-budget-bytes", "1 GiB")
+
+
+def test_clients_at_once_each_see_their_own_writes_and_nothing_is_left_over(child: Child) -> None:
+    clients = [child.client() for _ in range(2 * THREADS)]
+    with ThreadPoolExecutor(len(clients)) as pool:
+        works = [
+            pool.submit(work_against_a_model, client, f"client{number}", number, 60)
+            for number, client in enumerate(clients)
+        ]
+        for done in works:
+            done.result()
+    with child.client() as client:
+        commands = int(client.info()["total_commands_processed"])
+        assert commands == 2 * THREADS * 60 + 1
+        wait_until_nothing_is_held(client)
+        info = client.info()
+        assert info["protocol_errors"] == "0" and info["evicted_keys"] == "0"
+        assert client.call("FLUSHALL") == b"OK" and client.info()["used_memory"] == "0"
+
+
+def test_the_budget_holds_whoever_writes_and_only_whole_values_are_read(
+    start_threaded: Callable[..., Child],
+) -> None:
+    child = start_threaded("--memory-budget-bytes", "6 MiB")
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        chosen = random.Random(number)
+        with child.client() as client:
+            for step in range(80):
+                key = f"key{chosen.randrange(12)}"  # everybody's
+                if chosen.random() < 0.5:
+                    size = chosen.choice([100, 50_000, MIB, 2 * MIB])
+                    answer = client.call("SET", key, value_of(number << 32 | step, size))
+                    # What is being sent cannot be evicted, so that a write may have to be refused.
+                    if answer != b"OK" and not str(answer).startswith("b'OOM"):
+                        wrong.append(answer)
+                else:
+                    found = client.call("GET", key)
+                    if isinstance(found, bytes) and found != value_of(int.from_bytes(found[:8], "big"), len(found)):
+                        wrong.append(key)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert not wrong
+    with child.client() as client:
+        info = client.info()
+        assert int(info["used_memory_peak"]) <= 6 * MIB and int(info["evicted_keys"]) > 0
+        client.call("FLUSHALL")
+        wait_until_nothing_is_held(client)
+        assert client.info()["used_memory"] == "0"
+
+
+def test_one_of_many_sets_of_a_key_with_nx_wins(child: Child) -> None:
+    clients = [child.client() for _ in range(2 * THREADS)]
+    barrier = threading.Barrier(len(clients))
+
+    def race(number: int) -> list[object]:
+        answers: list[object] = []
+        for turn in range(30):
+            barrier.wait()
+            answers.append(clients[number].call("SET", f"turn{turn}", f"{number}", "NX"))
+        return answers
+
+    with ThreadPoolExecutor(len(clients)) as pool:
+        answers = list(pool.map(race, range(len(clients))))
+    for turn in range(30):
+        winners = [number for number, own in enumerate(answers) if own[turn] == b"OK"]
+        assert len(winners) == 1 and clients[0].call("GET", f"turn{turn}") == b"%d" % winners[0]
+
+
+def test_clients_are_counted_and_limited_over_all_threads(start_threaded: Callable[..., Child]) -> None:
+    child = start_threaded("--connections-max", "9")
+    clients = [child.client() for _ in range(9)]
+    assert all(client.call("PING") == b"PONG" for client in clients)
+    assert child.client().receive_to_end() == b"-ERR max number of clients reached\r\n"
+    listed = bytes(clients[0].call("CLIENT", "LIST")).decode().splitlines()  # type: ignore[arg-type]
+    assert len({line.split()[0] for line in listed}) == 9
+    for client in clients[1:]:
+        client.close()
+    while clients[0].info()["connected_clients"] != "1":
+        pass
+    assert [child.client().call("PING") for _ in range(8)] == [b"PONG"] * 8
+
+
+def test_clients_are_dealt_to_the_thread_with_the_fewest(child: Child) -> None:
+    clients = [child.client() for _ in range(2 * THREADS)]
+    for client in clients:
+        client.call("SET", "a", b"x" * MIB)
+
+    def busy_ticks() -> Counter[str]:
+        ticks: Counter[str] = Counter()
+        for task in child.threads():
+            name = (task / "comm").read_text().strip()
+            ticks[name] += int((task / "schedstat").read_text().split()[0])
+        return ticks
+
+    before = busy_ticks()
+    for client in clients:
+        client.call("GET", "a")
+    after = busy_ticks()
+    assert all(after[name] > before[name] for name in after if name.startswith("io-"))
+    assert len(child.threads()) >= THREADS
+
+
+def test_a_signal_under_load_ends_all_threads_with_whole_replies_only(child: Child) -> None:
+    value = value_of(7, 2 * MIB)
+    clients = [child.client() for _ in range(2 * THREADS)]
+    clients[0].call("SET", "a", value)
+    reply = b"$%d\r\n%b\r\n" % (len(value), value)
+    wrong: list[str] = []
+    served = threading.Semaphore(0)
+
+    def read_on(client: Client) -> None:
+        found = bytearray()
+        try:
+            while True:
+                client.send("GET", "a")
+                if len(found := bytearray(client.receive_raw(len(reply)))) < len(reply):
+                    break
+                served.release()
+        except (BrokenPipeError, ConnectionResetError):
+            found = bytearray()
+        if found:
+            wrong.append(f"{len(found)} bytes of a reply")
+
+    readers = [threading.Thread(target=read_on, args=(client,)) for client in clients]
+    for reader in readers:
+        reader.start()
+    for _ in readers:
+        assert served.acquire(timeout=20)
+    begin = time.monotonic()
+    assert child.stop(signal.SIGTERM) == 0
+    assert time.monotonic() - begin < 5
+    for reader in readers:
+        reader.join()
+    assert not wrong
+    assert not [line for line in child.log if "ERROR" in line or "Traceback" in line or "cut_off" in line], child.log
+
+
+def test_a_loop_calls_handlers_and_functions_and_outlives_their_errors(caplog: pytest.LogCaptureFixture) -> None:
+    loop = EventLoop()
+    here, there = socket.socketpair()
+    seen: list[bytes] = []
+
+    def on_readable(events: int) -> None:
+        assert events & READ
+        seen.append(here.recv(100))
+        raise RuntimeError("a bug")
+
+    loop.add(here.fileno(), READ, on_readable)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    for text in (b"one", b"two"):
+        there.send(text)
+        while text not in seen:
+            pass
+    loop.call_threadsafe(lambda: loop.call_soon(loop.stop))
+    thread.join(20)
+    loop.close()
+    here.close()
+    there.close()
+    assert seen == [b"one", b"two"] and caplog.text.count("callback_failed") == 2
+
+
+@pytest.mark.parametrize(("configured", "cores", "threads"), [(0, 1, 1), (0, 2, 1), (0, 6, 3), (0, 64, 4), (7, 2, 7)])
+def test_as_many_threads_as_configured_or_half_of_the_cores_up_to_four(
+    monkeypatch: pytest.MonkeyPatch, configured: int, cores: int, threads: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    assert io_threads.threads_for(configured) == threads

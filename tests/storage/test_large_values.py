@@ -1,0 +1,126 @@
+"""Values of many MiB: intact, in pieces, from several clients, and while they are replaced or evicted."""
+
+import hashlib
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+from storage_support import Child, Client
+
+from shadowserve.resp import ErrorReply
+
+MIB = 1 << 20
+VALUE = random.Random(1).randbytes(32 * MIB)
+
+
+def resident_bytes(process_id: int) -> int:
+    with open(f"/proc/{process_id}/status", encoding="ascii") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
+
+
+@pytest.mark.parametrize("size", [32 * 1024 - 1, 32 * 1024, 65_536, MIB - 1, MIB, MIB + 1, 32 * MIB])
+def test_values_around_every_boundary_come_back_intact(client: Client, size: int) -> None:
+    value = memoryview(VALUE)[:size]
+    assert client.call("SET", "large", value) == b"OK"
+    assert client.call("STRLEN", "large") == size
+    assert client.call("GET", "large") == value
+
+
+def test_pieces_make_the_whole(client: Client) -> None:
+    client.call("SET", "large", VALUE)
+    step = 2 * MIB
+    for start in range(0, len(VALUE), step):
+        client.send("GETRANGE", "large", start, start + step - 1)
+    digest = hashlib.sha256()
+    for _ in range(0, len(VALUE), step):
+        piece = client.receive()
+        assert isinstance(piece, bytes) and len(piece) == step
+        digest.update(piece)
+    assert digest.digest() == hashlib.sha256(VALUE).digest()
+
+
+def test_mget_mixes_large_small_and_absent(client: Client) -> None:
+    client.call("SET", "large", VALUE[: 3 * MIB])
+    client.call("SET", "small", "x")
+    expected = [VALUE[: 3 * MIB], b"x", None, VALUE[: 3 * MIB]]
+    assert client.call("MGET", "large", "small", "none", "large") == expected
+
+
+def test_large_arguments_of_other_commands_are_values_too(client: Client) -> None:
+    assert client.call("ECHO", VALUE[:100_000]) == VALUE[:100_000]
+    key = VALUE[:50_000]
+    assert client.call("SET", key, VALUE[:MIB]) == b"OK"
+    assert client.call("GET", key) == VALUE[:MIB] and client.call("DEL", key) == 1
+    reply = client.call(VALUE[:40_000].replace(b"\r", b"").replace(b"\n", b""), "x")
+    assert isinstance(reply, ErrorReply) and reply.startswith(b"ERR unknown command '")
+
+
+def test_a_value_being_sent_stays_whole_while_it_is_replaced_and_deleted(shared_server: Child, client: Client) -> None:
+    client.call("SET", "large", VALUE)
+    for change in (("SET", "large", "other"), ("DEL", "large"), ("FLUSHALL",)):
+        client.call("SET", "large", VALUE)
+        with shared_server.client() as reader:
+            reader.send("GET", "large")
+            assert reader.receive_raw(11) == b"$33554432\r\n"  # under way; far more than sockets buffer is left
+            client.call(*change)
+            assert int(client.info()["held_bytes"]) > len(VALUE)
+            assert reader.receive_raw(len(VALUE) + 2) == VALUE + b"\r\n"
+            assert reader.call("PING") == b"PONG"
+        assert int(client.info()["held_bytes"]) == 0
+
+
+def test_a_client_that_goes_away_mid_reply_leaves_nothing_held(shared_server: Child, client: Client) -> None:
+    client.call("SET", "large", VALUE)
+    reader = shared_server.client()
+    reader.send("GET", "large")
+    reader.receive_raw(11)
+    client.call("DEL", "large")
+    assert int(client.info()["held_bytes"]) > len(VALUE)
+    client_id = next(line for line in str(client.call("CLIENT", "LIST")).split("\\n") if "cmd=get" in line)
+    assert "omem=0 " not in client_id
+    reader.close()
+    while int(client.info()["held_bytes"]):  # each round trip lets the server notice
+        pass
+    assert client.info()["used_memory"] == "0"
+
+
+def test_several_clients_read_and_write_large_values_at_once(shared_server: Child, client: Client) -> None:
+    failures: list[object] = []
+
+    def work(number: int) -> None:
+        value = VALUE[number * MIB : (number + 8) * MIB]
+        with shared_server.client() as own:
+            for _ in range(3):
+                if own.call("SET", f"large{number}", value) != b"OK" or own.call("GET", f"large{number}") != value:
+                    failures.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_the_budget_holds_and_memory_returns_to_the_system(start: Callable[..., Child]) -> None:
+    child = start("--memory-budget-bytes", "64 MiB")
+    with child.client() as client:
+        before = resident_bytes(child.process.pid)
+        for number in range(40):
+            assert client.call("SET", f"large{number}", memoryview(VALUE)[: 10 * MIB]) == b"OK"
+        info = client.info()
+        assert int(info["used_memory"]) <= 64 * MIB and int(info["evicted_keys"]) == 34
+        assert client.call("DBSIZE") == 6 and client.call("EXISTS", "large39") == 1
+        assert resident_bytes(child.process.pid) - before < 64 * MIB + 24 * MIB
+        client.call("FLUSHALL")
+        assert resident_bytes(child.process.pid) - before < 24 * MIB
+
+
+def test_a_value_larger_than_the_budget_is_refused_with_redis_text(start: Callable[..., Child]) -> None:
+    child = start("--memory-budget-bytes", "16 MiB")
+    with child.client() as client:
+        client.call("SET", "a", "stays")
+        refusal = b"OOM command not allowed when used memory > 'maxmemory'."
+        assert client.call("SET", "large", memoryview(VALUE)[: 16 * MIB]) == refusal
+        assert client.call("GET", "a") == b"stays" and client.call("GET", "large") is None

@@ -1,0 +1,189 @@
+"""Starting, stopping, configuring and watching the server."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from storage_support import REPOSITORY, Child, Client, make_record
+
+from storage_kv.config import StorageConfig
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_the_server_with_status_0(start: Callable[..., Child], number: signal.Signals) -> None:
+    child = start()
+    assert re.fullmatch(r"ready 127\.0\.0\.1:[0-9]+\n", child.ready_line)
+    idle = child.client()
+    assert idle.call("PING") == b"PONG"
+    assert child.stop(number) == 0
+    assert idle.receive_to_end() == b""
+    assert any(" ready address=127.0.0.1:" in line for line in child.log) and "stopped" in child.log[-1]
+    with pytest.raises(ConnectionRefusedError):
+        child.client()
+
+
+def test_replies_under_way_are_finished_before_the_end(start: Callable[..., Child]) -> None:
+    child = start()
+    value = os.urandom(32 * MIB)
+    reader = child.client()
+    reader.call("SET", "a", value)
+    reader.send("GET", "a")
+    assert reader.receive_raw(11) == b"$33554432\r\n"
+    child.process.send_signal(signal.SIGTERM)
+    assert reader.receive_to_end() == value + b"\r\n"
+    assert child.wait() == 0
+
+
+def test_a_record_being_checked_is_answered_before_the_end(start: Callable[..., Child]) -> None:
+    child = start()
+    key, value = make_record(b"a" * 32, body_bytes=32 * MIB)
+    writer = child.client()
+    writer.send("SET", key, value)
+    child.process.send_signal(signal.SIGTERM)
+    assert writer.receive_to_end() in (b"+OK\r\n", b"")  # answered, or not begun: never half
+    assert child.wait() == 0
+
+
+def test_a_client_that_does_not_read_delays_the_end_no_longer_than_allowed(start: Callable[..., Child]) -> None:
+    child = start("--shutdown-timeout-s", "0.3")
+    with child.client(receive_buffer=4096) as slow:
+        slow.call("SET", "a", b"x" * (32 * MIB))
+        slow.send("GET", "a")
+        slow.receive_raw(11)
+        assert child.stop() == 0
+    assert any("replies_cut_off clients=1" in line for line in child.log)
+
+
+def test_a_second_signal_ends_at_once(start: Callable[..., Child]) -> None:
+    child = start("--shutdown-timeout-s", "600")
+    with child.client(receive_buffer=4096) as slow, child.client() as other:
+        slow.call("SET", "a", b"x" * (32 * MIB))
+        slow.send("GET", "a")
+        slow.receive_raw(11)
+        child.process.send_signal(signal.SIGTERM)
+        assert other.receive_to_end() == b""  # the first signal has arrived
+        assert child.stop() == 0
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shadowserve.cli", "storage", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=REPOSITORY)
+
+
+def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run("--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2 and done.stdout == ""
+    assert "cannot listen on 127.0.0.1 port" in done.stderr and "choose another" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--memory-budget-bytes", "4 gallons"], "memory_budget_bytes"),
+        (["--memory-budget-bytes", "5"], "greater than or equal to"),
+        (["--port", "99999"], "port"),
+        (["--bulk-bytes-max", "2 GiB"], "request_bytes_max is less than bulk_bytes_max"),
+        (["--config", "/nonexistent.yaml"], "cannot read configuration file"),
+        (["--stall-timeout-s", "0"], "greater than 0"),
+    ],
+)
+def test_what_cannot_be_configured_is_refused_before_anything_starts(flags: list[str], message: str) -> None:
+    done = run(*flags)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_sample_configuration_explains_every_key_and_holds_the_defaults() -> None:
+    path = REPOSITORY / "configs" / "storage.yaml"
+    values = yaml.safe_load(path.read_text())["storage"]
+    assert list(values) == list(StorageConfig.model_fields)
+    assert StorageConfig.load(path, environment={}) == StorageConfig()
+    lines = path.read_text().splitlines()
+    for key in values:
+        index = next(number for number, line in enumerate(lines) if line.startswith(f"  {key}:"))
+        assert lines[index - 1].startswith("  #"), f"{key} is not explained"
+
+
+def test_a_configuration_file_is_followed(start: Callable[..., Child], tmp_path: Path) -> None:
+    path = tmp_path / "storage.yaml"
+    path.write_text("storage:\n  memory_budget_bytes: 3 MiB\n  connections_max: 7\n")
+    with start("--config", str(path), "--connections-max", "8").client() as client:
+        assert client.info()["maxmemory"] == str(3 * MIB) and client.info()["maxclients"] == "8"
+
+
+def test_no_thread_leaves_the_cores_it_was_given(start: Callable[..., Child]) -> None:
+    core = max(os.sched_getaffinity(0))
+    child = start("--cores", f"[{core}]")
+    tasks = [int(task.name) for task in Path(f"/proc/{child.process.pid}/task").iterdir()]
+    assert [os.sched_getaffinity(task) for task in tasks] == [{core}] * len(tasks)
+
+
+def test_prometheus_metrics_are_served_where_asked_for(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
+    match = next(filter(None, (re.search(r"metrics_port=(\d+)", line) for line in child.log)), None)
+    while match is None:  # the log's reader is a thread
+        match = next(filter(None, (re.search(r"metrics_port=(\d+)", line) for line in list(child.log))), None)
+    with child.client() as client:
+        key, value = make_record(b"a" * 32)
+        client.call("SET", key, value)
+        client.call("GET", key)
+        client.call("GET", "none")
+        with urllib.request.urlopen(f"http://127.0.0.1:{match[1]}/metrics", timeout=10) as response:
+            text = response.read().decode()
+    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(samples["shadowserve_storage_records"]) == 1
+    assert float(samples["shadowserve_storage_hits_total"]) == 1
+    assert float(samples["shadowserve_storage_misses_total"]) == 1
+    assert float(samples["shadowserve_storage_records_stored_total"]) == 1
+    assert float(samples["shadowserve_storage_received_bytes_total"]) > len(value)
+    assert all(name.startswith("shadowserve_storage_") and "{" not in name for name in samples)
+    assert child.stop() == 0
+
+
+def test_expired_keys_go_without_being_asked_for(start: Callable[..., Child]) -> None:
+    with start().client() as client:
+        for number in range(100):
+            client.send("SET", f"a{number}", "x", "PX", 50)
+        assert all(client.receive() == b"OK" for _ in range(100))
+        while client.call("DBSIZE") != 0:
+            pass
+        assert client.info()["expired_keys"] == "100" and client.info()["used_memory"] == "0"
+
+
+def test_info_has_the_sections_of_redis_and_ours(client: Client) -> None:
+    text = client.call("INFO")
+    assert isinstance(text, bytes)
+    sections = re.findall(rb"^# (\w+)\r$", text, re.MULTILINE)
+    assert sections == [
+        *(b"Server", b"Clients", b"Memory", b"Persistence", b"Stats", b"Replication", b"CPU", b"Cluster"),
+        *(b"Keyspace", b"ShadowServe"),
+    ]
+    assert bytes(client.call("INFO", "memory", "shadowserve")).count(b"# ") == 2  # type: ignore[arg-type]
+    assert client.call("INFO", "nosuch") == b""
+
+
+def test_connections_leave_nothing_behind(start: Callable[..., Child]) -> None:
+    child = start()
+
+    def descriptors() -> int:
+        return len(os.listdir(f"/proc/{child.process.pid}/fd"))
+
+    with child.client() as watcher:
+        watcher.call("PING")
+        before = descriptors()
+        for number in range(200):
+            with child.client() as client:
+                client.call("SET", "a", str(number))
+        while watcher.info()["connected_clients"] != "1":
+            pass
+        assert descriptors() == before

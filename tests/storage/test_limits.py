@@ -1,0 +1,170 @@
+"""What a client may not do: too much, too large, too slowly, or in another language."""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from storage_support import TIMEOUT_S, Child, Client
+
+from shadowserve.resp import encode_command
+
+CORPUS = Path(__file__).parents[1] / "shared" / "corpus" / "resp"
+MIB = 1 << 20
+
+
+def test_clients_beyond_the_limit_are_told_so(start: Callable[..., Child]) -> None:
+    child = start("--connections-max", "2")
+    with child.client() as first, child.client() as second:
+        assert first.call("PING") == second.call("PING") == b"PONG"
+        with child.client() as third:
+            assert third.receive_to_end() == b"-ERR max number of clients reached\r\n"
+        assert first.info()["rejected_connections"] == "1"
+        second.close()
+        while first.info()["connected_clients"] != "1":  # each round trip lets the server notice
+            pass
+        with child.client() as fourth:
+            assert fourth.call("PING") == b"PONG"
+
+
+def test_a_bulk_or_a_request_beyond_the_limit_is_refused(start: Callable[..., Child]) -> None:
+    child = start("--bulk-bytes-max", "1 MiB", "--request-bytes-max", "2 MiB", "--arguments-max", "100")
+    error = b"-ERR Protocol error: invalid bulk length\r\n"
+    with child.client() as client:
+        assert client.call("SET", "a", b"x" * MIB) == b"OK"
+        client.socket.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1048577\r\n")
+        assert client.receive_to_end() == error
+    with child.client() as client:
+        client.socket.sendall(encode_command("DEL", b"x" * 900_000, b"x" * 900_000))
+        assert client.receive() == 0
+        client.socket.sendall(b"*4\r\n$3\r\nDEL\r\n" + b"$900000\r\n%b\r\n" % (b"x" * 900_000) * 2 + b"$900000\r\n")
+        assert client.receive_to_end() == error
+    with child.client() as client:
+        assert client.call("EXISTS", *["a"] * 99) == 99
+        client.socket.sendall(b"*101\r\n")
+        assert client.receive_to_end() == b"-ERR Protocol error: invalid multibulk length\r\n"
+    with child.client() as client:
+        assert client.call("STRLEN", "a") == MIB
+
+
+def test_a_promised_giant_takes_no_memory_before_it_comes(start: Callable[..., Child]) -> None:
+    child = start()
+    promise = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$500000000\r\nonly this"
+    with child.client() as client:
+        before = int(client.info()["used_memory_rss"])
+        for _ in range(20):
+            child.client().socket.sendall(promise)
+        while int(client.info()["total_net_input_bytes"]) < 20 * len(promise):  # until all of it has arrived
+            pass
+        while int(client.info()["connected_clients"]) != 21:
+            pass
+        assert int(client.info()["used_memory_rss"]) - before < 50 * MIB
+
+
+def test_a_client_that_does_not_read_stops_itself_and_costs_only_its_own_backlog(start: Callable[..., Child]) -> None:
+    child = start("--output-buffer-bytes-max", "64 KiB")
+    with child.client() as other:
+        other.call("SET", "a", b"x" * 10_000)
+        commands = encode_command("GET", "a") * 500_000  # 5 GB of replies, were they all made
+        slow = child.client(receive_buffer=4096)
+        slow.socket.settimeout(0.5)
+        before = int(other.info()["used_memory_rss"])
+        sent = 0
+        with pytest.raises(TimeoutError):
+            while sent < len(commands):
+                sent += slow.socket.send(commands[sent:])
+        clients = bytes(other.call("CLIENT", "LIST")).decode()  # type: ignore[arg-type]
+        backlog = int(next(line for line in clients.splitlines() if "cmd=get" in line).split("omem=")[1].split()[0])
+        assert 0 < backlog <= 64 * 1024 + 10_100
+        assert int(other.info()["used_memory_rss"]) - before < 4 * MIB
+        # It gets every reply as soon as it reads, the rest of its commands sent meanwhile.
+        slow.socket.settimeout(TIMEOUT_S)
+        expected = (b"$10000\r\n" + b"x" * 10_000 + b"\r\n") * 50
+        assert slow.receive_raw(len(expected)) == expected
+        assert other.call("PING") == b"PONG"
+        slow.close()
+
+
+def test_a_reader_that_stands_still_is_closed(start: Callable[..., Child]) -> None:
+    child = start("--stall-timeout-s", "0.5")
+    with child.client() as other:
+        other.call("SET", "a", b"x" * (32 * MIB))
+        with child.client(receive_buffer=4096) as slow:
+            slow.send("GET", "a")
+            slow.receive_raw(11)
+            while other.info()["stalled_clients_closed"] == "0":
+                pass
+            assert other.info()["connected_clients"] == "1"
+    assert child.stop() == 0
+    assert any("client_stalled" in line and "reading its replies" in line for line in child.log)
+
+
+def test_a_writer_that_stands_still_is_closed_and_a_slow_one_is_not(start: Callable[..., Child]) -> None:
+    child = start("--stall-timeout-s", "0.6")
+    request = encode_command("SET", "a", b"x" * 100_000)
+    with child.client() as slow, child.client() as still:
+        still.socket.sendall(request[:50_000])
+        position = 0
+        still.socket.settimeout(0.1)
+        closed = False
+        while not closed:
+            if position < len(request) - 1:
+                slow.socket.sendall(request[position : position + 1])
+                position += 1
+            try:
+                closed = still.socket.recv(1) == b""
+            except TimeoutError:
+                pass
+        slow.socket.sendall(request[position:])
+        assert slow.receive() == b"OK"
+        assert slow.info()["stalled_clients_closed"] == "1"
+
+
+def test_idle_clients_are_closed_only_where_that_is_configured(start: Callable[..., Child]) -> None:
+    child = start("--idle-timeout-s", "0.3", "--stall-timeout-s", "60")
+    with child.client() as client:
+        assert client.call("PING") == b"PONG"
+        assert client.receive_to_end() == b""
+    with start().client() as client:
+        client.socket.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            client.socket.recv(1)
+
+
+@pytest.mark.parametrize("path", sorted(CORPUS.glob("*")), ids=lambda path: path.name)
+def test_hostile_bytes_end_at_most_their_own_connection(path: Path, shared_server: Child, client: Client) -> None:
+    with shared_server.client() as hostile:
+        hostile.socket.sendall(path.read_bytes())
+        hostile.socket.shutdown(socket.SHUT_WR)
+        answer = hostile.receive_to_end()
+    assert client.call("PING") == b"PONG"
+    lines = [line for line in answer.split(b"\r\n") if line.startswith(b"-")]
+    assert all(line.startswith((b"-ERR ", b"-ERR Protocol error: ")) for line in lines)
+
+
+def test_a_client_that_sends_on_after_its_error_still_gets_the_error(shared_server: Child) -> None:
+    with shared_server.client() as client:
+        client.socket.sendall(b"*x\r\n" + b"y" * (1 << 20))
+        assert client.receive_to_end() == b"-ERR Protocol error: invalid multibulk length\r\n"
+
+
+def test_a_pipeline_that_is_cut_off_is_answered_as_far_as_it_came(shared_server: Child, client: Client) -> None:
+    with shared_server.client() as cut:
+        cut.socket.sendall(encode_command("SET", "a", "1") * 5000 + b"*3\r\n$3\r\nSET\r\n$1\r\nb")
+        cut.socket.shutdown(socket.SHUT_WR)
+        assert cut.receive_to_end() == b"+OK\r\n" * 5000
+    assert client.call("EXISTS", "b") == 0
+
+
+@pytest.mark.parametrize("depth", [1, 3, 1024])
+def test_pipelines_of_any_depth_keep_their_order(start: Callable[..., Child], depth: int) -> None:
+    with start("--pipeline-commands-max", str(depth)).client() as client:
+        client.socket.sendall(b"".join(encode_command("ECHO", str(number)) for number in range(5000)))
+        assert [client.receive() for _ in range(5000)] == [b"%d" % number for number in range(5000)]
+
+
+def test_quit_answers_and_closes_and_nothing_behind_it_is_executed(shared_server: Child, client: Client) -> None:
+    with shared_server.client() as quitter:
+        quitter.socket.sendall(encode_command("QUIT") + encode_command("SET", "a", "1"))
+        assert quitter.receive_to_end() == b"+OK\r\n"
+    assert client.call("EXISTS", "a") == 0

@@ -1,0 +1,162 @@
+"""Records: immutable once stored, refused unless they verify, and KV.META, which tells of a whole prefix."""
+
+import pytest
+import redis
+from storage_support import Child, Client, make_record
+
+from shadowserve import record
+from shadowserve.keys import storage_key
+from shadowserve.resp import ErrorReply
+
+SMALL, LARGE = 4096, 3 << 20  # checked at once, and in another thread
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_record_is_stored_and_read_back(client: Client, size: int) -> None:
+    key, value = make_record(b"a" * 32, body_bytes=size)
+    assert client.call("SET", key, value) == b"OK"
+    assert client.call("GET", key) == value
+    assert client.call("GETRANGE", key, 100, 999) == value[100:1000]
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_second_record_of_the_same_key_is_answered_ok_and_dropped(client: Client, size: int) -> None:
+    key, first = make_record(b"a" * 32, body_bytes=size, fill=1)
+    _, second = make_record(b"a" * 32, body_bytes=size, fill=2)
+    assert first != second
+    before = client.info()
+    assert client.call("SET", key, first, "EX", 1000) == b"OK"
+    assert client.call("SET", key, second) == b"OK"
+    assert client.call("GET", key) == first
+    assert client.call("TTL", key) == 1000  # nothing of it changes, not even that
+    after = client.info()
+    assert int(after["records_stored"]) - int(before["records_stored"]) == 1
+    assert int(after["records_kept"]) - int(before["records_kept"]) == 1
+    assert after["records"] == "1" and after["record_bytes"] == str(len(first))
+
+
+def test_other_values_follow_redis(client: Client) -> None:
+    key, value = make_record(b"a" * 32)
+    assert client.call("SET", key, "no record") == b"OK"
+    assert client.call("SET", key, value) == b"OK" and client.call("GET", key) == value
+    assert client.call("SET", key, value, "NX") is None
+    assert client.call("SET", key, value, "GET") == value
+    assert client.call("SET", key, "plain again") == b"OK" and client.call("GET", key) == b"plain again"
+    assert client.call("SET", key, value, "XX", "EX", 50) == b"OK" and client.call("TTL", key) == 50
+    assert client.call("DEL", key) == 1
+    assert client.call("SET", key, value, "XX") is None and client.call("EXISTS", key) == 0
+
+
+def faulty_records() -> dict[str, tuple[bytes, bytes]]:
+    key, value = make_record(b"a" * 32)
+    other_key, _ = make_record(b"b" * 32)
+    cases = [
+        ("under another key", other_key, value),
+        ("under a key that names no chunk", b"plain", value),
+        ("under a key in capitals", b"kv:" + key[3:].upper().replace(b"61", b"6A"), value),
+        ("cut off in the header", key, value[:50]),
+        ("cut off in the manifest", key, value[:150]),
+        ("cut off in the body", key, value[:-1]),
+        ("with bytes behind it", key, value + b"x"),
+        ("only a magic", key, record.MAGIC),
+        ("of another version", key, value[:4] + b"\x63\0" + value[6:]),
+    ]
+    for position in (5, 20, 60, 100, 130, len(value) // 2, len(value) - 1):
+        flipped = bytearray(value)
+        flipped[position] ^= 0x10
+        cases.append((f"with bit {position * 8 + 4} flipped", key, bytes(flipped)))
+    return {name: (key, value) for name, key, value in cases}
+
+
+@pytest.mark.parametrize("name", faulty_records())
+def test_what_begins_like_a_record_but_is_none_is_refused(client: Client, name: str) -> None:
+    key, value = faulty_records()[name]
+    client.call("SET", key, "before")
+    refused = int(client.info()["records_refused"])
+    reply = client.call("SET", key, value)
+    assert isinstance(reply, ErrorReply) and reply.startswith(b"ERR record refused, nothing was stored: ")
+    assert client.call("GET", key) == b"before"
+    assert int(client.info()["records_refused"]) == refused + 1
+
+
+def test_a_large_faulty_record_is_refused_and_the_first_one_stays(client: Client) -> None:
+    key, value = make_record(b"a" * 32, body_bytes=LARGE)
+    assert client.call("SET", key, value) == b"OK"
+    flipped = bytearray(value)
+    flipped[-1] ^= 1
+    reply = client.call("SET", key, bytes(flipped))
+    assert isinstance(reply, ErrorReply) and b"checksum" in reply
+    assert client.call("GET", key) == value
+
+
+def test_commands_behind_a_large_record_wait_for_it_and_keep_their_order(client: Client) -> None:
+    key, value = make_record(b"a" * 32, body_bytes=LARGE)
+    client.send("EXISTS", key)
+    client.send("SET", key, value)
+    client.send("STRLEN", key)
+    client.send("SET", key, value, "NX")
+    client.send("PING")
+    assert [client.receive() for _ in range(5)] == [0, b"OK", len(value), None, b"PONG"]
+
+
+def test_others_are_served_while_a_large_record_is_checked(shared_server: Child, client: Client) -> None:
+    key, value = make_record(b"a" * 32, body_bytes=32 << 20)
+    with shared_server.client() as other:
+        client.send("SET", key, value)
+        assert other.call("PING") == b"PONG"
+        assert client.receive() == b"OK"
+
+
+def test_a_reply_that_is_not_wanted_is_dropped_for_a_large_record_too(client: Client) -> None:
+    key, value = make_record(b"a" * 32, body_bytes=LARGE)
+    client.send("CLIENT", "REPLY", "SKIP")
+    client.send("SET", key, value)
+    assert client.call("STRLEN", key) == len(value)
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_kv_meta_tells_length_and_head_of_each_record_and_nil_of_the_rest(client: Client, protocol: int) -> None:
+    client.call("HELLO", protocol)
+    keys = []
+    values = []
+    for number in range(3):
+        key, value = make_record(bytes([number]) * 32, body_bytes=SMALL << number)
+        keys.append(key)
+        values.append(value)
+        client.call("SET", key, value)
+    client.call("SET", "plain", "value")
+    client.call("SET", storage_key(b"z" * 32), "no record under a chunk's key")
+    reply = client.call("KV.META", keys[0], "absent", keys[2], "plain", storage_key(b"z" * 32), keys[1], keys[0])
+    heads = [record.parse_head(value).head_length for value in values]
+    expected = [[len(value), value[:head]] for value, head in zip(values, heads, strict=True)]
+    assert reply == [expected[0], None, expected[2], None, None, expected[1], expected[0]]
+    assert record.parse_head(reply[0][1]).record_length == len(values[0])  # type: ignore[index, arg-type]
+
+
+def test_kv_meta_of_a_whole_prefix_takes_one_round_trip(client: Client) -> None:
+    stored = [make_record(bytes([number // 256, number % 256]) * 16, body_bytes=256) for number in range(600)]
+    for key, value in stored:
+        client.send("SET", key, value)
+    assert all(client.receive() == b"OK" for _ in stored)
+    reply = client.call("kv.meta", *(key for key, _ in stored), "absent")
+    assert isinstance(reply, list) and len(reply) == 601 and reply[600] is None
+    assert all(entry[0] == len(value) for entry, (_, value) in zip(reply, stored, strict=False))  # type: ignore[index]
+
+
+def test_kv_meta_needs_a_key_and_counts_as_a_use(client: Client) -> None:
+    assert client.call("KV.META") == b"ERR wrong number of arguments for 'kv.meta' command"
+    before = client.info("stats")
+    key, value = make_record(b"a" * 32)
+    client.call("SET", key, value)
+    client.call("KV.META", key, "absent")
+    after = client.info("stats")
+    assert int(after["keyspace_hits"]) - int(before["keyspace_hits"]) == 1
+    assert int(after["keyspace_misses"]) - int(before["keyspace_misses"]) == 1
+
+
+def test_redis_py_passes_our_own_command_through(shared_server: Child, client: Client) -> None:
+    key, value = make_record(b"a" * 32)
+    with redis.Redis(port=shared_server.port) as connection:
+        connection.set(key, value)
+        ((length, head),) = connection.execute_command("KV.META", key)
+    assert length == len(value) and value.startswith(head) and head.startswith(record.MAGIC)

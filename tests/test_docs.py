@@ -1,0 +1,62 @@
+"""What the documents name is there: files, outcomes, metrics, commands."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shadowserve import __version__
+from shadowserve.cli import COMMANDS
+from shadowserve.proto.dataplane_pb2 import Outcome
+
+REPOSITORY = Path(__file__).parents[1]
+DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
+SOURCES = "".join(
+    path.read_text()
+    for package in ("storage_kv", "dpu_dataplane", "host_control")
+    for path in (REPOSITORY / package).rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_each_file_that_a_document_names_is_there(document: Path) -> None:
+    named = re.findall(r"`([\w.]+(?:/[\w.*-]+)*/[\w.*-]+\.(?:py|c|h|proto|yaml|md)|[\w/]+/)`", document.read_text())
+    absent = [name for name in named if not list(REPOSITORY.glob(name))]
+    assert not absent
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_each_command_that_a_document_names_is_one(document: Path) -> None:
+    named = set(re.findall(r"(?:^ {4}|`)shadowserve ([a-z]\w+)", document.read_text(), re.MULTILINE))
+    assert named <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_each_metric_that_a_document_names_is_counted(document: Path) -> None:
+    for name in re.findall(r"`(?:vllm:)?shadowserve_(\w+)(?:\{\w+\})?`", document.read_text()):
+        counted = name.removesuffix("_total")
+        assert any(f'"{each}"' in SOURCES for each in (counted, counted.removeprefix("storage_"))), name
+
+
+def test_the_failures_document_explains_every_outcome() -> None:
+    text = (REPOSITORY / "docs" / "failures.md").read_text()
+    explained = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    outcomes = {name.removeprefix("OUTCOME_").lower() for name in Outcome.keys()} - {"unspecified"}
+    assert outcomes <= explained
+
+
+def test_the_changelog_begins_with_the_version_of_the_code() -> None:
+    first = re.search(r"^## (\S+?),? ", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert first is not None and first[1] == __version__
+
+
+def test_the_figures_in_the_benchmarks_documents_are_those_of_their_data() -> None:
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / "scripts" / "gen-bench-docs", "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

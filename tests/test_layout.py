@@ -1,0 +1,127 @@
+"""The layout rules of docs/architecture.md: what may import what, and what a wheel holds."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+PROGRAMS = ("host_control", "dpu_dataplane", "storage_kv")
+PACKAGES = ("shadowserve", *PROGRAMS)
+
+
+def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
+    """Yield line and full name of each module that ``source``, a module of ``package``, imports, however it does."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            for argument in node.args[:1]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield node.lineno, argument.value
+                elif isinstance(argument, ast.JoinedStr) and isinstance(argument.values[0], ast.Constant):
+                    yield node.lineno, str(argument.values[0].value)
+
+
+def modules(package: str) -> list[Path]:
+    return [path for path in sorted((REPOSITORY / package).rglob("*.py")) if "_pb2" not in path.name]
+
+
+def forbidden(path: Path, names: tuple[str, ...]) -> list[str]:
+    package = ".".join(path.relative_to(REPOSITORY).parts[:-1])
+    return [
+        f"{path.relative_to(REPOSITORY)}:{line} imports {name}"
+        for line, name in imported(path.read_text(encoding="utf-8"), package)
+        if any(f"{name}.".startswith(f"{other}.") for other in names)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import storage_kv.engine as e", ["storage_kv.engine"]),
+        ("from storage_kv import engine", ["storage_kv.engine"]),
+        ("def f():\n    if x:\n        from storage_kv.engine import Engine", ["storage_kv.engine.Engine"]),
+        ("from . import a", ["storage_kv.commands.a"]),
+        ("from .. import a", ["storage_kv.a"]),
+        ("from ..x import a", ["storage_kv.x.a"]),
+        ("importlib.import_module('host_control.vllm')", ["host_control.vllm"]),
+        ("__import__('host_control')", ["host_control"]),
+        ("import_module(f'host_control.{name}')", ["host_control."]),
+        ("text = 'import storage_kv'", []),
+    ],
+)
+def test_each_way_to_import_is_seen(source: str, names: list[str]) -> None:
+    assert [name for _, name in imported(source, "storage_kv.commands")] == names
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_imports_neither_another_one_nor_the_command(program: str) -> None:
+    others = tuple(other for other in PROGRAMS if other != program)
+    assert modules(program), f"{program} is empty"
+    found = [line for path in modules(program) for line in forbidden(path, (*others, "shadowserve.cli", "tests"))]
+    assert not found, "\n".join(found)
+
+
+def test_the_shared_package_imports_no_program() -> None:
+    shared = [path for path in modules("shadowserve") if "cli" not in path.relative_to(REPOSITORY).parts]
+    found = [line for path in shared for line in forbidden(path, (*PROGRAMS, "shadowserve.cli", "tests"))]
+    assert shared and not found, "\n".join(found)
+
+
+def test_the_storage_node_knows_neither_grpc_nor_an_engine() -> None:
+    found = [line for path in modules("storage_kv") for line in forbidden(path, ("grpc", "vllm", "torch"))]
+    assert not found, "\n".join(found)
+
+
+def test_the_data_plane_knows_no_engine() -> None:
+    found = [line for path in modules("dpu_dataplane") for line in forbidden(path, ("vllm", "torch"))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["proto", "native", "configs", "scripts", "tests", "docs"])
+def test_a_folder_without_code_of_ours_is_no_package(folder: str) -> None:
+    # A proto/__init__.py would hide proto-plus, a tests/__init__.py whatever else is called tests.
+    assert not list((REPOSITORY / folder).rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_is_one_on_disk(package: str) -> None:
+    folders = {path.parent for path in modules(package)}
+    assert (REPOSITORY / package / "__init__.py").exists()
+    without = [str(folder.relative_to(REPOSITORY)) for folder in folders if not (folder / "__init__.py").exists()]
+    assert not without, f"no __init__.py in {without}"
+
+
+def test_the_distribution_lists_the_four_packages() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert set(project["tool"]["scikit-build"]["wheel"]["packages"]) == set(PACKAGES)
+
+
+def test_a_wheel_holds_the_four_packages_and_nothing_else(tmp_path: Path) -> None:
+    # The C core is left out, which takes the longest and adds two files to shadowserve/.
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(REPOSITORY), "--quiet"]
+    command += ["--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path)]
+    command += ["--config-settings=wheel.cmake=false", f"--config-settings=build-dir={tmp_path / 'build'}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("shadowserve-*.whl")
+    names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
+    top = {name.parts[0] for name in names}
+    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
+    packed = {name for name in names if name.suffix == ".py"}
+    on_disk = {path.relative_to(REPOSITORY) for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")}
+    assert packed == {path for path in on_disk if path.name != "_cffi.py"}
+    assert any(name.name == "LICENSE" for name in names)
+    entry_points = zipfile.ZipFile(wheel).read(next(str(n) for n in names if n.name == "entry_points.txt")).decode()
+    assert "shadowserve=shadowserve.cli:main" in entry_points.replace(" ", "")
+    assert "shadowserve=host_control.vllm:register" in entry_points.replace(" ", "")

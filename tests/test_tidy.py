@@ -1,0 +1,203 @@
+"""House rules that no linter of ours knows, over every file that git would take."""
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).parents[1]
+PACKAGES = ("shadowserve", "storage_kv", "dpu_dataplane", "host_control")
+COLUMNS_MAX = 120
+FUNCTION_LINES_MAX = 70
+MODULE_LINES_MAX = 700
+
+# Put together from parts, so that this file does not find itself.
+UNFINISHED = re.compile("|".join([r"\bTO" + r"DO\b", r"\bFIX" + r"ME\b", r"\bXX" + r"X\b"]))
+_FOLDERS = "|".join(["ro" + "ot", "ho" + "me", "Us" + "ers", "wo" + "rk"])
+MACHINE_PATHS = re.compile(rf"(?<![\w.~-])/(?:{_FOLDERS})/\w")
+# Comments for tools may stand beyond the edge, as ruff has it.
+PRAGMA = re.compile(r"\s+# (?:type|noqa|fmt|pragma)\b.*$")
+UNSAFE = re.compile(
+    r"^\s*(?:import|from)\s+(?:pickle|marshal|shelve|dill|cloudpickle)\b"
+    r"|\byaml\.(?:load|unsafe_load)\(|(?<![\w.])(?:eval|exec)\("
+)
+
+
+@cache
+def files(*suffixes: str) -> list[Path]:
+    """Return the files that git tracks and that are there; generated code is not ours to tidy.
+
+    New files count once they are added: what a user leaves lying about (logs, results) is not ours to judge.
+    """
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.split("\0")
+    paths = [REPOSITORY / name for name in listed if name and "_pb2" not in name]
+    return sorted(path for path in paths if path.is_file() and (not suffixes or path.suffix in suffixes))
+
+
+@cache
+def text_of(path: Path) -> str:
+    """Return a file's text; empty for what is no text, such as the model's weights."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+def place(path: Path, line: int = 0) -> str:
+    return f"{path.relative_to(REPOSITORY)}:{line}" if line else str(path.relative_to(REPOSITORY))
+
+
+def matches(pattern: re.Pattern[str], paths: list[Path]) -> Iterator[str]:
+    for path in paths:
+        for number, line in enumerate(text_of(path).splitlines(), start=1):
+            if pattern.search(line):
+                yield f"{place(path, number)}: {line.strip()[:100]}"
+
+
+def complain(found: list[str]) -> None:
+    assert not found, "\n" + "\n".join(found)
+
+
+def python_functions(path: Path) -> Iterator[tuple[str, int, int]]:
+    for node in ast.walk(ast.parse(text_of(path))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node.lineno, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def c_functions(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Yield functions as clang-format leaves them: outside of any other, ``) {`` or ``{`` alone, up to ``}`` alone."""
+    start, name = 0, ""
+    for number, line in enumerate(text_of(path).splitlines(), start=1):
+        if start and line == "}":
+            yield name, start, number - start + 1
+            start = 0
+        elif not start and (line == "{" or line.endswith(") {")):
+            start, name = number, line.strip()[:60] if len(line) > 1 else name
+        elif not start and line:
+            name = line.strip()[:60]
+
+
+def test_git_lists_the_files() -> None:
+    assert Path(__file__) in files()
+    assert len(files(".py")) > 30 and len(files(".c", ".h")) > 10
+
+
+def test_functions_fit_on_a_screen() -> None:
+    found = [
+        f"{place(path, line)}: {name} has {length} lines; {FUNCTION_LINES_MAX} is the most"
+        for suffixes, functions in (((".py",), python_functions), ((".c", ".h"), c_functions))
+        for path in files(*suffixes)
+        for name, line, length in functions(path)
+        if length > FUNCTION_LINES_MAX
+    ]
+    complain(found)
+
+
+def test_functions_are_found_in_c() -> None:
+    assert sum(len(list(c_functions(path))) for path in files(".c")) > 50
+
+
+def test_modules_can_be_read_in_one_go() -> None:
+    counts = {path: len(text_of(path).splitlines()) for path in files(".py", ".c", ".h", ".pyi")}
+    complain([f"{place(path)} has {count} lines" for path, count in counts.items() if count > MODULE_LINES_MAX])
+
+
+def test_lines_are_at_most_120_columns_without_tabs_or_blanks_at_the_end() -> None:
+    code = files(".py", ".pyi", ".c", ".h", ".proto", ".toml", ".yaml", ".cmake")
+    scripts = [path for path in files("") if path.name == "Makefile" or text_of(path).startswith("#!")]
+    found = []
+    for path in [*code, *scripts]:
+        for number, line in enumerate(text_of(path).splitlines(), start=1):
+            if len(PRAGMA.sub("", line)) > COLUMNS_MAX:
+                found.append(f"{place(path, number)}: {len(line)} columns")
+            if line != line.rstrip() or ("\t" in line and path.name != "Makefile"):
+                found.append(f"{place(path, number)}: a tab, or blanks at the end")
+    complain(found)
+
+
+def test_text_ends_with_one_line_break() -> None:
+    texts = {path: text_of(path) for path in files(".py", ".pyi", ".c", ".h", ".proto", ".toml", ".yaml", ".md")}
+    complain([place(path) for path, text in texts.items() if text and (text[-1] != "\n" or text.endswith("\n\n"))])
+
+
+def package_modules() -> list[Path]:
+    return [path for path in files(".py") if path.relative_to(REPOSITORY).parts[0] in PACKAGES]
+
+
+def test_every_module_says_what_it_is() -> None:
+    trees = {path: ast.parse(text_of(path)) for path in files(".py")}
+    complain([place(path) for path, tree in trees.items() if tree.body and not ast.get_docstring(tree)])
+
+
+def test_every_module_lists_what_it_exports() -> None:
+    found = []
+    for path in package_modules():
+        body = ast.parse(text_of(path)).body
+        only_docstring = all(isinstance(node, ast.Expr) for node in body)
+        targets = [ast.unparse(target) for node in body if isinstance(node, ast.Assign) for target in node.targets]
+        targets += [ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)]
+        if not only_docstring and path.name != "__main__.py" and "__all__" not in targets and path.stem != "_version":
+            found.append(f"{place(path)}: no __all__")
+    complain(found)
+
+
+def test_nothing_is_left_unfinished() -> None:
+    complain(list(matches(UNFINISHED, files())))
+
+
+def test_no_python_object_is_unpickled_or_evaluated() -> None:
+    complain(list(matches(UNSAFE, files(".py"))))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line"),
+    [
+        (UNSAFE, "import " + "pickle"),
+        (UNSAFE, "    from " + "marshal import loads"),
+        (UNSAFE, "x = yaml." + "load(text)"),
+        (UNSAFE, "y = ev" + "al(text)"),
+        (UNFINISHED, "# TO" + "DO: later"),
+        (MACHINE_PATHS, 'open("/ho' + 'me/me/file")'),
+        (MACHINE_PATHS, "see /wo" + "rk/main"),
+    ],
+)
+def test_a_pattern_finds_what_it_should(pattern: re.Pattern[str], line: str) -> None:
+    assert pattern.search(line)
+
+
+def test_no_path_of_a_developers_machine_is_written_down() -> None:
+    complain(list(matches(MACHINE_PATHS, files())))
+
+
+def test_c_files_say_their_licence_first() -> None:
+    first = {path: text_of(path).partition("\n")[0] for path in files(".c", ".h")}
+    complain([place(path) for path, line in first.items() if "SPDX-License-Identifier: Apache-2.0" not in line])
+
+
+def test_a_link_in_the_documents_leads_somewhere() -> None:
+    link = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
+    found = [
+        f"{place(path)}: {target}"
+        for path in files(".md")
+        for target in link.findall(text_of(path))
+        if not (path.parent / target).exists()
+    ]
+    complain(found)
+
+
+def test_hooks_need_no_network() -> None:
+    hooks = yaml.safe_load((REPOSITORY / ".pre-commit-config.yaml").read_text())
+    assert [repository["repo"] for repository in hooks["repos"]] == ["local"]
+    assert {hook["language"] for hook in hooks["repos"][0]["hooks"]} == {"system"}
