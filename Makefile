@@ -1,0 +1,43 @@
+# make demo                        the main job, end to end, on this machine
+# make demo ARGS="--json out.json" the same, and its table as data
+# make test                        all tests
+# make bench                       every benchmark; its data, plot and tables go to docs/benchmarks/
+# make bench BENCH="codecs fetch"  some of them
+# make lint                        formatting, linting, types
+# Everything lives in .venv; the first run takes some minutes and about 3 GB.
+
+VENV ?= .venv
+PYTHON ?= python3
+ARGS ?=
+BENCH ?=
+export VENV PYTHON
+
+native_sources := $(shell find native CMakeLists.txt -type f)
+ready := $(VENV)/.ready
+
+.PHONY: demo test bench lint format setup clean
+
+demo: $(ready)
+	$(VENV)/bin/shadowserve demo $(ARGS)
+
+test: $(ready)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+bench: $(ready)
+	scripts/bench $(BENCH)
+
+lint: $(ready)
+	scripts/lint
+
+format: $(ready)
+	scripts/lint --fix
+
+setup: $(ready)
+
+$(ready): scripts/setup scripts/install-system-packages scripts/requirements/base.txt \
+		scripts/requirements/engine-cpu.txt pyproject.toml $(native_sources)
+	scripts/setup
+	touch $@
+
+clean:
+	rm -rf build $(VENV)

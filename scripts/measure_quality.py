@@ -1,0 +1,600 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Measure what each treatment of the KV cache costs the project's own model, and what it saves.
+
+Windows are cut from tests/assets/heldout.jsonl. The model reads the first part of a window; its keys and values become
+real records (256-token chunks, quantized and compressed by the C core) and are decoded again; then the rest of the
+window is scored on top of them. The cost is how much the predictions differ from those on the cache that was never
+stored: their divergence, and the change in bits per byte.
+
+What is no quantizer, because it was tried here and did not pay, is computed in PyTorch instead: scales for each
+channel, and bins for each layer. Their sizes are counted as records would have them.
+
+    python scripts/measure_quality.py --json quality.json --plot docs/quality.svg   # docs/quality.md's tables and plot
+"""
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from model_text import Document, load_documents
+from train_model import ASSETS
+
+from shadowserve import native, record
+
+__all__ = [
+    "TREATMENTS",
+    "Lossless",
+    "Outcome",
+    "Treatment",
+    "column_entropy",
+    "bit_entropies",
+    "draw",
+    "kv_bytes",
+    "measure",
+    "measure_lossless",
+    "prefill",
+    "score",
+    "stored_and_loaded",
+    "windows",
+]
+
+CHUNK_TOKENS = 256
+KEY = bytes(32)  # a record needs some key and namespace; nothing here depends on which
+TORCH_DTYPES = {
+    native.DType.BFLOAT16: torch.bfloat16,
+    native.DType.FLOAT32: torch.float32,
+    native.DType.FLOAT8_E4M3: torch.float8_e4m3fn,
+}
+SHOWN_CODECS = ("deflate", "zstd", "kvrans")
+ENTROPY = "entropy"
+COLUMN_KINDS = 8  # tables of "entropy" in each slice
+TABLE_ENTRY_BITS = 5  # what each symbol that occurs costs in a table
+
+KVCache = list[tuple[torch.Tensor, torch.Tensor]]
+"""For each layer, keys and values: (1, KV heads, tokens, head size)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """How chunks are stored.
+
+    Attributes:
+        quantizer, dtype, bins, value_bins, scale_tokens: as of ChunkLayout.
+        layer_bins: bins of the keys and of the values of each layer, in their place; computed here.
+        channel_keys: keys have a scale for each channel of a chunk instead of each token; computed here.
+    """
+
+    quantizer: native.Quantizer = native.Quantizer.BINNED
+    dtype: native.DType = native.DType.BFLOAT16
+    bins: int = 0
+    value_bins: int = 0
+    scale_tokens: int = 1
+    layer_bins: tuple[tuple[int, int], ...] = ()
+    channel_keys: bool = False
+
+    @property
+    def is_record(self) -> bool:
+        """Whether a record can hold it."""
+        return not self.channel_keys and not self.layer_bins
+
+    @property
+    def label(self) -> str:
+        """What the table calls it."""
+        if self.quantizer is not native.Quantizer.BINNED:
+            return self.quantizer.name.lower()
+        if self.layer_bins:
+            return "binned, " + " ".join(f"{key}/{value}" for key, value in self.layer_bins)
+        bins = f"binned {self.bins}" + (f"/{self.value_bins}" if self.value_bins else "")
+        shared = f", {self.scale_tokens} tokens a scale" if self.scale_tokens > 1 else ""
+        return bins + shared + (", keys by channel" if self.channel_keys else "")
+
+
+SPLIT_BINS = ((32, 8), (48, 12), (64, 16), (96, 24), (128, 32))
+"""Bins of keys and values, four to one: what the search on other windows found best (docs/quality.md)."""
+
+TREATMENTS = (
+    Treatment(quantizer=native.Quantizer.LOSSLESS, dtype=native.DType.FLOAT32),
+    Treatment(quantizer=native.Quantizer.LOSSLESS),
+    *(Treatment(bins=bins) for bins in (16, 32, 64, 256)),
+    *(Treatment(bins=bins, value_bins=value_bins) for bins, value_bins in SPLIT_BINS),
+    *(Treatment(bins=bins, value_bins=value_bins, scale_tokens=16) for bins, value_bins in SPLIT_BINS),
+    *(Treatment(bins=bins, value_bins=value_bins, channel_keys=True) for bins, value_bins in SPLIT_BINS[:3]),
+    Treatment(layer_bins=((66, 18), (74, 20), (56, 14), (60, 12))),
+    Treatment(dtype=native.DType.FLOAT8_E4M3, quantizer=native.Quantizer.PASSTHROUGH),
+    Treatment(dtype=native.DType.FLOAT8_E4M3, bins=64, value_bins=16),
+)
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """One row of the table; means over windows.
+
+    Attributes:
+        treatment: as Treatment.label.
+        dtype: of the cache.
+        family: which curve of the plot it belongs to.
+        bits_per_element: stored bits, scales and heads included, by the name of the codec; ``"entropy"`` is what a
+            coder with a table for each of eight kinds of columns could reach (binned only).
+        error: root mean square of the change in K and V, over that of K and V.
+        divergence: Kullback-Leibler divergence of the predictions from those on the kept cache, in bits per byte.
+        bits_per_byte: of the scored text.
+        change: of bits_per_byte against the float32 cache that was never stored.
+        change_error: standard error of ``change``.
+        agreement: share of positions whose most likely next byte is the same.
+    """
+
+    treatment: str
+    dtype: str
+    family: str
+    bits_per_element: dict[str, float]
+    error: float
+    divergence: float
+    bits_per_byte: float
+    change: float
+    change_error: float
+    agreement: float
+
+
+def windows(documents: Sequence[Document], size: int) -> Iterator[list[int]]:
+    """Yield windows of ``size`` tokens (bytes) from the starts of ``documents`` on, without overlap."""
+    for document in documents:
+        data = document.text.encode()
+        for start in range(0, len(data) - size + 1, size):
+            yield list(data[start : start + size])
+
+
+def kv_bytes(cache: KVCache, dtype: native.DType, first: int, tokens: int) -> bytes:
+    """Return ``tokens`` tokens of ``cache`` in the record's decoded layout: layer, kind, token, head, dimension."""
+    parts = [
+        tensor[0, :, first : first + tokens].transpose(0, 1).to(TORCH_DTYPES[dtype]).contiguous()
+        for layer in cache
+        for tensor in layer
+    ]
+    return b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
+
+
+def _layout(cache: KVCache, treatment: Treatment) -> record.ChunkLayout:
+    _, heads, _, head_size = cache[0][0].shape
+    return record.ChunkLayout(
+        namespace=bytes(32),
+        dtype=treatment.dtype,
+        layers=len(cache),
+        kinds=2,
+        vector_length=heads * head_size,
+        tokens=CHUNK_TOKENS,
+        quantizer=treatment.quantizer,
+        bins=treatment.bins,
+        value_bins=treatment.value_bins,
+        scale_tokens=treatment.scale_tokens,
+    )
+
+
+def stored_and_loaded(
+    cache: KVCache, treatment: Treatment, codecs: Sequence[native.Codec]
+) -> tuple[KVCache, dict[str, int]]:
+    """Return ``cache`` after its chunks went into records and came back, and the records' bytes with each codec.
+
+    The tokens of ``cache`` must be a multiple of 256.
+    """
+    if not treatment.is_record:
+        return _tried(cache, treatment, codecs)
+    _, heads, tokens, head_size = cache[0][0].shape
+    layout = _layout(cache, treatment)
+    chunks: list[torch.Tensor] = []
+    stored = {codec.name.lower(): 0 for codec in codecs}
+    if treatment.quantizer is native.Quantizer.BINNED:
+        stored[ENTROPY] = 0
+    for first in range(0, tokens, CHUNK_TOKENS):
+        kv = kv_bytes(cache, treatment.dtype, first, CHUNK_TOKENS)
+        for codec in codecs:
+            data = record.encode(KEY, codec, layout, kv)
+            stored[codec.name.lower()] += len(data)
+        if ENTROPY in stored:
+            plain = record.encode(KEY, native.Codec.NONE, layout, kv)
+            stored[ENTROPY] += len(plain) - sum(
+                symbols.size - column_entropy(symbols) for symbols in _symbols(record.parse_head(plain), plain)
+            )
+        decoded = torch.from_numpy(np.frombuffer(record.decode(data, KEY, layout), np.uint8).copy())
+        elements = decoded.view(TORCH_DTYPES[treatment.dtype]).float()
+        chunks.append(elements.view(len(cache), 2, CHUNK_TOKENS, heads, head_size))
+    joined = torch.cat(chunks, dim=2).transpose(2, 3)
+    return [(layer[0:1].contiguous(), layer[1:2].contiguous()) for layer in joined], stored
+
+
+def _symbols(head: record.Head, data: bytes) -> Iterator[npt.NDArray[np.int8]]:
+    """Yield each slice's symbols, a row for each token, of a record without a codec."""
+    for entry in head.slices:
+        begin = int(entry["offset"]) + int(entry["scales_length"])
+        symbols = np.frombuffer(data, np.int8, int(entry["encoded_length"]), begin)
+        yield symbols.reshape(int(entry["tokens"]), -1)
+
+
+def column_entropy(symbols: npt.NDArray[np.int8]) -> int:
+    """Return the bytes that an order-0 coder needs with a table for each of a few kinds of columns, tables included.
+
+    Columns are put together whose symbols are spread alike: sorted by their spread into classes of equal size, then
+    moved to the class that codes them best, a few times.
+
+    Args:
+        symbols: of a slice, a row for each token.
+    """
+    columns = symbols.shape[1]
+    places = np.arange(columns) * 256
+    counts = np.bincount((symbols.astype(np.int64) + 128 + places).ravel(), minlength=columns * 256)
+    counts = counts.reshape(columns, 256)
+    kinds = np.empty(columns, np.int64)
+    kinds[symbols.std(axis=0).argsort()] = np.arange(columns) * COLUMN_KINDS // columns
+    for _ in range(4):
+        tables = np.stack([counts[kinds == kind].sum(axis=0) for kind in range(COLUMN_KINDS)]) + 1e-3
+        kinds = (counts @ np.log2(tables / tables.sum(axis=1, keepdims=True)).T).argmax(axis=1)
+    bits = 0.0
+    for kind in range(COLUMN_KINDS):
+        table = counts[kinds == kind].sum(axis=0)
+        table = table[table > 0]
+        bits += float(-(table * np.log2(table / max(1, table.sum()))).sum()) + TABLE_ENTRY_BITS * len(table)
+    size: int = math.ceil((bits + math.log2(COLUMN_KINDS) * columns) / 8)
+    return size
+
+
+def _tried(cache: KVCache, treatment: Treatment, codecs: Sequence[native.Codec]) -> tuple[KVCache, dict[str, int]]:
+    """Do as :func:`stored_and_loaded` does for what no record holds, with the same arithmetic."""
+    stored = {codec.name.lower(): 0 for codec in codecs} | {ENTROPY: 0}
+    loaded: KVCache = []
+    for layer, tensors in enumerate(cache):
+        made = []
+        for kind, tensor in enumerate(tensors):
+            bins = treatment.layer_bins[layer][kind] if treatment.layer_bins else 0
+            bins = bins or ((treatment.value_bins if kind else 0) or treatment.bins)
+            _, heads, tokens, head_size = tensor.shape
+            chunks = tensor[0].transpose(0, 1).reshape(-1, CHUNK_TOKENS, heads * head_size)
+            chunks = chunks.to(TORCH_DTYPES[treatment.dtype]).float()
+            across = 1 if treatment.channel_keys and kind == 0 else 2
+            scales = chunks.abs().amax(dim=across, keepdim=True) / (bins // 2 - 1)
+            symbols = (chunks * torch.where(scales > 0, 1 / scales, 0)).round()
+            for rows in symbols.to(torch.int8).numpy():
+                for codec in codecs:
+                    stored[codec.name.lower()] += len(native.compress(codec, rows.tobytes(), rows.shape[1]))
+                stored[ENTROPY] += column_entropy(rows)
+            around = 4 * scales.numel() + len(chunks) * (
+                record.HEADER_BYTES / len(cache) / 2 + record.MANIFEST_DTYPE.itemsize
+            )
+            for name in stored:
+                stored[name] += round(around)
+            values = (symbols * scales).to(TORCH_DTYPES[treatment.dtype]).float()
+            made.append(values.reshape(tokens, heads, head_size).transpose(0, 1)[None].contiguous())
+        loaded.append((made[0], made[1]))
+    return loaded, stored
+
+
+def prefill(model: Any, tokens: list[int]) -> KVCache:
+    """Return the cache of ``tokens``."""
+    with torch.no_grad():
+        cache = model(torch.tensor([tokens]), use_cache=True).past_key_values
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def score(model: Any, cache: KVCache, tokens: list[int]) -> tuple[float, torch.Tensor]:
+    """Return bits per byte of ``tokens`` after the first, on top of ``cache``, and the predictions' logarithms."""
+    from transformers import DynamicCache
+
+    copies = DynamicCache([(keys.clone(), values.clone()) for keys, values in cache])
+    window = torch.tensor([tokens])
+    with torch.no_grad():
+        logits = model(window[:, :-1], past_key_values=copies).logits[0].float()
+    loss = torch.nn.functional.cross_entropy(logits, window[0, 1:])
+    return float(loss) / math.log(2), logits.log_softmax(dim=-1)
+
+
+def _divergence(kept: torch.Tensor, other: torch.Tensor) -> float:
+    return float((kept.exp() * (kept - other)).sum(dim=-1).mean()) / math.log(2)
+
+
+def _relative_error(cache: KVCache, other: KVCache) -> float:
+    difference = sum(
+        float((a - b).square().sum()) for x, y in zip(cache, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+    magnitude = sum(float(a.square().sum()) for layer in cache for a in layer)
+    return math.sqrt(difference / magnitude)
+
+
+@dataclass
+class _Sample:
+    """What one treatment came to in each window."""
+
+    bits: list[float] = field(default_factory=list)
+    change: list[float] = field(default_factory=list)
+    divergence: list[float] = field(default_factory=list)
+    agreement: list[float] = field(default_factory=list)
+    error: list[float] = field(default_factory=list)
+    stored: list[dict[str, int]] = field(default_factory=list)
+
+    def outcome(self, treatment: Treatment, elements: int) -> Outcome:
+        """Return the row of a treatment that was given so many elements in each window."""
+        spread = statistics.stdev(self.change) if len(self.change) > 1 else 0.0
+        return Outcome(
+            treatment=treatment.label,
+            dtype=treatment.dtype.label,
+            family=_family(treatment),
+            bits_per_element={
+                name: 8 * statistics.fmean(stored[name] for stored in self.stored) / elements for name in self.stored[0]
+            },
+            error=statistics.fmean(self.error),
+            divergence=statistics.fmean(self.divergence),
+            bits_per_byte=statistics.fmean(self.bits),
+            change=statistics.fmean(self.change),
+            change_error=spread / math.sqrt(len(self.change)),
+            agreement=statistics.fmean(self.agreement),
+        )
+
+
+def _family(treatment: Treatment) -> str:
+    if treatment.dtype is not native.DType.BFLOAT16 or treatment.quantizer is not native.Quantizer.BINNED:
+        return f"{treatment.dtype.label} {treatment.quantizer.name.lower()}"
+    if treatment.channel_keys:
+        return "a quarter of the bins for V, keys by channel (tried)"
+    if treatment.layer_bins:
+        return "a quarter of the bins for V, bins by layer (tried)"
+    if treatment.scale_tokens > 1:
+        return f"a quarter of the bins for V, {treatment.scale_tokens} tokens a scale"
+    return "a quarter of the bins for V" if treatment.value_bins else "same bins for K and V"
+
+
+def measure(
+    model: Any,
+    texts: Sequence[list[int]],
+    prefix: int,
+    codecs: Sequence[native.Codec] = (native.Codec.DEFLATE,),
+    treatments: Sequence[Treatment] = TREATMENTS,
+) -> tuple[float, list[Outcome]]:
+    """Return the bits per byte without storing anything, and one Outcome for each of ``treatments``.
+
+    Args:
+        model: a transformers model in single precision.
+        texts: windows of tokens, all longer than ``prefix``.
+        prefix: tokens of each that are prefilled and stored, a multiple of 256.
+        codecs: of the records.
+        treatments: what to compare.
+    """
+    baseline: list[float] = []
+    samples = {treatment: _Sample() for treatment in treatments}
+    elements = 0
+    for tokens in texts:
+        cache = prefill(model, tokens[:prefix])
+        elements = sum(tensor.numel() for layer in cache for tensor in layer)
+        plain, kept = score(model, cache, tokens[prefix:])
+        baseline.append(plain)
+        for treatment, sample in samples.items():
+            loaded, stored = stored_and_loaded(cache, treatment, codecs)
+            bits, predicted = score(model, loaded, tokens[prefix:])
+            sample.bits.append(bits)
+            sample.change.append(bits - plain)
+            sample.divergence.append(_divergence(kept, predicted))
+            sample.agreement.append(float((predicted.argmax(-1) == kept.argmax(-1)).float().mean()))
+            sample.error.append(_relative_error(cache, loaded))
+            sample.stored.append(stored)
+    outcomes = [sample.outcome(treatment, elements) for treatment, sample in samples.items()]
+    return statistics.fmean(baseline), outcomes
+
+
+# ---- Lossless --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Lossless:
+    """One row about exact bytes of a cache.
+
+    Attributes:
+        dtype: of the cache.
+        form: ``"planes"``, as the lossless quantizer makes them, or ``"raw"`` bytes.
+        codec: name.
+        ratio: raw bytes over compressed.
+        decode: GB of raw bytes a second and core, the merging of planes included; the best of a few.
+    """
+
+    dtype: str
+    form: str
+    codec: str
+    ratio: float
+    decode: float
+
+
+def measure_lossless(cache: KVCache, codecs: Sequence[native.Codec], repeats: int = 5) -> list[Lossless]:
+    """Compare the lossless quantizer's planes with the raw bytes of the same cache, in one-layer, one-kind slices."""
+    rows = []
+    for dtype in (native.DType.BFLOAT16, native.DType.FLOAT32):
+        layout = _layout(cache, Treatment(quantizer=native.Quantizer.LOSSLESS, dtype=dtype))
+        kv = kv_bytes(cache, dtype, 0, CHUNK_TOKENS)
+        size = len(kv) // (layout.layers * layout.kinds)
+        slices = [kv[first : first + size] for first in range(0, len(kv), size)]
+        shape = {"vectors": CHUNK_TOKENS, "vector_length": layout.vector_length}
+        out = np.empty(size, np.uint8)
+        for form, quantizer in (("planes", native.Quantizer.LOSSLESS), ("raw", native.Quantizer.PASSTHROUGH)):
+            row_length = layout.vector_length * (dtype.itemsize if form == "raw" else 1)
+            symbols = [native.quantize(quantizer, dtype, part, **shape)[0] for part in slices]
+            for codec in codecs:
+                streams = [native.compress(codec, part, row_length) for part in symbols]
+                best, into = math.inf, np.empty(size, np.uint8)
+                for _ in range(repeats):
+                    begin = time.thread_time()
+                    for stream in streams:
+                        native.decompress_into(codec, stream, into)
+                        if quantizer is native.Quantizer.LOSSLESS:
+                            native.dequantize(quantizer, dtype, into, None, out=out, **shape)
+                    best = min(best, time.thread_time() - begin)
+                rows.append(
+                    Lossless(
+                        dtype=dtype.label,
+                        form=form,
+                        codec=codec.name.lower(),
+                        ratio=len(kv) / sum(map(len, streams)),
+                        decode=len(kv) / best / 1e9,
+                    )
+                )
+    return rows
+
+
+def _byte_entropy(data: npt.NDArray[np.uint8]) -> float:
+    shares = np.bincount(data, minlength=256) / data.size
+    shares = shares[shares > 0]
+    return float(-(shares * np.log2(shares)).sum())
+
+
+def bit_entropies(cache: KVCache) -> dict[str, float]:
+    """Return the order-0 entropies of what a bfloat16 is made of, in bits, over a whole cache."""
+    halves = np.frombuffer(kv_bytes(cache, native.DType.BFLOAT16, 0, cache[0][0].shape[2]), np.uint16)
+    return {
+        "exponent (8 bits)": _byte_entropy((halves >> 7 & 0xFF).astype(np.uint8)),
+        "sign (1 bit)": _byte_entropy((halves >> 15).astype(np.uint8)),
+        "mantissa (7 bits)": _byte_entropy((halves & 0x7F).astype(np.uint8)),
+        "mantissa's first bit": _byte_entropy((halves >> 6 & 1).astype(np.uint8)),
+    }
+
+
+# ---- Output ----------------------------------------------------------------------------------------------------------
+
+
+def _table(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec]) -> str:
+    names = [codec.name.lower() for codec in codecs] + [ENTROPY]
+    lines = [
+        f"| cache | stored as | {' | '.join(names)} | error of K and V | divergence | change in bits/byte | "
+        "same next byte |",
+        "|---|---" + "|---" * len(names) + "|---|---|---|---|",
+    ]
+    for row in outcomes:
+        sizes = " | ".join(
+            f"{row.bits_per_element[name]:.2f}" if name in row.bits_per_element else "" for name in names
+        )
+        lines.append(
+            f"| {row.dtype} | {row.treatment} | {sizes} | {row.error:.4f} | {row.divergence:.4f} | "
+            f"{row.change:+.4f} ± {row.change_error:.4f} | {row.agreement:.2%} |"
+        )
+    return "\n".join(lines)
+
+
+def _lossless_table(rows: Sequence[Lossless]) -> str:
+    lines = ["| cache | bytes | codec | ratio | decoded, GB/s per core |", "|---|---|---|---|---|"]
+    lines += [f"| {row.dtype} | {row.form} | {row.codec} | {row.ratio:.3f} | {row.decode:.2f} |" for row in rows]
+    return "\n".join(lines)
+
+
+def draw(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec], path: Path) -> None:
+    """Draw quality against size: two panels for each codec, a curve for each family of treatments."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams["svg.hashsalt"] = "quality"
+    from matplotlib import pyplot
+
+    names = [codec.name.lower() for codec in codecs]
+    figure, panels = pyplot.subplots(
+        2, len(names), squeeze=False, figsize=(4.6 * len(names), 8), sharex=True, sharey="row"
+    )
+    binned = [row for row in outcomes if "binned" in row.treatment]
+    families = list(dict.fromkeys(row.family for row in binned))
+    for column, name in enumerate(names):
+        for family in families:
+            rows = sorted((row for row in binned if row.family == family), key=lambda row: row.bits_per_element[name])
+            bits = [row.bits_per_element[name] for row in rows]
+            style: dict[str, Any] = {
+                "color": f"C{families.index(family)}",
+                "marker": "x" if "tried" in family else "o",
+                "markersize": 5,
+                "linewidth": 1.4,
+                "linestyle": "--" if "tried" in family else "-",
+                "label": family,
+            }
+            panels[0, column].plot(bits, [row.divergence for row in rows], **style)
+            panels[1, column].errorbar(
+                bits, [row.change for row in rows], [row.change_error for row in rows], capsize=2, **style
+            )
+            if family in ("same bins for K and V", "a quarter of the bins for V"):
+                for row, x in zip(rows, bits, strict=True):
+                    place: dict[str, Any] = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 7}
+                    label = row.treatment.removeprefix("binned ")
+                    panels[0, column].annotate(label, (x, row.divergence), color=style["color"], **place)
+        panels[0, column].set_title(name, fontsize=10)
+        panels[1, column].axhline(0, color="0.6", linewidth=0.8)
+        panels[1, column].set_xlabel("stored bits per element (bfloat16: 16)")
+        for panel in panels[:, column]:
+            panel.grid(alpha=0.25)
+    panels[0, 0].set_yscale("log")
+    panels[0, 0].set_ylabel("divergence of predictions, bits/byte")
+    panels[1, 0].set_ylabel("change in bits/byte")
+    panels[1, 0].set_ylim(-0.004, 0.024)
+    panels[0, 0].set_xlim(2.2, 8.2)
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=3, fontsize=8, frameon=False)
+    figure.suptitle("What the cache's treatment costs the project's own model: lower left is better", fontsize=11)
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=110)
+    pyplot.close(figure)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ASSETS / "model")
+    parser.add_argument("--text", type=Path, default=ASSETS / "heldout.jsonl")
+    parser.add_argument("--prefix", type=int, default=3072, help="tokens that are stored, a multiple of 256")
+    parser.add_argument("--scored", type=int, default=1024, help="tokens that are scored after them")
+    parser.add_argument("--windows", type=int, default=24, help="at most this many windows")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="also draw quality against size to this file (.svg or .png)")
+    options = parser.parse_args()
+    if options.prefix % CHUNK_TOKENS or options.prefix <= 0 or options.scored < 2 or options.windows < 1:
+        parser.error("--prefix is a positive multiple of 256, --scored at least 2, --windows at least 1")
+    return options
+
+
+def main() -> int:
+    """Measure, print the table, and write it where asked to."""
+    from transformers import AutoModelForCausalLM
+
+    options = _arguments()
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    texts = list(windows(load_documents(options.text), options.prefix + options.scored))[: options.windows]
+    if not texts:
+        print(f"measure_quality: no document in {options.text} is long enough", file=sys.stderr)
+        return 1
+    built_in = native.codec_implementations()
+    codecs = [codec for codec in native.Codec if codec in built_in and codec.name.lower() in SHOWN_CODECS]
+    baseline, outcomes = measure(model, texts, options.prefix, codecs, TREATMENTS)
+    print(
+        f"{len(texts)} windows: {options.prefix} tokens stored, {options.scored} scored; "
+        f"{baseline:.4f} bits per byte with the float32 cache kept\n"
+    )
+    print(_table(outcomes, codecs))
+    cache = prefill(model, texts[0][: options.prefix])
+    lossless = measure_lossless(cache, [codec for codec in native.Codec if codec in built_in])
+    entropies = bit_entropies(cache)
+    print("\n" + _lossless_table(lossless))
+    print("\nbfloat16, order-0 entropy: " + ", ".join(f"{name} {bits:.3f}" for name, bits in entropies.items()))
+    if options.json:
+        report = {
+            "bench": "quality",
+            "machine": {"cpu": platform.machine(), "isa": native.isa_active().name.lower()},
+            "settings": {"windows": len(texts), "prefix": options.prefix, "scored": options.scored},
+            "baseline_bits_per_byte": baseline,
+            "rows": [asdict(row) for row in outcomes],
+            "lossless": [asdict(row) for row in lossless],
+            "bfloat16_entropies": entropies,
+        }
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    if options.plot:
+        draw(outcomes, codecs, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Record real KV for `shadowserve bench codecs`: tests/assets/kv.bin.
+
+Chunks of 256 tokens of the project's own model, from the middle of two documents that it was not trained on, as
+lossless records one after the other. Run again only with another model: figures of different samples do not compare.
+"""
+
+import sys
+
+import torch
+from measure_quality import CHUNK_TOKENS, KEY, kv_bytes, prefill
+from model_text import load_documents
+from train_model import ASSETS
+
+from shadowserve import native, record
+
+FIRST_TOKEN = 768
+"""Of the chunk that is kept: what came before it is context."""
+DOCUMENTS = 2
+
+
+def main() -> int:
+    """Prefill, cut out, write."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32).eval()
+    written = b""
+    for document in load_documents(ASSETS / "heldout.jsonl")[:DOCUMENTS]:
+        cache = prefill(model, list(document.text.encode()[: FIRST_TOKEN + CHUNK_TOKENS]))
+        _, heads, _, head_size = cache[0][0].shape
+        layout = record.ChunkLayout(
+            namespace=bytes(32),
+            dtype=native.DType.BFLOAT16,
+            layers=len(cache),
+            kinds=2,
+            vector_length=heads * head_size,
+            tokens=CHUNK_TOKENS,
+            quantizer=native.Quantizer.LOSSLESS,
+            bins=0,
+        )
+        kv = kv_bytes(cache, native.DType.BFLOAT16, FIRST_TOKEN, CHUNK_TOKENS)
+        written += record.encode(KEY, native.Codec.DEFLATE, layout, kv)
+    (ASSETS / "kv.bin").write_bytes(written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
