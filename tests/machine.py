@@ -6,6 +6,8 @@ was kept is that the call came back at all: without it, it would wait for someth
 """
 
 import asyncio
+import contextlib
+import os
 import random
 import socket
 import time
@@ -35,6 +37,21 @@ async def until(condition: Callable[[], Any], timeout: float = PATIENCE_S) -> No
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def frozen(pid: int) -> bool:
+    """Whether SIGSTOP has reached every thread of a process: until then it may do something yet."""
+    states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
+    return set(states) <= {"T", "Z"}
+
+
+def cores_of_threads(pid: int) -> list[set[int]]:
+    """Return which cores each thread of a process may use, leaving out threads that have just ended."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            found.append(os.sched_getaffinity(int(task.name)))
+    return found
 
 
 def free_port() -> int:
