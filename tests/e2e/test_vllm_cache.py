@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
+from machine import PATIENCE_S
 
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -261,17 +262,19 @@ def test_refused_call(engine: Any, plane: Any, reference: Any, prompt: Any, meth
 def test_stalled_call_costs_its_deadline(engine: Any, plane: Any, reference: Any, prompt: Any, method: str) -> None:
     plane.script.stall.add(method)
     plane.script.write_after_stall = True
-    begin = time.monotonic()
     prompts = [prompt(512), prompt(600, 5)]
-    assert engine.outputs(prompts) == reference(prompts)
-    assert time.monotonic() - begin < 6
+    begin = time.monotonic()
+    with engine.impatient():
+        assert engine.outputs(prompts) == reference(prompts)
+    assert time.monotonic() - begin < PATIENCE_S
     plane.script.unstall.set()
 
 
 def test_memory_in_doubt_is_not_used_again(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
     plane.script.stall.add("Fetch")
     plane.script.write_after_stall = True
-    assert engine.outputs([prompt(512)]) == reference([prompt(512)])
+    with engine.impatient():
+        assert engine.outputs([prompt(512)]) == reference([prompt(512)])
     doubtful = {fetch.destination_id for fetch in plane.fetches}
     engine.reset(plane)
     (output,) = engine.generate([prompt(512)])
@@ -292,10 +295,10 @@ def test_abort_while_loading_frees_the_blocks_once_quiet(engine: Any, plane: Any
     from vllm import SamplingParams
 
     free = engine.free_blocks()
-    plane.script.fetch_delay = 2.0
+    plane.script.fetch_delay = PATIENCE_S / 2
     llm_engine = engine.llm.llm_engine
     llm_engine.add_request("doomed", {"prompt_token_ids": prompt(1000)}, SamplingParams(max_tokens=4))
-    ends = time.monotonic() + 5
+    ends = time.monotonic() + PATIENCE_S
     while "Fetch" not in plane.calls:
         llm_engine.step()
         assert time.monotonic() < ends
