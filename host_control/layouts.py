@@ -7,8 +7,10 @@ the physical order; moving a chunk is then one indexed copy for each view. vLLM'
 - ``kv_cells``: CUDA attention backends; logical [block, head, token, K|V] with any strides ("HND", "NHD", and the
   block-outermost ones): K is the first half of each cell, V the second.
 - ``cpu_pages``: the CPU backend; each head's page holds K transposed as [dimension, token], then V as
-  [token, dimension]. Other instruction sets than the common one order a page otherwise; callers check with
-  :meth:`PagedLayout.gather` what the engine wrote before they trust this.
+  [token, dimension].
+- ``amx_pages``: the same on CPUs with AMX, where that computes (bfloat16, also over fp8). K as [token / 16,
+  dimension / 2, 16 tokens, 2 dimensions], then V as [dimension / 16, token / 2, 16 dimensions, 2 tokens]: tiles. Which
+  of the two it is, or whether it is another, callers check with :meth:`PagedLayout.gather` of what the engine wrote.
 - ``latent``: MLA; logical [block, 1, token, latent].
 """
 
@@ -21,7 +23,7 @@ import torch
 
 __all__ = ["LayoutKind", "PagedLayout", "dtype_name"]
 
-LayoutKind = Literal["kv_cells", "cpu_pages", "latent"]
+LayoutKind = Literal["kv_cells", "cpu_pages", "amx_pages", "latent"]
 _DTYPE_NAMES: Final = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -31,6 +33,8 @@ _DTYPE_NAMES: Final = {
     torch.float8_e5m2: "uint8",
 }
 _WORD_BYTES: Final = 8
+_TILE: Final = 16
+"""Tokens, or dimensions of V, side by side in an AMX tile; pairs of the other are what it multiplies at once."""
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -127,14 +131,14 @@ class _NumpyMover:
         for part, view, words in zip(_as_numpy(source), self._views, self._words, strict=True):
             for block, number in zip(part, blocks, strict=True):
                 if words is None:
-                    view[number] = block
+                    view[number] = block.reshape(view.shape[1:])
                 else:
                     words[number] = _joined(block)
 
     def gather(self, target: Any, blocks: list[int]) -> None:
         for part, view in zip(_as_numpy(target), self._views, strict=True):
             for block, number in zip(part, blocks, strict=True):
-                block[...] = view[number]
+                block.reshape(view.shape[1:])[...] = view[number]
 
 
 class _TorchMover:
@@ -152,7 +156,7 @@ class _TorchMover:
             return
         index = torch.tensor(blocks, dtype=torch.long, device=self._device)
         for part, view in zip(source, self._views, strict=True):
-            view[index] = part
+            view[index] = part.reshape(-1, *view.shape[1:])
 
     def gather(self, target: Any, blocks: list[int]) -> None:
         staged = target if target.device == self._device else torch.empty_like(target, device=self._device)
@@ -161,7 +165,7 @@ class _TorchMover:
         else:
             index = torch.tensor(blocks, dtype=torch.long, device=self._device)
             for part, view in zip(staged, self._views, strict=True):
-                part.copy_(view[index])
+                part.copy_(view[index].reshape(part.shape))
         if staged is not target:
             target.copy_(staged)
 
@@ -198,7 +202,7 @@ def _moved_as(cache: Any) -> Any:
 
 
 def _views(cache: Any, kind: LayoutKind, head_size: int) -> list[Any]:
-    """Return one view for each kind of a layer, [block, token, head, dimension]."""
+    """Return one view for each kind of a layer, [block, token, head, dimension], where need be with parts of these."""
     if kind == "latent":
         return [cache.permute(0, 2, 1, 3)]
     if kind == "kv_cells":
@@ -211,9 +215,31 @@ def _views(cache: Any, kind: LayoutKind, head_size: int) -> list[Any]:
     block_stride = cache.stride(0)
     head_stride = tokens * content
     start = cache.storage_offset()
+    if kind == "amx_pages":
+        return _amx_views(cache, head_size)
     size = (blocks, tokens, heads, head_size)
     key = cache.as_strided(size, (block_stride, 1, head_stride, tokens), start)
     value = cache.as_strided(size, (block_stride, head_size, head_stride, 1), start + half)
+    return [key, value]
+
+
+def _amx_views(cache: Any, head_size: int) -> list[Any]:
+    """Return views [block, token / n, n, head, dimension / m, m]: n and m are 16 and 2 for K, 2 and 16 for V."""
+    blocks, heads, tokens, content = cache.shape
+    if tokens % _TILE or head_size % _TILE:
+        raise ValueError(f"pages of {tokens} tokens of {head_size} elements are not made of tiles")
+    pair = 2 * _TILE
+    outer, head, start = cache.stride(0), tokens * content, cache.storage_offset()
+    key = cache.as_strided(
+        (blocks, tokens // _TILE, _TILE, heads, head_size // 2, 2),
+        (outer, _TILE * head_size, 2, head, pair, 1),
+        start,
+    )
+    value = cache.as_strided(
+        (blocks, tokens // 2, 2, heads, head_size // _TILE, _TILE),
+        (outer, pair, 1, head, _TILE * tokens, 2),
+        start + tokens * head_size,
+    )
     return [key, value]
 
 

