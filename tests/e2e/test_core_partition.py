@@ -19,7 +19,7 @@ from shadowserve.cli.bench.serving import Load, Model, Partition, Stack
 from shadowserve.cli.bench.workload import Workload, llama_8b, put
 from shadowserve.cores import on_cores
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 EVERYWHERE = os.sched_getaffinity(0)
 MODEL = Model(layers=8, hidden=64, heads=16, head_size=128)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from machine import wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
 
 def test_two_ranks_store_load_and_recompute(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from machine import PATIENCE_S, free_port, wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +86,7 @@ def server(model: Path, data_plane: Any, patient: dict[str, float], tmp_path: Pa
 
 
 def test_serve_stores_loads_and_stops_on_sigterm(server: Server, data_plane: Any, prompt: Any) -> None:
-    server.wait_ready(200)
+    server.wait_ready(600)
     request = {"model": "small", "prompt": prompt(700), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     first = json.loads(server.call("/v1/completions", request))
     wait_for(lambda: len(data_plane.records) == 2)
