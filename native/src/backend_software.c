@@ -21,14 +21,29 @@ struct channel {
     uint32_t count;
 };
 
-static enum ss_result software_open(const struct ss_backend_buffers *buffers, void **device) {
-    (void)buffers;
+static const char *software_description(void) {
+    return "CPU";
+}
+
+static int software_emulated(void) {
+    return 0;
+}
+
+static enum ss_result software_open(const struct ss_backend_setup *setup, void **device) {
+    if (setup->device[0] != '\0') {
+        return SS_NOT_SUPPORTED; /* there is none */
+    }
     *device = NULL;
     return SS_OK;
 }
 
 static void software_close(void *device) {
     (void)device;
+}
+
+static const char *software_device_name(void *device) {
+    (void)device;
+    return "";
 }
 
 static struct ss_backend_capabilities software_capabilities(void *device) {
@@ -39,6 +54,8 @@ static struct ss_backend_capabilities software_capabilities(void *device) {
         .slice_bytes_max = SS_SLICE_BYTES_MAX,
         .fused = 1,
         .checks_decoded = 0,
+        .memory_kinds = 1U << SS_MEMORY_LOCAL,
+        .plain_memory = 1,
     };
     for (uint32_t codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
         if (ss_codec_implementation((enum ss_codec)codec) != NULL) {
@@ -48,15 +65,29 @@ static struct ss_backend_capabilities software_capabilities(void *device) {
     return capabilities;
 }
 
-static enum ss_result software_channel_open(void *device, enum ss_stage stage, void **channel) {
+static enum ss_result software_channel_open(void *device, const struct ss_backend_channel *setup, void **channel) {
     (void)device;
-    (void)stage;
+    (void)setup;
     *channel = calloc(1, sizeof(struct channel));
     return *channel != NULL ? SS_OK : SS_NO_MEMORY;
 }
 
 static void software_channel_close(void *channel) {
     free(channel);
+}
+
+/* Memory of this process needs nothing. */
+static enum ss_result software_memory_open(void *device, const struct ss_memory *memory, void **handle,
+                                           uint8_t **address) {
+    (void)device;
+    *handle = NULL;
+    *address = memory->address;
+    return SS_OK;
+}
+
+static void software_memory_close(void *device, void *handle) {
+    (void)device;
+    (void)handle;
 }
 
 /* Decompresses and dequantizes at once, if that can be. */
@@ -113,7 +144,7 @@ static enum ss_result software_decompress(void *argument, struct ss_work *work) 
     return SS_OK;
 }
 
-static enum ss_result software_deliver(void *channel, struct ss_work *work) {
+static enum ss_result software_copy(void *channel, struct ss_work *work) {
     (void)channel;
     memcpy(work->target, work->source, work->source_size);
     work->result = SS_OK;
@@ -123,22 +154,18 @@ static enum ss_result software_deliver(void *channel, struct ss_work *work) {
 
 const struct ss_backend ss_backend_software = {
     .name = "software",
+    .description = software_description,
+    .emulated = software_emulated,
     .open = software_open,
     .close = software_close,
+    .device_name = software_device_name,
     .capabilities = software_capabilities,
     .channel_open = software_channel_open,
     .channel_close = software_channel_close,
+    .memory_open = software_memory_open,
+    .memory_close = software_memory_close,
     .decompress = software_decompress,
-    .deliver = software_deliver,
+    .deliver = software_copy,
+    .collect = software_copy,
     .progress = software_progress,
 };
-
-const struct ss_backend *ss_backend_find(const char *name) {
-    static const struct ss_backend *const backends[] = {&ss_backend_software};
-    for (size_t i = 0; i < sizeof backends / sizeof backends[0]; i++) {
-        if (strcmp(backends[i]->name, name) == 0) {
-            return backends[i];
-        }
-    }
-    return NULL;
-}
