@@ -199,7 +199,7 @@ class _DeviceMover:
 
     def _group(self, chunks: Any) -> int:
         """Return how many chunks the buffer's part for scattering holds."""
-        size = chunks[0].nbytes
+        size = int(chunks[0].nbytes)
         return max(1, (self._reshaping_bytes - size) // size)
 
     def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
