@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-from shadowserve.errors import ShadowServeError
+from shadowserve.errors import ConfigurationError
 
 __all__ = ["CudaError", "Device", "DeviceBuffer", "Driver", "Stream", "find"]
 
@@ -51,6 +51,7 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
     "cuDeviceGetAttribute": [ctypes.POINTER(_INT), _INT, _INT],
     "cuDevicePrimaryCtxRetain": [ctypes.POINTER(_VOID), _INT],
     "cuCtxSetCurrent": [_VOID],
+    "cuCtxSynchronize": [],
     "cuMemAlloc_v2": [ctypes.POINTER(_ADDRESS), _SIZE],
     "cuMemFree_v2": [_ADDRESS],
     "cuMemHostRegister_v2": [_VOID, _SIZE, ctypes.c_uint],
@@ -66,7 +67,7 @@ _SIGNATURES: Final[dict[str, list[Any]]] = {
 }
 
 
-class CudaError(ShadowServeError):
+class CudaError(ConfigurationError):
     """The driver refused; the message says what was tried, the driver's words, and what to do.
 
     Attributes:
@@ -198,6 +199,10 @@ class Device:
         """Call a function of the driver with this device current: see :meth:`Driver.call`."""
         self.activate()
         return self._call(name, *arguments, doing=f"{doing} on {self.name}", allowed=allowed)
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has done all that this process has started on it."""
+        self.call("cuCtxSynchronize", doing="waiting for everything")
 
     def allocate(self, size: int) -> "DeviceBuffer":
         """Return ``size`` bytes of the GPU's memory, or a little more: whole pages.

@@ -47,7 +47,7 @@ enum {
     NOT_REGISTERED = 713,
     NOT_SUPPORTED = 801
 };
-enum { DEVICES_MAX = 8, RANGES_MAX = 256, COPIES_MAX = 4096, PAGE = 4096 };
+enum { DEVICES_MAX = 8, RANGES_MAX = 256, STREAMS_MAX = 64, COPIES_MAX = 4096, PAGE = 4096 };
 enum { IPC_LAZY_PEER_ACCESS = 1, RANGE_DMA_BUF = 1, FLUSH_TARGET_CURRENT = 0 };
 enum { ATTRIBUTE_FLUSH = 117, ATTRIBUTE_ORDERING = 118, ATTRIBUTE_DMA_BUF = 124, ATTRIBUTE_RDMA = 116 };
 
@@ -100,6 +100,7 @@ static int initialised;
 static int devices;
 static struct context contexts[DEVICES_MAX];
 static struct range ranges[RANGES_MAX];
+static struct stream *streams[STREAMS_MAX];
 static char fail_name[64];
 static long fail_count;
 static int fail_error;
@@ -441,11 +442,14 @@ API int cuStreamCreate(struct stream **stream, unsigned flags) {
         return error;
     }
     (void)flags;
-    *stream = calloc(1, sizeof **stream);
-    if (*stream != NULL) {
-        (*stream)->context = current;
+    for (size_t i = 0; i < STREAMS_MAX; i++) {
+        if (streams[i] == NULL) {
+            streams[i] = *stream = calloc(1, sizeof **stream);
+            (*stream)->context = current;
+            return leave(SUCCESS);
+        }
     }
-    return leave(*stream != NULL ? SUCCESS : OUT_OF_MEMORY);
+    return leave(OUT_OF_MEMORY);
 }
 
 API int cuStreamDestroy_v2(struct stream *stream) {
@@ -454,6 +458,9 @@ API int cuStreamDestroy_v2(struct stream *stream) {
         return error;
     }
     stream_run(stream, stream->begun);
+    for (size_t i = 0; i < STREAMS_MAX; i++) {
+        streams[i] = streams[i] == stream ? NULL : streams[i];
+    }
     free(stream);
     return leave(SUCCESS);
 }
@@ -467,6 +474,19 @@ API int cuStreamSynchronize(struct stream *stream) {
         return leave(INVALID_CONTEXT);
     }
     stream_run(stream, stream->begun);
+    return leave(SUCCESS);
+}
+
+API int cuCtxSynchronize(void) {
+    int error = enter("cuCtxSynchronize", 1);
+    if (error != SUCCESS) {
+        return error;
+    }
+    for (size_t i = 0; i < STREAMS_MAX; i++) {
+        if (streams[i] != NULL && streams[i]->context == current) {
+            stream_run(streams[i], streams[i]->begun);
+        }
+    }
     return leave(SUCCESS);
 }
 

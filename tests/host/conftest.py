@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from scripted import ScriptedDataPlane  # noqa: E402
 
 from host_control.client import ChunkShape, DataPlaneClient  # noqa: E402
-from host_control.segment import Destination  # noqa: E402
+from host_control.destination import Destination  # noqa: E402
 
 CHUNK_TOKENS = 4
 
