@@ -159,6 +159,7 @@ class Device:
         CudaError: there is no such GPU, or it does not answer.
 
     Attributes:
+        ordinal: as given.
         name: as the driver calls it.
         pci_address: such as ``"0000:3b:00.0"``.
         exports_dmabuf: its memory can be shared as a DMA-BUF (NVIDIA's open kernel modules).
@@ -167,6 +168,7 @@ class Device:
     """
 
     def __init__(self, driver: Driver, ordinal: int) -> None:
+        self.ordinal = ordinal
         self._call = driver.call
         number, context = _INT(), _VOID()
         self._call("cuDeviceGet", ctypes.byref(number), ordinal, doing=f"finding GPU {ordinal}")

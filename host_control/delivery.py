@@ -45,8 +45,15 @@ _logger = logging.getLogger(__name__)
 
 
 def device_tensor(buffer: DeviceBuffer) -> Any:
-    """Return a tensor of uint8 over a GPU's memory, which holds on to it."""
-    return torch.as_tensor(buffer, device="cuda")
+    """Return a tensor of uint8 over a GPU's memory, which holds on to it.
+
+    Raises:
+        CudaError: torch copies the memory instead: it numbers GPUs otherwise than the driver.
+    """
+    tensor = torch.as_tensor(buffer, device=torch.device("cuda", buffer.device.ordinal))
+    if tensor.data_ptr() != buffer.address:
+        raise CudaError(f"torch does not take memory of {buffer.device.name} for its GPU {buffer.device.ordinal}")
+    return tensor
 
 
 class Gpu:

@@ -13,7 +13,7 @@
  *   - memory is page-locked once (CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED).
  * Kept in mind beyond that: a process's allocations are known by address, so a copy that leaves one is an error.
  *
- * Environment, read by cuInit():
+ * Environment, of which FAIL and DEVICES are read by each cuInit(), the others when they are asked for:
  *   FAKE_CUDA_DEVICES=N       GPUs [1]; GPU i is at 0000:0(i):00.0
  *   FAKE_CUDA_ORDERING=N      CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING [100: the owner sees them in order]
  *   FAKE_CUDA_FLUSH=N         CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS [1: the host can flush]
@@ -166,20 +166,23 @@ static void stream_run(struct stream *stream, uint64_t until) {
 
 /* ---- The driver and its devices ------------------------------------------------------------------------------ */
 
+static void read_failure(void) {
+    const char *fail = getenv("FAKE_CUDA_FAIL");
+    fail_name[0] = '\0';
+    if (fail != NULL && sscanf(fail, "%63[^:]:%ld=%d", fail_name, &fail_count, &fail_error) != 3) {
+        fprintf(stderr, "FAKE_CUDA_FAIL is '%s'; it is NAME:N=ERROR\n", fail);
+        abort();
+    }
+}
+
 API int cuInit(unsigned flags) {
     pthread_mutex_lock(&lock);
-    if (!initialised) {
-        devices = number("FAKE_CUDA_DEVICES", 1);
-        for (int i = 0; i < DEVICES_MAX; i++) {
-            contexts[i].device = i;
-        }
-        const char *fail = getenv("FAKE_CUDA_FAIL");
-        if (fail != NULL && sscanf(fail, "%63[^:]:%ld=%d", fail_name, &fail_count, &fail_error) != 3) {
-            fprintf(stderr, "FAKE_CUDA_FAIL is '%s'; it is NAME:N=ERROR\n", fail);
-            abort();
-        }
-        initialised = 1;
+    devices = number("FAKE_CUDA_DEVICES", 1);
+    for (int i = 0; i < DEVICES_MAX; i++) {
+        contexts[i].device = i;
     }
+    read_failure();
+    initialised = 1;
     return leave(flags != 0 ? INVALID_VALUE : devices == 0 ? NO_DEVICE : SUCCESS);
 }
 
