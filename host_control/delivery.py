@@ -39,7 +39,7 @@ from shadowserve import native
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["Delivery", "ExportedHostMemory", "Gpu", "choose", "device_tensor"]
+__all__ = ["Delivery", "ExportedHostMemory", "Gpu", "SideStream", "choose", "device_tensor"]
 
 _logger = logging.getLogger(__name__)
 
@@ -160,6 +160,40 @@ def _exported_to_gpu(size: int, gpu: Gpu, export_device: str) -> Memory:
     except NativeError as error:
         _logger.warning("shadowserve: the DPU writes into the host's memory, from where the GPU copies: %s", error)
     return _Copied(ExportedHostMemory(size, export_device), gpu)
+
+
+class SideStream:
+    """Our own CUDA stream, so that copies do not queue behind the engine's kernels; nothing on CPUs.
+
+    Entered, it is current; left, all that was put into it is done.
+
+    Args:
+        device: of torch.
+        gpu: whose stream to use; ``None`` for another one.
+    """
+
+    def __init__(self, device: Any, gpu: Gpu | None) -> None:
+        self._gpu = gpu
+        self._stream: Any = None
+        if gpu is not None:
+            self._stream = torch.cuda.ExternalStream(gpu.stream.handle, device)
+        elif device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+        self._context: Any = None
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._context = torch.cuda.stream(self._stream)
+            self._context.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._stream is None:
+            return
+        self._context.__exit__(*exception)
+        if self._gpu is not None:
+            self._gpu.stream.synchronize()
+        else:
+            self._stream.synchronize()
 
 
 # ---- Memory of the host ----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from host_control.client import ChunkShape, DataPlaneClient
 from host_control.config import HostConfig
-from host_control.delivery import Delivery, Gpu, choose
+from host_control.delivery import SideStream, choose
 from host_control.destination import Destination, Memory
 from host_control.layouts import LayoutKind, PagedLayout
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
@@ -60,8 +60,7 @@ class WorkerSide:
         self._namespace = b""
         self._client: DataPlaneClient | None = None
         self._layout: PagedLayout | None = None
-        self._delivery: Delivery | None = None
-        self._stream = _SideStream(torch.device("cpu"), None)
+        self._stream = SideStream(torch.device("cpu"), None)
         self._manager: KVCacheManager | None = None
         self._store: StoreQueue | None = None
         self._chunk_blocks = 0
@@ -85,8 +84,8 @@ class WorkerSide:
             self.problem = str(error)
             self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
-        delivery = self._delivery = choose(self._config, self._layout.device)
-        self._stream = _SideStream(self._layout.device, delivery.gpu)
+        delivery = choose(self._config, self._layout.device)
+        self._stream = SideStream(self._layout.device, delivery.gpu)
         namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank)
         shape = chunk_shape(namespace, self._layout, self._config)
         self._namespace = shape.namespace
@@ -309,37 +308,3 @@ def _started(device: Any) -> Callable[[], None] | None:
     event.record(torch.cuda.current_stream(device))
     wait: Callable[[], None] = event.synchronize
     return wait
-
-
-class _SideStream:
-    """Our own CUDA stream, so that copies do not queue behind the engine's kernels; nothing on CPUs.
-
-    Entered, it is current; left, all that was put into it is done.
-
-    Args:
-        device: of torch.
-        gpu: whose stream to use; ``None`` for another one.
-    """
-
-    def __init__(self, device: Any, gpu: Gpu | None) -> None:
-        self._gpu = gpu
-        self._stream: Any = None
-        if gpu is not None:
-            self._stream = torch.cuda.ExternalStream(gpu.stream.handle, device)
-        elif device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-        self._context: Any = None
-
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            self._context = torch.cuda.stream(self._stream)
-            self._context.__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        if self._stream is None:
-            return
-        self._context.__exit__(*exception)
-        if self._gpu is not None:
-            self._gpu.stream.synchronize()
-        else:
-            self._stream.synchronize()

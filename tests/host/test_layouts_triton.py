@@ -12,6 +12,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton", reason="Triton is not installed here; test_layouts.py runs these tests where it is")
 
 from host_control.layouts import PagedLayout  # noqa: E402
+from shadowserve.cli.bench import gpu_kernels  # noqa: E402
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 11, 2, 4, 6
 ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
@@ -70,3 +71,11 @@ def test_vectors_of_any_length_are_moved_whole() -> None:
         layout.gather(gathered, [2])
         assert torch.equal(gathered, chunk)
         assert not cache[[0, 1, 3]].any()
+
+
+def test_the_benchmark_s_stand_in_computes_what_torch_does() -> None:
+    symbols = torch.randint(0, 255, (9, 300), dtype=torch.uint8).to(DEVICE)
+    found, wanted = (torch.zeros(symbols.shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    gpu_kernels.decompress(symbols, gpu_kernels.table(DEVICE), found, use_triton=True)
+    gpu_kernels.decompress(symbols, gpu_kernels.table(DEVICE), wanted, use_triton=False)
+    assert torch.equal(found, wanted) and len(found.unique()) > 100
