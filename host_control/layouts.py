@@ -2,7 +2,8 @@
 
 A chunk lies as layer, kind, token, head, dimension (docs/record-format.md). A :class:`PagedLayout` sees each layer's
 paged memory as one strided view for each kind, with the logical dimensions [block, token, head, dimension], whatever
-the physical order; moving a chunk is then one indexed copy for each view. vLLM's layouts:
+the physical order; moving chunks is then one indexed copy for each view, or one kernel for all.
+vLLM's layouts:
 
 - ``kv_cells``: CUDA attention backends; logical [block, head, token, K|V] with any strides ("HND", "NHD", and the
   block-outermost ones): K is the first half of each cell, V the second.
@@ -13,15 +14,16 @@ the physical order; moving a chunk is then one indexed copy for each view. vLLM'
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
-__all__ = ["LayoutKind", "PagedLayout", "dtype_name"]
+__all__ = ["LayoutKind", "MoverKind", "PagedLayout", "dtype_name"]
 
 LayoutKind = Literal["kv_cells", "cpu_pages", "latent"]
+MoverKind = Literal["numpy", "torch", "triton"]
 _DTYPE_NAMES: Final = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -45,7 +47,9 @@ class PagedLayout:
     Args:
         caches: one tensor for each layer, in layer order, logical [block, head, token, content].
         kind: physical layout.
-        mover: what copies; by default numpy on CPUs, torch on devices.
+        mover: what copies; by default ``numpy`` on CPUs, on devices ``triton`` where it is installed, else ``torch``.
+        reshaping_bytes: of the device's memory that copies may take to reorder chunks in; one chunk is always taken.
+            Kernels need it for nothing but chunks on their way to memory of the host.
 
     Raises:
         ValueError: tensors that do not fit the layout or each other; the message says which and why.
@@ -55,7 +59,9 @@ class PagedLayout:
         dtype: of the elements; fp8 appears as ``torch.uint8``.
     """
 
-    def __init__(self, caches: Sequence[Any], kind: LayoutKind, mover: Literal["numpy", "torch"] | None = None) -> None:
+    def __init__(
+        self, caches: Sequence[Any], kind: LayoutKind, mover: MoverKind | None = None, reshaping_bytes: int = 0
+    ) -> None:
         if not caches:
             raise ValueError("there is no KV cache")
         first = caches[0]
@@ -75,7 +81,7 @@ class PagedLayout:
             raise ValueError(f"a latent has one head, this cache {self.heads}")
         views = [view for cache in caches for view in _views(_moved_as(cache), kind, self.head_size)]
         self.dtype = views[0].dtype
-        self._mover = _MOVERS[mover or ("numpy" if self.device.type == "cpu" else "torch")](views)
+        self._mover = _mover(mover, views, reshaping_bytes)
 
     @property
     def vector_length(self) -> int:
@@ -86,25 +92,39 @@ class PagedLayout:
         """Bytes of a chunk of ``tokens`` tokens."""
         return int(self.layers * self.kinds * tokens * self.vector_length * self.dtype.itemsize)
 
-    def scatter(self, chunk: Any, blocks: Sequence[int], skip_blocks: int = 0) -> None:
-        """Copy a chunk into paged memory.
+    def scatter(
+        self, chunks: Any, blocks: Sequence[int], skip_blocks: int = 0, chunk_blocks: int | None = None
+    ) -> None:
+        """Copy the chunks of a round into paged memory.
+
+        On a device: on the current stream, in one launch with Triton.
 
         Args:
-            chunk: the chunk's bytes, a buffer or a tensor in CPU memory; ``len(blocks)`` blocks long.
-            blocks: block numbers, one for each ``block_tokens`` tokens of the chunk.
+            chunks: their bytes, one after the other: a buffer, or a tensor in the CPU's or the device's memory.
+            blocks: block numbers, one for each ``block_tokens`` tokens of all chunks.
             skip_blocks: leading blocks that stay as they are.
+            chunk_blocks: blocks that one chunk fills; by default all of them.
         """
         if skip_blocks < len(blocks):
-            self._mover.scatter(self._chunk_view(chunk, len(blocks))[:, skip_blocks:], list(blocks[skip_blocks:]))
+            self._mover.scatter(self._chunk_view(chunks, len(blocks), chunk_blocks), list(blocks), skip_blocks)
 
     def gather(self, chunk: Any, blocks: Sequence[int]) -> None:
-        """Copy paged memory into a chunk: the inverse of :meth:`scatter`, with the same arguments."""
-        self._mover.gather(self._chunk_view(chunk, len(blocks)), list(blocks))
+        """Copy paged memory into one chunk.
 
-    def _chunk_view(self, chunk: Any, blocks: int) -> Any:
-        """Return [layer x kind, block, token, head, dimension] over a chunk's bytes."""
-        tensor = chunk if isinstance(chunk, torch.Tensor) else torch.frombuffer(chunk, dtype=torch.uint8)
-        shape = (self.layers * self.kinds, blocks, self.block_tokens, self.heads, self.head_size)
+        On a device: on the current stream, to memory of the host without waiting for the copy's end.
+
+        Args:
+            chunk: its bytes, to be written: a buffer, or a tensor in the CPU's or the device's memory.
+            blocks: block numbers.
+        """
+        self._mover.gather(self._chunk_view(chunk, len(blocks), None), list(blocks))
+
+    def _chunk_view(self, chunks: Any, blocks: int, chunk_blocks: int | None) -> Any:
+        """Return [chunk, layer x kind, block, token, head, dimension] over chunks' bytes."""
+        tensor = chunks if isinstance(chunks, torch.Tensor) else torch.frombuffer(chunks, dtype=torch.uint8)
+        each = chunk_blocks or blocks
+        parts = self.layers * self.kinds
+        shape = (blocks // each, parts, each, self.block_tokens, self.heads, self.head_size)
         return tensor.view(self.dtype).view(shape)
 
 
@@ -123,50 +143,136 @@ class _NumpyMover:
         self._views = [_as_numpy(view) for view in views]
         self._words = [_words(view) for view in self._views]
 
-    def scatter(self, source: Any, blocks: list[int]) -> None:
-        for part, view, words in zip(_as_numpy(source), self._views, self._words, strict=True):
-            for block, number in zip(part, blocks, strict=True):
-                if words is None:
-                    view[number] = block
-                else:
-                    words[number] = _joined(block)
+    def scatter(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+        each = chunks.shape[2]
+        for index, chunk in enumerate(_as_numpy(chunks)):
+            skip = min(max(skip_blocks - index * each, 0), each)
+            numbers = blocks[index * each + skip : (index + 1) * each]
+            for part, view, words in zip(chunk[:, skip:], self._views, self._words, strict=True):
+                for block, number in zip(part, numbers, strict=True):
+                    if words is None:
+                        view[number] = block
+                    else:
+                        words[number] = _joined(block)
 
-    def gather(self, target: Any, blocks: list[int]) -> None:
-        for part, view in zip(_as_numpy(target), self._views, strict=True):
+    def gather(self, chunks: Any, blocks: list[int]) -> None:
+        (chunk,) = _as_numpy(chunks)
+        for part, view in zip(chunk, self._views, strict=True):
             for block, number in zip(part, blocks, strict=True):
                 block[...] = view[number]
 
 
-class _TorchMover:
-    """Copies on a device, on the current stream: with our Triton kernels where they can run, else by indexing."""
+class _DeviceMover:
+    """Copies on a device, on the current stream.
 
-    def __init__(self, views: Sequence[Any]) -> None:
+    Its *reshaping buffer* is memory of the device, taken when first needed: chunks that come from the host or go there
+    pass through it, and :class:`_TorchMover` reorders in it. A chunk that is gathered has a part of its own, for the
+    engine's thread does that, on the engine's stream; the rest is the scattering thread's.
+    """
+
+    def __init__(self, views: Sequence[Any], reshaping_bytes: int) -> None:
         self._views = list(views)
         self._device = views[0].device
-        self._kernels = _kernels() if self._device.type == "cuda" else None
+        self._block_tokens = views[0].shape[1]
+        self._reshaping_bytes = reshaping_bytes
+        self._gathered: Any = None
+        self._scattered: Any = None
 
-    def scatter(self, source: Any, blocks: list[int]) -> None:
-        source = source.to(self._device, non_blocking=True)
-        if self._kernels is not None:
-            self._kernels.scatter(source, self._views, blocks)
-            return
+    def scatter(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+        group = self._group(chunks)
+        each = chunks.shape[2]
+        for first in range(0, len(chunks), group):
+            part = chunks[first : first + group]
+            if part.device != self._device:
+                self._scattered, room = _room(self._scattered, part, self._device)
+                part = room.copy_(part, non_blocking=True)
+            begin, end = first * each, (first + len(part)) * each
+            self._to_pages(part, blocks[begin:end], min(max(skip_blocks - begin, 0), end - begin))
+
+    def gather(self, chunks: Any, blocks: list[int]) -> None:
+        target = chunks
+        if chunks.device != self._device:
+            self._gathered, target = _room(self._gathered, chunks, self._device)
+        self._from_pages(target, blocks)
+        if target is not chunks:
+            chunks.copy_(target, non_blocking=True)
+
+    def _group(self, chunks: Any) -> int:
+        """Return how many chunks the buffer's part for scattering holds."""
+        size = int(chunks[0].nbytes)
+        return max(1, (self._reshaping_bytes - size) // size)
+
+    def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+        raise NotImplementedError
+
+    def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
+        raise NotImplementedError
+
+
+class _TorchMover(_DeviceMover):
+    """Copies by indexing: one launch for each layer and kind, after one that brings all chunks' blocks together."""
+
+    def __init__(self, views: Sequence[Any], reshaping_bytes: int) -> None:
+        super().__init__(views, reshaping_bytes)
+        self._reshaped: Any = None
+
+    def _group(self, chunks: Any) -> int:
+        # What came from the host is there twice.
+        return max(1, super()._group(chunks) // (1 if chunks.device == self._device else 2))
+
+    def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+        parts_first = chunks.transpose(0, 1)
+        self._reshaped, room = _room(self._reshaped, parts_first, self._device)
+        reshaped = room.copy_(parts_first)
+        index = torch.tensor(blocks[skip_blocks:], dtype=torch.long, device=self._device)
+        for part, view in zip(reshaped.flatten(1, 2), self._views, strict=True):
+            view[index] = part[skip_blocks:]
+
+    def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
         index = torch.tensor(blocks, dtype=torch.long, device=self._device)
-        for part, view in zip(source, self._views, strict=True):
-            view[index] = part
-
-    def gather(self, target: Any, blocks: list[int]) -> None:
-        staged = target if target.device == self._device else torch.empty_like(target, device=self._device)
-        if self._kernels is not None:
-            self._kernels.gather(staged, self._views, blocks)
-        else:
-            index = torch.tensor(blocks, dtype=torch.long, device=self._device)
-            for part, view in zip(staged, self._views, strict=True):
-                part.copy_(view[index])
-        if staged is not target:
-            target.copy_(staged)
+        for part, view in zip(chunks[0], self._views, strict=True):
+            part.copy_(view[index])
 
 
-_MOVERS: Final[dict[str, Callable[[Sequence[Any]], Any]]] = {"numpy": _NumpyMover, "torch": _TorchMover}
+class _TritonMover(_DeviceMover):
+    """Copies with our kernels: one launch for a round."""
+
+    def __init__(self, views: Sequence[Any], reshaping_bytes: int) -> None:
+        super().__init__(views, reshaping_bytes)
+        from host_control.layouts_triton import Kernels
+
+        self._kernels = Kernels(views)
+
+    def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+        self._kernels.scatter(chunks.flatten(2, 3), self._slots(blocks, skip_blocks))
+
+    def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
+        self._kernels.gather(chunks.flatten(2, 3), self._slots(blocks, 0))
+
+    def _slots(self, blocks: list[int], skip_blocks: int) -> Any:
+        numbers = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        slots = numbers[:, None] * self._block_tokens + torch.arange(self._block_tokens, device=self._device)
+        slots[:skip_blocks] = -1
+        return slots.flatten()
+
+
+def _room(room: Any, chunks: Any, device: Any) -> tuple[Any, Any]:
+    """Return ``room``, or a larger one in its stead, and as much of it as takes ``chunks``, in their shape."""
+    if room is None or room.numel() < chunks.numel():
+        room = torch.empty(chunks.numel(), dtype=chunks.dtype, device=device)
+    return room, room[: chunks.numel()].view(chunks.shape)
+
+
+def _mover(kind: MoverKind | None, views: Sequence[Any], reshaping_bytes: int) -> Any:
+    if kind == "numpy" or (kind is None and views[0].device.type == "cpu"):
+        return _NumpyMover(views)
+    if kind != "torch":
+        try:
+            return _TritonMover(views, reshaping_bytes)
+        except (ImportError, ValueError):  # no Triton, or strides that its kernels do not take: slower, the same bytes
+            if kind == "triton":
+                raise
+    return _TorchMover(views, reshaping_bytes)
 
 
 def _words(view: Any) -> Any:
@@ -215,12 +321,3 @@ def _views(cache: Any, kind: LayoutKind, head_size: int) -> list[Any]:
     key = cache.as_strided(size, (block_stride, 1, head_stride, tokens), start)
     value = cache.as_strided(size, (block_stride, head_size, head_stride, 1), start + half)
     return [key, value]
-
-
-def _kernels() -> Any:
-    """Return the Triton kernels where they can run, else ``None``: indexed copies do the same, slower."""
-    try:
-        import host_control.layouts_triton as kernels
-    except ImportError:
-        return None
-    return kernels

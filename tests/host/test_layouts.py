@@ -1,7 +1,11 @@
 """Scatter and gather against element-by-element copies, for every layout and dtype."""
 
 import itertools
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +85,27 @@ def test_scatter_puts_every_element_where_the_engine_reads_it(
 
 
 @pytest.mark.parametrize(("kind", "order"), CASES)
+@pytest.mark.parametrize("skip", [0, 1, 3, 6])
+@pytest.mark.parametrize(("mover", "reshaping_chunks"), [("numpy", 0), ("torch", 0), ("torch", 3), ("torch", 9)])
+def test_a_round_of_chunks_is_scattered_as_one_chunk_after_the_other(
+    kind: LayoutKind, order: str, skip: int, mover: Any, reshaping_chunks: int
+) -> None:
+    """However much of the device's memory there is to reorder it in."""
+    caches, expected = caches_of(kind, order, torch.float32), caches_of(kind, order, torch.float32)
+    one_by_one = PagedLayout(expected, kind, mover)
+    chunk_bytes = one_by_one.chunk_bytes(2 * BLOCK)
+    layout = PagedLayout(caches, kind, mover, reshaping_chunks * chunk_bytes)
+    blocks = [7, 2, 9, 0, 5, 1]
+    chunks = torch.randint(0, 255, (3 * chunk_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+    for index, chunk in enumerate(chunks.split(chunk_bytes)):
+        one_by_one.scatter(chunk, blocks[2 * index : 2 * index + 2], min(max(skip - 2 * index, 0), 2))
+    layout.scatter(chunks, blocks, skip, 2)
+    as_bytes = [(torch.stack([*pair]).view(torch.uint8)) for pair in zip(caches, expected, strict=True)]
+    assert all(torch.equal(found, wanted) for found, wanted in as_bytes)
+    assert skip == 6 or any(wanted.any() for _, wanted in as_bytes)
+
+
+@pytest.mark.parametrize(("kind", "order"), CASES)
 @pytest.mark.parametrize("mover", ["numpy", "torch"])
 def test_gather_is_the_inverse(kind: LayoutKind, order: str, mover: Any) -> None:
     caches = caches_of(kind, order, torch.float32)
@@ -93,6 +118,18 @@ def test_gather_is_the_inverse(kind: LayoutKind, order: str, mover: Any) -> None
     expected = naive_read(kind, caches, blocks)
     assert torch.equal(out.view(torch.float32).view(expected.shape), expected)
     assert layout.vector_length == expected.shape[3] * expected.shape[4]
+
+
+def test_the_triton_kernels_pass_their_tests() -> None:
+    """In a process of their own: an engine that is started in this one later must not find Triton."""
+    folder = Path(sys.prefix, "triton")
+    if not folder.exists():
+        pytest.skip("needs Triton in a folder of its own (scripts/setup-triton)")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [str(Path(__file__).with_name("test_layouts_triton.py"))]
+    environment = os.environ | {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and " skipped" not in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 def test_fp8_moves_as_bytes() -> None:
