@@ -17,7 +17,7 @@ from host_control.store import StoreQueue
 from host_control.vllm.identity import UncacheableError, chunk_shape, rank_namespace
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.probe import check_layout
+from host_control.vllm.probe import find_layout
 
 __all__ = ["WorkerSide"]
 
@@ -143,11 +143,12 @@ class WorkerSide:
             raise UncacheableError(f"layer {missing[0]} has no KV cache of its own")
         tensors = [caches[name] for name in names]
         latent = type(group.kv_cache_spec).__name__ == "MLAAttentionSpec"
-        kind: LayoutKind = "kv_cells"
+        kinds: tuple[LayoutKind, ...] = ("kv_cells",)
         if latent:
-            kind = "latent"
+            kinds = ("latent",)
         elif tensors[0].device.type == "cpu":
-            kind = "cpu_pages"
+            kinds = ("cpu_pages", "cpu_tiles")
+        kind = find_layout(self._vllm_config, names[0], tensors[0], kinds)
         try:
             layout = PagedLayout(tensors, kind, reshaping_bytes=int(self._config.reshaping_buffer_bytes))
         except ValueError as error:
@@ -157,7 +158,6 @@ class WorkerSide:
             raise UncacheableError(f"blocks of {block_size} tokens do not divide into {layout.block_tokens}")
         self._block_ratio = block_size // layout.block_tokens
         self._chunk_blocks = self._config.chunk_tokens // layout.block_tokens
-        check_layout(self._vllm_config, names[0], tensors[0], kind)
         return layout
 
     def handshake(self) -> WorkerHandshake:
