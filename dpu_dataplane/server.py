@@ -93,7 +93,7 @@ class Daemon:
         self._exit.push_async_callback(client.close)
         catalog = Catalog(client, self.metrics, config)
         self._exit.push_async_callback(catalog.close)
-        destinations = DestinationTable(config)
+        destinations = DestinationTable(config, pipeline)
         self._exit.callback(destinations.close)
         fetch_sockets = DataSockets(client, len(config.stage_cores()["net"]), self.metrics)
         store_sockets = DataSockets(client, 1, self.metrics)
@@ -133,8 +133,8 @@ class Daemon:
             "quarantined_keys": ("Keys that are not offered since their record is faulty", lambda: catalog.quarantined),
             "fetch_queue_jobs": ("Fetches waiting for their round", lambda: fetcher.queue.waiting),
             "store_queue_jobs": ("Stores waiting for their turn", lambda: storer.queue.waiting),
-            "destinations": ("Registered segments", lambda: len(destinations)),
-            "destination_bytes": ("Bytes of registered segments", lambda: destinations.total_bytes),
+            "destinations": ("Registered destinations", lambda: len(destinations)),
+            "destination_bytes": ("Bytes of registered destinations", lambda: destinations.total_bytes),
             "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: buffers.total),
             "resident_bytes": ("The daemon's own resident memory, without clients' segments", resident_bytes),
         }

@@ -179,14 +179,14 @@ def test_reset_of_the_engines_caches_serves_nothing_old(
 
 def test_wrong_idea_of_the_layout_is_found_before_anything_moves(engine: Any) -> None:
     from host_control.vllm.identity import UncacheableError
-    from host_control.vllm.probe import check_layout
+    from host_control.vllm.probe import find_layout
 
     worker = engine.worker
     caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches
     name = worker._kv_cache_config.kv_cache_groups[0].layer_names[0]
-    check_layout(worker._vllm_config, name, caches[0], "cpu_pages")
+    assert find_layout(worker._vllm_config, name, caches[0], ["kv_cells", "cpu_tiles", "cpu_pages"]) == "cpu_pages"
     with pytest.raises(UncacheableError, match="not laid out"):
-        check_layout(worker._vllm_config, name, caches[0], "kv_cells")
+        find_layout(worker._vllm_config, name, caches[0], ["kv_cells", "cpu_tiles"])
 
 
 # ---------------------------------------------------------------------- failures: recomputed, never wrong

@@ -12,12 +12,19 @@ from machine import PATIENCE_S, wait_for
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from gpu_support import build_driver  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 
 from host_control.client import ChunkShape, DataPlaneClient  # noqa: E402
-from host_control.segment import Destination  # noqa: E402
+from host_control.destination import Destination  # noqa: E402
 
 CHUNK_TOKENS = 4
+
+
+@pytest.fixture(scope="session")
+def fake_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the CUDA driver for machines without a GPU."""
+    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from machine import PATIENCE_S
 from scripted import ScriptedDataPlane
 
 from host_control.client import Breaker, ChunkShape, DataPlaneClient
-from host_control.segment import Destination
+from host_control.destination import Destination
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 

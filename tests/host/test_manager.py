@@ -12,6 +12,7 @@ from machine import NEVER_S, PATIENCE_S
 from scripted import ScriptedDataPlane
 
 from host_control.client import ChunkShape, DataPlaneClient
+from host_control.destination import Destination
 from host_control.lookup import PrefixLookup
 from host_control.manager import (
     FetchJob,
@@ -21,7 +22,6 @@ from host_control.manager import (
     first_in_first_out,
     shortest_job_first,
 )
-from host_control.segment import Destination
 from shadowserve.keys import chunk_keys
 from shadowserve.proto import dataplane_pb2 as pb
 

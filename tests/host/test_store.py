@@ -10,7 +10,7 @@ from machine import NEVER_S, PATIENCE_S
 from scripted import ScriptedDataPlane
 
 from host_control.client import ChunkShape, DataPlaneClient
-from host_control.segment import Destination
+from host_control.destination import Destination
 from host_control.store import StoreQueue
 from shadowserve.proto import dataplane_pb2 as pb
 

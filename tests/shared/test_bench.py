@@ -36,6 +36,10 @@ SMALL = {
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
         *("--documents", "1", "--output-tokens", "4", "--requests", "2", "--unloaded", "1", "--repeats", "1"),
     ],
+    "gpu": [
+        *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
+        *("--kv-rate", "1", "--repeats", "1"),
+    ],
 }
 RATIOS = {
     "fetch": {
@@ -79,6 +83,11 @@ RATIOS = {
         "ttft_gain_over_recompute",
     },
     "ablation": {"no_af_tpot", "no_cp_ttft", "no_mm_ttft"},
+    "gpu": {
+        "scatter_over_device_copy",
+        "decode_step_slowdown_by_scatter",
+        "decode_step_slowdown_by_decompression",
+    },
 }
 PEERS = {
     "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP", "NIXL, UCX over TCP"],
