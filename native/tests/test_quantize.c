@@ -277,10 +277,10 @@ static void check_special_vectors(void) {
     CHECK(ss_dequantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, made, &scale, 1, 40, values) == SS_BAD_DATA, "scale");
 }
 
-/* A batch in which only one symbol, in any of its vectors, is beyond those of 32 bins; or none. */
+/* A batch in which only one symbol, in any of its vectors, is beyond those of 64 bins; or none. */
 static void check_one_symbol_of_more_bins(enum ss_isa isa) {
-    enum { VECTORS = 4, LENGTH = 100, COUNT = VECTORS * LENGTH };
-    static const int8_t beyond[] = {-17, 16, 127, -128};
+    enum { VECTORS = 4, LENGTH = 150, COUNT = VECTORS * LENGTH };
+    static const int8_t beyond[] = {-33, 32, 127, -128};
     static const float vector_scales[VECTORS] = {0.37f, 3e-3f, 25.0f, -0x1.6p-15f};
     static const enum ss_dtype dtypes[] = {SS_DTYPE_FLOAT16, SS_DTYPE_BFLOAT16, SS_DTYPE_FLOAT32, SS_DTYPE_FLOAT8_E4M3};
     int8_t made[COUNT];
@@ -289,7 +289,7 @@ static void check_one_symbol_of_more_bins(enum ss_isa isa) {
     for (unsigned round = 0; round < 400; round++) {
         const enum ss_dtype dtype = dtypes[round % 4];
         for (size_t index = 0; index < COUNT; index++)
-            made[index] = (int8_t)((int)random_below(32) - 16);
+            made[index] = (int8_t)((int)random_below(64) - 32);
         if (round % 5 != 0)
             made[random_below(COUNT)] = beyond[random_below(4)];
         CHECK(ss_isa_force(SS_ISA_SCALAR) == SS_OK, "scalar is always there");
