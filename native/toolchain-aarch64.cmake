@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # Builds for 64-bit Arm, such as BlueField's cores, on another machine; tests run under qemu:
 #   scripts/unpack-arm64 build/aarch64/libraries
-#   cmake -S . -B build/aarch64/native -G Ninja -DCMAKE_TOOLCHAIN_FILE=native/toolchain-aarch64.cmake
-# The compiler is Debian's gcc-aarch64-linux-gnu, or with CC=clang that one, for the same C library. Set SHADOWSERVE_ARM64_LIBRARIES to where the
-# packages were unpacked if that is elsewhere, and SHADOWSERVE_ARM64_CPU to the CPU that qemu is to be.
+#   cmake -S . -B build/aarch64/native -DCMAKE_TOOLCHAIN_FILE=native/toolchain-aarch64.cmake -DSHADOWSERVE_TESTS=ON
+# The compiler is Debian's gcc-aarch64-linux-gnu, or with CC=clang that one, for the same C library. Set
+# SHADOWSERVE_ARM64_LIBRARIES to where the packages were unpacked if that is elsewhere, and SHADOWSERVE_ARM64_CPU to the
+# CPU that qemu is to be.
 set(CMAKE_SYSTEM_NAME Linux)
 set(CMAKE_SYSTEM_PROCESSOR aarch64)
 set(SHADOWSERVE_ARM64_LIBRARIES "${CMAKE_CURRENT_LIST_DIR}/../build/aarch64/libraries" CACHE PATH

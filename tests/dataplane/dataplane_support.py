@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -311,16 +311,18 @@ async def until(condition: Any, timeout: float = 10.0) -> None:
 
 
 class DaemonProcess:
-    """The daemon as a process of its own."""
+    """The daemon as a process of its own, by default of this interpreter."""
 
-    def __init__(self, server: "Server | str", directory: Path, **changes: Any) -> None:
+    def __init__(
+        self, server: "Server | str", directory: Path, *, python: Sequence[str] = (sys.executable,), **changes: Any
+    ) -> None:
         address = server if isinstance(server, str) else server.address
         values = {"listen": "127.0.0.1:0", "storage": address, "shutdown_time": 2} | SMALL_BUFFERS | changes
         flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         self.log = directory / "daemon.log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shadowserve.cli", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
+                [*python, "-m", "shadowserve.cli", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode().split()
