@@ -113,6 +113,7 @@ class Isa(enum.IntEnum):
     AVX2 = 1
     AVX512 = 2
     NEON = 3
+    NEON_CRC = 4
 
 
 class MemoryKind(enum.IntEnum):

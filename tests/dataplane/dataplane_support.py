@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -298,9 +298,11 @@ async def running(server: "Server | str", **changes: Any) -> AsyncIterator[tuple
 
 
 class DaemonProcess:
-    """The daemon as a process of its own."""
+    """The daemon as a process of its own, by default of this interpreter."""
 
-    def __init__(self, server: "Server | str", directory: Path, **changes: Any) -> None:
+    def __init__(
+        self, server: "Server | str", directory: Path, *, python: Sequence[str] = (sys.executable,), **changes: Any
+    ) -> None:
         address = server if isinstance(server, str) else server.address
         values = {"listen": "127.0.0.1:0", "storage": address, "shutdown_time": NEVER_S}
         values |= PATIENT | SMALL_BUFFERS | changes
@@ -308,7 +310,7 @@ class DaemonProcess:
         self.log = directory / "daemon.log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shadowserve.cli", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
+                [*python, "-m", "shadowserve.cli", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode().split()
