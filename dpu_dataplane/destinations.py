@@ -51,15 +51,17 @@ class Destination:
 
     Attributes:
         destination_id: random, 64 bits.
+        owner: the host that registered it, and alone may use it.
         layout: of the chunks that move through it.
         size: bytes.
         identity: device and inode of the file: the same for two registrations of one file.
         memory: the segment's bytes, shared with the client.
     """
 
-    def __init__(self, destination_id: int, layout: ChunkLayout, file: int, memory: mmap.mmap) -> None:
+    def __init__(self, destination_id: int, owner: str, layout: ChunkLayout, file: int, memory: mmap.mmap) -> None:
         status = os.fstat(file)
         self.destination_id = destination_id
+        self.owner = owner
         self.layout = layout
         self.size = len(memory)
         self.identity = (status.st_dev, status.st_ino)
@@ -109,13 +111,26 @@ class DestinationTable:
         """Bytes of all registered segments."""
         return sum(destination.size for destination in self._destinations.values())
 
-    def get(self, destination_id: int) -> Destination | None:
-        """Return a segment by its id, None where there is none (any more)."""
-        destination = self._destinations.get(destination_id)
-        return None if destination is None or destination.released else destination
+    def count(self, owner: str) -> int:
+        """Return how many segments a host has registered."""
+        return sum(destination.owner == owner for destination in self._destinations.values())
 
-    async def register(self, name: str, size: int, layout: ChunkLayout) -> Destination:
-        """Map the file ``name`` under /dev/shm.
+    def get(self, destination_id: int, owner: str) -> Destination | None:
+        """Return a host's segment by its id, None where there is none (any more), or where it is another host's."""
+        destination = self._destinations.get(destination_id)
+        if destination is None or destination.released or destination.owner != owner:
+            return None
+        return destination
+
+    def other_layout(self, layout: ChunkLayout) -> ChunkLayout | None:
+        """Return the layout of a registered segment with the same namespace and another shape, if there is one."""
+        for destination in self._destinations.values():
+            if destination.layout.namespace == layout.namespace and destination.layout != layout:
+                return destination.layout
+        return None
+
+    async def register(self, name: str, size: int, layout: ChunkLayout, owner: str) -> Destination:
+        """Map the file ``name`` under /dev/shm, for a host.
 
         Raises:
             DestinationError: a name, owner, type or size that is not as it must be.
@@ -138,7 +153,7 @@ class DestinationTable:
             except asyncio.CancelledError:  # the caller is gone: nobody will use what the thread is still mapping
                 mapping.add_done_callback(_discard)
                 raise
-            destination = Destination(secrets.randbits(64) or 1, layout, file, memory)
+            destination = Destination(secrets.randbits(64) or 1, owner, layout, file, memory)
             self._destinations[destination.destination_id] = destination
         finally:
             self._pending -= 1
@@ -180,10 +195,10 @@ class DestinationTable:
             if destination.users == 0:
                 destination.quiet.set()
 
-    async def release(self, destination_id: int) -> None:
+    async def release(self, destination_id: int, owner: str) -> None:
         """Forget a segment: at once for new jobs; return once those in progress have ended. Unknown ids are fine."""
         destination = self._destinations.get(destination_id)
-        if destination is None:
+        if destination is None or destination.owner != owner:
             return
         destination.released = True
         await destination.quiet.wait()

@@ -149,12 +149,12 @@ class Destination:
                 f"registering memory at the data plane {self._client.address} is paused after repeated failures",
                 "breaker_open",
             )
-        # Without a connection a segment would be made, page by page, for nothing.
-        if not self._client.wait_ready(min(timeout, self._connect_timeout)):
+        try:
+            # Without a connection a segment would be made, page by page, for nothing.
+            self._client.connect(min(timeout, self._connect_timeout), self.shape)
+        except DataPlaneError:
             breaker.report(success=False)
-            raise DataPlaneError(
-                f"no data plane answers at {self._client.address}; start `shadowserve dpu` there", "unreachable"
-            )
+            raise
         try:
             segment = Segment.create(self.size)
         except ConfigurationError:

@@ -121,8 +121,6 @@ async def test_malformed_registrations_name_the_field(client: Client) -> None:
         return made
 
     for changes, code, words in (
-        ({"protocol_version": 0}, FAILED, ["version 0", "version 1"]),
-        ({"protocol_version": 77}, FAILED, ["version 77", "version 1"]),
         ({"shared_memory": None}, INVALID, ["memory"]),
         ({"layout": message(dtype="float8")}, INVALID, ["layout.dtype", "float8"]),
         ({"layout": message(quantizer="magic")}, INVALID, ["layout.quantizer"]),

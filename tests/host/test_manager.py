@@ -64,7 +64,7 @@ def make_manager(
     made = []
 
     def make(**options: Any) -> KVCacheManager:
-        lookup = PrefixLookup(client, [NAMESPACE], chunk_tokens=CHUNK, timeout=5.0, threads=1)
+        lookup = PrefixLookup([client], [NAMESPACE], chunk_tokens=CHUNK, timeout=5.0, threads=1)
         options = {"lookup": lookup, "chunk_tokens": CHUNK, **options}
         manager = KVCacheManager(client, destination, paged, **options)
         made.append((manager, lookup))
