@@ -38,6 +38,7 @@ _OUTCOMES = {
     Result.DEADLINE: pb.OUTCOME_DEADLINE,
     Result.CANCELLED: pb.OUTCOME_CANCELLED,
     Result.NOT_SUPPORTED: pb.OUTCOME_UNSUPPORTED_CODEC,
+    Result.DEVICE: pb.OUTCOME_DEVICE,
 }
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class Fetcher:
             dtype=layout.dtype,
             vector_length=layout.vector_length,
             scale_vectors=layout.scale_tokens,
-            destination=region.destination.memory[begin : begin + len(plan.chunks) * layout.raw_bytes].data,
+            destination=region.destination.region(begin, len(plan.chunks) * layout.raw_bytes),
             deadline_ns=job.deadline_ns,
         )
         try:

@@ -40,6 +40,8 @@ MESSAGE_BYTES_MAX: Final = 8 << 20
 KEEPALIVE_MS: Final = 10_000
 CALLS_MAX: Final = 4096
 """Calls in progress, waiting ones included: above the default queues by an order of magnitude."""
+_UNTIL_TOLD: Final = 86400.0
+"""Seconds; the server stops before, when it is told to stop at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +96,7 @@ class Daemon:
         self._exit.push_async_callback(client.close)
         catalog = Catalog(client, self.metrics, config)
         self._exit.push_async_callback(catalog.close)
-        destinations = DestinationTable(config)
+        destinations = DestinationTable(config, pipeline)
         self._exit.callback(destinations.close)
         fetch_sockets = DataSockets(client, len(config.stage_cores()["net"]), self.metrics)
         store_sockets = DataSockets(client, 1, self.metrics)
@@ -136,8 +138,8 @@ class Daemon:
             "quarantined_keys": ("Keys that are not offered since their record is faulty", lambda: catalog.quarantined),
             "fetch_queue_jobs": ("Fetches waiting for their round", lambda: fetcher.queue.waiting),
             "store_queue_jobs": ("Stores waiting for their turn", lambda: storer.queue.waiting),
-            "destinations": ("Registered segments", lambda: len(destinations)),
-            "destination_bytes": ("Bytes of registered segments", lambda: destinations.total_bytes),
+            "destinations": ("Registered destinations", lambda: len(destinations)),
+            "destination_bytes": ("Bytes of registered destinations", lambda: destinations.total_bytes),
             "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: buffers.total),
             "resident_bytes": ("The daemon's own resident memory, without clients' segments", resident_bytes),
         }
@@ -188,11 +190,14 @@ class Daemon:
         """Refuse new calls at once; give jobs half the time to finish, then half of it to be cancelled."""
         await health_service.enter_graceful_shutdown()
         half = self.config.shutdown_time / 2
-        stopping = asyncio.ensure_future(server.stop(self.config.shutdown_time))
+        stopping = asyncio.ensure_future(server.stop(_UNTIL_TOLD))
         await asyncio.wait({stopping}, timeout=half)
         if len(service.jobs):
             logger.info("cancelling %d jobs that did not finish within %g s", len(service.jobs), half)
             service.jobs.cancel_all()
+        # Counted from here: had the machine stood still meanwhile, they would have no time left to answer.
+        await asyncio.wait({stopping}, timeout=half)
+        await server.stop(None)
         await stopping
         end = time.monotonic() + half
         while len(service.jobs) and time.monotonic() < end:  # their callers are gone, but memory must be quiet

@@ -14,7 +14,7 @@ from prometheus_client import Histogram
 
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.destinations import DestinationError, DestinationTable, OverlapError, TooManyError
+from dpu_dataplane.destinations import Destination, DestinationError, DestinationTable, OverlapError, TooManyError
 from dpu_dataplane.fetching import Fetcher, FetchRegion
 from dpu_dataplane.hosts import Host, HostTable
 from dpu_dataplane.jobs import Job, JobTable, QueueFull, Stop
@@ -22,7 +22,7 @@ from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
 from dpu_dataplane.rounds import Buffers, encoded_bound
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import NotTraceable, Tracer
-from dpu_dataplane.validation import MEMORY_KINDS, InvalidCall, Validator
+from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import __version__, native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
@@ -87,13 +87,13 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def RegisterDestination(  # noqa: N802
         self, request: pb.RegisterDestinationRequest, context: _Context
     ) -> pb.RegisterDestinationResponse:
-        """Map a segment."""
+        """Make memory known."""
         return await self._answer(context, self._register, request)
 
     async def ReleaseDestination(  # noqa: N802
         self, request: pb.ReleaseDestinationRequest, context: _Context
     ) -> pb.ReleaseDestinationResponse:
-        """Forget a segment, once no job uses it."""
+        """Forget memory, once no job uses it."""
         return await self._answer(context, self._release, request)
 
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
@@ -193,7 +193,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             backend=self._config.backend,
             emulated=False,
             device="CPU",
-            memory_kinds=MEMORY_KINDS,
+            memory_kinds=self._destinations.kinds,
         )
 
     def _check_shape(self, layout: ChunkLayout, chunk_bytes: int) -> None:
@@ -235,14 +235,14 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         return response
 
     async def _register(self, request: pb.RegisterDestinationRequest, host: Host) -> pb.RegisterDestinationResponse:
-        memory = self._validate.memory(request)
         layout = self._validate.layout(request.layout)
         self._check_buffers(layout)
-        destination = await self._destinations.register(memory.name, memory.size, layout, host.owner)
+        destination = await self._destinations.register(request, layout, host.owner)
         logger.info(
-            "registered destination %016x: %d bytes, %d a chunk",
+            "registered destination %016x: %d bytes of %s, %d a chunk",
             destination.destination_id,
-            memory.size,
+            destination.size,
+            request.WhichOneof("memory"),
             layout.raw_bytes,
         )
         return pb.RegisterDestinationResponse(destination_id=destination.destination_id, chunk_bytes=layout.raw_bytes)
@@ -286,7 +286,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             with self._destinations.claim(destination, request.offset, request.length, writing=True):
                 region = FetchRegion(destination, request.offset, request.length)
                 try:
-                    return await self._fetcher.run(job, region, keys)
+                    response = await self._fetcher.run(job, region, keys)
+                    self._check_reach(destination, response.outcome)
+                    return response
                 except Exception as error:
                     if isinstance(error, QueueFull):
                         raise
@@ -307,7 +309,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             length = len(keys) * destination.layout.raw_bytes
             with self._destinations.claim(destination, request.offset, length, writing=False):
                 try:
-                    return await self._storer.run(job, destination, request.offset, keys)
+                    response = await self._storer.run(job, destination, request.offset, keys)
+                    self._check_reach(destination, response.outcome)
+                    return response
                 except Exception as error:
                     if isinstance(error, QueueFull):
                         raise
@@ -315,6 +319,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     return pb.StoreResponse(outcome=outcome, detail=detail)
 
         return await self._run(host, request, work, self._metrics.stores, self._metrics.store_seconds)
+
+    def _check_reach(self, destination: Destination, outcome: pb.Outcome) -> None:
+        """Drop a destination that could not be reached: whoever still owns it registers it anew."""
+        if outcome == pb.OUTCOME_DEVICE:
+            logger.warning("destination %016x could not be reached: forgotten", destination.destination_id)
+            self._destinations.lost(destination)
 
     async def _run(
         self,

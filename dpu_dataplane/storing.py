@@ -33,6 +33,7 @@ _OUTCOMES = {
     Result.DEADLINE: pb.OUTCOME_DEADLINE,
     Result.CANCELLED: pb.OUTCOME_CANCELLED,
     Result.NOT_SUPPORTED: pb.OUTCOME_UNSUPPORTED_CODEC,
+    Result.DEVICE: pb.OUTCOME_DEVICE,
 }
 
 logger = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ class Storer:
             dtype=layout.dtype,
             vector_length=layout.vector_length,
             scale_vectors=layout.scale_tokens,
-            destination=destination.memory[offset : offset + len(keys) * layout.raw_bytes].data,
+            destination=destination.region(offset, len(keys) * layout.raw_bytes),
             deadline_ns=job.deadline_ns,
         )
         try:

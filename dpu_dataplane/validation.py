@@ -1,7 +1,5 @@
 """Checks of what a gRPC message says, before anything is done about it. Every failure names the field."""
 
-from typing import Final
-
 import grpc
 
 from dpu_dataplane.config import DataPlaneConfig
@@ -13,10 +11,7 @@ from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import ChunkLayout
 
-__all__ = ["MEMORY_KINDS", "InvalidCall", "Validator"]
-
-MEMORY_KINDS: Final = ("shared_memory",)
-"""Fields of RegisterDestinationRequest.memory that this data plane takes."""
+__all__ = ["InvalidCall", "Validator"]
 
 _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
@@ -90,12 +85,6 @@ class Validator:
         if total > self._keys_max:
             raise InvalidCall(f"chains hold {total} keys together; at most {self._keys_max} fit one call")
         return chains
-
-    def memory(self, request: pb.RegisterDestinationRequest) -> pb.SharedMemory:
-        """Return the memory of a segment to register."""
-        if request.WhichOneof("memory") not in MEMORY_KINDS:
-            raise InvalidCall(f"memory is not given; this data plane takes {', '.join(MEMORY_KINDS)}")
-        return request.shared_memory
 
     def hello(self, request: pb.HelloRequest) -> None:
         """Refuse a host of another release, where that makes a difference."""

@@ -6,7 +6,7 @@ does not know its memory either.
 
 What the daemon answers is checked before it is believed. A Fetch or Store that ends without an answer (the connection
 broke, the deadline passed, the answer makes no sense) is not *quiet*: the daemon may still move bytes in the region, so
-the caller must not use that memory again (:mod:`host_control.segment` retires it).
+the caller must not use that memory again (:mod:`host_control.destination` retires it).
 """
 
 import threading
@@ -29,6 +29,7 @@ __all__ = [
     "FetchAnswer",
     "FetchCall",
     "LookupCall",
+    "MemoryMessage",
     "Registration",
     "StoreAnswer",
 ]
@@ -37,6 +38,12 @@ _GRACE: Final = 0.25
 """Seconds that a call may outlast the deadline that the daemon was given: its answer is worth more than the time."""
 
 _DTYPE_BYTES: Final = {"uint8": 1, "float8_e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+MemoryMessage = pb.SharedMemory | pb.ExportedMemory | pb.CudaIpcMemory
+_MEMORY_FIELDS: Final[dict[type[Any], str]] = {
+    pb.SharedMemory: "shared_memory",
+    pb.ExportedMemory: "exported_memory",
+    pb.CudaIpcMemory: "cuda_ipc",
+}
 _OPERATION = Literal["lookup", "fetch", "store", "register"]
 _AT_FAULT: Final = {
     "unreachable",
@@ -46,12 +53,13 @@ _AT_FAULT: Final = {
     "storage_unavailable",
     "storage_refused",
     "internal",
+    "device",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkShape:
-    """How one chunk lies in a segment: layer, kind, token, head, dimension.
+    """How one chunk lies in memory: layer, kind, token, head, dimension.
 
     Attributes:
         namespace: digest of the ``KVNamespace``, 32 bytes.
@@ -147,7 +155,7 @@ class Breaker:
 
 
 class Registration(NamedTuple):
-    """What the daemon calls a segment."""
+    """What the daemon calls memory that it knows."""
 
     destination_id: int
     chunk_bytes: int
@@ -334,15 +342,15 @@ class DataPlaneClient:
         self._report("lookup", reason)
         return hits
 
-    def register(self, shape: ChunkShape, name: str, size: int) -> Registration:
-        """Make a shared memory segment known to the data plane. The caller has asked the breaker.
+    def register(self, shape: ChunkShape, memory: MemoryMessage) -> Registration:
+        """Make memory known to the data plane. The caller has asked the breaker.
 
         Raises:
             DataPlaneError: refused, unreachable, or the daemon counts another chunk size than we do.
         """
         request = pb.RegisterDestinationRequest(
             layout=shape.message(),
-            shared_memory=pb.SharedMemory(name=name, size=size),
+            **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
         try:
             answer = self._connection.stub.RegisterDestination(
@@ -357,12 +365,15 @@ class DataPlaneClient:
         self._report("register", "complete")
         return Registration(answer.destination_id, answer.chunk_bytes)
 
-    def release(self, destination_id: int, *, wait: bool) -> None:
-        """Have the data plane forget a segment; one that does not answer forgets it by itself, some time.
+    def release(self, destination_id: int, *, wait: bool) -> bool:
+        """Have the data plane forget memory; one that does not answer forgets it by itself, some time.
 
         Args:
-            destination_id: of the segment.
+            destination_id: of the memory.
             wait: for the answer, at most ``connect_timeout`` seconds.
+
+        Returns:
+            Whether it has answered, so that it will not touch the memory any more; always false without ``wait``.
         """
         request = pb.ReleaseDestinationRequest(destination_id=destination_id)
         try:
@@ -371,10 +382,11 @@ class DataPlaneClient:
             )
             if wait:
                 call.result()
-            else:
-                self._let_go(call)
+                return True
+            self._let_go(call)
         except (grpc.RpcError, grpc.FutureCancelledError, ValueError):  # ValueError: the channel is closed
-            return
+            pass
+        return False
 
     def start_fetch(
         self, job_id: str, destination_id: int, offset: int, length: int, keys: Sequence[bytes], timeout: float

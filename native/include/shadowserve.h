@@ -37,6 +37,7 @@ enum ss_result {
     SS_CANCELLED = 13,
     SS_SKIPPED = 14,  /* not attempted, because an earlier chunk of the round failed */
     SS_OS_ERROR = 15, /* a system call failed; errno says why */
+    SS_DEVICE = 16,   /* an accelerator failed, also when asked again, or cannot reach the memory any more */
 };
 
 enum ss_codec { SS_CODEC_NONE = 0, SS_CODEC_DEFLATE = 1, SS_CODEC_LZ4 = 2, SS_CODEC_ZSTD = 3, SS_CODEC_KVRANS = 4 };
@@ -209,6 +210,26 @@ struct ss_chunk {
     enum ss_result result; /* out */
 };
 
+/* Where memory is that rounds deliver to, or store from. */
+enum ss_memory_kind {
+    SS_MEMORY_LOCAL = 0,    /* in this process */
+    SS_MEMORY_EXPORTED = 1, /* in another one, often on another machine: what ss_export_open() describes */
+    SS_MEMORY_CUDA_IPC = 2  /* in a GPU of this machine: what cuIpcGetMemHandle() gave */
+};
+
+/* Memory to be registered. All of it is copied. */
+struct ss_memory {
+    enum ss_memory_kind kind;
+    uint8_t *address;       /* local: here; exported: where it is in the exporter, never dereferenced here; else NULL */
+    uint64_t size;          /* bytes */
+    const void *descriptor; /* exported: from ss_export_descriptor(); CUDA IPC: the CUipcMemHandle; local: NULL */
+    size_t descriptor_size; /* bytes */
+    const char *device;     /* CUDA IPC: the GPU's PCI address; else NULL */
+};
+
+struct ss_pipeline;
+struct ss_destination;
+
 /*
  * One round: chunks of one layout, from one storage server, to (or from) one destination; at most 16384 chunks. Set
  * everything but the fields marked 'out' to what they are and the rest to zero, and leave all of it alone until the
@@ -223,13 +244,14 @@ struct ss_round {
     enum ss_dtype dtype;
     uint32_t scale_vectors; /* of binned: so many vectors of a slice share one scale, the last of them perhaps fewer */
     uint32_t vector_length; /* elements */
-    uint8_t *destination;
-    uint64_t destination_size; /* bytes */
-    uint64_t deadline_ns;      /* CLOCK_MONOTONIC */
-    uint64_t received_bytes;   /* out: over the wire */
-    uint64_t delivered_bytes;  /* out: into the destination */
-    uint32_t cancelled;        /* set by ss_round_cancel(); 0 at first */
-    uint32_t sockets_in_sync;  /* out: no socket holds half an answer, so all can be used again */
+    uint8_t *destination;   /* registered: within ss_destination_address() and its size, dereferenced or not */
+    uint64_t destination_size;         /* bytes */
+    struct ss_destination *registered; /* what 'destination' is part of; NULL: plain memory, which only a CPU takes */
+    uint64_t deadline_ns;              /* CLOCK_MONOTONIC */
+    uint64_t received_bytes;           /* out: over the wire */
+    uint64_t delivered_bytes;          /* out: into the destination */
+    uint32_t cancelled;                /* set by ss_round_cancel(); 0 at first */
+    uint32_t sockets_in_sync;          /* out: no socket holds half an answer, so all can be used again */
 };
 
 enum ss_stage {
@@ -253,7 +275,8 @@ struct ss_stage_statistics {
 /* Core lists hold one entry for each thread; -1 leaves that thread unpinned. */
 struct ss_pipeline_options {
     size_t options_size;           /* sizeof(struct ss_pipeline_options), so that it can grow */
-    const char *backend;           /* "software" */
+    const char *backend;           /* "software" or "doca" */
+    const char *device;            /* PCI address or name of the backend's device; "" or NULL: the first that can */
     uint32_t fused;                /* decompress, dequantize and deliver a slice in one go, on the decompress threads */
     uint32_t queue_depth;          /* slices in each queue between stages */
     uint32_t requests_in_flight;   /* range requests sent ahead on each connection */
@@ -281,23 +304,56 @@ struct ss_pipeline_options {
      */
     uint32_t chunked_pipeline;
     uint32_t memory_management;
-    uint32_t trace_events; /* room for so many in each thread's log, 56 bytes each; 0: no tracing */
+    uint32_t trace_events;     /* room for so many in each thread's log, 56 bytes each; 0: no tracing */
+    uint32_t poll_interval_us; /* between two looks at an engine that has nothing done; 0: no pause. At most 1 s */
 };
 
-struct ss_pipeline;
+/* ---- Backends ------------------------------------------------------------------------------------------------ */
+
+/*
+ * ss_backend_description() says what backend 'name' is here, such as "CPU", "DOCA 2.9.1" or "DOCA emulator 3.0.0", in a
+ * static string; NULL where this build has no such backend.
+ */
+SS_API const char *ss_backend_description(const char *name);
+
+/* ss_backend_emulated() returns whether that backend only imitates its hardware. */
+SS_API int ss_backend_emulated(const char *name);
+
+/* ---- Life of a pipeline -------------------------------------------------------------------------------------- */
 
 /*
  * ss_pipeline_create() allocates, touches and locks all buffers and starts and pins all threads; nothing is allocated
- * afterwards (but without memory_management). Fails with SS_BAD_ARGUMENT, SS_NOT_SUPPORTED (unknown backend),
- * SS_NO_MEMORY, SS_OS_ERROR (errno).
+ * afterwards (but without memory_management). Fails with SS_BAD_ARGUMENT, SS_NOT_SUPPORTED (unknown backend, no device
+ * that can do its work, or options that the backend does not take), SS_NO_MEMORY, SS_OS_ERROR (errno), SS_DEVICE.
  */
 SS_API enum ss_result ss_pipeline_create(const struct ss_pipeline_options *options, struct ss_pipeline **pipeline);
 
 /* ss_pipeline_destroy() stops the threads and frees the buffers. No call may be in progress. NULL is allowed. */
 SS_API void ss_pipeline_destroy(struct ss_pipeline *pipeline);
 
+/* ss_pipeline_device() returns the name of the device that was opened, "" where the backend has none. */
+SS_API const char *ss_pipeline_device(const struct ss_pipeline *pipeline);
+
+/* ss_pipeline_memory_kinds() returns bit 1 << enum ss_memory_kind for each that ss_destination_register() takes. */
+SS_API uint32_t ss_pipeline_memory_kinds(const struct ss_pipeline *pipeline);
+
 /* ss_pipeline_locked_bytes() returns how many bytes of the buffers could be locked in memory. */
 SS_API uint64_t ss_pipeline_locked_bytes(const struct ss_pipeline *pipeline);
+
+/*
+ * ss_destination_register() makes memory known to the pipeline's backend, once for any number of rounds: an engine
+ * reaches nothing else. The memory, and where it is exported the export, must stay until ss_destination_release().
+ * Fails with SS_NOT_SUPPORTED (not this kind with this backend), SS_BAD_ARGUMENT (a descriptor that is none),
+ * SS_NO_MEMORY, SS_DEVICE. From any thread, also during rounds.
+ */
+SS_API enum ss_result ss_destination_register(struct ss_pipeline *pipeline, const struct ss_memory *memory,
+                                              struct ss_destination **destination);
+
+/* ss_destination_release() forgets it. No round may be using it, and the pipeline must still be there. */
+SS_API void ss_destination_release(struct ss_destination *destination);
+
+/* ss_destination_address() returns where the memory begins, as rounds name it. */
+SS_API uint8_t *ss_destination_address(const struct ss_destination *destination);
 
 /*
  * ss_pipeline_fetch() runs one round: on each of 'socket_count' connected, authenticated, non-blocking sockets to the
@@ -324,8 +380,9 @@ SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_
 SS_API void ss_round_cancel(struct ss_round *round);
 
 /*
- * ss_pipeline_encode() quantizes and compresses a round's chunks from its destination memory (read only here) into the
- * store buffer, on the store threads, at low priority: a fetch round in progress goes first. For each slice the caller
+ * ss_pipeline_encode() quantizes and compresses a round's chunks from its destination memory (read only here; where it
+ * is not local, the backend collects each slice first) into the store buffer, on the store threads, at low priority:
+ * a fetch round in progress goes first. For each slice the caller
  * gives destination_offset, decoded_length, scales_length, vectors and bins; out come offset, encoded_length, checksum
  * and decoded_crc32. For each chunk the caller gives codec, slices and decompression_offset (here: where in the store
  * buffer its body goes, with room for the bound of each slice); out come body_length and result.
@@ -383,6 +440,26 @@ SS_API void ss_pipeline_trace_stop(struct ss_pipeline *pipeline);
  */
 SS_API uint64_t ss_pipeline_trace_read(struct ss_pipeline *pipeline, struct ss_trace_event *events, uint64_t count_max,
                                        uint64_t *dropped);
+
+/* ---- Memory for other machines' pipelines --------------------------------------------------------------------- */
+
+struct ss_export;
+
+/*
+ * ss_export_open() lets a DPU read and write 'size' bytes at 'address', and describes them for a pipeline there:
+ * SS_MEMORY_EXPORTED. 'device' is the PCI address or name of one of the DPU's functions on this side; "" or NULL: the
+ * first that can. 'dmabuf_fd' is -1 for host memory, or for GPU memory with nvidia-peermem; else the DMA-BUF that
+ * holds the GPU memory at 'address'. Memory, descriptor of the DMA-BUF and export must stay while anyone uses them.
+ * Fails with SS_NOT_SUPPORTED (no such device, or it cannot), SS_BAD_ARGUMENT, SS_NO_MEMORY, SS_DEVICE.
+ */
+SS_API enum ss_result ss_export_open(const char *device, void *address, uint64_t size, int32_t dmabuf_fd,
+                                     struct ss_export **exported);
+
+/* ss_export_descriptor() gives the description. Whoever has it can reach the memory: for trusted connections only. */
+SS_API void ss_export_descriptor(const struct ss_export *exported, const void **bytes, size_t *size);
+
+/* ss_export_close() ends it; importers' transfers fail from then on. NULL is allowed. */
+SS_API void ss_export_close(struct ss_export *exported);
 /* cffi:end */
 
 #endif /* SHADOWSERVE_H */

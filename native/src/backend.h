@@ -2,17 +2,19 @@
 /*
  * backend.h - what does the pipeline's accelerated work: a CPU, a DPU's engines, or an emulator of them
  *
- * A backend decompresses slices and copies them to their destination. The executor does the rest: networking,
- * checksums of the stored bytes, dequantization, order, failure, deadlines. Where the stages are fused, a backend may
- * do dequantization in one go with decompression.
+ * A backend decompresses slices, copies them to their destination, and copies what is to be stored from where it is.
+ * The executor does the rest: networking, checksums of the stored bytes, dequantization, order, failure, deadlines.
+ * Where the stages are fused, a backend may do dequantization in one go with decompression.
  *
- * Life: open() once for each pipeline, channel_open() once for each decompress and DMA thread; then any number of
- * decompress() or deliver() calls on each channel, always from that channel's one thread, so that a channel needs no
- * locks (it is one progress engine); then channel_close(), close(). A channel is closed with nothing in flight.
+ * Life: open() once for each pipeline; channel_open() once for each thread that uses the backend, on that thread; then
+ * any number of decompress(), deliver() or collect() calls on each channel, always from its one thread, so that a
+ * channel needs no locks (it is one progress engine); then channel_close() on the same thread, and close(). A channel
+ * is closed with nothing in flight. memory_open() and memory_close() come from any thread, between the opening of the
+ * last channel and the closing of the first one.
  *
- * Work: decompress() and deliver() start one slice. When they return SS_OK, the backend calls work->complete(work)
- * exactly once, with work->result set: from within this call, from a later one that starts another work (a CPU, which
- * decompresses several at a time), or from a later progress() (an engine).
+ * Work: decompress(), deliver() and collect() start one slice. When they return SS_OK, the backend calls
+ * work->complete(work) exactly once, with work->result set: from within this call, from a later one that starts another
+ * work (a CPU, which decompresses several at a time), or from a later progress() (an engine).
  * When they return anything else, nothing was started and complete() is never called. The executor starts no more than
  * 'in_flight_max' works on a channel at a time, and calls progress() until all are complete; it never gives up on one,
  * since an engine may write until it says that it is done.
@@ -28,27 +30,38 @@
 /* The accelerator's limit on one operation (ShadowServe section 5), and so the limit on a slice everywhere. */
 #define SS_SLICE_BYTES_MAX ((size_t)2 << 20)
 
-/* The pipeline's buffers, for a backend that has to register them with a device. */
-struct ss_backend_buffers {
-    uint8_t *decompression;
-    uint8_t *dequantization;
-    uint8_t *dma_source;
-    uint64_t decompression_bytes;
-    uint64_t dequantization_bytes;
-    uint64_t dma_source_bytes;
+/* Bytes that are delivered or collected at a time at most: what the largest element makes of a slice's symbols. */
+#define SS_DELIVERED_BYTES_MAX (4 * SS_SLICE_BYTES_MAX)
+
+struct ss_backend_setup {
+    const char *device;   /* "": the first that can */
+    uint32_t queue_depth; /* slices in each queue between stages: more than so many are never there at once */
+};
+
+struct ss_backend_range {
+    uint8_t *data; /* NULL: no such buffer, or (without memory management) one for each chunk */
+    uint64_t size;
+};
+
+/* What one thread will use its channel for; a backend that has to register memory with a device does it once. */
+struct ss_backend_channel {
+    enum ss_stage stage;            /* SS_STAGE_DECOMPRESS, SS_STAGE_DMA, or SS_STAGE_QUANTIZE: a thread that stores */
+    struct ss_backend_range source; /* decompress: the decompression buffer; deliver: the DMA source buffer */
+    struct ss_backend_range target; /* decompress: the dequantization buffer; collect: the thread's own buffer */
 };
 
 /* One slice for one engine. Belongs to the executor; must not move between the start and complete(). */
 struct ss_work {
-    const uint8_t *source; /* decompress: the stream, in the decompression buffer; deliver: in the DMA source buffer */
-    uint8_t *target;       /* decompress: the symbols; deliver: in the destination */
+    const uint8_t *source; /* decompress: the stream; deliver: elements; collect: in 'memory' */
+    uint8_t *target;       /* decompress: the symbols; deliver: in 'memory'; collect: elements */
     size_t source_size;
-    size_t target_size;          /* deliver: equal to source_size */
+    size_t target_size;          /* deliver, collect: equal to source_size, at most SS_DELIVERED_BYTES_MAX */
+    void *memory;                /* deliver, collect: from memory_open(); NULL: plain memory */
     enum ss_codec codec;         /* decompress only */
     uint32_t decoded_crc32;      /* decompress only: what a backend with 'checks_decoded' compares with */
     uint32_t dequantized;        /* out, decompress only; 0 at first: the elements are there, the symbols may be not */
     struct ss_elements elements; /* decompress, fused, only: what the symbols are to become; else its target is NULL */
-    enum ss_result result;       /* out: SS_OK, SS_BAD_DATA, SS_CHECKSUM, SS_NO_MEMORY, SS_OS_ERROR */
+    enum ss_result result;       /* out: SS_OK, SS_BAD_DATA, SS_CHECKSUM, SS_NO_MEMORY, SS_DEVICE */
     void (*complete)(struct ss_work *work);
     void *user;              /* the executor's */
     uint64_t backend_use[4]; /* the backend's, from start to complete() */
@@ -57,27 +70,40 @@ struct ss_work {
 struct ss_backend_capabilities {
     uint32_t codecs;          /* bit 1 << enum ss_codec for each that decompress() takes */
     uint32_t in_flight_max;   /* works on one channel at a time, at least 1 */
-    uint64_t slice_bytes_max; /* of decompress's target_size; what deliver() gets may be 4 times that: split it */
+    uint64_t slice_bytes_max; /* of decompress's target_size; deliver() and collect() split what is too large */
     uint32_t fused;           /* decompress() can write into any memory, so that the executor may fuse the stages */
     uint32_t checks_decoded;  /* decompress() compares decoded_crc32; slices without scales need no CPU checksum */
+    uint32_t memory_kinds;    /* bit 1 << enum ss_memory_kind for each that memory_open() takes */
+    uint32_t plain_memory;    /* deliver() reaches memory that nobody registered */
 };
 
 struct ss_backend {
     const char *name;
 
-    /* open() claims the device and registers the buffers. SS_NOT_SUPPORTED where there is no such device here. */
-    enum ss_result (*open)(const struct ss_backend_buffers *buffers, void **device);
+    /* description() and emulated() are what ss_backend_description() and ss_backend_emulated() say. */
+    const char *(*description)(void);
+    int (*emulated)(void);
+
+    /* open() claims the device. SS_NOT_SUPPORTED where there is no such device here. */
+    enum ss_result (*open)(const struct ss_backend_setup *setup, void **device);
     void (*close)(void *device);
 
-    /* capabilities() of an opened device. */
+    /* device_name() and capabilities() of an opened device. */
+    const char *(*device_name)(void *device);
     struct ss_backend_capabilities (*capabilities)(void *device);
 
-    /* channel_open() for one thread of SS_STAGE_DECOMPRESS or SS_STAGE_DMA. Called before that thread starts. */
-    enum ss_result (*channel_open)(void *device, enum ss_stage stage, void **channel);
+    enum ss_result (*channel_open)(void *device, const struct ss_backend_channel *setup, void **channel);
     void (*channel_close)(void *channel);
+
+    /* memory_open() makes memory known to all channels, and stores where works find it in '*address'. */
+    enum ss_result (*memory_open)(void *device, const struct ss_memory *memory, void **handle, uint8_t **address);
+    void (*memory_close)(void *device, void *handle);
 
     enum ss_result (*decompress)(void *channel, struct ss_work *work);
     enum ss_result (*deliver)(void *channel, struct ss_work *work);
+
+    /* collect() is deliver() backwards, from memory that this process cannot read itself. */
+    enum ss_result (*collect)(void *channel, struct ss_work *work);
 
     /* progress() completes what is done, without waiting, and returns how many works that was. */
     uint32_t (*progress)(void *channel);
@@ -85,6 +111,9 @@ struct ss_backend {
 
 /* Does everything on the thread that asks. Always there. */
 extern const struct ss_backend ss_backend_software;
+
+/* A BlueField's engines through DOCA, or an emulator of that. */
+extern const struct ss_backend ss_backend_doca;
 
 /* ss_backend_find() returns the backend called 'name', NULL where this build has none. */
 const struct ss_backend *ss_backend_find(const char *name);

@@ -38,9 +38,14 @@ uint64_t ss_thread_ns(void) {
     return clock_ns(CLOCK_THREAD_CPUTIME_ID);
 }
 
-void ss_worker_ready(struct ss_pipeline *pipeline) {
+void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result) {
+    int error = errno;
     pthread_mutex_lock(&pipeline->lock);
     pipeline->threads_ready++;
+    if (pipeline->ready_result == SS_OK) {
+        pipeline->ready_result = result;
+        pipeline->ready_error = error;
+    }
     pthread_cond_signal(&pipeline->ready);
     pthread_mutex_unlock(&pipeline->lock);
 }
@@ -89,7 +94,8 @@ static int options_are_valid(const struct ss_pipeline_options *options) {
         return 0;
     }
     if (options->queue_depth == 0 || options->queue_depth > SS_QUEUE_DEPTH_MAX || options->requests_in_flight == 0 ||
-        options->requests_in_flight > SS_REQUESTS_IN_FLIGHT_MAX || options->trace_events > SS_TRACE_EVENTS_MAX) {
+        options->requests_in_flight > SS_REQUESTS_IN_FLIGHT_MAX || options->trace_events > SS_TRACE_EVENTS_MAX ||
+        options->poll_interval_us > SS_POLL_INTERVAL_US_MAX) {
         return 0;
     }
     if (!cores_are_valid(options->net_cores, options->net_threads) ||
@@ -105,14 +111,23 @@ static int options_are_valid(const struct ss_pipeline_options *options) {
            cores_are_valid(options->dma_cores, options->dma_threads);
 }
 
-/* The scratches of a pipeline: one slice for each fused work in flight, and for each store thread. */
+/* Whether there can be memory that store threads cannot read themselves. */
+static int stores_collect(const struct ss_pipeline *pipeline) {
+    return (ss_pipeline_memory_kinds(pipeline) & ~(1U << SS_MEMORY_LOCAL)) != 0;
+}
+
+/* The scratches of a pipeline: one slice for each fused work in flight, and for each store thread; and what these
+ * collect. */
 static uint64_t scratch_bytes(const struct ss_pipeline *pipeline) {
     const struct ss_pipeline_options *options = &pipeline->options;
-    uint64_t slices = options->store_threads;
+    uint64_t bytes = options->store_threads * SS_SLICE_BYTES_MAX;
     if (options->fused) {
-        slices += (uint64_t)options->decompress_threads * pipeline->capabilities.in_flight_max;
+        bytes += (uint64_t)options->decompress_threads * pipeline->capabilities.in_flight_max * SS_SLICE_BYTES_MAX;
     }
-    return slices * SS_SLICE_BYTES_MAX;
+    if (stores_collect(pipeline)) {
+        bytes += options->store_threads * SS_DELIVERED_BYTES_MAX;
+    }
+    return bytes;
 }
 
 /* One buffer of fetch rounds. Without memory management it is but a limit, and chunks bring their own. */
@@ -141,15 +156,11 @@ static enum ss_result create_buffers(struct ss_pipeline *pipeline) {
 }
 
 static enum ss_result create_device(struct ss_pipeline *pipeline) {
-    struct ss_backend_buffers buffers = {
-        .decompression = pipeline->decompression.data,
-        .dequantization = pipeline->dequantization.data,
-        .dma_source = pipeline->dma_source.data,
-        .decompression_bytes = pipeline->decompression.size,
-        .dequantization_bytes = pipeline->dequantization.size,
-        .dma_source_bytes = pipeline->dma_source.size,
+    const struct ss_backend_setup setup = {
+        .device = pipeline->options.device != NULL ? pipeline->options.device : "",
+        .queue_depth = pipeline->options.queue_depth,
     };
-    enum ss_result result = pipeline->backend->open(&buffers, &pipeline->device);
+    enum ss_result result = pipeline->backend->open(&setup, &pipeline->device);
     if (result != SS_OK) {
         return result;
     }
@@ -241,7 +252,13 @@ static enum ss_result create_worker_state(struct ss_worker *worker, uint8_t **sc
     case SS_STAGE_COMPRESS:
         worker->scratch = *scratch;
         *scratch += SS_SLICE_BYTES_MAX;
-        return SS_OK;
+        if (!stores_collect(pipeline)) {
+            return SS_OK;
+        }
+        worker->collected = *scratch;
+        *scratch += SS_DELIVERED_BYTES_MAX;
+        worker->engine = ss_engine_create(pipeline, worker, NULL);
+        return worker->engine != NULL ? SS_OK : SS_NO_MEMORY;
     default:
         return SS_OK;
     }
@@ -294,13 +311,19 @@ static enum ss_result start_worker(struct ss_worker *worker) {
     return SS_OK;
 }
 
-/* A thread makes its decoders itself, since they belong to it. The first round is not to meet one that has yet to. */
-static void wait_until_ready(struct ss_pipeline *pipeline) {
+/*
+ * A thread makes its decoders and its channel itself, since they belong to it. The first round is not to meet one that
+ * has yet to.
+ */
+static enum ss_result wait_until_ready(struct ss_pipeline *pipeline) {
     pthread_mutex_lock(&pipeline->lock);
     while (pipeline->threads_ready < pipeline->worker_count) {
         pthread_cond_wait(&pipeline->ready, &pipeline->lock);
     }
+    enum ss_result result = pipeline->ready_result;
     pthread_mutex_unlock(&pipeline->lock);
+    errno = pipeline->ready_error;
+    return result;
 }
 
 /* Starts all threads with every signal blocked: signals are the host program's business, on its own threads. */
@@ -320,10 +343,7 @@ static enum ss_result start_workers(struct ss_pipeline *pipeline) {
     int error = errno;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     errno = error;
-    if (result == SS_OK) {
-        wait_until_ready(pipeline);
-    }
-    return result;
+    return result == SS_OK ? wait_until_ready(pipeline) : result;
 }
 
 static void create_locks(struct ss_pipeline *pipeline) {
@@ -419,7 +439,7 @@ static void destroy_workers(struct ss_pipeline *pipeline) {
             pthread_join(worker->thread, NULL);
         }
         ss_connection_destroy(worker->connection);
-        ss_engine_destroy(pipeline, worker->engine);
+        ss_engine_destroy(worker->engine);
         free(worker->trace);
         if (worker->wake_event >= 0) {
             close(worker->wake_event);
@@ -554,6 +574,10 @@ void ss_round_cancel(struct ss_round *round) {
 }
 
 /* ---- Statistics ---------------------------------------------------------------------------------------------- */
+
+const char *ss_pipeline_device(const struct ss_pipeline *pipeline) {
+    return pipeline->backend->device_name(pipeline->device);
+}
 
 uint64_t ss_pipeline_locked_bytes(const struct ss_pipeline *pipeline) {
     return pipeline->locked_bytes;

@@ -8,6 +8,7 @@
  *   pipeline_stages.c  decompress, dequantize, DMA, or all of it fused
  *   pipeline_trace.c   what each thread did when, on request
  *   pipeline_ablation.c  what a round does instead where the chunked pipeline or memory management is switched off
+ *   pipeline_memory.c  what rounds deliver to and store from, made known to the backend
  *   pipeline_store.c   the way back: quantize, compress, and the put
  *
  * Threads. A round belongs to the thread that called ss_pipeline_fetch(), which sleeps until the round is quiet and
@@ -34,7 +35,7 @@ enum { SS_ROUND_CHUNKS_MAX = 16384 };
 
 /* Limits on the options, so that a typing error is an error and not a machine that swaps. */
 enum { SS_THREADS_MAX = 256, SS_QUEUE_DEPTH_MAX = 1 << 20, SS_REQUESTS_IN_FLIGHT_MAX = 4096 };
-enum { SS_TRACE_EVENTS_MAX = 1 << 24 };
+enum { SS_TRACE_EVENTS_MAX = 1 << 24, SS_POLL_INTERVAL_US_MAX = 1000000 };
 
 /* Slices that a stage thread takes at a time at most; few, so that the other threads get theirs. */
 enum { SS_POP_MAX = 16 };
@@ -99,6 +100,14 @@ struct ss_connection; /* pipeline_net.c */
 struct ss_engine;     /* pipeline_stages.c */
 struct ss_trace_log;  /* pipeline_trace.c */
 
+struct ss_destination {
+    struct ss_pipeline *pipeline;
+    void *handle; /* the backend's */
+    uint8_t *address;
+    uint64_t size;
+    enum ss_memory_kind kind;
+};
+
 struct ss_worker {
     struct ss_pipeline *pipeline;
     enum ss_stage stage;
@@ -108,8 +117,9 @@ struct ss_worker {
     pthread_t thread;
     int wake_event;                   /* net: eventfd that ends a poll */
     struct ss_connection *connection; /* net */
-    struct ss_engine *engine;         /* decompress, dma */
+    struct ss_engine *engine;         /* decompress, dma; store, where memory has to be collected */
     uint8_t *scratch;                 /* store: symbols of one slice */
+    uint8_t *collected;               /* store, likewise: elements of one slice */
     struct ss_trace_log *trace;       /* NULL without room for events */
     struct ss_counters counters[2];   /* the stage's; and dequantize's when fused, compress's for store threads */
 };
@@ -146,6 +156,8 @@ struct ss_pipeline {
     uint64_t fetch_generation;
     uint64_t encode_generation;
     uint32_t threads_ready;
+    enum ss_result ready_result; /* of the first thread that could not make what it needs */
+    int ready_error;             /* errno, then */
     uint32_t stopping;
     uint32_t fetch_active;
     uint32_t encode_active;
@@ -165,8 +177,11 @@ struct ss_pipeline {
 enum ss_result ss_pipeline_create_with(const struct ss_pipeline_options *options, const struct ss_backend *backend,
                                        struct ss_pipeline **pipeline);
 
-/* ss_worker_ready() is called by each thread once it has made what it needs: creation waits for all of them. */
-void ss_worker_ready(struct ss_pipeline *pipeline);
+/*
+ * ss_worker_ready() is called by each thread once it has made what it needs, or failed to: creation waits for all of
+ * them, and fails with the first failure.
+ */
+void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result);
 
 uint64_t ss_now_ns(void);    /* CLOCK_MONOTONIC */
 uint64_t ss_thread_ns(void); /* CPU time of the calling thread */
@@ -223,6 +238,11 @@ struct ss_run {
 };
 struct ss_run ss_chunk_run(const struct ss_round *round, uint32_t chunk, uint32_t connection, uint32_t connections);
 
+/* ---- pipeline_memory.c ---- */
+
+/* ss_round_memory_check() returns SS_OK where the backend can deliver to the round's destination. */
+enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const struct ss_round *round);
+
 /* ---- pipeline_net.c ---- */
 
 struct ss_connection *ss_connection_create(uint32_t requests_in_flight);
@@ -233,8 +253,17 @@ void ss_socket_disconnect(int socket); /* whatever uses it next finds it disconn
 
 /* ---- pipeline_stages.c ---- */
 
+/* ss_engine_create() makes what a thread that drives the backend needs, but for the channel; NULL: no memory. */
 struct ss_engine *ss_engine_create(struct ss_pipeline *pipeline, struct ss_worker *worker, uint8_t *scratch);
-void ss_engine_destroy(struct ss_pipeline *pipeline, struct ss_engine *engine);
+void ss_engine_destroy(struct ss_engine *engine);
+
+/* ss_engine_open() opens the channel, on the thread that will use it; ss_engine_close() closes it there. */
+enum ss_result ss_engine_open(struct ss_worker *worker);
+void ss_engine_close(struct ss_worker *worker);
+
+/* ss_engine_collect() copies 'size' bytes at 'source' in the registered memory to 'target' and waits for it. */
+enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_destination *memory, const uint8_t *source,
+                                 uint8_t *target, size_t size);
 void *ss_engine_thread(void *worker);
 void *ss_dequantize_thread(void *worker);
 

@@ -466,7 +466,7 @@ void *ss_net_thread(void *argument) {
     struct ss_worker *worker = argument;
     struct ss_pipeline *pipeline = worker->pipeline;
     uint64_t generation = 0;
-    ss_worker_ready(pipeline);
+    ss_worker_ready(pipeline, SS_OK);
     for (;;) {
         pthread_mutex_lock(&pipeline->lock);
         while (!pipeline->stopping && pipeline->fetch_generation == generation) {

@@ -202,7 +202,7 @@ enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_roun
          dma_bytes > pipeline->dma_source.size)) {
         return SS_BAD_ARGUMENT;
     }
-    return SS_OK;
+    return ss_round_memory_check(pipeline, round);
 }
 
 enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_round *round) {
@@ -217,8 +217,10 @@ enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_rou
             return SS_NOT_SUPPORTED;
         }
     }
-    return regions_fit(round, REGION_ENCODED, pipeline->encode_order, pipeline->store_buffer.size) ? SS_OK
-                                                                                                   : SS_BAD_ARGUMENT;
+    if (!regions_fit(round, REGION_ENCODED, pipeline->encode_order, pipeline->store_buffer.size)) {
+        return SS_BAD_ARGUMENT;
+    }
+    return round->registered == NULL ? SS_OK : ss_round_memory_check(pipeline, round); /* the CPU reads plain memory */
 }
 
 /* ---- Runs ---------------------------------------------------------------------------------------------------- */

@@ -7,11 +7,13 @@
  * that stays in cache; dequantization writes the destination itself. A backend may do both at once; all of the time is
  * then decompression's.
  *
- * Engine threads (decompress, DMA) drive a backend's channel. They start what they are given and poll only while
- * something is in flight, and then at once: a CPU, which works on several slices in turns, takes the first poll for the
- * news that no more are there to be started.
+ * Engine threads (decompress, DMA) drive a backend's channel, which they open and close themselves. They start what
+ * they are given and poll only while something is in flight, and then at once: a CPU, which works on several slices in
+ * turns, takes the first poll for the news that no more are there to be started.
  */
+#define _GNU_SOURCE 1
 #include <stdlib.h>
+#include <sys/prctl.h>
 #include <time.h>
 
 #include "codec.h"
@@ -24,9 +26,6 @@
  */
 enum { PASS_COUNT = 4 };
 
-/* Polling interval of accelerators, ShadowServe section 5. */
-#define POLL_INTERVAL_NS 10000L
-
 /* One work of one channel. */
 struct slot {
     struct ss_work work;
@@ -38,7 +37,7 @@ struct slot {
 };
 
 struct ss_engine {
-    void *channel;
+    void *channel; /* NULL: not open */
     struct slot *slots;
     struct slot *free_slots;
     uint32_t in_flight;
@@ -268,6 +267,7 @@ static void deliver_start(struct ss_worker *worker, const struct ss_item *item) 
     slot->work.source_size = item_delivered_bytes(pipeline, item);
     slot->work.target = item_destination(pipeline, item);
     slot->work.target_size = slot->work.source_size;
+    slot->work.memory = pipeline->fetch.round->registered != NULL ? pipeline->fetch.round->registered->handle : NULL;
     slot->work.complete = deliver_complete;
     slot->begin_ns = ss_trace_now(pipeline);
     worker->engine->completed_ns = 0;
@@ -303,6 +303,15 @@ static void engine_flush(struct ss_worker *worker, uint64_t begin_ns, uint64_t i
     }
 }
 
+/* Leaves the core to others until it is time to look at the engine again. */
+static void poll_pause(const struct ss_pipeline *pipeline) {
+    uint32_t interval = pipeline->options.poll_interval_us;
+    const struct timespec time = {.tv_sec = interval / 1000000, .tv_nsec = (long)(interval % 1000000) * 1000};
+    if (interval > 0) {
+        (void)nanosleep(&time, NULL);
+    }
+}
+
 /* Completes what the engine has done; where that is nothing, leaves the core to others for a while. */
 static void engine_progress(struct ss_worker *worker) {
     uint64_t begin = ss_thread_ns();
@@ -311,8 +320,7 @@ static void engine_progress(struct ss_worker *worker) {
     engine_flush(worker, begin, 0, 0, 0);
     engine_pass(worker, 1); /* all of it: the thread may be about to wait */
     if (completed == 0) {
-        struct timespec interval = {.tv_sec = 0, .tv_nsec = POLL_INTERVAL_NS};
-        (void)nanosleep(&interval, NULL);
+        poll_pause(worker->pipeline);
     }
 }
 
@@ -346,12 +354,13 @@ void *ss_engine_thread(void *argument) {
     if (worker->stage == SS_STAGE_DECOMPRESS) {
         ss_codec_prepare();
     }
-    ss_worker_ready(pipeline);
-    for (;;) {
+    enum ss_result opened = ss_engine_open(worker);
+    ss_worker_ready(pipeline, opened);
+    while (opened == SS_OK) {
         int idle = worker->engine->in_flight == 0; /* and so nothing is left to pass on */
         uint32_t count = ss_queue_pop(queue, items, SS_POP_MAX, idle);
         if (count == 0 && idle) {
-            return NULL;
+            break;
         }
         for (uint32_t i = 0; i < count; i++) {
             engine_item(worker, &items[i]);
@@ -361,6 +370,8 @@ void *ss_engine_thread(void *argument) {
             engine_progress(worker);
         }
     }
+    ss_engine_close(worker);
+    return NULL;
 }
 
 /* Returns whether the slice goes on, by itself. */
@@ -388,7 +399,7 @@ void *ss_dequantize_thread(void *argument) {
     struct ss_worker *worker = argument;
     struct ss_pipeline *pipeline = worker->pipeline;
     struct ss_item items[SS_POP_MAX];
-    ss_worker_ready(pipeline);
+    ss_worker_ready(pipeline, SS_OK);
     for (;;) {
         uint32_t count = ss_queue_pop(&pipeline->dequantize_queue, items, SS_POP_MAX, 1);
         if (count == 0) {
@@ -409,6 +420,10 @@ void *ss_dequantize_thread(void *argument) {
 
 /* ---- Life ---------------------------------------------------------------------------------------------------- */
 
+static struct ss_backend_range buffer_range(const struct ss_buffer *buffer) {
+    return (struct ss_backend_range){.data = buffer->data, .size = buffer->size};
+}
+
 struct ss_engine *ss_engine_create(struct ss_pipeline *pipeline, struct ss_worker *worker, uint8_t *scratch) {
     uint32_t count = pipeline->capabilities.in_flight_max;
     struct ss_engine *engine = calloc(1, sizeof *engine);
@@ -417,11 +432,8 @@ struct ss_engine *ss_engine_create(struct ss_pipeline *pipeline, struct ss_worke
     }
     engine->slots = calloc(count, sizeof *engine->slots);
     engine->passed = calloc((size_t)count + PASS_COUNT, sizeof *engine->passed);
-    if (engine->slots == NULL || engine->passed == NULL ||
-        pipeline->backend->channel_open(pipeline->device, worker->stage, &engine->channel) != SS_OK) {
-        free(engine->passed);
-        free(engine->slots);
-        free(engine);
+    if (engine->slots == NULL || engine->passed == NULL) {
+        ss_engine_destroy(engine);
         return NULL;
     }
     for (uint32_t i = 0; i < count; i++) {
@@ -435,11 +447,71 @@ struct ss_engine *ss_engine_create(struct ss_pipeline *pipeline, struct ss_worke
     return engine;
 }
 
-void ss_engine_destroy(struct ss_pipeline *pipeline, struct ss_engine *engine) {
+void ss_engine_destroy(struct ss_engine *engine) {
     if (engine != NULL) {
-        pipeline->backend->channel_close(engine->channel);
         free(engine->passed);
         free(engine->slots);
         free(engine);
     }
+}
+
+/*
+ * How exactly the kernel ends a thread's sleep. By default it may be 50 us late, which is five times the polling
+ * interval.
+ */
+enum { TIMER_SLACK_NS = 1000 };
+
+enum ss_result ss_engine_open(struct ss_worker *worker) {
+    struct ss_pipeline *pipeline = worker->pipeline;
+    struct ss_backend_channel setup = {.stage = worker->stage};
+    if (worker->stage == SS_STAGE_DECOMPRESS) {
+        setup.source = buffer_range(&pipeline->decompression);
+        setup.target = buffer_range(&pipeline->dequantization);
+    } else if (worker->stage == SS_STAGE_DMA) {
+        setup.source = buffer_range(&pipeline->dma_source);
+    } else {
+        setup.stage = SS_STAGE_QUANTIZE;
+        setup.target = (struct ss_backend_range){.data = worker->collected, .size = SS_DELIVERED_BYTES_MAX};
+    }
+    (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* a wish */
+    return pipeline->backend->channel_open(pipeline->device, &setup, &worker->engine->channel);
+}
+
+void ss_engine_close(struct ss_worker *worker) {
+    if (worker->engine->channel != NULL) {
+        worker->pipeline->backend->channel_close(worker->engine->channel);
+        worker->engine->channel = NULL;
+    }
+}
+
+/* ---- The way back -------------------------------------------------------------------------------------------- */
+
+static void collect_complete(struct ss_work *work) {
+    struct slot *slot = work->user;
+    slot->worker->engine->in_flight--;
+}
+
+enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_destination *memory, const uint8_t *source,
+                                 uint8_t *target, size_t size) {
+    const struct ss_pipeline *pipeline = worker->pipeline;
+    struct ss_engine *engine = worker->engine;
+    struct slot *slot = engine->free_slots; /* stays free: one at a time */
+    slot->work.source = source;
+    slot->work.target = target;
+    slot->work.source_size = size;
+    slot->work.target_size = size;
+    slot->work.memory = memory->handle;
+    slot->work.complete = collect_complete;
+    engine->in_flight = 1;
+    enum ss_result result = pipeline->backend->collect(engine->channel, &slot->work);
+    if (result != SS_OK) {
+        engine->in_flight = 0;
+        return result;
+    }
+    while (engine->in_flight > 0) {
+        if (pipeline->backend->progress(engine->channel) == 0) {
+            poll_pause(pipeline);
+        }
+    }
+    return slot->work.result;
 }

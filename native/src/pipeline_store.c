@@ -51,10 +51,14 @@ static size_t row_length(const struct ss_round *round) {
            (round->quantizer == SS_QUANTIZER_PASSTHROUGH ? ss_dtype_size(round->dtype) : (size_t)1);
 }
 
+static uint64_t slice_raw_bytes(const struct ss_round *round, const struct ss_slice *slice) {
+    return (uint64_t)slice->decoded_length *
+           (round->quantizer == SS_QUANTIZER_BINNED ? ss_dtype_size(round->dtype) : 1);
+}
+
 /* Quantizes one slice. Vectors that share a scale are one longer vector; the last of them are perhaps fewer. */
-static enum ss_result quantize_slice(const struct ss_round *round, const struct ss_slice *slice, uint8_t *symbols,
-                                     uint8_t *scales) {
-    const uint8_t *source = round->destination + slice->destination_offset;
+static enum ss_result quantize_slice(const struct ss_round *round, const struct ss_slice *slice, const uint8_t *source,
+                                     uint8_t *symbols, uint8_t *scales) {
     size_t shared = round->quantizer == SS_QUANTIZER_BINNED ? round->scale_vectors : 1;
     size_t groups = slice->vectors / shared;
     size_t elements = groups * shared * round->vector_length;
@@ -68,18 +72,33 @@ static enum ss_result quantize_slice(const struct ss_round *round, const struct 
                        scales + groups * sizeof(float));
 }
 
+/* Brings a slice's elements to where the CPU can read them, unless they are there, and says where that is. */
+static enum ss_result collect_slice(struct ss_worker *worker, const struct ss_round *round,
+                                    const struct ss_slice *slice, const uint8_t **elements) {
+    const struct ss_destination *memory = round->registered;
+    *elements = round->destination + slice->destination_offset;
+    if (memory == NULL || memory->kind == SS_MEMORY_LOCAL) {
+        return SS_OK;
+    }
+    const uint8_t *source = *elements;
+    *elements = worker->collected;
+    return ss_engine_collect(worker, memory, source, worker->collected, slice_raw_bytes(round, slice));
+}
+
 /* Encodes one slice at 'target', which has room for its bound, and fills in what it became. */
 static enum ss_result encode_slice(struct ss_worker *worker, const struct ss_round *round, const struct ss_chunk *chunk,
                                    struct ss_slice *slice, uint8_t *target) {
     size_t written = 0;
     size_t bound = ss_compress_bound(chunk->codec, slice->decoded_length);
+    const uint8_t *elements;
     uint64_t begin = ss_thread_ns();
-    enum ss_result result = quantize_slice(round, slice, worker->scratch, target);
+    enum ss_result result = collect_slice(worker, round, slice, &elements);
+    if (result == SS_OK) {
+        result = quantize_slice(round, slice, elements, worker->scratch, target);
+    }
     uint64_t quantized = ss_thread_ns();
-    uint64_t raw =
-        (uint64_t)slice->decoded_length * (round->quantizer == SS_QUANTIZER_BINNED ? ss_dtype_size(round->dtype) : 1);
-    ss_counters_add(&worker->counters[0], 1, raw, (uint64_t)slice->decoded_length + slice->scales_length,
-                    quantized - begin);
+    ss_counters_add(&worker->counters[0], 1, slice_raw_bytes(round, slice),
+                    (uint64_t)slice->decoded_length + slice->scales_length, quantized - begin);
     if (result != SS_OK) {
         return result;
     }
@@ -147,9 +166,10 @@ void *ss_store_thread(void *argument) {
     struct ss_pipeline *pipeline = worker->pipeline;
     uint64_t generation = 0;
     lower_priority();
-    ss_worker_ready(pipeline);
+    enum ss_result opened = worker->engine != NULL ? ss_engine_open(worker) : SS_OK;
+    ss_worker_ready(pipeline, opened);
     pthread_mutex_lock(&pipeline->lock);
-    for (;;) {
+    while (opened == SS_OK) {
         while (!pipeline->stopping && pipeline->encode_generation == generation) {
             pthread_cond_wait(&pipeline->store_go, &pipeline->lock);
         }
@@ -165,6 +185,9 @@ void *ss_store_thread(void *argument) {
         }
     }
     pthread_mutex_unlock(&pipeline->lock);
+    if (worker->engine != NULL) {
+        ss_engine_close(worker);
+    }
     return NULL;
 }
 

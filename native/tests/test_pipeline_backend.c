@@ -20,7 +20,7 @@ struct channel {
     struct ss_work *works[IN_FLIGHT_MAX];
     uint32_t count;
     uint32_t polls;
-    int used;
+    enum ss_stage stage;
     pthread_t thread;
 };
 
@@ -31,15 +31,32 @@ static struct {
     int checks_decoded;
     uint64_t slice_bytes_max;
     int mode;
+    int plain_memory;
+    int collect_fails;
+    uint32_t channel_fails; /* the first, second, ... channel that is opened; 0: none */
+    _Atomic uint32_t tried;
     _Atomic uint32_t opened;
     _Atomic uint32_t closed;
     _Atomic uint32_t most_in_flight;
 } late;
 
-static enum ss_result late_open(const struct ss_backend_buffers *buffers, void **device) {
-    CHECK(buffers->decompression != NULL && buffers->decompression_bytes > 0);
+static const char *late_description(void) {
+    return "late";
+}
+
+static int late_emulated(void) {
+    return 1;
+}
+
+static enum ss_result late_open(const struct ss_backend_setup *setup, void **device) {
+    CHECK(setup->device[0] == '\0' && setup->queue_depth > 0);
     *device = &late;
     return SS_OK;
+}
+
+static const char *late_device_name(void *device) {
+    CHECK(device == &late);
+    return "late0";
 }
 
 static void late_close(void *device) {
@@ -54,28 +71,83 @@ static struct ss_backend_capabilities late_capabilities(void *device) {
                                             .slice_bytes_max =
                                                 late.slice_bytes_max ? late.slice_bytes_max : SS_SLICE_BYTES_MAX,
                                             .fused = (late.mode & MODE_FUSED) != 0,
-                                            .checks_decoded = (uint32_t)late.checks_decoded};
+                                            .checks_decoded = (uint32_t)late.checks_decoded,
+                                            .memory_kinds = 1U << SS_MEMORY_LOCAL | 1U << SS_MEMORY_EXPORTED,
+                                            .plain_memory = (uint32_t)late.plain_memory};
 }
 
-static enum ss_result late_channel_open(void *device, enum ss_stage stage, void **channel) {
-    CHECK(device == &late && (stage == SS_STAGE_DECOMPRESS || stage == SS_STAGE_DMA));
-    *channel = calloc(1, sizeof(struct channel));
-    CHECK(*channel != NULL);
+static enum ss_result late_channel_open(void *device, const struct ss_backend_channel *setup, void **argument) {
+    CHECK(device == &late);
+    if (atomic_fetch_add(&late.tried, 1) + 1 == late.channel_fails) {
+        return SS_NO_MEMORY;
+    }
+    struct channel *channel = calloc(1, sizeof *channel);
+    CHECK(channel != NULL);
+    int managed = (late.mode & MODE_UNMANAGED) == 0;
+    int separate = (late.mode & MODE_FUSED) == 0;
+    CHECK_EQUAL(setup->source.data != NULL, managed && setup->stage != SS_STAGE_QUANTIZE);
+    CHECK_EQUAL(setup->target.data != NULL,
+                setup->stage == SS_STAGE_QUANTIZE || (managed && separate && setup->stage == SS_STAGE_DECOMPRESS));
+    CHECK(setup->stage != SS_STAGE_QUANTIZE || setup->target.size == SS_DELIVERED_BYTES_MAX);
+    channel->stage = setup->stage;
+    channel->thread = pthread_self();
+    *argument = channel;
     atomic_fetch_add(&late.opened, 1);
     return SS_OK;
 }
 
+static void check_thread(const struct channel *channel) {
+    CHECK(pthread_equal(channel->thread, pthread_self()));
+}
+
 static void late_channel_close(void *argument) {
     struct channel *channel = argument;
+    check_thread(channel);
     CHECK_EQUAL(channel->count, 0);
     free(channel);
     atomic_fetch_add(&late.closed, 1);
 }
 
-static void check_thread(struct channel *channel) {
-    CHECK(!channel->used || pthread_equal(channel->thread, pthread_self()));
-    channel->used = 1;
-    channel->thread = pthread_self();
+/* Exported memory has an address of which nothing is true here: where it really is, only the backend knows. */
+#define ELSEWHERE ((uintptr_t)1 << 60)
+
+struct late_memory {
+    uint8_t *address; /* as rounds name it */
+    uint8_t *bytes;
+    uint64_t size;
+};
+
+static enum ss_result late_memory_open(void *device, const struct ss_memory *memory, void **handle, uint8_t **address) {
+    CHECK(device == &late);
+    struct late_memory *opened = calloc(1, sizeof *opened);
+    CHECK(opened != NULL);
+    opened->address = opened->bytes = memory->address;
+    opened->size = memory->size;
+    if (memory->kind == SS_MEMORY_EXPORTED) {
+        CHECK_EQUAL(memory->descriptor_size, sizeof opened->bytes);
+        memcpy(&opened->bytes, memory->descriptor, sizeof opened->bytes);
+    }
+    *handle = opened;
+    *address = opened->address;
+    atomic_fetch_add(&late.opened, 1);
+    return SS_OK;
+}
+
+static void late_memory_close(void *device, void *handle) {
+    CHECK(device == &late);
+    free(handle);
+    atomic_fetch_add(&late.closed, 1);
+}
+
+static uint8_t *late_reach(const struct ss_work *work, const uint8_t *address) {
+    const struct late_memory *memory = work->memory;
+    if (memory == NULL) {
+        CHECK(late.plain_memory);
+        return (uint8_t *)address;
+    }
+    uint64_t offset = (uintptr_t)address - (uintptr_t)memory->address;
+    CHECK(offset <= memory->size && work->source_size <= memory->size - offset);
+    return memory->bytes + offset;
 }
 
 static void late_add(struct channel *channel, struct ss_work *work) {
@@ -96,8 +168,23 @@ static enum ss_result late_decompress(void *channel, struct ss_work *work) {
     return SS_OK;
 }
 
-static enum ss_result late_deliver(void *channel, struct ss_work *work) {
+static enum ss_result late_deliver(void *argument, struct ss_work *work) {
+    struct channel *channel = argument;
+    CHECK_EQUAL(channel->stage, SS_STAGE_DMA);
     work->codec = SS_CODEC_NONE; /* so that late_work() copies it */
+    work->target = late_reach(work, work->target);
+    late_add(channel, work);
+    return SS_OK;
+}
+
+static enum ss_result late_collect(void *argument, struct ss_work *work) {
+    struct channel *channel = argument;
+    CHECK_EQUAL(channel->stage, SS_STAGE_QUANTIZE);
+    if (late.collect_fails) {
+        return SS_DEVICE;
+    }
+    work->codec = SS_CODEC_NONE;
+    work->source = late_reach(work, work->source);
     late_add(channel, work);
     return SS_OK;
 }
@@ -132,17 +219,29 @@ static uint32_t late_progress(void *argument) {
 
 static const struct ss_backend late_backend = {
     .name = "late",
+    .description = late_description,
+    .emulated = late_emulated,
     .open = late_open,
     .close = late_close,
+    .device_name = late_device_name,
     .capabilities = late_capabilities,
     .channel_open = late_channel_open,
     .channel_close = late_channel_close,
+    .memory_open = late_memory_open,
+    .memory_close = late_memory_close,
     .decompress = late_decompress,
     .deliver = late_deliver,
+    .collect = late_collect,
     .progress = late_progress,
 };
 
 /* ---- Tests --------------------------------------------------------------------------------------------------- */
+
+static void late_reset(int mode) {
+    memset(&late, 0, sizeof late);
+    late.mode = mode;
+    late.plain_memory = 1;
+}
 
 /* Fetches a round and checks what became of it; 'bad' is the chunk that is to fail, if any. */
 static void run(const struct fixture *fixture, enum ss_result expected, uint32_t bad) {
@@ -173,8 +272,7 @@ static void test_works_complete_late_and_out_of_order(int mode) {
     struct shape shape = default_shape();
     shape.slices = 16;
     struct fixture *fixture = fixture_make(&shape);
-    memset(&late, 0, sizeof late);
-    late.mode = mode;
+    late_reset(mode);
     run(fixture, SS_OK, shape.chunks);
     CHECK(late.most_in_flight > 1);
     fixture_free(fixture);
@@ -183,8 +281,7 @@ static void test_works_complete_late_and_out_of_order(int mode) {
 static void test_works_that_fail(int mode) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
-    memset(&late, 0, sizeof late);
-    late.mode = mode;
+    late_reset(mode);
     late.fail_crc32 = fixture->slices[fixture->chunks[2].slice_first + 3].decoded_crc32;
     late.complete_fails = SS_BAD_DATA;
     run(fixture, SS_BAD_DATA, 2);
@@ -199,7 +296,7 @@ static void test_checks_of_decoded_bytes(enum ss_quantizer quantizer) {
     struct shape shape = default_shape();
     shape.quantizer = quantizer;
     struct fixture *fixture = fixture_make(&shape);
-    memset(&late, 0, sizeof late);
+    late_reset(0);
     late.checks_decoded = 1;
     run(fixture, SS_OK, shape.chunks);
     struct ss_slice *slice = &fixture->slices[fixture->chunks[3].slice_first];
@@ -215,7 +312,7 @@ static void test_checks_of_decoded_bytes(enum ss_quantizer quantizer) {
 static void test_codec_and_size_that_the_backend_lacks(void) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
-    memset(&late, 0, sizeof late);
+    late_reset(0);
     fixture->chunks[1].codec = SS_CODEC_NONE;
     run(fixture, SS_NOT_SUPPORTED, 1);
     fixture->chunks[1].codec = SS_CODEC_DEFLATE;
@@ -229,11 +326,122 @@ static void test_codec_and_size_that_the_backend_lacks(void) {
 static void test_fusing_needs_the_backend(void) {
     struct shape shape = default_shape();
     struct fixture *fixture = fixture_make(&shape);
-    memset(&late, 0, sizeof late);
+    late_reset(0);
     struct ss_pipeline_options options = pipeline_options(fixture, 1);
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_NOT_SUPPORTED);
     fixture_free(fixture);
+}
+
+static struct ss_memory exported(uint8_t *bytes, uint64_t size) {
+    static uint8_t *descriptor;
+    descriptor = bytes;
+    return (struct ss_memory){.kind = SS_MEMORY_EXPORTED,
+                              .address = (uint8_t *)((uintptr_t)bytes ^ ELSEWHERE),
+                              .size = size,
+                              .descriptor = &descriptor,
+                              .descriptor_size = sizeof descriptor};
+}
+
+/* A round to memory that is not here, and back: what was stored from there is what was fetched to it. */
+static void test_memory_that_is_elsewhere(void) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    late_reset(0);
+    late.plain_memory = 0;
+    struct ss_pipeline_options options = pipeline_options(fixture, 0);
+    struct ss_pipeline *pipeline;
+    CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
+    int32_t socket = server_connect(server);
+    struct ss_round *round = fixture_round(fixture);
+    uint8_t *bytes = round->destination;
+    struct ss_memory memory = exported(bytes, fixture->size);
+    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &round->registered), SS_OK);
+    round->destination = ss_destination_address(round->registered);
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_OK);
+    CHECK(memcmp(bytes, fixture->expected, fixture->size) == 0);
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        round->chunks[i].decompression_offset = i * (fixture->stored_bytes + fixture->size / round->chunk_count);
+    }
+    late.collect_fails = 1;
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_DEVICE);
+    late.collect_fails = 0;
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
+    for (uint32_t i = 0; i < round->slice_count; i++) {
+        CHECK_EQUAL(round->slices[i].decoded_crc32, fixture->slices[i].decoded_crc32);
+    }
+    ss_destination_release(round->registered);
+    round->destination = bytes;
+    round_free(round);
+    close(socket);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+static void test_memory_that_does_not_fit(void) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    late_reset(0);
+    late.plain_memory = 0;
+    struct ss_pipeline_options options = pipeline_options(fixture, 0);
+    struct ss_pipeline *pipeline;
+    CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
+    CHECK(strcmp(ss_pipeline_device(pipeline), "late0") == 0);
+    CHECK_EQUAL(ss_pipeline_memory_kinds(pipeline), 1U << SS_MEMORY_LOCAL | 1U << SS_MEMORY_EXPORTED);
+    struct ss_round *round = fixture_round(fixture);
+    int32_t socket = 1;                                                           /* never used */
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_BAD_ARGUMENT); /* not registered */
+    struct ss_memory memory = exported(round->destination, fixture->size);
+    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &round->registered), SS_OK);
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_BAD_ARGUMENT); /* not that memory's address */
+    uint8_t *bytes = round->destination;
+    round->destination = ss_destination_address(round->registered) + 1;
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_BAD_ARGUMENT); /* ends outside */
+    CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_BAD_ARGUMENT);
+    round->destination = bytes;
+    ss_destination_release(round->registered);
+    struct ss_destination *none = NULL;
+    memory.descriptor_size = 0;
+    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
+    memory.kind = SS_MEMORY_CUDA_IPC;
+    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_NOT_SUPPORTED);
+    memory.kind = SS_MEMORY_LOCAL;
+    memory.size = 0;
+    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
+    memory.size = UINT64_MAX;
+    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);
+    round_free(round);
+    ss_pipeline_destroy(pipeline);
+    fixture_free(fixture);
+}
+
+/* A pipeline of which one channel cannot be opened is not made, and leaves nothing behind. */
+static void test_channels_that_do_not_open(void) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct ss_pipeline_options options = pipeline_options(fixture, 0);
+    uint32_t channels = options.decompress_threads + options.dma_threads + options.store_threads;
+    for (uint32_t fails = 1; fails <= channels; fails++) {
+        late_reset(0);
+        late.channel_fails = fails;
+        struct ss_pipeline *pipeline = NULL;
+        CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_NO_MEMORY);
+        CHECK(pipeline == NULL);
+        CHECK_EQUAL(late.tried, channels);
+        CHECK_EQUAL(late.opened, channels - 1);
+        CHECK_EQUAL(late.closed, channels - 1);
+    }
+    fixture_free(fixture);
+}
+
+static void test_backends_by_name(void) {
+    CHECK(strcmp(ss_backend_description("software"), "CPU") == 0);
+    CHECK_EQUAL(ss_backend_emulated("software"), 0);
+    CHECK(ss_backend_description("fpga") == NULL);
+    CHECK_EQUAL(ss_backend_emulated("fpga"), 0);
 }
 
 int main(void) {
@@ -245,5 +453,9 @@ int main(void) {
     test_checks_of_decoded_bytes(SS_QUANTIZER_LOSSLESS);
     test_codec_and_size_that_the_backend_lacks();
     test_fusing_needs_the_backend();
+    test_memory_that_is_elsewhere();
+    test_memory_that_does_not_fit();
+    test_channels_that_do_not_open();
+    test_backends_by_name();
     return 0;
 }

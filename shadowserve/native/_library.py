@@ -18,6 +18,7 @@ __all__ = [
     "Codec",
     "DType",
     "Isa",
+    "MemoryKind",
     "Quantizer",
     "Result",
     "Stage",
@@ -28,7 +29,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 
 
 class Result(enum.IntEnum):
@@ -50,6 +51,7 @@ class Result(enum.IntEnum):
     CANCELLED = 13
     SKIPPED = 14
     OS_ERROR = 15
+    DEVICE = 16
 
 
 class Codec(enum.IntEnum):
@@ -113,6 +115,17 @@ class Isa(enum.IntEnum):
     NEON = 3
 
 
+class MemoryKind(enum.IntEnum):
+    """Where memory is that rounds deliver to, or store from (``enum ss_memory_kind``)."""
+
+    LOCAL = 0
+    """In this process."""
+    EXPORTED = 1
+    """In another process, often on another machine, that exported it (:class:`shadowserve.native.Export`)."""
+    CUDA_IPC = 2
+    """In a GPU of this machine, by a handle of CUDA IPC."""
+
+
 class Stage(enum.IntEnum):
     """Stages of the pipeline (``enum ss_stage``)."""
 
@@ -144,6 +157,10 @@ _RESULT_TEXTS: Final[dict[Result, tuple[str, str]]] = {
     Result.CANCELLED: ("it was cancelled", "nothing needs to be done"),
     Result.SKIPPED: ("an earlier chunk of the round failed", "look at that chunk's result"),
     Result.OS_ERROR: ("a system call failed", "see the cause"),
+    Result.DEVICE: (
+        "the accelerator failed, also when asked again, or cannot reach the memory any more",
+        "register the memory again; if that does not help, see 'shadowserve doctor' and the kernel's log",
+    ),
 }
 
 

@@ -9,12 +9,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shadowserve.errors import NativeError
-from shadowserve.native._library import DType, Quantizer, Result, Stage, check, ffi, lib
+from shadowserve.native._library import DType, MemoryKind, Quantizer, Result, Stage, check, ffi, lib
+from shadowserve.native._memory import Region
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["CHUNK_DTYPE", "KEY_SIZE_MAX", "SLICE_DTYPE", "TRACE_DTYPE", "Pipeline", "Round", "StageStatistics"]
+__all__ = [
+    "BACKENDS",
+    "CHUNK_DTYPE",
+    "KEY_SIZE_MAX",
+    "SLICE_DTYPE",
+    "TRACE_DTYPE",
+    "Backend",
+    "Pipeline",
+    "Round",
+    "StageStatistics",
+    "backends",
+]
 
 KEY_SIZE_MAX: Final = 96
 """Bytes of the longest key that a chunk can hold (``struct ss_chunk``)."""
@@ -83,6 +95,41 @@ TRACE_DTYPE: Final = _numpy_dtype(
 """``struct ss_trace_event`` as a numpy dtype. Times are on the clock of ``time.monotonic_ns()``."""
 
 
+BACKENDS: Final = ("software", "doca")
+"""Names of all backends, whether this build has them or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What does the pipeline's accelerated work.
+
+    Attributes:
+        name: as :class:`Pipeline` takes it.
+        description: what it is here, such as ``"CPU"``, ``"DOCA 2.9.1"`` or ``"DOCA emulator 3.0.0"``.
+        emulated: it only imitates its hardware.
+    """
+
+    name: str
+    description: str
+    emulated: bool
+
+    @property
+    def label(self) -> str:
+        """The name, for people: an emulated one says so."""
+        return f"{self.name} (emulated)" if self.emulated else self.name
+
+
+def backends() -> dict[str, Backend]:
+    """Return the backends of this build, by name."""
+    found = {}
+    for name in BACKENDS:
+        description = lib.ss_backend_description(name.encode())
+        if description != ffi.NULL:
+            emulated = bool(lib.ss_backend_emulated(name.encode()))
+            found[name] = Backend(name, ffi.string(description).decode(), emulated)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class StageStatistics:
     """Counters of one stage since the pipeline was created; ``busy_ns`` is summed over its threads."""
@@ -105,7 +152,8 @@ class Round:
         dtype: of the elements in the destination.
         vector_length: elements of one vector.
         scale_vectors: for ``Quantizer.BINNED``: so many vectors of a slice share one scale.
-        destination: memory that elements go to (``Pipeline.fetch``, writable) or come from (``Pipeline.encode``).
+        destination: memory that elements go to (``Pipeline.fetch``, writable) or come from (``Pipeline.encode``): a
+            part of what the pipeline knows (``Destination.region()``), or, but for fetching with an accelerator, any.
         deadline_ns: on the clock of ``time.monotonic_ns()``.
 
     Raises:
@@ -121,7 +169,7 @@ class Round:
         dtype: DType,
         vector_length: int,
         scale_vectors: int = 1,
-        destination: "ReadableBuffer",
+        destination: "ReadableBuffer | Region",
         deadline_ns: int,
     ) -> None:
         for name, array, wanted in (("chunks", chunks, CHUNK_DTYPE), ("slices", slices, SLICE_DTYPE)):
@@ -132,8 +180,6 @@ class Round:
                 )
         self.chunks = chunks
         self.slices = slices
-        self.writable = not memoryview(destination).readonly
-        self._destination = ffi.from_buffer("uint8_t[]", destination)
         self._round = ffi.new("struct ss_round *")
         self._round.chunks = ffi.cast("struct ss_chunk *", chunks.ctypes.data)
         self._round.slices = ffi.cast("struct ss_slice *", slices.ctypes.data)
@@ -143,9 +189,19 @@ class Round:
         self._round.dtype = dtype
         self._round.scale_vectors = scale_vectors
         self._round.vector_length = vector_length
-        self._round.destination = self._destination
-        self._round.destination_size = len(self._destination)
         self._round.deadline_ns = deadline_ns
+        self._destination: Any = None
+        if isinstance(destination, Region):
+            self.writable = True
+            registered = destination.destination
+            self._round.registered = registered._destination
+            self._round.destination = ffi.cast("uint8_t *", registered.address + destination.offset)
+            self._round.destination_size = destination.length
+        else:
+            self.writable = not memoryview(destination).readonly
+            self._destination = ffi.from_buffer("uint8_t[]", destination)
+            self._round.destination = self._destination
+            self._round.destination_size = len(self._destination)
 
     def cancel(self) -> None:
         """Make the round end soon with ``Result.CANCELLED``; from any thread."""
@@ -173,9 +229,10 @@ class Round:
 
     def release(self) -> None:
         """Let go of the destination. The round must be over, and cannot run again."""
+        self._round.destination = ffi.NULL
+        self._round.destination_size = 0
+        self._round.registered = ffi.NULL
         if self._destination is not None:
-            self._round.destination = ffi.NULL
-            self._round.destination_size = 0
             ffi.release(self._destination)
             self._destination = None
 
@@ -187,8 +244,10 @@ class Pipeline:
     """The pipeline executor: pinned buffers and threads, made once (``struct ss_pipeline``).
 
     Args:
-        backend: ``"software"``.
-        fused: decompress, dequantize and deliver a slice in one go, while it is in the cache.
+        backend: one of :func:`backends`.
+        device: PCI address or name of the backend's device; empty for the first that can.
+        poll_interval_us: between two looks at an engine that has nothing done; 0 for none.
+        fused: decompress, dequantize and deliver a slice in one go, while it is in the cache; software only.
         queue_depth: slices in each queue between stages.
         requests_in_flight: range requests sent ahead on each connection.
         pin_memory: lock the buffers in memory, as far as the limits allow; see ``locked_bytes``.
@@ -207,13 +266,16 @@ class Pipeline:
         trace_events: events that each thread has room to record; 0 for none.
 
     Raises:
-        NativeError: options that do not fit each other, an unknown backend, no memory, a core that is not there.
+        NativeError: options that do not fit each other, an unknown backend or one without a device that can do its
+            work, no memory, a core that is not there.
     """
 
     def __init__(
         self,
         *,
         backend: str = "software",
+        device: str = "",
+        poll_interval_us: int = 10,
         fused: bool = True,
         queue_depth: int = 64,
         requests_in_flight: int = 8,
@@ -235,7 +297,10 @@ class Pipeline:
         options = ffi.new("struct ss_pipeline_options *")
         backend_text = ffi.new("char[]", backend.encode())
         options.options_size = ffi.sizeof("struct ss_pipeline_options")
+        device_text = ffi.new("char[]", device.encode())
         options.backend = backend_text
+        options.device = device_text
+        options.poll_interval_us = poll_interval_us
         options.fused = fused
         options.queue_depth = queue_depth
         options.requests_in_flight = requests_in_flight
@@ -247,7 +312,7 @@ class Pipeline:
         options.chunked_pipeline = chunked_pipeline
         options.memory_management = memory_management
         options.trace_events = trace_events
-        alive = [backend_text]
+        alive = [backend_text, device_text]
         core_lists = (net_cores, decompress_cores, dequantize_cores, dma_cores, store_cores)
         for name, cores in zip(_CORE_LISTS, core_lists, strict=True):
             array = ffi.new("int32_t[]", list(cores))
@@ -255,7 +320,8 @@ class Pipeline:
             setattr(options, f"{name}_cores", array)
             setattr(options, f"{name}_threads", len(cores))
         pointer = ffi.new("struct ss_pipeline **")
-        check(lib.ss_pipeline_create(options, pointer), f"creating a pipeline with backend {backend!r}")
+        on = f"backend {backend!r}" + (f" on device {device!r}" if device else "")
+        check(lib.ss_pipeline_create(options, pointer), f"creating a pipeline with {on}")
         self._pipeline = pointer[0]
 
     def __enter__(self) -> Self:
@@ -361,6 +427,17 @@ class Pipeline:
         pointer = ffi.cast("struct ss_trace_event *", events.ctypes.data)
         lib.ss_pipeline_trace_read(self._open(), pointer, count, dropped)
         return events, int(dropped[0])
+
+    @property
+    def device(self) -> str:
+        """The name of the device that does the work; empty for a CPU."""
+        return str(ffi.string(lib.ss_pipeline_device(self._open())).decode())
+
+    @property
+    def memory_kinds(self) -> frozenset[MemoryKind]:
+        """What kinds of memory can be registered (:class:`Destination`)."""
+        kinds = int(lib.ss_pipeline_memory_kinds(self._open()))
+        return frozenset(kind for kind in MemoryKind if kinds >> kind & 1)
 
     @property
     def locked_bytes(self) -> int:

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 from dataplane_support import Client, Server, expected, keys_of, kv, layout, make_record, running
+from machine import PATIENCE_MS
 
 from shadowserve import native
 from shadowserve.keys import storage_key
@@ -164,7 +165,7 @@ async def test_lookup_answers_all_chains_in_order(client: Client, storage: Serve
     answer = await client.stub.Lookup(
         pb.LookupRequest(
             chains=[pb.KeyChain(keys=keys, namespace=space) for keys, space in zip(chains, spaces, strict=True)],
-            timeout_ms=1000,
+            timeout_ms=PATIENCE_MS,
         )
     )
     assert (list(answer.hits), answer.outcome) == ([3, 1, 0, 0], pb.OUTCOME_COMPLETE)

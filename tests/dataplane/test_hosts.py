@@ -20,10 +20,11 @@ from dataplane_support import (
     make_record,
     running,
 )
+from machine import NEVER_MS, PATIENCE_S
 
 from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.hosts import HelloRequired, HostTable
-from dpu_dataplane.server import Daemon
+from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
 from shadowserve import __version__
 from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
@@ -121,7 +122,7 @@ async def test_a_second_host_is_told_who_is_there(client: Client) -> None:
 async def test_the_next_host_is_taken_once_the_first_is_gone(storage: Server) -> None:
     async with running(storage, destination_idle=0.5) as (daemon, client):
         newcomer = Client(daemon.address)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     await newcomer.hello(host="another machine")
@@ -151,7 +152,8 @@ class Context:
 
 async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storage: Server) -> None:
     settings = config(storage, destination_idle=100)
-    destinations = DestinationTable(settings)
+    pipeline = _make_pipeline(settings, _buffers(settings))
+    destinations = DestinationTable(settings, pipeline)
     hosts, context = HostTable(settings, destinations), Context()
     host, new = hosts.enter(hello_request(), context)
     assert new
@@ -160,7 +162,9 @@ async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storag
         hosts.expire(host.used_at + 1000)
         assert len(hosts) == 1, "it is being answered"
     segment = Segment(SHAPE.raw_bytes)
-    destination = await destinations.register(segment.name, segment.size, SHAPE, host.owner)
+    memory = pb.SharedMemory(name=segment.name, size=segment.size)
+    request = pb.RegisterDestinationRequest(shared_memory=memory)
+    destination = await destinations.register(request, SHAPE, host.owner)
     segment.close()
     destination.used_at = host.used_at + 950
     hosts.expire(host.used_at + 1000)
@@ -171,6 +175,7 @@ async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storag
     assert len(hosts) == len(destinations) == 0
     with pytest.raises(HelloRequired), hosts.call(context):
         pass
+    pipeline.close()
 
 
 async def test_hosts_are_kept_apart(storage: Server) -> None:
@@ -200,7 +205,9 @@ async def test_jobs_of_hosts_are_kept_apart(mortal_storage: Server) -> None:
         await mine.register(SHAPE, 4)
         await theirs.register(SHAPE, 4)
         mortal_storage.freeze()
-        jobs = [asyncio.ensure_future(each.fetch(KEYS, job_id="the same", timeout_ms=60000)) for each in (mine, theirs)]
+        jobs = [
+            asyncio.ensure_future(each.fetch(KEYS, job_id="the same", timeout_ms=NEVER_MS)) for each in (mine, theirs)
+        ]
         cancel = pb.CancelRequest(job_id="the same")
         while not (await theirs.stub.Cancel(cancel)).found:  # until it has arrived
             await asyncio.sleep(0.01)
@@ -217,7 +224,7 @@ async def test_a_recording_holds_nothing_of_other_hosts(storage: Server) -> None
     async with running(storage, hosts_max=2) as (daemon, mine), another(daemon) as theirs:
         await mine.register(SHAPE, 4)
         await theirs.register(SHAPE, 4)
-        call = mine.stub.Trace(pb.TraceRequest(timeout_ms=60000, fetches=1))
+        call = mine.stub.Trace(pb.TraceRequest(timeout_ms=NEVER_MS, fetches=1))
         assert await call.read() == pb.TraceResponse()
         assert (await theirs.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         assert (await mine.fetch(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE

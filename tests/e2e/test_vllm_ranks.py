@@ -1,18 +1,18 @@
 """Tensor parallelism: each rank has its own namespace, keys and memory; a hit is what every rank holds."""
 
-import time
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import wait_for
 
 from host_control.client import DataPlaneClient
 from shadowserve.cli.processes import Child, start_data_plane, start_storage
 
 SMALL = ("--decompression-buffer-bytes", "32MiB", "--store-buffer-bytes", "32MiB")
 
-pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(280)]
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
 
 def test_two_ranks_store_load_and_recompute(
@@ -25,10 +25,7 @@ def test_two_ranks_store_load_and_recompute(
     engine = make_engine(data_plane.address, tensor_parallel_size=2)
     try:
         assert engine.outputs(prompts) == expected
-        ends = time.monotonic() + 20
-        while len(data_plane.records) < 2 * 2:  # the prompts begin with the same two chunks
-            assert time.monotonic() < ends, len(data_plane.records)
-            time.sleep(0.01)
+        wait_for(lambda: len(data_plane.records) == 2 * 2)  # the prompts begin with the same two chunks
         engine.forget()
         outputs = engine.generate(prompts)
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected
@@ -45,7 +42,7 @@ def test_two_ranks_store_load_and_recompute(
         assert len(data_plane.fetches) == 2
     finally:
         engine.close()
-    assert data_plane.destinations == 0
+    wait_for(lambda: data_plane.destinations == 0)
 
 
 def test_each_rank_has_a_data_plane_of_its_own(
@@ -66,8 +63,8 @@ def test_each_rank_has_a_data_plane_of_its_own(
             try:
                 assert engine.outputs(prompts) == expected
                 for plane in (first, second):
-                    until(lambda address=plane.address: statistics(address).store_outcomes.get("complete", 0) >= 1)
-                until(lambda: records(storage) == 4)  # two chunks, of two ranks
+                    wait_for(lambda address=plane.address: statistics(address).store_outcomes.get("complete", 0) >= 1)
+                wait_for(lambda: records(storage) == 4)  # two chunks, of two ranks
                 engine.forget()
                 assert cached(engine, prompts, expected) == [512]
                 for plane in (first, second):
@@ -77,19 +74,14 @@ def test_each_rank_has_a_data_plane_of_its_own(
                 engine.forget()
                 assert cached(engine, prompts, expected) == [0], "KV that one rank lacks is of no use"
                 with data_plane(1, storage):
-                    ends = time.monotonic() + 60
-                    while cached(engine, prompts, expected) != [512]:
-                        assert time.monotonic() < ends
+
+                    def found_again() -> bool:
                         engine.forget()
+                        return cached(engine, prompts, expected) == [512]
+
+                    wait_for(found_again)
             finally:
                 engine.close()
-
-
-def until(condition: Any) -> None:
-    ends = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < ends, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def statistics(address: str) -> Any:

@@ -10,13 +10,14 @@ from typing import Any
 
 import grpc
 import pytest
+from machine import PATIENCE_S
 from scripted import ScriptedDataPlane
 
 import host_control.connection
 from host_control.client import ChunkShape, DataPlaneClient
 from host_control.config import HostConfig
+from host_control.destination import Destination
 from host_control.lookup import PrefixLookup
-from host_control.segment import Destination
 from shadowserve import __version__
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import PROTOCOL_VERSION
@@ -30,14 +31,14 @@ CHAINS = [(b"a" * 32, KEYS)]
 
 
 def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: ChunkShape) -> None:
-    with closing(DataPlaneClient(plane.address, connect_timeout=30)) as client:
+    with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
         assert client.peer is None
-        assert client.lookup(CHAINS, 30) == [0]
+        assert client.lookup(CHAINS, PATIENCE_S) == [0]
         assert plane.calls == ["Hello", "Lookup"]
-        assert client.lookup(CHAINS, 30) == [0]
+        assert client.lookup(CHAINS, PATIENCE_S) == [0]
         assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for a connection"
         assert client.peer is not None and client.peer.memory_kinds == ("shared_memory",)
-        Destination(client, shape, 1 << 16).acquire(30)
+        Destination(client, shape, 1 << 16).acquire(PATIENCE_S)
     first, second = plane.hellos
     assert (first.protocol_version, first.version) == (PROTOCOL_VERSION, __version__)
     assert first.host == second.host and len(first.host) == 32, "all processes of a machine say the same"
@@ -49,26 +50,28 @@ def test_a_lookup_that_nobody_knows_the_host_of_is_asked_again(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     plane.records[KEYS[0]] = b""
-    assert client.lookup(CHAINS, 30) == [1]
+    assert client.lookup(CHAINS, PATIENCE_S) == [1]
     plane.forget_hosts()
     plane.calls.clear()
-    assert client.lookup(CHAINS, 30) == [1]
+    assert client.lookup(CHAINS, PATIENCE_S) == [1]
     assert plane.calls == ["Lookup", "Hello", "Lookup"]
 
 
 def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_destination(
     client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination
 ) -> None:
-    destination.acquire(30)
+    destination.acquire(PATIENCE_S)
     plane.forget_hosts()
-    answer = client.start_fetch("job", destination.destination_id, 0, 1 << 20, KEYS, 30).result()
+    answer = client.start_fetch("job", destination.destination_id, 0, 1 << 20, KEYS, PATIENCE_S).result()
     assert (answer.reason, answer.quiet) == ("unknown_destination", True)
-    stored = client.store("job", destination.destination_id, 0, KEYS, 30)
+    stored = client.store("job", destination.destination_id, 0, KEYS, PATIENCE_S)
     assert (stored.reason, stored.quiet) == ("unknown_destination", True)
     destination.retire(release=False)
-    destination.acquire(30)
+    destination.acquire(PATIENCE_S)
     assert plane.calls[-2:] == ["Hello", "RegisterDestination"]
-    assert client.start_fetch("job", destination.destination_id, 0, 1 << 20, KEYS, 30).result().reason == "absent"
+    assert (
+        client.start_fetch("job", destination.destination_id, 0, 1 << 20, KEYS, PATIENCE_S).result().reason == "absent"
+    )
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED])
@@ -76,9 +79,12 @@ def test_a_refused_hello_is_a_reason_with_what_the_data_plane_says(
     plane: ScriptedDataPlane, shape: ChunkShape, code: grpc.StatusCode
 ) -> None:
     plane.script.abort["Hello"] = code
-    with closing(DataPlaneClient(plane.address, connect_timeout=30)) as client:
-        assert not client.wait_ready(30)
-        for call in (lambda: client.lookup(CHAINS, 30), lambda: Destination(client, shape, 1 << 16, 30).acquire(30)):
+    with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
+        assert not client.wait_ready(PATIENCE_S)
+        for call in (
+            lambda: client.lookup(CHAINS, PATIENCE_S),
+            lambda: Destination(client, shape, 1 << 16, PATIENCE_S).acquire(PATIENCE_S),
+        ):
             with pytest.raises(DataPlaneError, match="as the script says") as error:
                 call()
             assert error.value.outcome == "refused" and plane.address in str(error.value)
@@ -91,7 +97,7 @@ def test_a_data_plane_that_knows_no_hello_is_of_an_older_release(plane: Scripted
         closing(DataPlaneClient(plane.address)) as client,
         pytest.raises(DataPlaneError, match="older release") as error,
     ):
-        client.connect(30)
+        client.connect(PATIENCE_S)
     assert error.value.outcome == "refused"
 
 
@@ -114,27 +120,27 @@ def serving(folder: Path, authority: Path | None = None) -> Iterator[ScriptedDat
 
 @contextmanager
 def connecting(plane: ScriptedDataPlane, credentials: Credentials | None) -> Iterator[DataPlaneClient]:
-    with closing(DataPlaneClient(plane.address, credentials=credentials, connect_timeout=30)) as client:
+    with closing(DataPlaneClient(plane.address, credentials=credentials, connect_timeout=PATIENCE_S)) as client:
         yield client
 
 
 def refusal(plane: ScriptedDataPlane, credentials: Credentials | None) -> str:
     """Return why there is no connection."""
     with connecting(plane, credentials) as client, pytest.raises(DataPlaneError) as error:
-        client.lookup(CHAINS, 20)
+        client.lookup(CHAINS, PATIENCE_S)
     assert error.value.outcome == "refused"
     return str(error.value)
 
 
 def test_lookups_pass_through_tls(certificates: Path) -> None:
     with serving(certificates) as plane, connecting(plane, own(certificates)) as client:
-        assert client.lookup(CHAINS, 30) == [0]
+        assert client.lookup(CHAINS, PATIENCE_S) == [0]
 
 
 def test_who_waits_for_a_data_plane_is_told_the_same(certificates: Path, foreign: Path) -> None:
     with serving(certificates) as plane, connecting(plane, own(foreign)) as client:
         with pytest.raises(DataPlaneError) as error:
-            client.connect(40)
+            client.connect(PATIENCE_S)
         assert error.value.outcome == "refused" and str(error.value) == refusal(plane, own(foreign))
 
 
@@ -169,7 +175,7 @@ def test_a_data_plane_without_tls_is_told_from_one_that_is_away(plane: ScriptedD
     plane.stop()
     with connecting(plane, own(certificates)) as client:
         with pytest.raises(DataPlaneError, match="no data plane answers") as error:
-            client.lookup(CHAINS, 20)
+            client.lookup(CHAINS, PATIENCE_S)
     assert error.value.outcome == "unreachable"
 
 
@@ -189,11 +195,11 @@ def test_renewed_files_are_used_for_the_next_connection(certificates: Path, fore
         assert not client.wait_ready(1)
         for name in ("ca.crt", "client.crt", "client.key"):
             shutil.copy(certificates / name, folder)
-        assert client.wait_ready(30)
+        assert client.wait_ready(PATIENCE_S)
         (folder / "client.key").write_text("rubbish")
         for _ in range(2):
             with pytest.raises(DataPlaneError, match="TLS: tls_key") as error:
-                client.connect(30)
+                client.connect(PATIENCE_S)
             assert error.value.outcome == "refused"
 
 
@@ -226,11 +232,11 @@ def test_the_configuration_makes_the_client(certificates: Path) -> None:
     with serving(certificates) as plane:
         files = {"tls_ca": "ca.crt", "tls_cert": "client.crt", "tls_key": "client.key"}
         flags: dict[str, Any] = {key: str(certificates / name) for key, name in files.items()}
-        address = plane.address.replace(f":{plane.port}", f":{{rank}}{str(plane.port)[1:]}")
-        rank = int(str(plane.port)[0])
+        host, port = plane.address.split(":")
+        address, rank = f"{host}:{{rank}}{port[1:]}", int(port[0])
         config = HostConfig.load(flags=flags | {"data_plane": address}, environment={})
         with closing(config.client(rank)) as client:
-            assert client.wait_ready(30)
+            assert client.wait_ready(PATIENCE_S)
 
 
 # ---- A data plane for each rank --------------------------------------------------------------------------------------
@@ -244,12 +250,12 @@ def second() -> Iterator[ScriptedDataPlane]:
 
 
 def lookup_of(
-    clients: list[DataPlaneClient], wait: Callable[..., Any], tokens: int = 12, timeout: float = 30.0
+    clients: list[DataPlaneClient], wait: Callable[..., Any], tokens: int = 12, timeout: float = PATIENCE_S
 ) -> tuple[int, str]:
     lookup = PrefixLookup(clients, [b"a" * 32, b"b" * 32], chunk_tokens=4, timeout=timeout)
     try:
         lookup.submit("request", list(range(tokens)))
-        answer = wait(lambda: lookup.poll("request"), 40)
+        answer = wait(lambda: lookup.poll("request"), PATIENCE_S)
         return answer.hits, answer.reason
     finally:
         lookup.close()

@@ -1,0 +1,185 @@
+"""Memory beyond the pipeline's own buffers: destinations that it knows, and exports for pipelines elsewhere."""
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from shadowserve.errors import NativeError
+from shadowserve.native._library import MemoryKind, Result, check, ffi, lib
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+    from shadowserve.native._pipeline import Pipeline
+
+__all__ = ["Destination", "Export", "Region"]
+
+
+class Destination:
+    """Memory that a pipeline's backend knows, so that rounds can deliver to it and store from it.
+
+    Made by one of the class methods, once for any number of rounds. Must be closed before the pipeline is, with no
+    round using it. May be used and closed on any thread.
+
+    Attributes:
+        address: where it begins, as rounds name it: not necessarily an address of this process.
+        size: bytes.
+        kind: where it is.
+    """
+
+    def __init__(self, pipeline: "Pipeline", memory: Any, keep: Any) -> None:
+        """Register ``memory`` (a ``struct ss_memory *``); ``keep`` is kept alive until it is closed."""
+        pointer = ffi.new("struct ss_destination **")
+        self.kind = MemoryKind(memory.kind)
+        self.size = int(memory.size)
+        self._keep = keep
+        self._destination: Any = ffi.NULL
+        code = lib.ss_destination_register(pipeline._open(), memory, pointer)
+        check(code, f"registering {self.size} bytes of {self.kind.name.lower()} memory with the pipeline's backend")
+        self._destination = pointer[0]
+        self._pipeline = pipeline
+        self.address = int(ffi.cast("uintptr_t", lib.ss_destination_address(self._destination)))
+
+    @classmethod
+    def local(cls, pipeline: "Pipeline", memory: "WriteableBuffer") -> Self:
+        """Register memory of this process. It stays alive, and exported, until the destination is closed.
+
+        Raises:
+            NativeError: the device does not take it.
+        """
+        buffer = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
+        described = ffi.new("struct ss_memory *")
+        described.kind = MemoryKind.LOCAL
+        described.address = buffer
+        described.size = len(buffer)
+        try:
+            return cls(pipeline, described, buffer)
+        except BaseException:
+            ffi.release(buffer)
+            raise
+
+    @classmethod
+    def exported(cls, pipeline: "Pipeline", address: int, size: int, descriptor: bytes) -> Self:
+        """Register memory that another process exported (:class:`Export`), where ``address`` is its address there.
+
+        Raises:
+            NativeError: with ``Result.NOT_SUPPORTED`` where the backend reaches only its own process' memory, with
+                another result where the descriptor is not valid for its device.
+        """
+        described = ffi.new("struct ss_memory *")
+        content = ffi.from_buffer("uint8_t[]", descriptor)
+        described.kind = MemoryKind.EXPORTED
+        described.address = ffi.cast("uint8_t *", address)
+        described.size = size
+        described.descriptor = content
+        described.descriptor_size = len(descriptor)
+        return cls(pipeline, described, None)
+
+    @classmethod
+    def cuda_ipc(cls, pipeline: "Pipeline", handle: bytes, size: int, device: str) -> Self:
+        """Register memory of a GPU of this machine, a whole allocation of another process.
+
+        Args:
+            pipeline: that copies to it.
+            handle: ``CUipcMemHandle``, 64 bytes.
+            size: bytes.
+            device: PCI address of the GPU.
+
+        Raises:
+            NativeError: with ``Result.NOT_SUPPORTED`` where there is no CUDA driver, the backend is another one or the
+                pipeline is fused; with ``Result.BAD_ARGUMENT`` for a GPU or a handle that is not (any more).
+        """
+        described = ffi.new("struct ss_memory *")
+        content = ffi.from_buffer("uint8_t[]", handle)
+        device_text = ffi.new("char[]", device.encode())
+        described.kind = MemoryKind.CUDA_IPC
+        described.size = size
+        described.descriptor = content
+        described.descriptor_size = len(handle)
+        described.device = device_text
+        return cls(pipeline, described, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forget it; no round may be using it. Twice is harmless."""
+        destination, self._destination = self._destination, ffi.NULL
+        if destination != ffi.NULL:
+            lib.ss_destination_release(destination)
+            keep, self._keep = self._keep, None
+            if keep is not None:
+                ffi.release(keep)
+
+    def region(self, offset: int, length: int) -> "Region":
+        """Return a part of it, as :class:`Round` takes it.
+
+        Raises:
+            NativeError: it does not lie inside, or the destination is closed.
+        """
+        if self._destination == ffi.NULL:
+            raise NativeError("the destination is closed; register the memory again", Result.BAD_ARGUMENT)
+        if not 0 <= offset <= offset + length <= self.size:
+            raise NativeError(
+                f"bytes {offset} to {offset + length} do not lie within {self.size} bytes", Result.BAD_ARGUMENT
+            )
+        return Region(self, offset, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of a destination: ``length`` bytes from ``offset``."""
+
+    destination: Destination
+    offset: int
+    length: int
+
+
+class Export:
+    """Memory of this process, or of a GPU, that a DPU's pipeline may read and write: the serving process' side.
+
+    Args:
+        address: of the memory, in this process (for a GPU: its device address).
+        size: bytes.
+        device: PCI address or name of one of the DPU's functions on this side; empty for the first that can.
+        dmabuf: file descriptor of the DMA-BUF that holds GPU memory; -1 for host memory, or with nvidia-peermem.
+
+    The memory, and ``dmabuf``, must stay until :meth:`close`.
+
+    Raises:
+        NativeError: no such device, or it cannot export this memory.
+    """
+
+    def __init__(self, address: int, size: int, *, device: str = "", dmabuf: int = -1) -> None:
+        self._export: Any = ffi.NULL
+        pointer = ffi.new("struct ss_export **")
+        code = lib.ss_export_open(device.encode(), ffi.cast("void *", address), size, dmabuf, pointer)
+        where = f"DPU {device!r}" if device else "the DPU"
+        check(code, f"exporting {size} bytes to {where}")
+        self._export = pointer[0]
+        self.address = address
+        self.size = size
+        content = ffi.new("const void **")
+        content_size = ffi.new("size_t *")
+        lib.ss_export_descriptor(self._export, content, content_size)
+        self.descriptor = bytes(ffi.buffer(content[0], content_size[0]))
+        """What :meth:`Destination.exported` wants. Whoever has it can reach the memory."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it: transfers fail from then on. Twice is harmless."""
+        exported, self._export = self._export, ffi.NULL
+        if exported != ffi.NULL:
+            lib.ss_export_close(exported)
