@@ -12,8 +12,8 @@ import numpy as np
 
 from host_control.client import ChunkShape, DataPlaneClient
 from host_control.config import HostConfig
+from host_control.destination import Destination
 from host_control.manager import FetchJob, KVCacheManager
-from host_control.segment import Destination
 from host_control.store import StoreQueue
 from shadowserve.errors import DataPlaneError
 
