@@ -51,7 +51,18 @@ class DataPlaneConfig(Section):
     listen: str = "127.0.0.1:50151"
     """Where gRPC listens, host:port (port 0 takes a free one) or unix:/path."""
     allow_remote: bool = False
-    """Allow ``listen`` to be an address that other machines reach; calls are neither encrypted nor authenticated."""
+    """Allow ``listen`` to be an address that other machines reach though callers are not authenticated (without
+    ``tls_client_ca``)."""
+    tls_cert: str = ""
+    """File of the certificate to show callers, with those that signed it, PEM; empty for no TLS. Read again when it
+    changes."""
+    tls_key: str = ""
+    """File of its private key, PEM, without a passphrase."""
+    tls_client_ca: str = ""
+    """File of the authorities that must have signed callers' certificates, PEM; empty to take callers without one."""
+    hosts_max: int = Field(1, ge=1, le=1024)
+    """Hosts at one time: machines that serve, all processes of one are one host. A further one is refused; several are
+    kept apart."""
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port on the loopback interface for Prometheus; 0 for none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -161,11 +172,21 @@ class DataPlaneConfig(Section):
             loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
         except ValueError:
             loopback = False
-        if not loopback and not self.allow_remote:
+        if not loopback and not self.allow_remote and not self.tls_client_ca:
             raise ValueError(
-                f"listen: '{host}' can be reached from other machines, and calls are not authenticated; "
-                "use 127.0.0.1, or set allow_remote: true where the network is trusted"
+                f"listen: '{host}' can be reached from other machines, and calls are not authenticated; use 127.0.0.1, "
+                "have callers show a certificate (tls_cert, tls_key, tls_client_ca; docs/two-machines.md), or set "
+                "allow_remote: true where the network is trusted"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} is given without {missing}; a certificate and its private key go together")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("tls_client_ca is given without tls_cert and tls_key: there is no TLS without them")
         return self
 
     def process_cores(self) -> list[int]:

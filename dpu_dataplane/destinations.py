@@ -61,6 +61,7 @@ class Destination:
 
     Attributes:
         destination_id: random, 64 bits.
+        owner: the host that registered it, and alone may use it.
         layout: of the chunks that move through it.
         size: bytes.
         identity: the same for two registrations of the same memory.
@@ -75,6 +76,7 @@ class Destination:
         segment: "_Segment | None",
     ) -> None:
         self.destination_id = secrets.randbits(64) or 1
+        self.owner = ""
         self.layout = layout
         self.size = size
         self.identity = identity
@@ -154,13 +156,26 @@ class DestinationTable:
         """Bytes of all registered destinations."""
         return sum(destination.size for destination in self._destinations.values())
 
-    def get(self, destination_id: int) -> Destination | None:
-        """Return a destination by its id, None where there is none (any more)."""
-        destination = self._destinations.get(destination_id)
-        return None if destination is None or destination.released else destination
+    def count(self, owner: str) -> int:
+        """Return how many destinations a host has registered."""
+        return sum(destination.owner == owner for destination in self._destinations.values())
 
-    async def register(self, request: pb.RegisterDestinationRequest, layout: ChunkLayout) -> Destination:
-        """Make the memory that ``request`` names ready for rounds.
+    def get(self, destination_id: int, owner: str) -> Destination | None:
+        """Return a host's destination by its id, None where there is none (any more), or it is another host's."""
+        destination = self._destinations.get(destination_id)
+        if destination is None or destination.released or destination.owner != owner:
+            return None
+        return destination
+
+    def other_layout(self, layout: ChunkLayout) -> ChunkLayout | None:
+        """Return the layout of a registered destination with the same namespace and another shape, if there is one."""
+        for destination in self._destinations.values():
+            if destination.layout.namespace == layout.namespace and destination.layout != layout:
+                return destination.layout
+        return None
+
+    async def register(self, request: pb.RegisterDestinationRequest, layout: ChunkLayout, owner: str) -> Destination:
+        """Make the memory that ``request`` names ready for rounds, for a host.
 
         Raises:
             DestinationError: memory of a kind that the backend does not take, or not as it must be.
@@ -191,6 +206,7 @@ class DestinationTable:
             except asyncio.CancelledError:  # the caller is gone: nobody will use what the thread is still preparing
                 connecting.add_done_callback(_discard)
                 raise
+            destination.owner = owner
             self._destinations[destination.destination_id] = destination
         finally:
             self._pending -= 1
@@ -232,10 +248,10 @@ class DestinationTable:
             if destination.users == 0:
                 destination.quiet.set()
 
-    async def release(self, destination_id: int) -> None:
+    async def release(self, destination_id: int, owner: str) -> None:
         """Forget a destination: at once for new jobs; return once those running have ended. Unknown ids are fine."""
         destination = self._destinations.get(destination_id)
-        if destination is None:
+        if destination is None or destination.owner != owner:
             return
         destination.released = True
         await destination.quiet.wait()

@@ -98,9 +98,9 @@ class Fetcher:
         """
         progress = _Progress()
         try:
-            with self._tracer.fetch(len(keys)):
+            with self._tracer.fetch(job.owner, len(keys)):
                 async with contextlib.AsyncExitStack() as stack:
-                    with self._tracer.step("turn"):
+                    with self._tracer.step(job.owner, "turn"):
                         await stack.enter_async_context(self.queue.turn(job))
                     outcome, detail = await self._run(job, region, keys, progress)
         except Stop as stop:
@@ -130,11 +130,11 @@ class Fetcher:
             if not left:
                 full = len(wanted) < len(keys)
                 return (pb.OUTCOME_ROUND_FULL, "the region is full") if full else (pb.OUTCOME_COMPLETE, "")
-            with self._tracer.step("heads", len(left)):
+            with self._tracer.step(job.owner, "heads", len(left)):
                 found = await job.within(self._catalog.find(left, fresh=progress.fresh), "asking storage for heads")
             progress.found = [remembered for _, remembered in found]
             loop = asyncio.get_running_loop()
-            with self._tracer.step("plan", len(left)):
+            with self._tracer.step(job.owner, "plan", len(left)):
                 plan = await loop.run_in_executor(
                     self._executor, plan_fetch, left, found, layout, self._buffers, self._catalog.codecs
                 )
@@ -169,7 +169,7 @@ class Fetcher:
             deadline_ns=job.deadline_ns,
         )
         try:
-            with self._tracer.step("round", len(plan.chunks)), job.interruptible(round_.cancel):
+            with self._tracer.step(job.owner, "round", len(plan.chunks)), job.interruptible(round_.cancel):
                 loop = asyncio.get_running_loop()
                 descriptors = [sock.fileno() for sock in sockets]
                 result = await loop.run_in_executor(self._executor, self._pipeline.fetch, round_, descriptors)

@@ -39,7 +39,8 @@ class QueueFull(Exception):
 class Job:
     """One Fetch or Store in progress."""
 
-    def __init__(self, job_id: str, timeout: float) -> None:
+    def __init__(self, owner: str, job_id: str, timeout: float) -> None:
+        self.owner = owner
         self.job_id = job_id
         self.timeout = timeout
         self.deadline_ns = time.monotonic_ns() + int(timeout * 1e9)
@@ -101,32 +102,32 @@ class Job:
 
 
 class JobTable:
-    """Jobs in progress by their callers' ids."""
+    """Jobs in progress by their hosts, and by the ids that those have given them."""
 
     def __init__(self) -> None:
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[tuple[str, str], Job] = {}
 
     def __len__(self) -> int:
         return len(self._jobs)
 
     @contextlib.contextmanager
-    def enter(self, job_id: str, timeout: float) -> Iterator[Job]:
-        """Make a job and keep it findable.
+    def enter(self, owner: str, job_id: str, timeout: float) -> Iterator[Job]:
+        """Make a job of a host and keep it findable.
 
         Raises:
-            KeyError: a job of that id is in progress.
+            KeyError: a job of that host and id is in progress.
         """
-        if job_id in self._jobs:
+        if (owner, job_id) in self._jobs:
             raise KeyError(job_id)
-        job = self._jobs[job_id] = Job(job_id, timeout)
+        job = self._jobs[owner, job_id] = Job(owner, job_id, timeout)
         try:
             yield job
         finally:
-            del self._jobs[job_id]
+            del self._jobs[owner, job_id]
 
-    def cancel(self, job_id: str) -> bool:
-        """Cancel a job; return whether there was one."""
-        job = self._jobs.get(job_id)
+    def cancel(self, owner: str, job_id: str) -> bool:
+        """Cancel a host's job; return whether there was one."""
+        job = self._jobs.get((owner, job_id))
         if job is not None:
             job.cancel()
         return job is not None

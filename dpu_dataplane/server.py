@@ -17,8 +17,10 @@ from prometheus_client import start_http_server
 
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig, codec_name, split_address
+from dpu_dataplane.credentials import server_credentials
 from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.fetching import Fetcher
+from dpu_dataplane.hosts import HostTable
 from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
 from dpu_dataplane.rounds import Buffers
 from dpu_dataplane.service import DataPlaneService
@@ -35,6 +37,7 @@ __all__ = ["Daemon", "run"]
 SERVICE_NAME: Final = dataplane_pb2.DESCRIPTOR.services_by_name["DataPlane"].full_name
 MESSAGE_BYTES_MAX: Final = 8 << 20
 """Of one gRPC message: 65,536 keys take 2.2 MB; gRPC's own default is 4 MiB."""
+KEEPALIVE_MS: Final = 10_000
 CALLS_MAX: Final = 4096
 """Calls in progress, waiting ones included: above the default queues by an order of magnitude."""
 _UNTIL_TOLD: Final = 86400.0
@@ -107,9 +110,11 @@ class Daemon:
             pipeline, self._executor("store"), catalog, client, store_sockets, buffers, self.metrics, codec,
             int(config.slice_bytes), config.store_queue,
         )  # fmt: skip
-        service = DataPlaneService(config, catalog, fetcher, storer, destinations, buffers, self.metrics, tracer)
+        hosts = HostTable(config, destinations)
+        service = DataPlaneService(config, catalog, fetcher, storer, destinations, hosts, buffers, self.metrics, tracer)
         self._measure(client, catalog, fetcher, storer, destinations, buffers)
-        self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(destinations, config)))
+        self.metrics.gauges["hosts"] = ("Hosts that are connected", lambda: len(hosts))
+        self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, config)))
         if config.metrics_port:
             self._serve_metrics()
         await self._serve(service)
@@ -152,14 +157,21 @@ class Daemon:
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.so_reuseport", 0),  # a second daemon on the same port is an error, not a lottery
+                # Hosts ask in this interval whether the connection still stands; by default gRPC takes that for abuse.
+                ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+                ("grpc.keepalive_permit_without_calls", 1),
             ],
             maximum_concurrent_rpcs=CALLS_MAX,
         )
         dataplane_pb2_grpc.add_DataPlaneServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         health_service: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
         health_pb2_grpc.add_HealthServicer_to_server(health_service, server)
+        credentials = server_credentials(self.config, self.metrics)
         try:
-            port = server.add_insecure_port(self.config.listen)
+            if credentials is None:
+                port = server.add_insecure_port(self.config.listen)
+            else:
+                port = server.add_secure_port(self.config.listen, credentials)
         except RuntimeError as error:
             raise ConfigurationError(
                 f"listen: cannot listen on {self.config.listen}; is another data plane running there?"
@@ -254,10 +266,10 @@ def _stage_counts(pipeline: native.Pipeline) -> list[StageCount]:
     ]
 
 
-async def _expire(destinations: DestinationTable, config: DataPlaneConfig) -> None:
+async def _expire(hosts: HostTable, config: DataPlaneConfig) -> None:
     while True:
         await asyncio.sleep(min(config.destination_idle / 4, 60.0))
-        destinations.expire(time.monotonic())
+        hosts.expire(time.monotonic())
 
 
 async def _stop_task(task: "asyncio.Task[None]") -> None:

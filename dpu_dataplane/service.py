@@ -16,6 +16,7 @@ from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.destinations import Destination, DestinationError, DestinationTable, OverlapError, TooManyError
 from dpu_dataplane.fetching import Fetcher, FetchRegion
+from dpu_dataplane.hosts import Host, HostTable
 from dpu_dataplane.jobs import Job, JobTable, QueueFull, Stop
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
 from dpu_dataplane.rounds import Buffers, encoded_bound
@@ -24,8 +25,8 @@ from dpu_dataplane.tracing import NotTraceable, Tracer
 from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import __version__, native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
+from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.proto import dataplane_pb2_grpc
 from shadowserve.record import ChunkLayout
 
 __all__ = ["DataPlaneService"]
@@ -50,6 +51,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         fetcher: Fetcher,
         storer: Storer,
         destinations: DestinationTable,
+        hosts: HostTable,
         buffers: Buffers,
         metrics: Metrics,
         tracer: Tracer,
@@ -60,6 +62,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._fetcher = fetcher
         self._storer = storer
         self._destinations = destinations
+        self._hosts = hosts
         self._buffers = buffers
         self._metrics = metrics
         self._validate = Validator(config)
@@ -67,6 +70,15 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self.jobs = JobTable()
 
     # ---- Calls -------------------------------------------------------------------------------------------------------
+
+    async def Hello(self, request: pb.HelloRequest, context: _Context) -> pb.HelloResponse:  # noqa: N802
+        """Take a host, or say why not."""
+        try:
+            return self._hello(request, context)
+        except InvalidCall as error:
+            logger.warning("refused %s at %s: %s", request.process[:80] or "a host", context.peer(), error)
+            await context.abort(error.code, str(error))
+        raise AssertionError("abort() always raises")
 
     async def Lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupResponse:  # noqa: N802
         """How many leading chunks of each chain storage holds."""
@@ -82,8 +94,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self, request: pb.ReleaseDestinationRequest, context: _Context
     ) -> pb.ReleaseDestinationResponse:
         """Forget memory, once no job uses it."""
-        await self._destinations.release(request.destination_id)
-        return pb.ReleaseDestinationResponse()
+        return await self._answer(context, self._release, request)
 
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
         """One round."""
@@ -95,7 +106,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
 
     async def Cancel(self, request: pb.CancelRequest, context: _Context) -> pb.CancelResponse:  # noqa: N802
         """End a job early."""
-        return pb.CancelResponse(found=self.jobs.cancel(request.job_id))
+        return await self._answer(context, self._cancel, request)
 
     async def Statistics(self, request: pb.StatisticsRequest, context: _Context) -> pb.StatisticsResponse:  # noqa: N802
         """What has been done so far."""
@@ -130,15 +141,16 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     ) -> AsyncIterator[pb.TraceResponse]:
         """Record the next fetches."""
         try:
-            timeout = self._validate.timeout(request.timeout_ms)
-            fetches = self._validate.count("fetches", request.fetches)
-            with self._tracer.recording(fetches) as recording:
-                yield pb.TraceResponse()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(recording.done.wait(), timeout)
-            parts = list(self._tracer.result(recording))
+            with self._hosts.call(context) as host:
+                timeout = self._validate.timeout(request.timeout_ms)
+                fetches = self._validate.count("fetches", request.fetches)
+                with self._tracer.recording(host.owner, fetches) as recording:
+                    yield pb.TraceResponse()
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(recording.done.wait(), timeout)
+                parts = list(self._tracer.result(recording))
         except InvalidCall as error:
-            await context.abort(error.code, str(error))
+            await context.abort(error.code, str(error), error.metadata)
         except NotTraceable as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         for part in parts:
@@ -147,13 +159,14 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     # ---- What they do ------------------------------------------------------------------------------------------------
 
     async def _answer(
-        self, context: _Context, handle: Callable[[_Request], Awaitable[_Response]], request: _Request
+        self, context: _Context, handle: Callable[[_Request, Host], Awaitable[_Response]], request: _Request
     ) -> _Response:
-        """Run a handler; turn what is wrong with the call into a gRPC status."""
+        """Run a handler for the host that calls; turn what is wrong with the call into a gRPC status."""
         try:
-            return await handle(request)
+            with self._hosts.call(context) as host:
+                return await handle(request, host)
         except InvalidCall as error:
-            await context.abort(error.code, str(error))
+            await context.abort(error.code, str(error), error.metadata)
         except TooManyError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         except OverlapError as error:
@@ -166,9 +179,43 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             )
         raise AssertionError("abort() always raises")
 
-    async def _lookup(self, request: pb.LookupRequest) -> pb.LookupResponse:
+    def _hello(self, request: pb.HelloRequest, context: _Context) -> pb.HelloResponse:
+        self._validate.hello(request)
+        if request.HasField("layout"):
+            self._check_shape(self._validate.layout(request.layout), request.chunk_bytes)
+        host, new = self._hosts.enter(request, context)
+        if new:
+            logger.info("connected: %s", host)
+        return pb.HelloResponse(
+            session=host.session,
+            protocol_version=PROTOCOL_VERSION,
+            version=__version__,
+            backend=self._config.backend,
+            emulated=False,
+            device="CPU",
+            memory_kinds=self._destinations.kinds,
+        )
+
+    def _check_shape(self, layout: ChunkLayout, chunk_bytes: int) -> None:
+        """Refuse a host that counts otherwise than this data plane, or than others in the same namespace."""
+        problem = ""
+        if chunk_bytes != layout.raw_bytes:
+            problem = f"the host counts {chunk_bytes} bytes in a chunk, this data plane {layout.raw_bytes}"
+        elif (other := self._destinations.other_layout(layout)) is not None:
+            problem = (
+                f"the host says that chunks of namespace {layout.namespace.hex()[:16]} are {layout}, and memory "
+                f"that is registered already says {other}"
+            )
+        if problem:
+            raise InvalidCall(
+                f"{problem}; install the same release of ShadowServe on all hosts and data planes",
+                grpc.StatusCode.FAILED_PRECONDITION,
+            )
+        self._check_buffers(layout)
+
+    async def _lookup(self, request: pb.LookupRequest, host: Host) -> pb.LookupResponse:
         chains = self._validate.chains(request)
-        job = Job("", self._validate.timeout(request.timeout_ms))
+        job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
         hits, detail = [0] * len(chains), ""
         with self._metrics.lookup_seconds.time():
             try:
@@ -187,10 +234,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._report(response)
         return response
 
-    async def _register(self, request: pb.RegisterDestinationRequest) -> pb.RegisterDestinationResponse:
-        layout = self._validate.layout(request)
+    async def _register(self, request: pb.RegisterDestinationRequest, host: Host) -> pb.RegisterDestinationResponse:
+        layout = self._validate.layout(request.layout)
         self._check_buffers(layout)
-        destination = await self._destinations.register(request, layout)
+        destination = await self._destinations.register(request, layout, host.owner)
         logger.info(
             "registered destination %016x: %d bytes of %s, %d a chunk",
             destination.destination_id,
@@ -218,9 +265,16 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     grpc.StatusCode.FAILED_PRECONDITION,
                 )
 
-    async def _fetch(self, request: pb.FetchRequest) -> pb.FetchResponse:
+    async def _release(self, request: pb.ReleaseDestinationRequest, host: Host) -> pb.ReleaseDestinationResponse:
+        await self._destinations.release(request.destination_id, host.owner)
+        return pb.ReleaseDestinationResponse()
+
+    async def _cancel(self, request: pb.CancelRequest, host: Host) -> pb.CancelResponse:
+        return pb.CancelResponse(found=self.jobs.cancel(host.owner, request.job_id))
+
+    async def _fetch(self, request: pb.FetchRequest, host: Host) -> pb.FetchResponse:
         keys = self._validate.keys("keys", list(request.keys))
-        destination = self._destinations.get(request.destination_id)
+        destination = self._destinations.get(request.destination_id, host.owner)
         if destination is not None:
             self._validate.offset(destination, request.offset)
             if request.length < destination.layout.raw_bytes:
@@ -241,11 +295,11 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     outcome, detail = _internal("Fetch", error)
                     return pb.FetchResponse(outcome=outcome, detail=detail)
 
-        return await self._run(request, work, self._metrics.fetches, self._metrics.fetch_seconds)
+        return await self._run(host, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
 
-    async def _store(self, request: pb.StoreRequest) -> pb.StoreResponse:
+    async def _store(self, request: pb.StoreRequest, host: Host) -> pb.StoreResponse:
         keys = self._validate.keys("keys", list(request.keys))
-        destination = self._destinations.get(request.destination_id)
+        destination = self._destinations.get(request.destination_id, host.owner)
         if destination is not None:
             self._validate.offset(destination, request.offset)
 
@@ -264,7 +318,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     outcome, detail = _internal("Store", error)
                     return pb.StoreResponse(outcome=outcome, detail=detail)
 
-        return await self._run(request, work, self._metrics.stores, self._metrics.store_seconds)
+        return await self._run(host, request, work, self._metrics.stores, self._metrics.store_seconds)
 
     def _check_reach(self, destination: Destination, outcome: pb.Outcome) -> None:
         """Drop a destination that could not be reached: whoever still owns it registers it anew."""
@@ -274,6 +328,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
 
     async def _run(
         self,
+        host: Host,
         request: Any,
         work: Callable[[Job], Coroutine[Any, Any, _Response]],
         counts: Counter[str],
@@ -284,7 +339,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         timeout = self._validate.timeout(request.timeout_ms)
         begin = time.monotonic()
         try:
-            with self.jobs.enter(job_id, timeout) as job:
+            with self.jobs.enter(host.owner, job_id, timeout) as job:
                 task = asyncio.create_task(work(job))
                 try:
                     response = await asyncio.shield(task)

@@ -29,8 +29,9 @@ class NotTraceable(Exception):
 
 @dataclass
 class _Recording:
-    """One recording in progress."""
+    """One recording in progress, of one host's fetches."""
 
+    owner: str
     fetches_left: int
     done: asyncio.Event = field(default_factory=asyncio.Event)
     spans: list[pb.TraceSpan] = field(default_factory=list)
@@ -45,11 +46,11 @@ class Tracer:
         self._recording: _Recording | None = None
 
     @contextlib.contextmanager
-    def fetch(self, chunks: int) -> Iterator[None]:
-        """Note a Fetch call of so many chunks from its beginning to its end."""
-        recording = self._recording
+    def fetch(self, owner: str, chunks: int) -> Iterator[None]:
+        """Note a host's Fetch call of so many chunks from its beginning to its end."""
+        recording = self._of(owner)
         try:
-            with self.step("fetch", chunks):
+            with self.step(owner, "fetch", chunks):
                 yield
         finally:
             if recording is not None:
@@ -58,9 +59,9 @@ class Tracer:
                     recording.done.set()
 
     @contextlib.contextmanager
-    def step(self, name: str, chunks: int = 0) -> Iterator[None]:
-        """Note a step of a Fetch call; ``chunks`` is how many it is about."""
-        recording = self._recording
+    def step(self, owner: str, name: str, chunks: int = 0) -> Iterator[None]:
+        """Note a step of a host's Fetch call; ``chunks`` is how many it is about."""
+        recording = self._of(owner)
         if recording is None:
             yield
             return
@@ -76,9 +77,13 @@ class Tracer:
             else:
                 recording.dropped += 1
 
+    def _of(self, owner: str) -> _Recording | None:
+        recording = self._recording
+        return recording if recording is not None and recording.owner == owner else None
+
     @contextlib.contextmanager
-    def recording(self, fetches: int) -> Iterator[_Recording]:
-        """Record while in this context; ``done`` is set when so many Fetch calls that began meanwhile are over.
+    def recording(self, owner: str, fetches: int) -> Iterator[_Recording]:
+        """Record a host's fetches while in this context; ``done`` is set when so many that began meanwhile are over.
 
         Raises:
             NotTraceable: another recording runs, or the pipeline has no room for events.
@@ -89,7 +94,7 @@ class Tracer:
             self._pipeline.trace_start()
         except NativeError as error:
             raise NotTraceable("trace_events is 0: there is no room to record anything") from error
-        self._recording = _Recording(fetches)
+        self._recording = _Recording(owner, fetches)
         try:
             yield self._recording
         finally:
@@ -99,7 +104,13 @@ class Tracer:
     def result(self, recording: _Recording) -> Iterator[pb.TraceResponse]:
         """Yield the parts of a recording that has just ended, before there is another."""
         events, dropped = self._pipeline.trace_read()
-        spans = recording.spans + [_span(*event) for event in events.tolist()]
+        # Rounds run one at a time, so that what the threads did within a round of this host was done for it.
+        rounds = [(span.begin_ns, span.end_ns) for span in recording.spans if span.step == "round"]
+        spans = recording.spans + [
+            _span(*event)
+            for event in events.tolist()
+            if any(begin <= event[0] and event[1] <= end for begin, end in rounds)
+        ]
         for first in range(0, max(1, len(spans)), SPANS_IN_MESSAGE):
             last = first + SPANS_IN_MESSAGE >= len(spans)
             yield pb.TraceResponse(

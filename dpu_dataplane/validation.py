@@ -4,9 +4,9 @@ import grpc
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.destinations import Destination
-from shadowserve import native
+from shadowserve import __version__, native, record
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import KEY_BYTES
+from shadowserve.keys import KEY_BYTES, SCHEMA_VERSION
 from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import ChunkLayout
@@ -15,6 +15,8 @@ __all__ = ["InvalidCall", "Validator"]
 
 _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
+_HOST_MAX = 64
+_PROCESS_MAX = 256
 
 
 class InvalidCall(ShadowServeError):
@@ -22,7 +24,10 @@ class InvalidCall(ShadowServeError):
 
     Attributes:
         code: gRPC status.
+        metadata: sent after it.
     """
+
+    metadata: tuple[tuple[str, str], ...] = ()
 
     def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.INVALID_ARGUMENT) -> None:
         super().__init__(message)
@@ -81,15 +86,27 @@ class Validator:
             raise InvalidCall(f"chains hold {total} keys together; at most {self._keys_max} fit one call")
         return chains
 
-    def layout(self, request: pb.RegisterDestinationRequest) -> ChunkLayout:
-        """Return the layout of memory to register."""
-        if request.protocol_version != PROTOCOL_VERSION:
-            raise InvalidCall(
-                f"the client speaks protocol version {request.protocol_version}, this data plane version "
-                f"{PROTOCOL_VERSION}; install the same release of ShadowServe on both sides",
-                grpc.StatusCode.FAILED_PRECONDITION,
-            )
-        layout = request.layout
+    def hello(self, request: pb.HelloRequest) -> None:
+        """Refuse a host of another release, where that makes a difference."""
+        for what, theirs, ours in (
+            ("protocol version", request.protocol_version, PROTOCOL_VERSION),
+            ("record version", request.record_version, record.VERSION),
+            ("key schema", request.key_schema, SCHEMA_VERSION),
+        ):
+            if theirs != ours:
+                release = request.version[:40] or "of an unknown version"
+                raise InvalidCall(
+                    f"the host has {what} {theirs} (ShadowServe {release}), this data plane {what} {ours} (ShadowServe "
+                    f"{__version__}); install the same release of ShadowServe on both sides",
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                )
+        if not 1 <= len(request.host) <= _HOST_MAX:
+            raise InvalidCall(f"host has {len(request.host)} characters; it has 1 to {_HOST_MAX}")
+        if len(request.process) > _PROCESS_MAX:
+            raise InvalidCall(f"process has {len(request.process)} characters; it has at most {_PROCESS_MAX}")
+
+    def layout(self, layout: pb.ChunkLayout) -> ChunkLayout:
+        """Return the layout of chunks that a host moves."""
         dtypes = {dtype.name.lower(): dtype for dtype in native.DType}
         quantizers = {quantizer.name.lower(): quantizer for quantizer in native.Quantizer}
         if layout.dtype not in dtypes:

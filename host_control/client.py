@@ -1,5 +1,9 @@
 """The data plane's client: deadlines on every call, a breaker for each kind of call, and a reason for every failure.
 
+Connecting (:mod:`host_control.connection`) is saying Hello. A call that finds that the daemon does not know this host
+(any more) is repeated after another Hello, or ends as ``unknown_destination``: a daemon that does not know the host
+does not know its memory either.
+
 What the daemon answers is checked before it is believed. A Fetch or Store that ends without an answer (the connection
 broke, the deadline passed, the answer makes no sense) is not *quiet*: the daemon may still move bytes in the region, so
 the caller must not use that memory again (:mod:`host_control.destination` retires it).
@@ -7,16 +11,16 @@ the caller must not use that memory again (:mod:`host_control.destination` retir
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import grpc
 
+from host_control.connection import Connection, Peer, explain
 from shadowserve.errors import DataPlaneError
-from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.proto.dataplane_pb2_grpc import DataPlaneStub
+from shadowserve.tls import Credentials
 
 __all__ = [
     "Breaker",
@@ -24,6 +28,7 @@ __all__ = [
     "DataPlaneClient",
     "FetchAnswer",
     "FetchCall",
+    "LookupCall",
     "MemoryMessage",
     "Registration",
     "StoreAnswer",
@@ -40,14 +45,6 @@ _MEMORY_FIELDS: Final[dict[type[Any], str]] = {
     pb.CudaIpcMemory: "cuda_ipc",
 }
 _OPERATION = Literal["lookup", "fetch", "store", "register"]
-_REFUSALS: Final = {
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.UNIMPLEMENTED,
-    grpc.StatusCode.FAILED_PRECONDITION,
-}
 _AT_FAULT: Final = {
     "unreachable",
     "deadline",
@@ -58,17 +55,6 @@ _AT_FAULT: Final = {
     "internal",
     "device",
 }
-_CHANNEL_OPTIONS: Final = (
-    # gRPC's own backoff grows to two minutes; a daemon that is back should be found within a second.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # Also the time that one attempt to connect may take; a busy machine needs some.
-    ("grpc.min_reconnect_backoff_ms", 2000),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.max_receive_message_length", 4 << 20),
-    ("grpc.enable_http_proxy", 0),
-    # Two clients in one process (scheduler and worker) must not share a connection's fate.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +183,21 @@ class StoreAnswer(NamedTuple):
     stored_bytes: int = 0
 
 
+class LookupCall:
+    """A Lookup on its way."""
+
+    def __init__(self, answer: Callable[[], list[int]]) -> None:
+        self._answer = answer
+
+    def result(self) -> list[int]:
+        """Return how many leading keys of each chain are stored, waiting for it at most until the call's deadline.
+
+        Raises:
+            DataPlaneError: no answer, or one that cannot be; ``outcome`` says which.
+        """
+        return self._answer()
+
+
 class FetchCall:
     """A Fetch on its way."""
 
@@ -222,31 +223,58 @@ class DataPlaneClient:
 
     Args:
         address: ``host:port`` or ``unix:/path``.
+        credentials: for TLS; ``None`` for none.
         connect_timeout: seconds for calls that move no KV.
         failures, backoff, backoff_max: see :class:`Breaker`.
+
+    Raises:
+        ConfigurationError: a certificate or key cannot be used.
     """
 
     def __init__(
         self,
         address: str,
         *,
+        credentials: Credentials | None = None,
         connect_timeout: float = 2.0,
         failures: int = 3,
         backoff: float = 0.25,
         backoff_max: float = 5.0,
     ) -> None:
         self.address = address
+        self._connection = Connection(address, credentials)
         self._connect_timeout = connect_timeout
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._let_go_calls: set[Any] = set()
-        self._stub: Any = DataPlaneStub(self._channel)  # type: ignore[no-untyped-call]
         self.breakers = {
             operation: Breaker(failures, backoff, backoff_max) for operation in ("lookup", "fetch", "store", "register")
         }
 
     def close(self) -> None:
         """End all calls."""
-        self._channel.close()
+        self._connection.close()
+
+    @property
+    def peer(self) -> Peer | None:
+        """What the data plane said of itself, ``None`` while not connected."""
+        return self._connection.peer
+
+    def connect(self, timeout: float, shape: ChunkShape | None = None, *, wait: bool = True) -> Peer:
+        """Say Hello; see :meth:`host_control.connection.Connection.connect`. ``shape`` is of chunks that will move.
+
+        Raises:
+            DataPlaneError: there is no connection; the message says why and what to do.
+        """
+        if shape is None:
+            return self._connection.connect(timeout, None, 0, wait=wait)
+        return self._connection.connect(timeout, shape.message(), shape.chunk_bytes, wait=wait)
+
+    def wait_ready(self, timeout: float) -> bool:
+        """Return whether the data plane has taken this host within ``timeout`` seconds; connects, where need be."""
+        try:
+            self.connect(timeout)
+        except DataPlaneError:
+            return False
+        return True
 
     def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> list[int]:
         """Return how many leading keys of each chain are stored.
@@ -258,15 +286,53 @@ class DataPlaneClient:
         Raises:
             DataPlaneError: no answer, or one that cannot be; ``outcome`` says which.
         """
+        return self.start_lookup(chains, timeout).result()
+
+    def start_lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> LookupCall:
+        """Start what :meth:`lookup` does; connects first, where need be.
+
+        Raises:
+            DataPlaneError: the breaker is open, or there is no connection.
+        """
         self._allow("lookup")
-        request = pb.LookupRequest(
-            chains=[pb.KeyChain(keys=keys, namespace=namespace) for namespace, keys in chains],
-            timeout_ms=_milliseconds(timeout),
-        )
+        ends = time.monotonic() + timeout
+
+        def start() -> Any:
+            left = max(ends - time.monotonic(), 0.001)
+            if self.peer is None:
+                self._connect_for("lookup", left)
+                left = max(ends - time.monotonic(), 0.001)
+            request = pb.LookupRequest(
+                chains=[pb.KeyChain(keys=keys, namespace=namespace) for namespace, keys in chains],
+                timeout_ms=_milliseconds(left),
+            )
+            return self._connection.stub.Lookup.future(
+                request, timeout=left + _GRACE / 5, metadata=self._connection.metadata()
+            )
+
+        def finish() -> list[int]:
+            try:
+                answer = call.result()
+            except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                if not self._connection.lost(error):
+                    raise self._fail("lookup", *explain(error)) from error
+                try:
+                    answer = start().result()
+                except (grpc.RpcError, grpc.FutureCancelledError) as again:
+                    raise self._fail("lookup", *explain(again)) from again
+            return self._hits(answer, chains)
+
+        call = start()
+        return LookupCall(finish)
+
+    def _connect_for(self, operation: _OPERATION, timeout: float) -> None:
         try:
-            answer = self._stub.Lookup(request, timeout=timeout + _GRACE / 5)
-        except grpc.RpcError as error:
-            raise self._fail("lookup", *_explain(error)) from error
+            self.connect(timeout, wait=False)
+        except DataPlaneError as error:
+            self._report(operation, error.outcome)
+            raise
+
+    def _hits(self, answer: pb.LookupResponse, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[int]:
         reason = _reason(answer.outcome)
         if reason != "complete":
             raise self._fail("lookup", reason, answer.detail)
@@ -276,16 +342,6 @@ class DataPlaneClient:
         self._report("lookup", reason)
         return hits
 
-    def wait_ready(self, timeout: float) -> bool:
-        """Return whether the data plane answers at all within ``timeout`` seconds; connects, where need be."""
-        try:
-            self._stub.Statistics(pb.StatisticsRequest(), timeout=timeout, wait_for_ready=True)
-        except grpc.RpcError as error:
-            return _explain(error)[0] == "refused"
-        except ValueError:  # the channel is closed
-            return False
-        return True
-
     def register(self, shape: ChunkShape, memory: MemoryMessage) -> Registration:
         """Make memory known to the data plane. The caller has asked the breaker.
 
@@ -293,14 +349,16 @@ class DataPlaneClient:
             DataPlaneError: refused, unreachable, or the daemon counts another chunk size than we do.
         """
         request = pb.RegisterDestinationRequest(
-            protocol_version=PROTOCOL_VERSION,
             layout=shape.message(),
             **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
         try:
-            answer = self._stub.RegisterDestination(request, timeout=self._connect_timeout)
+            answer = self._connection.stub.RegisterDestination(
+                request, timeout=self._connect_timeout, metadata=self._connection.metadata()
+            )
         except grpc.RpcError as error:
-            raise self._fail("register", *_explain(error)) from error
+            self._connection.lost(error)
+            raise self._fail("register", *explain(error)) from error
         if answer.chunk_bytes != shape.chunk_bytes:
             detail = f"the data plane counts {answer.chunk_bytes} bytes in a chunk, this host {shape.chunk_bytes}"
             raise self._fail("register", "invalid_answer", detail)
@@ -319,7 +377,9 @@ class DataPlaneClient:
         """
         request = pb.ReleaseDestinationRequest(destination_id=destination_id)
         try:
-            call = self._stub.ReleaseDestination.future(request, timeout=self._connect_timeout)
+            call = self._connection.stub.ReleaseDestination.future(
+                request, timeout=self._connect_timeout, metadata=self._connection.metadata()
+            )
             if wait:
                 call.result()
                 return True
@@ -345,14 +405,18 @@ class DataPlaneClient:
             keys=keys,
             timeout_ms=_milliseconds(timeout),
         )
-        call = self._stub.Fetch.future(request, timeout=timeout + _GRACE)
+        call = self._connection.stub.Fetch.future(
+            request, timeout=timeout + _GRACE, metadata=self._connection.metadata()
+        )
         return FetchCall(call, lambda ended: self._fetch_answer(ended, len(keys)))
 
     def _fetch_answer(self, call: Any, asked: int) -> FetchAnswer:
         try:
             answer = call.result()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            reason, detail = _explain(error)
+            if self._connection.lost(error):
+                return FetchAnswer(0, "unknown_destination", "the data plane does not know this host", quiet=True)
+            reason, detail = explain(error)
             self._report("fetch", reason)
             return FetchAnswer(0, reason, detail, quiet=reason == "refused")
         reason = _reason(answer.outcome)
@@ -384,9 +448,13 @@ class DataPlaneClient:
             timeout_ms=_milliseconds(timeout),
         )
         try:
-            answer = self._stub.Store(request, timeout=timeout + _GRACE)
+            answer = self._connection.stub.Store(
+                request, timeout=timeout + _GRACE, metadata=self._connection.metadata()
+            )
         except (grpc.RpcError, ValueError) as error:
-            reason, detail = _explain(error)
+            if self._connection.lost(error):
+                return StoreAnswer(0, "unknown_destination", "the data plane does not know this host", quiet=True)
+            reason, detail = explain(error)
             self._report("store", reason)
             return StoreAnswer(0, reason, detail, quiet=reason == "refused")
         reason = _reason(answer.outcome)
@@ -404,7 +472,10 @@ class DataPlaneClient:
     def cancel(self, job_id: str) -> None:
         """Ask the data plane to end a job early, without waiting for the answer; the job's own outcome tells."""
         try:
-            call = self._stub.Cancel.future(pb.CancelRequest(job_id=job_id), timeout=self._connect_timeout)
+            request = pb.CancelRequest(job_id=job_id)
+            call = self._connection.stub.Cancel.future(
+                request, timeout=self._connect_timeout, metadata=self._connection.metadata()
+            )
         except ValueError:  # the channel is closed, and with it the job's call
             return
         self._let_go(call)
@@ -416,11 +487,32 @@ class DataPlaneClient:
             DataPlaneError: no answer.
         """
         try:
-            answer: pb.StatisticsResponse = self._stub.Statistics(pb.StatisticsRequest(), timeout=self._connect_timeout)
+            answer: pb.StatisticsResponse = self._connection.stub.Statistics(
+                pb.StatisticsRequest(), timeout=self._connect_timeout
+            )
         except grpc.RpcError as error:
-            reason, detail = _explain(error)
+            reason, detail = explain(error)
             raise DataPlaneError(f"statistics of the data plane at {self.address}: {detail}", reason) from error
         return answer
+
+    def trace(self, seconds: float, fetches: int) -> Iterator[pb.TraceResponse]:
+        """Record this host's next fetches: yields an empty answer once the recording runs, then its parts.
+
+        Args:
+            seconds: to record at most.
+            fetches: calls after whose end it is over sooner.
+
+        Raises:
+            DataPlaneError: the data plane is away, or does not record.
+        """
+        self.connect(self._connect_timeout, wait=False)
+        request = pb.TraceRequest(timeout_ms=_milliseconds(seconds), fetches=fetches)
+        try:
+            timeout = seconds + self._connect_timeout
+            yield from self._connection.stub.Trace(request, timeout=timeout, metadata=self._connection.metadata())
+        except grpc.RpcError as error:
+            reason, detail = explain(error)
+            raise DataPlaneError(f"the data plane at {self.address} does not record: {detail}", reason) from error
 
     def _let_go(self, call: Any) -> None:
         # gRPC ends a call that nobody holds.
@@ -454,15 +546,3 @@ def _reason(outcome: int) -> str:
         return pb.Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
     except ValueError:  # of a newer daemon
         return "unspecified"
-
-
-def _explain(error: BaseException) -> tuple[str, str]:
-    """Return reason and detail of a call that ended without an answer."""
-    if not isinstance(error, grpc.Call):
-        return "unreachable", str(error) or type(error).__name__
-    code, detail = error.code(), str(error.details())[:200]
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return "deadline", "the data plane did not answer in time"
-    if code in _REFUSALS:
-        return "refused", f"{code.name}: {detail}"
-    return "unreachable", f"{code.name}: {detail}"

@@ -10,9 +10,11 @@ from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
+from host_control.client import DataPlaneClient
 from shadowserve.config import Section
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve.tls import Credentials
 
 __all__ = ["HostConfig"]
 
@@ -29,7 +31,16 @@ class HostConfig(Section):
 
     data_plane: str = Field("127.0.0.1:50151", min_length=1)
     """Address of the data plane's gRPC service, ``host:port`` or ``unix:/path``. With ``{rank}`` in it, each
-    tensor-parallel rank has a data plane of its own; lookups ask the one of rank 0."""
+    tensor-parallel rank has a data plane of its own; a lookup asks all of them, and the fewest hits count."""
+    tls_ca: str = ""
+    """File of the authorities that must have signed the data plane's certificate, PEM; empty for no TLS. This and the
+    two below are read again when a connection is made."""
+    tls_cert: str = ""
+    """File of the certificate that this host shows, with those that signed it, PEM; empty for none."""
+    tls_key: str = ""
+    """File of its private key, PEM, without a passphrase."""
+    tls_server_name: str = ""
+    """Name that the data plane's certificate must hold; empty for the name or IP in ``data_plane``."""
     fetch: bool = True
     """Look prompts up and fetch what is stored."""
     asynchronous_fetch: bool = True
@@ -100,6 +111,15 @@ class HostConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _tls(self) -> Self:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} is given without {missing}; a certificate and its private key go together")
+        if (self.tls_cert or self.tls_server_name) and not self.tls_ca:
+            raise ValueError("tls_cert or tls_server_name is given without tls_ca: there is no TLS without it")
+        return self
+
+    @model_validator(mode="after")
     def _scales(self) -> Self:
         if self.scale_tokens > self.chunk_tokens:
             raise ValueError("scale_tokens is above chunk_tokens")
@@ -125,6 +145,29 @@ class HostConfig(Section):
                 )
             flags[key] = value
         return cls.load(flags=flags)
+
+    def client(self, rank: int) -> DataPlaneClient:
+        """Return a client of the data plane that serves tensor-parallel rank ``rank``.
+
+        Raises:
+            ConfigurationError: a certificate or key cannot be used.
+        """
+        return DataPlaneClient(
+            self.data_plane_address(rank),
+            credentials=self.credentials(),
+            connect_timeout=self.connect_timeout,
+            failures=self.breaker_failures,
+            backoff=self.breaker_backoff,
+            backoff_max=self.breaker_backoff_max,
+        )
+
+    def credentials(self) -> Credentials | None:
+        """Return what this host brings to a TLS connection, ``None`` for no TLS."""
+        if not self.tls_ca:
+            return None
+        return Credentials(
+            authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_server_name
+        )
 
     @property
     def data_plane_is_local(self) -> bool:

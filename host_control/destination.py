@@ -110,12 +110,16 @@ class Destination:
                 f"registering memory at the data plane {self._client.address} is paused after repeated failures",
                 "breaker_open",
             )
-        # Without a connection memory would be made, page by page, for nothing.
-        if not self._client.wait_ready(min(timeout, self._connect_timeout)) or not self._settle():
+        try:
+            # Without a connection memory would be made, page by page, for nothing.
+            self._client.connect(min(timeout, self._connect_timeout), self.shape)
+            if not self._settle():
+                raise DataPlaneError(
+                    f"the data plane {self._client.address} does not answer the release of memory", "unreachable"
+                )
+        except DataPlaneError:
             breaker.report(success=False)
-            raise DataPlaneError(
-                f"no data plane answers at {self._client.address}; start `shadowserve dpu` there", "unreachable"
-            )
+            raise
         try:
             memory = self._make(self.size)
         except ConfigurationError:

@@ -55,7 +55,7 @@ class PrefixLookup:
     """Looks prompts up in the background; :meth:`submit`, :meth:`poll` and :meth:`forget` take microseconds.
 
     Args:
-        client: of the data plane.
+        clients: of each chain's data plane; the same one as often as it serves.
         namespaces: digest of each chain; one for each tensor-parallel rank.
         chunk_tokens: tokens in a chunk.
         timeout: seconds from :meth:`submit` to an answer.
@@ -66,7 +66,7 @@ class PrefixLookup:
 
     def __init__(
         self,
-        client: DataPlaneClient,
+        clients: Sequence[DataPlaneClient],
         namespaces: Sequence[bytes],
         *,
         chunk_tokens: int,
@@ -75,8 +75,10 @@ class PrefixLookup:
         enabled: bool = True,
         on_done: Callable[[str], None] | None = None,
     ) -> None:
-        self._client = client
         self._namespaces = tuple(namespaces)
+        self._chains: dict[DataPlaneClient, list[int]] = {}  # that each data plane serves
+        for chain, client in enumerate(clients):
+            self._chains.setdefault(client, []).append(chain)
         self._chunk_tokens = chunk_tokens
         self._timeout = timeout
         self._enabled = enabled
@@ -86,7 +88,8 @@ class PrefixLookup:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
         if enabled:
             # So that the first request's deadline does not pay for the connection.
-            self._pool.submit(client.wait_ready, timeout)
+            for client in self._chains:
+                self._pool.submit(client.wait_ready, timeout)
 
     def submit(self, request_id: str, tokens: Sequence[int], extra: bytes = b"") -> None:
         """Start looking a prompt up, or start over for a request that is known already.
@@ -182,12 +185,33 @@ class PrefixLookup:
             return
         asked = time.monotonic()
         try:
-            hits = min(self._client.lookup(list(zip(self._namespaces, keys, strict=True)), left))
+            hits = self._fewest(keys, left)
         except DataPlaneError as error:
             self._settle(lookup, LookupAnswer(0, error.outcome, str(error)))
             return
         lookup.known, lookup.asked = hits, asked
         self._settle(lookup, LookupAnswer(hits, "complete"))
+
+    def _fewest(self, keys: list[list[bytes]], timeout: float) -> int:
+        """Return what every chain holds, asking all data planes at once: KV is of use only where each rank has it.
+
+        Raises:
+            DataPlaneError: one of them could not say.
+        """
+        calls, problem, hits = [], None, []
+        for client, chains in self._chains.items():
+            try:
+                calls.append(client.start_lookup([(self._namespaces[chain], keys[chain]) for chain in chains], timeout))
+            except DataPlaneError as error:
+                problem = problem or error
+        for call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
+            try:
+                hits += call.result()
+            except DataPlaneError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        return min(hits)
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
         with self._lock:

@@ -46,6 +46,7 @@ class StoreQueue:
         retry_interval: seconds between attempts to connect while there is nothing to store.
 
     Attributes:
+        last_error: why there was no connection when one was last tried.
         details: reason -> the last sentence about it.
     """
 
@@ -78,7 +79,7 @@ class StoreQueue:
         self._recent: collections.OrderedDict[bytes, float] = collections.OrderedDict()
         self._busy = 0
         self._closing = False
-        self._last_error = "connecting"
+        self.last_error = "connecting"
         self._tried = threading.Event()
         self._counts: collections.Counter[str] = collections.Counter()
         self.details: dict[str, str] = {}
@@ -127,7 +128,7 @@ class StoreQueue:
                 free = self._free.get(segment) if segment is not None else None
                 slot = free.pop(0) if free else None
             if segment is None or slot is None:
-                self._count("dropped_full" if segment is not None else f"dropped_{self._last_error}", 1)
+                self._count("dropped_full" if segment is not None else f"dropped_{self.last_error}", 1)
                 reachable = False
                 continue
             # Outside the lock: only this slot's owner touches it.
@@ -214,7 +215,7 @@ class StoreQueue:
             except Exception as error:
                 _logger.exception("storing failed")
                 self._drop(batch, "internal")
-                self._last_error = f"{type(error).__name__}"
+                self.last_error = f"{type(error).__name__}"
                 self._destination.retire(release=True)
             finally:
                 with self._condition:
@@ -228,12 +229,13 @@ class StoreQueue:
         try:
             segment = self._destination.acquire(self._timeout)
         except DataPlaneError as error:
-            self._last_error = error.outcome
+            self.last_error = error.outcome
+            self.details[error.outcome] = str(error)
             return None
         except ConfigurationError as error:
-            if self._last_error != "no_memory":
+            if self.last_error != "no_memory":
                 _logger.warning("shadowserve: nothing is stored: %s", error)
-            self._last_error = "no_memory"
+            self.last_error = "no_memory"
             return None
         with self._condition:
             self._free[segment] = list(range(self._slots))
@@ -268,7 +270,7 @@ class StoreQueue:
         while batch:
             segment = self._connect()
             if segment is None:
-                self._drop(batch, self._last_error)
+                self._drop(batch, self.last_error)
                 return
             if batch[0].segment is not segment:
                 batch = self._move(batch, segment)

@@ -1,6 +1,48 @@
-"""Makes ``machine`` importable by all tests: pytest imports by path, so that folders need no __init__.py."""
+"""Certificates for all tests that need some; and ``machine``, which all can import.
 
+pytest imports by path, so that folders need no __init__.py.
+"""
+
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).parent))
+
+MAKE = Path(__file__).parents[1] / "scripts" / "make-certificates"
+
+
+@pytest.fixture(scope="session")
+def make_certificates(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that makes a folder of certificates, of another folder's authority where one is given."""
+
+    def make(*arguments: str, authority: Path | None = None) -> Path:
+        folder = tmp_path_factory.mktemp("certificates")
+        for name in ("ca.crt", "ca.key") if authority else ():
+            shutil.copy(authority / name, folder)
+        subprocess.run([sys.executable, MAKE, folder, *arguments], check=True, stdout=subprocess.DEVNULL)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def certificates(make_certificates: Callable[..., Path]) -> Path:
+    """Return a folder of certificates for loopback."""
+    return make_certificates()
+
+
+@pytest.fixture(scope="session")
+def expired(make_certificates: Callable[..., Path], certificates: Path) -> Path:
+    """Return a folder of certificates of the same authority that have expired."""
+    return make_certificates("--days=-1", authority=certificates)
+
+
+@pytest.fixture(scope="session")
+def foreign(make_certificates: Callable[..., Path]) -> Path:
+    """Return a folder of certificates of another authority."""
+    return make_certificates()

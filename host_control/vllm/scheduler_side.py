@@ -16,6 +16,7 @@ from host_control.lookup import PrefixLookup
 from host_control.vllm.identity import request_extra, request_problem
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
 from host_control.vllm.metrics import Counts, FailureLog
+from shadowserve.errors import ConfigurationError
 from shadowserve.keys import chunk_keys
 
 __all__ = ["SchedulerSide"]
@@ -62,7 +63,7 @@ class SchedulerSide:
         self._failures = FailureLog(logger)
         self._epoch = ""
         self._namespaces: list[bytes] = []
-        self._client: DataPlaneClient | None = None
+        self._clients: list[DataPlaneClient] = []
         self._lookup: PrefixLookup | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._boundary: dict[str, int] = {}
@@ -82,15 +83,17 @@ class SchedulerSide:
             self.problem = problem
             return
         self._namespaces = [handshakes[rank].namespace for rank in sorted(handshakes)]
-        self._client = DataPlaneClient(
-            self._config.data_plane_address(0),
-            connect_timeout=self._config.connect_timeout,
-            failures=self._config.breaker_failures,
-            backoff=self._config.breaker_backoff,
-            backoff_max=self._config.breaker_backoff_max,
-        )
+        addresses = [self._config.data_plane_address(rank) for rank in range(len(self._namespaces))]
+        first_rank = {address: rank for rank, address in reversed(list(enumerate(addresses)))}
+        try:
+            # A data plane that serves several ranks is asked once for all of them.
+            clients = {address: self._config.client(rank) for address, rank in first_rank.items()}
+        except ConfigurationError as error:  # the worker has said so
+            self.problem = str(error)
+            return
+        self._clients = list(clients.values())
         self._lookup = PrefixLookup(
-            self._client,
+            [clients[address] for address in addresses],
             self._namespaces,
             chunk_tokens=self._chunk_tokens,
             timeout=self._config.lookup_timeout,
@@ -281,5 +284,5 @@ class SchedulerSide:
         """End lookups."""
         if self._lookup is not None:
             self._lookup.close()
-        if self._client is not None:
-            self._client.close()
+        for client in self._clients:
+            client.close()

@@ -18,6 +18,7 @@ from host_control.vllm.identity import UncacheableError, chunk_shape, rank_names
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.probe import find_layout
+from shadowserve.errors import ConfigurationError
 
 __all__ = ["WorkerSide"]
 
@@ -89,13 +90,12 @@ class WorkerSide:
         namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank)
         shape = chunk_shape(namespace, self._layout, self._config)
         self._namespace = shape.namespace
-        self._client = DataPlaneClient(
-            self._config.data_plane_address(self._tp_rank),
-            connect_timeout=self._config.connect_timeout,
-            failures=self._config.breaker_failures,
-            backoff=self._config.breaker_backoff,
-            backoff_max=self._config.breaker_backoff_max,
-        )
+        try:
+            self._client = self._config.client(self._tp_rank)
+        except ConfigurationError as error:
+            self.problem = str(error)
+            self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
+            return
         if self._fetch:
             self._manager = KVCacheManager(
                 self._client,
@@ -114,7 +114,9 @@ class WorkerSide:
             )
             # An engine starts once; without this its first prompts would not be stored.
             if not self._store.wait_tried(self._config.connect_timeout):
-                self._failures.warn("not connected at start, trying on", "unreachable", self._client.address)
+                reason = self._store.last_error
+                detail = self._store.details.get(reason, self._client.address)
+                self._failures.warn("not connected at start, trying on", reason, detail)
         self._logger.info(
             "ShadowServe: data plane %s, rank %d, %d layers x %d heads x %d, %d-byte chunks of %d tokens, %s, by %s",
             self._client.address,

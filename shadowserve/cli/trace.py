@@ -3,15 +3,16 @@
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
-import grpc
 from rich.console import Console
 from rich.table import Table
 
+from host_control.client import DataPlaneClient
+from host_control.config import HostConfig
 from shadowserve import __version__
 from shadowserve.cli.bench.fetch import Target
 from shadowserve.cli.bench.report import machine
@@ -20,11 +21,10 @@ from shadowserve.cli.processes import start_data_plane, start_storage
 from shadowserve.cli.timeline import STAGES, chrome_trace, stage_times
 from shadowserve.errors import ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.proto import dataplane_pb2_grpc
+from shadowserve.tls import Credentials
 
 __all__ = ["record", "trace"]
 
-MESSAGE_BYTES_MAX: Final = 16 << 20
 GRACE_S: Final = 30.0
 """For a recording to be put together and sent: it may be of hundreds of thousands of spans."""
 
@@ -70,11 +70,14 @@ def trace(
         shadowserve trace -o separate.json --set fused=false
     The next fetch of a data plane that serves:
         shadowserve trace -o fetch.json --data-plane 127.0.0.1:50151
+
+    Ask on the machine whose fetches are wanted: a data plane tells each host of its own ones only. Where it speaks TLS,
+    the keys tls_* of section 'host' of the configuration are used.
     """
     if data_plane is not None and settings:
         raise click.UsageError("--set is for a data plane of our own; the one at --data-plane has its configuration")
     if data_plane is not None:
-        spans, dropped = record(data_plane, seconds, fetches, lambda: None)
+        spans, dropped = record(data_plane, seconds, fetches, lambda: None, HostConfig.load().credentials())
     else:
         spans, dropped = _record_own(seconds, fetches, chunks, settings)
     if not any(span.step in STAGES for span in spans):
@@ -85,7 +88,11 @@ def trace(
 
 
 def record(
-    address: str, seconds: float, fetches: int, recording: Callable[[], object]
+    address: str,
+    seconds: float,
+    fetches: int,
+    recording: Callable[[], object],
+    credentials: Credentials | None = None,
 ) -> tuple[list[pb.TraceSpan], int]:
     """Record a data plane's next fetches.
 
@@ -94,6 +101,7 @@ def record(
         seconds: to wait and record at most.
         fetches: calls after whose end it is over sooner.
         recording: called once the recording runs.
+        credentials: for TLS; ``None`` for none.
 
     Returns:
         The spans, and how many there was no room for.
@@ -101,30 +109,16 @@ def record(
     Raises:
         ShadowServeError: the data plane is away, or does not record.
     """
-    options = [("grpc.max_receive_message_length", MESSAGE_BYTES_MAX), ("grpc.enable_http_proxy", 0)]
     spans: list[pb.TraceSpan] = []
     dropped = 0
-    with grpc.insecure_channel(address, options) as channel:
-        request = pb.TraceRequest(timeout_ms=max(1, int(seconds * 1000)), fetches=fetches)
-        try:
-            stub: Any = dataplane_pb2_grpc.DataPlaneStub(channel)  # type: ignore[no-untyped-call]
-            answers = stub.Trace(request, timeout=seconds + GRACE_S)
-            next(answers)
-            recording()
-            for answer in answers:
-                spans += answer.spans
-                dropped += answer.dropped
-        except grpc.RpcError as error:
-            raise ShadowServeError(_explain(address, error)) from error
+    with closing(DataPlaneClient(address, credentials=credentials, connect_timeout=GRACE_S)) as plane:
+        answers = plane.trace(seconds, fetches)
+        next(answers)
+        recording()
+        for answer in answers:
+            spans += answer.spans
+            dropped += answer.dropped
     return spans, dropped
-
-
-def _explain(address: str, error: Any) -> str:
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return f"no data plane answers at {address}; start one: shadowserve dpu --config configs/emulated.yaml"
-    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-        return f"the data plane at {address} is of a release that does not record; install this one there"
-    return f"the data plane at {address} does not record: {error.details()}"
 
 
 def _record_own(seconds: float, fetches: int, chunks: int, settings: Sequence[str]) -> tuple[list[pb.TraceSpan], int]:

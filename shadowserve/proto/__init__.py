@@ -1,8 +1,14 @@
-"""Generated gRPC stubs (``scripts/gen-proto``), and the version of the protocol they speak."""
+"""Generated gRPC stubs (``scripts/gen-proto``), and what their messages are sent with."""
 
 from typing import Final
 
-__all__ = ["PROTOCOL_VERSION"]
+__all__ = ["HELLO_KEY", "PROTOCOL_VERSION", "SESSION_KEY"]
 
-PROTOCOL_VERSION: Final = 1
-"""Sent in RegisterDestinationRequest. Raised when a message or its meaning changes incompatibly."""
+PROTOCOL_VERSION: Final = 2
+"""Sent in HelloRequest. Raised when a message or its meaning changes incompatibly."""
+
+SESSION_KEY: Final = "shadowserve-session-bin"
+"""Metadata of a call: the session that HelloResponse named."""
+
+HELLO_KEY: Final = "shadowserve-hello"
+"""Trailing metadata of a call that was refused because the daemon does not know its session."""

@@ -66,6 +66,44 @@ class ChunkLayout(_message.Message):
     scale_tokens: int
     def __init__(self, namespace: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kinds: _Optional[int] = ..., vector_length: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., quantizer: _Optional[str] = ..., bins: _Optional[int] = ..., value_bins: _Optional[int] = ..., scale_tokens: _Optional[int] = ...) -> None: ...
 
+class HelloRequest(_message.Message):
+    __slots__ = ("protocol_version", "version", "record_version", "key_schema", "host", "process", "layout", "chunk_bytes")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RECORD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    KEY_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    version: str
+    record_version: int
+    key_schema: int
+    host: str
+    process: str
+    layout: ChunkLayout
+    chunk_bytes: int
+    def __init__(self, protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., record_version: _Optional[int] = ..., key_schema: _Optional[int] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., chunk_bytes: _Optional[int] = ...) -> None: ...
+
+class HelloResponse(_message.Message):
+    __slots__ = ("session", "protocol_version", "version", "backend", "emulated", "device", "memory_kinds")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    EMULATED_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_KINDS_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    protocol_version: int
+    version: str
+    backend: str
+    emulated: bool
+    device: str
+    memory_kinds: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session: _Optional[bytes] = ..., protocol_version: _Optional[int] = ..., version: _Optional[str] = ..., backend: _Optional[str] = ..., emulated: _Optional[bool] = ..., device: _Optional[str] = ..., memory_kinds: _Optional[_Iterable[str]] = ...) -> None: ...
+
 class KeyChain(_message.Message):
     __slots__ = ("keys", "namespace")
     KEYS_FIELD_NUMBER: _ClassVar[int]
@@ -93,18 +131,16 @@ class LookupResponse(_message.Message):
     def __init__(self, hits: _Optional[_Iterable[int]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class RegisterDestinationRequest(_message.Message):
-    __slots__ = ("protocol_version", "layout", "shared_memory", "exported_memory", "cuda_ipc")
-    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     EXPORTED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
-    protocol_version: int
     layout: ChunkLayout
     shared_memory: SharedMemory
     exported_memory: ExportedMemory
     cuda_ipc: CudaIpcMemory
-    def __init__(self, protocol_version: _Optional[int] = ..., layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ...) -> None: ...
+    def __init__(self, layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("name", "size")

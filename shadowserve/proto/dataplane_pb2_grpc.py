@@ -34,6 +34,11 @@ class DataPlaneStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Hello = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/Hello',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.HelloRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.HelloResponse.FromString,
+                _registered_method=True)
         self.Lookup = channel.unary_unary(
                 '/shadowserve.v1.DataPlane/Lookup',
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.LookupRequest.SerializeToString,
@@ -78,6 +83,13 @@ class DataPlaneStub:
 
 class DataPlaneServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def Hello(self, request, context):
+        """Makes host and data plane known to each other, or says why they do not fit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
         """How many leading chunks of each key chain the storage server holds. One round trip to storage for all chains.
@@ -130,7 +142,8 @@ class DataPlaneServicer:
 
     def Trace(self, request, context):
         """Records what each thread does in Fetch calls that begin from now on. The first answer is empty and says that the
-        recording runs; the others hold it, once 'fetches' of those calls are over or the time is up. One at a time.
+        recording runs; the others hold it, once 'fetches' of those calls are over or the time is up. One at a time. It
+        holds the calls of the host that asks, and nothing of other hosts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,6 +152,11 @@ class DataPlaneServicer:
 
 def add_DataPlaneServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Hello': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hello,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.HelloRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.HelloResponse.SerializeToString,
+            ),
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.LookupRequest.FromString,
@@ -189,6 +207,33 @@ def add_DataPlaneServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class DataPlane:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Hello(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shadowserve.v1.DataPlane/Hello',
+            shadowserve_dot_proto_dot_dataplane__pb2.HelloRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.HelloResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Lookup(request,

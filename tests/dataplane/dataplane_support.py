@@ -1,6 +1,7 @@
 """What the data plane's tests are made of: real storage servers, a real daemon, real segments, and records in them."""
 
 import contextlib
+import functools
 import mmap
 import os
 import secrets
@@ -20,8 +21,8 @@ from machine import NEVER_S, PATIENCE_MS, PATIENCE_S, free_port, frozen, wait_fo
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import Daemon
 from shadowserve import native, record
-from shadowserve.keys import KVNamespace, chunk_keys, storage_key
-from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
+from shadowserve.keys import SCHEMA_VERSION, KVNamespace, chunk_keys, storage_key
+from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 
 TOKENS = 16
@@ -209,20 +210,56 @@ def layout_message(shape: record.ChunkLayout) -> pb.ChunkLayout:
     )
 
 
+def hello_request(**changes: Any) -> pb.HelloRequest:
+    fields: dict[str, Any] = {
+        "protocol_version": PROTOCOL_VERSION,
+        "version": "test",
+        "record_version": record.VERSION,
+        "key_schema": SCHEMA_VERSION,
+        "host": "this machine",
+        "process": "a test",
+    }
+    return pb.HelloRequest(**(fields | changes))
+
+
+class Sessioned:
+    """A stub whose calls carry a session."""
+
+    def __init__(self, stub: Any, session: bytes) -> None:
+        self._stub = stub
+        self._metadata = ((SESSION_KEY, session),)
+
+    def over(self, stub: Any) -> "Sessioned":
+        """The same session over another connection."""
+        return Sessioned(stub, self._metadata[0][1])
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(getattr(self._stub, name), metadata=self._metadata)
+
+
 class Client:
     """A client of one daemon, with one segment registered."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel | None = None) -> None:
         # A pool of its own: else a channel to an address that was down a moment ago waits before it tries again.
-        self.channel = grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
-        self.stub = dataplane_pb2_grpc.DataPlaneStub(self.channel)
+        self.channel = channel or grpc.aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+        self.plain: Any = dataplane_pb2_grpc.DataPlaneStub(self.channel)
+        self.stub: Any = self.plain
         self.segments: list[Segment] = []
         self.segment: Segment
         self.destination = 0
         self.shape: record.ChunkLayout
         self._jobs = 0
 
+    async def hello(self, **changes: Any) -> pb.HelloResponse:
+        """Say Hello; calls from now on carry the session."""
+        answer: pb.HelloResponse = await self.plain.Hello(hello_request(**changes))
+        self.stub = Sessioned(self.plain, answer.session)
+        return answer
+
     async def register(self, shape: record.ChunkLayout, chunks: int, extra: int = 0) -> "Client":
+        if self.stub is self.plain:
+            await self.hello()
         self.shape = shape
         self.segment = Segment(shape.raw_bytes * chunks + extra)
         self.segments.append(self.segment)
@@ -234,7 +271,6 @@ class Client:
 
     def registration(self, **changes: Any) -> pb.RegisterDestinationRequest:
         fields: dict[str, Any] = {
-            "protocol_version": PROTOCOL_VERSION,
             "layout": layout_message(self.shape),
             "shared_memory": pb.SharedMemory(name=self.segment.name, size=self.segment.size),
         }
@@ -292,6 +328,7 @@ async def running(server: "Server | str", **changes: Any) -> AsyncIterator[tuple
     async with Daemon(config(server, **changes)) as daemon:
         client = Client(daemon.address)
         try:
+            await client.hello()
             yield daemon, client
         finally:
             await client.close()

@@ -30,6 +30,7 @@ MIB = 1 << 20
 async def client_of(daemon: DaemonProcess) -> AsyncIterator[Client]:
     client = Client(daemon.address)
     try:
+        await client.hello()
         yield client
     finally:
         await client.close()

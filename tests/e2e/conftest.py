@@ -183,7 +183,7 @@ class Engine:
         worker, side = self.worker, self.connector._scheduler
         if worker._store is not None:
             worker._store.forget(list(worker._store._recent))
-        for client in (worker._client, side._client):
+        for client in (worker._client, *side._clients):
             for breaker in client.breakers.values():
                 breaker.report(success=True)
         self.forget()

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 from machine import PATIENCE_S, free_port
 
+from shadowserve.proto import HELLO_KEY, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto import dataplane_pb2_grpc as rpc
 
@@ -50,21 +51,31 @@ class Script:
 
 
 class ScriptedDataPlane(rpc.DataPlaneServicer):
-    def __init__(self, address: str = "", records: dict[bytes, bytes] | None = None) -> None:
+    def __init__(
+        self,
+        address: str = "",
+        records: dict[bytes, bytes] | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         self.records: dict[bytes, bytes] = {} if records is None else records
         self.script = Script()
         self.calls: list[str] = []
+        self.hellos: list[pb.HelloRequest] = []
         self.fetches: list[pb.FetchRequest] = []
         self.stores: list[pb.StoreRequest] = []
         self.cancelled: set[str] = set()
         self.entered = threading.Condition()
+        self.session = os.urandom(16)
         self._destinations: dict[int, _Memory] = {}
         self._server = grpc.server(
             futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=64
         )
         rpc.add_DataPlaneServicer_to_server(self, self._server)
         self.address = address or f"127.0.0.1:{free_port()}"
-        self._server.add_insecure_port(self.address)
+        if credentials is None:
+            self._server.add_insecure_port(self.address)
+        else:
+            self._server.add_secure_port(self.address, credentials)
         self._server.start()
 
     def stop(self) -> None:
@@ -89,10 +100,25 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     def destinations(self) -> int:
         return len(self._destinations)
 
+    def forget_hosts(self) -> None:
+        """Know nobody any more, as after a restart."""
+        self.session = os.urandom(16)
+        self.forget_destinations()
+
+    def Hello(self, request: pb.HelloRequest, context: Any) -> pb.HelloResponse:
+        self._enter("Hello", context)
+        self.hellos.append(request)
+        return pb.HelloResponse(
+            session=self.session, version="scripted", backend="dict", memory_kinds=["shared_memory"]
+        )
+
     def _enter(self, method: str, context: Any) -> None:
         with self.entered:
             self.calls.append(method)
             self.entered.notify_all()
+        if method not in ("Hello", "Statistics") and dict(context.invocation_metadata())[SESSION_KEY] != self.session:
+            context.set_trailing_metadata(((HELLO_KEY, "required"),))
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "say Hello")
         if method in self.script.abort:
             context.abort(self.script.abort[method], "as the script says")
         if method in self.script.stall:
@@ -120,7 +146,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     ) -> pb.RegisterDestinationResponse:
         self._enter("RegisterDestination", context)
         layout, memory = request.layout, request.shared_memory
-        assert request.protocol_version == 1 and len(layout.namespace) == 32
+        assert len(layout.namespace) == 32
         assert "/" not in memory.name
         descriptor = os.open(f"/dev/shm/{memory.name}", os.O_RDWR)
         try:

@@ -20,7 +20,7 @@ CHUNK = 4
 
 @pytest.fixture
 def lookup(client: DataPlaneClient) -> Iterator[PrefixLookup]:
-    lookup = PrefixLookup(client, NAMESPACES, chunk_tokens=CHUNK, timeout=PATIENCE_S)
+    lookup = PrefixLookup([client] * len(NAMESPACES), NAMESPACES, chunk_tokens=CHUNK, timeout=PATIENCE_S)
     yield lookup
     lookup.close()
 
@@ -49,7 +49,7 @@ def test_silence_becomes_a_miss_at_the_deadline_and_stays_one(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.stall.add("Lookup")
-    lookup = PrefixLookup(client, NAMESPACES, chunk_tokens=CHUNK, timeout=0.1)
+    lookup = PrefixLookup([client] * len(NAMESPACES), NAMESPACES, chunk_tokens=CHUNK, timeout=0.1)
     try:
         begin = time.monotonic()
         lookup.submit("r", list(range(8)))
@@ -72,7 +72,7 @@ def test_extra_bytes_separate_requests(lookup: PrefixLookup, wait: Callable[...,
 def test_disabled_lookup_still_makes_keys(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    lookup = PrefixLookup(client, NAMESPACES, chunk_tokens=CHUNK, timeout=PATIENCE_S, enabled=False)
+    lookup = PrefixLookup([client] * len(NAMESPACES), NAMESPACES, chunk_tokens=CHUNK, timeout=PATIENCE_S, enabled=False)
     try:
         lookup.submit("r", list(range(8)))
         assert lookup.poll("r") == LookupAnswer(0, "disabled")
@@ -100,7 +100,7 @@ def test_long_prompt_does_not_hold_the_engine(
             assert returned.wait(PATIENCE_S)
             return super().__getitem__(index)
 
-    lookup = PrefixLookup(client, NAMESPACES[:1], chunk_tokens=256, timeout=PATIENCE_S, on_done=lambda _: done.set())
+    lookup = PrefixLookup([client], NAMESPACES[:1], chunk_tokens=256, timeout=PATIENCE_S, on_done=lambda _: done.set())
     try:
         tokens = np.random.default_rng(1).integers(0, 128000, 131072).tolist()
         lookup.submit("r", Prompt(tokens))

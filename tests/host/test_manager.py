@@ -22,6 +22,7 @@ from host_control.manager import (
     first_in_first_out,
     shortest_job_first,
 )
+from shadowserve.errors import DataPlaneError
 from shadowserve.keys import chunk_keys
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -65,7 +66,7 @@ def make_manager(
     made = []
 
     def make(**options: Any) -> KVCacheManager:
-        lookup = PrefixLookup(client, [NAMESPACE], chunk_tokens=CHUNK, timeout=PATIENCE_S, threads=1)
+        lookup = PrefixLookup([client], [NAMESPACE], chunk_tokens=CHUNK, timeout=PATIENCE_S, threads=1)
         if "fetch_timeout" in options:
             destination.acquire(PATIENCE_S)  # so that a short one is the fetches' alone
         options = {"lookup": lookup, "chunk_tokens": CHUNK, "fetch_timeout": PATIENCE_S, **options}
@@ -452,7 +453,12 @@ def test_absent_daemon_fails_jobs_at_once_after_a_while(
 ) -> None:
     client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=NEVER_S, backoff_max=NEVER_S, connect_timeout=0.1)
     attempts: list[float] = []
-    monkeypatch.setattr(client, "wait_ready", lambda timeout: attempts.append(timeout) or False)
+
+    def absent(timeout: float, shape: ChunkShape) -> None:
+        attempts.append(timeout)
+        raise DataPlaneError("nobody is there", "unreachable")
+
+    monkeypatch.setattr(client, "connect", absent)
     manager = KVCacheManager(client, Destination(client, shape, 8 * shape.chunk_bytes, 0.1), paged)
     try:
         manager.exchange([job(name, 2) for name in "abcdefgh"])

@@ -305,6 +305,14 @@ def test_one_worker_that_is_off_turns_all_off(make_side: Any, plane: ScriptedDat
     side.close()
 
 
+def test_certificates_that_cannot_be_used_turn_the_cache_off(make_side: Callable[..., Any]) -> None:
+    side = make_side(tls_ca="/nowhere/ca.crt")
+    assert "tls_ca: cannot read /nowhere/ca.crt" in side.problem
+    request = Request("r", TOKENS)
+    side.on_new_request(request)
+    assert side.matched_tokens(request, 0) == 0
+
+
 def test_step_with_256_running_requests_costs_under_a_fifth_of_a_millisecond(
     make_side: Any, plane: ScriptedDataPlane
 ) -> None:

@@ -1,4 +1,4 @@
-"""Where stores listen and clients connect from: loopback, or two network namespaces with a limited link between.
+"""Where stores listen and clients connect from: loopback, or network namespaces with links between them.
 
 Namespaces are kept by open files only, never by names: whatever ends this process, the kernel removes them with all
 their devices once the last process in them is gone.
@@ -15,15 +15,14 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["LOOPBACK", "Link", "Network", "linked"]
+__all__ = ["LOOPBACK", "Link", "Namespace", "Network", "join", "linked", "run"]
 
 _CLONE_NEWNET: Final = 0x40000000
 _STORE_ADDRESS: Final = "10.213.7.1"
 _CLIENT_ADDRESS: Final = "10.213.7.2"
 _HELP: Final = (
-    "bench link makes two network namespaces with a rate-limited link between them, for which it needs CAP_SYS_ADMIN "
-    "and CAP_NET_ADMIN: run it as root, in a container started with '--cap-add SYS_ADMIN --cap-add NET_ADMIN', or as "
-    "'unshare --user --map-root-user --net shadowserve bench link'"
+    "network namespaces with a link between them need CAP_SYS_ADMIN and CAP_NET_ADMIN: run it as root, in a container "
+    "started with '--cap-add SYS_ADMIN --cap-add NET_ADMIN', or under 'unshare --user --map-root-user --net'"
 )
 
 
@@ -54,7 +53,7 @@ class Link(Network):
         # 20 ms: what a switch port has.
         rate, burst = f"{round(gbit_per_s * 1000)}mbit", "256kb"
         with self.store_side():
-            _run(
+            run(
                 "tc", "qdisc", "replace", "dev", "store", "root", "tbf", "rate", rate, "burst", burst, "latency", "20ms"
             )
 
@@ -66,26 +65,33 @@ def linked() -> Iterator[Link]:
     Raises:
         ShadowServeError: this process may not, or the tools (iproute2) or the kernel's modules are missing.
     """
-    try:
-        store, client = _Namespace(), _Namespace()
-    except PermissionError as error:
-        raise ShadowServeError(f"cannot make a network namespace ({error.strerror}); {_HELP}") from error
-    with contextlib.closing(store), contextlib.closing(client):
-        with store.entered():
-            _run("ip", "link", "add", "store", "type", "veth", "peer", "name", "client", "netns", client.path)
-            _up("store", _STORE_ADDRESS)
-        with client.entered():
-            _up("client", _CLIENT_ADDRESS)
+    with contextlib.closing(Namespace()) as store, contextlib.closing(Namespace()) as client:
+        join((store, "store", _STORE_ADDRESS), (client, "client", _CLIENT_ADDRESS))
         yield Link(_STORE_ADDRESS, store.entered, client.entered)
 
 
-def _up(device: str, address: str) -> None:
-    _run("ip", "link", "set", "lo", "up")
-    _run("ip", "address", "add", f"{address}/24", "dev", device)
-    _run("ip", "link", "set", device, "up")
+def join(*ends: "tuple[Namespace, str, str]") -> None:
+    """Make a link between two namespaces: of each end the namespace, the name of the device, its address (/24).
+
+    Raises:
+        ShadowServeError: this process may not, or the tools (iproute2) or the kernel's modules are missing.
+    """
+    (near, near_device, _), (far, far_device, _) = ends
+    with near.entered():
+        run("ip", "link", "add", near_device, "type", "veth", "peer", "name", far_device, "netns", far.path)
+    for namespace, device, address in ends:
+        with namespace.entered():
+            run("ip", "link", "set", "lo", "up")
+            run("ip", "address", "add", f"{address}/24", "dev", device)
+            run("ip", "link", "set", device, "up")
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Run a program of iproute2 in this thread's namespace.
+
+    Raises:
+        ShadowServeError: it is not installed, or failed.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except FileNotFoundError as error:
@@ -95,13 +101,20 @@ def _run(*command: str) -> None:
         raise ShadowServeError(f"'{' '.join(command)}' failed ({detail}); {_HELP}")
 
 
-class _Namespace:
-    """A network namespace that lives as long as this object, or a process or socket in it."""
+class Namespace:
+    """A network namespace that lives as long as this object, or a process or socket in it.
+
+    Raises:
+        ShadowServeError: this process may not make one.
+    """
 
     def __init__(self) -> None:
-        with _restored():
-            _call("unshare", _CLONE_NEWNET)
-            self._descriptor = _current()
+        try:
+            with _restored():
+                _call("unshare", _CLONE_NEWNET)
+                self._descriptor = _current()
+        except PermissionError as error:
+            raise ShadowServeError(f"cannot make a network namespace ({error.strerror}); {_HELP}") from error
 
     @property
     def path(self) -> str:

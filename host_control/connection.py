@@ -1,0 +1,235 @@
+"""One connection to a data plane: made with TLS or without, opened by Hello, and what to say where it fails.
+
+The session that Hello gets is what all other calls carry. Hello is due whenever the connection was lost, or the daemon
+does not know the session any more (it has restarted).
+"""
+
+import hashlib
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import grpc
+
+from shadowserve import __version__
+from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.keys import SCHEMA_VERSION
+from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.dataplane_pb2_grpc import DataPlaneStub
+from shadowserve.record import VERSION as RECORD_VERSION
+from shadowserve.tls import Credentials, FileState, diagnose, file_state, read_authorities, read_key_pair
+
+__all__ = ["Connection", "Peer", "explain"]
+
+_MESSAGE_BYTES_MAX: Final = 8 << 20
+_DETAIL_MAX: Final = 800
+_PROCESS_ID: Final = secrets.token_hex(16)
+_REFUSALS: Final = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.FAILED_PRECONDITION,
+}
+_CHANNEL_OPTIONS: Final = (
+    # gRPC's own backoff grows to two minutes; a daemon that is back should be found within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # Also the time that one attempt to connect may take; a busy machine needs some.
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.max_receive_message_length", _MESSAGE_BYTES_MAX),
+    ("grpc.enable_http_proxy", 0),
+    # A link that went down says nothing: without questions of our own, TCP would wait minutes before it tries again.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Two clients in one process (scheduler and worker) must not share a connection's fate.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class Peer(NamedTuple):
+    """What a data plane says of itself. ``emulated``: the device of its backend is an emulator."""
+
+    version: str
+    backend: str
+    emulated: bool
+    device: str
+    memory_kinds: tuple[str, ...]
+
+
+class Connection:
+    """A gRPC channel and the session on it. Thread-safe.
+
+    Args:
+        address: ``host:port`` or ``unix:/path``.
+        credentials: for TLS; ``None`` for none.
+
+    Attributes:
+        stub: to call with; made anew when certificates have changed.
+
+    Raises:
+        ConfigurationError: a certificate or key cannot be used.
+    """
+
+    def __init__(self, address: str, credentials: Credentials | None) -> None:
+        self.address = address
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._session = b""
+        self._peer: Peer | None = None
+        self._closed = False
+        self._open()
+
+    def _open(self) -> None:
+        credentials = self._credentials
+        options: list[tuple[str, str | int]] = list(_CHANNEL_OPTIONS)
+        files = file_state(credentials.files) if credentials else ()
+        if credentials is None:
+            self._channel = grpc.insecure_channel(self.address, options)
+        else:
+            if credentials.server_name:
+                options.append(("grpc.ssl_target_name_override", credentials.server_name))
+            authorities = read_authorities("tls_ca", credentials.authorities)
+            own: tuple[bytes | None, bytes | None] = (None, None)
+            if credentials.certificate:
+                pair = read_key_pair(credentials.certificate, credentials.key)
+                own = (pair.key, pair.chain)
+            secret = grpc.ssl_channel_credentials(authorities, *own)
+            self._channel = grpc.secure_channel(self.address, secret, options)
+        self.stub: Any = DataPlaneStub(self._channel)  # type: ignore[no-untyped-call]
+        self._files: FileState = files
+
+    def close(self) -> None:
+        """End all calls."""
+        self._closed = True
+        self._channel.close()
+
+    @property
+    def peer(self) -> Peer | None:
+        """What the data plane said of itself, ``None`` while not connected."""
+        return self._peer
+
+    def connect(self, timeout: float, layout: pb.ChunkLayout | None, chunk_bytes: int, *, wait: bool) -> Peer:
+        """Say Hello, and wait for an answer.
+
+        Args:
+            timeout: seconds.
+            layout, chunk_bytes: of the chunks that are going to move, for the data plane to check; ``None`` and 0 where
+                none are.
+            wait: for a data plane that is not there yet. Else the first failure counts.
+
+        Raises:
+            DataPlaneError: no data plane answers (``unreachable``), TLS does not come about or the two do not fit
+                (``refused``); the message says what to do.
+        """
+        self._renew()
+        request = pb.HelloRequest(
+            protocol_version=PROTOCOL_VERSION,
+            version=__version__,
+            record_version=RECORD_VERSION,
+            key_schema=SCHEMA_VERSION,
+            host=_host(),
+            process=f"process {os.getpid()} on {socket.gethostname()}"[:256],
+            layout=layout,
+            chunk_bytes=chunk_bytes,
+        )
+        ends = time.monotonic() + timeout
+        try:
+            # Not waiting first: a call that waits hears no reason, and there are some that no waiting mends.
+            answer = self._hello(request, ends, wait=False)
+        except DataPlaneError as error:
+            if not wait or error.outcome != "unreachable" or time.monotonic() >= ends:
+                raise
+            answer = self._hello(request, ends, wait=True)
+        peer = Peer(answer.version, answer.backend, answer.emulated, answer.device, tuple(answer.memory_kinds))
+        with self._lock:
+            self._session, self._peer = answer.session, peer
+        return peer
+
+    def _hello(self, request: pb.HelloRequest, ends: float, *, wait: bool) -> pb.HelloResponse:
+        try:
+            # What is left is for finding out why, where it fails.
+            left = max(ends - time.monotonic(), 0.001)
+            answer: pb.HelloResponse = self.stub.Hello(request, timeout=left * 0.75, wait_for_ready=wait)
+        except grpc.RpcError as error:
+            raise self._not_connected(error, ends - time.monotonic()) from error
+        except ValueError as error:
+            raise DataPlaneError(f"the connection to the data plane {self.address} is closed", "unreachable") from error
+        return answer
+
+    def _renew(self) -> None:
+        """Make the channel anew where certificates have changed: gRPC's clients read theirs once."""
+        if self._credentials is None or file_state(self._credentials.files) == self._files or self._closed:
+            return
+        with self._lock:
+            try:
+                self._open()  # calls under way keep the channel before it until they end
+            except ConfigurationError as error:
+                message = f"connecting to the data plane {self.address} failed: TLS: {error}"
+                raise DataPlaneError(message, "refused") from error
+
+    def _not_connected(self, error: Any, left: float) -> DataPlaneError:
+        reason, detail = explain(error)
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            detail = f"it is of an older release than this host's {__version__}; install the same on both sides"
+        elif reason != "refused":
+            reason, host_port = "unreachable", _host_port(self.address)
+            if host_port is not None and (why := diagnose(*host_port, self._credentials, max(left, 0.05))):
+                reason, detail = "refused", why
+        if reason == "unreachable":
+            detail = f"no data plane answers ({detail}); start `shadowserve dpu` there"
+        return DataPlaneError(f"connecting to the data plane {self.address} failed: {detail}", reason)
+
+    def metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """Return what a call is sent with."""
+        return ((SESSION_KEY, self._session),)
+
+    def lost(self, error: Any) -> bool:
+        """Return whether a call failed because the daemon does not know our session; note that Hello is due, if so.
+
+        It is due, too, once a connection broke: behind the next one may be another daemon.
+        """
+        if not isinstance(error, grpc.Call):
+            return False
+        unknown = error.code() is grpc.StatusCode.FAILED_PRECONDITION and any(
+            key == HELLO_KEY for key, _ in error.trailing_metadata() or ()
+        )
+        if unknown or error.code() is grpc.StatusCode.UNAVAILABLE:
+            self._peer = None  # the session stays: what the daemon may still know is released with it
+        return unknown
+
+
+def _host() -> str:
+    """Return what names this machine until it starts anew: containers on it share one data plane as one host."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        boot = _PROCESS_ID
+    return hashlib.sha256(f"shadowserve host {boot}".encode()).hexdigest()[:32]
+
+
+def _host_port(address: str) -> tuple[str, int] | None:
+    """Return host and port of a TCP address, ``None`` for another kind."""
+    host, colon, port = address.removeprefix("dns:").rpartition(":")
+    if not colon or not port.isdigit() or address.startswith("unix:"):
+        return None
+    return host.strip("/[]"), int(port)
+
+
+def explain(error: BaseException) -> tuple[str, str]:
+    """Return reason and detail of a call that ended without an answer."""
+    if not isinstance(error, grpc.Call):
+        return "unreachable", str(error) or type(error).__name__
+    code, detail = error.code(), str(error.details())[:_DETAIL_MAX]
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return "deadline", "the data plane did not answer in time"
+    if code in _REFUSALS:
+        return "refused", f"{code.name}: {detail}"
+    return "unreachable", f"{code.name}: {detail}"

@@ -1,0 +1,212 @@
+"""Certificates and keys, read and checked before a wire uses them, and what is wrong where TLS does not come about.
+
+gRPC says little of a handshake that fails: a server that turns a client away looks like a connection that broke, and a
+call that waits for a connection says that time is up. So :func:`read_key_pair` finds at the start what can be found in
+the files, and :func:`diagnose` repeats a failed handshake with OpenSSL, which says why.
+"""
+
+import os
+import socket
+import ssl
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from shadowserve.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
+
+__all__ = ["Credentials", "FileState", "KeyPair", "diagnose", "file_state", "read_authorities", "read_key_pair"]
+
+FileState = tuple[tuple[int, int, int] | None, ...]
+"""Inode, size and time of each of some files; ``None`` for one that cannot be seen."""
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """A certificate with its private key.
+
+    Attributes:
+        chain: the certificate and those that signed it, PEM.
+        key: PEM.
+        expires: of the certificate, in UTC.
+    """
+
+    chain: bytes
+    key: bytes
+    expires: datetime
+
+
+@dataclass(frozen=True, kw_only=True)
+class Credentials:
+    """What a client brings to a TLS connection, as files.
+
+    Attributes:
+        authorities: that servers' certificates are checked with.
+        certificate, key: of the client itself; empty for none.
+        server_name: that the server's certificate must hold; empty for the name or IP in the address.
+    """
+
+    authorities: str
+    certificate: str = ""
+    key: str = ""
+    server_name: str = ""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files that are named."""
+        return tuple(path for path in (self.authorities, self.certificate, self.key) if path)
+
+
+def file_state(paths: tuple[str, ...]) -> FileState:
+    """Return what changes when one of the files is replaced or written."""
+
+    def one(path: str) -> tuple[int, int, int] | None:
+        try:
+            status = os.stat(path)
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    return tuple(one(path) for path in paths)
+
+
+def read_key_pair(certificate: str, key: str) -> KeyPair:
+    """Read a certificate (``tls_cert``) and its private key (``tls_key``), and check that they can be used now.
+
+    Raises:
+        ConfigurationError: a file that cannot be read or is not PEM, a key with a passphrase or of another certificate,
+            a certificate that has expired or is not valid yet.
+    """
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    chain, private = _read("tls_cert", certificate), _read("tls_key", key)
+    leaf = _certificates("tls_cert", certificate, chain)[0]
+    try:
+        loaded = load_pem_private_key(private, password=None)
+    except TypeError:
+        raise ConfigurationError(
+            f"tls_key: {key} is protected by a passphrase, which nobody is there to type; give it without one"
+        ) from None
+    except Exception as error:  # ValueError, or what the library makes of a kind of key that it does not know
+        raise ConfigurationError(f"tls_key: {key} holds no private key in PEM: {error}") from None
+    if loaded.public_key() != leaf.public_key():
+        raise ConfigurationError(f"tls_key: {key} is not the key of the certificate {certificate}")
+    now = datetime.now(UTC)
+    begins, expires = leaf.not_valid_before_utc, leaf.not_valid_after_utc
+    if expires <= now:
+        raise ConfigurationError(
+            f"tls_cert: the certificate {certificate} has expired on {expires:%Y-%m-%d %H:%M} UTC; renew it"
+        )
+    if begins > now:
+        raise ConfigurationError(
+            f"tls_cert: the certificate {certificate} is not valid before {begins:%Y-%m-%d %H:%M} UTC; is this "
+            "machine's clock right?"
+        )
+    return KeyPair(chain, private, expires)
+
+
+def read_authorities(key: str, path: str) -> bytes:
+    """Return the certificates (PEM) of a file of authorities.
+
+    Args:
+        key: of the configuration, for messages.
+        path: of the file.
+
+    Raises:
+        ConfigurationError: it cannot be read, or holds none.
+    """
+    content = _read(key, path)
+    _certificates(key, path, content)
+    return content
+
+
+def _read(key: str, path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigurationError(f"{key}: cannot read {path}: {error.strerror}") from error
+
+
+def _certificates(key: str, path: str, content: bytes) -> "list[Certificate]":
+    from cryptography.x509 import load_pem_x509_certificates
+
+    try:
+        return load_pem_x509_certificates(content)
+    except ValueError as error:
+        raise ConfigurationError(f"{key}: {path} holds no certificate in PEM: {error}") from None
+
+
+def diagnose(host: str, port: int, credentials: Credentials | None, timeout: float) -> str:
+    """Return why TLS does not come about with a server, in one sentence; empty where that is not the reason.
+
+    Args:
+        host, port: of the server.
+        credentials: of the client; ``None`` for one that does not speak TLS.
+        timeout: seconds for all of it.
+    """
+    try:
+        context = _context(credentials)
+    except (ssl.SSLError, OSError, ValueError) as error:
+        return f"TLS: our own certificates cannot be used: {error}"
+    name = (credentials.server_name if credentials else "") or host
+    try:
+        with socket.create_connection((host, port), timeout=max(timeout / 2, 0.01)) as plain:
+            plain.settimeout(max(timeout / 2, 0.01))
+            with context.wrap_socket(plain, server_hostname=name) as wrapped:
+                if credentials is None:
+                    return "TLS: the data plane speaks it, and this host is not configured to: set tls_ca"
+                # A server checks its client after the handshake. One that speaks HTTP/2 then speaks first; gRPC's just
+                # closes where it does not like what it has seen.
+                return "" if wrapped.recv(1) else _turned_away(credentials)
+    except ssl.SSLCertVerificationError as error:
+        return _distrust(error, name)
+    except ssl.SSLError as error:
+        if credentials is None:  # no TLS there either
+            return ""
+        reason = error.reason or str(error)
+        if "WRONG_VERSION_NUMBER" in reason:
+            return "TLS: what answers there does not speak TLS: give it tls_cert and tls_key, or unset tls_ca here"
+        return f"TLS: the handshake failed ({reason})"
+    except (OSError, ValueError):  # nobody there, or silent: another reason
+        return ""
+
+
+def _context(credentials: Credentials | None) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.set_alpn_protocols(["h2"])
+    if credentials is None:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        return context
+    context.load_verify_locations(cafile=credentials.authorities)
+    if credentials.certificate:
+        context.load_cert_chain(credentials.certificate, credentials.key)
+    return context
+
+
+def _turned_away(credentials: Credentials) -> str:
+    if not credentials.certificate:
+        return "TLS: the data plane wants a certificate of its clients: set tls_cert and tls_key"
+    try:
+        read_key_pair(credentials.certificate, credentials.key)
+    except ConfigurationError as error:
+        return f"TLS: the data plane does not take our certificate: {error}"
+    return (
+        f"TLS: the data plane does not take our certificate {credentials.certificate}: its tls_client_ca did not sign "
+        "it, or its clock is wrong; its log says why"
+    )
+
+
+def _distrust(error: ssl.SSLCertVerificationError, name: str) -> str:
+    reason = error.verify_message or str(error.reason)
+    if "expired" in reason:
+        return "TLS: the data plane's certificate (its tls_cert) has expired: renew it"
+    if "mismatch" in reason or "not valid for" in reason:
+        return (
+            f"TLS: the data plane's certificate is not for '{name}' ({reason}): set tls_server_name to a name that it "
+            "holds, or make one that holds this one"
+        )
+    return f"TLS: the data plane's certificate is not signed by an authority in tls_ca ({reason})"

@@ -1,0 +1,236 @@
+"""Hosts: Hello and what it refuses, sessions, a second host refused or kept apart, and a host that is gone."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+from dataplane_support import (
+    Client,
+    Segment,
+    Server,
+    config,
+    hello_request,
+    keys_of,
+    kv,
+    layout,
+    layout_message,
+    make_record,
+    running,
+)
+from machine import NEVER_MS, PATIENCE_S
+
+from dpu_dataplane.destinations import DestinationTable
+from dpu_dataplane.hosts import HelloRequired, HostTable
+from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
+from shadowserve import __version__
+from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 4)
+FAILED, EXHAUSTED = grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@contextlib.asynccontextmanager
+async def another(daemon: Daemon, **changes: Any) -> AsyncIterator[Client]:
+    """A client on another machine."""
+    client = Client(daemon.address)
+    try:
+        await client.hello(**{"host": "another machine", "process": "an engine on gpu-7"} | changes)
+        yield client
+    finally:
+        await client.close()
+
+
+async def status(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def test_hello_says_who_answers(client: Client) -> None:
+    answer = await client.hello(layout=layout_message(SHAPE), chunk_bytes=SHAPE.raw_bytes)
+    assert (answer.version, answer.protocol_version) == (__version__, PROTOCOL_VERSION)
+    assert (answer.backend, answer.emulated, bool(answer.device)) == ("software", False, True)
+    assert "shared_memory" in answer.memory_kinds
+    assert answer.session == (await client.hello()).session, "all processes of a machine are one host"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"protocol_version": 77}, ["protocol version 77", f"protocol version {PROTOCOL_VERSION}", "same release"]),
+        ({"record_version": 9, "version": "3.2.1"}, ["record version 9", "3.2.1", __version__, "same release"]),
+        ({"key_schema": 0}, ["key schema 0", "key schema 1", "same release"]),
+        ({"chunk_bytes": 12}, ["12 bytes", f"{SHAPE.raw_bytes}"]),
+        ({"layout": layout_message(layout(vector_length=1 << 16)), "chunk_bytes": 1 << 24}, ["buffer_bytes"]),
+    ],
+    ids=["protocol", "record", "keys", "chunk", "buffers"],
+)
+async def test_a_host_that_does_not_fit_is_refused(client: Client, changes: dict[str, Any], words: list[str]) -> None:
+    request = {"layout": layout_message(SHAPE), "chunk_bytes": SHAPE.raw_bytes, "host": "another machine"} | changes
+    error = await status(client.plain.Hello(hello_request(**request)))
+    assert error.code() is FAILED
+    assert all(word in error.details() for word in words), error.details()
+    await client.hello()  # it has taken no place
+
+
+@pytest.mark.parametrize("changes", [{"host": ""}, {"host": "x" * 65}, {"process": "x" * 257}], ids=str)
+async def test_a_hello_that_no_host_says_is_invalid(client: Client, changes: dict[str, str]) -> None:
+    error = await status(client.plain.Hello(hello_request(**changes)))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_one_namespace_has_one_shape(client: Client) -> None:
+    await client.register(SHAPE, 1)
+    other = layout(layers=2)
+    assert other.namespace == SHAPE.namespace
+    error = await status(client.hello(layout=layout_message(other), chunk_bytes=other.raw_bytes))
+    assert error.code() is FAILED and "namespace" in error.details() and "same release" in error.details()
+
+
+async def test_nobody_but_a_host_is_answered(client: Client) -> None:
+    await client.register(SHAPE, 1)
+    for call in (
+        client.plain.Lookup(pb.LookupRequest(timeout_ms=100)),
+        client.plain.RegisterDestination(client.registration()),
+        client.plain.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination)),
+        client.plain.Fetch(client.fetch_request(KEYS)),
+        client.plain.Store(client.store_request(KEYS[:1])),
+        client.plain.Cancel(pb.CancelRequest(job_id="job")),
+        client.plain.Trace(pb.TraceRequest(timeout_ms=100, fetches=1)).read(),
+    ):
+        error = await status(call)
+        assert error.code() is FAILED and "say Hello" in error.details()
+        assert HELLO_KEY in dict(error.trailing_metadata())
+    assert (await client.plain.Statistics(pb.StatisticsRequest())).destinations == 1
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
+
+
+async def test_a_second_host_is_told_who_is_there(client: Client) -> None:
+    await client.register(SHAPE, 2)
+    error = await status(client.plain.Hello(hello_request(host="another machine")))
+    assert error.code() is EXHAUSTED
+    for word in ("hosts_max", "a test", "since 20", "1 segments", "restart"):
+        assert word in error.details(), error.details()
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
+
+
+async def test_the_next_host_is_taken_once_the_first_is_gone(storage: Server) -> None:
+    async with running(storage, destination_idle=0.5) as (daemon, client):
+        newcomer = Client(daemon.address)
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                try:
+                    await newcomer.hello(host="another machine")
+                    break
+                except grpc.aio.AioRpcError as refused:
+                    assert refused.code() is EXHAUSTED
+                    await asyncio.sleep(0.05)
+        error = await status(client.lookup(KEYS, SHAPE.namespace))
+        assert error.code() is FAILED and HELLO_KEY in dict(error.trailing_metadata())
+        await newcomer.close()
+
+
+class Context:
+    """As much of a call's context as a table of hosts looks at."""
+
+    session = b""
+
+    def peer(self) -> str:
+        return "ipv4:192.0.2.7:1"
+
+    def peer_identities(self) -> None:
+        return None
+
+    def invocation_metadata(self) -> list[tuple[str, bytes]]:
+        return [("other-bin", b"x"), (SESSION_KEY, self.session)]
+
+
+async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storage: Server) -> None:
+    settings = config(storage, destination_idle=100)
+    pipeline = _make_pipeline(settings, _buffers(settings))
+    destinations = DestinationTable(settings, pipeline)
+    hosts, context = HostTable(settings, destinations), Context()
+    host, new = hosts.enter(hello_request(), context)
+    assert new
+    context.session = host.session
+    with hosts.call(context):
+        hosts.expire(host.used_at + 1000)
+        assert len(hosts) == 1, "it is being answered"
+    segment = Segment(SHAPE.raw_bytes)
+    memory = pb.SharedMemory(name=segment.name, size=segment.size)
+    request = pb.RegisterDestinationRequest(shared_memory=memory)
+    destination = await destinations.register(request, SHAPE, host.owner)
+    segment.close()
+    destination.used_at = host.used_at + 950
+    hosts.expire(host.used_at + 1000)
+    assert len(hosts) == 1, "it has a segment"
+    hosts.expire(host.used_at + 99)
+    assert len(hosts) == 1, "it has not been idle for long"
+    hosts.expire(host.used_at + 1050)
+    assert len(hosts) == len(destinations) == 0
+    with pytest.raises(HelloRequired), hosts.call(context):
+        pass
+    pipeline.close()
+
+
+async def test_hosts_are_kept_apart(storage: Server) -> None:
+    for index, key in enumerate(KEYS):
+        storage.put(key, make_record(SHAPE, key, index))
+    async with running(storage, hosts_max=2) as (daemon, mine), another(daemon) as theirs:
+        await mine.register(SHAPE, 4)
+        await theirs.register(SHAPE, 4)
+        third = await status(theirs.plain.Hello(hello_request(host="a third machine")))
+        assert third.code() is EXHAUSTED and "an engine on gpu-7" in third.details()
+
+        # Another's segment is one that does not exist.
+        stolen = {"destination_id": mine.destination}
+        assert (await theirs.fetch(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+        assert (await theirs.store(KEYS, **stolen)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+        await theirs.stub.ReleaseDestination(pb.ReleaseDestinationRequest(**stolen))
+        assert not mine.segment.memory.any()
+        assert (await mine.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        assert mine.chunk(3) == kv(SHAPE, 3) and not theirs.segment.memory.any()
+
+
+async def test_jobs_of_hosts_are_kept_apart(mortal_storage: Server) -> None:
+    async with (
+        running(mortal_storage, hosts_max=2, command_timeout=60) as (daemon, mine),
+        another(daemon) as theirs,
+    ):
+        await mine.register(SHAPE, 4)
+        await theirs.register(SHAPE, 4)
+        mortal_storage.freeze()
+        jobs = [
+            asyncio.ensure_future(each.fetch(KEYS, job_id="the same", timeout_ms=NEVER_MS)) for each in (mine, theirs)
+        ]
+        cancel = pb.CancelRequest(job_id="the same")
+        while not (await theirs.stub.Cancel(cancel)).found:  # until it has arrived
+            await asyncio.sleep(0.01)
+        assert (await jobs[1]).outcome == pb.OUTCOME_CANCELLED
+        assert not (await theirs.stub.Cancel(cancel)).found
+        assert not jobs[0].done()
+        assert (await mine.stub.Cancel(cancel)).found
+        assert (await jobs[0]).outcome == pb.OUTCOME_CANCELLED
+
+
+async def test_a_recording_holds_nothing_of_other_hosts(storage: Server) -> None:
+    for index, key in enumerate(KEYS):
+        storage.put(key, make_record(SHAPE, key, index))
+    async with running(storage, hosts_max=2) as (daemon, mine), another(daemon) as theirs:
+        await mine.register(SHAPE, 4)
+        await theirs.register(SHAPE, 4)
+        call = mine.stub.Trace(pb.TraceRequest(timeout_ms=NEVER_MS, fetches=1))
+        assert await call.read() == pb.TraceResponse()
+        assert (await theirs.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
+        assert (await mine.fetch(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE
+        spans: list[pb.TraceSpan] = []
+        while (answer := await call.read()) is not grpc.aio.EOF:
+            spans += answer.spans
+        assert {span.chunk for span in spans if span.slice >= 0} == {0}
+        assert [span.step for span in spans].count("fetch") == 1
+        assert len({span.round for span in spans if span.core >= 0}) == 1

@@ -1,0 +1,92 @@
+"""A host without an engine, as a process: stores and fetches what standard input tells it to, and says how it went.
+
+python far_host.py CONFIGURATION      one line of JSON in, one line of JSON out
+"""
+
+import json
+import sys
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from host_control.client import ChunkShape, DataPlaneClient
+from host_control.config import HostConfig
+from host_control.destination import Destination
+from host_control.manager import FetchJob, KVCacheManager
+from host_control.store import StoreQueue
+from shadowserve.errors import DataPlaneError
+
+SHAPE = ChunkShape(
+    namespace=b"n" * 32, dtype="float32", layers=4, kinds=2, vector_length=64, chunk_tokens=16, quantizer="lossless"
+)
+
+
+def key(seed: int) -> bytes:
+    return bytes([seed]) * 32
+
+
+def chunk(seed: int) -> bytes:
+    return np.random.default_rng(seed).normal(size=SHAPE.chunk_bytes // 4).astype("<f4").tobytes()
+
+
+class Host:
+    def __init__(self, client: DataPlaneClient, timeout: float) -> None:
+        self.client = client
+        self.placed: dict[int, bytes] = {}
+        size = 8 * SHAPE.chunk_bytes
+        self.manager = KVCacheManager(client, Destination(client, SHAPE, size), self.scatter, fetch_timeout=timeout)
+        self.queue = StoreQueue(client, Destination(client, SHAPE, size), timeout=timeout, retry_interval=0.2)
+
+    def scatter(self, job: FetchJob, first: int, chunks: memoryview) -> None:
+        for index in range(len(chunks) // SHAPE.chunk_bytes):
+            self.placed[first + index] = bytes(chunks[index * SHAPE.chunk_bytes : (index + 1) * SHAPE.chunk_bytes])
+
+    def connect(self, timeout: float) -> dict[str, Any]:
+        try:
+            return {"backend": self.client.connect(timeout).backend}
+        except DataPlaneError as error:
+            return {"reason": error.outcome, "detail": str(error)}
+
+    def store(self, seeds: list[int]) -> dict[str, Any]:
+        def gather(index: int, memory: memoryview) -> None:
+            memory[:] = chunk(seeds[index])
+
+        assert self.queue.wait_tried(60) or self.queue.last_error
+        self.queue.offer([key(seed) for seed in seeds], gather)
+        return {"idle": self.queue.flush(60), **self.queue.take_counts()}
+
+    def lookup(self, seeds: list[int]) -> dict[str, Any]:
+        try:
+            return {"hits": self.client.lookup([(SHAPE.namespace, [key(seed) for seed in seeds])], 10.0)}
+        except DataPlaneError as error:
+            return {"reason": error.outcome}
+
+    def fetch(self, seeds: list[int]) -> dict[str, Any]:
+        self.placed.clear()
+        self.manager.exchange([FetchJob(request_id="request", keys=tuple(key(seed) for seed in seeds))])
+        self.manager.wait({"request"})
+        (result,) = self.manager.exchange()
+        exact = [self.placed[index] == chunk(seeds[index]) for index in range(result.chunks)]
+        return {
+            "chunks": result.chunks,
+            "reason": result.reason,
+            "exact": all(exact) and len(self.placed) == result.chunks,
+            "retired": self.manager.statistics()["destinations_retired"],
+        }
+
+
+def main() -> None:
+    config = HostConfig.load(sys.argv[1])
+    with closing(config.client(0)) as client:
+        host = Host(client, config.fetch_timeout)
+        print(json.dumps("ready"), flush=True)
+        for line in sys.stdin:
+            order = json.loads(line)
+            print(json.dumps(getattr(host, order.pop("do"))(**order)), flush=True)
+        host.queue.close(1)
+        host.manager.close(1)
+
+
+if __name__ == "__main__":
+    main()

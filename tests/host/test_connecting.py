@@ -1,0 +1,277 @@
+"""Connecting: Hello first and again when it is due, what a refusal says, and why TLS does not come about."""
+
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from machine import PATIENCE_S
+from scripted import ScriptedDataPlane
+
+import host_control.connection
+from host_control.client import ChunkShape, DataPlaneClient
+from host_control.config import HostConfig
+from host_control.destination import Destination
+from host_control.lookup import PrefixLookup
+from shadowserve import __version__
+from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.proto import PROTOCOL_VERSION
+from shadowserve.tls import Credentials, KeyPair
+
+KEYS = [bytes([number]) * 32 for number in range(3)]
+CHAINS = [(b"a" * 32, KEYS)]
+
+
+# ---- Hello ---------------------------------------------------------------------------------------------------------
+
+
+def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: ChunkShape) -> None:
+    with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
+        assert client.peer is None
+        assert client.lookup(CHAINS, PATIENCE_S) == [0]
+        assert plane.calls == ["Hello", "Lookup"]
+        assert client.lookup(CHAINS, PATIENCE_S) == [0]
+        assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for a connection"
+        assert client.peer is not None and client.peer.memory_kinds == ("shared_memory",)
+        Destination(client, shape, 1 << 16).acquire(PATIENCE_S)
+    first, second = plane.hellos
+    assert (first.protocol_version, first.version) == (PROTOCOL_VERSION, __version__)
+    assert first.host == second.host and len(first.host) == 32, "all processes of a machine say the same"
+    assert not first.HasField("layout")
+    assert (second.layout, second.chunk_bytes) == (shape.message(), shape.chunk_bytes)
+
+
+def test_a_lookup_that_nobody_knows_the_host_of_is_asked_again(
+    client: DataPlaneClient, plane: ScriptedDataPlane
+) -> None:
+    plane.records[KEYS[0]] = b""
+    assert client.lookup(CHAINS, PATIENCE_S) == [1]
+    plane.forget_hosts()
+    plane.calls.clear()
+    assert client.lookup(CHAINS, PATIENCE_S) == [1]
+    assert plane.calls == ["Lookup", "Hello", "Lookup"]
+
+
+def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_destination(
+    client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination
+) -> None:
+    destination.acquire(PATIENCE_S)
+    plane.forget_hosts()
+    answer = client.start_fetch("job", destination.destination_id, 0, 1 << 20, KEYS, PATIENCE_S).result()
+    assert (answer.reason, answer.quiet) == ("unknown_destination", True)
+    stored = client.store("job", destination.destination_id, 0, KEYS, PATIENCE_S)
+    assert (stored.reason, stored.quiet) == ("unknown_destination", True)
+    destination.retire(release=False)
+    destination.acquire(PATIENCE_S)
+    assert plane.calls[-2:] == ["Hello", "RegisterDestination"]
+    assert (
+        client.start_fetch("job", destination.destination_id, 0, 1 << 20, KEYS, PATIENCE_S).result().reason == "absent"
+    )
+
+
+@pytest.mark.parametrize("code", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED])
+def test_a_refused_hello_is_a_reason_with_what_the_data_plane_says(
+    plane: ScriptedDataPlane, shape: ChunkShape, code: grpc.StatusCode
+) -> None:
+    plane.script.abort["Hello"] = code
+    with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
+        assert not client.wait_ready(PATIENCE_S)
+        for call in (
+            lambda: client.lookup(CHAINS, PATIENCE_S),
+            lambda: Destination(client, shape, 1 << 16, PATIENCE_S).acquire(PATIENCE_S),
+        ):
+            with pytest.raises(DataPlaneError, match="as the script says") as error:
+                call()
+            assert error.value.outcome == "refused" and plane.address in str(error.value)
+        assert set(plane.calls) == {"Hello"}
+
+
+def test_a_data_plane_that_knows_no_hello_is_of_an_older_release(plane: ScriptedDataPlane) -> None:
+    plane.script.abort["Hello"] = grpc.StatusCode.UNIMPLEMENTED
+    with (
+        closing(DataPlaneClient(plane.address)) as client,
+        pytest.raises(DataPlaneError, match="older release") as error,
+    ):
+        client.connect(PATIENCE_S)
+    assert error.value.outcome == "refused"
+
+
+# ---- TLS -----------------------------------------------------------------------------------------------------------
+
+
+def own(folder: Path, authority: Path | None = None, **changes: Any) -> Credentials:
+    files: dict[str, Any] = {"certificate": str(folder / "client.crt"), "key": str(folder / "client.key")}
+    return Credentials(**{"authorities": str((authority or folder) / "ca.crt")} | files | changes)
+
+
+@contextmanager
+def serving(folder: Path, authority: Path | None = None) -> Iterator[ScriptedDataPlane]:
+    pair = ((folder / "server.key").read_bytes(), (folder / "server.crt").read_bytes())
+    trusted = ((authority or folder) / "ca.crt").read_bytes()
+    plane = ScriptedDataPlane(credentials=grpc.ssl_server_credentials([pair], trusted, require_client_auth=True))
+    yield plane
+    plane.stop()
+
+
+@contextmanager
+def connecting(plane: ScriptedDataPlane, credentials: Credentials | None) -> Iterator[DataPlaneClient]:
+    with closing(DataPlaneClient(plane.address, credentials=credentials, connect_timeout=PATIENCE_S)) as client:
+        yield client
+
+
+def refusal(plane: ScriptedDataPlane, credentials: Credentials | None) -> str:
+    """Return why there is no connection."""
+    with connecting(plane, credentials) as client, pytest.raises(DataPlaneError) as error:
+        client.lookup(CHAINS, PATIENCE_S)
+    assert error.value.outcome == "refused"
+    return str(error.value)
+
+
+def test_lookups_pass_through_tls(certificates: Path) -> None:
+    with serving(certificates) as plane, connecting(plane, own(certificates)) as client:
+        assert client.lookup(CHAINS, PATIENCE_S) == [0]
+
+
+def test_who_waits_for_a_data_plane_is_told_the_same(certificates: Path, foreign: Path) -> None:
+    with serving(certificates) as plane, connecting(plane, own(foreign)) as client:
+        with pytest.raises(DataPlaneError) as error:
+            client.connect(PATIENCE_S)
+        assert error.value.outcome == "refused" and str(error.value) == refusal(plane, own(foreign))
+
+
+def test_each_reason_for_no_tls_is_told(
+    certificates: Path, expired: Path, foreign: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(certificates) as plane:
+        assert "TLS: the data plane's certificate is not signed by an authority in tls_ca" in refusal(
+            plane, own(certificates, foreign)
+        )
+        assert "its tls_client_ca did not sign it" in refusal(plane, own(foreign, certificates))
+        assert "TLS: the data plane wants a certificate of its clients: set tls_cert" in refusal(
+            plane, own(certificates, certificate="", key="")
+        )
+        text = refusal(plane, own(certificates, server_name="dpu-of-another.example"))
+        assert "is not for 'dpu-of-another.example'" in text and "tls_server_name" in text
+        assert "TLS: the data plane speaks it, and this host is not configured to: set tls_ca" in refusal(plane, None)
+        # A certificate that expires while the engine runs.
+        monkeypatch.setattr(
+            host_control.connection,
+            "read_key_pair",
+            lambda certificate, key: KeyPair(Path(certificate).read_bytes(), Path(key).read_bytes(), datetime.max),
+        )
+        text = refusal(plane, own(expired))
+        assert "TLS: the data plane does not take our certificate: tls_cert" in text and "has expired on" in text
+    with serving(expired) as plane:
+        assert "TLS: the data plane's certificate (its tls_cert) has expired" in refusal(plane, own(certificates))
+
+
+def test_a_data_plane_without_tls_is_told_from_one_that_is_away(plane: ScriptedDataPlane, certificates: Path) -> None:
+    assert "does not speak TLS" in refusal(plane, own(certificates))
+    plane.stop()
+    with connecting(plane, own(certificates)) as client:
+        with pytest.raises(DataPlaneError, match="no data plane answers") as error:
+            client.lookup(CHAINS, PATIENCE_S)
+    assert error.value.outcome == "unreachable"
+
+
+def test_a_silent_peer_is_unreachable_in_time(certificates: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, in the kernel, and never answers
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with closing(DataPlaneClient(address, credentials=own(certificates))) as client:
+            with pytest.raises(DataPlaneError) as error:
+                client.connect(0.4)
+    assert error.value.outcome == "unreachable"
+
+
+def test_renewed_files_are_used_for_the_next_connection(certificates: Path, foreign: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "in use"
+    shutil.copytree(foreign, folder)
+    with serving(certificates) as plane, connecting(plane, own(folder)) as client:
+        assert not client.wait_ready(1)
+        for name in ("ca.crt", "client.crt", "client.key"):
+            shutil.copy(certificates / name, folder)
+        assert client.wait_ready(PATIENCE_S)
+        (folder / "client.key").write_text("rubbish")
+        for _ in range(2):
+            with pytest.raises(DataPlaneError, match="TLS: tls_key") as error:
+                client.connect(PATIENCE_S)
+            assert error.value.outcome == "refused"
+
+
+def test_files_that_cannot_be_used_are_named_at_the_start(certificates: Path, expired: Path) -> None:
+    for credentials, words in (
+        (own(expired), "tls_cert: .* has expired"),
+        (own(certificates, key=str(expired / "client.key")), "tls_key: .* is not the key of"),
+        (own(certificates, authorities=str(certificates / "absent")), "tls_ca: cannot read"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            DataPlaneClient("127.0.0.1:1", credentials=credentials)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tls_ca": "a", "tls_cert": "b"}, "tls_cert is given without tls_key"),
+        ({"tls_ca": "a", "tls_key": "b"}, "tls_key is given without tls_cert"),
+        ({"tls_server_name": "b"}, "without tls_ca"),
+        ({"tls_cert": "a", "tls_key": "b"}, "without tls_ca"),
+    ],
+    ids=str,
+)
+def test_keys_that_do_not_fit_each_other_are_refused(given: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        HostConfig.load(flags=given, environment={})
+
+
+def test_the_configuration_makes_the_client(certificates: Path) -> None:
+    with serving(certificates) as plane:
+        files = {"tls_ca": "ca.crt", "tls_cert": "client.crt", "tls_key": "client.key"}
+        flags: dict[str, Any] = {key: str(certificates / name) for key, name in files.items()}
+        host, port = plane.address.split(":")
+        address, rank = f"{host}:{{rank}}{port[1:]}", int(port[0])
+        config = HostConfig.load(flags=flags | {"data_plane": address}, environment={})
+        with closing(config.client(rank)) as client:
+            assert client.wait_ready(PATIENCE_S)
+
+
+# ---- A data plane for each rank --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def second() -> Iterator[ScriptedDataPlane]:
+    plane = ScriptedDataPlane()
+    yield plane
+    plane.stop()
+
+
+def lookup_of(
+    clients: list[DataPlaneClient], wait: Callable[..., Any], tokens: int = 12, timeout: float = PATIENCE_S
+) -> tuple[int, str]:
+    lookup = PrefixLookup(clients, [b"a" * 32, b"b" * 32], chunk_tokens=4, timeout=timeout)
+    try:
+        lookup.submit("request", list(range(tokens)))
+        answer = wait(lambda: lookup.poll("request"), PATIENCE_S)
+        return answer.hits, answer.reason
+    finally:
+        lookup.close()
+
+
+def test_a_lookup_asks_each_rank_s_data_plane_and_the_fewest_hits_count(
+    client: DataPlaneClient, plane: ScriptedDataPlane, second: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    for each, hits in ((plane, 3), (second, 2)):
+        each.script.lookup_hits = lambda found, hits=hits: [hits] * len(found)  # type: ignore[misc]
+    with closing(DataPlaneClient(second.address, backoff=60, backoff_max=60)) as other:
+        assert lookup_of([client, other], wait) == (2, "complete")
+        assert lookup_of([client, client], wait) == (3, "complete")
+        second.stop()
+        assert lookup_of([client, other], wait) == (0, "unreachable"), "a hit needs every rank"
+        for _ in range(3):
+            hits, reason = lookup_of([client, other], wait)
+        assert (hits, reason) == (0, "breaker_open"), "an outage of one costs nothing"
+        assert lookup_of([client, client], wait) == (3, "complete"), "the other's breaker is its own"
