@@ -36,6 +36,10 @@ def native_core() -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("C core", "failed", str(error), "run 'make setup', or 'pip install -e .' in the checkout")
         return
+    except OSError as error:  # of a wheel that was made where there were more libraries
+        mend = "install what it names (libisal2, say), or build it here: 'pip install .' in the checkout"
+        yield Finding("C core", "failed", str(error), mend)
+        return
     yield Finding("C core", "ok", f"kernels use {native.isa_active().name.lower()}")
     implementations = native.codec_implementations()
     for codec in native.Codec:
