@@ -101,6 +101,7 @@ def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_pl
     yield from _everywhere(configured)
     for check in (dpu.card, dpu.arm_cores, host.doca, dpu.huge_pages):
         yield partial(check, machine)
+    yield partial(dpu.engines, machine, config.device)
     yield partial(dpu.xlio, machine, int(storage.rpartition(":")[2]))
     yield partial(dpu.isolation, machine, net)
     yield partial(dpu.unit, machine)

@@ -1,5 +1,6 @@
 """A BlueField's own system: its image, cores, memory, XLIO, and what deploy/bluefield installs."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Final
@@ -7,13 +8,15 @@ from typing import Final
 from shadowserve.cli.doctor.finding import Finding, Machine
 from shadowserve.cli.doctor.host import cards
 from shadowserve.cli.doctor.pci import BLUEFIELDS
+from shadowserve.errors import NativeError
 
-__all__ = ["arm_cores", "card", "huge_pages", "isolation", "unit", "xlio"]
+__all__ = ["arm_cores", "card", "engines", "huge_pages", "isolation", "unit", "xlio"]
 
 CORES_FULL: Final = 16
 """Of the BlueField-3 that the paper measured, and configs/bluefield.yaml is written for."""
 XLIO_HUGE_BYTES: Final = 1 << 30
 """XLIO_MEMORY_LIMIT in deploy/bluefield/xlio.env."""
+_TRIAL_BYTES: Final = 4 << 20
 ETC: Final = "/etc/shadowserve"
 
 # Arm's number for its A78 and A78AE (A78AE in the paper; NVIDIA says A78), and what the NEON kernels take for granted.
@@ -56,6 +59,33 @@ def arm_cores(machine: Machine) -> Iterator[Finding]:
         return
     mend = "" if len(parts) >= CORES_FULL else f"divide them anew in {ETC}/dpu.yaml, which is for {CORES_FULL}"
     yield Finding("Arm cores", "warning" if mend else "ok", f"{len(parts)} x {name}", mend)
+
+
+def engines(machine: Machine, device: str) -> Iterator[Finding]:
+    """Whether the card's engines can be opened, by opening them; beside a daemon that has them open, too.
+
+    Args:
+        machine: whether it is a card.
+        device: key ``device`` of the configuration.
+    """
+    from shadowserve import native
+
+    backend = native.backends().get("doca")
+    if backend is None or backend.emulated:
+        mend = "deploy/bluefield/install, in which DOCA is found: it builds the C core with it"
+        found = "the C core was built without DOCA: its emulator would do the work, on the Arm cores"
+        yield Finding("engines", "failed" if machine.is_bluefield else "warning", found, mend)
+        return
+    try:
+        pipeline = native.Pipeline(
+            backend="doca", device=device, fused=False, decompression_bytes=_TRIAL_BYTES, store_bytes=_TRIAL_BYTES,
+            dequantization_bytes=_TRIAL_BYTES, dma_source_bytes=_TRIAL_BYTES, dequantize_cores=(-1,), dma_cores=(-1,),
+        )  # fmt: skip
+    except NativeError as error:
+        yield Finding("engines", "failed", str(error), "see 'card' above; as root, or with rights to /dev/infiniband")
+        return
+    with contextlib.closing(pipeline):
+        yield Finding("engines", "ok", f"{backend.description}, on {pipeline.device}")
 
 
 def huge_pages(machine: Machine) -> Iterator[Finding]:
