@@ -1,5 +1,6 @@
 """``shadowserve doctor`` on machines that are not here: a host with a card and a GPU, a card, and a bare one."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from machines import CARD, GPU, acs, bluefield, host_with_card, write
 
+from shadowserve import native
 from shadowserve.cli import main
 from shadowserve.cli.doctor import host
 from shadowserve.cli.doctor.finding import Machine
@@ -306,6 +308,28 @@ def test_reserved_huge_pages_count_as_those_on_demand_do(tmp_path: Path) -> None
     assert finding(tmp_path, "huge pages")[0] == "ok"
     text(f"{HUGE}/free_hugepages", "511")(tmp_path)
     assert finding(tmp_path, "huge pages")[0] == "warning"
+
+
+# ---- Engines ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_card_whose_c_core_only_emulates_doca_is_no_use(tmp_path: Path) -> None:
+    state, found, mend = finding(bluefield(tmp_path / "card"), "engines")
+    assert state == "failed" and "without DOCA" in found and "deploy/bluefield/install" in mend
+    (tmp_path / "bare").mkdir()
+    assert finding(tmp_path / "bare", "engines", "--role", "dpu")[0] == "warning"
+
+
+@pytest.mark.parametrize(("profile", "state"), [("bf3", "ok"), ("none", "failed")])
+def test_engines_are_opened_to_see_that_they_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str, state: str
+) -> None:
+    """Over the emulator, taken for a card's DOCA."""
+    backend = dataclasses.replace(native.backends()["doca"], emulated=False)
+    monkeypatch.setattr("shadowserve.native.backends", lambda: {"doca": backend})
+    monkeypatch.setenv("DOCA_EMULATOR_PROFILE", profile)
+    found = finding(bluefield(tmp_path), "engines")
+    assert found[0] == state and (backend.description in found[1]) == (state == "ok"), found
 
 
 # ---- What is printed ------------------------------------------------------------------------------------------------
