@@ -92,6 +92,7 @@ def bluefield(root: Path) -> Path:
         pci(root, f"pci0000:00/0000:00:00.0/0000:03:00.{number}", 0x15B3, 0xA2DC, _NIC_CLASS)
     core = "BogoMIPS\t: 400.00\nFeatures\t: fp asimd aes crc32 atomics fphp asimdhp asimddp\nCPU part\t: 0xd42\n"
     write(root, "proc/cpuinfo", "\n".join(f"processor\t: {number}\n{core}" for number in range(16)))
+    write(root, "sys/devices/system/cpu/online", "0-15")
     write(root, "sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "0")
     write(root, "sys/kernel/mm/hugepages/hugepages-2048kB/nr_overcommit_hugepages", "640")
     write(root, "sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -296,6 +297,11 @@ def test_xlio_must_know_the_port_that_storage_is_on(tmp_path: Path, config: Path
     assert state == "warning" and "[6380]" in found and "*:7000:*:*" in mend
 
 
+def test_a_core_that_the_card_does_not_have_is_found(tmp_path: Path, config: Path) -> None:
+    text("sys/devices/system/cpu/online", "0-7")(deployed(tmp_path))
+    assert finding(tmp_path, "net_cores", "--config", str(config))[:2] == ("failed", "there is no core 14")
+
+
 def test_isolcpus_counts_as_isolation(tmp_path: Path, config: Path) -> None:
     remove("sys/fs/cgroup")(deployed(tmp_path))
     text("sys/devices/system/cpu/isolated", "12,14-15")(tmp_path)
@@ -330,6 +336,70 @@ def test_engines_are_opened_to_see_that_they_can_be(
     monkeypatch.setenv("DOCA_EMULATOR_PROFILE", profile)
     found = finding(bluefield(tmp_path), "engines")
     assert found[0] == state and (backend.description in found[1]) == (state == "ok"), found
+
+
+# ---- Certificates ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> tuple[Path, Path]:
+    """A card with certificates, and the configuration that names them."""
+    root = bluefield(tmp_path / "card")
+    make_certificates(root / "etc/tls")
+    config = tmp_path / "dpu.yaml"
+    config.write_text(
+        "dpu: {tls_cert: /etc/tls/server.crt, tls_key: /etc/tls/server.key, tls_client_ca: /etc/tls/ca.crt}"
+    )
+    return root, config
+
+
+def make_certificates(folder: Path, *arguments: str) -> None:
+    subprocess.run(
+        [sys.executable, REPOSITORY / "scripts/make-certificates", folder, *arguments], check=True, timeout=60
+    )
+
+
+def test_certificates_that_are_as_they_should_be(secured: tuple[Path, Path]) -> None:
+    root, config = secured
+    findings = doctor(root, "--config", str(config))["findings"]
+    assert findings["tls_client_ca"]["state"] == findings["tls_cert"]["state"] == "ok"
+    assert re.search(r"for another 36\d days$", findings["tls_cert"]["found"]) and "tls_key" not in findings
+
+
+@pytest.mark.parametrize(("days", "state"), [(29, "warning"), (-1, "failed")])
+def test_a_certificate_that_ends_soon_or_has_ended_is_told_of(
+    secured: tuple[Path, Path], days: int, state: str
+) -> None:
+    root, config = secured
+    make_certificates(root / "etc/tls", f"--days={days}")
+    assert finding(root, "tls_cert", "--config", str(config))[0] == state
+
+
+def test_a_key_that_everyone_can_read_is_told_of(secured: tuple[Path, Path]) -> None:
+    root, config = secured
+    (root / "etc/tls/server.key").chmod(0o644)
+    assert finding(root, "tls_key", "--config", str(config))[::2] == ("warning", "chmod o= /etc/tls/server.key")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "message"),
+    [
+        ("ca.crt", None, "tls_client_ca", "cannot read"),
+        ("ca.crt", "nothing", "tls_client_ca", "ca.crt"),
+        ("server.key", None, "tls_cert", "cannot read"),
+        ("server.crt", "client.crt", "tls_cert", "is not the key of"),
+    ],
+)
+def test_certificates_that_are_missing_or_mixed_up_are_told_of(
+    secured: tuple[Path, Path], name: str, content: str | None, what: str, message: str
+) -> None:
+    root, config = secured
+    (root / "etc/tls" / name).unlink()
+    if content is not None:
+        other = root / "etc/tls" / content
+        (root / "etc/tls" / name).write_bytes(other.read_bytes() if other.exists() else content.encode())
+    state, found, mend = finding(root, what, "--config", str(config))
+    assert state == "failed" and message in found and "scripts/make-certificates" in mend
 
 
 # ---- What is printed ------------------------------------------------------------------------------------------------

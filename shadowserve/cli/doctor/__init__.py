@@ -97,12 +97,15 @@ def _host_checks(machine: Machine, file: str | None, storage: str | None, data_p
 def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_plane: str | None) -> Iterator[Check]:
     config, configured = _configuration(DataPlaneConfig, file)
     storage = storage or config.storage
-    net = [] if config.net_cores == "auto" else [core for core in config.net_cores if core >= 0]
+    keys = ("net_cores", "decompress_cores", "dequantize_cores", "dma_cores", "store_cores")
+    lists = {key: getattr(config, key) for key in keys if getattr(config, key) != "auto"}
+    net = [core for core in lists.get("net_cores", ()) if core >= 0]
     yield from _everywhere(configured)
     for check in (dpu.card, dpu.arm_cores, host.doca, dpu.huge_pages):
         yield partial(check, machine)
     yield partial(dpu.engines, machine, config.device)
     yield partial(dpu.xlio, machine, int(storage.rpartition(":")[2]))
+    yield partial(dpu.core_lists, machine, lists)
     yield partial(dpu.isolation, machine, net)
     yield partial(dpu.unit, machine)
     yield partial(certificates, machine, _tls_files(config))

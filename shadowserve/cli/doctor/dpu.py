@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from shadowserve.cli.doctor.finding import Finding, Machine
@@ -10,7 +10,7 @@ from shadowserve.cli.doctor.host import cards
 from shadowserve.cli.doctor.pci import BLUEFIELDS
 from shadowserve.errors import NativeError
 
-__all__ = ["arm_cores", "card", "engines", "huge_pages", "isolation", "unit", "xlio"]
+__all__ = ["arm_cores", "card", "core_lists", "engines", "huge_pages", "isolation", "unit", "xlio"]
 
 CORES_FULL: Final = 16
 """Of the BlueField-3 that the paper measured, and configs/bluefield.yaml is written for."""
@@ -129,6 +129,22 @@ def xlio(machine: Machine, storage_port: int) -> Iterator[Finding]:
     else:
         mend = f"write 'use xlio tcp_client *:{storage_port}:*:*' into {ETC}/libxlio.conf, before the others"
         yield Finding("XLIO's rules", "warning", f"storage is on port {storage_port}, taken are {ports}", mend)
+
+
+def core_lists(machine: Machine, lists: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+    """Whether the cores that a configuration names are there; the doctor itself may have been given fewer.
+
+    Args:
+        machine: whose cores they are.
+        lists: key of the configuration to cores, -1 for any.
+    """
+    there = _cores(machine.text("/sys/devices/system/cpu/online"))
+    for key, cores in lists.items():
+        absent = sorted(set(cores) - there - {-1})
+        if absent:
+            yield Finding(
+                key, "failed", f"there is no core {absent[0]}", f"divide anew the {len(there)} that there are"
+            )
 
 
 def isolation(machine: Machine, net_cores: list[int]) -> Iterator[Finding]:
