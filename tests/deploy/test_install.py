@@ -198,6 +198,12 @@ def test_the_unit_leaves_the_daemon_little_to_harm(installed: Throwaway) -> None
     assert done.returncode == 0, done.stdout[-400:]
 
 
+def test_the_unit_lets_the_daemon_reach_the_card() -> None:
+    """Not only what forbids devices would be in the way: what allows one (a clock's) forbids all others."""
+    text = (FOLDER / "shadowserve-dpu.service").read_text()
+    assert not re.findall(r"^(?:PrivateDevices|DevicePolicy|DeviceAllow|ProtectClock)=", text, re.MULTILINE)
+
+
 def test_the_daemon_that_is_installed_runs_as_the_unit_runs_it(installed: Throwaway, tmp_path: Path) -> None:
     """With its user, its one capability, its environment files, XLIO preloaded; but with the cores that are here."""
     unit = (installed.view / UNIT.lstrip("/")).read_text()

@@ -32,7 +32,7 @@ class Throwaway:
     def __init__(self, folder: Path, pid: int) -> None:
         self.root = folder / "root"
         self.view = Path(f"/proc/{pid}/root{folder}/root")
-        self.changes = folder / "changes"
+        self.changes = Path(f"/proc/{pid}/root{folder}/layer/changes")
         self.enter = ["nsenter", "--mount", f"--target={pid}", "--"]
 
     def outside(self, *command: str | Path, check: bool = True) -> "subprocess.CompletedProcess[str]":
@@ -66,10 +66,13 @@ def throwaway(folder: Path) -> Iterator[Throwaway]:
     """
     if os.geteuid() != 0:
         raise PermissionError("only root may mount a root")
-    for name in ("changes", "scratch", "root"):
+    layer = folder / "layer"
+    for name in ("layer", "root"):
         (folder / name).mkdir()
-    options = f"lowerdir=/,upperdir={folder / 'changes'},workdir={folder / 'scratch'}"
+    options = f"lowerdir=/,upperdir={layer / 'changes'},workdir={layer / 'scratch'}"
+    # In memory: an installation writes ten thousand files, and nobody needs them on a disk.
     mount = f"""
+        mount -t tmpfs -o size=2g tmpfs {layer} && mkdir {layer / "changes"} {layer / "scratch"} &&
         mount -t overlay overlay -o {options} {folder / "root"} &&
         mount -t proc -o ro proc {folder / "root/proc"} && mount --rbind /dev {folder / "root/dev"} &&
         echo mounted && exec sleep infinity
