@@ -2,7 +2,8 @@
 
 A segment is a file directly under /dev/shm that belongs to the daemon's own user; the client may unlink it once it is
 registered. The daemon maps it for as long as it is registered and used. Its pages are allocated and mapped at
-registration, so that a full /dev/shm is an error then, and no page fault slows a round.
+registration, so that a full /dev/shm is an error then, and no page fault slows a round; and made known to the
+pipeline's device, where it has one.
 """
 
 import asyncio
@@ -19,11 +20,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
-
 from dpu_dataplane.config import DataPlaneConfig
-from shadowserve.errors import ShadowServeError
+from shadowserve import native
+from shadowserve.errors import NativeError, ShadowServeError
 from shadowserve.record import ChunkLayout
 
 __all__ = ["Destination", "DestinationError", "DestinationTable", "OverlapError", "TooManyError"]
@@ -54,45 +53,42 @@ class Destination:
         layout: of the chunks that move through it.
         size: bytes.
         identity: device and inode of the file: the same for two registrations of one file.
-        memory: the segment's bytes, shared with the client.
     """
 
-    def __init__(self, destination_id: int, layout: ChunkLayout, file: int, memory: mmap.mmap) -> None:
-        status = os.fstat(file)
+    def __init__(self, destination_id: int, layout: ChunkLayout, segment: "_Segment") -> None:
+        status = os.fstat(segment.file)
         self.destination_id = destination_id
         self.layout = layout
-        self.size = len(memory)
+        self.size = len(segment.mapping)
         self.identity = (status.st_dev, status.st_ino)
         self.used_at = time.monotonic()
         self.users = 0
         self.released = False
         self.quiet = asyncio.Event()
         self.quiet.set()
-        self._file = file
-        self._mapping = memory
-        self.memory: npt.NDArray[np.uint8] = np.frombuffer(memory, np.uint8)
+        self._segment = segment
+
+    def region(self, offset: int, length: int) -> native.Region:
+        """Return a part of the segment, as rounds take it."""
+        return self._segment.registered.region(offset, length)
 
     def check_whole(self) -> None:
         """Raise DestinationError if the file has shrunk: to touch what is gone would kill the daemon (SIGBUS)."""
-        if os.fstat(self._file).st_size < self.size:
+        if os.fstat(self._segment.file).st_size < self.size:
             raise DestinationError(
                 f"the segment had {self.size} bytes when it was registered and is shorter now; register it again"
             )
 
     def close(self) -> None:
         """Unmap. Nobody may be using the memory."""
-        del self.memory
-        try:
-            self._mapping.close()
-        except BufferError:  # a view is still alive somewhere: the mapping then goes with it
-            logger.warning("destination %016x is still referenced; it is unmapped later", self.destination_id)
-        os.close(self._file)
+        self._segment.close()
 
 
 class DestinationTable:
     """All registered segments."""
 
-    def __init__(self, config: DataPlaneConfig) -> None:
+    def __init__(self, config: DataPlaneConfig, pipeline: native.Pipeline) -> None:
+        self._pipeline = pipeline
         self._count_max = config.destinations_max
         self._bytes_max = int(config.destination_bytes_max)
         self._idle_max = config.destination_idle
@@ -118,7 +114,7 @@ class DestinationTable:
         """Map the file ``name`` under /dev/shm.
 
         Raises:
-            DestinationError: a name, owner, type or size that is not as it must be.
+            DestinationError: a name, owner, type or size that is not as it must be, or memory that the device refuses.
             TooManyError: a limit is reached.
         """
         if not _NAME.match(name):
@@ -132,13 +128,13 @@ class DestinationTable:
         self._pending += 1
         self._pending_bytes += size
         try:
-            mapping = asyncio.ensure_future(asyncio.to_thread(_map, name, size))
+            opening = asyncio.ensure_future(asyncio.to_thread(_open, self._pipeline, name, size))
             try:
-                file, memory = await asyncio.shield(mapping)
+                segment = await asyncio.shield(opening)
             except asyncio.CancelledError:  # the caller is gone: nobody will use what the thread is still mapping
-                mapping.add_done_callback(_discard)
+                opening.add_done_callback(_discard)
                 raise
-            destination = Destination(secrets.randbits(64) or 1, layout, file, memory)
+            destination = Destination(secrets.randbits(64) or 1, layout, segment)
             self._destinations[destination.destination_id] = destination
         finally:
             self._pending -= 1
@@ -212,11 +208,32 @@ class DestinationTable:
         self._destinations.clear()
 
 
-def _discard(mapping: "asyncio.Future[tuple[int, mmap.mmap]]") -> None:
-    if not mapping.cancelled() and mapping.exception() is None:
-        file, memory = mapping.result()
-        memory.close()
+class _Segment:
+    """A file that is mapped, and registered with the pipeline."""
+
+    def __init__(self, file: int, mapping: mmap.mmap, registered: native.Destination) -> None:
+        self.file, self.mapping, self.registered = file, mapping, registered
+
+    def close(self) -> None:
+        self.registered.close()
+        self.mapping.close()
+        os.close(self.file)
+
+
+def _discard(opening: "asyncio.Future[_Segment]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()
+
+
+def _open(pipeline: native.Pipeline, name: str, size: int) -> _Segment:
+    file, mapping = _map(name, size)
+    try:
+        return _Segment(file, mapping, native.Destination.local(pipeline, mapping))
+    except NativeError as error:
+        mapping.close()
         os.close(file)
+        kind = TooManyError if error.result is native.Result.NO_MEMORY else DestinationError
+        raise kind(f"the segment cannot be used: {error}") from error
 
 
 def _map(name: str, size: int) -> tuple[int, mmap.mmap]:

@@ -164,7 +164,7 @@ class Fetcher:
             dtype=layout.dtype,
             vector_length=layout.vector_length,
             scale_vectors=layout.scale_tokens,
-            destination=region.destination.memory[begin : begin + len(plan.chunks) * layout.raw_bytes].data,
+            destination=region.destination.region(begin, len(plan.chunks) * layout.raw_bytes),
             deadline_ns=job.deadline_ns,
         )
         try:

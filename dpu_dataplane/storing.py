@@ -159,7 +159,7 @@ class Storer:
             dtype=layout.dtype,
             vector_length=layout.vector_length,
             scale_vectors=layout.scale_tokens,
-            destination=destination.memory[offset : offset + len(keys) * layout.raw_bytes].data,
+            destination=destination.region(offset, len(keys) * layout.raw_bytes),
             deadline_ns=job.deadline_ns,
         )
         try:

@@ -319,6 +319,13 @@ SS_API const char *ss_backend_description(const char *name);
 /* ss_backend_emulated() returns whether that backend only imitates its hardware. */
 SS_API int ss_backend_emulated(const char *name);
 
+/*
+ * ss_device_error() writes the last thing that a device's library refused in this process, such as
+ * "doca_mmap_start: DOCA_ERROR_DRIVER", cut to 'size' - 1 bytes; "" before there was one. It says why a call ended with
+ * SS_NOT_SUPPORTED, SS_BAD_ARGUMENT, SS_NO_MEMORY or SS_DEVICE. From any thread.
+ */
+SS_API void ss_device_error(char *text, size_t size);
+
 /* ---- Life of a pipeline -------------------------------------------------------------------------------------- */
 
 /*
