@@ -174,6 +174,16 @@ static void flip(struct bench *bench, uint32_t chunk, uint64_t offset) {
     fixture->records[chunk][RECORD_OFFSET + offset] ^= 0x10;
 }
 
+/*
+ * What a round with a flipped bit ends with. Where an engine's checksum of the decoded bytes is all that is looked at,
+ * a stream may not decode at all, or, flipped where it means nothing, decode as if nothing were wrong.
+ */
+static enum ss_result flipped_result(enum ss_result result, enum ss_quantizer quantizer) {
+    int engine_checks = strcmp(test_backend(), "software") != 0 && quantizer == SS_QUANTIZER_LOSSLESS;
+    CHECK(result == SS_CHECKSUM || (engine_checks && (result == SS_BAD_DATA || result == SS_OK)));
+    return result;
+}
+
 static void test_flipped_bits(int mode, enum ss_quantizer quantizer) {
     struct bench bench = bench_start(mode, quantizer);
     const struct ss_chunk *chunk = &bench.fixture->chunks[BAD_CHUNK];
@@ -181,8 +191,8 @@ static void test_flipped_bits(int mode, enum ss_quantizer quantizer) {
     uint64_t offsets[] = {0, last->offset, last->offset + last->scales_length, chunk->body_length - 1};
     for (size_t i = 0; i < sizeof offsets / sizeof offsets[0]; i++) {
         flip(&bench, BAD_CHUNK, offsets[i]);
-        CHECK_EQUAL(bench_fetch(&bench), SS_CHECKSUM);
-        check_chunks(&bench, BAD_CHUNK, SS_CHECKSUM);
+        enum ss_result result = flipped_result(bench_fetch(&bench), quantizer);
+        check_chunks(&bench, result == SS_OK ? bench.round->chunk_count : BAD_CHUNK, result);
         CHECK_EQUAL(bench.round->sockets_in_sync, 1);
         check_recovery(&bench); /* on the same connections: they are in step */
         round_free(bench.round);

@@ -153,7 +153,7 @@ static void test_statistics_count_every_slice_once(int mode) {
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
     CHECK(ss_pipeline_locked_bytes(pipeline) <= options.decompression_bytes + options.dequantization_bytes +
-                                                    options.dma_source_bytes + options.store_bytes + (16 << 20));
+                                                    options.dma_source_bytes + options.store_bytes + (24 << 20));
     fetch_and_check(fixture, pipeline, server, 2);
     struct ss_stage_statistics statistics[SS_STAGE_COUNT];
     ss_pipeline_statistics(pipeline, statistics);
