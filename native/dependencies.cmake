@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Finds the libraries that the C core stands on. Sets SHADOWSERVE_LIBRARIES, SHADOWSERVE_DEFINITIONS,
-# SHADOWSERVE_HAVE_LZ4 and SHADOWSERVE_HAVE_ZSTD. One Deflate decoder is required; LZ4 and zstd are not.
+# SHADOWSERVE_HAVE_LZ4, SHADOWSERVE_HAVE_ZSTD, and either SHADOWSERVE_DOCA_EMULATED or the target shadowserve_doca_sdk.
+# One Deflate decoder is required; LZ4 and zstd are not.
 set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
 
@@ -76,3 +77,24 @@ foreach(codec LZ4 ZSTD)
     endif()
 endforeach()
 message(STATUS "Codecs: deflate by ${deflate}, lz4 ${SHADOWSERVE_HAVE_LZ4}, zstd ${SHADOWSERVE_HAVE_ZSTD}")
+
+set(SHADOWSERVE_DOCA_EMULATED TRUE)
+if(NOT SHADOWSERVE_DOCA MATCHES "^(auto|emulator|sdk)$")
+    message(FATAL_ERROR "SHADOWSERVE_DOCA is ${SHADOWSERVE_DOCA}; it takes auto, emulator or sdk")
+endif()
+if(NOT SHADOWSERVE_DOCA STREQUAL "emulator")
+    find_package(PkgConfig QUIET)
+    if(PkgConfig_FOUND)
+        pkg_check_modules(DOCA QUIET IMPORTED_TARGET doca-common doca-compress doca-dma)
+    endif()
+    if(DOCA_FOUND)
+        set(SHADOWSERVE_DOCA_EMULATED FALSE)
+        add_library(shadowserve_doca_sdk INTERFACE)
+        target_link_libraries(shadowserve_doca_sdk INTERFACE PkgConfig::DOCA)
+        target_compile_definitions(shadowserve_doca_sdk INTERFACE DOCA_ALLOW_EXPERIMENTAL_API)
+    elseif(SHADOWSERVE_DOCA STREQUAL "sdk")
+        message(FATAL_ERROR "SHADOWSERVE_DOCA is sdk, but pkg-config does not find doca-common, doca-compress and "
+                            "doca-dma; see that PKG_CONFIG_PATH has the SDK's lib/.../pkgconfig")
+    endif()
+endif()
+message(STATUS "DOCA: emulated ${SHADOWSERVE_DOCA_EMULATED}")
