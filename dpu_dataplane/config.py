@@ -131,11 +131,11 @@ class DataPlaneConfig(Section):
     head_cache_bytes: ByteSize = Field(ByteSize(32 * MIB), ge=0)
     """Heads of records remembered between a lookup and the fetches that follow it."""
     destinations_max: int = Field(64, ge=1, le=65536)
-    """Memory segments registered at one time."""
+    """Destinations, clients' memory, registered at one time."""
     destination_bytes_max: ByteSize = Field(ByteSize(64 * 1024 * MIB), ge=1)
-    """Bytes of all registered segments together."""
+    """Bytes of all registered destinations together."""
     destination_idle: Positive = 600.0
-    """A segment that no call has used for so long is forgotten: its owner is gone, or will register again."""
+    """A destination that no call has used for so long is forgotten: its owner is gone, or will register again."""
     quarantine_time: Positive = 300.0
     """How long a key whose record was found faulty is not offered again, unless it is stored anew."""
     quarantine_max: int = Field(65536, ge=1)
