@@ -6,6 +6,7 @@ emulator's.
 
 import contextlib
 import ctypes
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,10 +196,17 @@ def make() -> Iterator[Callable[..., Engine]]:
         yield engine
 
 
+def both_ways(delivery: Delivery) -> Delivery:
+    """Return a delivery that stores from the GPU, too, as any client of the daemon may."""
+    return dataclasses.replace(delivery, store=delivery.fetch)
+
+
 WAYS: dict[str, tuple[tuple[str, ...], Callable[[Gpu], Delivery]]] = {
     "pinned": ((), lambda gpu: on_gpu("pinned", gpu, "")),
     "cuda_ipc": (STAGE_BY_STAGE, lambda gpu: on_gpu("cuda_ipc", gpu, "")),
     "exported": (DPU, lambda gpu: on_gpu("exported", gpu, "")),
+    "cuda_ipc, stored from there": (STAGE_BY_STAGE, lambda gpu: both_ways(on_gpu("cuda_ipc", gpu, ""))),
+    "exported, stored from there": (DPU, lambda gpu: both_ways(on_gpu("exported", gpu, ""))),
     "exported, engine on a CPU": (DPU, lambda _: choose(HostConfig.from_engine({"delivery": "exported"}), CPU)),
 }
 
@@ -218,7 +226,7 @@ def test_kv_that_one_engine_stored_is_delivered_to_another(
     for wrote, read in zip(writer.caches, reader.caches, strict=True):
         assert torch.equal(read[blocks], wrote)
     in_gpu = isinstance(reader.fetched.acquire(1).memory, torch.Tensor)
-    assert in_gpu == (way in ("cuda_ipc", "exported"))
+    assert in_gpu == (way not in ("pinned", "exported, engine on a CPU"))
 
 
 @pytest.mark.parametrize("dmabuf", ["0", "1"])
