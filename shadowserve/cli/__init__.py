@@ -15,6 +15,7 @@ COMMANDS: Final = {
     "dpu": "shadowserve.cli.programs:dpu",
     "demo": "shadowserve.cli.demo:demo",
     "bench": "shadowserve.cli.bench:bench",
+    "simulate": "shadowserve.cli.simulate:simulate",
     "trace": "shadowserve.cli.trace:trace",
     "doctor": "shadowserve.cli.doctor:doctor",
 }
@@ -60,6 +61,7 @@ def main() -> None:
     On the storage node:       shadowserve storage --config configs/storage.yaml
     On the DPU, or the host:   shadowserve dpu --config configs/emulated.yaml
     In the serving process:    vllm serve MODEL --kv-transfer-config '{"kv_connector": "ShadowServeConnector", ...}'
+    What a BlueField would do: shadowserve simulate bluefield
     What a fetch's time is:    shadowserve trace -o fetch.json
     When something is wrong:   shadowserve doctor
     """

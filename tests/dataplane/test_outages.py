@@ -42,7 +42,8 @@ async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.Log
             assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
             assert (await client.store(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
         assert time.monotonic() - begin < 5, "calls must fail at once while storage is known to be away"
-        warnings = [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
+        ours = [entry for entry in caplog.records if entry.name == "dpu_dataplane.storage"]
+        warnings = [entry for entry in ours if entry.levelno >= logging.WARNING]
         assert len(warnings) == 1, [entry.getMessage() for entry in warnings]
         server.start()
         try:
@@ -336,7 +337,7 @@ async def test_a_put_that_breaks_is_tried_once_more(liar: Liar) -> None:
         return None
 
     liar.values.clear()
-    async with running(f"127.0.0.1:{liar.port}") as (_, client):
+    async with running(f"127.0.0.1:{liar.port}", codec="kvrans") as (_, client):
         await client.register(SHAPE, 6)
         for index in range(6):
             begin = index * SHAPE.raw_bytes

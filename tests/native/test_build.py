@@ -1,8 +1,10 @@
 """Builds the C core with its own tests: plain, with sanitizers, with each Deflate decoder, fuzzed, and for Arm."""
 
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ def test_c_tests_pass_under_address_and_undefined_behaviour_sanitizers(native_bu
 
 def test_threads_share_nothing_by_the_thread_sanitizer(native_build: Callable[..., Any]) -> None:
     build = native_build("threads", {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_SANITIZE": "thread"})
-    assert passed(build.ctest("--tests-regex", "^test_(codec|pipeline_.*)$")) >= 6
+    assert passed(build.ctest("--tests-regex", "^test_(codec|pipeline_.*|doca_emulator_.*)$")) >= 13
 
 
 @pytest.mark.parametrize("decoder", ["libdeflate", "zlib"])
@@ -46,14 +48,47 @@ def test_the_core_stands_on_one_deflate_decoder_alone(native_build: Callable[...
         "SHADOWSERVE_ZSTD": "OFF",
     }
     build = native_build(decoder, options)
-    output = build.ctest("--verbose", "--tests-regex", "^test_(codec|crc32|huffman_deflate)$")
-    assert passed(output) == 3
+    output = build.ctest("--verbose", "--tests-regex", "^test_(codec|crc32|huffman_deflate|doca_emulator_compress)$")
+    assert passed(output) == 4
     assert f"{decoder} " in output and "lz4 " not in output and "zstd " not in output
     linked = subprocess.run(
         ["ldd", str(build.directory / "native/libshadowserve.so")], check=True, capture_output=True, text=True
     ).stdout
     assert ("libz.so" in linked) == (decoder == "zlib")
     assert not re.search(r"libisal|liblz4|libzstd", linked)
+
+
+def configure(directory: Path, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run CMake's configuration in a build of its own, and return what it said."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    generator = ["-G", "Ninja"] if shutil.which("ninja", path=path) else []
+    command = [shutil.which("cmake", path=path) or "cmake", "-S", str(REPOSITORY), "-B", str(directory)]
+    everything = {**os.environ, "PATH": path, **environment}
+    return subprocess.run(
+        [*command, *generator, *options], env=everything, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+def test_the_emulated_doca_does_not_pass_for_the_sdk(native_build: Callable[..., Any]) -> None:
+    build = native_build("plain", {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_BENCH": "ON"})
+    symbols = build.run("nm", "--dynamic", "--defined-only", str(build.directory / "native/libshadowserve.so"))
+    assert " ss_abi_version" in symbols and "doca_" not in symbols
+
+
+def test_the_sdk_of_doca_is_taken_where_pkg_config_finds_it(tmp_path: Path) -> None:
+    if shutil.which("pkg-config") is None:
+        pytest.skip("needs pkg-config")
+    emulator = REPOSITORY / "native/doca_emulator/include"
+    for module in ("doca-common", "doca-compress", "doca-dma"):
+        lines = [f"Name: {module}", "Description: as the SDK has it", "Version: 2.9.1", f"Cflags: -I{emulator}"]
+        (tmp_path / f"{module}.pc").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    found = configure(tmp_path / "found", "-DSHADOWSERVE_DOCA=sdk", PKG_CONFIG_PATH=str(tmp_path))
+    assert found.returncode == 0 and "DOCA: emulated FALSE" in found.stdout, found.stdout + found.stderr
+    nowhere = {"PKG_CONFIG_PATH": str(tmp_path / "nowhere"), "PKG_CONFIG_LIBDIR": str(tmp_path / "nowhere")}
+    missing = configure(tmp_path / "missing", "-DSHADOWSERVE_DOCA=sdk", **nowhere)
+    assert missing.returncode != 0 and "pkg-config does not find doca-common" in missing.stderr
+    asked = configure(tmp_path / "asked", "-DSHADOWSERVE_DOCA=emulator", PKG_CONFIG_PATH=str(tmp_path))
+    assert asked.returncode == 0 and "DOCA: emulated TRUE" in asked.stdout
 
 
 def test_a_short_fuzz_finds_nothing(native_build: Callable[..., Any]) -> None:

@@ -79,6 +79,17 @@ def test_labels_of_equal_values_do_not_cover_each_other(tmp_path: Path) -> None:
     assert len(heights) == 3 and all(b - a > 9 for a, b in zip(heights, heights[1:], strict=False))
 
 
+def test_dots_are_drawn_and_not_joined(tmp_path: Path) -> None:
+    series = {"model": [(0.0, 1.0), (1.0, 2.0)], "measured": [(0.0, 1.5), (1.0, 1.5)]}
+    joins = []
+    for dots in ((), ("measured",)):
+        draw("bench", [Chart("Few", x="x", y="y", series=series, dots=dots)], tmp_path / "plot.svg")
+        text = (tmp_path / "plot.svg").read_text()
+        assert "measured" in text
+        joins.append(len(re.findall(r"stroke: #d55e00; stroke-width: 1.5", text)))
+    assert joins == [1, 0]
+
+
 def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ShadowServeError, match="no charts"):
         draw("bench", [], tmp_path / "plot.svg")

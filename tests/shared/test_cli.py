@@ -17,6 +17,7 @@ from shadowserve import __version__
 from shadowserve.cli import COMMANDS, main
 from shadowserve.cli.bench import BENCHES
 from shadowserve.cli.processes import start_data_plane, start_storage
+from shadowserve.cli.simulate import SIMULATIONS
 from shadowserve.config import Section
 from storage_kv.config import StorageConfig
 
@@ -44,7 +45,13 @@ def test_the_command_explains_itself() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-@pytest.mark.parametrize("command", [[name] for name in COMMANDS] + [["bench", name] for name in BENCHES], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [[name] for name in COMMANDS]
+    + [["bench", name] for name in BENCHES]
+    + [["simulate", name] for name in SIMULATIONS],
+    ids=" ".join,
+)
 def test_every_command_explains_itself_and_each_of_its_options(command: list[str], flag: str) -> None:
     done = run(*command, flag)
     assert done.exit_code == 0, done.output

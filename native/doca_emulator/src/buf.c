@@ -150,8 +150,9 @@ doca_error_t doca_buf_inventory_buf_get_by_args(struct doca_buf_inventory *inven
                                .len = len,
                                .data = data,
                                .data_len = data_len,
+                               .counted = !mmap->thread_safe,
                                .refcount = 1};
-    if (!mmap->thread_safe) {
+    if (taken->counted) {
         atomic_fetch_add(&mmap->buf_count, 1);
     }
     *buf = taken;
@@ -192,7 +193,7 @@ static void list_give_back(struct doca_buf *buf, const char *call) {
         struct doca_buf_inventory *inventory = buf->inventory;
         buf->refcount = 1; /* for the check: members of a list have none of their own */
         buf_check_change(buf, call);
-        if (!buf->mmap->thread_safe) {
+        if (buf->counted) {
             atomic_fetch_sub(&buf->mmap->buf_count, 1);
         }
         buf->refcount = 0;

@@ -168,6 +168,7 @@ struct doca_buf {
     size_t len;
     uint8_t *data;
     size_t data_len;
+    bool counted;      /* by its mmap; one with thread safety may be gone before its bufs are */
     uint16_t refcount; /* of a list, its head's */
     uint32_t sources;  /* tasks in flight that read it */
     uint32_t targets;  /* tasks in flight that write it: at most one */

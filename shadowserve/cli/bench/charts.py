@@ -74,6 +74,7 @@ class Chart:
         y_log: powers of ten along y; the values of bars then.
         x_bytes: x counts bytes; ticks say KiB and MiB.
         highlight: the groups of bars that stand out, where there is one series: ours beside others'. All, if empty.
+        dots: the series among lines that are points which nothing joins, such as somebody's few measurements.
     """
 
     title: str
@@ -87,11 +88,18 @@ class Chart:
     y_log: bool = False
     x_bytes: bool = False
     highlight: Sequence[str] = ()
+    dots: Sequence[str] = ()
 
     def data(self) -> dict[str, Any]:
         """Return the chart as JSON takes it; ``Chart(**data)`` is the chart again."""
         series = {label: [list(point) for point in points] for label, points in self.series.items()}
-        return {**vars(self), "series": series, "limits": dict(self.limits), "highlight": list(self.highlight)}
+        return {
+            **vars(self),
+            "series": series,
+            "limits": dict(self.limits),
+            "highlight": list(self.highlight),
+            "dots": list(self.dots),
+        }
 
 
 def require_matplotlib() -> None:
@@ -146,15 +154,16 @@ def _draw_panel(chart: Chart, axes: Any) -> None:
     if chart.kind == "bars":
         _draw_bars(chart, axes)
         return
-    for index, points in enumerate(chart.series.values()):
+    for index, (label, points) in enumerate(chart.series.items()):
+        joined = chart.kind == "lines" and label not in chart.dots
         style: dict[str, Any] = {
             "color": COLOURS[index % len(COLOURS)],
             "marker": MARKERS[index % len(MARKERS)],
-            "markersize": 5 if chart.kind == "lines" else 8,
+            "markersize": 5 if joined else 8,
             "markeredgecolor": "white",
             "markeredgewidth": 0.6,
-            "linewidth": (2.2 if index == 0 else 1.5) if chart.kind == "lines" else 0,
-            "zorder": 4 if index == 0 else 3,
+            "linewidth": (2.2 if index == 0 else 1.5) if joined else 0,
+            "zorder": 5 if label in chart.dots else 4 if index == 0 else 3,
         }
         axes.plot([x for x, _ in points], [y for _, y in points], **style)
     for value in chart.limits.values():

@@ -130,6 +130,8 @@ class Report:
         bench: its name.
         columns: keys of the rows, in the table's order; a unit comes last (``cpu_s_per_GB``).
         charts: drawn side by side.
+        command: whose subcommand it is.
+        more: what else belongs into the data.
     """
 
     bench: str
@@ -139,6 +141,8 @@ class Report:
     ratios: dict[str, float] = field(default_factory=dict)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     goals: dict[str, str] = field(default_factory=dict)
+    command: str = "bench"
+    more: dict[str, Any] = field(default_factory=dict)
 
     def row(self, **values: Any) -> None:
         """Add a row."""
@@ -166,13 +170,14 @@ class Report:
             "spread": self.spread,
             "goals": self.goals,
             "charts": [chart.data() for chart in self.charts],
+            **self.more,
         }
 
     def finish(self, output: Output) -> None:
         """Print the table and the ratios; write data and draw the charts where ``output`` says."""
         console = Console()
-        backend = _backend()
-        table = Table(*self.columns, title=f"bench {self.bench}" + (f", {backend}" if backend != "software" else ""))
+        backend = f", {_backend()}" if _backend() != "software" else ""
+        table = Table(*self.columns, title=f"{self.command} {self.bench}{backend}")
         for row in self.rows:
             table.add_row(*(_text(row.get(column, "")) for column in self.columns))
         console.print(table)
@@ -184,7 +189,7 @@ class Report:
         if output.json_file:
             output.json_file.write_text(json.dumps(self.data(), indent=2) + "\n")
         if output.plot_file:
-            draw(f"shadowserve bench {self.bench}", self.charts, output.plot_file)
+            draw(f"shadowserve {self.command} {self.bench}", self.charts, output.plot_file)
 
 
 def verdict(value: float, goal: str) -> bool | None:

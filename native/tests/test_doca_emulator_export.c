@@ -1,0 +1,348 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_doca_emulator_export.c - memory of another process: exported there, imported here
+ *
+ * The exporter is a child, started before this process has any thread. It does what it is told, one letter at a time.
+ */
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+#include "doca_fixture.h"
+
+enum { DESCRIPTOR_MAX = 256, REGION_BYTES = 1 << 20 };
+
+struct exporter {
+    pid_t process;
+    int commands;
+    int answers;
+    uint8_t *address; /* of its region, over there */
+    uint8_t descriptor[DESCRIPTOR_MAX];
+    size_t descriptor_size;
+};
+
+static void transfer(int fd, void *bytes, size_t size, int write_it) {
+    ssize_t done = write_it ? write(fd, bytes, size) : read(fd, bytes, size);
+    CHECK(done == (ssize_t)size, "pipe: %zd of %zu", done, size);
+}
+
+static struct doca_mmap *mmap_exported(struct doca_dev *dev, uint8_t *region, uint32_t access, const void **descriptor,
+                                       size_t *size) {
+    struct doca_mmap *mmap;
+    OK(doca_mmap_create(&mmap));
+    OK(doca_mmap_add_dev(mmap, dev));
+    OK(doca_mmap_set_memrange(mmap, region, REGION_BYTES));
+    OK(doca_mmap_set_permissions(mmap, access));
+    OK(doca_mmap_start(mmap));
+    OK(doca_mmap_export_pci(mmap, dev, descriptor, size));
+    return mmap;
+}
+
+/* The child: 's' answers with the sum of the region, 'd' destroys the mmap, 'q' ends. */
+static void exporter_run(int commands, int answers, uint32_t access) {
+    uint8_t *region = mmap(NULL, REGION_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(region != MAP_FAILED, "mmap");
+    memset(region, 3, REGION_BYTES);
+    struct doca_dev *dev = device_open();
+    const void *descriptor;
+    size_t size;
+    struct doca_mmap *mmap = mmap_exported(dev, region, access, &descriptor, &size);
+    transfer(answers, &region, sizeof region, 1);
+    transfer(answers, &size, sizeof size, 1);
+    transfer(answers, (void *)(uintptr_t)descriptor, size, 1);
+    for (;;) {
+        char command;
+        uint64_t sum = 0;
+        transfer(commands, &command, 1, 0);
+        if (command == 'd') {
+            OK(doca_mmap_destroy(mmap));
+        } else if (command == 'q') {
+            _exit(0);
+        }
+        for (size_t i = 0; command == 's' && i < REGION_BYTES; i++) {
+            sum += region[i];
+        }
+        transfer(answers, &sum, sizeof sum, 1);
+    }
+}
+
+static uint64_t exporter_ask(struct exporter *exporter, char command) {
+    uint64_t answer;
+    transfer(exporter->commands, &command, 1, 1);
+    transfer(exporter->answers, &answer, sizeof answer, 0);
+    return answer;
+}
+
+static void exporter_start(struct exporter *exporter, uint32_t access) {
+    int commands[2], answers[2];
+    CHECK(pipe(commands) == 0 && pipe(answers) == 0, "pipe");
+    exporter->process = fork();
+    CHECK(exporter->process >= 0, "fork");
+    if (exporter->process == 0) {
+        close(commands[1]);
+        exporter_run(commands[0], answers[1], access);
+    }
+    close(commands[0]);
+    close(answers[1]);
+    exporter->commands = commands[1];
+    exporter->answers = answers[0];
+    transfer(answers[0], &exporter->address, sizeof exporter->address, 0);
+    transfer(answers[0], &exporter->descriptor_size, sizeof exporter->descriptor_size, 0);
+    CHECK(exporter->descriptor_size <= DESCRIPTOR_MAX, "%zu bytes", exporter->descriptor_size);
+    transfer(answers[0], exporter->descriptor, exporter->descriptor_size, 0);
+}
+
+static void exporter_end(struct exporter *exporter) {
+    if (exporter->process > 0) {
+        char quit = 'q';
+        transfer(exporter->commands, &quit, 1, 1);
+        CHECK(waitpid(exporter->process, NULL, 0) == exporter->process, "waitpid");
+    }
+    close(exporter->commands);
+    close(exporter->answers);
+}
+
+static struct doca_mmap *import(struct bench *bench, const struct exporter *exporter) {
+    struct doca_mmap *mmap;
+    OK(doca_mmap_create_from_export(NULL, exporter->descriptor, exporter->descriptor_size, bench->dev, &mmap));
+    return mmap;
+}
+
+static struct doca_buf *buf_of(struct bench *bench, struct doca_mmap *mmap, uint8_t *address, size_t size) {
+    struct doca_buf *buf;
+    OK(doca_buf_inventory_buf_get_by_addr(bench->inventory, mmap, address, size, &buf));
+    return buf;
+}
+
+/* Copies to the beginning of 'target'; returns the task's status. A context that failed is started again. */
+static doca_error_t copy(struct bench *bench, struct doca_buf *source, struct doca_buf *target) {
+    struct doca_ctx *ctx = doca_dma_as_ctx(bench->dma);
+    report_count = 0;
+    OK(doca_buf_reset_data_len(target));
+    memcpy_submit(bench, source, target, 0);
+    progress_reports(bench->pe, 1);
+    if (reports[0].status != DOCA_SUCCESS) {
+        progress_state(bench->pe, ctx, DOCA_CTX_STATE_IDLE);
+        OK(doca_ctx_start(ctx));
+    }
+    return reports[0].status;
+}
+
+/* Facts 4 [H30], 10: an importer reads and writes by the exporter's addresses, by DMA and straight from Deflate. */
+static void test_an_importer_reaches_the_exporter(void) {
+    struct exporter exporter;
+    struct bench bench;
+    uint8_t answer;
+    settings(NULL);
+    exporter_start(&exporter, DOCA_ACCESS_FLAG_LOCAL_READ_WRITE | DOCA_ACCESS_FLAG_PCI_READ_WRITE);
+    bench_open(&bench);
+    struct doca_mmap *mmap = import(&bench, &exporter);
+    OK(doca_mmap_get_from_export(mmap, &answer));
+    CHECK(answer == 1, "imported");
+    OK(doca_mmap_get_exported(mmap, &answer));
+    CHECK(answer == 0, "not exported");
+    EXPECT(doca_mmap_start(mmap), ERROR_NOT_PERMITTED);
+    EXPECT(doca_mmap_stop(mmap), ERROR_NOT_PERMITTED);
+    EXPECT(doca_mmap_set_memrange(mmap, bench.memory, 16), ERROR_NOT_PERMITTED);
+    EXPECT(doca_mmap_add_dev(mmap, bench.dev), ERROR_NOT_PERMITTED);
+    const void *descriptor;
+    size_t size;
+    EXPECT(doca_mmap_export_pci(mmap, bench.dev, &descriptor, &size), ERROR_NOT_PERMITTED);
+
+    CHECK(exporter_ask(&exporter, 's') == 3ull * REGION_BYTES, "as it was");
+    memset(bench.memory, 7, 1000);
+    struct doca_buf *here = buf_data(&bench, 0, 1000), *back = buf_empty(&bench, 4096, 1000);
+    struct doca_buf *there = buf_of(&bench, mmap, exporter.address + REGION_BYTES - 1000, 1000);
+    CHECK(copy(&bench, here, there) == DOCA_SUCCESS, "written");
+    CHECK(exporter_ask(&exporter, 's') == 3ull * REGION_BYTES + 4000, "what was written");
+    CHECK(copy(&bench, there, back) == DOCA_SUCCESS, "read");
+    CHECK(memcmp(bench.memory, bench.memory + 4096, 1000) == 0, "what was read");
+
+    size_t stream = deflate_raw(memset(bench.memory + 8192, 5, 1000), 1000, bench.memory + 16384, 4096);
+    struct doca_buf *compressed = buf_data(&bench, 16384, stream);
+    OK(doca_buf_reset_data_len(there));
+    report_count = 0;
+    inflate_submit(&bench, compressed, there, 0);
+    progress_reports(bench.pe, 1);
+    CHECK(reports[0].status == DOCA_SUCCESS && data_length(there) == 1000, "inflated");
+    CHECK(exporter_ask(&exporter, 's') == 3ull * REGION_BYTES + 2000, "what was inflated");
+
+    struct doca_buf *outside;
+    EXPECT(doca_buf_inventory_buf_get_by_addr(bench.inventory, mmap, exporter.address + REGION_BYTES - 999, 1000,
+                                              &outside),
+           ERROR_INVALID_VALUE);
+    buf_release(here);
+    buf_release(back);
+    buf_release(compressed);
+    buf_release(there);
+    OK(doca_mmap_destroy(mmap));
+    bench_close(&bench);
+    exporter_end(&exporter);
+}
+
+/* Facts 4 [H30]: what was exported for reading is not written. */
+static void test_an_export_for_reading_is_not_written(void) {
+    struct exporter exporter;
+    struct bench bench;
+    settings(NULL);
+    exporter_start(&exporter, DOCA_ACCESS_FLAG_LOCAL_READ_WRITE | DOCA_ACCESS_FLAG_PCI_READ_ONLY);
+    bench_open(&bench);
+    struct doca_mmap *mmap = import(&bench, &exporter);
+    struct doca_buf *here = buf_data(&bench, 0, 100), *there = buf_of(&bench, mmap, exporter.address, 100);
+    CHECK(copy(&bench, here, there) == DOCA_ERROR_IO_FAILED, "written");
+    CHECK(exporter_ask(&exporter, 's') == 3ull * REGION_BYTES, "nothing has changed");
+    OK(doca_buf_set_data_len(there, 100));
+    CHECK(copy(&bench, there, here) == DOCA_SUCCESS && bench.memory[99] == 3, "but read");
+    buf_release(here);
+    buf_release(there);
+    OK(doca_mmap_destroy(mmap));
+    bench_close(&bench);
+    exporter_end(&exporter);
+}
+
+/* Facts 4 [H30]: destroying an export invalidates its importers; so does the end of its process. */
+static void test_the_end_of_an_export_fails_tasks(void) {
+    for (int death = 0; death <= 1; death++) {
+        struct exporter exporter;
+        struct bench bench;
+        settings(NULL);
+        exporter_start(&exporter, DOCA_ACCESS_FLAG_LOCAL_READ_WRITE | DOCA_ACCESS_FLAG_PCI_READ_WRITE);
+        bench_open(&bench);
+        struct doca_mmap *mmap = import(&bench, &exporter);
+        struct doca_buf *here = buf_data(&bench, 0, 100), *there = buf_of(&bench, mmap, exporter.address, 100);
+        CHECK(copy(&bench, here, there) == DOCA_SUCCESS, "it lives");
+        if (death) {
+            CHECK(kill(exporter.process, SIGKILL) == 0, "kill");
+            CHECK(waitpid(exporter.process, NULL, 0) == exporter.process, "waitpid");
+            exporter.process = 0;
+        } else {
+            exporter_ask(&exporter, 'd');
+        }
+        CHECK(copy(&bench, here, there) == DOCA_ERROR_IO_FAILED, "it is gone, death %d", death);
+        OK(doca_buf_set_data_len(there, 100));
+        OK(doca_buf_reset_data_len(here));
+        memcpy_submit(&bench, there, here, 0);
+        progress_reports(bench.pe, 2);
+        CHECK(reports[1].status == DOCA_ERROR_IO_FAILED, "nor can it be read");
+        buf_release(here);
+        buf_release(there);
+        OK(doca_mmap_destroy(mmap));
+        bench_close(&bench);
+        exporter_end(&exporter);
+    }
+}
+
+/* Facts 4 [H30]: what has to hold before a range can be exported. */
+static void test_exporting_has_its_conditions(void) {
+    static uint8_t region[4096];
+    struct doca_mmap *mmap;
+    const void *descriptor, *again;
+    size_t size;
+    uint8_t exported;
+    settings("DEVICES", "0000:04:00.0", NULL);
+    struct doca_dev *other = device_open();
+    settings(NULL);
+    struct doca_dev *dev = device_open();
+    OK(doca_mmap_create(&mmap));
+    OK(doca_mmap_add_dev(mmap, dev));
+    OK(doca_mmap_set_memrange(mmap, region, sizeof region));
+    EXPECT(doca_mmap_export_pci(mmap, dev, &descriptor, &size), ERROR_BAD_STATE);
+    OK(doca_mmap_start(mmap));
+    EXPECT(doca_mmap_export_pci(mmap, other, &descriptor, &size), ERROR_NOT_FOUND);
+    EXPECT(doca_mmap_export_pci(mmap, dev, &descriptor, &size), ERROR_NOT_PERMITTED);
+    OK(doca_mmap_stop(mmap));
+    /* Facts 9 [FD]: relaxed ordering did not go with an export. */
+    OK(doca_mmap_set_permissions(mmap, DOCA_ACCESS_FLAG_PCI_READ_WRITE | DOCA_ACCESS_FLAG_PCI_RELAXED_ORDERING));
+    OK(doca_mmap_start(mmap));
+    EXPECT(doca_mmap_export_pci(mmap, dev, &descriptor, &size), ERROR_DRIVER);
+    OK(doca_mmap_stop(mmap));
+    OK(doca_mmap_set_permissions(mmap, DOCA_ACCESS_FLAG_PCI_READ_WRITE));
+    OK(doca_mmap_start(mmap));
+    OK(doca_mmap_export_pci(mmap, dev, &descriptor, &size));
+    OK(doca_mmap_export_pci(mmap, dev, &again, &size));
+    CHECK(again == descriptor, "the same bytes");
+    OK(doca_mmap_get_exported(mmap, &exported));
+    CHECK(exported == 1, "exported");
+    EXPECT(doca_mmap_stop(mmap), ERROR_NOT_PERMITTED);
+    OK(doca_mmap_destroy(mmap));
+    OK(doca_dev_close(dev));
+    OK(doca_dev_close(other));
+}
+
+/* Facts 10 and 17 (4): whether a card exports a dmabuf is not known; here it does so on request. */
+static void test_a_dmabuf_is_exported_on_request(void) {
+    for (int allowed = 0; allowed <= 1; allowed++) {
+        struct bench bench;
+        struct doca_mmap *exported, *imported;
+        const void *descriptor;
+        size_t size;
+        uint8_t *address = (uint8_t *)(uintptr_t)0x7000000000, got[64];
+        int fd = memfd_create("dmabuf", 0);
+        CHECK(fd >= 0 && ftruncate(fd, 8192) == 0, "memfd");
+        settings(allowed ? "DMABUF_EXPORT" : NULL, "allow", NULL);
+        bench_open(&bench);
+        OK(doca_mmap_create(&exported));
+        OK(doca_mmap_add_dev(exported, bench.dev));
+        OK(doca_mmap_set_permissions(exported, DOCA_ACCESS_FLAG_PCI_READ_WRITE));
+        OK(doca_mmap_set_dmabuf_memrange(exported, fd, address, 0, 8192));
+        OK(doca_mmap_start(exported));
+        doca_error_t result = doca_mmap_export_pci(exported, bench.dev, &descriptor, &size);
+        CHECK(result == (allowed ? DOCA_SUCCESS : DOCA_ERROR_NOT_SUPPORTED), "%s", doca_error_get_name(result));
+        if (allowed) {
+            OK(doca_mmap_create_from_export(NULL, descriptor, size, bench.dev, &imported));
+            text_fill(bench.memory, 64);
+            struct doca_buf *here = buf_data(&bench, 0, 64), *there = buf_of(&bench, imported, address + 100, 64);
+            CHECK(copy(&bench, here, there) == DOCA_SUCCESS, "copied");
+            CHECK(pread(fd, got, 64, 100) == 64 && memcmp(got, bench.memory, 64) == 0, "bytes in the file");
+            buf_release(here);
+            buf_release(there);
+            OK(doca_mmap_destroy(imported));
+        }
+        OK(doca_mmap_destroy(exported));
+        bench_close(&bench);
+        close(fd);
+    }
+}
+
+/* Facts 4 [H30]: bytes that are no descriptor, by any one bit or their length, are refused. */
+static void test_damaged_descriptors_are_refused(void) {
+    static uint8_t region[REGION_BYTES];
+    struct doca_mmap *imported;
+    union doca_data data = {.u64 = 11};
+    const void *descriptor;
+    uint8_t copy_of[DESCRIPTOR_MAX];
+    size_t size;
+    settings(NULL);
+    struct doca_dev *dev = device_open();
+    struct doca_mmap *mmap = mmap_exported(dev, region, DOCA_ACCESS_FLAG_PCI_READ_WRITE, &descriptor, &size);
+    memcpy(copy_of, descriptor, size);
+    for (size_t bit = 0; bit < 8 * size; bit++) {
+        copy_of[bit / 8] ^= (uint8_t)(1u << bit % 8);
+        EXPECT(doca_mmap_create_from_export(NULL, copy_of, size, dev, &imported), ERROR_INVALID_VALUE);
+        copy_of[bit / 8] ^= (uint8_t)(1u << bit % 8);
+    }
+    EXPECT(doca_mmap_create_from_export(NULL, copy_of, size - 1, dev, &imported), ERROR_INVALID_VALUE);
+    EXPECT(doca_mmap_create_from_export(NULL, copy_of, size + 1, dev, &imported), ERROR_INVALID_VALUE);
+    EXPECT(doca_mmap_create_from_export(NULL, NULL, size, dev, &imported), ERROR_INVALID_VALUE);
+    OK(doca_mmap_create_from_export(&data, copy_of, size, dev, &imported));
+    data.u64 = 0;
+    OK(doca_mmap_get_user_data(imported, &data));
+    CHECK(data.u64 == 11, "user data");
+    OK(doca_mmap_destroy(imported));
+    settings("DEVICES", "0000:05:00.0", "PROFILE", "none", NULL);
+    struct doca_dev *incapable = device_open();
+    EXPECT(doca_mmap_create_from_export(NULL, copy_of, size, incapable, &imported), ERROR_NOT_SUPPORTED);
+    OK(doca_dev_close(incapable));
+    OK(doca_mmap_destroy(mmap));
+    OK(doca_dev_close(dev));
+}
+
+int main(void) {
+    test_an_importer_reaches_the_exporter();
+    test_an_export_for_reading_is_not_written();
+    test_the_end_of_an_export_fails_tasks();
+    test_exporting_has_its_conditions();
+    test_a_dmabuf_is_exported_on_request();
+    test_damaged_descriptors_are_refused();
+    return 0;
+}
