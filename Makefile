@@ -22,6 +22,7 @@ demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
 
 test: $(ready)
+	scripts/setup-triton
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 test-dpu: $(ready)

@@ -1,9 +1,14 @@
-"""Destinations: memory segments of clients that KV is delivered into and stored from.
+"""Destinations: memory of clients that KV is delivered into and stored from.
 
-A segment is a file directly under /dev/shm that belongs to the daemon's own user; the client may unlink it once it is
-registered. The daemon maps it for as long as it is registered and used. Its pages are allocated and mapped at
-registration, so that a full /dev/shm is an error then, and no page fault slows a round; and made known to the
-pipeline's device, where it has one.
+Three kinds, of which the pipeline's backend takes some:
+
+- *shared memory*: a file directly under /dev/shm that belongs to the daemon's own user; the client may unlink it once
+  it is registered. The daemon maps it for as long as it is registered and used. Its pages are allocated and mapped at
+  registration, so that a full /dev/shm is an error then, and no page fault slows a round;
+- *exported memory* of the host, or of its GPU, which a DPU's engines write over PCIe: never read or written here;
+- *memory of a GPU* of this machine, by CUDA IPC: only the driver's copies reach it.
+
+Memory of the last two kinds is its owner's, who may end. What is delivered then fails, and the destination is dropped.
 """
 
 import asyncio
@@ -17,28 +22,34 @@ import secrets
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
 
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import native
 from shadowserve.errors import NativeError, ShadowServeError
+from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import ChunkLayout
 
 __all__ = ["Destination", "DestinationError", "DestinationTable", "OverlapError", "TooManyError"]
 
 SHARED_MEMORY: Final = "/dev/shm"
+DESCRIPTOR_MAX: Final = 4096
+"""Bytes of an export's description: a few hundred, of a region in one piece."""
+CUDA_HANDLE_BYTES: Final = 64
 _NAME: Final = re.compile(r"shadowserve-[0-9a-f]{8,64}\Z")
+_PCI_ADDRESS: Final = re.compile(r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]\Z")
 
 logger = logging.getLogger(__name__)
 
 
 class DestinationError(ShadowServeError):
-    """A segment cannot be registered, or a region of it cannot be used; the message says what the caller did wrong."""
+    """Memory cannot be registered, or a region of it cannot be used; the message says what the caller did wrong."""
 
 
 class TooManyError(DestinationError):
-    """A limit on segments, on their bytes, or on /dev/shm itself is reached."""
+    """A limit on destinations, on their bytes, or on /dev/shm itself is reached."""
 
 
 class OverlapError(DestinationError):
@@ -46,95 +57,140 @@ class OverlapError(DestinationError):
 
 
 class Destination:
-    """One registered segment.
+    """Registered memory.
 
     Attributes:
         destination_id: random, 64 bits.
         layout: of the chunks that move through it.
         size: bytes.
-        identity: device and inode of the file: the same for two registrations of one file.
+        identity: the same for two registrations of the same memory.
     """
 
-    def __init__(self, destination_id: int, layout: ChunkLayout, segment: "_Segment") -> None:
-        status = os.fstat(segment.file)
-        self.destination_id = destination_id
+    def __init__(
+        self,
+        layout: ChunkLayout,
+        size: int,
+        identity: object,
+        registered: native.Destination,
+        segment: "_Segment | None",
+    ) -> None:
+        self.destination_id = secrets.randbits(64) or 1
         self.layout = layout
-        self.size = len(segment.mapping)
-        self.identity = (status.st_dev, status.st_ino)
+        self.size = size
+        self.identity = identity
         self.used_at = time.monotonic()
         self.users = 0
         self.released = False
         self.quiet = asyncio.Event()
         self.quiet.set()
+        self._registered = registered
         self._segment = segment
 
     def region(self, offset: int, length: int) -> native.Region:
-        """Return a part of the segment, as rounds take it."""
-        return self._segment.registered.region(offset, length)
+        """Return a part of the memory, as a round takes it."""
+        return self._registered.region(offset, length)
 
     def check_whole(self) -> None:
         """Raise DestinationError if the file has shrunk: to touch what is gone would kill the daemon (SIGBUS)."""
-        if os.fstat(self._segment.file).st_size < self.size:
+        if self._segment is not None and os.fstat(self._segment.file).st_size < self.size:
             raise DestinationError(
                 f"the segment had {self.size} bytes when it was registered and is shorter now; register it again"
             )
 
     def close(self) -> None:
-        """Unmap. Nobody may be using the memory."""
-        self._segment.close()
+        """Let go. Nobody may be using the memory."""
+        self._registered.close()
+        if self._segment is not None:
+            self._segment.close()
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """A file under /dev/shm, open and mapped."""
+
+    file: int
+    memory: mmap.mmap
+
+    def close(self) -> None:
+        try:
+            self.memory.close()
+        except BufferError:  # a view is still alive somewhere: the mapping then goes with it
+            logger.warning("a segment of %d bytes is still referenced; it is unmapped later", len(self.memory))
+        os.close(self.file)
 
 
 class DestinationTable:
-    """All registered segments."""
+    """All registered destinations.
+
+    Args:
+        config: of the data plane.
+        pipeline: that the memory is made known to.
+    """
 
     def __init__(self, config: DataPlaneConfig, pipeline: native.Pipeline) -> None:
+        self._backend = config.backend
         self._pipeline = pipeline
+        self._kinds = {
+            name: (kind, connect) for name, (kind, connect) in _KINDS.items() if kind in pipeline.memory_kinds
+        }
         self._count_max = config.destinations_max
         self._bytes_max = int(config.destination_bytes_max)
         self._idle_max = config.destination_idle
         self._destinations: dict[int, Destination] = {}
         self._pending = 0  # registrations in progress
         self._pending_bytes = 0
-        self._claims: defaultdict[tuple[int, int], list[tuple[int, int, bool]]] = defaultdict(list)
+        self._claims: defaultdict[object, list[tuple[int, int, bool]]] = defaultdict(list)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The fields of RegisterDestinationRequest.memory that :meth:`register` takes."""
+        return list(self._kinds)
 
     def __len__(self) -> int:
         return len(self._destinations)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all registered segments."""
+        """Bytes of all registered destinations."""
         return sum(destination.size for destination in self._destinations.values())
 
     def get(self, destination_id: int) -> Destination | None:
-        """Return a segment by its id, None where there is none (any more)."""
+        """Return a destination by its id, None where there is none (any more)."""
         destination = self._destinations.get(destination_id)
         return None if destination is None or destination.released else destination
 
-    async def register(self, name: str, size: int, layout: ChunkLayout) -> Destination:
-        """Map the file ``name`` under /dev/shm.
+    async def register(self, request: pb.RegisterDestinationRequest, layout: ChunkLayout) -> Destination:
+        """Make the memory that ``request`` names ready for rounds.
 
         Raises:
-            DestinationError: a name, owner, type or size that is not as it must be, or memory that the device refuses.
+            DestinationError: memory of a kind that the backend does not take, or not as it must be.
             TooManyError: a limit is reached.
         """
-        if not _NAME.match(name):
-            raise DestinationError(f"shared_memory.name is {name[:100]!r}; it is 'shadowserve-' and 8 to 64 hex digits")
+        field = request.WhichOneof("memory")
+        if field not in self._kinds:
+            raise DestinationError(
+                f"memory is {field or 'not given'}; this data plane, with backend {self._backend}, takes "
+                + " or ".join(self._kinds)
+                + ("; cuda_ipc needs a CUDA driver and fused: false" if field == "cuda_ipc" else "")
+            )
+        memory = getattr(request, field)
+        size = int(memory.size)
         if size < layout.raw_bytes:
-            raise DestinationError(f"shared_memory.size is {size}; one chunk of this layout takes {layout.raw_bytes}")
+            raise DestinationError(f"{field}.size is {size}; one chunk of this layout takes {layout.raw_bytes}")
         if len(self._destinations) + self._pending >= self._count_max:
-            raise TooManyError(f"{self._count_max} segments are registered; release one, or raise destinations_max")
+            raise TooManyError(f"{self._count_max} destinations are registered; release one, or raise destinations_max")
         if self.total_bytes + self._pending_bytes + size > self._bytes_max:
-            raise TooManyError(f"the segments would exceed destination_bytes_max, {self._bytes_max} bytes")
+            raise TooManyError(f"the destinations would exceed destination_bytes_max, {self._bytes_max} bytes")
+        _, connect = self._kinds[field]
         self._pending += 1
         self._pending_bytes += size
         try:
-            opening = asyncio.ensure_future(asyncio.to_thread(_open, self._pipeline, name, size))
+            connecting = asyncio.ensure_future(asyncio.to_thread(connect, self._pipeline, memory, layout))
             try:
-                segment = await asyncio.shield(opening)
-            except asyncio.CancelledError:  # the caller is gone: nobody will use what the thread is still mapping
-                opening.add_done_callback(_discard)
+                destination = await asyncio.shield(connecting)
+            except asyncio.CancelledError:  # the caller is gone: nobody will use what the thread is still preparing
+                connecting.add_done_callback(_discard)
                 raise
-            destination = Destination(secrets.randbits(64) or 1, layout, segment)
             self._destinations[destination.destination_id] = destination
         finally:
             self._pending -= 1
@@ -146,19 +202,19 @@ class DestinationTable:
         """Use a region for the length of a job. Two jobs may share bytes only to read them.
 
         Raises:
-            DestinationError: the region is not inside the segment, or the segment is not whole.
+            DestinationError: the region is not inside the destination, or a segment is not whole.
             OverlapError: another job uses a part of it.
         """
         if offset + length > destination.size:
             raise DestinationError(
-                f"offset {offset} and {length} bytes end outside the segment, which has {destination.size} bytes"
+                f"offset {offset} and {length} bytes end outside the destination, which has {destination.size} bytes"
             )
         destination.check_whole()
         claims = self._claims[destination.identity]
         for begin, end, theirs_writing in claims:
             if offset < end and begin < offset + length and (writing or theirs_writing):
                 raise OverlapError(
-                    f"another job uses bytes {begin} to {end} of the segment, this one wants {offset} to "
+                    f"another job uses bytes {begin} to {end} of the destination, this one wants {offset} to "
                     f"{offset + length}; wait for its answer first"
                 )
         claim = (offset, offset + length, writing)
@@ -177,7 +233,7 @@ class DestinationTable:
                 destination.quiet.set()
 
     async def release(self, destination_id: int) -> None:
-        """Forget a segment: at once for new jobs; return once those in progress have ended. Unknown ids are fine."""
+        """Forget a destination: at once for new jobs; return once those running have ended. Unknown ids are fine."""
         destination = self._destinations.get(destination_id)
         if destination is None:
             return
@@ -185,8 +241,12 @@ class DestinationTable:
         await destination.quiet.wait()
         self._forget(destination)
 
+    def lost(self, destination: Destination) -> None:
+        """Take note that memory is out of reach: its owner has ended, or its device was reset. Jobs find it gone."""
+        destination.released = True
+
     def expire(self, now: float) -> None:
-        """Forget segments that nobody has used for too long, or whose release was not waited for."""
+        """Forget destinations that nobody has used for too long, or whose release was not waited for."""
         for destination in list(self._destinations.values()):
             idle = now - destination.used_at >= self._idle_max
             if destination.users == 0 and (idle or destination.released):
@@ -208,35 +268,67 @@ class DestinationTable:
         self._destinations.clear()
 
 
-class _Segment:
-    """A file that is mapped, and registered with the pipeline."""
-
-    def __init__(self, file: int, mapping: mmap.mmap, registered: native.Destination) -> None:
-        self.file, self.mapping, self.registered = file, mapping, registered
-
-    def close(self) -> None:
-        self.registered.close()
-        self.mapping.close()
-        os.close(self.file)
+def _discard(connecting: "asyncio.Future[Destination]") -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()
 
 
-def _discard(opening: "asyncio.Future[_Segment]") -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        opening.result().close()
+# ---- Each kind of memory; all block, and run in threads -----------------------------------------------------------
 
 
-def _open(pipeline: native.Pipeline, name: str, size: int) -> _Segment:
-    file, mapping = _map(name, size)
+def _shared(pipeline: native.Pipeline, memory: pb.SharedMemory, layout: ChunkLayout) -> Destination:
+    if not _NAME.match(memory.name):
+        raise DestinationError(
+            f"shared_memory.name is {memory.name[:100]!r}; it is 'shadowserve-' and 8 to 64 hex digits"
+        )
+    segment = _map(memory.name, memory.size)
     try:
-        return _Segment(file, mapping, native.Destination.local(pipeline, mapping))
+        status = os.fstat(segment.file)
+        registered = _registered(lambda: native.Destination.local(pipeline, segment.memory))
+    except BaseException:
+        segment.close()
+        raise
+    return Destination(layout, memory.size, (status.st_dev, status.st_ino), registered, segment)
+
+
+def _exported(pipeline: native.Pipeline, memory: pb.ExportedMemory, layout: ChunkLayout) -> Destination:
+    if not 0 < len(memory.descriptor) <= DESCRIPTOR_MAX:
+        raise DestinationError(
+            f"exported_memory.descriptor has {len(memory.descriptor)} bytes; it has 1 to {DESCRIPTOR_MAX}"
+        )
+    if memory.address == 0 or memory.address + memory.size > 2**64:
+        raise DestinationError(f"exported_memory: {memory.size} bytes at {memory.address:#x} are no memory")
+    address, descriptor = memory.address, memory.descriptor
+    registered = _registered(lambda: native.Destination.exported(pipeline, address, memory.size, descriptor))
+    return Destination(layout, memory.size, descriptor, registered, None)
+
+
+def _cuda(pipeline: native.Pipeline, memory: pb.CudaIpcMemory, layout: ChunkLayout) -> Destination:
+    if len(memory.handle) != CUDA_HANDLE_BYTES:
+        raise DestinationError(f"cuda_ipc.handle has {len(memory.handle)} bytes; it has {CUDA_HANDLE_BYTES}")
+    if not _PCI_ADDRESS.match(memory.device):
+        raise DestinationError(f"cuda_ipc.device is {memory.device[:40]!r}; it is a PCI address, such as 0000:3b:00.0")
+    handle, device = memory.handle, memory.device
+    registered = _registered(lambda: native.Destination.cuda_ipc(pipeline, handle, memory.size, device))
+    return Destination(layout, memory.size, handle, registered, None)
+
+
+_KINDS: Final[dict[str, tuple[native.MemoryKind, Callable[[native.Pipeline, Any, ChunkLayout], Destination]]]] = {
+    "shared_memory": (native.MemoryKind.LOCAL, _shared),
+    "exported_memory": (native.MemoryKind.EXPORTED, _exported),
+    "cuda_ipc": (native.MemoryKind.CUDA_IPC, _cuda),
+}
+
+
+def _registered(register: Callable[[], native.Destination]) -> native.Destination:
+    try:
+        return register()
     except NativeError as error:
-        mapping.close()
-        os.close(file)
-        kind = TooManyError if error.result is native.Result.NO_MEMORY else DestinationError
-        raise kind(f"the segment cannot be used: {error}") from error
+        kind = TooManyError if error.result == native.Result.NO_MEMORY else DestinationError
+        raise kind(f"the memory cannot be used: {error}") from error
 
 
-def _map(name: str, size: int) -> tuple[int, mmap.mmap]:
+def _map(name: str, size: int) -> _Segment:
     """Open, check, allocate and map a segment; blocks for about 0.1 s for each GiB."""
     path = f"{SHARED_MEMORY}/{name}"
     try:
@@ -262,4 +354,4 @@ def _map(name: str, size: int) -> tuple[int, mmap.mmap]:
     except BaseException:
         os.close(file)
         raise
-    return file, memory
+    return _Segment(file, memory)

@@ -14,7 +14,7 @@ from prometheus_client import Histogram
 
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.destinations import DestinationError, DestinationTable, OverlapError, TooManyError
+from dpu_dataplane.destinations import Destination, DestinationError, DestinationTable, OverlapError, TooManyError
 from dpu_dataplane.fetching import Fetcher, FetchRegion
 from dpu_dataplane.jobs import Job, JobTable, QueueFull, Stop
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
@@ -75,13 +75,13 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def RegisterDestination(  # noqa: N802
         self, request: pb.RegisterDestinationRequest, context: _Context
     ) -> pb.RegisterDestinationResponse:
-        """Map a segment."""
+        """Make memory known."""
         return await self._answer(context, self._register, request)
 
     async def ReleaseDestination(  # noqa: N802
         self, request: pb.ReleaseDestinationRequest, context: _Context
     ) -> pb.ReleaseDestinationResponse:
-        """Forget a segment, once no job uses it."""
+        """Forget memory, once no job uses it."""
         await self._destinations.release(request.destination_id)
         return pb.ReleaseDestinationResponse()
 
@@ -190,12 +190,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def _register(self, request: pb.RegisterDestinationRequest) -> pb.RegisterDestinationResponse:
         layout = self._validate.layout(request)
         self._check_buffers(layout)
-        memory = request.shared_memory
-        destination = await self._destinations.register(memory.name, memory.size, layout)
+        destination = await self._destinations.register(request, layout)
         logger.info(
-            "registered destination %016x: %d bytes, %d a chunk",
+            "registered destination %016x: %d bytes of %s, %d a chunk",
             destination.destination_id,
-            memory.size,
+            destination.size,
+            request.WhichOneof("memory"),
             layout.raw_bytes,
         )
         return pb.RegisterDestinationResponse(destination_id=destination.destination_id, chunk_bytes=layout.raw_bytes)
@@ -232,7 +232,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             with self._destinations.claim(destination, request.offset, request.length, writing=True):
                 region = FetchRegion(destination, request.offset, request.length)
                 try:
-                    return await self._fetcher.run(job, region, keys)
+                    response = await self._fetcher.run(job, region, keys)
+                    self._check_reach(destination, response.outcome)
+                    return response
                 except Exception as error:
                     if isinstance(error, QueueFull):
                         raise
@@ -253,7 +255,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             length = len(keys) * destination.layout.raw_bytes
             with self._destinations.claim(destination, request.offset, length, writing=False):
                 try:
-                    return await self._storer.run(job, destination, request.offset, keys)
+                    response = await self._storer.run(job, destination, request.offset, keys)
+                    self._check_reach(destination, response.outcome)
+                    return response
                 except Exception as error:
                     if isinstance(error, QueueFull):
                         raise
@@ -261,6 +265,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     return pb.StoreResponse(outcome=outcome, detail=detail)
 
         return await self._run(request, work, self._metrics.stores, self._metrics.store_seconds)
+
+    def _check_reach(self, destination: Destination, outcome: pb.Outcome) -> None:
+        """Drop a destination that could not be reached: whoever still owns it registers it anew."""
+        if outcome == pb.OUTCOME_DEVICE:
+            logger.warning("destination %016x could not be reached: forgotten", destination.destination_id)
+            self._destinations.lost(destination)
 
     async def _run(
         self,

@@ -33,6 +33,7 @@ _OUTCOMES = {
     Result.DEADLINE: pb.OUTCOME_DEADLINE,
     Result.CANCELLED: pb.OUTCOME_CANCELLED,
     Result.NOT_SUPPORTED: pb.OUTCOME_UNSUPPORTED_CODEC,
+    Result.DEVICE: pb.OUTCOME_DEVICE,
 }
 
 logger = logging.getLogger(__name__)

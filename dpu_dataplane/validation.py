@@ -82,15 +82,13 @@ class Validator:
         return chains
 
     def layout(self, request: pb.RegisterDestinationRequest) -> ChunkLayout:
-        """Return the layout of a segment to register."""
+        """Return the layout of memory to register."""
         if request.protocol_version != PROTOCOL_VERSION:
             raise InvalidCall(
                 f"the client speaks protocol version {request.protocol_version}, this data plane version "
                 f"{PROTOCOL_VERSION}; install the same release of ShadowServe on both sides",
                 grpc.StatusCode.FAILED_PRECONDITION,
             )
-        if request.WhichOneof("memory") != "shared_memory":
-            raise InvalidCall("memory is not given; this data plane takes shared_memory")
         layout = request.layout
         dtypes = {dtype.name.lower(): dtype for dtype in native.DType}
         quantizers = {quantizer.name.lower(): quantizer for quantizer in native.Quantizer}

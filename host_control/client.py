@@ -2,7 +2,7 @@
 
 What the daemon answers is checked before it is believed. A Fetch or Store that ends without an answer (the connection
 broke, the deadline passed, the answer makes no sense) is not *quiet*: the daemon may still move bytes in the region, so
-the caller must not use that memory again (:mod:`host_control.segment` retires it).
+the caller must not use that memory again (:mod:`host_control.destination` retires it).
 """
 
 import threading
@@ -24,6 +24,7 @@ __all__ = [
     "DataPlaneClient",
     "FetchAnswer",
     "FetchCall",
+    "MemoryMessage",
     "Registration",
     "StoreAnswer",
 ]
@@ -32,6 +33,12 @@ _GRACE: Final = 0.25
 """Seconds that a call may outlast the deadline that the daemon was given: its answer is worth more than the time."""
 
 _DTYPE_BYTES: Final = {"uint8": 1, "float8_e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+MemoryMessage = pb.SharedMemory | pb.ExportedMemory | pb.CudaIpcMemory
+_MEMORY_FIELDS: Final[dict[type[Any], str]] = {
+    pb.SharedMemory: "shared_memory",
+    pb.ExportedMemory: "exported_memory",
+    pb.CudaIpcMemory: "cuda_ipc",
+}
 _OPERATION = Literal["lookup", "fetch", "store", "register"]
 _REFUSALS: Final = {
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -49,6 +56,7 @@ _AT_FAULT: Final = {
     "storage_unavailable",
     "storage_refused",
     "internal",
+    "device",
 }
 _CHANNEL_OPTIONS: Final = (
     # gRPC's own backoff grows to two minutes; a daemon that is back should be found within a second.
@@ -65,7 +73,7 @@ _CHANNEL_OPTIONS: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkShape:
-    """How one chunk lies in a segment: layer, kind, token, head, dimension.
+    """How one chunk lies in memory: layer, kind, token, head, dimension.
 
     Attributes:
         namespace: digest of the ``KVNamespace``, 32 bytes.
@@ -161,7 +169,7 @@ class Breaker:
 
 
 class Registration(NamedTuple):
-    """What the daemon calls a segment."""
+    """What the daemon calls memory that it knows."""
 
     destination_id: int
     chunk_bytes: int
@@ -278,8 +286,8 @@ class DataPlaneClient:
             return False
         return True
 
-    def register(self, shape: ChunkShape, name: str, size: int) -> Registration:
-        """Make a shared memory segment known to the data plane. The caller has asked the breaker.
+    def register(self, shape: ChunkShape, memory: MemoryMessage) -> Registration:
+        """Make memory known to the data plane. The caller has asked the breaker.
 
         Raises:
             DataPlaneError: refused, unreachable, or the daemon counts another chunk size than we do.
@@ -287,7 +295,7 @@ class DataPlaneClient:
         request = pb.RegisterDestinationRequest(
             protocol_version=PROTOCOL_VERSION,
             layout=shape.message(),
-            shared_memory=pb.SharedMemory(name=name, size=size),
+            **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
         try:
             answer = self._stub.RegisterDestination(request, timeout=self._connect_timeout)
@@ -299,22 +307,26 @@ class DataPlaneClient:
         self._report("register", "complete")
         return Registration(answer.destination_id, answer.chunk_bytes)
 
-    def release(self, destination_id: int, *, wait: bool) -> None:
-        """Have the data plane forget a segment; one that does not answer forgets it by itself, some time.
+    def release(self, destination_id: int, *, wait: bool) -> bool:
+        """Have the data plane forget memory; one that does not answer forgets it by itself, some time.
 
         Args:
-            destination_id: of the segment.
+            destination_id: of the memory.
             wait: for the answer, at most ``connect_timeout`` seconds.
+
+        Returns:
+            Whether it has answered, so that it will not touch the memory any more; always false without ``wait``.
         """
         request = pb.ReleaseDestinationRequest(destination_id=destination_id)
         try:
             call = self._stub.ReleaseDestination.future(request, timeout=self._connect_timeout)
             if wait:
                 call.result()
-            else:
-                self._let_go(call)
+                return True
+            self._let_go(call)
         except (grpc.RpcError, grpc.FutureCancelledError, ValueError):  # ValueError: the channel is closed
-            return
+            pass
+        return False
 
     def start_fetch(
         self, job_id: str, destination_id: int, offset: int, length: int, keys: Sequence[bytes], timeout: float

@@ -4,6 +4,7 @@ vLLM users write the keys into ``kv_connector_extra_config``, plain (``"quantize
 (``"shadowserve.quantizer"``); both win over environment and file, as a flag would.
 """
 
+import ipaddress
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Literal, Self
 
@@ -17,6 +18,8 @@ __all__ = ["HostConfig"]
 
 _DOTTED: Final = "shadowserve."
 _MIB: Final = 1 << 20
+_BUFFER_MAX: Final = 8192 * _MIB
+"""128 chunks, more than which never pay, of a model with twice the KV of Llama-3.1-8B in bfloat16."""
 
 
 class HostConfig(Section):
@@ -61,11 +64,22 @@ class HostConfig(Section):
     order: Literal["fifo", "sjf"] = "fifo"
     """Which fetch job goes next: the oldest, or the one with the fewest chunks (which lets long ones wait until their
     deadline while short ones keep coming)."""
-    fetch_buffer_bytes: ByteSize = Field(ByteSize(256 * _MIB), ge=4096)
-    """Shared memory that fetched chunks arrive in, of each worker. Two rounds share it: one arrives while the other is
+    delivery: Literal["auto", "shared_memory", "pinned", "cuda_ipc", "exported"] = "auto"
+    """How fetched chunks reach the engine (docs/gpu.md). ``auto``: ``shared_memory`` for engines on CPUs; for engines
+    on GPUs ``pinned`` where the data plane is on this machine, else ``exported``. ``pinned``: shared memory that the
+    GPU copies from. ``cuda_ipc``: a data plane on this machine copies into the GPU's memory. ``exported``: a DPU writes
+    into the GPU's memory, or where that cannot be exported, and for engines on CPUs, into the host's."""
+    device: str = Field("", max_length=64)
+    """This side's function of the DPU, to export memory on: PCI address or name; empty takes the first that can."""
+    fetch_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)
+    """Memory that fetched chunks arrive in, of each worker: the GPU's, where they are delivered to one (ShadowServe
+    section 4.3: the DMA destination buffer), else the host's. Two rounds share it: one arrives while the other is
     scattered. Raised to two chunks where it is smaller, lowered to 128 where it is larger."""
-    store_buffer_bytes: ByteSize = Field(ByteSize(256 * _MIB), ge=4096)
-    """Shared memory that chunks wait in to be stored, of each worker. A chunk that finds it full is not stored."""
+    reshaping_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)
+    """Most memory of the GPU that chunks are reordered in between that buffer and paged memory. With Triton, one chunk
+    of it is used, for those that are to be stored; without it, as much as a round takes."""
+    store_buffer_bytes: ByteSize = Field(ByteSize(256 * _MIB), ge=4096, le=_BUFFER_MAX)
+    """The host's memory that chunks wait in to be stored, of each worker. A chunk that finds it full is not stored."""
     store_batch_chunks: int = Field(8, ge=1, le=1024)
     """At most so many chunks in one Store call."""
     recent_keys: int = Field(65536, ge=0)
@@ -111,6 +125,17 @@ class HostConfig(Section):
                 )
             flags[key] = value
         return cls.load(flags=flags)
+
+    @property
+    def data_plane_is_local(self) -> bool:
+        """Whether the data plane's address can only be on this machine."""
+        if self.data_plane.startswith("unix:"):
+            return True
+        host = self.data_plane.rpartition(":")[0].strip("[]")
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
 
     def data_plane_address(self, rank: int) -> str:
         """Return the address of the data plane that serves tensor-parallel rank ``rank``."""

@@ -2,26 +2,32 @@
 
 A chunk lies as layer, kind, token, head, dimension (docs/record-format.md). A :class:`PagedLayout` sees each layer's
 paged memory as one strided view for each kind, with the logical dimensions [block, token, head, dimension], whatever
-the physical order; moving a chunk is then one indexed copy for each view. vLLM's layouts:
+the physical order (tiles take two more, [block, token, token, head, dimension, dimension]); moving chunks is then one
+indexed copy for each view, or one kernel for all. Which layout an engine has, its own writes say
+(:mod:`host_control.vllm.probe`).
+vLLM's layouts:
 
 - ``kv_cells``: CUDA attention backends; logical [block, head, token, K|V] with any strides ("HND", "NHD", and the
   block-outermost ones): K is the first half of each cell, V the second.
 - ``cpu_pages``: the CPU backend; each head's page holds K transposed as [dimension, token], then V as
-  [token, dimension]. Other instruction sets than the common one order a page otherwise; callers check with
-  :meth:`PagedLayout.gather` what the engine wrote before they trust this.
+  [token, dimension].
+- ``cpu_tiles``: the CPU backend with AMX, which multiplies pairs in tiles 16 wide; each head's page holds K as
+  [token / 16, dimension / 2, token % 16, dimension % 2], then V as [dimension / 16, token / 2, dimension % 16,
+  token % 2].
 - ``latent``: MLA; logical [block, 1, token, latent].
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
-__all__ = ["LayoutKind", "PagedLayout", "dtype_name"]
+__all__ = ["LayoutKind", "MoverKind", "PagedLayout", "dtype_name"]
 
-LayoutKind = Literal["kv_cells", "cpu_pages", "latent"]
+LayoutKind = Literal["kv_cells", "cpu_pages", "cpu_tiles", "latent"]
+MoverKind = Literal["numpy", "torch", "triton"]
 _DTYPE_NAMES: Final = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -31,6 +37,8 @@ _DTYPE_NAMES: Final = {
     torch.float8_e5m2: "uint8",
 }
 _WORD_BYTES: Final = 8
+_TILE: Final = 16
+_PAIR: Final = 2
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -45,7 +53,9 @@ class PagedLayout:
     Args:
         caches: one tensor for each layer, in layer order, logical [block, head, token, content].
         kind: physical layout.
-        mover: what copies; by default numpy on CPUs, torch on devices.
+        mover: what copies; by default ``numpy`` on CPUs, on devices ``triton`` where it is installed, else ``torch``.
+        reshaping_bytes: of the device's memory that copies may take to reorder chunks in; one chunk is always taken.
+            Kernels need it for nothing but chunks on their way to memory of the host.
 
     Raises:
         ValueError: tensors that do not fit the layout or each other; the message says which and why.
@@ -55,7 +65,9 @@ class PagedLayout:
         dtype: of the elements; fp8 appears as ``torch.uint8``.
     """
 
-    def __init__(self, caches: Sequence[Any], kind: LayoutKind, mover: Literal["numpy", "torch"] | None = None) -> None:
+    def __init__(
+        self, caches: Sequence[Any], kind: LayoutKind, mover: MoverKind | None = None, reshaping_bytes: int = 0
+    ) -> None:
         if not caches:
             raise ValueError("there is no KV cache")
         first = caches[0]
@@ -75,7 +87,7 @@ class PagedLayout:
             raise ValueError(f"a latent has one head, this cache {self.heads}")
         views = [view for cache in caches for view in _views(_moved_as(cache), kind, self.head_size)]
         self.dtype = views[0].dtype
-        self._mover = _MOVERS[mover or ("numpy" if self.device.type == "cpu" else "torch")](views)
+        self._mover = _mover(mover, views, reshaping_bytes)
 
     @property
     def vector_length(self) -> int:
@@ -86,25 +98,39 @@ class PagedLayout:
         """Bytes of a chunk of ``tokens`` tokens."""
         return int(self.layers * self.kinds * tokens * self.vector_length * self.dtype.itemsize)
 
-    def scatter(self, chunk: Any, blocks: Sequence[int], skip_blocks: int = 0) -> None:
-        """Copy a chunk into paged memory.
+    def scatter(
+        self, chunks: Any, blocks: Sequence[int], skip_blocks: int = 0, chunk_blocks: int | None = None
+    ) -> None:
+        """Copy the chunks of a round into paged memory.
+
+        On a device: on the current stream, in one launch with Triton.
 
         Args:
-            chunk: the chunk's bytes, a buffer or a tensor in CPU memory; ``len(blocks)`` blocks long.
-            blocks: block numbers, one for each ``block_tokens`` tokens of the chunk.
+            chunks: their bytes, one after the other: a buffer, or a tensor in the CPU's or the device's memory.
+            blocks: block numbers, one for each ``block_tokens`` tokens of all chunks.
             skip_blocks: leading blocks that stay as they are.
+            chunk_blocks: blocks that one chunk fills; by default all of them.
         """
         if skip_blocks < len(blocks):
-            self._mover.scatter(self._chunk_view(chunk, len(blocks))[:, skip_blocks:], list(blocks[skip_blocks:]))
+            self._mover.scatter(self._chunk_view(chunks, len(blocks), chunk_blocks), list(blocks), skip_blocks)
 
     def gather(self, chunk: Any, blocks: Sequence[int]) -> None:
-        """Copy paged memory into a chunk: the inverse of :meth:`scatter`, with the same arguments."""
-        self._mover.gather(self._chunk_view(chunk, len(blocks)), list(blocks))
+        """Copy paged memory into one chunk.
 
-    def _chunk_view(self, chunk: Any, blocks: int) -> Any:
-        """Return [layer x kind, block, token, head, dimension] over a chunk's bytes."""
-        tensor = chunk if isinstance(chunk, torch.Tensor) else torch.frombuffer(chunk, dtype=torch.uint8)
-        shape = (self.layers * self.kinds, blocks, self.block_tokens, self.heads, self.head_size)
+        On a device: on the current stream, to memory of the host without waiting for the copy's end.
+
+        Args:
+            chunk: its bytes, to be written: a buffer, or a tensor in the CPU's or the device's memory.
+            blocks: block numbers.
+        """
+        self._mover.gather(self._chunk_view(chunk, len(blocks), None), list(blocks))
+
+    def _chunk_view(self, chunks: Any, blocks: int, chunk_blocks: int | None) -> Any:
+        """Return [chunk, layer x kind, block, token, head, dimension] over chunks' bytes."""
+        tensor = chunks if isinstance(chunks, torch.Tensor) else torch.frombuffer(chunks, dtype=torch.uint8)
+        each = chunk_blocks or blocks
+        parts = self.layers * self.kinds
+        shape = (blocks // each, parts, each, self.block_tokens, self.heads, self.head_size)
         return tensor.view(self.dtype).view(shape)
 
 
@@ -114,78 +140,173 @@ class _NumpyMover:
     torch would spread each copy over the threads that it also computes with: two threads of ours and the engine's on
     the same cores, waiting for each other at barriers. One numpy copy is as fast, and leaves the interpreter free.
 
-    Where tokens lie side by side in a page (K), each block has to be transposed, an element at a time. So neighbouring
-    tokens are first joined to words of 8 bytes, in the cache and with vector instructions: then there are four times
-    fewer elements to transpose, which more than halves the time, on the engine's core.
+    Where tokens lie side by side in a page, each block has to be transposed, an element at a time. So neighbouring
+    tokens are first joined to words, in the cache and with vector instructions: then there are four times fewer
+    elements to transpose, which more than halves the time, on the engine's core. Neighbouring dimensions are words
+    already.
     """
 
     def __init__(self, views: Sequence[Any]) -> None:
         self._views = [_as_numpy(view) for view in views]
         self._words = [_words(view) for view in self._views]
 
-    def scatter(self, source: Any, blocks: list[int]) -> None:
-        for part, view, words in zip(_as_numpy(source), self._views, self._words, strict=True):
+    def scatter(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+        each = chunks.shape[2]
+        for index, chunk in enumerate(_as_numpy(chunks)):
+            skip = min(max(skip_blocks - index * each, 0), each)
+            numbers = blocks[index * each + skip : (index + 1) * each]
+            for part, (words, tokens) in zip(chunk[:, skip:], self._words, strict=True):
+                for block, number in zip(part, numbers, strict=True):
+                    words[number] = _joined(block, tokens).view(words.dtype).reshape(words.shape[1:])
+
+    def gather(self, chunks: Any, blocks: list[int]) -> None:
+        (chunk,) = _as_numpy(chunks)
+        for part, view, (words, tokens) in zip(chunk, self._views, self._words, strict=True):
             for block, number in zip(part, blocks, strict=True):
-                if words is None:
-                    view[number] = block
+                if tokens == 1:
+                    block.view(words.dtype).reshape(words.shape[1:])[...] = words[number]
+                elif tokens == _PAIR:
+                    pairs = words[number].reshape(-1, *block.shape[1:])
+                    block[0::2] = pairs
+                    block[1::2] = pairs >> (8 * block.itemsize)
                 else:
-                    words[number] = _joined(block)
-
-    def gather(self, target: Any, blocks: list[int]) -> None:
-        for part, view in zip(_as_numpy(target), self._views, strict=True):
-            for block, number in zip(part, blocks, strict=True):
-                block[...] = view[number]
+                    block[...] = view[number]
 
 
-class _TorchMover:
-    """Copies on a device, on the current stream: with our Triton kernels where they can run, else by indexing."""
+class _DeviceMover:
+    """Copies on a device, on the current stream.
 
-    def __init__(self, views: Sequence[Any]) -> None:
+    Its *reshaping buffer* is memory of the device, taken when first needed: chunks that come from the host or go there
+    pass through it, and :class:`_TorchMover` reorders in it. A chunk that is gathered has a part of its own, for the
+    engine's thread does that, on the engine's stream; the rest is the scattering thread's.
+    """
+
+    def __init__(self, views: Sequence[Any], reshaping_bytes: int) -> None:
         self._views = list(views)
         self._device = views[0].device
-        self._kernels = _kernels() if self._device.type == "cuda" else None
+        self._block_tokens = views[0].shape[1]
+        self._reshaping_bytes = reshaping_bytes
+        self._gathered: Any = None
+        self._scattered: Any = None
 
-    def scatter(self, source: Any, blocks: list[int]) -> None:
-        source = source.to(self._device, non_blocking=True)
-        if self._kernels is not None:
-            self._kernels.scatter(source, self._views, blocks)
-            return
+    def scatter(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+        group = self._group(chunks)
+        each = chunks.shape[2]
+        for first in range(0, len(chunks), group):
+            part = chunks[first : first + group]
+            if part.device != self._device:
+                self._scattered, room = _room(self._scattered, part, self._device)
+                part = room.copy_(part, non_blocking=True)
+            begin, end = first * each, (first + len(part)) * each
+            self._to_pages(part, blocks[begin:end], min(max(skip_blocks - begin, 0), end - begin))
+
+    def gather(self, chunks: Any, blocks: list[int]) -> None:
+        target = chunks
+        if chunks.device != self._device:
+            self._gathered, target = _room(self._gathered, chunks, self._device)
+        self._from_pages(target, blocks)
+        if target is not chunks:
+            chunks.copy_(target, non_blocking=True)
+
+    def _group(self, chunks: Any) -> int:
+        """Return how many chunks the buffer's part for scattering holds."""
+        size = int(chunks[0].nbytes)
+        return max(1, (self._reshaping_bytes - size) // size)
+
+    def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+        raise NotImplementedError
+
+    def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
+        raise NotImplementedError
+
+
+class _TorchMover(_DeviceMover):
+    """Copies by indexing: one launch for each layer and kind, after one that brings all chunks' blocks together."""
+
+    def __init__(self, views: Sequence[Any], reshaping_bytes: int) -> None:
+        super().__init__(views, reshaping_bytes)
+        self._reshaped: Any = None
+
+    def _group(self, chunks: Any) -> int:
+        # What came from the host is there twice.
+        return max(1, super()._group(chunks) // (1 if chunks.device == self._device else 2))
+
+    def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+        parts_first = chunks.transpose(0, 1)
+        self._reshaped, room = _room(self._reshaped, parts_first, self._device)
+        reshaped = room.copy_(parts_first)
+        index = torch.tensor(blocks[skip_blocks:], dtype=torch.long, device=self._device)
+        for part, view in zip(reshaped.flatten(1, 2), self._views, strict=True):
+            view[index] = part[skip_blocks:].reshape(-1, *view.shape[1:])
+
+    def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
         index = torch.tensor(blocks, dtype=torch.long, device=self._device)
-        for part, view in zip(source, self._views, strict=True):
-            view[index] = part
-
-    def gather(self, target: Any, blocks: list[int]) -> None:
-        staged = target if target.device == self._device else torch.empty_like(target, device=self._device)
-        if self._kernels is not None:
-            self._kernels.gather(staged, self._views, blocks)
-        else:
-            index = torch.tensor(blocks, dtype=torch.long, device=self._device)
-            for part, view in zip(staged, self._views, strict=True):
-                part.copy_(view[index])
-        if staged is not target:
-            target.copy_(staged)
+        for part, view in zip(chunks[0], self._views, strict=True):
+            part.copy_(view[index].reshape(part.shape))
 
 
-_MOVERS: Final[dict[str, Callable[[Sequence[Any]], Any]]] = {"numpy": _NumpyMover, "torch": _TorchMover}
+class _TritonMover(_DeviceMover):
+    """Copies with our kernels: one launch for a round."""
+
+    def __init__(self, views: Sequence[Any], reshaping_bytes: int) -> None:
+        super().__init__(views, reshaping_bytes)
+        from host_control.layouts_triton import Kernels
+
+        self._kernels = Kernels(views)
+
+    def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+        self._kernels.scatter(chunks.flatten(2, 3), self._slots(blocks, skip_blocks))
+
+    def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
+        self._kernels.gather(chunks.flatten(2, 3), self._slots(blocks, 0))
+
+    def _slots(self, blocks: list[int], skip_blocks: int) -> Any:
+        numbers = torch.tensor(blocks, dtype=torch.int64, device=self._device)
+        slots = numbers[:, None] * self._block_tokens + torch.arange(self._block_tokens, device=self._device)
+        slots[:skip_blocks] = -1
+        return slots.flatten()
 
 
-def _words(view: Any) -> Any:
-    """Return a view of pages as words of neighbouring tokens, [block, word, head, dimension]; ``None``: cannot be."""
-    count = _WORD_BYTES // view.itemsize
-    if sys.byteorder != "little" or view.strides[1] != view.itemsize or view.shape[1] % count:
-        return None
-    return np.moveaxis(np.moveaxis(view, 1, 3).view(np.uint64), 3, 1)
+def _room(room: Any, chunks: Any, device: Any) -> tuple[Any, Any]:
+    """Return ``room``, or a larger one in its stead, and as much of it as takes ``chunks``, in their shape."""
+    if room is None or room.numel() < chunks.numel():
+        room = torch.empty(chunks.numel(), dtype=chunks.dtype, device=device)
+    return room, room[: chunks.numel()].view(chunks.shape)
 
 
-def _joined(block: Any) -> Any:
-    """Return [token, head, dimension] with neighbouring tokens joined to words, the first one lowest."""
-    while block.itemsize < _WORD_BYTES:
+def _mover(kind: MoverKind | None, views: Sequence[Any], reshaping_bytes: int) -> Any:
+    if kind == "numpy" or (kind is None and views[0].device.type == "cpu"):
+        return _NumpyMover(views)
+    if kind != "torch":
+        try:
+            return _TritonMover(views, reshaping_bytes)
+        except (ImportError, ValueError):  # no Triton, or strides that its kernels do not take: slower, the same bytes
+            if kind == "triton":
+                raise
+    return _TorchMover(views, reshaping_bytes)
+
+
+def _words(view: Any) -> tuple[Any, int]:
+    """Return a view of pages by words of neighbouring elements, and how many tokens join in one: perhaps one."""
+    axis, count = (2, _PAIR) if view.ndim == 6 else (1, _WORD_BYTES // view.itemsize)
+    if view.ndim == 6 and view.strides[5] == view.itemsize:
+        return view.view(f"u{_PAIR * view.itemsize}"), 1
+    if sys.byteorder != "little" or view.strides[axis] != view.itemsize or view.shape[axis] % count:
+        return view, 1
+    wide = np.moveaxis(view, axis, -1).view(f"u{count * view.itemsize}")
+    return np.moveaxis(wide, -1, axis), count
+
+
+def _joined(block: Any, tokens: int) -> Any:
+    """Return [token, head, dimension] with so many neighbouring tokens joined to words, the first one lowest."""
+    while tokens > 1:
         bits = 8 * block.itemsize
         block = block.view(f"u{block.itemsize}")
         joined = block[1::2].astype(f"u{2 * block.itemsize}")
         joined <<= bits
         joined |= block[0::2]
         block = joined
+        tokens //= 2
     return block
 
 
@@ -207,20 +328,17 @@ def _views(cache: Any, kind: LayoutKind, head_size: int) -> list[Any]:
     blocks, heads, tokens, content = cache.shape
     if cache.stride()[1:] != (tokens * content, content, 1):
         raise ValueError(f"a CPU cache with strides {cache.stride()} does not hold each head's page in one piece")
-    half = tokens * head_size
-    block_stride = cache.stride(0)
-    head_stride = tokens * content
-    start = cache.storage_offset()
-    size = (blocks, tokens, heads, head_size)
-    key = cache.as_strided(size, (block_stride, 1, head_stride, tokens), start)
-    value = cache.as_strided(size, (block_stride, head_size, head_stride, 1), start + half)
-    return [key, value]
-
-
-def _kernels() -> Any:
-    """Return the Triton kernels where they can run, else ``None``: indexed copies do the same, slower."""
-    try:
-        import host_control.layouts_triton as kernels
-    except ImportError:
-        return None
-    return kernels
+    start, half = cache.storage_offset(), tokens * head_size
+    block, head = cache.stride(0), tokens * content
+    if kind == "cpu_pages":
+        size: tuple[int, ...] = (blocks, tokens, heads, head_size)
+        key = cache.as_strided(size, (block, 1, head, tokens), start)
+        return [key, cache.as_strided(size, (block, head_size, head, 1), start + half)]
+    if tokens % _TILE or head_size % _TILE:
+        raise ValueError(
+            f"pages of {tokens} tokens and heads of {head_size} elements do not divide into tiles of {_TILE}"
+        )
+    size = (blocks, tokens // _TILE, _TILE, heads, head_size // _PAIR, _PAIR)
+    key = cache.as_strided(size, (block, _TILE * head_size, _PAIR, head, _TILE * _PAIR, 1), start)
+    size = (blocks, tokens // _PAIR, _PAIR, heads, head_size // _TILE, _TILE)
+    return [key, cache.as_strided(size, (block, _TILE * _PAIR, 1, head, _TILE * tokens, _PAIR), start + half)]

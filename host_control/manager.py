@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall
+from host_control.destination import Destination, Memory
 from host_control.lookup import PrefixLookup
-from host_control.segment import Destination, Segment
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 __all__ = [
@@ -94,8 +94,11 @@ class FetchResult:
 class Scatter(Protocol):
     """Moves chunks from the destination into an engine's paged KV memory; returns once they are in place."""
 
-    def __call__(self, job: FetchJob, first: int, chunks: memoryview) -> None:
-        """Place the chunks ``first``, ``first + 1``, ... of ``job``, which lie in ``chunks`` one after the other."""
+    def __call__(self, job: FetchJob, first: int, chunks: Any) -> None:
+        """Place the chunks ``first``, ``first + 1``, ... of ``job``, which lie in ``chunks`` one after the other.
+
+        ``chunks`` is what the destination's ``Memory.arrived`` gives: a memoryview, or a tensor on the GPU.
+        """
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,8 @@ class _Landed:
 
     progress: _Progress
     first: int
-    memory: memoryview = field(repr=False)
+    memory: Memory = field(repr=False)
+    offset: int
     count: int
 
 
@@ -396,7 +400,7 @@ class KVCacheManager:
                 self._destination.retire(release=True)
 
     def _connect_early(self) -> None:
-        # So that the first request does not pay for making and registering the segment.
+        # So that the first request does not pay for making and registering the memory.
         try:
             self._destination.acquire(self._fetch_timeout)
         except (DataPlaneError, ConfigurationError) as error:
@@ -435,9 +439,9 @@ class KVCacheManager:
                 return
             keys = progress.job.keys[landed : landed + self._round_chunks]
             try:
-                segment = self._destination.acquire(left)
+                memory = self._destination.acquire(left)
                 left = progress.deadline - time.monotonic()
-                call, job_id, offset = self._start(segment, keys, max(left, 0.001))
+                call, job_id, offset = self._start(keys, max(left, 0.001))
             except DataPlaneError as error:
                 self._end(progress, error.outcome, str(error))
                 return
@@ -452,14 +456,14 @@ class KVCacheManager:
                 retried = True  # the daemon has restarted: register again, once
                 continue
             if answer.chunks:
-                self._land(progress, landed, segment, offset, answer)
+                self._land(progress, landed, memory, offset, answer)
                 landed += answer.chunks
             if answer.reason == "round_full" or (answer.reason == "complete" and landed < len(progress.job.keys)):
                 continue
             self._end(progress, answer.reason, answer.detail)
             return
 
-    def _start(self, segment: Segment, keys: Sequence[bytes], timeout: float) -> tuple[FetchCall, str, int]:
+    def _start(self, keys: Sequence[bytes], timeout: float) -> tuple[FetchCall, str, int]:
         chunk_bytes = self._destination.shape.chunk_bytes
         offset = self._half * self._round_chunks * chunk_bytes
         job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
@@ -483,11 +487,10 @@ class KVCacheManager:
                 self._condition.wait_for(call.done, _CANCEL_INTERVAL)
         return call.result()
 
-    def _land(self, progress: _Progress, first: int, segment: Segment, offset: int, answer: FetchAnswer) -> None:
+    def _land(self, progress: _Progress, first: int, memory: Memory, offset: int, answer: FetchAnswer) -> None:
         progress.fetched_bytes += answer.fetched_bytes
         progress.delivered_bytes += answer.delivered_bytes
-        memory = segment.memory[offset : offset + answer.chunks * self._destination.shape.chunk_bytes]
-        self._landed = _Landed(progress, first, memory, answer.chunks)
+        self._landed = _Landed(progress, first, memory, offset, answer.chunks)
         self._half ^= 1
 
     def _flush(self) -> None:
@@ -498,7 +501,8 @@ class KVCacheManager:
         progress = landed.progress
         if not progress.cancelled and progress.chunks == landed.first:
             try:
-                self._scatter(progress.job, landed.first, landed.memory)
+                length = landed.count * self._destination.shape.chunk_bytes
+                self._scatter(progress.job, landed.first, landed.memory.arrived(landed.offset, length))
                 progress.chunks += landed.count
             except Exception as error:
                 _logger.exception("scattering for request %s failed", progress.job.request_id)

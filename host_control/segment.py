@@ -4,24 +4,19 @@ A segment is a file under ``/dev/shm``. It has a name only while it is being reg
 the name goes, so that nothing is left behind however the two processes end. (Killed within that moment, the file
 remains; it is locked by its owner, so the next process that makes a segment sees that the owner is gone and removes
 it.)
-
-Memory that the data plane may still be using is never used for anything else. When a call ends without an answer, or
-the data plane does not know the segment any more, :meth:`Destination.retire` gives the memory up, and the next
-:meth:`Destination.acquire` makes and registers another.
 """
 
 import fcntl
 import mmap
 import os
 import secrets
-import threading
 from pathlib import Path
 from typing import Final, Self
 
-from host_control.client import ChunkShape, DataPlaneClient
-from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.errors import ConfigurationError
+from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["Destination", "Segment"]
+__all__ = ["Segment"]
 
 _DIRECTORY: Final = Path("/dev/shm")  # noqa: S108
 _PREFIX: Final = "shadowserve-05e1f00d"
@@ -29,7 +24,7 @@ _PREFIX: Final = "shadowserve-05e1f00d"
 
 
 class Segment:
-    """A mapped file under ``/dev/shm``, with every page reserved.
+    """A mapped file under ``/dev/shm``, with every page reserved: a :class:`~host_control.destination.Memory`.
 
     Attributes:
         name: of the file, without its directory.
@@ -72,6 +67,20 @@ class Segment:
                 ) from error
         raise ConfigurationError(f"cannot make a segment in {_DIRECTORY}: other processes keep removing it")
 
+    outlives_us = True
+
+    def message(self) -> pb.SharedMemory:
+        """Return what the data plane is told."""
+        return pb.SharedMemory(name=self.name, size=self.size)
+
+    def announced(self) -> None:
+        """Take note that the data plane has mapped it: the name is of no more use."""
+        self.unlink()
+
+    def arrived(self, offset: int, length: int) -> memoryview:
+        """Return what was delivered there."""
+        return self.memory[offset : offset + length]
+
     def unlink(self) -> None:
         """Remove the name; the memory stays for those who have mapped it."""
         (_DIRECTORY / self.name).unlink(missing_ok=True)
@@ -97,96 +106,3 @@ def _remove_abandoned() -> None:
             pass
         finally:
             os.close(descriptor)
-
-
-class Destination:
-    """A segment that the data plane knows, made when first needed and again whenever it was given up.
-
-    One thread calls :meth:`acquire` and :meth:`retire`; any may read :attr:`current`.
-
-    Args:
-        client: of the data plane.
-        shape: of the chunks.
-        size: bytes of the segment.
-        connect_timeout: seconds that :meth:`acquire` waits for a connection.
-    """
-
-    def __init__(self, client: DataPlaneClient, shape: ChunkShape, size: int, connect_timeout: float = 2.0) -> None:
-        self.shape = shape
-        self.size = size
-        self._client = client
-        self._connect_timeout = connect_timeout
-        self._lock = threading.Lock()
-        self._segment: Segment | None = None
-        self._destination_id = 0
-        self.retired = 0
-
-    @property
-    def current(self) -> Segment | None:
-        """The registered segment, if there is one now."""
-        with self._lock:
-            return self._segment
-
-    @property
-    def destination_id(self) -> int:
-        """What the data plane calls :attr:`current`."""
-        with self._lock:
-            return self._destination_id
-
-    def acquire(self, timeout: float) -> Segment:
-        """Return the registered segment, making and registering one if there is none.
-
-        Raises:
-            DataPlaneError: the data plane cannot be reached, or refuses.
-            ConfigurationError: no room in ``/dev/shm``.
-        """
-        segment = self.current
-        if segment is not None:
-            return segment
-        breaker = self._client.breakers["register"]
-        if not breaker.allow():
-            raise DataPlaneError(
-                f"registering memory at the data plane {self._client.address} is paused after repeated failures",
-                "breaker_open",
-            )
-        # Without a connection a segment would be made, page by page, for nothing.
-        if not self._client.wait_ready(min(timeout, self._connect_timeout)):
-            breaker.report(success=False)
-            raise DataPlaneError(
-                f"no data plane answers at {self._client.address}; start `shadowserve dpu` there", "unreachable"
-            )
-        try:
-            segment = Segment.create(self.size)
-        except ConfigurationError:
-            breaker.report(success=False)
-            raise
-        try:
-            registration = self._client.register(self.shape, segment.name, segment.size)
-        except DataPlaneError:
-            segment.close()
-            raise
-        segment.unlink()
-        with self._lock:
-            self._segment, self._destination_id = segment, registration.destination_id
-        return segment
-
-    def retire(self, *, release: bool, wait: bool = False) -> None:
-        """Give the segment up: whatever the data plane still does to it, it does to memory that nobody reads.
-
-        Args:
-            release: ask the data plane to forget it too (where it may still know it).
-            wait: for its answer.
-        """
-        with self._lock:
-            segment, destination_id = self._segment, self._destination_id
-            self._segment = None
-        if segment is None:
-            return
-        self.retired += 1
-        if release:
-            self._client.release(destination_id, wait=wait)
-        segment.close()
-
-    def close(self) -> None:
-        """Give the segment up for good."""
-        self.retire(release=True, wait=True)

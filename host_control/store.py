@@ -1,8 +1,9 @@
 """Storing in the background, at no more cost to the engine than one copy of each chunk.
 
-The engine's thread gathers a chunk into a slot of shared memory, from where one thread of ours has the data plane
-store it, in order. When no slot is free the chunk is dropped and counted: a cache may forget, the engine may not wait.
-After a gap in a prompt's chain later chunks are of no use, so they are dropped too.
+The engine's thread gathers a chunk into a slot of the host's memory, from where one thread of ours has the data plane
+store it, in order. A GPU may still be writing the slot then: our thread waits for it, not the engine's. When no slot is
+free the chunk is dropped and counted: a cache may forget, the engine may not wait. After a gap in a prompt's chain
+later chunks are of no use, so they are dropped too.
 """
 
 import collections
@@ -12,9 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from host_control.client import DataPlaneClient, StoreAnswer
-from host_control.segment import Destination, Segment
+from host_control.destination import Destination, Memory
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 __all__ = ["StoreQueue"]
@@ -24,11 +26,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Staged:
-    """A chunk that waits in slot ``slot`` of ``segment``."""
+    """A chunk that waits in slot ``slot`` of ``segment``; its bytes are there once ``wait``, if any, returns."""
 
     key: bytes
-    segment: Segment
+    segment: Memory
     slot: int
+    wait: Callable[[], None] | None = None
 
 
 class StoreQueue:
@@ -70,7 +73,7 @@ class StoreQueue:
         self._recent_max = recent_keys
         self._retry_interval = retry_interval
         self._condition = threading.Condition()
-        self._free: dict[Segment, list[int]] = {}
+        self._free: dict[Memory, list[int]] = {}
         self._queue: collections.deque[_Staged] = collections.deque()
         self._recent: collections.OrderedDict[bytes, float] = collections.OrderedDict()
         self._busy = 0
@@ -89,7 +92,7 @@ class StoreQueue:
     def offer(
         self,
         keys: Sequence[bytes],
-        gather: Callable[[int, memoryview], None],
+        gather: Callable[[int, Any], Callable[[], None] | None],
         *,
         previous: bytes | None = None,
         anchored: bool = True,
@@ -99,7 +102,8 @@ class StoreQueue:
 
         Args:
             keys: of the chunks, in order.
-            gather: copies chunk ``i`` of them into the memory it is given.
+            gather: copies chunk ``i`` of them into the memory it is given; or starts to, and returns what waits for
+                the copy's end.
             previous: key of the chunk before the first, ``None`` at the start of a prompt.
             anchored: whether ``previous`` is known to be stored.
             absent_since: when (monotonic) a lookup found these chunks absent. One that was stored before that is gone
@@ -129,7 +133,7 @@ class StoreQueue:
             # Outside the lock: only this slot's owner touches it.
             begin = slot * self._chunk_bytes
             try:
-                gather(index, segment.memory[begin : begin + self._chunk_bytes])
+                wait = gather(index, segment.memory[begin : begin + self._chunk_bytes])
             except Exception as error:  # of the engine's making; it must not end the engine's step
                 self.details["gather_failed"] = f"{type(error).__name__}: {error}"
                 self._count("dropped_gather_failed", 1)
@@ -137,7 +141,7 @@ class StoreQueue:
                 reachable = False
                 continue
             with self._condition:
-                self._queue.append(_Staged(key, segment, slot))
+                self._queue.append(_Staged(key, segment, slot, wait))
                 self._remember(key)
                 self._condition.notify_all()
             staged += 1
@@ -217,7 +221,7 @@ class StoreQueue:
                     self._busy = 0
                     self._condition.notify_all()
 
-    def _connect(self) -> Segment | None:
+    def _connect(self) -> Memory | None:
         current = self._destination.current
         if current is not None or self._closing:
             return current
@@ -258,6 +262,9 @@ class StoreQueue:
 
     def _store(self, batch: list[_Staged]) -> None:
         retried = False
+        for staged in batch:
+            if staged.wait is not None:
+                staged.wait()
         while batch:
             segment = self._connect()
             if segment is None:
@@ -295,7 +302,7 @@ class StoreQueue:
         if answer.chunks < len(batch):
             self._drop(batch[answer.chunks :], answer.reason, answer.detail)
 
-    def _move(self, batch: list[_Staged], segment: Segment) -> list[_Staged]:
+    def _move(self, batch: list[_Staged], segment: Memory) -> list[_Staged]:
         """Copy chunks from a segment that was given up into the one in use."""
         moved: list[_Staged] = []
         for position, staged in enumerate(batch):

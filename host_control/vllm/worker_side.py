@@ -2,21 +2,22 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
-from host_control.client import DataPlaneClient
+from host_control.client import ChunkShape, DataPlaneClient
 from host_control.config import HostConfig
+from host_control.delivery import SideStream, choose
+from host_control.destination import Destination, Memory
 from host_control.layouts import LayoutKind, PagedLayout
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
-from host_control.segment import Destination
 from host_control.store import StoreQueue
 from host_control.vllm.identity import UncacheableError, chunk_shape, rank_namespace
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.probe import check_layout
+from host_control.vllm.probe import find_layout
 
 __all__ = ["WorkerSide"]
 
@@ -59,6 +60,7 @@ class WorkerSide:
         self._namespace = b""
         self._client: DataPlaneClient | None = None
         self._layout: PagedLayout | None = None
+        self._stream = SideStream(torch.device("cpu"), None)
         self._manager: KVCacheManager | None = None
         self._store: StoreQueue | None = None
         self._chunk_blocks = 0
@@ -82,6 +84,8 @@ class WorkerSide:
             self.problem = str(error)
             self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
+        delivery = choose(self._config, self._layout.device)
+        self._stream = SideStream(self._layout.device, delivery.gpu)
         namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank)
         shape = chunk_shape(namespace, self._layout, self._config)
         self._namespace = shape.namespace
@@ -95,7 +99,7 @@ class WorkerSide:
         if self._fetch:
             self._manager = KVCacheManager(
                 self._client,
-                Destination(self._client, shape, _buffer(self._config.fetch_buffer_bytes, shape.chunk_bytes, 2)),
+                self._destination(shape, self._config.fetch_buffer_bytes, 2, delivery.fetch),
                 self._scatter,
                 order=ORDERS[self._config.order],
                 fetch_timeout=self._config.fetch_timeout,
@@ -103,7 +107,7 @@ class WorkerSide:
         if self._store_enabled:
             self._store = StoreQueue(
                 self._client,
-                Destination(self._client, shape, _buffer(self._config.store_buffer_bytes, shape.chunk_bytes, 1)),
+                self._destination(shape, self._config.store_buffer_bytes, 1, delivery.store),
                 batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout,
                 recent_keys=self._config.recent_keys,
@@ -112,7 +116,7 @@ class WorkerSide:
             if not self._store.wait_tried(self._config.connect_timeout):
                 self._failures.warn("not connected at start, trying on", "unreachable", self._client.address)
         self._logger.info(
-            "ShadowServe: data plane %s, rank %d, %d layers x %d heads x %d, %d-byte chunks of %d tokens, %s",
+            "ShadowServe: data plane %s, rank %d, %d layers x %d heads x %d, %d-byte chunks of %d tokens, %s, by %s",
             self._client.address,
             self._tp_rank,
             self._layout.layers,
@@ -121,7 +125,15 @@ class WorkerSide:
             shape.chunk_bytes,
             shape.chunk_tokens,
             shape.quantizer,
+            delivery.kind,
         )
+
+    def _destination(
+        self, shape: ChunkShape, configured: int, chunks_min: int, make: Callable[[int], Memory]
+    ) -> Destination:
+        assert self._client is not None
+        chunks = min(max(configured // shape.chunk_bytes, chunks_min), _BUFFER_CHUNKS_MAX)
+        return Destination(self._client, shape, chunks * shape.chunk_bytes, self._config.connect_timeout, make=make)
 
     def _understand(self, caches: dict[str, Any]) -> PagedLayout:
         group = self._kv_cache_config.kv_cache_groups[0]
@@ -131,13 +143,14 @@ class WorkerSide:
             raise UncacheableError(f"layer {missing[0]} has no KV cache of its own")
         tensors = [caches[name] for name in names]
         latent = type(group.kv_cache_spec).__name__ == "MLAAttentionSpec"
-        kind: LayoutKind = "kv_cells"
+        kinds: tuple[LayoutKind, ...] = ("kv_cells",)
         if latent:
-            kind = "latent"
+            kinds = ("latent",)
         elif tensors[0].device.type == "cpu":
-            kind = "cpu_pages"
+            kinds = ("cpu_pages", "cpu_tiles")
+        kind = find_layout(self._vllm_config, names[0], tensors[0], kinds)
         try:
-            layout = PagedLayout(tensors, kind)
+            layout = PagedLayout(tensors, kind, reshaping_bytes=int(self._config.reshaping_buffer_bytes))
         except ValueError as error:
             raise UncacheableError(f"the KV cache's layout is not known: {error}") from error
         block_size = group.kv_cache_spec.block_size
@@ -145,7 +158,6 @@ class WorkerSide:
             raise UncacheableError(f"blocks of {block_size} tokens do not divide into {layout.block_tokens}")
         self._block_ratio = block_size // layout.block_tokens
         self._chunk_blocks = self._config.chunk_tokens // layout.block_tokens
-        check_layout(self._vllm_config, names[0], tensors[0], kind)
         return layout
 
     def handshake(self) -> WorkerHandshake:
@@ -181,9 +193,10 @@ class WorkerSide:
             blocks = self._kernel_blocks(operation.blocks)
             previous = operation.previous[self._tp_rank] if operation.previous is not None else None
 
-            def copy(index: int, chunk: memoryview, blocks: list[int] = blocks) -> None:
+            def copy(index: int, chunk: Any, blocks: list[int] = blocks) -> Callable[[], None] | None:
                 assert self._layout is not None
                 self._layout.gather(chunk, blocks[index * self._chunk_blocks : (index + 1) * self._chunk_blocks])
+                return _started(self._layout.device)
 
             absent = operation.absent_seconds
             self._store.offer(
@@ -264,22 +277,15 @@ class WorkerSide:
 
     # ------------------------------------------------------------------ in the manager's thread
 
-    def _scatter(self, job: FetchJob, first: int, chunks: memoryview) -> None:
+    def _scatter(self, job: FetchJob, first: int, chunks: Any) -> None:
         layout, load = self._layout, job.target
         assert layout is not None
         blocks = self._kernel_blocks(load.blocks)
-        skip = load.skip_blocks * self._block_ratio
-        chunk_bytes = layout.chunk_bytes(self._config.chunk_tokens)
-        with torch.inference_mode(), _SideStream(layout.device) as stream:
-            for index in range(len(chunks) // chunk_bytes):
-                begin = (first + index) * self._chunk_blocks
-                layout.scatter(
-                    chunks[index * chunk_bytes : (index + 1) * chunk_bytes],
-                    blocks[begin : begin + self._chunk_blocks],
-                    min(max(skip - begin, 0), self._chunk_blocks),
-                )
-            if stream is not None:
-                stream.synchronize()
+        begin = first * self._chunk_blocks
+        end = begin + len(chunks) // layout.chunk_bytes(self._config.chunk_tokens) * self._chunk_blocks
+        skip = min(max(load.skip_blocks * self._block_ratio - begin, 0), end - begin)
+        with torch.inference_mode(), self._stream:
+            layout.scatter(chunks, blocks[begin:end], skip, self._chunk_blocks)
 
     def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
         """Return the numbers of the blocks that the kernels use, which may be parts of the manager's."""
@@ -294,23 +300,11 @@ def _failed(load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
     return FetchResult(job=job, chunks=0, reason=reason, detail=detail)
 
 
-def _buffer(configured: int, chunk_bytes: int, chunks_min: int) -> int:
-    chunks = min(max(configured // chunk_bytes, chunks_min), _BUFFER_CHUNKS_MAX)
-    return chunks * chunk_bytes
-
-
-class _SideStream:
-    """Own CUDA stream on CUDA, so that copies do not queue behind the engine's kernels; nothing on CPUs."""
-
-    def __init__(self, device: Any) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._context = torch.cuda.stream(self._stream) if self._stream is not None else None
-
-    def __enter__(self) -> Any:
-        if self._context is not None:
-            self._context.__enter__()
-        return self._stream
-
-    def __exit__(self, *exception: object) -> None:
-        if self._context is not None:
-            self._context.__exit__(*exception)
+def _started(device: Any) -> Callable[[], None] | None:
+    """Return what waits for the copies that this thread has started on a device; ``None`` on CPUs: they are done."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    wait: Callable[[], None] = event.synchronize
+    return wait

@@ -5,12 +5,14 @@
  * Work is complete before the call that starts it returns, so that a slice is still in the cache for the next stage;
  * but for Deflate. Decompressing several of its streams in turns is faster than one after the other
  * (literal_inflate.c), so a channel keeps slices until it has IN_FLIGHT_MAX of them, or until the executor polls, which
- * it does as soon as it has no more to start: nothing waits for a slice that is not there yet.
+ * it does as soon as it has no more to start: nothing waits for a slice that is not there yet. Copies to and from a
+ * GPU's memory (cuda.h) are asynchronous, too; those within this process' memory are not.
  */
 #include <stdlib.h>
 #include <string.h>
 
 #include "backend.h"
+#include "cuda.h"
 #include "decode.h"
 #include "literal_inflate.h"
 
@@ -19,6 +21,8 @@ enum { IN_FLIGHT_MAX = SS_LITERAL_INFLATE_LANES };
 struct channel {
     struct ss_work *works[IN_FLIGHT_MAX]; /* of one codec */
     uint32_t count;
+    struct ss_backend_range copied; /* what copies come from, or go to */
+    struct ss_cuda_channel *cuda;   /* NULL before the first copy to or from a GPU */
 };
 
 static const char *software_description(void) {
@@ -54,7 +58,7 @@ static struct ss_backend_capabilities software_capabilities(void *device) {
         .slice_bytes_max = SS_SLICE_BYTES_MAX,
         .fused = 1,
         .checks_decoded = 0,
-        .memory_kinds = 1U << SS_MEMORY_LOCAL,
+        .memory_kinds = 1U << SS_MEMORY_LOCAL | (ss_cuda_present() ? 1U << SS_MEMORY_CUDA_IPC : 0),
         .plain_memory = 1,
     };
     for (uint32_t codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
@@ -65,21 +69,33 @@ static struct ss_backend_capabilities software_capabilities(void *device) {
     return capabilities;
 }
 
-static enum ss_result software_channel_open(void *device, const struct ss_backend_channel *setup, void **channel) {
+static enum ss_result software_channel_open(void *device, const struct ss_backend_channel *setup, void **opened) {
     (void)device;
-    (void)setup;
-    *channel = calloc(1, sizeof(struct channel));
-    return *channel != NULL ? SS_OK : SS_NO_MEMORY;
+    struct channel *channel = calloc(1, sizeof *channel);
+    if (channel == NULL) {
+        return SS_NO_MEMORY;
+    }
+    channel->copied = setup->stage == SS_STAGE_DMA ? setup->source : setup->target;
+    *opened = channel;
+    return SS_OK;
 }
 
-static void software_channel_close(void *channel) {
+static void software_channel_close(void *argument) {
+    struct channel *channel = argument;
+    ss_cuda_channel_free(channel->cuda);
     free(channel);
 }
 
-/* Memory of this process needs nothing. */
+/* Memory of this process needs nothing, and has no handle. */
 static enum ss_result software_memory_open(void *device, const struct ss_memory *memory, void **handle,
                                            uint8_t **address) {
     (void)device;
+    if (memory->kind == SS_MEMORY_CUDA_IPC) {
+        struct ss_cuda_memory *opened = NULL;
+        enum ss_result result = ss_cuda_memory_open(memory, &opened, address);
+        *handle = opened;
+        return result;
+    }
     *handle = NULL;
     *address = memory->address;
     return SS_OK;
@@ -87,7 +103,9 @@ static enum ss_result software_memory_open(void *device, const struct ss_memory 
 
 static void software_memory_close(void *device, void *handle) {
     (void)device;
-    (void)handle;
+    if (handle != NULL) {
+        ss_cuda_memory_close(handle);
+    }
 }
 
 /* Decompresses and dequantizes at once, if that can be. */
@@ -104,7 +122,7 @@ static int work_decodes(struct ss_work *work) {
     return work->dequantized != 0;
 }
 
-/* Decompresses what the channel keeps. */
+/* Decompresses what the channel keeps, and completes copies that have arrived. */
 static uint32_t software_progress(void *argument) {
     struct channel *channel = argument;
     struct ss_work *works[IN_FLIGHT_MAX];
@@ -125,7 +143,7 @@ static uint32_t software_progress(void *argument) {
         works[i]->result = streams[i].result;
         works[i]->complete(works[i]);
     }
-    return count;
+    return count + (channel->cuda != NULL ? ss_cuda_progress(channel->cuda) : 0);
 }
 
 static enum ss_result software_decompress(void *argument, struct ss_work *work) {
@@ -144,12 +162,25 @@ static enum ss_result software_decompress(void *argument, struct ss_work *work) 
     return SS_OK;
 }
 
-static enum ss_result software_copy(void *channel, struct ss_work *work) {
-    (void)channel;
-    memcpy(work->target, work->source, work->source_size);
-    work->result = SS_OK;
-    work->complete(work);
-    return SS_OK;
+static enum ss_result copy(struct channel *channel, struct ss_work *work, int deliver) {
+    if (work->memory == NULL) {
+        memcpy(work->target, work->source, work->source_size);
+        work->result = SS_OK;
+        work->complete(work);
+        return SS_OK;
+    }
+    if (channel->cuda == NULL) {
+        channel->cuda = ss_cuda_channel_new(channel->copied);
+    }
+    return channel->cuda != NULL ? ss_cuda_copy(channel->cuda, work->memory, work, deliver) : SS_NO_MEMORY;
+}
+
+static enum ss_result software_deliver(void *channel, struct ss_work *work) {
+    return copy(channel, work, 1);
+}
+
+static enum ss_result software_collect(void *channel, struct ss_work *work) {
+    return copy(channel, work, 0);
 }
 
 const struct ss_backend ss_backend_software = {
@@ -165,7 +196,7 @@ const struct ss_backend ss_backend_software = {
     .memory_open = software_memory_open,
     .memory_close = software_memory_close,
     .decompress = software_decompress,
-    .deliver = software_copy,
-    .collect = software_copy,
+    .deliver = software_deliver,
+    .collect = software_collect,
     .progress = software_progress,
 };

@@ -79,6 +79,30 @@ class Destination:
         described.descriptor_size = len(descriptor)
         return cls(pipeline, described, None)
 
+    @classmethod
+    def cuda_ipc(cls, pipeline: "Pipeline", handle: bytes, size: int, device: str) -> Self:
+        """Register memory of a GPU of this machine, a whole allocation of another process.
+
+        Args:
+            pipeline: that copies to it.
+            handle: ``CUipcMemHandle``, 64 bytes.
+            size: bytes.
+            device: PCI address of the GPU.
+
+        Raises:
+            NativeError: with ``Result.NOT_SUPPORTED`` where there is no CUDA driver, the backend is another one or the
+                pipeline is fused; with ``Result.BAD_ARGUMENT`` for a GPU or a handle that is not (any more).
+        """
+        described = ffi.new("struct ss_memory *")
+        content = ffi.from_buffer("uint8_t[]", handle)
+        device_text = ffi.new("char[]", device.encode())
+        described.kind = MemoryKind.CUDA_IPC
+        described.size = size
+        described.descriptor = content
+        described.descriptor_size = len(handle)
+        described.device = device_text
+        return cls(pipeline, described, None)
+
     def __enter__(self) -> Self:
         return self
 

@@ -24,6 +24,7 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_UNKNOWN_DESTINATION: _ClassVar[Outcome]
     OUTCOME_NOT_STORABLE: _ClassVar[Outcome]
     OUTCOME_INTERNAL: _ClassVar[Outcome]
+    OUTCOME_DEVICE: _ClassVar[Outcome]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_COMPLETE: Outcome
 OUTCOME_ROUND_FULL: Outcome
@@ -39,6 +40,7 @@ OUTCOME_CANCELLED: Outcome
 OUTCOME_UNKNOWN_DESTINATION: Outcome
 OUTCOME_NOT_STORABLE: Outcome
 OUTCOME_INTERNAL: Outcome
+OUTCOME_DEVICE: Outcome
 
 class ChunkLayout(_message.Message):
     __slots__ = ("namespace", "dtype", "layers", "kinds", "vector_length", "chunk_tokens", "quantizer", "bins", "value_bins", "scale_tokens")
@@ -91,14 +93,18 @@ class LookupResponse(_message.Message):
     def __init__(self, hits: _Optional[_Iterable[int]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class RegisterDestinationRequest(_message.Message):
-    __slots__ = ("protocol_version", "layout", "shared_memory")
+    __slots__ = ("protocol_version", "layout", "shared_memory", "exported_memory", "cuda_ipc")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    EXPORTED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     layout: ChunkLayout
     shared_memory: SharedMemory
-    def __init__(self, protocol_version: _Optional[int] = ..., layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ...) -> None: ...
+    exported_memory: ExportedMemory
+    cuda_ipc: CudaIpcMemory
+    def __init__(self, protocol_version: _Optional[int] = ..., layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("name", "size")
@@ -107,6 +113,26 @@ class SharedMemory(_message.Message):
     name: str
     size: int
     def __init__(self, name: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
+
+class ExportedMemory(_message.Message):
+    __slots__ = ("address", "size", "descriptor")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTOR_FIELD_NUMBER: _ClassVar[int]
+    address: int
+    size: int
+    descriptor: bytes
+    def __init__(self, address: _Optional[int] = ..., size: _Optional[int] = ..., descriptor: _Optional[bytes] = ...) -> None: ...
+
+class CudaIpcMemory(_message.Message):
+    __slots__ = ("handle", "size", "device")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    handle: bytes
+    size: int
+    device: str
+    def __init__(self, handle: _Optional[bytes] = ..., size: _Optional[int] = ..., device: _Optional[str] = ...) -> None: ...
 
 class RegisterDestinationResponse(_message.Message):
     __slots__ = ("destination_id", "chunk_bytes")

@@ -9,26 +9,73 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
-pytest.importorskip("triton", reason="Triton is not installed; the kernels are used only where it is")
+pytest.importorskip("triton", reason="Triton is not installed here; test_layouts.py runs these tests where it is")
 
-from host_control import layouts_triton  # noqa: E402
+from host_control.layouts import PagedLayout  # noqa: E402
+from shadowserve.cli.bench import gpu_kernels  # noqa: E402
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 11, 2, 4, 6
+ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+
+
+def caches(order: str, dtype: Any) -> tuple[list[Any], Any]:
+    """Return zeroed caches, logical [block, head, token, content], in one allocation; MLA's where order is latent."""
+    if order == "latent":
+        return [torch.zeros(BLOCKS, 1, BLOCK, 9, dtype=dtype, device=DEVICE) for _ in range(LAYERS)], "latent"
+    extent = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": BLOCK, "C": 2 * SIZE}
+    memory = torch.zeros([extent[name] for name in order], dtype=dtype, device=DEVICE)
+    return list(memory.permute([order.index(name) for name in "LBHNC"]).unbind(0)), "kv_cells"
+
+
+def bytes_of(tensors: list[Any]) -> Any:
+    return torch.stack([tensor.contiguous() for tensor in tensors]).view(torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC"])
-def test_kernels_move_what_indexing_moves(order: str, dtype: Any) -> None:
-    extent = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": BLOCK, "C": 2 * SIZE}
-    memory = torch.zeros([extent[name] for name in order], dtype=dtype, device=DEVICE)
-    caches = memory.permute([order.index(name) for name in "LBHNC"]).unbind(0)
-    views = [cache.permute(0, 2, 1, 3)[..., half : half + SIZE] for cache in caches for half in (0, SIZE)]
-    blocks = [7, 2, 9]
-    source = torch.randint(1, 100, (2 * LAYERS, len(blocks), BLOCK, HEADS, SIZE)).to(dtype).to(DEVICE)
-    layouts_triton.scatter(source, views, blocks)
-    for part, view in zip(source, views, strict=True):
-        assert torch.equal(view[blocks], part)
-        assert not view[[0, 1, 3, 4, 5, 6, 8, 10]].any()
-    target = torch.zeros_like(source)
-    layouts_triton.gather(target, views, blocks)
-    assert torch.equal(target, source)
+@pytest.mark.parametrize("order", [*ORDERS, "latent"])
+@pytest.mark.parametrize("skip", [0, 3])
+def test_kernels_move_what_indexing_moves(order: str, dtype: Any, skip: int) -> None:
+    found, kind = caches(order, dtype)
+    wanted, _ = caches(order, dtype)
+    kernels, indexing = PagedLayout(found, kind, "triton"), PagedLayout(wanted, kind, "torch")
+    blocks = [7, 2, 9, 0]
+    # Numbers, not any bits: torch's copies may quiet a NaN.
+    count = 2 * kernels.chunk_bytes(2 * BLOCK) // dtype.itemsize
+    chunks = torch.randint(1, 100, (count,)).to(dtype).to(DEVICE).view(torch.uint8)
+    kernels.scatter(chunks, blocks, skip, 2)
+    indexing.scatter(chunks, blocks, skip, 2)
+    assert torch.equal(bytes_of(found), bytes_of(wanted))
+    assert sum(bool(cache[blocks[skip:]].any()) for cache in found) == LAYERS
+    gathered = torch.zeros(kernels.chunk_bytes(2 * BLOCK), dtype=torch.uint8, device=DEVICE)
+    kernels.gather(gathered, [9, 0])
+    if skip == 0:
+        assert torch.equal(gathered, chunks[len(gathered) :])
+    there = torch.zeros(len(gathered), dtype=torch.uint8)
+    kernels.gather(there, [9, 0])
+    assert torch.equal(there, gathered.cpu())
+
+
+def test_layers_with_other_strides_are_left_to_indexing() -> None:
+    first, second = torch.zeros(BLOCKS, HEADS, BLOCK, 12), torch.zeros(BLOCKS, BLOCK, HEADS, 12).transpose(1, 2)
+    with pytest.raises(ValueError, match="strides"):
+        PagedLayout([first, second], "kv_cells", "triton")
+
+
+def test_vectors_of_any_length_are_moved_whole() -> None:
+    for heads, size in ((1, 576), (5, 80), (3, 1), (8, 128)):
+        cache = torch.zeros(4, heads, BLOCK, 2 * size, dtype=torch.bfloat16, device=DEVICE)
+        layout = PagedLayout([cache], "kv_cells", "triton")
+        chunk = torch.randn(layout.chunk_bytes(BLOCK) // 2).to(torch.bfloat16).to(DEVICE).view(torch.uint8)
+        layout.scatter(chunk, [2])
+        gathered = torch.empty_like(chunk)
+        layout.gather(gathered, [2])
+        assert torch.equal(gathered, chunk)
+        assert not cache[[0, 1, 3]].any()
+
+
+def test_the_benchmark_s_stand_in_computes_what_torch_does() -> None:
+    symbols = torch.randint(0, 255, (9, 300), dtype=torch.uint8).to(DEVICE)
+    found, wanted = (torch.zeros(symbols.shape, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    gpu_kernels.decompress(symbols, gpu_kernels.table(DEVICE), found, use_triton=True)
+    gpu_kernels.decompress(symbols, gpu_kernels.table(DEVICE), wanted, use_triton=False)
+    assert torch.equal(found, wanted) and len(found.unique()) > 100

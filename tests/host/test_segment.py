@@ -11,7 +11,8 @@ import pytest
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.segment import Destination, Segment
+from host_control.destination import Destination
+from host_control.segment import Segment
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 

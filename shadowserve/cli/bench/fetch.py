@@ -15,7 +15,7 @@ import psutil
 import redis
 
 from host_control.client import ChunkShape, DataPlaneClient
-from host_control.segment import Destination
+from host_control.destination import Destination
 from shadowserve import native, record
 from shadowserve.cli.bench.peers.contender import Contender
 from shadowserve.cli.bench.peers.driver import CLEARED, Values

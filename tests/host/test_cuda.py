@@ -1,0 +1,141 @@
+"""The CUDA driver's calls, over the fake driver: what they do, and that its rules are kept."""
+
+import ctypes
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from gpu_support import tensor
+
+from host_control import cuda
+from host_control.cuda import CudaError, Device, Driver
+from host_control.delivery import address_of
+
+SIZE = 1 << 16
+
+
+@pytest.fixture
+def device(fake_driver: Path) -> Device:
+    return Driver(str(fake_driver)).device(0)
+
+
+def test_no_driver_is_no_error_until_it_is_needed() -> None:
+    assert cuda.find("libno-such-driver.so.1") is None
+    with pytest.raises(CudaError, match="no CUDA driver here .* install"):
+        Driver("libno-such-driver.so.1")
+
+
+def test_a_driver_without_a_gpu_or_too_old_is_none(fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda.find("libc.so.6") is None, "a library without the functions"
+    monkeypatch.setenv("FAKE_CUDA_DEVICES", "0")
+    assert cuda.find(str(fake_driver)) is None
+    monkeypatch.setenv("FAKE_CUDA_DEVICES", "2")
+    driver = cuda.find(str(fake_driver))
+    assert driver is not None and driver.count == 2
+    assert driver.device(1).pci_address == "0000:01:00.0" and "fake" in driver.device(1).name
+    with pytest.raises(CudaError, match="finding GPU 2: cuDeviceGet failed with 101"):
+        driver.device(2)
+    monkeypatch.delenv("FAKE_CUDA_DEVICES")
+    assert cuda.find(str(fake_driver)) is not None
+
+
+def test_copies_have_happened_once_the_stream_was_waited_for(device: Device) -> None:
+    buffer, stream = device.allocate(SIZE), device.stream()
+    source = memoryview(bytearray(b"kv" * (SIZE // 2)))
+    unpin = device.pin(address_of(source), SIZE)
+    stream.copy_to_device(buffer.address, address_of(source), SIZE)
+    there = tensor(buffer)
+    assert not there.any(), "from page-locked memory it is asynchronous"
+    stream.synchronize()
+    assert bytes(there.numpy()) == bytes(source)
+    unpin()
+    stream.copy_to_device(buffer.address + 8, address_of(source) + 1, 1)
+    device.synchronize()
+    assert there[8] == ord("v")
+
+
+def test_every_thread_may_call(device: Device) -> None:
+    """A context is current in one thread; others would get CUDA_ERROR_INVALID_CONTEXT."""
+    problems = []
+
+    def use() -> None:
+        try:
+            stream, buffer, source = device.stream(), device.allocate(SIZE), memoryview(bytearray(8))
+            stream.copy_to_device(buffer.address, address_of(source), 8)
+            stream.synchronize()
+        except CudaError as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and not problems
+
+
+def test_memory_goes_with_the_last_view_of_it(device: Device) -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("fake GPU memory")
+
+    gc.collect()
+    before = mapped()
+    view = tensor(device.allocate(SIZE))[8:16]
+    gc.collect()
+    assert mapped() == before + 1
+    view += 1
+    del view
+    gc.collect()
+    assert mapped() == before
+
+
+def test_memory_is_locked_once(device: Device) -> None:
+    memory = memoryview(bytearray(SIZE))
+    first, second = device.pin(address_of(memory), SIZE), device.pin(address_of(memory), SIZE)
+    second()  # the first one still has it
+    first()
+    with pytest.raises(CudaError, match="unlocking host memory on fake GPU 0"):
+        first()
+
+
+def test_a_failure_says_what_failed_and_why(device: Device, fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_CUDA_FAIL", "cuMemAlloc_v2:2=2")
+    device = Driver(str(fake_driver)).device(0)
+    device.allocate(SIZE)
+    with pytest.raises(
+        CudaError, match="allocating 3 MiB on fake GPU 0.*cuMemAlloc_v2 failed with 2, .*docs/gpu"
+    ) as error:
+        device.allocate(3 << 20)
+    assert error.value.code == 2
+    monkeypatch.delenv("FAKE_CUDA_FAIL")
+    Driver(str(fake_driver)).device(0).allocate(SIZE)
+
+
+@pytest.mark.parametrize(("ordering", "flushes"), [("0", 1), ("100", 0), ("200", 0)])
+def test_writes_of_others_are_flushed_where_nothing_orders_them(
+    fake_driver: Path, monkeypatch: pytest.MonkeyPatch, ordering: str, flushes: int
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_ORDERING", ordering)
+    driver = Driver(str(fake_driver))
+    count = ctypes.CDLL(str(fake_driver)).fake_cuda_flushes
+    before = count()
+    driver.device(0).flush_remote_writes()
+    assert count() - before == flushes
+
+
+def test_a_platform_that_cannot_order_writes_is_refused(fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_CUDA_ORDERING", "0")
+    monkeypatch.setenv("FAKE_CUDA_FLUSH", "0")
+    with pytest.raises(CudaError, match="could be read too early; set host.delivery"):
+        Driver(str(fake_driver)).device(0).flush_remote_writes()
+
+
+def test_memory_is_a_dmabuf_where_the_driver_makes_one(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = device.allocate(SIZE + 1)
+    descriptor = buffer.dmabuf()
+    assert os.fstat(descriptor).st_size == buffer.size == 2 * cuda.GPU_PAGE_BYTES
+    os.close(descriptor)
+    monkeypatch.setenv("FAKE_CUDA_DMABUF", "0")
+    assert device.exports_dmabuf
+    with pytest.raises(CudaError, match="exporting memory as a DMA-BUF on fake GPU 0.*801"):
+        buffer.dmabuf()

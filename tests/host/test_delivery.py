@@ -1,0 +1,303 @@
+"""Every way that KV takes to an engine: which is chosen when, and that the real daemon delivers by it.
+
+The daemon and the storage server are processes of their own; the GPU is the fake driver's.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from gpu_support import fake_gpu
+from scripted import ScriptedDataPlane
+
+from host_control.client import ChunkShape, DataPlaneClient
+from host_control.config import HostConfig
+from host_control.cuda import CudaError
+from host_control.delivery import Delivery, Gpu, choose, on_gpu
+from host_control.destination import Destination, Memory
+from host_control.layouts import PagedLayout
+from host_control.manager import FetchJob, FetchResult, KVCacheManager
+from host_control.segment import Segment
+from host_control.store import StoreQueue
+from shadowserve.cli.processes import Child, start_data_plane, start_storage
+from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.keys import KVNamespace, chunk_keys
+
+LAYERS, BLOCKS, HEADS, BLOCK, SIZE, CHUNK_BLOCKS = 2, 16, 2, 4, 8, 2
+CHUNK_TOKENS = CHUNK_BLOCKS * BLOCK
+STAGE_BY_STAGE = ("--fused", "false")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+# ---- Which way -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("configured", "data_plane", "device", "chosen"),
+    [
+        ("auto", "127.0.0.1:50151", CPU, "shared_memory"),
+        ("auto", "dpu:50151", CPU, "shared_memory"),
+        ("auto", "127.0.0.1:50151", CUDA, "pinned"),
+        ("auto", "[::1]:50151", CUDA, "pinned"),
+        ("auto", "localhost:50151", CUDA, "pinned"),
+        ("auto", "unix:/run/dpu.sock", CUDA, "pinned"),
+        ("auto", "192.168.100.2:50151", CUDA, "exported"),
+        ("auto", "dpu{rank}:50151", CUDA, "exported"),
+        ("shared_memory", "127.0.0.1:50151", CUDA, "shared_memory"),
+        ("cuda_ipc", "127.0.0.1:50151", CUDA, "cuda_ipc"),
+        ("exported", "127.0.0.1:50151", CPU, "exported"),
+    ],
+)
+def test_the_way_goes_by_where_engine_and_data_plane_are(
+    fake_driver: Path, configured: str, data_plane: str, device: Any, chosen: str
+) -> None:
+    config = HostConfig.from_engine({"delivery": configured, "data_plane": data_plane})
+    found: list[int] = []
+
+    def find(ordinal: int) -> Gpu:
+        found.append(ordinal)
+        return fake_gpu(fake_driver)
+
+    delivery = choose(config, device, find)
+    assert delivery.kind == chosen
+    assert found == ([0] if device is CUDA and chosen != "shared_memory" else [])
+    assert (delivery.gpu is not None) == bool(found)
+
+
+@pytest.mark.parametrize("configured", ["pinned", "cuda_ipc"])
+def test_a_way_to_gpus_is_refused_for_an_engine_on_cpus(configured: str) -> None:
+    with pytest.raises(ConfigurationError, match="computes on cpu; use auto, shared_memory or exported"):
+        choose(HostConfig.from_engine({"delivery": configured}), CPU)
+
+
+def test_without_a_driver_auto_is_slower_and_anything_else_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    def find(ordinal: int) -> Gpu:
+        raise CudaError("there is no CUDA driver here")
+
+    assert choose(HostConfig.from_engine({}), CUDA, find).kind == "shared_memory"
+    assert "slower" in caplog.text
+    with pytest.raises(CudaError):
+        choose(HostConfig.from_engine({"delivery": "pinned"}), CUDA, find)
+    with pytest.raises(CudaError):
+        choose(HostConfig.from_engine({"data_plane": "dpu:50151"}), CUDA, find)
+
+
+# ---- End to end ------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """An engine's paged memory, and what moves KV in and out of it, as the worker of a serving engine puts it together.
+
+    Args:
+        address: of the data plane.
+        delivery: of chunks.
+        chunks: that a round of a fetch may hold.
+    """
+
+    def __init__(self, address: str, delivery: Delivery, chunks: int = 3) -> None:
+        memory = torch.zeros(LAYERS, BLOCKS, HEADS, BLOCK, 2 * SIZE, dtype=torch.bfloat16)
+        self.caches = list(memory)
+        self.layout = PagedLayout(self.caches, "kv_cells", "torch", 1 << 20)
+        self.delivery = delivery
+        namespace = KVNamespace(
+            model="delivery", revision="1", dtype="bfloat16", layers=LAYERS, kv_heads=HEADS, head_size=SIZE,
+            attention="mha", chunk_tokens=CHUNK_TOKENS, quantizer="lossless",
+        )  # fmt: skip
+        self.keys = chunk_keys(namespace.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)
+        shape = ChunkShape(
+            namespace=namespace.digest(), dtype="bfloat16", layers=LAYERS, kinds=2, vector_length=HEADS * SIZE,
+            chunk_tokens=CHUNK_TOKENS, quantizer="lossless",
+        )  # fmt: skip
+        self.client = DataPlaneClient(address, connect_timeout=30.0)
+        self.fetched = Destination(self.client, shape, 2 * chunks * shape.chunk_bytes, 30.0, delivery.fetch)
+        self.manager = KVCacheManager(self.client, self.fetched, self._scatter, fetch_timeout=60.0)
+        stored = Destination(self.client, shape, 8 * shape.chunk_bytes, 30.0, delivery.store)
+        self.queue = StoreQueue(self.client, stored, timeout=60.0)
+
+    def _scatter(self, job: FetchJob, first: int, chunks: Any) -> None:
+        count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
+        blocks = job.target[first * CHUNK_BLOCKS :][:count]
+        if self.delivery.gpu is not None:
+            # What is a kernel behind them on a GPU is a CPU's code here, which waits for copies by itself.
+            self.delivery.gpu.stream.synchronize()
+        self.layout.scatter(chunks, blocks, 0, CHUNK_BLOCKS)
+
+    def store(self) -> None:
+        """Fill the paged memory with numbers, and have all of it stored."""
+        for cache in self.caches:
+            cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(3)))
+
+        def gather(index: int, chunk: Any) -> None:
+            self.layout.gather(chunk, range(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS))
+
+        assert self.queue.wait_tried(30)
+        assert self.queue.offer(self.keys, gather) == len(self.keys) == BLOCKS // CHUNK_BLOCKS
+        assert self.queue.flush(60)
+        assert self.queue.take_counts()["stored"] == len(self.keys)
+
+    def fetch(self, blocks: list[int]) -> FetchResult:
+        """Fetch everything into these blocks."""
+        job = FetchJob(request_id=f"request {time.monotonic_ns()}", keys=tuple(self.keys), target=blocks)
+        results = self.manager.exchange([job])
+        self.manager.wait([job.request_id])
+        (result,) = results + self.manager.exchange()
+        return result
+
+    def close(self) -> None:
+        self.queue.close(30)
+        self.manager.close(30)
+        self.client.close()
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Child]:
+    with start_storage(tmp_path_factory.mktemp("storage")) as child:
+        yield child
+
+
+@pytest.fixture
+def start(tmp_path: Path, storage: Child, fake_driver: Path) -> Iterator[Callable[..., Child]]:
+    """Return a function that starts a data plane which finds the fake driver; flags as for ``shadowserve dpu``."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*flags: str, **environment: str) -> Child:
+            small = [
+                f"--{name}-buffer-bytes=4MiB" for name in ("decompression", "dequantization", "dma-source", "store")
+            ]
+            environment = {"LD_LIBRARY_PATH": str(fake_driver.parent)} | environment
+            return stack.enter_context(
+                start_data_plane(tmp_path, storage.address, *small, *flags, environment=environment)
+            )
+
+        yield begin
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engine]]:
+    """Return a function that makes an engine, which ends with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def engine(*arguments: Any) -> Engine:
+            made = Engine(*arguments)
+            stack.callback(made.close)
+            return made
+
+        yield engine
+
+
+@pytest.mark.parametrize(("kind", "flags"), [("pinned", ()), ("cuda_ipc", STAGE_BY_STAGE)])
+def test_kv_that_one_engine_stored_is_delivered_to_another(
+    kind: str, flags: tuple[str, ...], start: Any, make: Callable[..., Engine], fake_driver: Path
+) -> None:
+    """In several rounds, each through the GPU's buffer, into other blocks than it came from."""
+    address = start(*flags).address
+    gpu = fake_gpu(fake_driver)
+    writer, reader = make(address, on_gpu(kind, gpu, "")), make(address, on_gpu(kind, gpu, ""))
+    writer.store()
+    blocks = list(reversed(range(BLOCKS)))
+    result = reader.fetch(blocks)
+    assert (result.complete, result.reason, result.chunks) == (True, "complete", len(reader.keys))
+    for wrote, read in zip(writer.caches, reader.caches, strict=True):
+        assert torch.equal(read[blocks], wrote)
+    assert isinstance(reader.fetched.acquire(1).memory, torch.Tensor) == (kind == "cuda_ipc")
+
+
+def test_a_copy_into_the_gpu_that_fails_is_a_miss_with_its_reason(
+    start: Any, make: Callable[..., Engine], fake_driver: Path
+) -> None:
+    address = start(*STAGE_BY_STAGE, FAKE_CUDA_FAIL="cuMemcpyHtoDAsync_v2:9=700").address
+    gpu = fake_gpu(fake_driver)
+    writer, reader = make(address, on_gpu("pinned", gpu, "")), make(address, on_gpu("cuda_ipc", gpu, ""))
+    writer.store()
+    first = reader.fetch(list(range(BLOCKS)))
+    assert first.reason == "device" and first.chunks < len(reader.keys)
+    assert "accelerator failed" in first.detail
+    # The daemon has dropped the memory; a host that lives registers it again, and fails again as the driver does.
+    assert reader.fetch(list(range(BLOCKS))).reason == "device"
+
+
+def test_a_data_plane_says_which_memory_it_takes(start: Any, make: Callable[..., Engine], fake_driver: Path) -> None:
+    address = start().address  # fused: the CPU writes elements itself, which a GPU's memory does not allow
+    engine = make(address, on_gpu("cuda_ipc", fake_gpu(fake_driver), ""))
+    result = engine.fetch(list(range(BLOCKS)))
+    assert result.reason == "refused" and result.chunks == 0
+    assert "takes shared_memory; cuda_ipc needs a CUDA driver and fused: false" in result.detail
+
+
+def test_a_data_plane_without_a_driver_refuses_a_gpu_s_memory(
+    start: Any, make: Callable[..., Engine], fake_driver: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "libcuda.so.1").touch()  # hides a real one
+    address = start(*STAGE_BY_STAGE, LD_LIBRARY_PATH=str(tmp_path / "empty")).address
+    engine = make(address, on_gpu("cuda_ipc", fake_gpu(fake_driver), ""))
+    assert "needs a CUDA driver" in engine.fetch(list(range(BLOCKS))).detail
+
+
+# ---- Memory that the data plane has no hold of its own on ------------------------------------------------------------
+
+
+class Borrowed(Segment):
+    """Memory that must not go before the data plane has let go of it."""
+
+    outlives_us = False
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
+@pytest.fixture
+def borrowed(client: DataPlaneClient, shape: ChunkShape) -> Destination:
+    make: Callable[[int], Memory] = Borrowed.create
+    return Destination(client, shape, 8 * shape.chunk_bytes, make=make)
+
+
+def test_memory_stays_until_its_release_was_answered(
+    plane: ScriptedDataPlane, borrowed: Destination, client: DataPlaneClient
+) -> None:
+    first: Any = borrowed.acquire(5)
+    plane.script.abort["ReleaseDestination"] = grpc.StatusCode.UNAVAILABLE
+    borrowed.retire(release=True)
+    assert not first.closed and borrowed.current is None
+    with pytest.raises(DataPlaneError, match="no data plane answers"):
+        borrowed.acquire(5)
+    assert not first.closed, "nobody has said that it is quiet"
+    plane.script.abort.clear()
+    second = borrowed.acquire(5)
+    assert first.closed and second is not first
+    borrowed.close()
+
+
+def test_memory_of_a_data_plane_that_is_another_now_goes_at_once(borrowed: Destination) -> None:
+    first: Any = borrowed.acquire(5)
+    borrowed.retire(release=False)
+    assert first.closed
+    borrowed.close()
+
+
+def test_kept_memory_outlives_its_destination(plane: ScriptedDataPlane, borrowed: Destination) -> None:
+    first: Any = borrowed.acquire(5)
+    plane.script.abort["ReleaseDestination"] = grpc.StatusCode.UNAVAILABLE
+    borrowed.close()
+    assert not first.closed
+    first.close()
+
+
+def test_a_choice_is_made_for_the_engine_s_own_gpu() -> None:
+    seen = []
+
+    def find(ordinal: int) -> Gpu:
+        seen.append(ordinal)
+        raise CudaError("seen")
+
+    with contextlib.suppress(CudaError):
+        choose(HostConfig.from_engine({"delivery": "cuda_ipc"}), SimpleNamespace(type="cuda", index=3), find)
+    assert seen == [3]
