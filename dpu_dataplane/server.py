@@ -37,6 +37,8 @@ MESSAGE_BYTES_MAX: Final = 8 << 20
 """Of one gRPC message: 65,536 keys take 2.2 MB; gRPC's own default is 4 MiB."""
 CALLS_MAX: Final = 4096
 """Calls in progress, waiting ones included: above the default queues by an order of magnitude."""
+_UNTIL_TOLD: Final = 86400.0
+"""Seconds; the server stops before, when it is told to stop at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -180,11 +182,14 @@ class Daemon:
         """Refuse new calls at once; give jobs half the time to finish, then half of it to be cancelled."""
         await health_service.enter_graceful_shutdown()
         half = self.config.shutdown_time / 2
-        stopping = asyncio.ensure_future(server.stop(self.config.shutdown_time))
+        stopping = asyncio.ensure_future(server.stop(_UNTIL_TOLD))
         await asyncio.wait({stopping}, timeout=half)
         if len(service.jobs):
             logger.info("cancelling %d jobs that did not finish within %g s", len(service.jobs), half)
             service.jobs.cancel_all()
+        # Counted from here: had the machine stood still meanwhile, they would have no time left to answer.
+        await asyncio.wait({stopping}, timeout=half)
+        await server.stop(None)
         await stopping
         end = time.monotonic() + half
         while len(service.jobs) and time.monotonic() < end:  # their callers are gone, but memory must be quiet

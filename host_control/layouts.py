@@ -2,14 +2,18 @@
 
 A chunk lies as layer, kind, token, head, dimension (docs/record-format.md). A :class:`PagedLayout` sees each layer's
 paged memory as one strided view for each kind, with the logical dimensions [block, token, head, dimension], whatever
-the physical order; moving chunks is then one indexed copy for each view, or one kernel for all.
+the physical order (tiles take two more, [block, token, token, head, dimension, dimension]); moving chunks is then one
+indexed copy for each view, or one kernel for all. Which layout an engine has, its own writes say
+(:mod:`host_control.vllm.probe`).
 vLLM's layouts:
 
 - ``kv_cells``: CUDA attention backends; logical [block, head, token, K|V] with any strides ("HND", "NHD", and the
   block-outermost ones): K is the first half of each cell, V the second.
 - ``cpu_pages``: the CPU backend; each head's page holds K transposed as [dimension, token], then V as
-  [token, dimension]. Other instruction sets than the common one order a page otherwise; callers check with
-  :meth:`PagedLayout.gather` what the engine wrote before they trust this.
+  [token, dimension].
+- ``cpu_tiles``: the CPU backend with AMX, which multiplies pairs in tiles 16 wide; each head's page holds K as
+  [token / 16, dimension / 2, token % 16, dimension % 2], then V as [dimension / 16, token / 2, dimension % 16,
+  token % 2].
 - ``latent``: MLA; logical [block, 1, token, latent].
 """
 
@@ -22,7 +26,7 @@ import torch
 
 __all__ = ["LayoutKind", "MoverKind", "PagedLayout", "dtype_name"]
 
-LayoutKind = Literal["kv_cells", "cpu_pages", "latent"]
+LayoutKind = Literal["kv_cells", "cpu_pages", "cpu_tiles", "latent"]
 MoverKind = Literal["numpy", "torch", "triton"]
 _DTYPE_NAMES: Final = {
     torch.float16: "float16",
@@ -33,6 +37,8 @@ _DTYPE_NAMES: Final = {
     torch.float8_e5m2: "uint8",
 }
 _WORD_BYTES: Final = 8
+_TILE: Final = 16
+_PAIR: Final = 2
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -134,9 +140,10 @@ class _NumpyMover:
     torch would spread each copy over the threads that it also computes with: two threads of ours and the engine's on
     the same cores, waiting for each other at barriers. One numpy copy is as fast, and leaves the interpreter free.
 
-    Where tokens lie side by side in a page (K), each block has to be transposed, an element at a time. So neighbouring
-    tokens are first joined to words of 8 bytes, in the cache and with vector instructions: then there are four times
-    fewer elements to transpose, which more than halves the time, on the engine's core.
+    Where tokens lie side by side in a page, each block has to be transposed, an element at a time. So neighbouring
+    tokens are first joined to words, in the cache and with vector instructions: then there are four times fewer
+    elements to transpose, which more than halves the time, on the engine's core. Neighbouring dimensions are words
+    already.
     """
 
     def __init__(self, views: Sequence[Any]) -> None:
@@ -148,18 +155,22 @@ class _NumpyMover:
         for index, chunk in enumerate(_as_numpy(chunks)):
             skip = min(max(skip_blocks - index * each, 0), each)
             numbers = blocks[index * each + skip : (index + 1) * each]
-            for part, view, words in zip(chunk[:, skip:], self._views, self._words, strict=True):
+            for part, (words, tokens) in zip(chunk[:, skip:], self._words, strict=True):
                 for block, number in zip(part, numbers, strict=True):
-                    if words is None:
-                        view[number] = block
-                    else:
-                        words[number] = _joined(block)
+                    words[number] = _joined(block, tokens).view(words.dtype).reshape(words.shape[1:])
 
     def gather(self, chunks: Any, blocks: list[int]) -> None:
         (chunk,) = _as_numpy(chunks)
-        for part, view in zip(chunk, self._views, strict=True):
+        for part, view, (words, tokens) in zip(chunk, self._views, self._words, strict=True):
             for block, number in zip(part, blocks, strict=True):
-                block[...] = view[number]
+                if tokens == 1:
+                    block.view(words.dtype).reshape(words.shape[1:])[...] = words[number]
+                elif tokens == _PAIR:
+                    pairs = words[number].reshape(-1, *block.shape[1:])
+                    block[0::2] = pairs
+                    block[1::2] = pairs >> (8 * block.itemsize)
+                else:
+                    block[...] = view[number]
 
 
 class _DeviceMover:
@@ -226,12 +237,12 @@ class _TorchMover(_DeviceMover):
         reshaped = room.copy_(parts_first)
         index = torch.tensor(blocks[skip_blocks:], dtype=torch.long, device=self._device)
         for part, view in zip(reshaped.flatten(1, 2), self._views, strict=True):
-            view[index] = part[skip_blocks:]
+            view[index] = part[skip_blocks:].reshape(-1, *view.shape[1:])
 
     def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
         index = torch.tensor(blocks, dtype=torch.long, device=self._device)
         for part, view in zip(chunks[0], self._views, strict=True):
-            part.copy_(view[index])
+            part.copy_(view[index].reshape(part.shape))
 
 
 class _TritonMover(_DeviceMover):
@@ -275,23 +286,27 @@ def _mover(kind: MoverKind | None, views: Sequence[Any], reshaping_bytes: int) -
     return _TorchMover(views, reshaping_bytes)
 
 
-def _words(view: Any) -> Any:
-    """Return a view of pages as words of neighbouring tokens, [block, word, head, dimension]; ``None``: cannot be."""
-    count = _WORD_BYTES // view.itemsize
-    if sys.byteorder != "little" or view.strides[1] != view.itemsize or view.shape[1] % count:
-        return None
-    return np.moveaxis(np.moveaxis(view, 1, 3).view(np.uint64), 3, 1)
+def _words(view: Any) -> tuple[Any, int]:
+    """Return a view of pages by words of neighbouring elements, and how many tokens join in one: perhaps one."""
+    axis, count = (2, _PAIR) if view.ndim == 6 else (1, _WORD_BYTES // view.itemsize)
+    if view.ndim == 6 and view.strides[5] == view.itemsize:
+        return view.view(f"u{_PAIR * view.itemsize}"), 1
+    if sys.byteorder != "little" or view.strides[axis] != view.itemsize or view.shape[axis] % count:
+        return view, 1
+    wide = np.moveaxis(view, axis, -1).view(f"u{count * view.itemsize}")
+    return np.moveaxis(wide, -1, axis), count
 
 
-def _joined(block: Any) -> Any:
-    """Return [token, head, dimension] with neighbouring tokens joined to words, the first one lowest."""
-    while block.itemsize < _WORD_BYTES:
+def _joined(block: Any, tokens: int) -> Any:
+    """Return [token, head, dimension] with so many neighbouring tokens joined to words, the first one lowest."""
+    while tokens > 1:
         bits = 8 * block.itemsize
         block = block.view(f"u{block.itemsize}")
         joined = block[1::2].astype(f"u{2 * block.itemsize}")
         joined <<= bits
         joined |= block[0::2]
         block = joined
+        tokens //= 2
     return block
 
 
@@ -313,11 +328,17 @@ def _views(cache: Any, kind: LayoutKind, head_size: int) -> list[Any]:
     blocks, heads, tokens, content = cache.shape
     if cache.stride()[1:] != (tokens * content, content, 1):
         raise ValueError(f"a CPU cache with strides {cache.stride()} does not hold each head's page in one piece")
-    half = tokens * head_size
-    block_stride = cache.stride(0)
-    head_stride = tokens * content
-    start = cache.storage_offset()
-    size = (blocks, tokens, heads, head_size)
-    key = cache.as_strided(size, (block_stride, 1, head_stride, tokens), start)
-    value = cache.as_strided(size, (block_stride, head_size, head_stride, 1), start + half)
-    return [key, value]
+    start, half = cache.storage_offset(), tokens * head_size
+    block, head = cache.stride(0), tokens * content
+    if kind == "cpu_pages":
+        size: tuple[int, ...] = (blocks, tokens, heads, head_size)
+        key = cache.as_strided(size, (block, 1, head, tokens), start)
+        return [key, cache.as_strided(size, (block, head_size, head, 1), start + half)]
+    if tokens % _TILE or head_size % _TILE:
+        raise ValueError(
+            f"pages of {tokens} tokens and heads of {head_size} elements do not divide into tiles of {_TILE}"
+        )
+    size = (blocks, tokens // _TILE, _TILE, heads, head_size // _PAIR, _PAIR)
+    key = cache.as_strided(size, (block, _TILE * head_size, _PAIR, head, _TILE * _PAIR, 1), start)
+    size = (blocks, tokens // _PAIR, _PAIR, heads, head_size // _TILE, _TILE)
+    return [key, cache.as_strided(size, (block, _TILE * _PAIR, 1, head, _TILE * tokens, _PAIR), start + half)]

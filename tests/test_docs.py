@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from machine import NEVER_S
 
 from shadowserve import __version__
 from shadowserve.cli import COMMANDS
@@ -57,6 +58,6 @@ def test_the_figures_in_the_benchmarks_documents_are_those_of_their_data() -> No
         [sys.executable, REPOSITORY / "scripts" / "gen-bench-docs", "--check"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=NEVER_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from machine import NEVER_S
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("shadowserve", "storage_kv", "dpu_dataplane", "host_control")
@@ -40,7 +41,7 @@ def files(*suffixes: str) -> list[Path]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=NEVER_S,
     ).stdout.split("\0")
     paths = [REPOSITORY / name for name in listed if name and "_pb2" not in name]
     return sorted(path for path in paths if path.is_file() and (not suffixes or path.suffix in suffixes))

@@ -1,9 +1,11 @@
-"""Never trust a layout by its name: have the engine write a pattern and see whether our gather finds it.
+"""Never trust a layout by its name: have the engine write a pattern and see which of ours finds it.
 
-vLLM's CPU backend orders a page by the instruction set, its CUDA backends by configuration, and both may change with
-any release. KV moved by a wrong idea of the layout would be wrong tokens, so nothing is moved before this has passed.
+vLLM's CPU backend orders a page by the instruction set and the dtype, its CUDA backends by configuration, and both may
+change with any release. KV moved by a wrong idea of the layout would be wrong tokens, so nothing is moved before this
+has passed.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from host_control.layouts import LayoutKind, PagedLayout
 from host_control.vllm.identity import UncacheableError
 
-__all__ = ["check_layout"]
+__all__ = ["find_layout"]
 
 _BLOCKS: Final = 3
 
@@ -28,18 +30,34 @@ class _UnitScales:
         return getattr(self._layer, name)
 
 
-def check_layout(vllm_config: Any, layer_name: str, cache: Any, kind: LayoutKind) -> None:
-    """Check one layer's layout against what the engine's own operator writes.
+def find_layout(vllm_config: Any, layer_name: str, cache: Any, kinds: Sequence[LayoutKind]) -> LayoutKind:
+    """Return the layout of one layer, by what the engine's own operator writes.
 
     Args:
         vllm_config: of vLLM, after the model was loaded.
         layer_name: of the layer.
         cache: its registered KV cache; only its shape, strides and dtype are used.
-        kind: of layout that is assumed.
+        kinds: layouts that it may have.
 
     Raises:
-        UncacheableError: the pattern is not found where it should be, or cannot be written.
+        UncacheableError: it has none of these, or the pattern cannot be written.
     """
+    problems = []
+    for kind in kinds:
+        try:
+            if _is_laid_out(vllm_config, layer_name, cache, kind):
+                return kind
+        except ValueError as error:
+            problems.append(f"; not '{kind}': {error}")
+    raise UncacheableError(
+        f"the KV cache of {layer_name} is not laid out as {' or '.join(map(repr, kinds))}: the engine's own write of a "
+        f"pattern reads back differently{''.join(problems)}; please report the engine's version, attention backend and "
+        "CPU or GPU"
+    )
+
+
+def _is_laid_out(vllm_config: Any, layer_name: str, cache: Any, kind: LayoutKind) -> bool:
+    """Return whether the pattern is found where ``kind`` has it; ValueError: it does not fit the cache's shape."""
     layer = vllm_config.compilation_config.static_forward_context.get(layer_name)
     update = getattr(getattr(layer, "impl", None), "do_kv_cache_update", None)
     if update is None:
@@ -68,11 +86,7 @@ def check_layout(vllm_config: Any, layer_name: str, cache: Any, kind: LayoutKind
     expected = pattern.to(_stored_dtype(vllm_config, cache.dtype)).cpu().contiguous().view(torch.uint8).reshape(-1)
     found = torch.empty(layout.chunk_bytes(tokens), dtype=torch.uint8)
     layout.gather(found, [1, 2])
-    if not torch.equal(found, expected):
-        raise UncacheableError(
-            f"the KV cache of {layer_name} is not laid out as '{kind}': the engine's own write of a pattern reads back "
-            "differently; please report the engine's version, attention backend and CPU or GPU"
-        )
+    return bool(torch.equal(found, expected))
 
 
 def _stored_dtype(vllm_config: Any, dtype: Any) -> Any:

@@ -17,7 +17,7 @@ from host_control.store import StoreQueue
 from host_control.vllm.identity import UncacheableError, chunk_shape, rank_namespace
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.probe import check_layout
+from host_control.vllm.probe import find_layout
 from shadowserve.errors import ConfigurationError
 
 __all__ = ["WorkerSide"]
@@ -134,7 +134,7 @@ class WorkerSide:
     ) -> Destination:
         assert self._client is not None
         chunks = min(max(configured // shape.chunk_bytes, chunks_min), _BUFFER_CHUNKS_MAX)
-        return Destination(self._client, shape, chunks * shape.chunk_bytes, make=make)
+        return Destination(self._client, shape, chunks * shape.chunk_bytes, self._config.connect_timeout, make=make)
 
     def _understand(self, caches: dict[str, Any]) -> PagedLayout:
         group = self._kv_cache_config.kv_cache_groups[0]
@@ -144,11 +144,12 @@ class WorkerSide:
             raise UncacheableError(f"layer {missing[0]} has no KV cache of its own")
         tensors = [caches[name] for name in names]
         latent = type(group.kv_cache_spec).__name__ == "MLAAttentionSpec"
-        kind: LayoutKind = "kv_cells"
+        kinds: tuple[LayoutKind, ...] = ("kv_cells",)
         if latent:
-            kind = "latent"
+            kinds = ("latent",)
         elif tensors[0].device.type == "cpu":
-            kind = "cpu_pages"
+            kinds = ("cpu_pages", "cpu_tiles")
+        kind = find_layout(self._vllm_config, names[0], tensors[0], kinds)
         try:
             layout = PagedLayout(tensors, kind, reshaping_bytes=int(self._config.reshaping_buffer_bytes))
         except ValueError as error:
@@ -158,7 +159,6 @@ class WorkerSide:
             raise UncacheableError(f"blocks of {block_size} tokens do not divide into {layout.block_tokens}")
         self._block_ratio = block_size // layout.block_tokens
         self._chunk_blocks = self._config.chunk_tokens // layout.block_tokens
-        check_layout(self._vllm_config, names[0], tensors[0], kind)
         return layout
 
     def handshake(self) -> WorkerHandshake:

@@ -15,6 +15,10 @@ uint64_t after_ms(uint64_t milliseconds) {
     return now_ns() + milliseconds * 1000000ULL;
 }
 
+uint64_t after_patience(void) {
+    return now_ns() + PATIENCE_NS;
+}
+
 /* xorshift64* */
 uint32_t random_next(uint64_t *state) {
     *state ^= *state >> 12;
@@ -196,7 +200,7 @@ struct ss_round *fixture_round(const struct fixture *fixture) {
     round->dtype = shape->dtype;
     round->scale_vectors = shape->scale_vectors;
     round->vector_length = shape->vector_length;
-    round->deadline_ns = after_ms(60000);
+    round->deadline_ns = after_patience();
     return round;
 }
 

@@ -140,8 +140,16 @@ enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *rou
 /* default_shape() is a small binned bfloat16 round over Deflate. */
 struct shape default_shape(void);
 
+/* Time that what must end may take, on a machine that stands still for seconds; and what it takes on one that does not,
+ * once at least in several tries: then the call itself is prompt. */
+#define PATIENCE_NS 60000000000ULL
+#define PROMPT_NS 1000000000ULL
+
 uint64_t now_ns(void);
 uint64_t after_ms(uint64_t milliseconds);
+
+/* after_patience() is a deadline that is not meant to be hit. */
+uint64_t after_patience(void);
 uint32_t random_next(uint64_t *state);
 
 #endif /* PIPELINE_SUPPORT_H */

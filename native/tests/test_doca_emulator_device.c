@@ -174,6 +174,7 @@ static void test_a_setting_that_is_none_aborts(void) {
                                                {"FLUSH_STATUS", "FULL"},
                                                {"DMABUF_EXPORT", "refused"},
                                                {"DECOMPRESS_ERROR", "ignore"},
+                                               {"MAX_BUF_BYTES", "1073741825"},
                                                {"DEFLATE_GBPS", "nan"}};
     for (size_t i = 0; i < sizeof malformed / sizeof malformed[0]; i++) {
         settings(malformed[i][0], malformed[i][1], NULL);

@@ -11,8 +11,15 @@
 
 enum { SOCKETS = 2, BAD_CHUNK = 2 };
 
-/* Time that a call may take beyond its deadline or cancellation here: the bound is 10 ms, the machine is shared. */
-#define PATIENCE_NS 1000000000ULL
+/* How late the promptest call came back, after its deadline and after its cancellation: the bound is 10 ms. */
+static uint64_t deadline_late_ns = UINT64_MAX;
+static uint64_t cancel_late_ns = UINT64_MAX;
+
+static void note_late(const char *what, int mode, uint64_t late_ns, uint64_t *least_ns) {
+    printf("%s, mode %d: back %.3f ms after it\n", what, mode, (double)late_ns / 1e6);
+    CHECK(late_ns < PATIENCE_NS);
+    *least_ns = late_ns < *least_ns ? late_ns : *least_ns;
+}
 
 struct bench {
     struct fixture *fixture;
@@ -235,14 +242,33 @@ static void test_stream_of_another_length(int mode) {
 
 /* ---- Time ---------------------------------------------------------------------------------------------------- */
 
+/* Whether there was time for what comes before the chunk that stalls. */
+static int is_fetched_up_to(const struct bench *bench, uint32_t chunk) {
+    for (uint32_t i = 0; i < chunk; i++) {
+        if (bench->round->chunks[i].result != SS_OK) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
 static void test_stall_ends_at_the_deadline(int mode) {
     struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
     break_chunk(&bench, BAD_CHUNK, FAULT_STALL);
-    bench.round->deadline_ns = after_ms(1000); /* enough for the chunks before it, on a busy machine, too */
-    CHECK_EQUAL(bench_fetch(&bench), SS_DEADLINE);
-    uint64_t late = now_ns() - bench.round->deadline_ns;
-    printf("deadline, mode %d: back %.3f ms after it\n", mode, (double)late / 1e6);
-    CHECK(now_ns() >= bench.round->deadline_ns && late < PATIENCE_NS);
+    for (uint64_t milliseconds = 250;; milliseconds *= 4) {
+        bench.round->deadline_ns = after_ms(milliseconds);
+        CHECK_EQUAL(bench_fetch(&bench), SS_DEADLINE);
+        uint64_t back_ns = now_ns();
+        CHECK(back_ns >= bench.round->deadline_ns);
+        note_late("deadline", mode, back_ns - bench.round->deadline_ns, &deadline_late_ns);
+        if (is_fetched_up_to(&bench, BAD_CHUNK)) {
+            break;
+        }
+        CHECK(milliseconds * 1000000 < PATIENCE_NS); /* no machine stands still that long */
+        round_free(bench.round);
+        bench.round = fixture_round(bench.fixture);
+        bench_reconnect(&bench);
+    }
     check_chunks(&bench, BAD_CHUNK, SS_DEADLINE);
     CHECK_EQUAL(bench.round->sockets_in_sync, 0);
     check_recovery(&bench);
@@ -282,8 +308,7 @@ static void test_cancel_from_another_thread(int mode) {
     CHECK_EQUAL(bench_fetch(&bench), SS_CANCELLED);
     uint64_t back_ns = now_ns();
     pthread_join(thread, NULL);
-    printf("cancel, mode %d: back %.3f ms after it\n", mode, (double)(back_ns - cancellation.at_ns) / 1e6);
-    CHECK(back_ns - cancellation.at_ns < PATIENCE_NS);
+    note_late("cancel", mode, back_ns - cancellation.at_ns, &cancel_late_ns);
     for (uint32_t i = 0; i < bench.round->chunk_count; i++) {
         CHECK(bench.round->chunks[i].result != SS_OK || fixture_matches(bench.fixture, bench.round, i));
     }
@@ -534,5 +559,6 @@ int main(void) {
         test_rounds_that_do_not_fit(mode);
     }
     test_more_chunks_than_any_round_has();
+    CHECK(deadline_late_ns < PROMPT_NS && cancel_late_ns < PROMPT_NS);
     return 0;
 }

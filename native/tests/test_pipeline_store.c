@@ -85,7 +85,7 @@ static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, en
     int32_t socket = server_connect(server);
     char error[64];
     for (uint32_t i = 0; i < encoded->chunk_count; i++) {
-        CHECK_EQUAL(ss_pipeline_put(pipeline, &encoded->chunks[i], head, sizeof head, socket, after_ms(10000), error,
+        CHECK_EQUAL(ss_pipeline_put(pipeline, &encoded->chunks[i], head, sizeof head, socket, after_patience(), error,
                                     sizeof error),
                     SS_OK);
         CHECK_EQUAL(error[0], '\0');
@@ -152,7 +152,7 @@ static void test_put_failures(void) {
         char error[16] = "not overwritten";
         int32_t socket = server_connect(server);
         server_fault(server, chunk->key, chunk->key_length, cases[i].fault);
-        uint64_t deadline = after_ms(cases[i].fault == FAULT_STALL ? 100 : 10000);
+        uint64_t deadline = cases[i].fault == FAULT_STALL ? after_ms(100) : after_patience();
         CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, deadline, error, sizeof error),
                     cases[i].result);
         CHECK(strcmp(error, cases[i].error) == 0);
@@ -161,11 +161,13 @@ static void test_put_failures(void) {
     int32_t socket = server_connect(server);
     struct ss_chunk wrong = *chunk;
     wrong.body_length = UINT64_MAX;
-    CHECK_EQUAL(ss_pipeline_put(pipeline, &wrong, head, sizeof head, socket, after_ms(1000), NULL, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_pipeline_put(pipeline, &wrong, head, sizeof head, socket, after_patience(), NULL, 0),
+                SS_BAD_ARGUMENT);
     wrong = *chunk;
     wrong.key_length = 97;
-    CHECK_EQUAL(ss_pipeline_put(pipeline, &wrong, head, sizeof head, socket, after_ms(1000), NULL, 0), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, -1, after_ms(1000), NULL, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_pipeline_put(pipeline, &wrong, head, sizeof head, socket, after_patience(), NULL, 0),
+                SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, -1, after_patience(), NULL, 0), SS_BAD_ARGUMENT);
     CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, now_ns() - 1, NULL, 0), SS_DEADLINE);
     close(socket);
     round_free(round);
@@ -192,11 +194,11 @@ static void test_refused_before_the_value_was_read(void) {
     chunk->key_length = 5;
     int32_t socket = server_connect(server);
     char error[64];
-    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, after_ms(20000), error, sizeof error),
+    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, after_patience(), error, sizeof error),
                 SS_REFUSED);
     CHECK(strcmp(error, "ERR Protocol error: invalid bulk length") == 0);
     /* Half a request was sent, so the connection must not be usable for another. */
-    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, after_ms(1000), error, sizeof error),
+    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, after_patience(), error, sizeof error),
                 SS_DISCONNECTED);
     close(socket);
     round_free(round);
@@ -252,7 +254,7 @@ static void test_encode_honours_deadline_and_cancel_and_room(void) {
     round->deadline_ns = now_ns() - 1;
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_DEADLINE);
     CHECK_EQUAL(round->chunks[0].result, SS_DEADLINE);
-    round->deadline_ns = after_ms(10000);
+    round->deadline_ns = after_patience();
     ss_round_cancel(round);
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_CANCELLED);
     round->cancelled = 0;

@@ -159,7 +159,7 @@ static void run_round(const struct setup *setup, struct ss_pipeline *pipeline, s
     uint64_t server = cpu_ns(server_clock);
     uint64_t client = cpu_ns(CLOCK_PROCESS_CPUTIME_ID);
     uint64_t begin = now_ns();
-    round->deadline_ns = after_ms(60000);
+    round->deadline_ns = after_patience();
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, sockets, setup->net_threads), SS_OK);
     sample.wall_ns = now_ns() - begin;
     sample.client_ns = cpu_ns(CLOCK_PROCESS_CPUTIME_ID) - client;

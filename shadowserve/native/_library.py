@@ -114,6 +114,7 @@ class Isa(enum.IntEnum):
     AVX2 = 1
     AVX512 = 2
     NEON = 3
+    NEON_CRC = 4
 
 
 class MemoryKind(enum.IntEnum):

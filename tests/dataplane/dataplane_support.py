@@ -1,6 +1,5 @@
 """What the data plane's tests are made of: real storage servers, a real daemon, real segments, and records in them."""
 
-import asyncio
 import contextlib
 import mmap
 import os
@@ -10,13 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+from machine import NEVER_S, PATIENCE_MS, PATIENCE_S, free_port, frozen, wait_for
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import Daemon
@@ -40,21 +39,6 @@ WAYS = [
 
 def way_name(way: dict[str, Any]) -> str:
     return way["backend"] + {True: "-fused", False: "-staged", "auto": ""}[way["fused"]]
-
-
-def wait_for(condition: Any, timeout: float = 10.0) -> Any:
-    """Return the first true value of ``condition()``."""
-    end = time.monotonic() + timeout
-    while not (value := condition()):
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
-    return value
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 class Server:
@@ -91,7 +75,7 @@ class Server:
 
     def command(self, *words: bytes) -> bytes:
         """Send one command, return the first line of its answer."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=5) as sock:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as sock:
             for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:
                 sock.sendall(b"*%d\r\n" % len(command) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in command))
                 answer = b""
@@ -121,6 +105,14 @@ class Server:
         """Make it accept connections and never answer."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: self.process is not None and frozen(self.process.pid))
+
+    def asked(self) -> bool:
+        """Whether something has arrived that it has not read: while it is frozen, a call that has begun."""
+        local = f"0100007F:{self.port:04X}"
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        established = [row for row in rows if row[1] == local and row[3] == "01"]
+        return any(int(row[4].partition(":")[2], 16) for row in established)
 
     def thaw(self) -> None:
         assert self.process is not None
@@ -205,13 +197,15 @@ SMALL_BUFFERS: dict[str, Any] = {
     "dma_source_buffer_bytes": "8MiB",
     "store_buffer_bytes": "4MiB",
 }
+PATIENT: dict[str, Any] = {"connect_timeout": PATIENCE_S, "command_timeout": PATIENCE_S}
+"""Storage that is slow is not away; tests in which it is say what to wait."""
 
 
 def config(server: "Server | str", **changes: Any) -> DataPlaneConfig:
     address = server if isinstance(server, str) else server.address
     password = "" if isinstance(server, str) else server.password
     values = {"listen": "127.0.0.1:0", "storage": address, "storage_password": password, "shutdown_time": 2.0}
-    return DataPlaneConfig.model_validate({"backend": BACKEND} | values | SMALL_BUFFERS | changes)
+    return DataPlaneConfig.model_validate({"backend": BACKEND} | values | PATIENT | SMALL_BUFFERS | changes)
 
 
 def layout_message(shape: record.ChunkLayout) -> pb.ChunkLayout:
@@ -268,7 +262,7 @@ class Client:
             "offset": 0,
             "length": self.segment.size,
             "keys": keys,
-            "timeout_ms": 5000,
+            "timeout_ms": PATIENCE_MS,
         }
         return pb.FetchRequest(**(fields | changes))
 
@@ -283,7 +277,7 @@ class Client:
             "destination_id": self.destination,
             "offset": 0,
             "keys": keys,
-            "timeout_ms": 5000,
+            "timeout_ms": PATIENCE_MS,
         }
         return pb.StoreRequest(**(fields | changes))
 
@@ -291,7 +285,7 @@ class Client:
         answer: pb.StoreResponse = await self.stub.Store(self.store_request(keys, **changes))
         return answer
 
-    async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = 5000) -> pb.LookupResponse:
+    async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = PATIENCE_MS) -> pb.LookupResponse:
         chain = pb.KeyChain(keys=keys, namespace=space or self.shape.namespace)
         answer: pb.LookupResponse = await self.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=timeout_ms))
         return answer
@@ -317,31 +311,27 @@ async def running(server: "Server | str", **changes: Any) -> AsyncIterator[tuple
             await client.close()
 
 
-async def until(condition: Any, timeout: float = 10.0) -> None:
-    """Wait on the event loop until ``condition()`` is true."""
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 class DaemonProcess:
-    """The daemon as a process of its own."""
+    """The daemon as a process of its own, by default of this interpreter."""
 
-    def __init__(self, server: "Server | str", directory: Path, **changes: Any) -> None:
+    def __init__(
+        self, server: "Server | str", directory: Path, *, python: Sequence[str] = (sys.executable,), **changes: Any
+    ) -> None:
         address = server if isinstance(server, str) else server.address
-        values = {"listen": "127.0.0.1:0", "storage": address, "shutdown_time": 2} | SMALL_BUFFERS | changes
+        values = {"listen": "127.0.0.1:0", "storage": address, "shutdown_time": NEVER_S}
+        values |= PATIENT | SMALL_BUFFERS | changes
         flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         self.log = directory / "daemon.log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shadowserve.cli", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
+                [*python, "-m", "shadowserve.cli", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode().split()
         assert line[:1] == ["ready"], self.log.read_text()
         self.address = line[1]
 
-    def stop(self, number: int = signal.SIGTERM, timeout: float = 10.0) -> int:
+    def stop(self, number: int = signal.SIGTERM, timeout: float = PATIENCE_S) -> int:
         self.process.send_signal(number)
         try:
             return self.process.wait(timeout)

@@ -14,16 +14,15 @@ from dataplane_support import (
     Client,
     Segment,
     Server,
-    free_port,
     keys_of,
     kv,
     layout,
     layout_message,
     make_record,
     running,
-    until,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from machine import NEVER_MS, NEVER_S, PATIENCE_S, free_port, until
 
 from dpu_dataplane.server import SERVICE_NAME, Daemon
 from shadowserve.proto import dataplane_pb2 as pb
@@ -45,16 +44,16 @@ async def refused(call: Any, code: grpc.StatusCode, *words: str) -> None:
 
 
 @pytest.fixture
-async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client]]:
+async def frozen(mortal_storage: Server) -> AsyncIterator[tuple[Daemon, Client, Server]]:
     """A daemon whose storage holds records and has stopped answering; heads are remembered."""
     for index, key in enumerate(KEYS):
         mortal_storage.put(key, make_record(SHAPE, key, index))
-    async with running(mortal_storage, command_timeout=30) as (daemon, client):
+    async with running(mortal_storage, command_timeout=NEVER_S) as (daemon, client):
         await client.register(SHAPE, 8)
         await client.lookup(KEYS)
         assert (await client.fetch(KEYS)).chunks == 4
         mortal_storage.freeze()
-        yield daemon, client
+        yield daemon, client, mortal_storage
         mortal_storage.thaw()
 
 
@@ -226,10 +225,10 @@ async def test_an_idle_destination_is_forgotten(storage: Server) -> None:
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
 
 
-async def test_release_returns_only_when_the_region_is_quiet(frozen: tuple[Daemon, Client]) -> None:
-    _, client = frozen
-    fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="slow", timeout_ms=20000))
-    await asyncio.wait({fetch}, timeout=0.2)
+async def test_release_returns_only_when_the_region_is_quiet(frozen: tuple[Daemon, Client, Server]) -> None:
+    _, client, storage = frozen
+    fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="slow", timeout_ms=NEVER_MS))
+    await until(storage.asked)
     request = pb.ReleaseDestinationRequest(destination_id=client.destination)
     release = asyncio.ensure_future(client.stub.ReleaseDestination(request))
     done, _ = await asyncio.wait({release, fetch}, timeout=0.3)
@@ -243,57 +242,55 @@ async def test_release_returns_only_when_the_region_is_quiet(frozen: tuple[Daemo
 # ---- Jobs -----------------------------------------------------------------------------------------------------------
 
 
-async def test_cancel_ends_a_running_and_a_waiting_fetch(frozen: tuple[Daemon, Client]) -> None:
-    daemon, client = frozen
+async def test_cancel_ends_a_running_and_a_waiting_fetch(frozen: tuple[Daemon, Client, Server]) -> None:
+    daemon, client, storage = frozen
     length = 4 * SHAPE.raw_bytes
-    running_one = asyncio.ensure_future(client.fetch(KEYS, job_id="one", length=length, timeout_ms=20000))
-    await asyncio.wait({running_one}, timeout=0.2)
-    waiting = asyncio.ensure_future(client.fetch(KEYS, job_id="two", offset=length, length=length, timeout_ms=20000))
+    running_one = asyncio.ensure_future(client.fetch(KEYS, job_id="one", length=length, timeout_ms=NEVER_MS))
+    await until(storage.asked)
+    waiting = asyncio.ensure_future(client.fetch(KEYS, job_id="two", offset=length, length=length, timeout_ms=NEVER_MS))
     await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)
-    begin = time.monotonic()
     assert (await client.stub.Cancel(pb.CancelRequest(job_id="two"))).found
     assert (await waiting).outcome == pb.OUTCOME_CANCELLED
     assert not running_one.done()
     assert (await client.stub.Cancel(pb.CancelRequest(job_id="one"))).found
     assert (await running_one).outcome == pb.OUTCOME_CANCELLED
-    assert time.monotonic() - begin < 3
     assert not (await client.stub.Cancel(pb.CancelRequest(job_id="one"))).found
 
 
-async def test_cancel_ends_a_store(frozen: tuple[Daemon, Client]) -> None:
-    _, client = frozen
-    store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=20000))
-    await asyncio.wait({store}, timeout=0.2)
+async def test_cancel_ends_a_store(frozen: tuple[Daemon, Client, Server]) -> None:
+    _, client, storage = frozen
+    store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=NEVER_MS))
+    await until(storage.asked)
     assert (await client.stub.Cancel(pb.CancelRequest(job_id="store"))).found
     assert (await store).outcome == pb.OUTCOME_CANCELLED
 
 
-async def test_the_deadline_counts_while_waiting(frozen: tuple[Daemon, Client]) -> None:
-    _, client = frozen
+async def test_the_deadline_counts_while_waiting(frozen: tuple[Daemon, Client, Server]) -> None:
+    _, client, storage = frozen
     length = 4 * SHAPE.raw_bytes
-    first = asyncio.ensure_future(client.fetch(KEYS, length=length, timeout_ms=1500))
-    await asyncio.wait({first}, timeout=0.1)
+    first = asyncio.ensure_future(client.fetch(KEYS, job_id="first", length=length, timeout_ms=NEVER_MS))
+    await until(storage.asked)
     begin = time.monotonic()
     second = await client.fetch(KEYS, offset=length, length=length, timeout_ms=300)
     assert second.outcome == pb.OUTCOME_DEADLINE
-    assert 0.29 < time.monotonic() - begin < 1.4
+    assert time.monotonic() - begin > 0.29
     assert not first.done()
-    assert (await first).outcome == pb.OUTCOME_DEADLINE
+    assert (await client.stub.Cancel(pb.CancelRequest(job_id="first"))).found
+    assert (await first).outcome == pb.OUTCOME_CANCELLED
 
 
-async def test_a_caller_that_goes_away_cancels_its_job(frozen: tuple[Daemon, Client]) -> None:
-    daemon, client = frozen
-    fetch = client.stub.Fetch(client.fetch_request(KEYS, timeout_ms=20000))
-    await asyncio.wait({asyncio.ensure_future(fetch.wait_for_connection())}, timeout=1)
-    await asyncio.sleep(0.1)
+async def test_a_caller_that_goes_away_cancels_its_job(frozen: tuple[Daemon, Client, Server]) -> None:
+    daemon, client, storage = frozen
+    fetch = client.stub.Fetch(client.fetch_request(KEYS, timeout_ms=NEVER_MS))
+    await until(storage.asked)
     fetch.cancel()
     await until(lambda: daemon.metrics.fetches["cancelled"] == 1)
 
 
-async def test_two_jobs_cannot_share_what_one_writes(frozen: tuple[Daemon, Client]) -> None:
-    _, client = frozen
-    fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="one", length=4 * SHAPE.raw_bytes, timeout_ms=20000))
-    await asyncio.wait({fetch}, timeout=0.2)
+async def test_two_jobs_cannot_share_what_one_writes(frozen: tuple[Daemon, Client, Server]) -> None:
+    _, client, storage = frozen
+    fetch = asyncio.ensure_future(client.fetch(KEYS, job_id="one", length=4 * SHAPE.raw_bytes, timeout_ms=NEVER_MS))
+    await until(storage.asked)
     overlapping = {"offset": 3 * SHAPE.raw_bytes, "length": 2 * SHAPE.raw_bytes}
     await refused(client.stub.Fetch(client.fetch_request(KEYS, **overlapping)), FAILED, "another job")
     request = client.store_request(KEYS[:1], offset=3 * SHAPE.raw_bytes)
@@ -308,14 +305,14 @@ async def test_two_jobs_cannot_share_what_one_writes(frozen: tuple[Daemon, Clien
 
 
 async def test_a_full_queue_refuses(mortal_storage: Server) -> None:
-    async with running(mortal_storage, fetch_queue=1, command_timeout=30) as (daemon, client):
+    async with running(mortal_storage, fetch_queue=1, command_timeout=NEVER_S) as (daemon, client):
         await client.register(SHAPE, 4)
         await client.lookup(KEYS)
         mortal_storage.freeze()
         regions = [{"offset": index * SHAPE.raw_bytes, "length": SHAPE.raw_bytes} for index in range(3)]
-        first = asyncio.ensure_future(client.fetch(KEYS, job_id="a", timeout_ms=20000, **regions[0]))
-        await asyncio.wait({first}, timeout=0.2)
-        second = asyncio.ensure_future(client.fetch(KEYS, job_id="b", timeout_ms=20000, **regions[1]))
+        first = asyncio.ensure_future(client.fetch(KEYS, job_id="a", timeout_ms=NEVER_MS, **regions[0]))
+        await until(mortal_storage.asked)
+        second = asyncio.ensure_future(client.fetch(KEYS, job_id="b", timeout_ms=NEVER_MS, **regions[1]))
         await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 1)
         await refused(client.stub.Fetch(client.fetch_request(KEYS, **regions[2])), EXHAUSTED, "fetch_queue")
         for job_id in "ab":
@@ -378,9 +375,9 @@ async def test_a_unix_socket_serves_as_well(storage: Server, tmp_path: Path) -> 
 
 
 async def test_a_deadline_is_logged_once_in_a_while(
-    frozen: tuple[Daemon, Client], caplog: pytest.LogCaptureFixture
+    frozen: tuple[Daemon, Client, Server], caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, client = frozen
+    _, client, _ = frozen
     for _ in range(3):
         assert (await client.fetch(KEYS, timeout_ms=50)).outcome == pb.OUTCOME_DEADLINE
     assert len([entry for entry in caplog.records if "Fetch ended with deadline" in entry.getMessage()]) == 1
@@ -401,7 +398,8 @@ async def test_prometheus_reads_the_counts(storage: Server) -> None:
         await client.register(SHAPE, 4)
         await client.lookup(KEYS)
         answer = await client.fetch(KEYS)
-        with await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}/metrics", timeout=5) as page:
+        url = f"http://127.0.0.1:{port}/metrics"
+        with await asyncio.to_thread(urllib.request.urlopen, url, timeout=PATIENCE_S) as page:
             text = page.read().decode()
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert samples['shadowserve_fetches_total{outcome="absent"}'] == "1.0"

@@ -2,9 +2,11 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
+from machine import PATIENCE_S, until
 
 from dpu_dataplane.server import Daemon
 from shadowserve.proto import dataplane_pb2 as pb
@@ -76,25 +78,38 @@ async def test_no_answer_is_ever_wrong(tmp_path: Path) -> None:
     try:
         async with running(storage, connect_timeout=1.0, quarantine_time=0.1) as (daemon, _):
             callers = [asyncio.create_task(call_at_random(daemon, caller, stop)) for caller in range(CALLERS)]
+            fetches, integrity_failures = daemon.metrics.fetches, daemon.metrics.integrity_failures
+
+            async def happens(condition: Callable[[], object]) -> None:
+                """Let the callers go on until they meet it, or one of them has failed."""
+                await until(lambda: condition() or any(caller.done() for caller in callers))
+                await asyncio.wait(callers, timeout=0.1)
+
             for event in ("corrupt", "kill", "corrupt", "freeze", "corrupt"):
-                await asyncio.wait(callers, timeout=0.3)
+                complete = fetches["complete"]
+                await happens(lambda seen=complete: fetches["complete"] > seen)
                 if event == "kill":
                     await asyncio.to_thread(storage.kill)
-                    await asyncio.wait(callers, timeout=0.2)
+                    away = fetches["storage_unavailable"]
+                    await happens(lambda seen=away: fetches["storage_unavailable"] > seen)
                     await asyncio.to_thread(storage.start)
                 elif event == "freeze":
-                    storage.freeze()
-                    await asyncio.wait(callers, timeout=0.2)
+                    await asyncio.to_thread(storage.freeze)
+                    late = fetches["deadline"]
+                    await happens(lambda seen=late: fetches["deadline"] > seen)
                     storage.thaw()
                 else:
-                    for _ in range(10):
-                        await asyncio.to_thread(corrupt, storage, luck)
-            await asyncio.wait(callers, timeout=0.5)
+                    found = integrity_failures["corrupt"]
+                    async with asyncio.timeout(PATIENCE_S):
+                        while integrity_failures["corrupt"] == found and not any(caller.done() for caller in callers):
+                            for _ in range(10):
+                                await asyncio.to_thread(corrupt, storage, luck)
+                            await asyncio.wait(callers, timeout=0.1)
             stop.set()
             delivered = await asyncio.gather(*callers)
             assert sum(delivered) > 0
-            assert "internal" not in daemon.metrics.fetches and "internal" not in daemon.metrics.stores
-            assert daemon.metrics.fetches["complete"] and daemon.metrics.fetches["storage_unavailable"]
-            assert daemon.metrics.integrity_failures["corrupt"]
+            assert "internal" not in fetches and "internal" not in daemon.metrics.stores
+            assert fetches["complete"] and fetches["storage_unavailable"]
+            assert integrity_failures["corrupt"]
     finally:
         storage.kill()

@@ -16,6 +16,7 @@ from dataplane_support import (
     running,
     way_name,
 )
+from machine import PATIENCE_MS
 
 from shadowserve import native
 from shadowserve.keys import storage_key
@@ -174,7 +175,7 @@ async def test_lookup_answers_all_chains_in_order(client: Client, storage: Serve
     answer = await client.stub.Lookup(
         pb.LookupRequest(
             chains=[pb.KeyChain(keys=keys, namespace=space) for keys, space in zip(chains, spaces, strict=True)],
-            timeout_ms=1000,
+            timeout_ms=PATIENCE_MS,
         )
     )
     assert (list(answer.hits), answer.outcome) == ([3, 1, 0, 0], pb.OUTCOME_COMPLETE)

@@ -6,8 +6,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from dataplane_support import Client, Server, free_port, keys_of, kv, layout, make_record, running, until
+from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
+from machine import NEVER_MS, PATIENCE_MS, PATIENCE_S, free_port, until
 
+from dpu_dataplane.storage import BACKOFF_MAX
 from shadowserve import record, resp
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
@@ -22,11 +24,25 @@ def put_all(server: Server) -> None:
         server.put(key, data)
 
 
-async def fetch_until(client: Client, outcome: int, within: float = 5.0) -> pb.FetchResponse:
-    async with asyncio.timeout(within):
+async def fetch_until(client: Client, outcome: int) -> pb.FetchResponse:
+    async with asyncio.timeout(PATIENCE_S):
         while (answer := await client.fetch(KEYS)).outcome != outcome:
             await asyncio.sleep(0.02)
     return answer
+
+
+async def lookup_until(client: Client, outcome: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while (await client.lookup(KEYS, timeout_ms=1000)).outcome != outcome:
+            await asyncio.sleep(0.02)
+
+
+async def assert_calls_fail_at_once(client: Client) -> None:
+    """Storage is known to be away: if these waited for an attempt to reach it, they would take twice as long."""
+    async with asyncio.timeout(PATIENCE_S):
+        for _ in range(int(2 * PATIENCE_S / BACKOFF_MAX)):
+            assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+            assert (await client.store(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
 
 
 async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
@@ -34,14 +50,10 @@ async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.Log
     server = Server("storage_kv", tmp_path)
     async with running(server) as (_, client):
         await client.register(SHAPE, 6)
-        begin = time.monotonic()
         answer = await client.fetch(KEYS)
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
         assert server.address in answer.detail
-        for _ in range(50):
-            assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
-            assert (await client.store(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
-        assert time.monotonic() - begin < 5, "calls must fail at once while storage is known to be away"
+        await assert_calls_fail_at_once(client)
         ours = [entry for entry in caplog.records if entry.name == "dpu_dataplane.storage"]
         warnings = [entry for entry in ours if entry.levelno >= logging.WARNING]
         assert len(warnings) == 1, [entry.getMessage() for entry in warnings]
@@ -67,7 +79,7 @@ async def test_storage_killed_and_restarted_empty(mortal_storage: Server) -> Non
         await fetch_until(client, pb.OUTCOME_ABSENT)
         put_all(mortal_storage)
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
-        assert daemon.metrics.storage_connections >= 2
+        await until(lambda: daemon.metrics.storage_connections >= 2)
 
 
 async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -> None:
@@ -77,14 +89,13 @@ async def test_storage_killed_in_the_middle_of_a_fetch(mortal_storage: Server) -
         await client.lookup(KEYS)  # so that the fetch needs no heads, and waits for bodies
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
         mortal_storage.freeze()
-        fetch = asyncio.create_task(client.fetch(KEYS, timeout_ms=8000))
-        await asyncio.wait({fetch}, timeout=0.3)
+        fetch = asyncio.create_task(client.fetch(KEYS, timeout_ms=NEVER_MS))
+        await until(mortal_storage.asked)
         assert not fetch.done()
-        begin = time.monotonic()
         mortal_storage.kill()
-        answer = await fetch
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await fetch
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
-        assert time.monotonic() - begin < 2
         assert daemon.metrics.rounds == 2
 
 
@@ -105,7 +116,7 @@ async def test_a_stalled_server_costs_a_call_its_deadline_and_no_more(mortal_sto
     put_all(mortal_storage)
     async with running(mortal_storage, command_timeout=1.0, connect_timeout=0.5) as (daemon, client):
         await client.register(SHAPE, 6)
-        await client.lookup(KEYS)
+        await lookup_until(client, pb.OUTCOME_COMPLETE)
         mortal_storage.freeze()
         begin = time.monotonic()
         answer: pb.LookupResponse | pb.FetchResponse | pb.StoreResponse
@@ -115,15 +126,12 @@ async def test_a_stalled_server_costs_a_call_its_deadline_and_no_more(mortal_sto
             answer = await client.fetch(KEYS, timeout_ms=300)
         else:
             answer = await client.store(KEYS, timeout_ms=300)
-        elapsed = time.monotonic() - begin
         assert answer.outcome == pb.OUTCOME_DEADLINE, answer
-        assert 0.29 < elapsed < 1.5
+        assert time.monotonic() - begin > 0.29
         # Once it is known to be stalled, calls end at once.
         await until(lambda: daemon.metrics.gauges["storage_up"][1]() == 0 or _ask(client))
-        await asyncio.sleep(0.6)
-        begin = time.monotonic()
-        assert (await client.lookup(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
-        assert time.monotonic() - begin < 1
+        await lookup_until(client, pb.OUTCOME_STORAGE_UNAVAILABLE)
+        await assert_calls_fail_at_once(client)
         mortal_storage.thaw()
         await fetch_until(client, pb.OUTCOME_COMPLETE)
         assert client.chunk(5) == kv(SHAPE, 5)
@@ -152,10 +160,8 @@ async def test_a_server_that_accepts_and_never_answers_from_the_start() -> None:
     port = listener.sockets[0].getsockname()[1]
     async with running(f"127.0.0.1:{port}", connect_timeout=0.3) as (_, client):
         await client.register(SHAPE, 6)
-        begin = time.monotonic()
-        answer = await client.fetch(KEYS, timeout_ms=2000)
+        answer = await client.fetch(KEYS)
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
-        assert time.monotonic() - begin < 1
     listener.close()
     await listener.wait_closed()
 
@@ -262,7 +268,8 @@ LIES: dict[str, tuple[Answer, list[int]]] = {
 @pytest.mark.parametrize("lie", LIES)
 async def test_a_server_that_lies_is_a_miss(liar: Liar, lie: str) -> None:
     answer_for, outcomes = LIES[lie]
-    async with running(f"127.0.0.1:{liar.port}", command_timeout=2.0) as (_, client):
+    silence = 0.5 if lie == "a bulk beyond every limit" else PATIENCE_S  # the rest of it never comes
+    async with running(f"127.0.0.1:{liar.port}", command_timeout=silence) as (_, client):
         await client.register(SHAPE, 6)
         client.segment.memory[:] = 0x33
         liar.lie = answer_for
@@ -279,7 +286,7 @@ async def test_a_connection_that_breaks_within_a_body_is_a_miss(liar: Liar, afte
     async with running(f"127.0.0.1:{liar.port}") as (_, client):
         await client.register(SHAPE, 6)
         liar.drop_after = after
-        answer = await client.fetch(KEYS, timeout_ms=3000)
+        answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
         liar.drop_after = None
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
@@ -311,15 +318,12 @@ async def test_a_put_that_is_not_answered_ends_on_cancel_and_on_deadline(liar: L
     liar.lie = answering(b"SET", b"")
     async with running(f"127.0.0.1:{liar.port}") as (_, client):
         await client.register(SHAPE, 6)
-        store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=20000))
+        store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=NEVER_MS))
         await until(lambda: len(liar.heard) > 0)
-        await asyncio.wait({store}, timeout=0.1)
-        begin = time.monotonic()
         assert (await client.stub.Cancel(pb.CancelRequest(job_id="store"))).found
         assert (await store).outcome == pb.OUTCOME_CANCELLED
         answer = await client.store(KEYS, timeout_ms=300)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_DEADLINE, 0)
-        assert time.monotonic() - begin < 3
         liar.lie = lambda command: None
         assert (await client.store(KEYS)).outcome == pb.OUTCOME_COMPLETE
 
@@ -357,13 +361,13 @@ async def test_a_lookup_of_a_long_prompt_is_one_command(liar: Liar) -> None:
         await until(lambda: daemon.metrics.gauges["storage_up"][1]() == 1)
         liar.commands.clear()
         request = pb.LookupRequest(
-            chains=[pb.KeyChain(keys=keys, namespace=shape.namespace) for keys in chains], timeout_ms=20000
+            chains=[pb.KeyChain(keys=keys, namespace=shape.namespace) for keys in chains], timeout_ms=PATIENCE_MS
         )
         answer = await client.stub.Lookup(request)
         assert (list(answer.hits), answer.outcome) == ([500, 500], pb.OUTCOME_COMPLETE)
         assert liar.commands == [b"KV.META"]
         # The fetch that follows needs no further question.
         await client.register(shape, 20)
-        fetched = await client.fetch(chains[0][:20], timeout_ms=20000)
+        fetched = await client.fetch(chains[0][:20], timeout_ms=PATIENCE_MS)
         assert (fetched.outcome, fetched.chunks) == (pb.OUTCOME_COMPLETE, 20)
         assert liar.commands.count(b"KV.META") == 1

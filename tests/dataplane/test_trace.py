@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 from dataplane_support import WAYS, Client, Server, keys_of, kv, layout, make_record, running, way_name
+from machine import NEVER_MS, PATIENCE_S
 from redis import Redis
 
 from shadowserve.proto import dataplane_pb2 as pb
@@ -24,7 +25,7 @@ async def stored(client: Client, storage: Server, chunks: int, **changes: Any) -
 
 async def recorded(client: Client, keys: list[bytes], fetches: int = 1) -> list[pb.TraceSpan]:
     """Fetch while a recording runs; return its spans."""
-    call = client.stub.Trace(pb.TraceRequest(timeout_ms=20000, fetches=fetches))
+    call = client.stub.Trace(pb.TraceRequest(timeout_ms=NEVER_MS, fetches=fetches))
     assert await call.read() == pb.TraceResponse()
     for _ in range(fetches):
         assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
@@ -78,14 +79,14 @@ async def test_a_recording_of_nothing_ends_in_time(client: Client) -> None:
 
 async def test_one_recording_at_a_time_and_a_cancelled_one_makes_room(client: Client, storage: Server) -> None:
     keys = await stored(client, storage, 1)
-    first = client.stub.Trace(pb.TraceRequest(timeout_ms=20000, fetches=1))
+    first = client.stub.Trace(pb.TraceRequest(timeout_ms=NEVER_MS, fetches=1))
     await first.read()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await client.stub.Trace(pb.TraceRequest(timeout_ms=20000, fetches=1)).read()
+        await client.stub.Trace(pb.TraceRequest(timeout_ms=NEVER_MS, fetches=1)).read()
     assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert "another recording" in (refused.value.details() or "")
     first.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 assert await recorded(client, keys)

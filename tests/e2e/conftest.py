@@ -6,10 +6,12 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import PATIENCE_S
 
 os.environ.update(
     HF_HUB_OFFLINE="1",
@@ -43,6 +45,12 @@ ASSET = Path(__file__).parents[1] / "assets" / "model"
 
 
 @pytest.fixture(scope="session")
+def patient() -> dict[str, float]:
+    """Return what the host is configured with where the data plane is meant to answer."""
+    return PATIENT
+
+
+@pytest.fixture(scope="session")
 def model() -> Path:
     """Return the project's own model."""
     return ASSET
@@ -50,6 +58,17 @@ def model() -> Path:
 
 def vocabulary(model: Path) -> int:
     return int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+
+# An engine in the same process can keep the scripted data plane from its turn for seconds, and so can the machine.
+PATIENT = {
+    "connect_timeout": PATIENCE_S,
+    "shadowserve.fetch_timeout": PATIENCE_S,
+    "shadowserve.lookup_timeout": PATIENCE_S,
+    "store_timeout": PATIENCE_S,
+    "close_timeout": PATIENCE_S,
+}
+IMPATIENCE_S = 1.0
 
 
 class Engine:
@@ -68,10 +87,7 @@ class Engine:
                 "kv_load_failure_policy": policy,
                 "kv_connector_extra_config": {
                     "data_plane": data_plane,
-                    # An engine in the same process can keep the scripted data plane from its turn for seconds.
-                    "connect_timeout": 30.0,
-                    "shadowserve.fetch_timeout": 3.0,
-                    "shadowserve.lookup_timeout": 2.0,  # the machine may be busy with other tests
+                    **PATIENT,
                     "breaker_backoff": 0.05,
                     "breaker_backoff_max": 0.2,
                     **extra,
@@ -121,7 +137,18 @@ class Engine:
     def flush(self) -> None:
         """Wait until everything that was gathered is stored."""
         store = self.worker._store
-        assert store is None or store.flush(60)
+        assert store is None or store.flush(2 * PATIENCE_S)
+
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """Have short deadlines that are meant to be hit, for a peer that does not answer."""
+        parts = [(self.connector._scheduler._lookup, "_timeout"), (self.worker._manager, "_fetch_timeout")]
+        parts += [(self.worker._store, "_timeout")]
+        with pytest.MonkeyPatch.context() as patch:
+            for part, name in parts:
+                assert getattr(part, name) == PATIENCE_S
+                patch.setattr(part, name, IMPATIENCE_S)
+            yield
 
     def forget(self) -> None:
         """Drop the engine's own prefix cache, so that the next prompt has to come from elsewhere."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from machine import wait_for
 
 from shadowserve.cli.bench.fetch import Target
 from shadowserve.cli.bench.loads import FetchLoop
@@ -18,7 +19,7 @@ from shadowserve.cli.bench.serving import Load, Model, Partition, Stack
 from shadowserve.cli.bench.workload import Workload, llama_8b, put
 from shadowserve.cores import on_cores
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 EVERYWHERE = os.sched_getaffinity(0)
 MODEL = Model(layers=8, hidden=64, heads=16, head_size=128)
@@ -95,7 +96,7 @@ def strays(stack: Stack, workload: Workload, *flags: str) -> set[tuple[str, str,
     with Target.opened(stack.data_plane.address, workload) as target, watch.running():
         with FetchLoop(target, workload.raw_bytes).running():
             stack.engine.serve(LOAD, fetched=True)
-    assert watch.looks > 1000
+            wait_for(lambda: watch.looks > 1000)
     return watch.strays
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import PATIENCE_S, wait_for
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -51,15 +52,15 @@ def shape() -> ChunkShape:
 
 @pytest.fixture
 def client(plane: ScriptedDataPlane) -> Iterator[DataPlaneClient]:
-    client = DataPlaneClient(plane.address, backoff=0.02, backoff_max=0.1, connect_timeout=5.0)
-    assert client.wait_ready(5)
+    client = DataPlaneClient(plane.address, backoff=0.02, backoff_max=0.1, connect_timeout=PATIENCE_S)
+    assert client.wait_ready(PATIENCE_S)
     yield client
     client.close()
 
 
 @pytest.fixture
 def destination(client: DataPlaneClient, shape: ChunkShape) -> Destination:
-    return Destination(client, shape, 8 * shape.chunk_bytes)
+    return Destination(client, shape, 8 * shape.chunk_bytes, connect_timeout=PATIENCE_S)
 
 
 @pytest.fixture
@@ -88,13 +89,4 @@ def fill(plane: ScriptedDataPlane, shape: ChunkShape) -> Callable[[list[bytes]],
 @pytest.fixture
 def wait() -> Callable[..., Any]:
     """Return a function that waits until a condition holds."""
-    import time
-
-    def until(condition: Callable[[], Any], timeout: float = 8.0) -> Any:
-        ends = time.monotonic() + timeout
-        while not (value := condition()):
-            assert time.monotonic() < ends, "it did not happen in time"
-            time.sleep(0.002)
-        return value
-
-    return until
+    return wait_for

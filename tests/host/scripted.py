@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from machine import PATIENCE_S, free_port
 
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto import dataplane_pb2_grpc as rpc
@@ -49,7 +50,7 @@ class Script:
 
 
 class ScriptedDataPlane(rpc.DataPlaneServicer):
-    def __init__(self, address: str = "127.0.0.1:0", records: dict[bytes, bytes] | None = None) -> None:
+    def __init__(self, address: str = "", records: dict[bytes, bytes] | None = None) -> None:
         self.records: dict[bytes, bytes] = {} if records is None else records
         self.script = Script()
         self.calls: list[str] = []
@@ -62,14 +63,15 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)], maximum_concurrent_rpcs=64
         )
         rpc.add_DataPlaneServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(address)
-        self.address = f"127.0.0.1:{self.port}"
+        self.address = address or f"127.0.0.1:{free_port()}"
+        self._server.add_insecure_port(self.address)
         self._server.start()
 
     def stop(self) -> None:
         """Die: connections break, calls in progress get no answer."""
-        self.script.unstall.set()
-        self._server.stop(grace=None).wait()
+        stopped = self._server.stop(grace=None)
+        self.script.unstall.set()  # not before: what has stalled would answer
+        stopped.wait()
         self.forget_destinations()
 
     def forget_destinations(self) -> None:
@@ -79,7 +81,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         """Return a new data plane at the same address with the same records; the old one has been stopped."""
         return ScriptedDataPlane(self.address, self.records)
 
-    def wait_for_call(self, method: str, count: int = 1, timeout: float = 10.0) -> None:
+    def wait_for_call(self, method: str, count: int = 1, timeout: float = PATIENCE_S) -> None:
         with self.entered:
             assert self.entered.wait_for(lambda: self.calls.count(method) >= count, timeout), f"no {method} came"
 

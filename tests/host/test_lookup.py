@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from machine import PATIENCE_S
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
@@ -19,7 +20,7 @@ CHUNK = 4
 
 @pytest.fixture
 def lookup(client: DataPlaneClient) -> Iterator[PrefixLookup]:
-    lookup = PrefixLookup(client, NAMESPACES, chunk_tokens=CHUNK, timeout=5.0)
+    lookup = PrefixLookup(client, NAMESPACES, chunk_tokens=CHUNK, timeout=PATIENCE_S)
     yield lookup
     lookup.close()
 
@@ -52,10 +53,9 @@ def test_silence_becomes_a_miss_at_the_deadline_and_stays_one(
     try:
         begin = time.monotonic()
         lookup.submit("r", list(range(8)))
-        assert lookup.poll("r") is None
+        assert lookup.poll("r") is None or time.monotonic() - begin >= 0.1
         answer = wait(lambda: lookup.poll("r"))
         assert answer.hits == 0 and answer.reason == "deadline"
-        assert time.monotonic() - begin < 2
         assert lookup.poll("r") == answer
     finally:
         lookup.close()
@@ -72,7 +72,7 @@ def test_extra_bytes_separate_requests(lookup: PrefixLookup, wait: Callable[...,
 def test_disabled_lookup_still_makes_keys(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    lookup = PrefixLookup(client, NAMESPACES, chunk_tokens=CHUNK, timeout=5.0, enabled=False)
+    lookup = PrefixLookup(client, NAMESPACES, chunk_tokens=CHUNK, timeout=PATIENCE_S, enabled=False)
     try:
         lookup.submit("r", list(range(8)))
         assert lookup.poll("r") == LookupAnswer(0, "disabled")
@@ -90,18 +90,25 @@ def test_token_that_does_not_fit_is_a_miss(lookup: PrefixLookup, wait: Callable[
 def test_long_prompt_does_not_hold_the_engine(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    """A lookup of a 128K-token prompt: one round trip, and submit and poll cost microseconds."""
-    done = threading.Event()
-    lookup = PrefixLookup(client, NAMESPACES[:1], chunk_tokens=256, timeout=5.0, on_done=lambda _: done.set())
+    """A lookup of a 128K-token prompt: one round trip, and submit and poll do none of the work."""
+    done, returned = threading.Event(), threading.Event()
+
+    class Prompt(list[int]):
+        """Can be read once the engine's thread is back from submit and poll."""
+
+        def __getitem__(self, index: Any) -> Any:
+            assert returned.wait(PATIENCE_S)
+            return super().__getitem__(index)
+
+    lookup = PrefixLookup(client, NAMESPACES[:1], chunk_tokens=256, timeout=PATIENCE_S, on_done=lambda _: done.set())
     try:
         tokens = np.random.default_rng(1).integers(0, 128000, 131072).tolist()
-        begin = time.perf_counter()
-        lookup.submit("r", tokens)
-        submitted = time.perf_counter() - begin
-        assert done.wait(5)
+        lookup.submit("r", Prompt(tokens))
+        assert lookup.poll("r") is None and lookup.keys("r") is None
+        returned.set()
+        assert done.wait(PATIENCE_S)
         assert lookup.poll("r") == LookupAnswer(0, "complete")
         assert lookup.keys("r") == [chunk_keys(NAMESPACES[0], tokens)]
         assert plane.calls.count("Lookup") == 1
-        assert submitted < 0.02
     finally:
         lookup.close()

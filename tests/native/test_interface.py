@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from machine import NEVER_S
 
 from shadowserve import native
 from shadowserve._cffi import ffi
@@ -83,7 +84,7 @@ def import_native(**environment: str) -> subprocess.CompletedProcess[str]:
     """Import shadowserve.native in a process of its own."""
     command = [sys.executable, "-c", "from shadowserve import native; print(native.library_path())"]
     return subprocess.run(
-        command, env={**os.environ, **environment}, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+        command, env={**os.environ, **environment}, cwd=REPOSITORY, capture_output=True, text=True, timeout=NEVER_S
     )
 
 

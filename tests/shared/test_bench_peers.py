@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from machine import NEVER_S
 
 from shadowserve.cli.bench.peers import installed
 from shadowserve.cli.bench.peers.contender import Contender, paused
@@ -94,7 +95,7 @@ def test_plain_sockets_serve_through_a_link_that_nobody_else_sees(
         with contextlib.closing(reader):
             reader.fetch(CHUNKS)
             memory.verify(CHUNKS)
-        with link.store_side(), socket.create_connection((host, int(port)), 5):
+        with link.store_side(), socket.create_connection((host, int(port)), NEVER_S):
             pass
         with pytest.raises(OSError), socket.create_connection((host, int(port)), 0.2):
             pass

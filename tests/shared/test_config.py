@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import yaml
+from machine import NEVER_S
 from pydantic import ByteSize, Field, SecretStr, ValidationError
 
 from dpu_dataplane.config import DataPlaneConfig
@@ -383,7 +384,7 @@ def config_docs() -> Any:
 
 def test_the_tables_of_the_documents_are_those_of_the_code() -> None:
     command = [sys.executable, str(REPOSITORY / "scripts" / "gen-config-docs"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

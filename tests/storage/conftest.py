@@ -1,14 +1,15 @@
 """Fixtures of the storage tests; what they are made of is in ``storage_support.py``."""
 
+import contextlib
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from machine import PATIENCE_S, free_port, wait_for
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
 
@@ -49,24 +50,22 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """A real redis-server, the reference."""
     program = shutil.which("redis-server")
     assert program, "these tests compare with redis-server: install the system package redis-server"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    port = free_port()
     folder = tmp_path_factory.mktemp("redis")
     process = subprocess.Popen(
         [program, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)],
         stdout=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline and process.poll() is None, "redis-server did not start"
-                time.sleep(0.02)  # nothing of redis-server can be awaited instead
+
+        def listens() -> bool:
+            assert process.poll() is None, "redis-server did not start"
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), PATIENCE_S):
+                return True
+            return False
+
+        wait_for(listens)  # nothing of redis-server can be awaited instead
         yield port
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(PATIENCE_S)

@@ -9,12 +9,14 @@ import threading
 from pathlib import Path
 from typing import Self
 
+from machine import PATIENCE_S
+
 from shadowserve import native, record
 from shadowserve.keys import storage_key
 from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command_parts
 
 REPOSITORY = Path(__file__).parents[2]
-TIMEOUT_S = 20.0
+TIMEOUT_S = PATIENCE_S
 
 
 class Child:

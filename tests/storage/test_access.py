@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import redis
+from machine import NEVER_S
 from storage_support import Child, Client
 
 from shadowserve.resp import ErrorReply, encode_command
@@ -14,7 +15,9 @@ PASSWORD = "correct horse"
 
 def own_address() -> str:
     """Return an address of this machine that is no loopback one."""
-    found = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=True, timeout=10).stdout.split()
+    found = subprocess.run(
+        ["hostname", "-I"], capture_output=True, text=True, check=True, timeout=NEVER_S
+    ).stdout.split()
     addresses = [address for address in found if ":" not in address and not address.startswith("127.")]
     assert addresses, "this test needs a machine with an IPv4 address that is not loopback"
     return addresses[0]

@@ -47,6 +47,14 @@ static size_t target_space(const struct doca_task *task) {
     return size;
 }
 
+static size_t target_length(const struct doca_task *task) {
+    size_t size = 0;
+    for (const struct doca_buf *buf = task->target; buf != NULL; buf = buf->next) {
+        size += buf->len;
+    }
+    return size;
+}
+
 static uint8_t *local_address(const struct doca_mmap *mmap, const uint8_t *address) {
     return mmap->location + (address - mmap->address);
 }
@@ -124,10 +132,8 @@ const char *task_refusal(const struct doca_task *task) {
     if (size > bytes_max) {
         return "the source has more bytes than the engine takes";
     }
-    for (const struct doca_buf *buf = task->target; ctx->engine == ENGINE_DECOMPRESS && buf; buf = buf->next) {
-        if (buf->len > bytes_max) {
-            return "the destination's buf is larger than the engine takes";
-        }
+    if (ctx->engine == ENGINE_DECOMPRESS && target_length(task) > bytes_max) {
+        return "the destination's buf is larger than the engine takes";
     }
     return target_writable(task) ? NULL : "the destination's mmap does not permit to write";
 }

@@ -127,7 +127,7 @@ static bool setting_set(struct settings *settings, const char *name, const char 
     } else if (strcmp(name, "DEVICES") == 0) {
         devices_set(settings, name, value);
     } else if (strcmp(name, "MAX_BUF_BYTES") == 0) {
-        uint64_t most = whole_number(name, value, 1, 1ull << 40, "bytes, at least 1");
+        uint64_t most = whole_number(name, value, 1, 1 << 30, "bytes, from 1 to 1073741824");
         settings->buf_bytes_max[ENGINE_DECOMPRESS] = settings->buf_bytes_max[ENGINE_DMA] = most;
     } else if (strcmp(name, "MAX_BUF_LIST") == 0) {
         settings->buf_list_max = (uint32_t)whole_number(name, value, 1, 1024, "a number from 1 to 1024");

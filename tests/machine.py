@@ -1,0 +1,71 @@
+"""What a test may expect of the machine that it runs on: little. It may stand still for seconds, at any moment.
+
+So a test waits for what must happen, with a bound that nothing that works comes near, and gives every deadline of the
+product that is not meant to be hit the same bound. A deadline that is meant to be hit is short, and what shows that it
+was kept is that the call came back at all: without it, it would wait for something that never comes.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+PATIENCE_S: Final = 60.0
+"""For what must happen. No longer than the longest timeout that any configuration takes."""
+PATIENCE_MS: Final = int(1000 * PATIENCE_S)
+NEVER_S: Final = 600.0
+"""For what must not be what ends a wait: so long that PATIENCE_S tells the two apart."""
+NEVER_MS: Final = int(1000 * NEVER_S)
+
+
+def wait_for(condition: Callable[[], Any], timeout: float = PATIENCE_S) -> Any:
+    """Return the first true value of ``condition()``."""
+    ends = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < ends, "it did not happen in time"
+        time.sleep(0.002)
+    return value
+
+
+async def until(condition: Callable[[], Any], timeout: float = PATIENCE_S) -> None:
+    """Wait on the event loop until ``condition()`` is true."""
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def frozen(pid: int) -> bool:
+    """Whether SIGSTOP has reached every thread of a process: until then it may do something yet."""
+    states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
+    return set(states) <= {"T", "Z"}
+
+
+def cores_of_threads(pid: int) -> list[set[int]]:
+    """Return which cores each thread of a process may use, leaving out threads that have just ended."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            found.append(os.sched_getaffinity(int(task.name)))
+    return found
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that is free, and that the system gives to nobody unasked.
+
+    One of those that it does give could be anybody's before it is used, or again while its server is down: even the
+    client's that looks for that server, which then finds itself.
+    """
+    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(10_000, first_given)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
