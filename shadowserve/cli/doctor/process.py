@@ -54,6 +54,10 @@ def native_core() -> Iterator[Finding]:
             yield Finding("codec deflate", "warning", implementation, mend)
         else:
             yield Finding(f"codec {codec.name.lower()}", "ok", implementation)
+    for backend in native.backends().values():
+        imitation = "; it decodes and copies on CPU cores: for trying and testing, no DPU takes part"
+        found = backend.description + (imitation if backend.emulated else "")
+        yield Finding(f"backend {backend.label}", "ok", found)
 
 
 def locked_memory() -> Iterator[Finding]:
