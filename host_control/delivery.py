@@ -39,7 +39,7 @@ from shadowserve import native
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["Delivery", "ExportedHostMemory", "Gpu", "SideStream", "choose", "device_tensor"]
+__all__ = ["Delivery", "ExportedHostMemory", "Gpu", "SideStream", "address_of", "choose", "device_tensor", "on_gpu"]
 
 _logger = logging.getLogger(__name__)
 

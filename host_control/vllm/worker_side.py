@@ -81,11 +81,11 @@ class WorkerSide:
             return
         try:
             self._layout = self._understand(caches)
-        except UncacheableError as error:
+            delivery = choose(self._config, self._layout.device)
+        except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)
             self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
-        delivery = choose(self._config, self._layout.device)
         self._stream = SideStream(self._layout.device, delivery.gpu)
         namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank)
         shape = chunk_shape(namespace, self._layout, self._config)

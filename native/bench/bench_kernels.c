@@ -194,7 +194,7 @@ static void bench_cold_destination(struct buffers *b) {
 }
 
 static void bench_quantizers(struct buffers *b) {
-    static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon"};
+    static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon", "neon_crc"};
     static const char *const dtype_names[] = {"uint8", "float16", "bfloat16", "float32", "float8_e4m3"};
 
     printf("%-12s %-11s %-8s %10s %10s %10s %10s   (GB/s of elements; x: of memcpy)\n", "quantizer", "dtype", "isa",
@@ -203,7 +203,7 @@ static void bench_quantizers(struct buffers *b) {
         for (b->dtype = SS_DTYPE_FLOAT16; b->dtype <= SS_DTYPE_FLOAT8_E4M3; b->dtype++) {
             size_t bytes = COUNT * ss_dtype_size(b->dtype);
             elements_fill(b);
-            for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+            for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
                 double copy, quantize, dequantize;
                 if (ss_isa_force(isa) != SS_OK)
                     continue;
@@ -250,7 +250,7 @@ static void bench_codecs(struct buffers *b) {
                 bench_codec(b);
         }
         b->codec = SS_CODEC_KVRANS;
-        for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) { /* ends with the best one */
+        for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) { /* ends with the best one */
             if (ss_isa_force(isa) == SS_OK)
                 bench_codec(b);
         }

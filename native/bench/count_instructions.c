@@ -335,7 +335,8 @@ static void count_kvrans(struct data *data, const char *isa, int scalar, int ele
         count("kvrans-elements-16", isa, run_kvrans_elements, data, data->rows_count * data->columns);
 }
 
-/* CRC-32 is a library's, which chooses by the CPU and not by ss_isa_force(): its ISA is the library and its choice. */
+/* CRC-32 is a library's, which chooses by the CPU and not by ss_isa_force(): its ISA is the library and its choice. But
+ * on Arm one ISA has a kernel of our own. */
 static void count_crc32(struct data *data) {
     const char *library = ss_codec_implementation(SS_CODEC_DEFLATE);
     char isa[64];
@@ -345,6 +346,10 @@ static void count_crc32(struct data *data) {
 #else
     const char *multiply = "any";
 #endif
+    if (ss_isa_force(SS_ISA_NEON_CRC) == SS_OK) {
+        count("crc32", "neon_crc", run_crc32, data, STREAM_SIZE);
+        must(ss_isa_force(SS_ISA_NEON), "ss_isa_force");
+    }
     snprintf(isa, sizeof(isa), "%.*s-%s", (int)strcspn(library, " "), library, multiply);
     count("crc32", isa, run_crc32, data, STREAM_SIZE);
 }

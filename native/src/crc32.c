@@ -4,9 +4,10 @@
  *
  * Folding with carry-less multiplication is well done elsewhere: ISA-L, else libdeflate, else zlib, chosen when the
  * build is configured. All three pick an implementation for the CPU at run time by themselves, so ss_isa_force() does
- * not reach them. zlib takes its length as a 32-bit integer, so its input is cut into pieces.
+ * not reach them; but it chooses between them and Arm's CRC-32 instructions (crc32_arm.c). zlib takes its length as a
+ * 32-bit integer, so its input is cut into pieces.
  */
-#include "shadowserve.h"
+#include "crc32_arm.h"
 
 #if defined(SS_CRC32_ISAL)
 #include <isa-l/crc.h>
@@ -21,6 +22,10 @@
 uint32_t ss_crc32(uint32_t crc, const void *data, size_t size) {
     if (size == 0)
         return crc;
+#ifdef SS_ARCH_AARCH64
+    if (ss_isa_active() == SS_ISA_NEON_CRC)
+        return ss_crc32_arm(crc, data, size);
+#endif
 #if defined(SS_CRC32_ISAL)
     return crc32_gzip_refl(crc, data, size);
 #elif defined(SS_CRC32_LIBDEFLATE)

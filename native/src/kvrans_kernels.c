@@ -19,7 +19,7 @@ const struct ss_kvrans_kernels *ss_kvrans_kernels_find(enum ss_isa isa) {
         return &ss_kvrans_kernels_avx2;
 #endif
 #ifdef SS_ARCH_AARCH64
-    if (isa == SS_ISA_NEON)
+    if (isa == SS_ISA_NEON || isa == SS_ISA_NEON_CRC)
         return &ss_kvrans_kernels_neon;
 #endif
     (void)isa;

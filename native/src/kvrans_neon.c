@@ -257,6 +257,32 @@ static void transpose(const struct ss_kvrans_plan *plan, const uint8_t *source, 
 
 /* ---- Encode: indices, tables --------------------------------------------------------------------------------- */
 
+/*
+ * present() looks bytes up in a set of what was seen, 16 at a time: soon there is hardly one that is not in it. The set
+ * is a bit for each of 256 bytes.
+ */
+static void present(const uint8_t *source, size_t size, uint8_t *seen) {
+    static const uint8_t bit_of[WIDTH] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    uint8_t bits[2 * WIDTH] = {0};
+    uint8x16x2_t set = {{vdupq_n_u8(0), vdupq_n_u8(0)}};
+    size_t at = 0;
+
+    for (; at + WIDTH <= size; at += WIDTH) {
+        const uint8x16_t bytes = vld1q_u8(source + at);
+        const uint8x16_t wanted = vqtbl1q_u8(vld1q_u8(bit_of), vandq_u8(bytes, vdupq_n_u8(15)));
+        const uint8x16_t there = vtstq_u8(vqtbl2q_u8(set, vshrq_n_u8(bytes, 3)), wanted);
+        if (__builtin_expect(vminvq_u8(there) != 0, 1))
+            continue;
+        for (size_t each = at; each < at + WIDTH; each++) {
+            bits[source[each] / 8] |= (uint8_t)(1 << source[each] % 8);
+            seen[source[each]] = 1;
+        }
+        set.val[0] = vld1q_u8(bits);
+        set.val[1] = vld1q_u8(bits + WIDTH);
+    }
+    ss_kvrans_present_scalar(source + at, size - at, seen);
+}
+
 /* masks_of() gathers a bit of each lane; lanes are all ones or zero. The upper byte is that of the upper eight lanes.
  */
 INLINE uint32_t masks_of(uint8x16_t lanes) {
@@ -273,31 +299,76 @@ INLINE uint8x16_t lookup_256(const uint8x16x4_t *tables, uint8x16_t index) {
     return found;
 }
 
-static void map(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet, uint8_t *planes) {
-    const uint8x16_t kept = vdupq_n_u8((uint8_t)(255 >> alphabet->shift)), first = vdupq_n_u8(alphabet->value[0]);
-    const int8x16_t shift = vdupq_n_s8((int8_t)(0 - (int)alphabet->shift));
-    const size_t plane_size = (plan->rows + 7) / 8;
-    uint8x16x4_t tables[4];
+/* What bytes become indices with. */
+struct mapping {
+    uint8x16x4_t index[4];
+    uint8x16_t kept, first;
+    int8x16_t shift;
+    uint32_t listed;
+};
 
+INLINE struct mapping mapping_make(const struct ss_kvrans_alphabet *alphabet) {
+    struct mapping mapping = {.kept = vdupq_n_u8((uint8_t)(255 >> alphabet->shift)),
+                              .first = vdupq_n_u8(alphabet->value[0]),
+                              .shift = vdupq_n_s8((int8_t)(0 - (int)alphabet->shift)),
+                              .listed = alphabet->listed};
     for (int part = 0; part < 4; part++)
-        tables[part] = table_load(alphabet->index + 64 * part, 4);
+        mapping.index[part] = table_load(alphabet->index + 64 * part, 4);
+    return mapping;
+}
+
+INLINE uint8x16_t indices_of(const struct mapping *mapping, uint8x16_t cell) {
+    cell = vshlq_u8(cell, mapping->shift);
+    return mapping->listed ? lookup_256(mapping->index, cell) : vandq_u8(vsubq_u8(cell, mapping->first), mapping->kept);
+}
+
+static void map(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet, uint8_t *planes) {
+    const struct mapping mapping = mapping_make(alphabet);
+    const size_t plane_size = (plan->rows + 7) / 8;
+
     for (uint32_t column = 0; column < plan->columns; column++) {
         for (uint32_t row = 0; row < plan->rows; row += WIDTH) {
             uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX + row;
             const uint32_t left = plan->rows - row;
             const uint8x16_t there = lanes_before(left < WIDTH ? left : WIDTH);
-            uint8x16_t cell = vld1q_u8(cells);
+            const uint8x16_t cell = vld1q_u8(cells);
             for (uint32_t bit = 0; bit < alphabet->shift; bit++) {
                 const uint32_t plane = masks_of(vandq_u8(vtstq_u8(cell, vdupq_n_u8((uint8_t)(1 << bit))), there));
                 planes[bit * plane_size + row / 8] = (uint8_t)plane;
                 if (left > 8)
                     planes[bit * plane_size + row / 8 + 1] = (uint8_t)(plane >> 8);
             }
-            cell = vshlq_u8(cell, shift);
-            cell = alphabet->listed ? lookup_256(tables, cell) : vandq_u8(vsubq_u8(cell, first), kept);
-            vst1q_u8(cells, cell);
+            vst1q_u8(cells, indices_of(&mapping, cell));
         }
         planes += alphabet->shift * plane_size;
+    }
+}
+
+/* count() compares a column with each index. At most 16 lanes above each other have it, and all 256 are 256. */
+static void count(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet) {
+    enum { PARTS = SS_KVRANS_ROWS_MAX / WIDTH };
+    const struct mapping mapping = mapping_make(alphabet);
+
+    for (uint32_t column = 0; column < plan->columns; column++) {
+        const uint8_t *cells = plan->cells + (size_t)column * SS_KVRANS_ROWS_MAX;
+        uint16_t *counts = plan->counts + (size_t)column * SS_KVRANS_INDEX_MAX;
+        uint8x16_t part[PARTS];
+
+        for (uint32_t number = 0; number < PARTS; number++) { /* what is behind the last row is 255, no index */
+            const uint32_t left = plan->rows > WIDTH * number ? plan->rows - WIDTH * number : 0;
+            const uint8x16_t index = indices_of(&mapping, vld1q_u8(cells + WIDTH * number));
+            part[number] = vornq_u8(index, lanes_before(left < WIDTH ? left : WIDTH));
+        }
+        memset(counts, 0, SS_KVRANS_INDEX_MAX * sizeof(*counts));
+        for (uint32_t index = 0; index < alphabet->count; index++) {
+            const uint8x16_t wanted = vdupq_n_u8((uint8_t)index);
+            uint8x16_t even = vceqq_u8(part[0], wanted), odd = vceqq_u8(part[1], wanted); /* a true lane is -1 */
+            for (int pair = 1; pair < PARTS / 2; pair++) {
+                even = vaddq_u8(even, vceqq_u8(part[2 * pair], wanted));
+                odd = vaddq_u8(odd, vceqq_u8(part[2 * pair + 1], wanted));
+            }
+            counts[index] = vaddlvq_u8(vsubq_u8(vdupq_n_u8(0), vaddq_u8(even, odd)));
+        }
     }
 }
 
@@ -430,14 +501,13 @@ static uint8_t *encode(const struct ss_kvrans_plan *plan, uint8_t *end, uint8_t 
     return end;
 }
 
-/* Counting stays scalar: comparing with each index takes as many instructions as adding one somewhere in memory. */
 const struct ss_kvrans_kernels ss_kvrans_kernels_neon = {
     .name = "own, neon",
     .decode = decode,
     .transpose = transpose,
-    .present = ss_kvrans_present_scalar,
+    .present = present,
     .map = map,
-    .count = ss_kvrans_count_scalar,
+    .count = count,
     .total = ss_kvrans_total_scalar,
     .assign = assign,
     .encode = encode,

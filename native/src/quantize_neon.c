@@ -1,7 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * quantize_neon.c - the kernels with Advanced SIMD, as every AArch64 CPU has it. The scalar arithmetic finishes the
- * vectors.
+ * quantize_neon.c - the kernels with Advanced SIMD, as every AArch64 CPU has it
+ *
+ * Sixteen elements at a time; the scalar arithmetic finishes the vectors. What Armv8.2 adds (fp16 arithmetic, dot
+ * products) has no use here: results are rounded to float first, and conversions between float16 and float are of
+ * Armv8.0.
+ *
+ * Dequantizing 64 bins or fewer is looking up: a vector has one scale, so its symbols stand for at most 64 elements,
+ * whose bytes fit the registers that one instruction (tbl) looks up in. That takes a third of the instructions that the
+ * arithmetic does, which makes the table too.
  */
 #include "quantize_scalar.h"
 
@@ -39,12 +46,14 @@ static uint32_t magnitude_max8(const void *source, size_t count) {
 
 static uint32_t magnitude_max16(const void *source, size_t count) {
     const uint16x8_t magnitude = vdupq_n_u16(0x7FFF);
-    uint16x8_t most = vdupq_n_u16(0);
+    uint16x8_t most = vdupq_n_u16(0), most_of_second = most;
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8)
+    for (; index + 16 <= count; index += 16) {
         most = vmaxq_u16(most, vandq_u16(load16x8(source, index), magnitude));
-    return ss_magnitude_max16_from(index, source, count, vmaxvq_u16(most));
+        most_of_second = vmaxq_u16(most_of_second, vandq_u16(load16x8(source, index + 8), magnitude));
+    }
+    return ss_magnitude_max16_from(index, source, count, vmaxvq_u16(vmaxq_u16(most, most_of_second)));
 }
 
 static uint32_t magnitude_max32(const void *source, size_t count) {
@@ -57,26 +66,48 @@ static uint32_t magnitude_max32(const void *source, size_t count) {
     return ss_magnitude_max32_from(index, source, count, vmaxvq_u32(most));
 }
 
-/* symbols_of() scales, rounds and clamps eight values to eight symbols. */
-static inline int8x8_t symbols_of(float32x4_t low, float32x4_t high, float inverse, int limit) {
-    int32x4_t low_symbols = vcvtnq_s32_f32(vmulq_n_f32(low, inverse));
-    int32x4_t high_symbols = vcvtnq_s32_f32(vmulq_n_f32(high, inverse));
-    int16x8_t symbols = vcombine_s16(vqmovn_s32(low_symbols), vqmovn_s32(high_symbols));
-    symbols = vminq_s16(symbols, vdupq_n_s16((int16_t)limit));
-    symbols = vmaxq_s16(symbols, vdupq_n_s16((int16_t)-limit));
-    return vmovn_s16(symbols);
+/* Sixteen numbers. */
+struct floats {
+    float32x4_t part[4];
+};
+
+/* symbols_of() scales, rounds and clamps sixteen numbers to symbols. */
+static inline int8x16_t symbols_of(struct floats numbers, float inverse, int limit) {
+    int32x4_t words[4];
+    int16x8_t low, high;
+    int8x16_t symbols;
+
+    for (int part = 0; part < 4; part++)
+        words[part] = vcvtnq_s32_f32(vmulq_n_f32(numbers.part[part], inverse));
+    low = vqmovn_high_s32(vqmovn_s32(words[0]), words[1]);
+    high = vqmovn_high_s32(vqmovn_s32(words[2]), words[3]);
+    symbols = vqmovn_high_s16(vqmovn_s16(low), high);
+    return vmaxq_s8(vminq_s8(symbols, vdupq_n_s8((int8_t)limit)), vdupq_n_s8((int8_t)-limit));
+}
+
+static inline struct floats floats_of_float16(uint16x8_t first, uint16x8_t second) {
+    float16x8_t low = vreinterpretq_f16_u16(first), high = vreinterpretq_f16_u16(second);
+    struct floats floats = {{vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
+                             vcvt_high_f32_f16(high)}};
+    return floats;
+}
+
+/* halves_of_float8() shifts a float8 to where a float16 has its sign, exponent and mantissa: as ss_float_of_float8().
+ */
+static inline uint16x8_t halves_of_float8(uint16x8_t words) {
+    return vorrq_u16(vshlq_n_u16(vshrq_n_u16(words, 7), 15), vshrq_n_u16(vshlq_n_u16(words, 9), 2));
 }
 
 static void bin_float8(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8) { /* as ss_float_of_float8() */
-        uint16x8_t words = vmovl_u8(vld1_u8((const uint8_t *)source + index));
-        uint16x8_t sign = vshlq_n_u16(vshrq_n_u16(words, 7), 15);
-        float16x8_t halves = vreinterpretq_f16_u16(vorrq_u16(sign, vshrq_n_u16(vshlq_n_u16(words, 9), 2)));
-        float32x4_t low = vmulq_n_f32(vcvt_f32_f16(vget_low_f16(halves)), 0x1p8f);
-        float32x4_t high = vmulq_n_f32(vcvt_f32_f16(vget_high_f16(halves)), 0x1p8f);
-        vst1_s8(symbols + index, symbols_of(low, high, inverse, limit));
+    for (; index + 16 <= count; index += 16) {
+        uint8x16_t bytes = vld1q_u8((const uint8_t *)source + index);
+        struct floats floats =
+            floats_of_float16(halves_of_float8(vmovl_u8(vget_low_u8(bytes))), halves_of_float8(vmovl_high_u8(bytes)));
+        for (int part = 0; part < 4; part++)
+            floats.part[part] = vmulq_n_f32(floats.part[part], 0x1p8f);
+        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
     }
     ss_bin_float8_from(index, source, count, inverse, limit, symbols);
 }
@@ -84,11 +115,9 @@ static void bin_float8(const void *source, size_t count, float inverse, int limi
 static void bin_float16(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8) {
-        float16x8_t halves = vreinterpretq_f16_u16(load16x8(source, index));
-        float32x4_t low = vcvt_f32_f16(vget_low_f16(halves));
-        float32x4_t high = vcvt_f32_f16(vget_high_f16(halves));
-        vst1_s8(symbols + index, symbols_of(low, high, inverse, limit));
+    for (; index + 16 <= count; index += 16) {
+        struct floats floats = floats_of_float16(load16x8(source, index), load16x8(source, index + 8));
+        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
     }
     ss_bin_float16_from(index, source, count, inverse, limit, symbols);
 }
@@ -96,11 +125,13 @@ static void bin_float16(const void *source, size_t count, float inverse, int lim
 static void bin_bfloat16(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8) {
-        uint16x8_t halves = load16x8(source, index);
-        float32x4_t low = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(halves), 16));
-        float32x4_t high = vreinterpretq_f32_u32(vshll_n_u16(vget_high_u16(halves), 16));
-        vst1_s8(symbols + index, symbols_of(low, high, inverse, limit));
+    for (; index + 16 <= count; index += 16) {
+        uint16x8_t first = load16x8(source, index), second = load16x8(source, index + 8);
+        struct floats floats = {{vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(first), 16)),
+                                 vreinterpretq_f32_u32(vshll_high_n_u16(first, 16)),
+                                 vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(second), 16)),
+                                 vreinterpretq_f32_u32(vshll_high_n_u16(second, 16))}};
+        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
     }
     ss_bin_bfloat16_from(index, source, count, inverse, limit, symbols);
 }
@@ -108,28 +139,47 @@ static void bin_bfloat16(const void *source, size_t count, float inverse, int li
 static void bin_float32(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8) {
-        float32x4_t low = vreinterpretq_f32_u32(load32x4(source, index));
-        float32x4_t high = vreinterpretq_f32_u32(load32x4(source, index + 4));
-        vst1_s8(symbols + index, symbols_of(low, high, inverse, limit));
+    for (; index + 16 <= count; index += 16) {
+        struct floats floats;
+        for (int part = 0; part < 4; part++)
+            floats.part[part] = vreinterpretq_f32_u32(load32x4(source, index + 4 * (size_t)part));
+        vst1q_s8(symbols + index, symbols_of(floats, inverse, limit));
     }
     ss_bin_float32_from(index, source, count, inverse, limit, symbols);
 }
 
 /* ---- Binned: dequantize -------------------------------------------------------------------------------------- */
 
-/* values_of() scales the eight symbols at 'symbols'. */
-static inline float32x4x2_t values_of(const int8_t *symbols, float scale) {
-    int16x8_t words = vmovl_s8(vld1_s8(symbols));
-    float32x4x2_t values = {{vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(words))), scale),
-                             vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_high_s16(words))), scale)}};
+/* values_of() scales sixteen symbols. */
+static inline struct floats values_of(int8x16_t symbols, float scale) {
+    int16x8_t low = vmovl_s8(vget_low_s8(symbols)), high = vmovl_high_s8(symbols);
+    struct floats values = {{vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), scale),
+                             vmulq_n_f32(vcvtq_f32_s32(vmovl_high_s16(low)), scale),
+                             vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), scale),
+                             vmulq_n_f32(vcvtq_f32_s32(vmovl_high_s16(high)), scale)}};
     return values;
 }
 
-static inline uint16x4_t bfloat16_round(float32x4_t values) {
+/* Sixteen elements of two bytes, or of one in the lower half of each lane. */
+typedef uint16x8x2_t elements_of(struct floats values);
+
+/* bfloat16_carry() adds what rounds the upper half of each number: 0x7FFF, and 1 where that half is odd. */
+static inline uint16x8_t bfloat16_carry(float32x4_t values) {
     uint32x4_t bits = vreinterpretq_u32_f32(values);
-    uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-    return vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), odd), 16);
+    bits = vsraq_n_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), vshlq_n_u32(bits, 15), 31);
+    return vreinterpretq_u16_u32(bits);
+}
+
+static inline uint16x8x2_t bfloat16_of(struct floats values) {
+    uint16x8x2_t elements = {{vuzp2q_u16(bfloat16_carry(values.part[0]), bfloat16_carry(values.part[1])),
+                              vuzp2q_u16(bfloat16_carry(values.part[2]), bfloat16_carry(values.part[3]))}};
+    return elements;
+}
+
+static inline uint16x8x2_t float16_of(struct floats values) {
+    uint16x8x2_t elements = {{vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(values.part[0]), values.part[1])),
+                              vreinterpretq_u16_f16(vcvt_high_f16_f32(vcvt_f16_f32(values.part[2]), values.part[3]))}};
+    return elements;
 }
 
 /* float8_round() leaves the float8 of ss_float8_of_float() in the lower byte of each lane. */
@@ -145,64 +195,138 @@ static inline uint16x4_t float8_round(float32x4_t values) {
     return vmovn_u32(vorrq_u32(sign, vbslq_u32(small, subnormal, vshrq_n_u32(normal, 20))));
 }
 
-static inline void unbin_float8_vector(const int8_t *symbols, size_t count, float scale, void *target) {
-    size_t index = 0;
-
-    for (; index + 8 <= count; index += 8) {
-        float32x4x2_t values = values_of(symbols + index, scale);
-        uint16x8_t words = vcombine_u16(float8_round(values.val[0]), float8_round(values.val[1]));
-        vst1_u8((uint8_t *)target + index, vmovn_u16(words));
-    }
-    ss_unbin_float8_from(index, symbols, count, scale, target);
+static inline uint16x8x2_t float8_of(struct floats values) {
+    uint16x8x2_t elements = {{vcombine_u16(float8_round(values.part[0]), float8_round(values.part[1])),
+                              vcombine_u16(float8_round(values.part[2]), float8_round(values.part[3]))}};
+    return elements;
 }
 
-static inline void unbin_bfloat16_vector(const int8_t *symbols, size_t count, float scale, void *target) {
-    size_t index = 0;
+/* The symbols that a table has elements of: TABLE_FIRST and the next ones. It pays in vectors of TABLE_LENGTH_MIN. */
+enum { TABLE_FIRST = -32, TABLE_SIZE = 64, TABLE_LENGTH_MIN = 128 };
 
-    for (; index + 8 <= count; index += 8) {
-        float32x4x2_t values = values_of(symbols + index, scale);
-        store16x8(target, index, vcombine_u16(bfloat16_round(values.val[0]), bfloat16_round(values.val[1])));
+struct table {
+    uint8x16x4_t low, high; /* bytes of the elements */
+};
+
+static inline __attribute__((always_inline)) struct table table_make(float scale, elements_of *elements_of_values) {
+    static const int8_t counting[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    struct table table;
+
+    for (int part = 0; part < TABLE_SIZE / 16; part++) {
+        int8x16_t symbols = vaddq_s8(vld1q_s8(counting), vdupq_n_s8((int8_t)(TABLE_FIRST + 16 * part)));
+        uint16x8x2_t elements = elements_of_values(values_of(symbols, scale));
+        uint8x16_t first = vreinterpretq_u8_u16(elements.val[0]), second = vreinterpretq_u8_u16(elements.val[1]);
+        table.low.val[part] = vuzp1q_u8(first, second);
+        table.high.val[part] = vuzp2q_u8(first, second);
     }
-    ss_unbin_bfloat16_from(index, symbols, count, scale, target);
+    return table;
 }
 
-static inline void unbin_float16_vector(const int8_t *symbols, size_t count, float scale, void *target) {
-    size_t index = 0;
+/* elements_store() writes sixteen elements of 'size' bytes. */
+static inline void elements_store(uint8x16_t low, uint8x16_t high, size_t size, uint8_t *target) {
+    const uint8x16x2_t both = {{low, high}};
+    if (size == 2)
+        vst2q_u8(target, both);
+    else
+        vst1q_u8(target, low);
+}
 
-    for (; index + 8 <= count; index += 8) {
-        float32x4x2_t values = values_of(symbols + index, scale);
-        float16x8_t halves = vcombine_f16(vcvt_f16_f32(values.val[0]), vcvt_f16_f32(values.val[1]));
-        store16x8(target, index, vreinterpretq_u16_f16(halves));
+/*
+ * vector_look_up() dequantizes the sixteens of a vector by its table, and returns whether that has all the symbols;
+ * what it wrote is of no meaning otherwise.
+ */
+static inline __attribute__((always_inline)) int vector_look_up(const int8_t *symbols, size_t count, float scale,
+                                                                size_t size, uint8_t *target,
+                                                                elements_of *elements_of_values) {
+    const struct table table = table_make(scale, elements_of_values);
+    uint8x16_t most = vdupq_n_u8(0);
+
+    for (size_t index = 0; index + 16 <= count; index += 16) {
+        uint8x16_t slot = vsubq_u8(vld1q_u8((const uint8_t *)symbols + index), vdupq_n_u8((uint8_t)TABLE_FIRST));
+        most = vmaxq_u8(most, slot);
+        elements_store(vqtbl4q_u8(table.low, slot), vqtbl4q_u8(table.high, slot), size, target + size * index);
     }
-    ss_unbin_float16_from(index, symbols, count, scale, target);
+    return vmaxvq_u8(most) < TABLE_SIZE;
+}
+
+static inline __attribute__((always_inline)) void vector_compute(const int8_t *symbols, size_t count, float scale,
+                                                                 size_t size, uint8_t *target,
+                                                                 elements_of *elements_of_values) {
+    for (size_t index = 0; index + 16 <= count; index += 16) {
+        uint16x8x2_t elements = elements_of_values(values_of(vld1q_s8(symbols + index), scale));
+        if (size == 2) {
+            store16x8(target, index, elements.val[0]);
+            store16x8(target, index + 8, elements.val[1]);
+        } else {
+            vst1q_u8(target + index, vmovn_high_u16(vmovn_u16(elements.val[0]), elements.val[1]));
+        }
+    }
+}
+
+/* unbin() is an unbin[] member. Vectors are looked up until one has a symbol that the table has not: more bins. */
+static inline __attribute__((always_inline)) void unbin(const int8_t *symbols, const uint8_t *scales, size_t vectors,
+                                                        size_t vector_length, uint8_t *target, size_t size,
+                                                        elements_of *elements_of_values,
+                                                        void (*finish)(size_t, const int8_t *, size_t, float, void *)) {
+    int few_bins = vector_length >= TABLE_LENGTH_MIN;
+
+    for (size_t vector = 0; vector < vectors; vector++) {
+        const float scale = ss_float_of_bits(ss_load32(scales, vector));
+        few_bins = few_bins && vector_look_up(symbols, vector_length, scale, size, target, elements_of_values);
+        if (!few_bins)
+            vector_compute(symbols, vector_length, scale, size, target, elements_of_values);
+        finish(vector_length / 16 * 16, symbols, vector_length, scale, target);
+        symbols += vector_length;
+        target += vector_length * size;
+    }
+}
+
+static void unbin_float8(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,
+                         uint8_t *target) {
+    unbin(symbols, scales, vectors, vector_length, target, 1, float8_of, ss_unbin_float8_from);
+}
+
+static void unbin_float16(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,
+                          uint8_t *target) {
+    unbin(symbols, scales, vectors, vector_length, target, 2, float16_of, ss_unbin_float16_from);
+}
+
+static void unbin_bfloat16(const int8_t *symbols, const uint8_t *scales, size_t vectors, size_t vector_length,
+                           uint8_t *target) {
+    unbin(symbols, scales, vectors, vector_length, target, 2, bfloat16_of, ss_unbin_bfloat16_from);
 }
 
 static inline void unbin_float32_vector(const int8_t *symbols, size_t count, float scale, void *target) {
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8) {
-        float32x4x2_t values = values_of(symbols + index, scale);
-        store32x4(target, index, vreinterpretq_u32_f32(values.val[0]));
-        store32x4(target, index + 4, vreinterpretq_u32_f32(values.val[1]));
+    for (; index + 16 <= count; index += 16) {
+        struct floats values = values_of(vld1q_s8(symbols + index), scale);
+        for (int part = 0; part < 4; part++)
+            store32x4(target, index + 4 * (size_t)part, vreinterpretq_u32_f32(values.part[part]));
     }
     ss_unbin_float32_from(index, symbols, count, scale, target);
 }
 
-SS_UNBIN_BATCH(, unbin_float8, unbin_float8_vector, 1)
-SS_UNBIN_BATCH(, unbin_float16, unbin_float16_vector, 2)
-SS_UNBIN_BATCH(, unbin_bfloat16, unbin_bfloat16_vector, 2)
 SS_UNBIN_BATCH(, unbin_float32, unbin_float32_vector, 4)
 
 /* ---- Lossless ------------------------------------------------------------------------------------------------ */
 
+/* rotate_left() is the bytes of elements that are rotated left by one, 'below' the bytes under them; and right. */
+static inline uint8x16_t rotate_left(uint8x16_t bytes, uint8x16_t below) {
+    return vsriq_n_u8(vshlq_n_u8(bytes, 1), below, 7);
+}
+
+static inline uint8x16_t rotate_right(uint8x16_t bytes, uint8x16_t above) {
+    return vsliq_n_u8(vshrq_n_u8(bytes, 1), above, 7);
+}
+
 static void planes_split16(const void *source, size_t count, uint8_t *planes, size_t stride) {
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8) {
-        uint16x8_t value = load16x8(source, index);
-        value = vorrq_u16(vshlq_n_u16(value, 1), vshrq_n_u16(value, 15));
-        vst1_u8(planes + index, vshrn_n_u16(value, 8));
-        vst1_u8(planes + stride + index, vmovn_u16(value));
+    for (; index + 16 <= count; index += 16) {
+        const uint8x16x2_t bytes = vld2q_u8((const uint8_t *)source + 2 * index);
+        vst1q_u8(planes + index, rotate_left(bytes.val[1], bytes.val[0]));
+        vst1q_u8(planes + stride + index, rotate_left(bytes.val[0], bytes.val[1]));
     }
     ss_planes_split16_from(index, source, count, planes, stride);
 }
@@ -210,10 +334,10 @@ static void planes_split16(const void *source, size_t count, uint8_t *planes, si
 static void planes_merge16(const uint8_t *planes, size_t stride, size_t count, void *target) {
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8) {
-        uint16x8_t high = vshll_n_u8(vld1_u8(planes + index), 8);
-        uint16x8_t value = vorrq_u16(high, vmovl_u8(vld1_u8(planes + stride + index)));
-        store16x8(target, index, vorrq_u16(vshrq_n_u16(value, 1), vshlq_n_u16(value, 15)));
+    for (; index + 16 <= count; index += 16) {
+        const uint8x16_t high = vld1q_u8(planes + index), low = vld1q_u8(planes + stride + index);
+        const uint8x16x2_t bytes = {{rotate_right(low, high), rotate_right(high, low)}};
+        vst2q_u8((uint8_t *)target + 2 * index, bytes);
     }
     ss_planes_merge16_from(index, planes, stride, count, target);
 }
@@ -221,36 +345,26 @@ static void planes_merge16(const uint8_t *planes, size_t stride, size_t count, v
 static void planes_split32(const void *source, size_t count, uint8_t *planes, size_t stride) {
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8) {
-        uint32x4_t a = load32x4(source, index), b = load32x4(source, index + 4);
-        uint16x8_t upper, lower;
-        a = vorrq_u32(vshlq_n_u32(a, 1), vshrq_n_u32(a, 31));
-        b = vorrq_u32(vshlq_n_u32(b, 1), vshrq_n_u32(b, 31));
-        upper = vcombine_u16(vshrn_n_u32(a, 16), vshrn_n_u32(b, 16));
-        lower = vcombine_u16(vmovn_u32(a), vmovn_u32(b));
-        vst1_u8(planes + index, vshrn_n_u16(upper, 8));
-        vst1_u8(planes + stride + index, vmovn_u16(upper));
-        vst1_u8(planes + 2 * stride + index, vshrn_n_u16(lower, 8));
-        vst1_u8(planes + 3 * stride + index, vmovn_u16(lower));
+    for (; index + 16 <= count; index += 16) {
+        const uint8x16x4_t bytes = vld4q_u8((const uint8_t *)source + 4 * index);
+        for (int plane = 0; plane < 4; plane++)
+            vst1q_u8(planes + (size_t)plane * stride + index,
+                     rotate_left(bytes.val[3 - plane], bytes.val[(3 - plane + 3) % 4]));
     }
     ss_planes_split32_from(index, source, count, planes, stride);
-}
-
-static inline uint32x4_t rotate_right32(uint32x4_t value) {
-    return vorrq_u32(vshrq_n_u32(value, 1), vshlq_n_u32(value, 31));
 }
 
 static void planes_merge32(const uint8_t *planes, size_t stride, size_t count, void *target) {
     size_t index = 0;
 
-    for (; index + 8 <= count; index += 8) {
-        const uint8_t *plane = planes + index;
-        uint16x8_t upper = vorrq_u16(vshll_n_u8(vld1_u8(plane), 8), vmovl_u8(vld1_u8(plane + stride)));
-        uint16x8_t lower = vorrq_u16(vshll_n_u8(vld1_u8(plane + 2 * stride), 8), vmovl_u8(vld1_u8(plane + 3 * stride)));
-        uint32x4_t first = vreinterpretq_u32_u16(vzip1q_u16(lower, upper));
-        uint32x4_t second = vreinterpretq_u32_u16(vzip2q_u16(lower, upper));
-        store32x4(target, index, rotate_right32(first));
-        store32x4(target, index + 4, rotate_right32(second));
+    for (; index + 16 <= count; index += 16) {
+        uint8x16_t plane[4];
+        uint8x16x4_t bytes;
+        for (int number = 0; number < 4; number++)
+            plane[number] = vld1q_u8(planes + (size_t)number * stride + index);
+        for (int byte = 0; byte < 4; byte++)
+            bytes.val[byte] = rotate_right(plane[3 - byte], plane[(3 - byte + 3) % 4]);
+        vst4q_u8((uint8_t *)target + 4 * index, bytes);
     }
     ss_planes_merge32_from(index, planes, stride, count, target);
 }

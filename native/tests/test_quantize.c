@@ -10,7 +10,7 @@
 
 enum { ELEMENTS_MAX = 8192 };
 
-static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon"};
+static const char *const isa_names[] = {"scalar", "avx2", "avx512", "neon", "neon_crc"};
 static struct guarded source, symbols, scales, target, expected_symbols, expected_scales, expected_target;
 
 /* ---- The reference ------------------------------------------------------------------------------------------- */
@@ -144,7 +144,7 @@ static void check_shape(const struct shape *shape, int at_end) {
     CHECK(ss_dequantize(shape->quantizer, shape->dtype, expected_symbols.start, expected_scales.start, shape->vectors,
                         shape->vector_length, expected_target.start) == SS_OK,
           "scalar");
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
         if (ss_isa_available(isa))
             check_isa(isa, shape, at_end);
     }
@@ -277,6 +277,33 @@ static void check_special_vectors(void) {
     CHECK(ss_dequantize(SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT32, made, &scale, 1, 40, values) == SS_BAD_DATA, "scale");
 }
 
+/* A batch in which only one symbol, in any of its vectors, is beyond those of 64 bins; or none. */
+static void check_one_symbol_of_more_bins(enum ss_isa isa) {
+    enum { VECTORS = 4, LENGTH = 150, COUNT = VECTORS * LENGTH };
+    static const int8_t beyond[] = {-33, 32, 127, -128};
+    static const float vector_scales[VECTORS] = {0.37f, 3e-3f, 25.0f, -0x1.6p-15f};
+    static const enum ss_dtype dtypes[] = {SS_DTYPE_FLOAT16, SS_DTYPE_BFLOAT16, SS_DTYPE_FLOAT32, SS_DTYPE_FLOAT8_E4M3};
+    int8_t made[COUNT];
+    uint8_t wanted[4 * COUNT], decoded[4 * COUNT];
+
+    for (unsigned round = 0; round < 400; round++) {
+        const enum ss_dtype dtype = dtypes[round % 4];
+        for (size_t index = 0; index < COUNT; index++)
+            made[index] = (int8_t)((int)random_below(64) - 32);
+        if (round % 5 != 0)
+            made[random_below(COUNT)] = beyond[random_below(4)];
+        CHECK(ss_isa_force(SS_ISA_SCALAR) == SS_OK, "scalar is always there");
+        CHECK(ss_dequantize(SS_QUANTIZER_BINNED, dtype, (uint8_t *)made, vector_scales, VECTORS, LENGTH, wanted) ==
+                  SS_OK,
+              "scalar");
+        CHECK(ss_isa_force(isa) == SS_OK, "%s", isa_names[isa]);
+        CHECK(ss_dequantize(SS_QUANTIZER_BINNED, dtype, (uint8_t *)made, vector_scales, VECTORS, LENGTH, decoded) ==
+                      SS_OK &&
+                  memcmp(wanted, decoded, COUNT * ss_dtype_size(dtype)) == 0,
+              "%s differs from scalar, dtype %d, round %u", isa_names[isa], (int)dtype, round);
+    }
+}
+
 static void check_lossless_is_exact_for_every_pattern(void) {
     static uint16_t all[65536], back[65536];
     static uint8_t planes[2 * 65536];
@@ -323,11 +350,12 @@ int main(void) {
     expected_scales = guarded_make(4 * ELEMENTS_MAX);
     expected_target = guarded_make(4 * ELEMENTS_MAX);
     check_all_shapes();
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON_CRC; isa++) {
         if (ss_isa_available(isa)) {
             check_rounding(isa);
             check_error();
             check_special_vectors();
+            check_one_symbol_of_more_bins(isa);
             check_lossless_is_exact_for_every_pattern();
             check_arguments();
             printf("%s%s\n", isa_names[isa], isa == best ? " (the default here)" : "");

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,20 @@ from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 
 TOKENS = 16
+BACKEND = os.environ.get("SHADOWSERVE_DPU_BACKEND", "software")
+"""What the tests' daemons work with, those in processes of their own as well."""
+BACKENDS = [BACKEND] if "SHADOWSERVE_DPU_BACKEND" in os.environ else ["software", "doca"]
+"""What the tests run over that take no longer for it."""
+WAYS = [
+    {"backend": backend, "fused": fused}
+    for backend in BACKENDS
+    for fused in ((True, False) if backend == "software" else ("auto",))
+]
+"""All ways through the pipeline."""
+
+
+def way_name(way: dict[str, Any]) -> str:
+    return way["backend"] + {True: "-fused", False: "-staged", "auto": ""}[way["fused"]]
 
 
 class Server:
@@ -180,7 +194,7 @@ def expected(shape: record.ChunkLayout, key: bytes, data: bytes) -> bytes:
 
 SMALL_BUFFERS: dict[str, Any] = {
     "decompression_buffer_bytes": "4MiB",
-    "dequantization_buffer_bytes": "4MiB",
+    "dequantization_buffer_bytes": "8MiB",
     "dma_source_buffer_bytes": "8MiB",
     "store_buffer_bytes": "4MiB",
 }
@@ -192,7 +206,7 @@ def config(server: "Server | str", **changes: Any) -> DataPlaneConfig:
     address = server if isinstance(server, str) else server.address
     password = "" if isinstance(server, str) else server.password
     values = {"listen": "127.0.0.1:0", "storage": address, "storage_password": password, "shutdown_time": 2.0}
-    return DataPlaneConfig.model_validate(values | PATIENT | SMALL_BUFFERS | changes)
+    return DataPlaneConfig.model_validate({"backend": BACKEND} | values | PATIENT | SMALL_BUFFERS | changes)
 
 
 def layout_message(shape: record.ChunkLayout) -> pb.ChunkLayout:
@@ -335,9 +349,11 @@ async def running(server: "Server | str", **changes: Any) -> AsyncIterator[tuple
 
 
 class DaemonProcess:
-    """The daemon as a process of its own."""
+    """The daemon as a process of its own, by default of this interpreter."""
 
-    def __init__(self, server: "Server | str", directory: Path, **changes: Any) -> None:
+    def __init__(
+        self, server: "Server | str", directory: Path, *, python: Sequence[str] = (sys.executable,), **changes: Any
+    ) -> None:
         address = server if isinstance(server, str) else server.address
         values = {"listen": "127.0.0.1:0", "storage": address, "shutdown_time": NEVER_S}
         values |= PATIENT | SMALL_BUFFERS | changes
@@ -345,7 +361,7 @@ class DaemonProcess:
         self.log = directory / "daemon.log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shadowserve.cli", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
+                [*python, "-m", "shadowserve.cli", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode().split()

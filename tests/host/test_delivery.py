@@ -1,9 +1,12 @@
 """Every way that KV takes to an engine: which is chosen when, and that the real daemon delivers by it.
 
-The daemon and the storage server are processes of their own; the GPU is the fake driver's.
+The daemon and the storage server are processes of their own; the GPU is the fake driver's, the DPU the DOCA
+emulator's.
 """
 
 import contextlib
+import ctypes
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,13 +28,15 @@ from host_control.layouts import PagedLayout
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.segment import Segment
 from host_control.store import StoreQueue
+from shadowserve import native
 from shadowserve.cli.processes import Child, start_data_plane, start_storage
-from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.errors import ConfigurationError, DataPlaneError, NativeError
 from shadowserve.keys import KVNamespace, chunk_keys
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE, CHUNK_BLOCKS = 2, 16, 2, 4, 8, 2
 CHUNK_TOKENS = CHUNK_BLOCKS * BLOCK
 STAGE_BY_STAGE = ("--fused", "false")
+DPU = ("--backend", "doca")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -191,21 +196,100 @@ def make() -> Iterator[Callable[..., Engine]]:
         yield engine
 
 
-@pytest.mark.parametrize(("kind", "flags"), [("pinned", ()), ("cuda_ipc", STAGE_BY_STAGE)])
+def both_ways(delivery: Delivery) -> Delivery:
+    """Return a delivery that stores from the GPU, too, as any client of the daemon may."""
+    return dataclasses.replace(delivery, store=delivery.fetch)
+
+
+WAYS: dict[str, tuple[tuple[str, ...], Callable[[Gpu], Delivery]]] = {
+    "pinned": ((), lambda gpu: on_gpu("pinned", gpu, "")),
+    "cuda_ipc": (STAGE_BY_STAGE, lambda gpu: on_gpu("cuda_ipc", gpu, "")),
+    "exported": (DPU, lambda gpu: on_gpu("exported", gpu, "")),
+    "cuda_ipc, stored from there": (STAGE_BY_STAGE, lambda gpu: both_ways(on_gpu("cuda_ipc", gpu, ""))),
+    "exported, stored from there": (DPU, lambda gpu: both_ways(on_gpu("exported", gpu, ""))),
+    "exported, engine on a CPU": (DPU, lambda _: choose(HostConfig.from_engine({"delivery": "exported"}), CPU)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_kv_that_one_engine_stored_is_delivered_to_another(
-    kind: str, flags: tuple[str, ...], start: Any, make: Callable[..., Engine], fake_driver: Path
+    way: str, start: Any, make: Callable[..., Engine], fake_driver: Path
 ) -> None:
-    """In several rounds, each through the GPU's buffer, into other blocks than it came from."""
-    address = start(*flags).address
-    gpu = fake_gpu(fake_driver)
-    writer, reader = make(address, on_gpu(kind, gpu, "")), make(address, on_gpu(kind, gpu, ""))
+    """In several rounds, each through the buffer that it arrives in, into other blocks than it came from."""
+    flags, delivery = WAYS[way]
+    address, gpu = start(*flags).address, fake_gpu(fake_driver)
+    writer, reader = make(address, delivery(gpu)), make(address, delivery(gpu))
     writer.store()
     blocks = list(reversed(range(BLOCKS)))
     result = reader.fetch(blocks)
-    assert (result.complete, result.reason, result.chunks) == (True, "complete", len(reader.keys))
+    assert (result.complete, result.reason, result.chunks) == (True, "complete", len(reader.keys)), result.detail
     for wrote, read in zip(writer.caches, reader.caches, strict=True):
         assert torch.equal(read[blocks], wrote)
-    assert isinstance(reader.fetched.acquire(1).memory, torch.Tensor) == (kind == "cuda_ipc")
+    in_gpu = isinstance(reader.fetched.acquire(1).memory, torch.Tensor)
+    assert in_gpu == (way not in ("pinned", "exported, engine on a CPU"))
+
+
+@pytest.mark.parametrize("dmabuf", ["0", "1"])
+def test_what_a_dpu_wrote_into_a_gpu_is_flushed_before_it_is_read(
+    start: Any, make: Callable[..., Engine], fake_driver: Path, monkeypatch: pytest.MonkeyPatch, dmabuf: str
+) -> None:
+    """Exported as a DMA-BUF or by address, where the platform does not order such writes by itself."""
+    monkeypatch.setenv("FAKE_CUDA_ORDERING", "0")
+    monkeypatch.setenv("FAKE_CUDA_DMABUF", dmabuf)
+    address, delivery = start(*DPU).address, on_gpu("exported", fake_gpu(fake_driver), "")
+    writer, reader = make(address, delivery), make(address, delivery)
+    writer.store()
+    flushes = ctypes.CDLL(str(fake_driver)).fake_cuda_flushes
+    before = flushes()
+    assert reader.fetch(list(range(BLOCKS))).complete
+    assert flushes() - before == 3  # one for each round
+    for wrote, read in zip(writer.caches, reader.caches, strict=True):
+        assert torch.equal(read, wrote)
+
+
+def test_a_gpu_that_cannot_be_exported_copies_from_the_host(
+    start: Any, make: Callable[..., Engine], fake_driver: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """No DMA-BUF, no nvidia-peermem: the DPU writes into the host's memory."""
+    opened = native.Export
+
+    def only_host(address: int, size: int, *, device: str = "", dmabuf: int = -1) -> native.Export:
+        if "fake GPU memory" in mapping_of(address):
+            raise NativeError("exporting: this build or this CPU does not have it", native.Result.NOT_SUPPORTED)
+        return opened(address, size, device=device, dmabuf=dmabuf)
+
+    address, gpu = start(*DPU).address, fake_gpu(fake_driver)
+    writer = make(address, on_gpu("exported", gpu, ""))
+    writer.store()
+    monkeypatch.setattr(native, "Export", only_host)
+    reader = make(address, on_gpu("exported", gpu, ""))
+    assert reader.fetch(list(range(BLOCKS))).complete
+    assert "writes into the host's memory" in caplog.text
+    for wrote, read in zip(writer.caches, reader.caches, strict=True):
+        assert torch.equal(read, wrote)
+
+
+def mapping_of(address: int) -> str:
+    """Return what /proc says of the mapping that an address of this process lies in."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return line
+    raise AssertionError("not mapped")
+
+
+def test_an_export_that_has_ended_is_a_miss_and_is_made_anew(
+    start: Any, make: Callable[..., Engine], fake_driver: Path
+) -> None:
+    address, delivery = start(*DPU).address, on_gpu("exported", fake_gpu(fake_driver), "")
+    writer, reader = make(address, delivery), make(address, delivery)
+    writer.store()
+    memory: Any = reader.fetched.acquire(30)
+    memory._export.close()
+    result = reader.fetch(list(range(BLOCKS)))
+    assert (result.reason, result.chunks) == ("device", 0), result.detail
+    assert reader.fetch(list(range(BLOCKS))).complete, "registered again"
+    assert reader.fetched.current is not memory
 
 
 def test_a_copy_into_the_gpu_that_fails_is_a_miss_with_its_reason(

@@ -31,9 +31,8 @@ def bytes_of(tensors: list[Any]) -> Any:
     return torch.stack([tensor.contiguous() for tensor in tensors]).view(torch.uint8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize(("dtype", "skip"), [(torch.float32, 0), (torch.bfloat16, 3), (torch.uint8, 0)])
 @pytest.mark.parametrize("order", [*ORDERS, "latent"])
-@pytest.mark.parametrize("skip", [0, 3])
 def test_kernels_move_what_indexing_moves(order: str, dtype: Any, skip: int) -> None:
     found, kind = caches(order, dtype)
     wanted, _ = caches(order, dtype)

@@ -66,3 +66,31 @@ class NativeBuild:
 def native_build() -> Callable[..., NativeBuild]:
     """Make builds of the C core: ``native_build(name, options, compiler=None)``."""
     return NativeBuild
+
+
+@pytest.fixture
+def arm_tools() -> None:
+    """Skip the test where there is nothing to build for 64-bit Arm with, or to run that."""
+    missing = [tool for tool in ("aarch64-linux-gnu-gcc", "qemu-aarch64") if shutil.which(tool) is None]
+    libraries = REPOSITORY / "build/aarch64/libraries"
+    if missing or not any(libraries.glob(".unpacked-*")):
+        pytest.skip(
+            "needs aarch64-linux-gnu-gcc, qemu-aarch64 (Debian: gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, "
+            f"qemu-user) and what 'scripts/unpack-arm64 {libraries.relative_to(REPOSITORY)}' unpacks"
+        )
+
+
+@pytest.fixture
+def arm_build(arm_tools: None) -> Callable[..., NativeBuild]:
+    """Make warning-free builds for 64-bit Arm, whose programs run under qemu: ``arm_build(compiler=None)``."""
+
+    def build(compiler: str | None = None) -> NativeBuild:
+        options = {
+            "CMAKE_TOOLCHAIN_FILE": str(REPOSITORY / "native/toolchain-aarch64.cmake"),
+            "CMAKE_COMPILE_WARNING_AS_ERROR": "ON",
+            "SHADOWSERVE_TESTS": "ON",
+            "SHADOWSERVE_BENCH": "ON",
+        }
+        return NativeBuild(f"aarch64-{compiler or 'gcc'}", options, compiler)
+
+    return build

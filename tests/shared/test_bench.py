@@ -138,6 +138,15 @@ def test_link_says_what_it_needs_where_it_may_not_make_namespaces() -> None:
     assert "unshare --user" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_gpu_says_what_it_needs_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["bench", "gpu"])
+    assert result.exit_code == 1
+    assert "bench gpu needs a GPU" in result.output and "--cpu" in result.output
+
+
 def test_every_benchmark_has_a_small_run() -> None:
     from shadowserve.cli.bench import BENCHES
 

@@ -197,7 +197,7 @@ def test_the_doctor_ends_with_1_when_something_will_not_work(monkeypatch: pytest
     def broken(*_: object) -> None:
         raise OSError("no shared memory here")
 
-    monkeypatch.setattr("shadowserve.cli.doctor.shutil.disk_usage", broken)
+    monkeypatch.setattr("shutil.disk_usage", broken)
     done = run("doctor", "--json")
     assert done.exit_code == 1
     assert any("no shared memory here" in finding["found"] for finding in json.loads(done.output)["findings"])
@@ -205,7 +205,7 @@ def test_the_doctor_ends_with_1_when_something_will_not_work(monkeypatch: pytest
 
 def test_the_doctor_talks_to_people_too() -> None:
     done = run("doctor")
-    assert "C core" in done.output and "what to do" in done.output
+    assert "C core" in done.output and re.search(r"^\d+ failed, \d+ warnings$", done.output, re.MULTILINE)
 
 
 def test_every_command_is_one() -> None:

@@ -83,7 +83,7 @@ def test_what_the_document_says_in_short_is_what_the_model_says() -> None:
     for changes, words in (("fusion,slices", "take {:.0f} % off"), ("fusion,slices,huffman", "make it {:.0f} %")):
         faster = MODEL.ttft_s(at(40), Design(frozenset(changes.split(","))))
         assert words.format(100 * (1 - faster / floor)) in " ".join(text.split())
-    for cycle, ours_wins in ((0.93, False), (0.97, True)):  # "Below 0.95"
+    for cycle, ours_wins in ((0.70, False), (0.72, True)):  # "Below 0.71"
         model = Model(dataclasses.replace(MODEL.given, instructions_per_cycle=cycle))
         assert (model.ttft_s(at(40), Design(frozenset({"kvrans"}))) < floor) == ours_wins
     for link, ours_wins in ((25.5, True), (26.5, False)):  # "some 26 Gbps"

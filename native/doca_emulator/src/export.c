@@ -9,6 +9,9 @@
  *
  * Where Yama restricts ptrace, a process lets others read it by PR_SET_PTRACER. Both must run under one user.
  */
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/random.h>
@@ -59,14 +62,35 @@ bool export_parse(const void *bytes, size_t size, struct export_descriptor *desc
            descriptor->location + descriptor->size > descriptor->location && descriptor->token != 0;
 }
 
+/* As process_copy_step(), by the process' file of its memory. */
+static ssize_t process_copy_by_file(const struct export_descriptor *descriptor, uint64_t address, void *here,
+                                    size_t size, bool write) {
+    char path[64];
+    (void)snprintf(path, sizeof path, "/proc/%d/mem", (int)descriptor->process);
+    int file = open(path, (write ? O_RDWR : O_RDONLY) | O_CLOEXEC);
+    if (file < 0) {
+        return -1;
+    }
+    ssize_t copied = write ? pwrite(file, here, size, (off_t)address) : pread(file, here, size, (off_t)address);
+    close(file);
+    return copied;
+}
+
+/* qemu-user 7.2 has none of the two calls (ENOSYS); the addresses of a 64-bit guest are the host's. */
+static ssize_t process_copy_step(const struct export_descriptor *descriptor, uint64_t address, void *here, size_t size,
+                                 bool write) {
+    struct iovec local = {.iov_base = here, .iov_len = size};
+    struct iovec remote = {.iov_base = (void *)(uintptr_t)address, .iov_len = size};
+    ssize_t copied = write ? process_vm_writev((pid_t)descriptor->process, &local, 1, &remote, 1, 0)
+                           : process_vm_readv((pid_t)descriptor->process, &local, 1, &remote, 1, 0);
+    return copied < 0 && errno == ENOSYS ? process_copy_by_file(descriptor, address, here, size, write) : copied;
+}
+
 /* Copies between here and 'address' in the process; the kernel may do it in several steps. */
 static bool process_copy(const struct export_descriptor *descriptor, uint64_t address, void *here, size_t size,
                          bool write) {
     while (size > 0) {
-        struct iovec local = {.iov_base = here, .iov_len = size};
-        struct iovec remote = {.iov_base = (void *)(uintptr_t)address, .iov_len = size};
-        ssize_t copied = write ? process_vm_writev((pid_t)descriptor->process, &local, 1, &remote, 1, 0)
-                               : process_vm_readv((pid_t)descriptor->process, &local, 1, &remote, 1, 0);
+        ssize_t copied = process_copy_step(descriptor, address, here, size, write);
         if (copied <= 0) {
             return false;
         }

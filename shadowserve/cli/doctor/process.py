@@ -1,86 +1,26 @@
-"""``shadowserve doctor``: what this machine has, what is missing, and how to mend it."""
+"""This process and what it stands on: interpreter, C core, limits, the engine; and which programs answer."""
 
+import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import resource
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Final, Literal
+from collections.abc import Iterator
+from typing import Final
 
-import click
-from rich.console import Console
-from rich.table import Table
+from shadowserve.cli.doctor.finding import Finding
 
-from shadowserve import __version__
-
-__all__ = ["doctor"]
+__all__ = ["cores", "engine", "interpreter", "locked_memory", "native_core", "reachable", "shared_memory"]
 
 TESTED_VLLM: Final = "0.32.0"
-_STYLES: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing looked at.
-
-    Attributes:
-        what: the thing.
-        state: ``ok``; ``warning``: works, but slower or less safe than it could; ``failed``: will not work.
-        found: what is there.
-        mend: what to do about it; empty where nothing is to be done.
-    """
-
-    what: str
-    state: Literal["ok", "warning", "failed"]
-    found: str
-    mend: str = ""
-
-
-@click.command()
-@click.option("--storage", metavar="HOST:PORT", default="127.0.0.1:6380", show_default=True, help="Storage server.")
-@click.option("--data-plane", metavar="HOST:PORT", default="127.0.0.1:50151", show_default=True, help="Data plane.")
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(storage: str, data_plane: str, as_json: bool) -> None:
-    """Say what this machine has, what is missing, and how to mend it.
-
-    Exits with 1 when something will not work; a program that merely does not run now is a warning.
-    """
-    findings = [
-        *_look(_interpreter),
-        *_look(_native),
-        *_look(_memory),
-        *_look(_cores),
-        *_look(_engine),
-        *_look(lambda: _reachable("storage server", storage, "shadowserve storage --config configs/storage.yaml")),
-        *_look(lambda: _reachable("data plane", data_plane, "shadowserve dpu --config configs/emulated.yaml")),
-    ]
-    if as_json:
-        click.echo(json.dumps({"version": __version__, "findings": [asdict(finding) for finding in findings]}))
-    else:
-        table = Table("", "what", "found", "what to do", box=None, pad_edge=False)
-        for finding in findings:
-            style = _STYLES[finding.state]
-            table.add_row(f"[{style}]{finding.state}[/]", finding.what, finding.found, finding.mend)
-        Console().print(table)
-    if any(finding.state == "failed" for finding in findings):
-        sys.exit(1)
-
-
-def _look(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """A check that breaks is itself a finding: the doctor must not fall ill."""
-    try:
-        return list(check())
-    except Exception as error:  # the whole point is to go on
-        return [Finding(getattr(check, "__name__", "check").strip("_"), "failed", f"{type(error).__name__}: {error}")]
-
-
-def _interpreter() -> Iterator[Finding]:
+def interpreter() -> Iterator[Finding]:
+    """Python and the operating system."""
     sound = sys.version_info >= (3, 11)
     yield Finding(
         "Python", "ok" if sound else "failed", platform.python_version(), "" if sound else "use 3.11 or newer"
@@ -89,11 +29,16 @@ def _interpreter() -> Iterator[Finding]:
     yield Finding("system", "ok" if linux else "failed", platform.platform(), "" if linux else "Linux is needed")
 
 
-def _native() -> Iterator[Finding]:
+def native_core() -> Iterator[Finding]:
+    """The C core and the codecs that it was built with."""
     try:
         from shadowserve import native
     except ImportError as error:
         yield Finding("C core", "failed", str(error), "run 'make setup', or 'pip install -e .' in the checkout")
+        return
+    except OSError as error:  # of a wheel that was made where there were more libraries
+        mend = "install what it names (libisal2, say), or build it here: 'pip install .' in the checkout"
+        yield Finding("C core", "failed", str(error), mend)
         return
     yield Finding("C core", "ok", f"kernels use {native.isa_active().name.lower()}")
     implementations = native.codec_implementations()
@@ -109,9 +54,14 @@ def _native() -> Iterator[Finding]:
             yield Finding("codec deflate", "warning", implementation, mend)
         else:
             yield Finding(f"codec {codec.name.lower()}", "ok", implementation)
+    for backend in native.backends().values():
+        imitation = "; it decodes and copies on CPU cores: for trying and testing, no DPU takes part"
+        found = backend.description + (imitation if backend.emulated else "")
+        yield Finding(f"backend {backend.label}", "ok", found)
 
 
-def _memory() -> Iterator[Finding]:
+def locked_memory() -> Iterator[Finding]:
+    """How much a process may lock in memory."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY or os.geteuid() == 0
     found = "unlimited" if unlimited else f"{soft >> 20} MiB may be locked"
@@ -122,6 +72,10 @@ def _memory() -> Iterator[Finding]:
         found,
         "" if enough else "raise it (ulimit -l): buffers may be swapped",
     )
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Room for the segments that KV is handed over in."""
     shm = shutil.disk_usage("/dev/shm")
     enough = shm.free >= 512 << 20
     yield Finding(
@@ -132,14 +86,16 @@ def _memory() -> Iterator[Finding]:
     )
 
 
-def _cores() -> Iterator[Finding]:
-    cores = sorted(os.sched_getaffinity(0))
-    enough = len(cores) >= 4
+def cores() -> Iterator[Finding]:
+    """The cores that this process may use."""
+    usable = sorted(os.sched_getaffinity(0))
+    enough = len(usable) >= 4
     mend = "" if enough else "data plane and engine will share cores: fine for trying, not for serving (docs/cores.md)"
-    yield Finding("cores", "ok" if enough else "warning", f"{len(cores)} usable: {cores}", mend)
+    yield Finding("cores", "ok" if enough else "warning", f"{len(usable)} usable: {usable}", mend)
 
 
-def _engine() -> Iterator[Finding]:
+def engine() -> Iterator[Finding]:
+    """vLLM, and whether it knows the plugin."""
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
@@ -171,10 +127,30 @@ def _engine() -> Iterator[Finding]:
         )
 
 
-def _reachable(what: str, address: str, command: str) -> Iterator[Finding]:
-    host, _, port = address.rpartition(":")
+def reachable(what: str, address: str, command: str) -> Iterator[Finding]:
+    """Whether a program listens on an address.
+
+    Args:
+        what: the program.
+        address: ``host:port``, or ``unix:/path``.
+        command: that starts it.
+    """
     try:
-        with socket.create_connection((host, int(port)), timeout=2):
+        with contextlib.closing(_connect(address)):
             yield Finding(what, "ok", f"answers on {address}")
     except (OSError, ValueError) as error:
         yield Finding(what, "warning", f"not reached on {address}: {error}", command)
+
+
+def _connect(address: str) -> socket.socket:
+    if address.startswith("unix:"):
+        local = socket.socket(socket.AF_UNIX)
+        local.settimeout(2)
+        try:
+            local.connect(address.removeprefix("unix:"))
+        except OSError:
+            local.close()
+            raise
+        return local
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=2)

@@ -1,0 +1,167 @@
+"""``shadowserve doctor``: what this machine has, what is missing, and how to mend it.
+
+``process`` looks at the interpreter, the C core and limits; ``host`` and ``dpu`` at either side of a BlueField, through
+``pci``; ``certificates`` at TLS's files. Each check is a function that yields findings.
+"""
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal, TypeVar
+
+import click
+
+from dpu_dataplane.config import DataPlaneConfig
+from host_control.config import HostConfig
+from shadowserve import __version__
+from shadowserve.cli.doctor import dpu, host, process
+from shadowserve.cli.doctor.certificates import certificates
+from shadowserve.cli.doctor.finding import Finding, Machine, look
+from shadowserve.config import CONFIG_FILE_VARIABLE, Section
+from shadowserve.errors import ConfigurationError
+from storage_kv.config import StorageConfig
+
+__all__ = ["doctor"]
+
+_COLOURS: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
+_TLS_FILES: Final = ("tls_ca", "tls_client_ca", "tls_cert", "tls_key")
+
+_S = TypeVar("_S", bound=Section)
+Role = Literal["host", "dpu", "storage"]
+Check = Callable[[], Iterator[Finding]]
+
+
+@click.command()
+@click.option(
+    "--role",
+    type=click.Choice(["host", "dpu", "storage"]),
+    help="What the machine is for. [default: dpu on a BlueField's own system, else host]",
+)
+@click.option(
+    "--config", type=click.Path(dir_okay=False), envvar=CONFIG_FILE_VARIABLE, help="The program's YAML file: its "
+    "addresses, cores and certificates are looked at."
+)  # fmt: skip
+@click.option("--storage", metavar="HOST:PORT", help="Storage server. [default: as configured]")
+@click.option("--data-plane", metavar="HOST:PORT", help="Data plane. [default: as configured]")
+@click.option(
+    "--root",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=Path("/"),
+    show_default=True,
+    help="Look for hardware and settings in the system under this folder: a mounted image, say.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def doctor(
+    role: Role | None, config: str | None, storage: str | None, data_plane: str | None, root: Path, as_json: bool
+) -> None:
+    """Say what this machine has, what is missing, and how to mend it.
+
+    Exits with 1 when something will not work; a program that merely does not run now is a warning.
+    """
+    machine = Machine(root)
+    role = role or ("dpu" if machine.is_bluefield else "host")
+    checks = {"host": _host_checks, "dpu": _dpu_checks, "storage": _storage_checks}[role]
+    findings = [finding for check in checks(machine, config, storage, data_plane) for finding in look(check)]
+    if as_json:
+        report = {"version": __version__, "role": role, "findings": [asdict(finding) for finding in findings]}
+        click.echo(json.dumps(report))
+    else:
+        _print(role, findings)
+    if any(finding.state == "failed" for finding in findings):
+        sys.exit(1)
+
+
+def _host_checks(machine: Machine, file: str | None, storage: str | None, data_plane: str | None) -> Iterator[Check]:
+    config, configured = _configuration(HostConfig, file)
+    yield from _everywhere(configured)
+    yield process.shared_memory
+    yield process.engine
+    for check in (host.card, host.doca, host.gpus):
+        yield partial(check, machine)
+    yield partial(certificates, machine, _tls_files(config))
+    address = data_plane or config.data_plane.replace("{rank}", "0")
+    if not host.cards(machine):
+        yield partial(process.reachable, "data plane", address, "shadowserve dpu --config configs/emulated.yaml")
+        yield partial(_reach_storage, storage or DataPlaneConfig.model_fields["storage"].default)
+        return
+    yield partial(process.reachable, "data plane", address, "on the card: systemctl start shadowserve-dpu")
+    if storage:  # the card's business, and perhaps on a network that the host is not on
+        yield partial(_reach_storage, storage)
+
+
+def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_plane: str | None) -> Iterator[Check]:
+    config, configured = _configuration(DataPlaneConfig, file)
+    storage = storage or config.storage
+    keys = ("net_cores", "decompress_cores", "dequantize_cores", "dma_cores", "store_cores")
+    lists = {key: getattr(config, key) for key in keys if getattr(config, key) != "auto"}
+    net = [core for core in lists.get("net_cores", ()) if core >= 0]
+    yield from _everywhere(configured)
+    for check in (dpu.card, dpu.arm_cores, host.doca, dpu.huge_pages):
+        yield partial(check, machine)
+    yield partial(dpu.engines, machine, config.device)
+    yield partial(dpu.xlio, machine, int(storage.rpartition(":")[2]))
+    yield partial(dpu.core_lists, machine, lists)
+    yield partial(dpu.isolation, machine, net)
+    yield partial(dpu.unit, machine)
+    yield partial(certificates, machine, _tls_files(config))
+    yield partial(process.reachable, "data plane", data_plane or config.listen, "systemctl start shadowserve-dpu")
+    yield partial(_reach_storage, storage)
+
+
+def _storage_checks(_: Machine, file: str | None, storage: str | None, __: str | None) -> Iterator[Check]:
+    config, configured = _configuration(StorageConfig, file)
+    yield from _everywhere(configured)
+    yield partial(_reach_storage, storage or f"{config.host}:{config.port}")
+
+
+def _everywhere(configured: Check) -> Iterator[Check]:
+    yield from (process.interpreter, process.native_core, process.locked_memory, process.cores, configured)
+
+
+def _reach_storage(address: str) -> Iterator[Finding]:
+    yield from process.reachable("storage server", address, "shadowserve storage --config configs/storage.yaml")
+
+
+def _configuration(section: type[_S], file: str | None) -> tuple[_S, Check]:
+    """Return what a program would run with (the defaults, where that is nothing), and the check that says so."""
+
+    def sound() -> Iterator[Finding]:
+        yield Finding("configuration", "ok", file or "the defaults")
+
+    def broken() -> Iterator[Finding]:
+        yield Finding("configuration", "failed", message, "docs/configuration.md has every key")
+
+    try:
+        return section.load(file), sound
+    except ConfigurationError as error:
+        message = str(error)
+        return section.load(environment={}), broken
+
+
+def _tls_files(config: Section) -> Mapping[str, str]:
+    return {key: str(getattr(config, key)) for key in _TLS_FILES if key in type(config).model_fields}
+
+
+def _print(role: Role, findings: list[Finding]) -> None:
+    """Print for people. Commands are never cut or broken within a word: they are there to be copied."""
+    click.echo(f"{role}, ShadowServe {__version__}")
+    column = max(len(finding.what) for finding in findings)
+    indent = " " * (column + 11)
+    width = max(shutil.get_terminal_size().columns, len(indent) + 40)
+    for finding in findings:
+        head = click.style(f"{finding.state:<9}", fg=_COLOURS[finding.state]) + f"{finding.what:<{column}}  "
+        click.echo(head + _wrapped(finding.found, indent, width))
+        if finding.mend:
+            click.echo(indent + _wrapped(f"-> {finding.mend}", f"{indent}   ", width))
+    counts = [sum(finding.state == state for finding in findings) for state in ("failed", "warning")]
+    click.echo(f"{counts[0]} failed, {counts[1]} warnings")
+
+
+def _wrapped(text: str, indent: str, width: int) -> str:
+    lines = textwrap.wrap(text, width - len(indent), break_long_words=False, break_on_hyphens=False)
+    return f"\n{indent}".join(lines)

@@ -1,0 +1,413 @@
+"""``shadowserve doctor`` on machines that are not here: a host with a card and a GPU, a card, and a bare one."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from machines import CARD, GPU, acs, bluefield, host_with_card, write
+
+from shadowserve import native
+from shadowserve.cli import main
+from shadowserve.cli.doctor import host
+from shadowserve.cli.doctor.finding import Machine
+from shadowserve.cli.doctor.pci import functions
+
+REPOSITORY = Path(__file__).parents[2]
+DEPLOYED = REPOSITORY / "deploy" / "bluefield"
+
+
+def doctor(root: Path, *arguments: str) -> dict[str, Any]:
+    """Return the report; what a machine is (this process, programs that run) is left to tests/shared/test_cli.py."""
+    done = CliRunner().invoke(main, ["doctor", "--json", "--root", str(root), *arguments])
+    report: dict[str, Any] = json.loads(done.output)
+    assert done.exit_code == any(finding["state"] == "failed" for finding in report["findings"])
+    report["findings"] = {finding["what"]: finding for finding in report["findings"]}
+    return report
+
+
+def finding(root: Path, what: str, *arguments: str) -> tuple[str, str, str]:
+    found = doctor(root, *arguments)["findings"][what]
+    return found["state"], found["found"], found["mend"]
+
+
+def deployed(root: Path) -> Path:
+    """A card with what the installer puts there."""
+    bluefield(root)
+    for name in ("xlio.env", "libxlio.conf"):
+        write(root, f"etc/shadowserve/{name}", (DEPLOYED / name).read_text())
+    for name in ("system.slice", "user.slice"):
+        write(root, f"sys/fs/cgroup/{name}/cpuset.cpus.effective", "0-13")
+    write(root, "etc/systemd/system/shadowserve-dpu.service", "")
+    link = root / "etc/systemd/system/multi-user.target.wants/shadowserve-dpu.service"
+    link.parent.mkdir()
+    link.symlink_to("/etc/systemd/system/shadowserve-dpu.service")
+    return root
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """The part of the card's configuration that the doctor compares with the machine."""
+    path = tmp_path / "dpu.yaml"
+    path.write_text("dpu: {net_cores: [14, 15], storage: '127.0.0.1:6380'}\n")
+    return path
+
+
+# ---- Roles -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bare_machine_is_a_host_whose_data_plane_is_emulated(tmp_path: Path) -> None:
+    report = doctor(tmp_path)
+    assert report["role"] == "host"
+    assert report["findings"]["card"]["state"] == "ok" and "no BlueField" in report["findings"]["card"]["found"]
+    assert not {"GPU", "DOCA", "card's mode", "XLIO"} & set(report["findings"])
+
+
+def test_a_bluefield_knows_what_it_is(tmp_path: Path) -> None:
+    assert doctor(bluefield(tmp_path))["role"] == "dpu"
+
+
+def test_a_role_can_be_told(tmp_path: Path) -> None:
+    assert {"XLIO", "image"} & set(doctor(bluefield(tmp_path), "--role", "storage")["findings"]) == set()
+    (tmp_path / "bare").mkdir()
+    state, _, mend = finding(tmp_path / "bare", "image", "--role", "dpu")
+    assert state == "failed" and "on the card" in mend
+
+
+def test_a_configuration_that_cannot_be_used_is_a_finding(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("dpu: {storrage: a}\n")
+    state, found, _ = finding(tmp_path, "configuration", "--role", "dpu", "--config", str(path))
+    assert state == "failed" and "did you mean 'storage'" in found
+
+
+# ---- A host with a card ----------------------------------------------------------------------------------------------
+
+
+def test_a_host_that_is_as_it_should_be(tmp_path: Path) -> None:
+    findings = doctor(host_with_card(tmp_path))["findings"]
+    about_the_card = {
+        "card", "card's driver", "card's link", "way to the card", "IOMMU", "DOCA", "GPU", "GPU memory",
+        f"path to GPU {GPU}", f"ACS to GPU {GPU}",
+    }  # fmt: skip
+    assert {what: findings[what]["state"] for what in about_the_card} == dict.fromkeys(about_the_card, "ok")
+    assert findings["card"]["found"] == f"BlueField-3 at {CARD}, NUMA node 0"  # and not its virtual function
+    assert findings["GPU memory"]["found"] == "DMA-BUF, nvidia-peermem"
+    assert "on the card" in findings["data plane"]["mend"] and "storage server" not in findings
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    def change(root: Path) -> None:
+        path = root / name
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+    return change
+
+
+def text(name: str, value: str) -> Callable[[Path], None]:
+    return lambda root: write(root, name, value)
+
+
+def both(*changes: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda root: [change(root) for change in changes] and None
+
+
+OF_CARD = f"sys/bus/pci/devices/{CARD}"
+PROPRIETARY = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15"
+HOST_FAULTS = {
+    "no driver": (remove(f"{OF_CARD}/driver"), "card's driver", "failed", "DOCA-Host"),
+    "half a link": (text(f"{OF_CARD}/current_link_width", "8"), "card's link", "warning", "slot"),
+    "no rshim": (remove("sys/class/net/tmfifo_net0"), "way to the card", "warning", "rshim"),
+    "IOMMU translates": (text(f"{OF_CARD}/iommu_group/type", "DMA-FQ"), "IOMMU", "warning", "iommu=pt"),
+    "no DOCA": (remove("opt/mellanox"), "DOCA", "failed", "libdoca-sdk-common-dev"),
+    "no NVIDIA driver": (remove("proc/driver/nvidia"), "GPU memory", "warning", "install it"),
+    "no way into the GPU": (
+        both(text("proc/driver/nvidia/version", PROPRIETARY), remove("sys/module/nvidia_peermem")),
+        "GPU memory",
+        "warning",
+        "modprobe nvidia-peermem",
+    ),
+    "an old kernel": (
+        both(text("proc/sys/kernel/osrelease", "5.4.0-1-generic"), remove("sys/module/nvidia_peermem")),
+        "GPU memory",
+        "warning",
+        "modprobe nvidia-peermem",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", HOST_FAULTS)
+def test_a_host_that_lacks_something_is_told_what_to_do(tmp_path: Path, fault: str) -> None:
+    change, what, state, mend = HOST_FAULTS[fault]
+    change(host_with_card(tmp_path))
+    found = finding(tmp_path, what)
+    assert found[0] == state and mend in found[2], found
+
+
+def test_peermem_alone_is_enough(tmp_path: Path) -> None:
+    text("proc/driver/nvidia/version", PROPRIETARY)(host_with_card(tmp_path))
+    assert finding(tmp_path, "GPU memory")[:2] == ("ok", "nvidia-peermem")
+
+
+def test_a_gpu_below_another_root_port_is_reached_by_the_processor(tmp_path: Path) -> None:
+    host_with_card(tmp_path, gpu_below_switch=False)
+    assert finding(tmp_path, f"path to GPU {GPU}")[:2] == ("warning", "by the processor's root complex")
+    write(tmp_path / "sys/bus/pci/devices" / GPU, "numa_node", "1")
+    assert finding(tmp_path, f"path to GPU {GPU}")[:2] == ("warning", "by the link between processors")
+
+
+@pytest.mark.parametrize(
+    ("control", "redirects"), [(0x00, False), (0x01, False), (0x04, True), (0x08, True), (0x1D, True)]
+)
+def test_acs_redirection_is_found_in_the_switch_between_card_and_gpu(
+    tmp_path: Path, control: int, redirects: bool
+) -> None:
+    host_with_card(tmp_path, control=control)
+    state, found, mend = finding(tmp_path, f"ACS to GPU {GPU}")
+    assert state == ("warning" if redirects else "ok")
+    for bridge in ("0000:3b:10.0", "0000:3b:11.0"):
+        assert (bridge in found and f"setpci -s {bridge}" in mend) == redirects
+
+
+def test_acs_above_the_switch_that_both_are_below_does_not_matter(tmp_path: Path) -> None:
+    host_with_card(tmp_path)
+    (tmp_path / "sys/bus/pci/devices/0000:3a:00.0/config").write_bytes(acs(0x1D))
+    assert finding(tmp_path, f"ACS to GPU {GPU}")[0] == "ok"
+
+
+def test_acs_that_only_root_may_read_is_not_taken_for_off(tmp_path: Path) -> None:
+    host_with_card(tmp_path)
+    (tmp_path / "sys/bus/pci/devices/0000:3b:10.0/config").write_bytes(acs(0)[:64])
+    assert finding(tmp_path, f"ACS to GPU {GPU}")[::2] == ("warning", "run the doctor as root")
+
+
+@pytest.mark.parametrize(
+    "space", [b"\0" * 4096, b"\xff" * 4096, acs(0x1D)[:0x148], acs(0)[:0x100] + b"\1\0\1\x10" * 64]
+)
+def test_a_configuration_space_without_acs_or_that_makes_no_sense_is_none(tmp_path: Path, space: bytes) -> None:
+    host_with_card(tmp_path)
+    (tmp_path / "sys/bus/pci/devices/0000:3b:10.0/config").write_bytes(space)
+    assert finding(tmp_path, f"ACS to GPU {GPU}")[0] == "ok"
+
+
+MODES = {
+    "DPU mode": ("INTERNAL_CPU_OFFLOAD_ENGINE  ENABLED(0)", "ok"),
+    "NIC mode: its cores and engines are off": ("INTERNAL_CPU_OFFLOAD_ENGINE  DISABLED(1)", "failed"),
+    "not known: mlxconfig said '-E- Failed to open device'": ("-E- Failed to open device", "warning"),
+}
+
+
+@pytest.mark.parametrize("found", MODES)
+def test_the_mode_of_the_card_is_what_mlxconfig_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    answer, state = MODES[found]
+    host_with_card(tmp_path / "machine")
+    tool = tmp_path / "bin" / "mlxconfig"
+    write(
+        tmp_path, "bin/mlxconfig", f'#!/bin/sh\n[ "$*" = "-d {CARD} q INTERNAL_CPU_OFFLOAD_ENGINE" ] && echo "{answer}"'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(Machine, "is_this_one", True)
+    modes = [each for each in host.card(Machine(tmp_path / "machine")) if each.what == "card's mode"]
+    assert [(each.state, each.found) for each in modes] == [(state, found)]
+
+
+def test_the_mode_of_another_system_is_not_asked_of_this_one(tmp_path: Path) -> None:
+    assert finding(host_with_card(tmp_path), "card's mode")[0] == "warning"
+
+
+def test_the_functions_of_this_very_machine_can_be_read() -> None:
+    found = functions(Machine(Path("/")))
+    assert len(found) == len(list(Path("/sys/bus/pci/devices").glob("*")))
+
+
+# ---- A card ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_card_that_is_as_it_should_be(tmp_path: Path, config: Path) -> None:
+    findings = doctor(deployed(tmp_path), "--config", str(config))["findings"]
+    about_the_card = {
+        "configuration", "image", "card", "Arm cores", "DOCA", "huge pages", "transparent huge pages", "XLIO",
+        "XLIO's rules", "isolated cores", "unit",
+    }  # fmt: skip
+    assert {what: findings[what]["state"] for what in about_the_card} == dict.fromkeys(about_the_card, "ok")
+    assert findings["card"]["found"] == "BlueField-3 at 0000:03:00.0, 0000:03:00.1"
+    assert findings["Arm cores"]["found"] == "16 x Cortex-A78AE"
+    assert findings["DOCA"]["found"] == "2.9.1"
+    assert findings["data plane"]["mend"] == "systemctl start shadowserve-dpu"
+
+
+HUGE = "sys/kernel/mm/hugepages/hugepages-2048kB"
+CARD_FAULTS = {
+    "NIC mode": (remove("sys/bus/pci/devices"), "card", "failed", "DPU mode"),
+    "a BlueField-2": (text("sys/bus/pci/devices/0000:03:00.0/device", "0xa2d6"), "card", "warning", "nobody"),
+    "old cores": (
+        text("proc/cpuinfo", "Features\t: fp asimd crc32\nCPU part\t: 0xd08"), "Arm cores", "warning", "NEON"
+    ),
+    "fewer cores": (
+        text("proc/cpuinfo", "Features\t: crc32 asimdhp asimddp\nCPU part\t: 0xd42"), "Arm cores", "warning", "divide"
+    ),
+    "no DOCA": (remove("opt/mellanox"), "DOCA", "failed", "apt-get install libdoca-sdk-common-dev"),
+    "no huge pages": (text(f"{HUGE}/nr_overcommit_hugepages", "0"), "huge pages", "warning", "=640"),
+    "small pages": (
+        text("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]"),
+        "transparent huge pages",
+        "warning",
+        "madvise",
+    ),
+    "no XLIO": (remove("usr/lib/libxlio.so"), "XLIO", "warning", "take LD_PRELOAD out"),
+    "XLIO not preloaded": (remove("etc/shadowserve/xlio.env"), "XLIO", "warning", "deploy/bluefield/install"),
+    "XLIO commented out": (
+        text("etc/shadowserve/xlio.env", "#LD_PRELOAD=libxlio.so"), "XLIO", "warning", "deploy/bluefield/install"
+    ),
+    "XLIO takes gRPC": (
+        text("etc/shadowserve/libxlio.conf", "use xlio tcp_client *:6380:*:*"), "XLIO's rules", "warning", "use os"
+    ),
+    "a slice on the cores": (
+        text("sys/fs/cgroup/user.slice/cpuset.cpus.effective", "0-15"), "isolated cores", "warning", "AllowedCPUs"
+    ),
+    "no cpusets": (remove("sys/fs/cgroup"), "isolated cores", "warning", "version 2"),
+    "not installed": (remove("etc/systemd/system/shadowserve-dpu.service"), "unit", "warning", "install"),
+    "not enabled": (remove("etc/systemd/system/multi-user.target.wants"), "unit", "warning", "systemctl enable"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CARD_FAULTS)
+def test_a_card_that_lacks_something_is_told_what_to_do(tmp_path: Path, config: Path, fault: str) -> None:
+    change, what, state, mend = CARD_FAULTS[fault]
+    change(deployed(tmp_path))
+    found = finding(tmp_path, what, "--config", str(config))
+    assert found[0] == state and mend in found[2], found
+
+
+def test_xlio_must_know_the_port_that_storage_is_on(tmp_path: Path, config: Path) -> None:
+    deployed(tmp_path)
+    config.write_text("dpu: {storage: '127.0.0.1:7000'}\n")
+    state, found, mend = finding(tmp_path, "XLIO's rules", "--config", str(config))
+    assert state == "warning" and "[6380]" in found and "*:7000:*:*" in mend
+
+
+def test_a_core_that_the_card_does_not_have_is_found(tmp_path: Path, config: Path) -> None:
+    text("sys/devices/system/cpu/online", "0-7")(deployed(tmp_path))
+    assert finding(tmp_path, "net_cores", "--config", str(config))[:2] == ("failed", "there is no core 14")
+
+
+def test_isolcpus_counts_as_isolation(tmp_path: Path, config: Path) -> None:
+    remove("sys/fs/cgroup")(deployed(tmp_path))
+    text("sys/devices/system/cpu/isolated", "12,14-15")(tmp_path)
+    assert finding(tmp_path, "isolated cores", "--config", str(config))[0] == "ok"
+
+
+def test_reserved_huge_pages_count_as_those_on_demand_do(tmp_path: Path) -> None:
+    text(f"{HUGE}/nr_overcommit_hugepages", "0")(bluefield(tmp_path))
+    text(f"{HUGE}/free_hugepages", "512")(tmp_path)
+    assert finding(tmp_path, "huge pages")[0] == "ok"
+    text(f"{HUGE}/free_hugepages", "511")(tmp_path)
+    assert finding(tmp_path, "huge pages")[0] == "warning"
+
+
+# ---- Engines ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_card_whose_c_core_only_emulates_doca_is_no_use(tmp_path: Path) -> None:
+    state, found, mend = finding(bluefield(tmp_path / "card"), "engines")
+    assert state == "failed" and "without DOCA" in found and "deploy/bluefield/install" in mend
+    (tmp_path / "bare").mkdir()
+    assert finding(tmp_path / "bare", "engines", "--role", "dpu")[0] == "warning"
+
+
+@pytest.mark.parametrize(("profile", "state"), [("bf3", "ok"), ("none", "failed")])
+def test_engines_are_opened_to_see_that_they_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str, state: str
+) -> None:
+    """Over the emulator, taken for a card's DOCA."""
+    backend = dataclasses.replace(native.backends()["doca"], emulated=False)
+    monkeypatch.setattr("shadowserve.native.backends", lambda: {"doca": backend})
+    monkeypatch.setenv("DOCA_EMULATOR_PROFILE", profile)
+    found = finding(bluefield(tmp_path), "engines")
+    assert found[0] == state and (backend.description in found[1]) == (state == "ok"), found
+
+
+# ---- Certificates ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> tuple[Path, Path]:
+    """A card with certificates, and the configuration that names them."""
+    root = bluefield(tmp_path / "card")
+    make_certificates(root / "etc/tls")
+    config = tmp_path / "dpu.yaml"
+    config.write_text(
+        "dpu: {tls_cert: /etc/tls/server.crt, tls_key: /etc/tls/server.key, tls_client_ca: /etc/tls/ca.crt}"
+    )
+    return root, config
+
+
+def make_certificates(folder: Path, *arguments: str) -> None:
+    subprocess.run(
+        [sys.executable, REPOSITORY / "scripts/make-certificates", folder, *arguments], check=True, timeout=60
+    )
+
+
+def test_certificates_that_are_as_they_should_be(secured: tuple[Path, Path]) -> None:
+    root, config = secured
+    findings = doctor(root, "--config", str(config))["findings"]
+    assert findings["tls_client_ca"]["state"] == findings["tls_cert"]["state"] == "ok"
+    assert re.search(r"for another 36\d days$", findings["tls_cert"]["found"]) and "tls_key" not in findings
+
+
+@pytest.mark.parametrize(("days", "state"), [(29, "warning"), (-1, "failed")])
+def test_a_certificate_that_ends_soon_or_has_ended_is_told_of(
+    secured: tuple[Path, Path], days: int, state: str
+) -> None:
+    root, config = secured
+    make_certificates(root / "etc/tls", f"--days={days}")
+    assert finding(root, "tls_cert", "--config", str(config))[0] == state
+
+
+def test_a_key_that_everyone_can_read_is_told_of(secured: tuple[Path, Path]) -> None:
+    root, config = secured
+    (root / "etc/tls/server.key").chmod(0o644)
+    assert finding(root, "tls_key", "--config", str(config))[::2] == ("warning", "chmod o= /etc/tls/server.key")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "message"),
+    [
+        ("ca.crt", None, "tls_client_ca", "cannot read"),
+        ("ca.crt", "nothing", "tls_client_ca", "ca.crt"),
+        ("server.key", None, "tls_cert", "cannot read"),
+        ("server.crt", "client.crt", "tls_cert", "is not the key of"),
+    ],
+)
+def test_certificates_that_are_missing_or_mixed_up_are_told_of(
+    secured: tuple[Path, Path], name: str, content: str | None, what: str, message: str
+) -> None:
+    root, config = secured
+    (root / "etc/tls" / name).unlink()
+    if content is not None:
+        other = root / "etc/tls" / content
+        (root / "etc/tls" / name).write_bytes(other.read_bytes() if other.exists() else content.encode())
+    state, found, mend = finding(root, what, "--config", str(config))
+    assert state == "failed" and message in found and "scripts/make-certificates" in mend
+
+
+# ---- What is printed ------------------------------------------------------------------------------------------------
+
+
+def test_what_people_see_is_never_cut(tmp_path: Path) -> None:
+    host_with_card(tmp_path, control=0x1D)
+    environment = {**os.environ, "COLUMNS": "60"}
+    command = [sys.executable, "-m", "shadowserve.cli", "doctor", "--root", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert "\u2026" not in done.stdout and "ECAP_ACS+6.w=0000" in done.stdout

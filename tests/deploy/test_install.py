@@ -1,0 +1,283 @@
+"""``deploy/bluefield/install``, for real: into this machine's own system, with a card made of files, thrown away after.
+
+All that differs from a card is the card: its functions in /sys are files, and XLIO is a library that only says it is
+there. apt, Python, pip, useradd, systemd's tools and the daemon that is installed are the real ones.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machines import bluefield
+from throwaway import Throwaway, make_wheels, throwaway
+
+from shadowserve.cli.processes import started
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDER = REPOSITORY / "deploy" / "bluefield"
+INSTALL = FOLDER / "install"
+UNIT = "/etc/systemd/system/shadowserve-dpu.service"
+OWN = re.compile("shadowserve", re.IGNORECASE)
+
+needs_shellcheck = pytest.mark.skipif(
+    shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") is None,
+    reason="shellcheck is not installed",
+)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_wheels(tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Throwaway]:
+    """This machine's system, to be thrown away; a card is added by :func:`card`."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    question = f"import ensurepip, sys; sys.exit(sys.version[:{len(version)}] != '{version}')"
+    if not Path("/usr/bin/apt-get").exists() or shutil.which("systemctl") is None:
+        pytest.skip("this is no Debian or Ubuntu with systemd's tools")
+    if subprocess.run(["/usr/bin/python3", "-c", question], capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"the system's own Python is not {version} with venv, which the wheels made here are for")
+    try:
+        with throwaway(tmp_path_factory.mktemp("system")) as made:
+            yield made
+    except PermissionError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def installed(system: Throwaway, wheels: Path) -> Throwaway:
+    """The system after an installation onto a card."""
+    add_card(system)
+    install(system, "--wheels", wheels)
+    return system
+
+
+def has_card(system: Throwaway) -> bool:
+    return (system.view / "usr/lib/libxlio.so").exists()
+
+
+def add_card(system: Throwaway) -> None:
+    """Give the system a card, and an XLIO that writes a line when it is loaded."""
+    if has_card(system):
+        return
+    made = bluefield(system.view.parent / "card")
+    for name in ("sys", "etc", "usr", "opt"):
+        shutil.copytree(made / name, system.view / name, symlinks=True, dirs_exist_ok=True)
+    source, library = system.view / "xlio.c", system.view / "usr/lib/libxlio.so"
+    source.write_text(
+        "#include <unistd.h>\n__attribute__((constructor)) static void load(void)"
+        '{ if (write(2, "XLIO is loaded\\n", 15)) {} }\n'
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
+    source.unlink()
+
+
+def install(system: Throwaway, *arguments: str | Path, code: int = 0) -> str:
+    """Run the installer from outside, as one does who makes an image, for a card of 16 cores."""
+    done = system.outside(INSTALL, "--root", system.root, "--cores", "16", *arguments, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def own_files(system: Throwaway) -> dict[str, str | bytes]:
+    return {name: content for name, content in system.files().items() if OWN.search(name)}
+
+
+# ---- Before anything is changed --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nothing"], ["--cores"], ["--cores", "many"], ["--purge"], ["--root", "/nowhere"]], ids=" ".join
+)
+def test_a_command_line_that_cannot_be_used_ends_with_2(arguments: list[str]) -> None:
+    done = subprocess.run([INSTALL, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("install: ")
+
+
+def test_without_a_card_nothing_is_changed_and_one_is_told_why(system: Throwaway, wheels: Path) -> None:
+    if has_card(system):
+        pytest.fail("this test must come before those with a card")
+    before = system.files()
+    said = install(system, "--wheels", wheels, code=1)
+    assert "failed   card: this is not a BlueField's own system" in said and "Nothing was changed" in said
+    assert system.files() == before
+
+
+def test_a_dry_run_changes_nothing_and_says_what_it_would(system: Throwaway, wheels: Path) -> None:
+    add_card(system)
+    before = system.files()
+    said = install(system, "--dry-run", "--wheels", wheels)
+    assert "ok       card: BlueField-3 at 0000:03:00.0" in said
+    assert f"would write: {UNIT}" in said and "would run: useradd" in said
+    assert system.files() == before
+
+
+@pytest.mark.parametrize(
+    ("hidden", "message"),
+    [
+        ("sys/bus/pci/devices", "failed   card: no BlueField function on PCI; is it in DPU mode?"),
+        ("opt/mellanox", "failed   DOCA: /opt/mellanox/doca has no libdoca_common.so"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_is_changed(
+    system: Throwaway, wheels: Path, hidden: str, message: str
+) -> None:
+    add_card(system)
+    system.outside("mv", system.root / hidden, system.root / "hidden")
+    try:
+        before = system.files()
+        assert message in install(system, "--wheels", wheels, code=1)
+        assert system.files() == before
+    finally:
+        system.outside("mv", system.root / "hidden", system.root / hidden)
+
+
+def test_a_folder_without_our_wheel_is_no_source(system: Throwaway, tmp_path: Path) -> None:
+    add_card(system)
+    assert "failed   wheels: no shadowserve-*.whl" in install(system, "--wheels", tmp_path, code=1)
+
+
+# ---- What is installed -----------------------------------------------------------------------------------------------
+
+
+def test_it_puts_everything_where_it_belongs(installed: Throwaway) -> None:
+    files = own_files(installed)
+    for name in ("dpu.yaml", "dpu.env", "xlio.env", "libxlio.conf"):
+        assert files[f"/etc/shadowserve/{name}"]
+    assert files["/etc/shadowserve/dpu.yaml"] == (REPOSITORY / "configs/bluefield.yaml").read_bytes()
+    assert files[UNIT] == (FOLDER / "shadowserve-dpu.service").read_bytes()
+    assert files["/etc/systemd/system/multi-user.target.wants/shadowserve-dpu.service"] == UNIT
+    for unit, section in (("system.slice", "Slice"), ("user.slice", "Slice"), ("init.scope", "Scope")):
+        dropped = files[f"/etc/systemd/system/{unit}.d/60-shadowserve.conf"]
+        assert isinstance(dropped, bytes) and dropped.endswith(f"[{section}]\nAllowedCPUs=0-13\n".encode())
+    assert not [name for name in files if name.startswith(("/var", "/tmp"))]
+    mode = installed.inside("stat", "-c", "%a %U:%G", "/etc/shadowserve/dpu.env", "/etc/shadowserve/tls").stdout
+    assert mode.split("\n")[:2] == ["640 root:root", "750 root:shadowserve"]
+
+
+def test_installing_again_changes_nothing_and_keeps_what_was_edited(installed: Throwaway, wheels: Path) -> None:
+    edited = installed.view / "etc/shadowserve/libxlio.conf"
+    installed.outside("sed", "-i", "s/6380/6381/", installed.root / "etc/shadowserve/libxlio.conf")
+    before = own_files(installed)
+    said = install(installed, "--wheels", wheels)
+    after = own_files(installed)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert not {name for name in changed if "/opt/shadowserve/venv/lib" not in name}, changed
+    assert b"6381" in edited.read_bytes()
+    assert "kept: /etc/shadowserve/dpu.yaml" in said and f"unchanged: {UNIT}" in said and "writing" not in said
+
+
+def test_systemd_takes_the_units_without_a_word(installed: Throwaway) -> None:
+    units = [UNIT, "/etc/systemd/system/shadowserve.slice", "system.slice", "user.slice"]
+    done = installed.inside("systemd-analyze", "verify", "--man=no", *units)
+    # Of other units that these pull in, a distribution may have some to complain about.
+    assert not [line for line in (done.stdout + done.stderr).splitlines() if OWN.search(line)], done.stderr
+
+
+def test_a_unit_with_a_mistake_would_be_found(installed: Throwaway) -> None:
+    installed.inside("sh", "-c", f"sed 's/^ProtectHome=yes/ProtectHome=maybe/' {UNIT} > /etc/wrong-shadowserve.service")
+    try:
+        done = installed.inside("systemd-analyze", "verify", "--man=no", "/etc/wrong-shadowserve.service", check=False)
+        assert "protect home" in done.stderr
+    finally:
+        installed.inside("rm", "/etc/wrong-shadowserve.service")
+
+
+def test_the_unit_leaves_the_daemon_little_to_harm(installed: Throwaway) -> None:
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=25", UNIT]
+    done = installed.inside(*command, check=False)
+    assert done.returncode == 0, done.stdout[-400:]
+
+
+def test_the_unit_lets_the_daemon_reach_the_card() -> None:
+    """Not only what forbids devices would be in the way: what allows one (a clock's) forbids all others."""
+    text = (FOLDER / "shadowserve-dpu.service").read_text()
+    assert not re.findall(r"^(?:PrivateDevices|DevicePolicy|DeviceAllow|ProtectClock)=", text, re.MULTILINE)
+
+
+def test_the_daemon_that_is_installed_runs_as_the_unit_runs_it(installed: Throwaway, tmp_path: Path) -> None:
+    """With its user, its one capability, its environment files, XLIO preloaded; but with the cores that are here."""
+    unit = (installed.view / UNIT.lstrip("/")).read_text()
+    (command,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
+    keys = installed.root / "etc/shadowserve/tls"
+    installed.outside(sys.executable, REPOSITORY / "scripts/make-certificates", keys)
+    installed.inside("chgrp", "-R", "shadowserve", "/etc/shadowserve/tls")
+    installed.inside("chmod", "640", "/etc/shadowserve/tls/server.key")
+    environment = {}
+    for name in re.findall(r"^EnvironmentFile=-(\S+)$", unit, re.MULTILINE):
+        text = (installed.view / name.lstrip("/")).read_text()
+        environment |= dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
+    assert environment["LD_PRELOAD"] == "libxlio.so"
+    here = {
+        f"SHADOWSERVE_DPU_{stage.upper()}_CORES": "auto"
+        for stage in ("net", "decompress", "dequantize", "dma", "store")
+    }
+    here |= {
+        "SHADOWSERVE_DPU_LISTEN": "127.0.0.1:0",
+        "SHADOWSERVE_DPU_STORAGE": "127.0.0.1:1",
+        "SHADOWSERVE_DPU_METRICS_PORT": "0",
+    }
+    settings = [f"{name}={value}" for name, value in (environment | here).items()]
+    rights = ["--reuid=shadowserve", "--regid=shadowserve", "--clear-groups", "--no-new-privs"]
+    rights += ["--inh-caps=-all,+net_raw", "--ambient-caps=-all,+net_raw", "--bounding-set=-all,+net_raw"]
+    whole = [*installed.enter, "chroot", str(installed.root), "setpriv", *rights, "env", "-i", *settings]
+    with started("data-plane", [*whole, *shlex.split(command)], tmp_path, timeout_s=120) as child:
+        status = Path(f"/proc/{child.process.pid}/status").read_text()
+        assert re.search(r"^CapAmb:\s0*2000$", status, re.MULTILINE), status  # CAP_NET_RAW is number 13
+        assert "XLIO is loaded" in child.log.read_text()
+    assert child.process.returncode == 0, child.log.read_text()
+
+
+def test_the_doctor_that_is_installed_finds_all_that_was_installed(installed: Throwaway) -> None:
+    command = ["/opt/shadowserve/venv/bin/shadowserve", "doctor", "--json", "--config", "/etc/shadowserve/dpu.yaml"]
+    nowhere = ["--storage", "127.0.0.1:1", "--data-plane", "127.0.0.1:1"]
+    report = json.loads(installed.inside(*command, *nowhere, check=False).stdout)
+    assert report["role"] == "dpu"
+    states = {finding["what"]: finding["state"] for finding in report["findings"]}
+    sound = {"C core", "configuration", "image", "card", "DOCA", "huge pages", "XLIO", "tls_cert", "unit"}
+    assert {what: states[what] for what in sound} == dict.fromkeys(sound, "ok")
+    assert states["engines"] == "failed"  # a wheel from here has DOCA's emulator in it, and the doctor will not have it
+
+
+def test_fewer_cores_are_divided_otherwise(installed: Throwaway, wheels: Path) -> None:
+    """After all that uses the files as they are."""
+    installed.outside("rm", installed.root / "etc/shadowserve/dpu.yaml")
+    install(installed, "--wheels", wheels, "--cores", "8")
+    files = own_files(installed)
+    text = str(files["/etc/shadowserve/dpu.yaml"])
+    assert "net_cores: [6, 7]" in text and "dequantize_cores: [0, 1, 2, 3, 4, 5]" in text
+    assert "CPUAffinity=0-7" in str(files[UNIT])
+    assert "AllowedCPUs=0-5" in str(files["/etc/systemd/system/system.slice.d/60-shadowserve.conf"])
+
+
+# ---- Taking it away --------------------------------------------------------------------------------------------------
+
+
+def test_uninstalling_keeps_the_configuration_and_purging_nothing(installed: Throwaway) -> None:
+    """The last of all."""
+    said = install(installed, "--uninstall")
+    assert "kept: /etc/shadowserve" in said
+    left = {name for name in own_files(installed) if not name.startswith("/etc/shadowserve/")}
+    assert not left
+    install(installed, "--uninstall", "--purge")
+    assert not own_files(installed)
+    assert installed.inside("id", "shadowserve", check=False).returncode != 0
+    assert "Nothing" not in install(installed, "--uninstall", "--purge")  # again: nothing is there, and that is fine
+
+
+@needs_shellcheck
+def test_scripts_are_clean() -> None:
+    scripts = [path for path in FOLDER.iterdir() if path.read_bytes().startswith(b"#!")]
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    command = [str(shellcheck) if shellcheck.exists() else "shellcheck", *scripts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and scripts, done.stdout

@@ -1,0 +1,34 @@
+"""A real engine whose KV a DPU's DMA engine writes into memory that the engine's worker exported. On the emulator."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shadowserve.cli.processes import start_data_plane, start_storage
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+
+def test_an_engine_stores_from_and_loads_into_exported_memory(
+    tmp_path: Path, make_engine: Callable[..., Any], prompt: Any, reference: Any
+) -> None:
+    tokens = prompt(700)
+    with (
+        start_storage(tmp_path) as storage,
+        start_data_plane(tmp_path, storage.address, "--backend", "doca") as data_plane,
+    ):
+        patient = {"shadowserve.fetch_timeout": 60.0, "shadowserve.lookup_timeout": 30.0}
+        engine = make_engine(data_plane.address, extra={"delivery": "exported", **patient})
+        try:
+            assert engine.outputs([tokens]) == reference([tokens])
+            engine.flush()
+            for _ in range(2):
+                engine.forget()
+                (output,) = engine.generate([tokens])
+                assert [list(output.outputs[0].token_ids)] == reference([tokens])
+                assert output.num_cached_tokens == 512
+        finally:
+            engine.close()
+        assert data_plane.log.read_text().count(" bytes of exported_memory, ") == 2, "to fetch into, and to store from"
