@@ -186,13 +186,14 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         host, new = self._hosts.enter(request, context)
         if new:
             logger.info("connected: %s", host)
+        backend = native.backends()[self._config.backend]
         return pb.HelloResponse(
             session=host.session,
             protocol_version=PROTOCOL_VERSION,
             version=__version__,
-            backend=self._config.backend,
-            emulated=False,
-            device="CPU",
+            backend=backend.name,
+            emulated=backend.emulated,
+            device=backend.description,
             memory_kinds=self._destinations.kinds,
         )
 

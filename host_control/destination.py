@@ -115,7 +115,7 @@ class Destination:
             self._client.connect(min(timeout, self._connect_timeout), self.shape)
             if not self._settle():
                 raise DataPlaneError(
-                    f"the data plane {self._client.address} does not answer the release of memory", "unreachable"
+                    f"no data plane answers at {self._client.address}, to release what was given up", "unreachable"
                 )
         except DataPlaneError:
             breaker.report(success=False)
