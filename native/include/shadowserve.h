@@ -319,6 +319,13 @@ SS_API const char *ss_backend_description(const char *name);
 /* ss_backend_emulated() returns whether that backend only imitates its hardware. */
 SS_API int ss_backend_emulated(const char *name);
 
+/*
+ * ss_device_error() writes the last thing that a device's library refused in this process, such as
+ * "doca_mmap_start: DOCA_ERROR_DRIVER", cut to 'size' - 1 bytes; "" before there was one. It says why a call ended with
+ * SS_NOT_SUPPORTED, SS_BAD_ARGUMENT, SS_NO_MEMORY or SS_DEVICE. From any thread.
+ */
+SS_API void ss_device_error(char *text, size_t size);
+
 /* ---- Life of a pipeline -------------------------------------------------------------------------------------- */
 
 /*
@@ -409,8 +416,8 @@ SS_API void ss_pipeline_statistics(const struct ss_pipeline *pipeline, struct ss
 /*
  * A span of one stage thread's time in a fetch round: a slice in a stage, or in SS_STAGE_NET what one system call
  * received. Spans of one thread and stage are in the order of their ends, and either nest or do not overlap: slices
- * that are decompressed in turns share their end. Fused, a slice's SS_STAGE_DEQUANTIZE span, which delivers it, is the
- * decompress thread's, too.
+ * that are decompressed in turns share their end, and what an engine has queued begins when the work before it ends.
+ * Fused, a slice's SS_STAGE_DEQUANTIZE span, which delivers it, is the decompress thread's, too.
  */
 struct ss_trace_event {
     uint64_t begin_ns; /* CLOCK_MONOTONIC */

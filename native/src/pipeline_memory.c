@@ -67,7 +67,7 @@ uint8_t *ss_destination_address(const struct ss_destination *destination) {
 enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const struct ss_round *round) {
     const struct ss_destination *registered = round->registered;
     if (registered == NULL) {
-        return pipeline->capabilities.plain_memory ? SS_OK : SS_BAD_ARGUMENT;
+        return pipeline->capabilities.plain_memory || round->chunk_count == 0 ? SS_OK : SS_BAD_ARGUMENT;
     }
     uintptr_t offset = (uintptr_t)round->destination - (uintptr_t)registered->address; /* wraps where it is below */
     if (registered->pipeline != pipeline || offset > registered->size ||

@@ -47,6 +47,7 @@ struct ss_engine {
     uint32_t passed_count;
     uint32_t retired;
     uint64_t completed_ns; /* for the trace: the first completion within one call of the backend; all share it */
+    uint64_t before_ns;    /* likewise: the one before that */
 };
 
 /* ---- One slice ----------------------------------------------------------------------------------------------- */
@@ -170,12 +171,30 @@ static void slot_finish(struct slot *slot, enum ss_result result, int delivered)
     engine->in_flight--;
 }
 
+/* A call of the backend begins, in which works may complete. */
+static void completions_begin(struct ss_engine *engine) {
+    if (engine->completed_ns != 0) {
+        engine->before_ns = engine->completed_ns;
+        engine->completed_ns = 0;
+    }
+}
+
 /* When the backend was done. Works that it did together end together, not after what is made of the first one. */
 static uint64_t completion_ns(struct ss_engine *engine) {
     if (engine->completed_ns == 0) {
         engine->completed_ns = ss_now_ns();
     }
     return engine->completed_ns;
+}
+
+/* The span of a work that is complete. Works that wait for one another's engine are told one after the other. */
+static void slot_trace(const struct slot *slot, uint64_t input_bytes, uint64_t output_bytes) {
+    struct ss_engine *engine = slot->worker->engine;
+    if (slot->begin_ns != 0) {
+        uint64_t end = completion_ns(engine);
+        uint64_t begin = slot->begin_ns > engine->before_ns ? slot->begin_ns : engine->before_ns;
+        item_trace(slot->worker, slot->worker->stage, &slot->item, begin, end, input_bytes, output_bytes);
+    }
 }
 
 /* The symbols of a slice are there: pass it on, or finish it here. */
@@ -185,11 +204,8 @@ static void decompress_complete(struct ss_work *work) {
     struct ss_pipeline *pipeline = worker->pipeline;
     int fused = pipeline->options.fused != 0;
     enum ss_result result = work->result;
-    if (slot->begin_ns != 0) {
-        const struct ss_slice *slice = item_slice(pipeline, &slot->item);
-        item_trace(worker, SS_STAGE_DECOMPRESS, &slot->item, slot->begin_ns, completion_ns(worker->engine),
-                   (uint64_t)slice->scales_length + slice->encoded_length, slice->decoded_length);
-    }
+    const struct ss_slice *slice = item_slice(pipeline, &slot->item);
+    slot_trace(slot, (uint64_t)slice->scales_length + slice->encoded_length, slice->decoded_length);
     if (result == SS_OK && fused) {
         uint8_t *destination = item_destination(pipeline, &slot->item);
         const uint8_t *symbols = work->dequantized ? destination : work->target;
@@ -238,7 +254,7 @@ static void decompress_start(struct ss_worker *worker, const struct ss_item *ite
     }
     slot->work.complete = decompress_complete;
     slot->begin_ns = ss_trace_now(pipeline);
-    worker->engine->completed_ns = 0;
+    completions_begin(worker->engine);
     enum ss_result result = decompress_check(pipeline, item);
     if (result == SS_OK) {
         result = pipeline->backend->decompress(worker->engine->channel, &slot->work);
@@ -252,10 +268,7 @@ static void decompress_start(struct ss_worker *worker, const struct ss_item *ite
 
 static void deliver_complete(struct ss_work *work) {
     struct slot *slot = work->user;
-    if (slot->begin_ns != 0) {
-        item_trace(slot->worker, SS_STAGE_DMA, &slot->item, slot->begin_ns, completion_ns(slot->worker->engine),
-                   work->source_size, work->target_size);
-    }
+    slot_trace(slot, work->source_size, work->target_size);
     slot_finish(slot, work->result, 1);
 }
 
@@ -270,7 +283,7 @@ static void deliver_start(struct ss_worker *worker, const struct ss_item *item) 
     slot->work.memory = pipeline->fetch.round->registered != NULL ? pipeline->fetch.round->registered->handle : NULL;
     slot->work.complete = deliver_complete;
     slot->begin_ns = ss_trace_now(pipeline);
-    worker->engine->completed_ns = 0;
+    completions_begin(worker->engine);
     enum ss_result result = pipeline->backend->deliver(worker->engine->channel, &slot->work);
     if (result != SS_OK) {
         slot_finish(slot, result, 1);
@@ -315,7 +328,7 @@ static void poll_pause(const struct ss_pipeline *pipeline) {
 /* Completes what the engine has done; where that is nothing, leaves the core to others for a while. */
 static void engine_progress(struct ss_worker *worker) {
     uint64_t begin = ss_thread_ns();
-    worker->engine->completed_ns = 0;
+    completions_begin(worker->engine);
     uint32_t completed = worker->pipeline->backend->progress(worker->engine->channel);
     engine_flush(worker, begin, 0, 0, 0);
     engine_pass(worker, 1); /* all of it: the thread may be about to wait */

@@ -216,12 +216,40 @@ int fixture_matches(const struct fixture *fixture, const struct ss_round *round,
     return memcmp(round->destination + chunk * size, fixture->expected + chunk * size, size) == 0;
 }
 
+const char *test_backend(void) {
+    const char *name = getenv("SHADOWSERVE_TEST_BACKEND");
+    return name != NULL ? name : "software";
+}
+
+static int backend_is_software(void) {
+    return strcmp(test_backend(), "software") == 0;
+}
+
+int mode_is_possible(int mode) {
+    return backend_is_software() || (mode & (MODE_FUSED | MODE_UNMANAGED)) == 0;
+}
+
+enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+                              uint32_t socket_count) {
+    const struct ss_memory memory = {
+        .kind = SS_MEMORY_LOCAL, .address = round->destination, .size = round->destination_size};
+    struct ss_destination *registered = NULL;
+    if (round->registered != NULL || ss_destination_register(pipeline, &memory, &registered) != SS_OK) {
+        return ss_pipeline_fetch(pipeline, round, sockets, socket_count);
+    }
+    round->registered = registered;
+    enum ss_result result = ss_pipeline_fetch(pipeline, round, sockets, socket_count);
+    round->registered = NULL;
+    ss_destination_release(registered);
+    return result;
+}
+
 struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int mode) {
-    int fused = (mode & MODE_FUSED) != 0;
+    int fused = (mode & MODE_FUSED) != 0 && backend_is_software();
     static const int32_t any[4] = {-1, -1, -1, -1};
     struct ss_pipeline_options options = {
         .options_size = sizeof options,
-        .backend = "software",
+        .backend = test_backend(),
         .fused = (uint32_t)fused,
         .queue_depth = 16,
         .requests_in_flight = 4,

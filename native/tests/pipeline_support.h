@@ -118,8 +118,24 @@ int fixture_matches(const struct fixture *fixture, const struct ss_round *round,
 /* How a pipeline works: the stages fused, and either part of the design switched off. */
 enum mode { MODE_FUSED = 1, MODE_NOT_CHUNKED = 2, MODE_UNMANAGED = 4, MODE_COUNT = 8 };
 
-/* pipeline_options() fits a fixture: two threads for each stage, unpinned; 'mode' is a sum of enum mode. */
+/*
+ * The backend that a test runs over: SHADOWSERVE_TEST_BACKEND, or software. CTest runs what is about the pipeline over
+ * each of them.
+ */
+const char *test_backend(void);
+
+/* mode_is_possible() returns whether the backend can work so: an accelerator neither fuses nor does unmanaged. */
+int mode_is_possible(int mode);
+
+/*
+ * pipeline_options() fits a fixture: two threads for each stage, unpinned; 'mode' is a sum of enum mode. The stages are
+ * separate where the backend cannot fuse.
+ */
 struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int mode);
+
+/* pipeline_fetch() is ss_pipeline_fetch() to memory that is registered for as long as it takes, if it can be. */
+enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+                              uint32_t socket_count);
 
 /* default_shape() is a small binned bfloat16 round over Deflate. */
 struct shape default_shape(void);

@@ -91,7 +91,7 @@ static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, en
         CHECK_EQUAL(error[0], '\0');
     }
     struct ss_round *fetched = fetch_round_make(fixture, encoded);
-    CHECK_EQUAL(ss_pipeline_fetch(pipeline, fetched, &socket, 1), SS_OK);
+    CHECK_EQUAL(pipeline_fetch(pipeline, fetched, &socket, 1), SS_OK);
     CHECK(memcmp(fetched->destination, fixture->expected, fixture->size) == 0);
     if (quantizer != SS_QUANTIZER_BINNED) {
         CHECK(memcmp(fetched->destination, fixture->source, fixture->size) == 0);
@@ -306,7 +306,7 @@ static void test_fetches_and_stores_side_by_side(void) {
     int32_t sockets[2] = {server_connect(server), server_connect(server)};
     for (int i = 0; i < 50; i++) {
         struct ss_round *round = fixture_round(fixture);
-        CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, sockets, 2), SS_OK);
+        CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, 2), SS_OK);
         CHECK(memcmp(round->destination, fixture->expected, fixture->size) == 0);
         round_free(round);
     }
@@ -329,7 +329,7 @@ struct hanging {
 
 static void *hang(void *argument) {
     struct hanging *hanging = argument;
-    CHECK_EQUAL(ss_pipeline_fetch(hanging->pipeline, hanging->round, &hanging->socket, 1), SS_CANCELLED);
+    CHECK_EQUAL(pipeline_fetch(hanging->pipeline, hanging->round, &hanging->socket, 1), SS_CANCELLED);
     return NULL;
 }
 

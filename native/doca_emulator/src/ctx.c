@@ -212,8 +212,8 @@ static struct doca_task *ctx_take_done(struct doca_ctx *ctx) {
     pthread_mutex_lock(&ctx->pe->lock);
     uint32_t count = ctx->done.count;
     bool ordered = ctx->dev->info.settings.reorder_seed == 0;
-    if (count > 0 && (ordered || count == ctx->in_flight || random_next(&ctx->random) % 2 == 0)) {
-        task = queue_take(&ctx->done, ordered ? 0 : (uint32_t)(random_next(&ctx->random) % count));
+    if (count > 0 && (ordered || count == ctx->in_flight || engine_random(&ctx->random) % 2 == 0)) {
+        task = queue_take(&ctx->done, ordered ? 0 : (uint32_t)(engine_random(&ctx->random) % count));
     }
     pthread_mutex_unlock(&ctx->pe->lock);
     return task;

@@ -303,7 +303,7 @@ void task_complete(struct doca_task *task);
 bool engine_start(struct doca_ctx *ctx);
 void engine_end(struct doca_ctx *ctx);
 void pe_notify(struct doca_pe *pe, struct doca_ctx *ctx);
-uint64_t random_next(uint64_t *state);
+uint64_t engine_random(uint64_t *state);
 
 /* ---- Formats: codec.c ----------------------------------------------------------------------------------------- */
 

@@ -15,7 +15,7 @@
 
 #define NS_PER_SECOND 1000000000ull
 
-uint64_t random_next(uint64_t *state) {
+uint64_t engine_random(uint64_t *state) {
     *state += 0x9E3779B97F4A7C15u; /* splitmix64 */
     uint64_t value = *state;
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9u;
@@ -211,7 +211,7 @@ static void finishing_report(struct doca_ctx *ctx) {
 
 static void queued_work(struct doca_ctx *ctx) {
     bool ordered = ctx->dev->info.settings.reorder_seed == 0;
-    uint32_t index = ordered ? 0 : (uint32_t)(random_next(&ctx->random) % ctx->queued.count);
+    uint32_t index = ordered ? 0 : (uint32_t)(engine_random(&ctx->random) % ctx->queued.count);
     struct doca_task *task = queue_take(&ctx->queued, index);
     bool flushed = ctx->flushing;
     pthread_mutex_unlock(&ctx->pe->lock);
