@@ -23,6 +23,7 @@ __all__ = [
     "Result",
     "Stage",
     "check",
+    "device_error",
     "ffi",
     "lib",
     "library_path",
@@ -139,6 +140,7 @@ class Stage(enum.IntEnum):
     PUT = 6
 
 
+_DEVICE_TEXT_SIZE: Final = 256
 _RESULT_TEXTS: Final[dict[Result, tuple[str, str]]] = {
     Result.BAD_DATA: ("the bytes do not decode to the length asked for", "treat the record as corrupt"),
     Result.NO_SPACE: ("the output buffer is too small", "give it ss_compress_bound() bytes"),
@@ -170,17 +172,31 @@ def result_text(result: Result) -> str:
     if result is Result.OK:
         return "done"
     cause, advice = _RESULT_TEXTS[result]
+    if result is Result.DEVICE and (text := device_error()):
+        cause = f"{cause} (device: {text})"
     return f"{cause}; {advice}"
 
 
-def check(code: int, operation: str) -> None:
-    """Raise NativeError unless ``code`` is ``Result.OK``; ``operation`` says what was tried on what."""
+def device_error() -> str:
+    """Return what a device's library refused last in this process; empty before it refused anything."""
+    text = ffi.new("char[]", _DEVICE_TEXT_SIZE)
+    lib.ss_device_error(text, _DEVICE_TEXT_SIZE)
+    return ffi.string(text).decode("utf-8", "replace")
+
+
+def check(code: int, operation: str, *, device: bool = False) -> None:
+    """Raise NativeError unless ``code`` is ``Result.OK``; ``operation`` says what was tried on what.
+
+    With ``device``, a device took part, and what its library said is a part of the message.
+    """
     if code == Result.OK:
         return
     result = Result(code)
     cause, advice = _RESULT_TEXTS[result]
     if result is Result.OS_ERROR:
         cause = f"{cause} ({os.strerror(ffi.errno)})"
+    elif device and (text := device_error()):
+        cause = f"{cause} (device: {text})"
     raise NativeError(f"{operation} failed: {cause}; {advice}", result)
 
 

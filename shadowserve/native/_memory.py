@@ -35,7 +35,11 @@ class Destination:
         self._keep = keep
         self._destination: Any = ffi.NULL
         code = lib.ss_destination_register(pipeline._open(), memory, pointer)
-        check(code, f"registering {self.size} bytes of {self.kind.name.lower()} memory with the pipeline's backend")
+        check(
+            code,
+            f"registering {self.size} bytes of {self.kind.name.lower()} memory with the pipeline's backend",
+            device=pipeline.backend != "software",
+        )
         self._destination = pointer[0]
         self._pipeline = pipeline
         self.address = int(ffi.cast("uintptr_t", lib.ss_destination_address(self._destination)))
@@ -112,9 +116,9 @@ class Destination:
         destination, self._destination = self._destination, ffi.NULL
         if destination != ffi.NULL:
             lib.ss_destination_release(destination)
-            keep, self._keep = self._keep, None
-            if keep is not None:
-                ffi.release(keep)
+        keep, self._keep = self._keep, None
+        if keep is not None:
+            ffi.release(keep)
 
     def region(self, offset: int, length: int) -> "Region":
         """Return a part of it, as :class:`Round` takes it.
@@ -160,7 +164,7 @@ class Export:
         pointer = ffi.new("struct ss_export **")
         code = lib.ss_export_open(device.encode(), ffi.cast("void *", address), size, dmabuf, pointer)
         where = f"DPU {device!r}" if device else "the DPU"
-        check(code, f"exporting {size} bytes to {where}")
+        check(code, f"exporting {size} bytes to {where}", device=True)
         self._export = pointer[0]
         self.address = address
         self.size = size

@@ -294,6 +294,7 @@ class Pipeline:
         trace_events: int = 0,
     ) -> None:
         self._pipeline: Any = ffi.NULL
+        self.backend = backend
         options = ffi.new("struct ss_pipeline_options *")
         backend_text = ffi.new("char[]", backend.encode())
         options.options_size = ffi.sizeof("struct ss_pipeline_options")
@@ -321,7 +322,8 @@ class Pipeline:
             setattr(options, f"{name}_threads", len(cores))
         pointer = ffi.new("struct ss_pipeline **")
         on = f"backend {backend!r}" + (f" on device {device!r}" if device else "")
-        check(lib.ss_pipeline_create(options, pointer), f"creating a pipeline with {on}")
+        code = lib.ss_pipeline_create(options, pointer)
+        check(code, f"creating a pipeline with {on}", device=backend != "software")
         self._pipeline = pointer[0]
 
     def __enter__(self) -> Self:

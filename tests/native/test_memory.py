@@ -1,0 +1,121 @@
+"""Memory that pipelines deliver to and store from: registered here, or exported by another process."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shadowserve import native
+from shadowserve.errors import NativeError
+from shadowserve.native import MemoryKind, Result
+
+MIB = 1 << 20
+SLICE_BYTES = 65536
+SLICES = 24
+
+# Exports bytes that are told by a seed, says where they are, and ends when it is told to.
+EXPORTER = """
+import sys
+import numpy as np
+from shadowserve import native
+data = np.random.default_rng(7).integers(0, 32, int(sys.argv[1]), np.uint8)
+with native.Export(data.ctypes.data, data.nbytes) as export:
+    print(export.address, export.size, export.descriptor.hex(), flush=True)
+    sys.stdin.readline()
+    print("closed", flush=True)
+"""
+
+
+def make_pipeline(backend: str = "doca", **options: Any) -> native.Pipeline:
+    sizes = {"decompression_bytes": MIB, "dequantization_bytes": MIB, "dma_source_bytes": MIB, "store_bytes": 8 * MIB}
+    cores = {"dequantize_cores": [-1], "dma_cores": [-1]}
+    return native.Pipeline(**({"backend": backend, "fused": False} | sizes | cores | options))
+
+
+@pytest.fixture
+def pipeline() -> Iterator[native.Pipeline]:
+    with make_pipeline() as pipeline:
+        yield pipeline
+
+
+def test_backends_say_what_they_are() -> None:
+    backends = native.backends()
+    assert (backends["software"].description, backends["software"].emulated) == ("CPU", False)
+    assert backends["software"].label == "software"
+    assert backends["doca"].description.startswith("DOCA ")
+    assert backends["doca"].emulated == backends["doca"].description.startswith("DOCA emulator ")
+    assert backends["doca"].label == ("doca (emulated)" if backends["doca"].emulated else "doca")
+
+
+def test_a_device_that_is_not_there_is_told_by_name() -> None:
+    with pytest.raises(NativeError, match="backend 'doca' on device 'mlx5_99'.*DOCA_ERROR_NOT_FOUND") as caught:
+        make_pipeline(device="mlx5_99")
+    assert caught.value.result is Result.NOT_SUPPORTED
+
+
+def test_kinds_of_memory_by_backend(pipeline: native.Pipeline) -> None:
+    assert pipeline.memory_kinds == {MemoryKind.LOCAL, MemoryKind.EXPORTED}
+    assert pipeline.device
+    with make_pipeline("software") as software:
+        assert software.device == "" and MemoryKind.LOCAL in software.memory_kinds
+        with pytest.raises(NativeError, match="registering 4096 bytes of exported memory") as caught:
+            native.Destination.exported(software, 1 << 40, 4096, b"nonsense")
+        assert caught.value.result is Result.NOT_SUPPORTED
+
+
+def test_a_region_lies_within_its_destination(pipeline: native.Pipeline) -> None:
+    memory = bytearray(4096)
+    with native.Destination.local(pipeline, memory) as destination:
+        assert (destination.size, destination.kind) == (4096, MemoryKind.LOCAL)
+        assert destination.region(96, 4000).length == 4000
+        for offset, length in ((-1, 1), (0, 4097), (4096, 1), (1, -1)):
+            with pytest.raises(NativeError, match="do not lie within 4096 bytes"):
+                destination.region(offset, length)
+        with pytest.raises(BufferError):
+            memory.append(0)  # it is exported for as long as it is registered
+    memory.append(0)
+    destination.close()
+    with pytest.raises(NativeError, match="closed"):
+        destination.region(0, 1)
+    with pytest.raises((BufferError, ValueError, TypeError)):
+        native.Destination.local(pipeline, bytes(4096))  # read-only
+
+
+def stored(pipeline: native.Pipeline, destination: Any) -> tuple[Result, list[int]]:
+    """Encode as one chunk of many slices, without compression; return what came of it and the slices' checksums."""
+    chunks, slices = np.zeros(1, native.CHUNK_DTYPE), np.zeros(SLICES, native.SLICE_DTYPE)
+    chunks["codec"], chunks["slice_count"] = native.Codec.NONE, SLICES
+    slices["destination_offset"] = np.arange(SLICES) * SLICE_BYTES
+    slices["decoded_length"], slices["vectors"] = SLICE_BYTES, 16
+    round_ = native.Round(
+        chunks=chunks, slices=slices, quantizer=native.Quantizer.PASSTHROUGH, dtype=native.DType.UINT8,
+        vector_length=SLICE_BYTES // 16, destination=destination, deadline_ns=2**62,
+    )  # fmt: skip
+    result = pipeline.encode(round_)
+    round_.release()
+    return result, [int(crc) for crc in slices["decoded_crc32"]]
+
+
+def test_what_another_process_exported_is_collected_until_it_is_gone(pipeline: native.Pipeline) -> None:
+    data = np.random.default_rng(7).integers(0, 32, SLICES * SLICE_BYTES, np.uint8)
+    expected = [native.crc32(part) for part in data.reshape(SLICES, SLICE_BYTES)]
+    command = [sys.executable, "-c", EXPORTER, str(data.nbytes)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as exporter:
+        assert exporter.stdin is not None and exporter.stdout is not None
+        address, size, descriptor = exporter.stdout.readline().split()
+        exported = (int(address), int(size), bytes.fromhex(descriptor))
+        with native.Destination.exported(pipeline, *exported) as destination:
+            assert destination.address == int(address)
+            assert stored(pipeline, destination.region(0, destination.size)) == (Result.OK, expected)
+            exporter.communicate("\n", timeout=60)
+            assert stored(pipeline, destination.region(0, destination.size))[0] is Result.DEVICE
+    assert stored(pipeline, data) == (Result.OK, expected)  # memory of this process needs nobody's help
+
+
+def test_a_descriptor_that_is_none_is_refused(pipeline: native.Pipeline) -> None:
+    with pytest.raises(NativeError, match="doca_mmap_create_from_export") as caught:
+        native.Destination.exported(pipeline, 1 << 40, 4096, b"nonsense")
+    assert caught.value.result is Result.BAD_ARGUMENT
