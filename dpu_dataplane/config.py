@@ -70,13 +70,20 @@ class DataPlaneConfig(Section):
     connections: int = Field(2, ge=1, le=64)
     """Data connections to storage, over which each round is spread; one network thread serves each."""
 
-    backend: Literal["software"] = "software"
-    """What runs the stages."""
+    backend: Literal["software", "doca"] = "software"
+    """What decompresses and delivers: CPU cores, or the engines of a BlueField DPU through DOCA. Where DOCA was not
+    there when this was built, ``doca`` is an emulator of it, and says so."""
+    device: str = ""
+    """PCI address or name of the DPU's function to use, such as ``0000:03:00.0`` or ``mlx5_0``; empty for the first
+    that can do the work. Only with ``doca``."""
+    poll_interval_us: int = Field(10, ge=0, le=1_000_000)
+    """Microseconds between two looks at an engine that has nothing done; 0 for no pause. Only with ``doca``."""
     codec: Literal["auto", "kvrans", "deflate", "lz4", "zstd", "none"] = "auto"
     """Entropy codec for chunks that are stored. ``auto``: ``kvrans`` where CPU cores decode, ``deflate`` where a DPU's
     engine does. Reading takes whatever a record names."""
-    fused: bool = True
-    """Decompress, dequantize and deliver a slice in one go while it is in a core's cache, instead of stage by stage."""
+    fused: Literal["auto"] | bool = "auto"
+    """Decompress, dequantize and deliver a slice in one go while it is in a core's cache, instead of stage by stage.
+    ``auto``: where CPU cores do it all, so not with ``doca``."""
     cores: ProcessCores = "auto"
     """Cores that the whole process may use, all of its threads; ``auto`` for those that it was given."""
     net_cores: CoreList = "auto"
@@ -151,6 +158,21 @@ class DataPlaneConfig(Section):
         return value
 
     @model_validator(mode="after")
+    def _check_backend(self) -> Self:
+        if self.backend == "software":
+            if self.device:
+                raise ValueError(f"device: '{self.device}' is of no use to the software backend; use backend: doca")
+            return self
+        if self.fused is True:
+            raise ValueError(f"fused: backend {self.backend} works stage by stage; use fused: auto")
+        if not self.memory_management:
+            raise ValueError(
+                f"memory_management: backend {self.backend} registers its buffers once and cannot do without; only the "
+                "software backend shows what that is good for"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_listen(self) -> Self:
         if self.listen.startswith("unix:"):
             if len(self.listen) == len("unix:"):
@@ -167,6 +189,11 @@ class DataPlaneConfig(Section):
                 "use 127.0.0.1, or set allow_remote: true where the network is trusted"
             )
         return self
+
+    @property
+    def stages_fused(self) -> bool:
+        """``fused``, with ``auto`` resolved."""
+        return self.backend == "software" if self.fused == "auto" else self.fused
 
     def process_cores(self) -> list[int]:
         """Return the cores of the whole process, with ``auto`` resolved.
@@ -195,7 +222,7 @@ class DataPlaneConfig(Section):
             "dma": self.dma_cores,
             "store": self.store_cores,
         }
-        automatic = _share(usable, self.connections, self.fused, self.chunked_pipeline)
+        automatic = _share(usable, self.connections, self.stages_fused, self.chunked_pipeline)
         chosen = {}
         for stage, cores in given.items():
             if stage == "net" and cores != "auto" and len(cores) != self.connections:

@@ -135,6 +135,10 @@ class Daemon:
             "store_queue_jobs": ("Stores waiting for their turn", lambda: storer.queue.waiting),
             "destinations": ("Registered destinations", lambda: len(destinations)),
             "destination_bytes": ("Bytes of registered destinations", lambda: destinations.total_bytes),
+            "backend_emulated": (
+                "Whether what decompresses and delivers only imitates a DPU",
+                lambda: float(native.backends()[self.config.backend].emulated),
+            ),
             "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: buffers.total),
             "resident_bytes": ("The daemon's own resident memory, without clients' segments", resident_bytes),
         }
@@ -198,6 +202,8 @@ def _codec(config: DataPlaneConfig) -> native.Codec:
     Raises:
         ConfigurationError: this build cannot encode it.
     """
+    if config.backend not in native.backends():
+        raise ConfigurationError(f"backend: this build has no {config.backend}; see 'shadowserve doctor'")
     name = codec_name(config.codec, config.backend)
     codec = native.Codec[name.upper()]
     if codec not in native.codec_implementations():
@@ -208,8 +214,8 @@ def _codec(config: DataPlaneConfig) -> native.Codec:
 def _buffers(config: DataPlaneConfig) -> Buffers:
     return Buffers(
         decompression=int(config.decompression_buffer_bytes),
-        dequantization=None if config.fused else int(config.dequantization_buffer_bytes),
-        dma_source=None if config.fused else int(config.dma_source_buffer_bytes),
+        dequantization=None if config.stages_fused else int(config.dequantization_buffer_bytes),
+        dma_source=None if config.stages_fused else int(config.dma_source_buffer_bytes),
         store=int(config.store_buffer_bytes),
     )
 
@@ -219,7 +225,9 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
     try:
         pipeline = native.Pipeline(
             backend=config.backend,
-            fused=config.fused,
+            device=config.device,
+            poll_interval_us=config.poll_interval_us,
+            fused=config.stages_fused,
             queue_depth=config.queue_depth,
             requests_in_flight=config.requests_in_flight,
             pin_memory=config.pin_memory,
@@ -229,8 +237,8 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
             store_bytes=buffers.store,
             net_cores=cores["net"],
             decompress_cores=cores["decompress"],
-            dequantize_cores=[] if config.fused else cores["dequantize"],
-            dma_cores=[] if config.fused else cores["dma"],
+            dequantize_cores=[] if config.stages_fused else cores["dequantize"],
+            dma_cores=[] if config.stages_fused else cores["dma"],
             store_cores=cores["store"],
             chunked_pipeline=config.chunked_pipeline,
             memory_management=config.memory_management,
@@ -238,6 +246,15 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
         )
     except NativeError as error:
         raise ConfigurationError(f"the pipeline cannot be made: {error}") from error
+    backend = native.backends()[config.backend]
+    device = f" on {pipeline.device}" if pipeline.device else ""
+    logger.log(
+        logging.WARNING if backend.emulated else logging.INFO,
+        "backend %s: %s%s",
+        backend.label,
+        backend.description,
+        device,
+    )
     if config.pin_memory and config.memory_management and pipeline.locked_bytes < buffers.total:
         logger.info(
             "%d of %d bytes of buffers are locked in memory; raise the limit (ulimit -l) to lock all",
@@ -278,7 +295,8 @@ async def _main(config: DataPlaneConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with Daemon(config) as daemon:
         print(f"ready {daemon.address}", flush=True)
-        logger.info("ready on %s (storage %s, backend %s)", daemon.address, config.storage, config.backend)
+        backend = native.backends()[config.backend].label
+        logger.info("ready on %s (storage %s, backend %s)", daemon.address, config.storage, backend)
         await stop.wait()
         logger.info("stopping")
     logger.info("stopped")

@@ -102,7 +102,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         metrics = self._metrics
         return pb.StatisticsResponse(
             version=__version__,
-            backend=self._config.backend,
+            backend=native.backends()[self._config.backend].label,
             rounds=metrics.rounds,
             destinations=len(self._destinations),
             buffer_bytes=self._buffers.total,

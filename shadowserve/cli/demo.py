@@ -31,6 +31,7 @@ from host_control.client import DataPlaneClient
 from shadowserve.cli.processes import Child, free_port, start_data_plane, start_storage, started
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve.native import BACKENDS
 
 __all__ = ["demo"]
 
@@ -104,13 +105,20 @@ class Phase:
 @click.option("--quantizer", default="lossless", show_default=True, type=click.Choice(["lossless", "binned"]))
 @click.option("--bins", default=64, show_default=True, type=click.Choice([16, 32, 64]), help="Of keys, for binned.")
 @click.option(
+    "--backend",
+    default="software",
+    show_default=True,
+    type=click.Choice(BACKENDS),
+    help="What the data plane decodes and delivers with; without a DPU, doca is an emulator of one.",
+)
+@click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the table as data, too."
 )
 @click.option("--keep-logs", type=click.Path(file_okay=False), help="Folder for the logs of all processes.")
 def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:
     """Run the main job on this machine, with real parts, and show what it saves.
 
-    Starts a storage server, an emulated data plane and vLLM with the plugin, serves long documents with several turns
+    Starts a storage server, a data plane and vLLM with the plugin, serves long documents with several turns
     of questions over each, then starts a second vLLM that has never seen them and serves the same again. Exits with 1
     if the second one's outputs differ (with a lossless quantizer) or it had to compute what was stored.
     """
@@ -121,7 +129,7 @@ def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:
         logs = Path(keep_logs) if keep_logs else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         logs.mkdir(parents=True, exist_ok=True)
         storage = stack.enter_context(start_storage(logs))
-        data_plane = stack.enter_context(start_data_plane(logs, storage.address))
+        data_plane = stack.enter_context(start_data_plane(logs, storage.address, "--backend", options["backend"]))
         total = 2 * options["documents"] * options["turns"]
         progress = stack.enter_context(Progress(console=console, transient=True))
         task = progress.add_task("starting", total=total)
@@ -289,7 +297,8 @@ def _report(console: Console, phases: list[Phase], stages: Any, options: dict[st
     console.print(f"TTFT: {ratio:.1f} times lower; {share:.1%} of the cacheable prompt tokens fetched.")
     console.print(f"Outputs {'agree, token by token' if agree else 'DIFFER'}.")
     if json_file:
-        Path(json_file).write_text(json.dumps({"phases": [cold, warm], "outputs_agree": agree}, indent=2) + "\n")
+        table_data = {"backend": stages.backend, "phases": [cold, warm], "outputs_agree": agree}
+        Path(json_file).write_text(json.dumps(table_data, indent=2) + "\n")
     if options["quantizer"] == "lossless" and not agree:
         raise ShadowServeError("the outputs differ although the KV is lossless; please report it with the logs")
     if share < 0.95:
@@ -297,7 +306,9 @@ def _report(console: Console, phases: list[Phase], stages: Any, options: dict[st
 
 
 def _stage_table(stages: Any) -> Table:
-    table = Table("stage", "items", "MB in", "MB out", "GB/s per core", title="Data plane, both phases")
+    table = Table(
+        "stage", "items", "MB in", "MB out", "GB/s per core", title=f"Data plane, both phases: {stages.backend}"
+    )
     for stage in stages.stages:
         if stage.items:
             bytes_moved = max(stage.input_bytes, stage.output_bytes)

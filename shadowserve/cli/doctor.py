@@ -109,6 +109,10 @@ def _native() -> Iterator[Finding]:
             yield Finding("codec deflate", "warning", implementation, mend)
         else:
             yield Finding(f"codec {codec.name.lower()}", "ok", implementation)
+    for backend in native.backends().values():
+        imitation = "; it decodes and copies on CPU cores: for trying and testing, no DPU takes part"
+        found = backend.description + (imitation if backend.emulated else "")
+        yield Finding(f"backend {backend.label}", "ok", found)
 
 
 def _memory() -> Iterator[Finding]:

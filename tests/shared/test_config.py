@@ -162,7 +162,7 @@ def test_sizes_take_units(text: str, size: int) -> None:
         (SmallConfig, "cores", "[0]"),
         (SmallConfig, "token", "none"),
         (SmallConfig, "buffer_bytes", "4 KiB"),
-        (DataPlaneConfig, "fused", "true"),
+        (DataPlaneConfig, "fused", "auto"),
         (DataPlaneConfig, "decompression_buffer_bytes", "256 MiB"),
         (DataPlaneConfig, "storage_password", "none"),
         (StorageConfig, "memory_budget_bytes", "4 GiB"),

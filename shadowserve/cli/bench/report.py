@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import native
 from shadowserve.cli.bench.charts import Chart, draw, require_matplotlib
 from shadowserve.errors import ShadowServeError
@@ -162,6 +163,7 @@ class Report:
         return {
             "bench": self.bench,
             "machine": machine(),
+            "backend": _backend(),
             "columns": list(self.columns),
             "rows": self.rows,
             "ratios": self.ratios,
@@ -174,7 +176,8 @@ class Report:
     def finish(self, output: Output) -> None:
         """Print the table and the ratios; write data and draw the charts where ``output`` says."""
         console = Console()
-        table = Table(*self.columns, title=f"{self.command} {self.bench}")
+        backend = f", {_backend()}" if _backend() != "software" else ""
+        table = Table(*self.columns, title=f"{self.command} {self.bench}{backend}")
         for row in self.rows:
             table.add_row(*(_text(row.get(column, "")) for column in self.columns))
         console.print(table)
@@ -202,6 +205,11 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,d}" if isinstance(value, int) else str(value)
+
+
+def _backend() -> str:
+    """Return what data planes work with that this process starts, which take what they are not told from here."""
+    return native.backends()[DataPlaneConfig.load().backend].label
 
 
 def machine() -> dict[str, Any]:
