@@ -1,6 +1,7 @@
 # make demo                        the main job, end to end, on this machine
 # make demo ARGS="--json out.json" the same, and its table as data
 # make test                        all tests
+# make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
 # make bench                       every benchmark; its data, plot and tables go to docs/benchmarks/
 # make bench BENCH="codecs fetch"  some of them
 # make lint                        formatting, linting, types
@@ -15,7 +16,7 @@ export VENV PYTHON
 native_sources := $(shell find native CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test bench lint format setup clean
+.PHONY: demo test test-dpu bench lint format setup clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -23,6 +24,9 @@ demo: $(ready)
 test: $(ready)
 	scripts/setup-triton
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-dpu: $(ready)
+	scripts/test-dpu $(ARGS)
 
 bench: $(ready)
 	scripts/bench $(BENCH)

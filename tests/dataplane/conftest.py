@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
 
-from dataplane_support import Client, Server, running
+from dataplane_support import BACKENDS, Client, Server, running
 
 
 @pytest.fixture(scope="session")
@@ -49,10 +49,10 @@ def redis(session_redis: Server) -> Server:
     return session_redis
 
 
-@pytest.fixture
-async def client(storage: Server) -> AsyncIterator[Client]:
+@pytest.fixture(params=BACKENDS)
+async def client(storage: Server, request: pytest.FixtureRequest) -> AsyncIterator[Client]:
     """A client of a daemon on the shared storage server."""
-    async with running(storage) as (_, client):
+    async with running(storage, backend=request.param) as (_, client):
         yield client
 
 

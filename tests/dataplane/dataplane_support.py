@@ -25,6 +25,20 @@ from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 
 TOKENS = 16
+BACKEND = os.environ.get("SHADOWSERVE_DPU_BACKEND", "software")
+"""What the tests' daemons work with, those in processes of their own as well."""
+BACKENDS = [BACKEND] if "SHADOWSERVE_DPU_BACKEND" in os.environ else ["software", "doca"]
+"""What the tests run over that take no longer for it."""
+WAYS = [
+    {"backend": backend, "fused": fused}
+    for backend in BACKENDS
+    for fused in ((True, False) if backend == "software" else ("auto",))
+]
+"""All ways through the pipeline."""
+
+
+def way_name(way: dict[str, Any]) -> str:
+    return way["backend"] + {True: "-fused", False: "-staged", "auto": ""}[way["fused"]]
 
 
 class Server:
@@ -179,7 +193,7 @@ def expected(shape: record.ChunkLayout, key: bytes, data: bytes) -> bytes:
 
 SMALL_BUFFERS: dict[str, Any] = {
     "decompression_buffer_bytes": "4MiB",
-    "dequantization_buffer_bytes": "4MiB",
+    "dequantization_buffer_bytes": "8MiB",
     "dma_source_buffer_bytes": "8MiB",
     "store_buffer_bytes": "4MiB",
 }
@@ -191,7 +205,7 @@ def config(server: "Server | str", **changes: Any) -> DataPlaneConfig:
     address = server if isinstance(server, str) else server.address
     password = "" if isinstance(server, str) else server.password
     values = {"listen": "127.0.0.1:0", "storage": address, "storage_password": password, "shutdown_time": 2.0}
-    return DataPlaneConfig.model_validate(values | PATIENT | SMALL_BUFFERS | changes)
+    return DataPlaneConfig.model_validate({"backend": BACKEND} | values | PATIENT | SMALL_BUFFERS | changes)
 
 
 def layout_message(shape: record.ChunkLayout) -> pb.ChunkLayout:

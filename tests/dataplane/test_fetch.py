@@ -1,9 +1,21 @@
 """What a fetch delivers, and with what outcome it ends."""
 
 import itertools
+from typing import Any
 
 import pytest
-from dataplane_support import Client, Server, expected, keys_of, kv, layout, make_record, running
+from dataplane_support import (
+    WAYS,
+    Client,
+    Server,
+    expected,
+    keys_of,
+    kv,
+    layout,
+    make_record,
+    running,
+    way_name,
+)
 from machine import PATIENCE_MS
 
 from shadowserve import native
@@ -21,9 +33,9 @@ TREATMENTS = [
 ]
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "staged"])
-async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, fused: bool) -> None:
-    async with running(storage, fused=fused) as (_, client):
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, way: dict[str, Any]) -> None:
+    async with running(storage, **way) as (_, client):
         for shape, codec in itertools.product(TREATMENTS, CODECS):
             keys = keys_of(shape, 3, seed=TREATMENTS.index(shape) * len(CODECS) + CODECS.index(codec))
             records = [make_record(shape, key, index, codec) for index, key in enumerate(keys)]
@@ -98,16 +110,14 @@ async def test_what_the_region_does_not_hold_takes_further_rounds(client: Client
     assert seen == [kv(shape, index) for index in range(5)]
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "staged"])
-async def test_what_the_buffers_do_not_hold_takes_further_rounds(storage: Server, fused: bool) -> None:
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+async def test_what_the_buffers_do_not_hold_takes_further_rounds(storage: Server, way: dict[str, Any]) -> None:
     shape = layout(vector_length=2048)  # 512 KiB a chunk: staged, 4 in the 2 MiB DMA source buffer
     keys = keys_of(shape, 9)
     for index, key in enumerate(keys):
         storage.put(key, make_record(shape, key, index))
-    async with running(storage, fused=fused, decompression_buffer_bytes="2MiB", dma_source_buffer_bytes="2MiB") as (
-        daemon,
-        client,
-    ):
+    small = way | {"decompression_buffer_bytes": "2MiB", "dma_source_buffer_bytes": "2MiB"}
+    async with running(storage, **small) as (daemon, client):
         await client.register(shape, 9)
         done = 0
         while done < 9:

@@ -54,7 +54,8 @@ async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.Log
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
         assert server.address in answer.detail
         await assert_calls_fail_at_once(client)
-        warnings = [entry for entry in caplog.records if entry.levelno >= logging.WARNING]
+        ours = [entry for entry in caplog.records if entry.name == "dpu_dataplane.storage"]
+        warnings = [entry for entry in ours if entry.levelno >= logging.WARNING]
         assert len(warnings) == 1, [entry.getMessage() for entry in warnings]
         server.start()
         try:
@@ -340,7 +341,7 @@ async def test_a_put_that_breaks_is_tried_once_more(liar: Liar) -> None:
         return None
 
     liar.values.clear()
-    async with running(f"127.0.0.1:{liar.port}") as (_, client):
+    async with running(f"127.0.0.1:{liar.port}", codec="kvrans") as (_, client):
         await client.register(SHAPE, 6)
         for index in range(6):
             begin = index * SHAPE.raw_bytes

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 import pytest
-from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
+from dataplane_support import WAYS, Client, Server, keys_of, kv, layout, make_record, running, way_name
 from machine import NEVER_MS, PATIENCE_S
 from redis import Redis
 
@@ -36,18 +36,21 @@ async def recorded(client: Client, keys: list[bytes], fetches: int = 1) -> list[
     return spans
 
 
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "staged"])
+@pytest.mark.parametrize(
+    ("way", "managed"),
+    [(way, managed) for way in WAYS for managed in (True, False) if managed or way["backend"] == "software"],
+    ids=lambda value: way_name(value) if isinstance(value, dict) else "managed" if value else "on-demand",
+)
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "one-by-one"])
-@pytest.mark.parametrize("managed", [True, False], ids=["managed", "on-demand"])
 async def test_every_slice_of_a_fetch_is_in_each_stage_once(
-    storage: Server, fused: bool, chunked: bool, managed: bool
+    storage: Server, way: dict[str, Any], chunked: bool, managed: bool
 ) -> None:
-    switches = {"fused": fused, "chunked_pipeline": chunked, "memory_management": managed}
+    switches = way | {"chunked_pipeline": chunked, "memory_management": managed}
     async with running(storage, **switches) as (_, client):
         keys = await stored(client, storage, 3)
         spans = await recorded(client, keys)
         assert client.chunk(2) == kv(client.shape, 2)
-    stages = ["decompress", "dequantize"] if fused else ["decompress", "dequantize", "dma"]
+    stages = ["decompress", "dequantize"] if way["fused"] is True else ["decompress", "dequantize", "dma"]
     seen = Counter((span.step, span.chunk, span.slice) for span in spans if span.slice >= 0)
     slices = client.shape.slice_count
     assert seen == Counter(

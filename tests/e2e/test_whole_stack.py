@@ -30,9 +30,12 @@ class Process:
         self.start()
 
     def start(self) -> None:
+        # scripts/test-dpu gives the daemon, and it alone, a C core with sanitizers.
+        special = os.environ.get("TEST_DPU_ENVIRONMENT", "") if self._command[-1] == "dpu" else ""
         self._process = subprocess.Popen(
             [*self._command, *self._arguments],
             cwd=ROOT,
+            env=os.environ | dict(setting.split("=", 1) for setting in special.split()),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
