@@ -172,6 +172,8 @@ def result_text(result: Result) -> str:
     if result is Result.OK:
         return "done"
     cause, advice = _RESULT_TEXTS[result]
+    if result is Result.DEVICE and (text := device_error()):
+        cause = f"{cause} (device: {text})"
     return f"{cause}; {advice}"
 
 
