@@ -144,6 +144,7 @@ def _configuration(section: type[_S], file: str | None) -> tuple[_S, Check]:
 
 
 def _tls_files(config: Section) -> Mapping[str, str]:
+    """Return the files that a program's TLS keys name; which of the keys there are depends on the program."""
     return {key: str(getattr(config, key)) for key in _TLS_FILES if key in type(config).model_fields}
 
 
