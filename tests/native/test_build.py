@@ -14,6 +14,8 @@ from machine import NEVER_S
 
 # Compiling takes a while the first time, and sanitizers slow the tests down.
 pytestmark = pytest.mark.timeout(900)
+# A fault at each task of a fetch and a store: some 700 pipelines. 'make test-dpu' runs them with the thread sanitizer.
+WITHOUT_FAULT_SWEEP = ("--exclude-regex", "^test_pipeline_doca$")
 
 REPOSITORY = Path(__file__).parents[2]
 SANITIZE = "address,undefined"
@@ -37,7 +39,8 @@ def test_c_tests_pass_under_address_and_undefined_behaviour_sanitizers(native_bu
 
 def test_threads_share_nothing_by_the_thread_sanitizer(native_build: Callable[..., Any]) -> None:
     build = native_build("threads", {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_SANITIZE": "thread"})
-    assert passed(build.ctest("--tests-regex", "^test_(codec|pipeline_.*|doca_emulator_.*)$")) >= 13
+    output = build.ctest("--tests-regex", "^test_(codec|pipeline_.*|doca_emulator_.*)$", *WITHOUT_FAULT_SWEEP)
+    assert passed(output) >= 13
 
 
 @pytest.mark.parametrize("decoder", ["libdeflate", "zlib"])
@@ -106,7 +109,7 @@ def test_the_benchmark_runs(native_build: Callable[..., Any]) -> None:
 
 
 def test_c_tests_pass_on_arm_under_emulation(arm_build: Callable[..., Any]) -> None:
-    output = arm_build().ctest("--parallel", "2")
+    output = arm_build().ctest("--parallel", "2", *WITHOUT_FAULT_SWEEP)
     assert passed(output) >= 17
 
 
