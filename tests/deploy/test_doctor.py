@@ -22,7 +22,7 @@ from shadowserve.cli.doctor.finding import Machine
 from shadowserve.cli.doctor.pci import functions
 
 REPOSITORY = Path(__file__).parents[2]
-DEPLOYED = REPOSITORY / "deploy" / "bluefield"
+DEPLOYED = REPOSITORY / "scripts" / "bluefield"
 
 
 def doctor(root: Path, *arguments: str) -> dict[str, Any]:
@@ -266,9 +266,9 @@ CARD_FAULTS = {
         "madvise",
     ),
     "no XLIO": (remove("usr/lib/libxlio.so"), "XLIO", "warning", "take LD_PRELOAD out"),
-    "XLIO not preloaded": (remove("etc/shadowserve/xlio.env"), "XLIO", "warning", "deploy/bluefield/install"),
+    "XLIO not preloaded": (remove("etc/shadowserve/xlio.env"), "XLIO", "warning", "scripts/bluefield/install"),
     "XLIO commented out": (
-        text("etc/shadowserve/xlio.env", "#LD_PRELOAD=libxlio.so"), "XLIO", "warning", "deploy/bluefield/install"
+        text("etc/shadowserve/xlio.env", "#LD_PRELOAD=libxlio.so"), "XLIO", "warning", "scripts/bluefield/install"
     ),
     "XLIO takes gRPC": (
         text("etc/shadowserve/libxlio.conf", "use xlio tcp_client *:6380:*:*"), "XLIO's rules", "warning", "use os"
@@ -321,7 +321,7 @@ def test_reserved_huge_pages_count_as_those_on_demand_do(tmp_path: Path) -> None
 
 def test_a_card_whose_c_core_only_emulates_doca_is_no_use(tmp_path: Path) -> None:
     state, found, mend = finding(bluefield(tmp_path / "card"), "engines")
-    assert state == "failed" and "without DOCA" in found and "deploy/bluefield/install" in mend
+    assert state == "failed" and "without DOCA" in found and "scripts/bluefield/install" in mend
     (tmp_path / "bare").mkdir()
     assert finding(tmp_path / "bare", "engines", "--role", "dpu")[0] == "warning"
 

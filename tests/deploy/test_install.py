@@ -1,4 +1,4 @@
-"""``deploy/bluefield/install``, for real: into this machine's own system, with a card made of files, thrown away after.
+"""``scripts/bluefield/install``, for real: into this machine's own system, with a card made of files, thrown away.
 
 All that differs from a card is the card: its functions in /sys are files, and XLIO is a library that only says it is
 there. apt, Python, pip, useradd, systemd's tools and the daemon that is installed are the real ones.
@@ -21,7 +21,7 @@ from throwaway import Throwaway, make_wheels, throwaway
 from shadowserve.cli.processes import started
 
 REPOSITORY = Path(__file__).parents[2]
-FOLDER = REPOSITORY / "deploy" / "bluefield"
+FOLDER = REPOSITORY / "scripts" / "bluefield"
 INSTALL = FOLDER / "install"
 UNIT = "/etc/systemd/system/shadowserve-dpu.service"
 OWN = re.compile("shadowserve", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""A BlueField's own system: its image, cores, memory, XLIO, and what deploy/bluefield installs."""
+"""A BlueField's own system: its image, cores, memory, XLIO, and what scripts/bluefield installs."""
 
 import contextlib
 import re
@@ -15,7 +15,7 @@ __all__ = ["arm_cores", "card", "core_lists", "engines", "huge_pages", "isolatio
 CORES_FULL: Final = 16
 """Of the BlueField-3 that the paper measured, and configs/bluefield.yaml is written for."""
 XLIO_HUGE_BYTES: Final = 1 << 30
-"""XLIO_MEMORY_LIMIT in deploy/bluefield/xlio.env."""
+"""XLIO_MEMORY_LIMIT in scripts/bluefield/xlio.env."""
 _TRIAL_BYTES: Final = 4 << 20
 ETC: Final = "/etc/shadowserve"
 
@@ -72,7 +72,7 @@ def engines(machine: Machine, device: str) -> Iterator[Finding]:
 
     backend = native.backends().get("doca")
     if backend is None or backend.emulated:
-        mend = "deploy/bluefield/install, in which DOCA is found: it builds the C core with it"
+        mend = "scripts/bluefield/install, in which DOCA is found: it builds the C core with it"
         found = "the C core was built without DOCA: its emulator would do the work, on the Arm cores"
         yield Finding("engines", "failed" if machine.is_bluefield else "warning", found, mend)
         return
@@ -108,13 +108,13 @@ def xlio(machine: Machine, storage_port: int) -> Iterator[Finding]:
     libraries = machine.find("/usr/lib/libxlio.so*", "/usr/lib/*/libxlio.so*", "/usr/lib64/libxlio.so*")
     preloaded = re.search(r"^LD_PRELOAD=.*libxlio\.so", machine.text(f"{ETC}/xlio.env"), re.MULTILINE)
     if not libraries:
-        mend = "apt-get install libxlio (of the card's image), then deploy/bluefield/install again"
+        mend = "apt-get install libxlio (of the card's image), then scripts/bluefield/install again"
         if preloaded:
             mend += f"; until then take LD_PRELOAD out of {ETC}/xlio.env"
         yield Finding("XLIO", "warning", "no libxlio.so: the kernel carries the connections", mend)
         return
     if not preloaded:
-        mend = f"deploy/bluefield/install writes {ETC}/xlio.env, which preloads it"
+        mend = f"scripts/bluefield/install writes {ETC}/xlio.env, which preloads it"
         yield Finding("XLIO", "warning", f"{libraries[-1].name}, not preloaded", mend)
         return
     yield Finding("XLIO", "ok", libraries[-1].name)
@@ -161,7 +161,7 @@ def isolation(machine: Machine, net_cores: list[int]) -> Iterator[Finding]:
         how = "by the kernel's isolcpus" if booted else "by slices"
         yield Finding("isolated cores", "ok", f"{net_cores}, {how}")
         return
-    mend = "deploy/bluefield/install sets AllowedCPUs; control groups must be of version 2"
+    mend = "scripts/bluefield/install sets AllowedCPUs; control groups must be of version 2"
     yield Finding("isolated cores", "warning", f"{net_cores} are open to {', '.join(loose)}", mend)
 
 
@@ -169,7 +169,7 @@ def unit(machine: Machine) -> Iterator[Finding]:
     """Whether the daemon is installed, and started at boot."""
     folder = "/etc/systemd/system"
     if not machine.path(f"{folder}/shadowserve-dpu.service").exists():
-        yield Finding("unit", "warning", "no shadowserve-dpu.service", "deploy/bluefield/install")
+        yield Finding("unit", "warning", "no shadowserve-dpu.service", "scripts/bluefield/install")
         return
     link = machine.path(f"{folder}/multi-user.target.wants/shadowserve-dpu.service")
     enabled = link.is_symlink()  # what it points to is a path of that system
