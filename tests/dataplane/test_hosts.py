@@ -25,7 +25,7 @@ from machine import NEVER_MS, PATIENCE_S
 from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.hosts import HelloRequired, HostTable
 from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
-from shadowserve import __version__
+from shadowserve import __version__, native
 from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -51,10 +51,11 @@ async def status(call: Any) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def test_hello_says_who_answers(client: Client) -> None:
+async def test_hello_says_who_answers(client: Client, request: pytest.FixtureRequest) -> None:
     answer = await client.hello(layout=layout_message(SHAPE), chunk_bytes=SHAPE.raw_bytes)
     assert (answer.version, answer.protocol_version) == (__version__, PROTOCOL_VERSION)
-    assert (answer.backend, answer.emulated, bool(answer.device)) == ("software", False, True)
+    backend = native.backends()[request.node.callspec.params["client"]]
+    assert (answer.backend, answer.emulated, bool(answer.device)) == (backend.name, backend.emulated, True)
     assert "shared_memory" in answer.memory_kinds
     assert answer.session == (await client.hello()).session, "all processes of a machine are one host"
 
