@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <pthread.h>
 #include <string.h>
 #include <sys/socket.h>
@@ -311,7 +312,9 @@ static void *serve(void *argument) {
     while (going) {
         if (refuses_early(connection)) {
             output_text(connection, "-ERR Protocol error: invalid bulk length\r\n");
-            stall(connection);
+            struct pollfd gone = {.fd = connection->socket}; /* unread: what the buffers do not take is never sent */
+            while (poll(&gone, 1, -1) < 0) {
+            }
             break;
         }
         size_t count = input_request(connection, arguments);
@@ -360,6 +363,9 @@ struct server *server_start(void) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t size = sizeof address;
     CHECK(server->listener >= 0 && bind(server->listener, (struct sockaddr *)&address, size) == 0);
+    /* A bound on what a client can send unread: Linux 6.18 lets a receive buffer grow to 32 MiB. */
+    int received_bytes = 1 << 20;
+    CHECK(setsockopt(server->listener, SOL_SOCKET, SO_RCVBUF, &received_bytes, sizeof received_bytes) == 0);
     CHECK(listen(server->listener, 64) == 0);
     CHECK(getsockname(server->listener, (struct sockaddr *)&address, &size) == 0);
     server->port = address.sin_port;

@@ -183,7 +183,7 @@ static void test_refused_before_the_value_was_read(void) {
     shape.quantizer = SS_QUANTIZER_PASSTHROUGH;
     shape.vectors = 2048;
     shape.chunks = 1;
-    shape.slices = 24; /* 24 MiB: more than any socket buffer */
+    shape.slices = 24; /* 24 MiB: more than the sockets' buffers take */
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
