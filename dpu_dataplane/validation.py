@@ -4,9 +4,9 @@ import grpc
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.destinations import Destination
-from shadowserve import __version__, native, record
+from shadowserve import __version__, native
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import KEY_BYTES, SCHEMA_VERSION
+from shadowserve.keys import KEY_BYTES, RECORD_VERSION, SCHEMA_VERSION
 from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import ChunkLayout
@@ -90,7 +90,7 @@ class Validator:
         """Refuse a host of another release, where that makes a difference."""
         for what, theirs, ours in (
             ("protocol version", request.protocol_version, PROTOCOL_VERSION),
-            ("record version", request.record_version, record.VERSION),
+            ("record version", request.record_version, RECORD_VERSION),
             ("key schema", request.key_schema, SCHEMA_VERSION),
         ):
             if theirs != ours:

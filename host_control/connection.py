@@ -17,11 +17,10 @@ import grpc
 
 from shadowserve import __version__
 from shadowserve.errors import ConfigurationError, DataPlaneError
-from shadowserve.keys import SCHEMA_VERSION
+from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION
 from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.dataplane_pb2_grpc import DataPlaneStub
-from shadowserve.record import VERSION as RECORD_VERSION
 from shadowserve.tls import Credentials, FileState, diagnose, file_state, read_authorities, read_key_pair
 
 __all__ = ["Connection", "Peer", "explain"]

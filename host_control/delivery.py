@@ -35,7 +35,6 @@ from host_control.config import HostConfig
 from host_control.cuda import CudaError, Device, DeviceBuffer, Driver
 from host_control.destination import Memory
 from host_control.segment import Segment
-from shadowserve import native
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -217,6 +216,8 @@ class ExportedHostMemory:
 
     def __init__(self, size: int, device: str) -> None:
         self.size = size
+        from shadowserve import native  # an engine loads the C core only where it has to
+
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         try:
             self.memory = memoryview(mmap.mmap(-1, size, flags))
@@ -332,6 +333,8 @@ class _ExportedGpuMemory(_GpuMemory):
     """
 
     def __init__(self, size: int, gpu: Gpu, device: str) -> None:
+        from shadowserve import native  # see ExportedHostMemory
+
         super().__init__(size, gpu)
         self._descriptor = -1
         self._export: native.Export | None = None

@@ -24,6 +24,7 @@ import numpy.typing as npt
 __all__ = [
     "DEFAULT_CHUNK_TOKENS",
     "KEY_BYTES",
+    "RECORD_VERSION",
     "SCHEMA_VERSION",
     "KVNamespace",
     "chunk_keys",
@@ -35,6 +36,8 @@ DEFAULT_CHUNK_TOKENS: Final = 256
 
 KEY_BYTES: Final = 32
 SCHEMA_VERSION: Final = 1
+RECORD_VERSION: Final = 1
+"""Of the stored record. Not in shadowserve.record: hosts name it, and do not load the C core, which records take."""
 _CHAIN_PREFIX: Final = b"shadowserve chain 1\0"
 _STORAGE_PREFIX: Final = b"kv:"
 

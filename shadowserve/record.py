@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from shadowserve import native
 from shadowserve.errors import CorruptRecordError, MismatchError, NativeError, NotARecordError
-from shadowserve.keys import KEY_BYTES
+from shadowserve.keys import KEY_BYTES, RECORD_VERSION
 
 __all__ = [
     "DECODED_BYTES_MAX",
@@ -44,7 +44,6 @@ __all__ = [
 ]
 
 MAGIC: Final = b"SSKV"
-VERSION: Final = 1
 HEADER_BYTES: Final = 128
 DECODED_BYTES_MAX: Final = 2 << 20
 """Largest slice, decoded: BlueField-2 and -3 engines take at most 2 MiB in one task."""
@@ -306,7 +305,7 @@ def encode_head(key: bytes, codec: native.Codec, layout: ChunkLayout, manifest: 
     placed["offset"] = head_length + np.cumsum(stored) - stored
     header = _HEADER.pack(
         MAGIC,
-        VERSION,
+        RECORD_VERSION,
         HEADER_BYTES,
         head_length,
         0,
@@ -365,8 +364,8 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
         raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its header")
     fields = _HEADER.unpack_from(view)
     version, header_length, claimed, checksum, record_length, count = *fields[1:6], fields[15]
-    if version != VERSION:
-        raise NotARecordError(f"the record has version {version}; this build reads version {VERSION}")
+    if version != RECORD_VERSION:
+        raise NotARecordError(f"the record has version {version}; this build reads version {RECORD_VERSION}")
     if (
         header_length != HEADER_BYTES
         or claimed != HEADER_BYTES + count * MANIFEST_DTYPE.itemsize

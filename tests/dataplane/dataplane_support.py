@@ -21,7 +21,7 @@ from machine import NEVER_S, PATIENCE_MS, PATIENCE_S, free_port, frozen, wait_fo
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import Daemon
 from shadowserve import native, record
-from shadowserve.keys import SCHEMA_VERSION, KVNamespace, chunk_keys, storage_key
+from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, KVNamespace, chunk_keys, storage_key
 from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -228,7 +228,7 @@ def hello_request(**changes: Any) -> pb.HelloRequest:
     fields: dict[str, Any] = {
         "protocol_version": PROTOCOL_VERSION,
         "version": "test",
-        "record_version": record.VERSION,
+        "record_version": RECORD_VERSION,
         "key_schema": SCHEMA_VERSION,
         "host": "this machine",
         "process": "a test",
