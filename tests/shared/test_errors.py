@@ -68,5 +68,10 @@ def test_what_a_module_exports_is_there() -> None:
             ("__main__", "_cffi", "libshadowserve")
         ):
             continue
-        loaded = importlib.import_module(module.name)
+        try:
+            loaded = importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if error.name == "triton":  # the GPU's kernels; CPUs' environments keep it where vLLM does not find it
+                continue
+            raise
         assert all(hasattr(loaded, name) for name in getattr(loaded, "__all__", [])), module.name
