@@ -56,7 +56,7 @@ async def refusal(client: Client, **memory: Any) -> str:
 
 async def test_a_cpu_takes_what_it_can_write_itself(storage: Server, exported: Exported) -> None:
     gpu = pb.CudaIpcMemory(handle=bytes(64), size=SIZE, device="0000:3b:00.0")
-    async with running(storage) as (_, client):
+    async with running(storage, backend="software") as (_, client):
         assert "memory is exported_memory; " in await refusal(client, exported_memory=exported.message())
         assert "backend software, takes shared_memory" in await refusal(client, exported_memory=exported.message())
         assert "cuda_ipc needs a CUDA driver and fused: false" in await refusal(client, cuda_ipc=gpu)

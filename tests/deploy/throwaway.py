@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from machine import NEVER_S
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -37,7 +38,7 @@ class Throwaway:
 
     def outside(self, *command: str | Path, check: bool = True) -> "subprocess.CompletedProcess[str]":
         """Run a command that sees the system below :attr:`root`, as one does who makes an image."""
-        done = subprocess.run([*self.enter, *command], capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run([*self.enter, *command], capture_output=True, text=True, timeout=NEVER_S, check=False)
         assert not check or done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
         return done
 
@@ -95,7 +96,7 @@ def make_wheels(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(REPOSITORY), "--quiet"]
     command += ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     command += ["--config-settings=wheel.cmake=false", f"--config-settings=build-dir={folder / 'build'}"]
-    subprocess.run(command, check=True, capture_output=True, timeout=240)
+    subprocess.run(command, check=True, capture_output=True, timeout=NEVER_S)
     (own,) = folder.glob("shadowserve-*.whl")
     with zipfile.ZipFile(own, "a") as wheel:  # the C core was left out: it has been built already
         for name in ("_cffi.py", "libshadowserve.so"):

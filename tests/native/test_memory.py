@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from machine import NEVER_S
 
 from shadowserve import native
 from shadowserve.errors import NativeError
@@ -110,7 +111,7 @@ def test_what_another_process_exported_is_collected_until_it_is_gone(pipeline: n
         with native.Destination.exported(pipeline, *exported) as destination:
             assert destination.address == int(address)
             assert stored(pipeline, destination.region(0, destination.size)) == (Result.OK, expected)
-            exporter.communicate("\n", timeout=60)
+            exporter.communicate("\n", timeout=NEVER_S)
             assert stored(pipeline, destination.region(0, destination.size))[0] is Result.DEVICE
     assert stored(pipeline, data) == (Result.OK, expected)  # memory of this process needs nobody's help
 
