@@ -105,7 +105,7 @@ class Backend:
 
     Attributes:
         name: as :class:`Pipeline` takes it.
-        description: what it is here, such as ``"CPU"``, ``"DOCA 2.9.1"`` or ``"DOCA emulator 3.0.0"``.
+        description: what it is here, such as ``"CPU"``, ``"DOCA 3.0.0"`` or ``"DOCA emulator 3.0.0"``.
         emulated: it only imitates its hardware.
     """
 

@@ -47,10 +47,10 @@ def driver(root: Path, folder: Path, name: str) -> None:
     (folder / "driver").symlink_to(root / "sys/bus/pci/drivers" / name)
 
 
-def doca(root: Path, machine: str) -> None:
+def doca(root: Path, machine: str, version: str = "3.0.0") -> None:
     folder = f"opt/mellanox/doca/lib/{machine}-linux-gnu"
     for module in ("common", "dma", "compress"):
-        write(root, f"{folder}/pkgconfig/doca-{module}.pc", f"Name: doca-{module}\nVersion: 2.9.1")
+        write(root, f"{folder}/pkgconfig/doca-{module}.pc", f"Name: doca-{module}\nVersion: {version}")
     write(root, f"{folder}/libdoca_common.so.2", "")
 
 
@@ -86,7 +86,7 @@ def host_with_card(root: Path, *, gpu_below_switch: bool = True, control: int = 
 def bluefield(root: Path) -> Path:
     """A BlueField-3's own system, with all that is to be installed but our own part."""
     write(root, "sys/bus/platform/devices/MLNXBF04:00/modalias", "acpi:MLNXBF04:")
-    write(root, "etc/mlnx-release", "bf-bundle-2.9.1-30_24.11_ubuntu-22.04_prod")
+    write(root, "etc/mlnx-release", "bf-bundle-3.0.0-135_25.04_ubuntu-22.04_prod")
     pci(root, "pci0000:00/0000:00:00.0", 0x15B3, 0x1978, _BRIDGE_CLASS)
     for number in (0, 1):
         pci(root, f"pci0000:00/0000:00:00.0/0000:03:00.{number}", 0x15B3, 0xA2DC, _NIC_CLASS)

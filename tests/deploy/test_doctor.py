@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from machine import NEVER_S
-from machines import CARD, GPU, acs, bluefield, host_with_card, write
+from machines import CARD, GPU, acs, bluefield, doca, host_with_card, write
 
 from shadowserve import native
 from shadowserve.cli import main
@@ -244,9 +244,14 @@ def test_a_card_that_is_as_it_should_be(tmp_path: Path, config: Path) -> None:
     assert {what: findings[what]["state"] for what in about_the_card} == dict.fromkeys(about_the_card, "ok")
     assert findings["card"]["found"] == "BlueField-3 at 0000:03:00.0, 0000:03:00.1"
     assert findings["Arm cores"]["found"] == "16 x Cortex-A78AE"
-    assert findings["DOCA"]["found"] == "2.9.1"
+    assert findings["DOCA"]["found"] == "3.0.0"
     assert findings["data plane"]["mend"] == "systemctl start shadowserve-dpu"
 
+
+def test_a_doca_that_is_too_old(tmp_path: Path) -> None:
+    root = deployed(tmp_path)
+    doca(root, "aarch64", "2.9.1")
+    assert finding(root, "DOCA")[:2] == ("failed", "2.9.1")
 
 HUGE = "sys/kernel/mm/hugepages/hugepages-2048kB"
 CARD_FAULTS = {

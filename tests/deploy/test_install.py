@@ -142,6 +142,16 @@ def test_what_is_missing_is_said_before_anything_is_changed(
         system.outside("mv", system.root / "hidden", system.root / hidden)
 
 
+def test_a_doca_that_is_too_old_is_refused(system: Throwaway, wheels: Path) -> None:
+    add_card(system)
+    modules = f"{system.root}/opt/mellanox/doca/lib/*/pkgconfig/*.pc"
+    system.outside("sh", "-c", f"sed -i s/3.0.0/2.9.1/ {modules}")
+    try:
+        assert "failed   DOCA: 2.9.1, and 3.0 is needed" in install(system, "--wheels", wheels, code=1)
+    finally:
+        system.outside("sh", "-c", f"sed -i s/2.9.1/3.0.0/ {modules}")
+
+
 def test_a_folder_without_our_wheel_is_no_source(system: Throwaway, tmp_path: Path) -> None:
     add_card(system)
     assert "failed   wheels: no shadowserve-*.whl" in install(system, "--wheels", tmp_path, code=1)

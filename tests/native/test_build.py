@@ -83,14 +83,19 @@ def test_the_sdk_of_doca_is_taken_where_pkg_config_finds_it(tmp_path: Path) -> N
     if shutil.which("pkg-config") is None:
         pytest.skip("needs pkg-config")
     emulator = REPOSITORY / "native/doca_emulator/include"
-    for module in ("doca-common", "doca-compress", "doca-dma"):
-        lines = [f"Name: {module}", "Description: as the SDK has it", "Version: 2.9.1", f"Cflags: -I{emulator}"]
-        (tmp_path / f"{module}.pc").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for folder, version in (("", "3.0.0"), ("old", "2.9.1")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        for module in ("doca-common", "doca-compress", "doca-dma"):
+            text = f"Name: {module}\nDescription: as the SDK has it\nVersion: {version}\nCflags: -I{emulator}\n"
+            (tmp_path / folder / f"{module}.pc").write_text(text, encoding="utf-8")
     found = configure(tmp_path / "found", "-DSHADOWSERVE_DOCA=sdk", PKG_CONFIG_PATH=str(tmp_path))
     assert found.returncode == 0 and "DOCA: emulated FALSE" in found.stdout, found.stdout + found.stderr
     nowhere = {"PKG_CONFIG_PATH": str(tmp_path / "nowhere"), "PKG_CONFIG_LIBDIR": str(tmp_path / "nowhere")}
     missing = configure(tmp_path / "missing", "-DSHADOWSERVE_DOCA=sdk", **nowhere)
     assert missing.returncode != 0 and "pkg-config does not find doca-common" in missing.stderr
+    older = {"PKG_CONFIG_PATH": str(tmp_path / "old"), "PKG_CONFIG_LIBDIR": str(tmp_path / "old")}
+    old = configure(tmp_path / "too-old", **older)
+    assert old.returncode == 0 and "DOCA: emulated TRUE" in old.stdout, "without one call of the backend's"
     asked = configure(tmp_path / "asked", "-DSHADOWSERVE_DOCA=emulator", PKG_CONFIG_PATH=str(tmp_path))
     assert asked.returncode == 0 and "DOCA: emulated TRUE" in asked.stdout
 

@@ -11,6 +11,8 @@ from shadowserve.cli.doctor.pci import BLUEFIELDS, Function, functions, redirect
 
 __all__ = ["card", "cards", "doca", "gpus"]
 
+DOCA_MAJOR_MIN: Final = 3
+"""The first with doca_mmap_enable_thread_safety()."""
 DMABUF_KERNEL: Final = (5, 12)
 """The first whose RDMA drivers take memory as a DMA-BUF."""
 
@@ -49,8 +51,11 @@ def doca(machine: Machine) -> Iterator[Finding]:
     modules = {path.stem: path for path in machine.find("/opt/mellanox/doca/lib/*/pkgconfig/doca-*.pc")}
     missing = [name for name in ("doca-common", "doca-dma", "doca-compress") if name not in modules]
     if not missing:
-        version = re.search(r"^Version:\s*(\S+)", modules["doca-common"].read_text(), re.MULTILINE)
-        yield Finding("DOCA", "ok", version[1] if version else "of unknown version")
+        version = re.search(r"^Version:\s*((\d+)\S*)", modules["doca-common"].read_text(), re.MULTILINE)
+        if version is None or int(version[2]) >= DOCA_MAJOR_MIN:
+            yield Finding("DOCA", "ok", version[1] if version else "of unknown version")
+        else:
+            yield Finding("DOCA", "failed", version[1], f"the C core needs DOCA {DOCA_MAJOR_MIN}.0: flash a newer image")
     elif machine.find("/opt/mellanox/doca/lib/*/libdoca_common.so*"):
         yield Finding("DOCA", "ok", "libraries, without what is needed to build with them")
     else:
