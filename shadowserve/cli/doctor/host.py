@@ -55,7 +55,7 @@ def doca(machine: Machine) -> Iterator[Finding]:
         if version is None or int(version[2]) >= DOCA_MAJOR_MIN:
             yield Finding("DOCA", "ok", version[1] if version else "of unknown version")
         else:
-            yield Finding("DOCA", "failed", version[1], f"the C core needs DOCA {DOCA_MAJOR_MIN}.0: flash a newer image")
+            yield Finding("DOCA", "failed", version[1], f"flash an image with DOCA {DOCA_MAJOR_MIN}.0 or newer")
     elif machine.find("/opt/mellanox/doca/lib/*/libdoca_common.so*"):
         yield Finding("DOCA", "ok", "libraries, without what is needed to build with them")
     else:
