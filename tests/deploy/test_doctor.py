@@ -253,6 +253,7 @@ def test_a_doca_that_is_too_old(tmp_path: Path) -> None:
     doca(root, "aarch64", "2.9.1")
     assert finding(root, "DOCA")[:2] == ("failed", "2.9.1")
 
+
 HUGE = "sys/kernel/mm/hugepages/hugepages-2048kB"
 CARD_FAULTS = {
     "NIC mode": (remove("sys/bus/pci/devices"), "card", "failed", "DPU mode"),
