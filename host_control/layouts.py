@@ -17,6 +17,7 @@ vLLM's layouts:
 - ``latent``: MLA; logical [block, 1, token, latent].
 """
 
+import abc
 import sys
 from collections.abc import Sequence
 from typing import Any, Final, Literal
@@ -173,7 +174,7 @@ class _NumpyMover:
                     block[...] = view[number]
 
 
-class _DeviceMover:
+class _DeviceMover(abc.ABC):
     """Copies on a device, on the current stream.
 
     Its *reshaping buffer* is memory of the device, taken when first needed: chunks that come from the host or go there
@@ -213,11 +214,13 @@ class _DeviceMover:
         size = int(chunks[0].nbytes)
         return max(1, (self._reshaping_bytes - size) // size)
 
+    @abc.abstractmethod
     def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
-        raise NotImplementedError
+        """Copy chunks in the device's memory into pages."""
 
+    @abc.abstractmethod
     def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
-        raise NotImplementedError
+        """Copy pages into chunks in the device's memory."""
 
 
 class _TorchMover(_DeviceMover):
