@@ -8,6 +8,7 @@ from pydantic import ByteSize, Field, SecretStr, field_validator, model_validato
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores, chosen_cores
 from shadowserve.errors import ConfigurationError
+from shadowserve.logs import LogFormat
 
 __all__ = ["CoreList", "DataPlaneConfig", "codec_name", "split_address"]
 
@@ -64,9 +65,11 @@ class DataPlaneConfig(Section):
     """Hosts at one time: machines that serve, all processes of one are one host. A further one is refused; several are
     kept apart."""
     metrics_port: int = Field(0, ge=0, le=65535)
-    """Port on the loopback interface for Prometheus; 0 for none."""
+    """Port on the loopback interface for Prometheus (/metrics) and probes (/healthz, /readyz); 0 for none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines to print."""
+    log_format: LogFormat = "text"
+    """Log lines as text, or as one JSON object a line, with the same events and fields."""
 
     storage: str = "127.0.0.1:6380"
     """Storage server, host:port."""

@@ -4,16 +4,13 @@ import asyncio
 import contextlib
 import logging
 import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Final, Self
-from wsgiref.simple_server import WSGIServer
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from prometheus_client import start_http_server
 
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig, codec_name, split_address
@@ -30,6 +27,8 @@ from dpu_dataplane.tracing import Tracer
 from shadowserve import native
 from shadowserve.cores import confine
 from shadowserve.errors import ConfigurationError, NativeError
+from shadowserve.health import Check, Endpoint, answers, check
+from shadowserve.logs import configure_logging
 from shadowserve.proto import dataplane_pb2, dataplane_pb2_grpc
 
 __all__ = ["Daemon", "run"]
@@ -59,6 +58,9 @@ class Daemon:
         self.address = ""
         self.metrics = Metrics()
         self.metrics_port = 0
+        self._loop: asyncio.AbstractEventLoop
+        self._client: StorageClient
+        self._draining = False
         self._exit = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -82,6 +84,7 @@ class Daemon:
 
     async def _start(self) -> None:
         config = self.config
+        self._loop = asyncio.get_running_loop()
         codec = _codec(config)
         buffers = _buffers(config)
         pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
@@ -91,7 +94,7 @@ class Daemon:
             "Bytes of the buffers that are locked in memory",
             lambda: pipeline.locked_bytes,
         )
-        client = StorageClient(config, self.metrics)
+        self._client = client = StorageClient(config, self.metrics)
         await client.start()
         self._exit.push_async_callback(client.close)
         catalog = Catalog(client, self.metrics, config)
@@ -150,10 +153,27 @@ class Daemon:
 
     def _serve_metrics(self) -> None:
         try:
-            server, thread = start_http_server(self.config.metrics_port, "127.0.0.1", registry=self.metrics.registry)
+            endpoint = Endpoint(
+                "127.0.0.1", self.config.metrics_port, self.metrics.registry, health=self.health, ready=self.readiness
+            )
         except OSError as error:
             raise ConfigurationError(f"metrics_port: cannot listen on {self.config.metrics_port}: {error}") from error
-        self._exit.callback(_stop_metrics, server, thread)
+        self._exit.callback(endpoint.close)
+
+    def health(self) -> list[Check]:
+        """Check that the event loop, on which all control runs, answers; from any thread but its own."""
+        return [answers("event loop", self._loop.call_soon_threadsafe)]
+
+    def readiness(self) -> list[Check]:
+        """Check whether calls are taken. Without storage they are, and every one of them is a miss: a warning."""
+        where = self.config.storage
+        connected = self._client.connected
+        return [
+            *self.health(),
+            check("listening", bool(self.address), f"on {self.address}", "not yet"),
+            check("draining", not self._draining, "no", "yes: it has been told to stop"),
+            check("storage", connected, f"connected to {where}", f"not connected to {where}", fatal=False),
+        ]
 
     async def _serve(self, service: DataPlaneService) -> None:
         server = grpc.aio.server(
@@ -192,6 +212,7 @@ class Daemon:
 
     async def _stop_serving(self, server: grpc.aio.Server, service: DataPlaneService, health_service: Any) -> None:
         """Refuse new calls at once; give jobs half the time to finish, then half of it to be cancelled."""
+        self._draining = True
         await health_service.enter_graceful_shutdown()
         half = self.config.shutdown_time / 2
         stopping = asyncio.ensure_future(server.stop(_UNTIL_TOLD))
@@ -295,12 +316,6 @@ async def _stop_task(task: "asyncio.Task[None]") -> None:
         await task
 
 
-def _stop_metrics(server: WSGIServer, thread: threading.Thread) -> None:
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
 async def _main(config: DataPlaneConfig) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -324,7 +339,5 @@ def run(config: DataPlaneConfig) -> None:
     """
     # First of all: threads inherit from whatever starts them, and the buffers are touched where the process may run.
     confine(config.process_cores())
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    configure_logging(config.log_level, config.log_format)
     asyncio.run(_main(config))

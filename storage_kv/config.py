@@ -7,6 +7,7 @@ from pydantic import ByteSize, Field, SecretStr, field_validator, model_validato
 
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores
+from shadowserve.logs import LogFormat
 
 __all__ = ["StorageConfig"]
 
@@ -46,6 +47,8 @@ class StorageConfig(Section):
     """Close clients that let a request or a reply under way stand still for this long."""
     shutdown_timeout_s: float = Field(5.0, ge=0.0)
     """On SIGTERM, how long replies under way may take to finish."""
+    drain_delay_s: float = Field(0.0, ge=0.0, le=3600.0)
+    """On SIGTERM, how long clients are still let in while /readyz says 503, before the stop begins."""
     io_threads: int = Field(0, ge=0, le=128)
     """Threads that receive, execute and send, each for its share of the clients; 0: half of the cores, 1 to 4."""
     verify_threads: int = Field(1, ge=1, le=64)
@@ -54,11 +57,13 @@ class StorageConfig(Section):
     """Cores that the whole process may use, all of its threads; ``auto`` for those that it was given."""
 
     metrics_host: str = "127.0.0.1"
-    """Address of the Prometheus endpoint."""
+    """Address of the HTTP endpoint: /metrics for Prometheus, /healthz and /readyz for probes."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
-    """Port of the Prometheus endpoint; null for none, 0 takes a free one."""
+    """Port of the HTTP endpoint; null for none, 0 takes a free one."""
     log_level: str = Field("INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$")
     """Least severe log lines to write."""
+    log_format: LogFormat = "text"
+    """Log lines as text, or as one JSON object a line, with the same events and fields."""
 
     @field_validator("password", mode="before")
     @classmethod

@@ -12,12 +12,12 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
+from shadowserve.logs import configure_logging
 from shadowserve.resp import encode_error
 from storage_kv.config import StorageConfig
 from storage_kv.connection import Connection
@@ -350,12 +350,7 @@ def run(config: StorageConfig) -> None:
         ConfigurationError: an address cannot be listened on, or a core not be used.
     """
     confine(chosen_cores("cores", config.cores))
-    logging.basicConfig(
-        level=config.log_level,
-        stream=sys.stderr,
-        format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
-        datefmt="%Y-%m-%dT%H:%M:%S",
-    )
+    configure_logging(config.log_level, config.log_format)
     # Items are containers to the collector, and there may be millions, none in a cycle: look at them rarely.
     gc.set_threshold(50_000, 20, 100)
     asyncio.run(_serve(config))

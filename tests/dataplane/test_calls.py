@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -397,6 +398,16 @@ async def test_health_service_answers(client: Client) -> None:
     assert SERVICE_NAME == "shadowserve.v1.DataPlane"
 
 
+def probe(port: int, path: str) -> tuple[int, str]:
+    """Return the status and the text of a probe."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as page:
+            return page.status, page.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
 async def test_prometheus_reads_the_counts(storage: Server) -> None:
     port = free_port()
     storage.put(KEYS[0], make_record(SHAPE, KEYS[0], 0))
@@ -407,6 +418,9 @@ async def test_prometheus_reads_the_counts(storage: Server) -> None:
         url = f"http://127.0.0.1:{port}/metrics"
         with await asyncio.to_thread(urllib.request.urlopen, url, timeout=PATIENCE_S) as page:
             text = page.read().decode()
+        probes = [await asyncio.to_thread(probe, port, path) for path in ("/healthz", "/readyz")]
+    assert probes[0][0] == 200 and probes[0][1].startswith("ok event loop: answered in ")
+    assert probes[1][0] == 200 and "\nok draining: no\nok storage: connected to " in probes[1][1]
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert samples['shadowserve_fetches_total{outcome="absent"}'] == "1.0"
     assert samples['shadowserve_lookups_total{outcome="complete"}'] == "1.0"

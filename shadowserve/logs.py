@@ -1,0 +1,93 @@
+"""Log lines of the long-lived programs: as text for people, or one JSON object a line for machines.
+
+Programs log an event by its name and fields, ``_log.info("client_denied address=%s:%d reason=%r", host, port, why)``,
+or a sentence. In both formats a line is the same event with the same fields; JSON keeps numbers as numbers. The fields
+are read from the template, never from the text that it becomes, so what a client sends adds neither field nor line.
+"""
+
+import json
+import logging
+import re
+import sys
+import time
+from typing import Any, Final, Literal, TextIO, TypeAlias
+
+__all__ = ["JsonFormatter", "LogFormat", "TextFormatter", "configure_logging", "fields_of"]
+
+LogFormat: TypeAlias = Literal["text", "json"]
+
+_EVENT: Final = re.compile(r"([a-z][a-z0-9_]*)((?: [a-z][a-z0-9_]*=(?:'[^']*'|\S+))*)")
+_FIELD: Final = re.compile(r" ([a-z][a-z0-9_]*)=('[^']*'|\S+)")
+_SPECIFIER: Final = re.compile(r"%(?:%|[-#0 +]*\d*(?:\.\d+)?[sdrxXgGeEfFiuoac])")
+_LINE_BREAKS: Final = str.maketrans({"\n": "\\n", "\r": "\\r", "\v": "\\v", "\f": "\\f", "\x85": "\\x85"})
+_OURS: Final = frozenset({"time", "level", "logger", "event", "message", "exception"})
+
+
+class TextFormatter(logging.Formatter):
+    """``2026-11-21T15:08:13.042 INFO storage_kv.server ready address=127.0.0.1:6380``, in local time."""
+
+    def __init__(self) -> None:
+        """Make one."""
+        super().__init__("%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line without its exception; it is one line, whatever is in it."""
+        return super().formatMessage(record).translate(_LINE_BREAKS)
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: ``time`` (UTC), ``level``, ``logger``, then ``event`` and its fields, or a ``message``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname,
+            "logger": record.name,
+        }
+        found = fields_of(record)
+        if found is None:
+            line["message"] = record.getMessage()
+        else:
+            line["event"], fields = found
+            line |= {f"{name}_" if name in _OURS else name: value for name, value in fields.items()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def fields_of(record: logging.LogRecord) -> tuple[str, dict[str, Any]] | None:
+    """Return the event and the fields that a record holds, or None if it is a sentence."""
+    template = record.msg
+    match = _EVENT.fullmatch(template) if isinstance(template, str) else None
+    if match is None:
+        return None
+    arguments = list(record.args) if isinstance(record.args, tuple) else []
+    fields: dict[str, Any] = {}
+    for name, text in _FIELD.findall(match[2]):
+        specifiers = [found for found in _SPECIFIER.findall(text) if found != "%%"]
+        taken, arguments = arguments[: len(specifiers)], arguments[len(specifiers) :]
+        if [text] == specifiers and taken:
+            value = taken[0]
+            fields[name] = value if isinstance(value, bool | int | float) or value is None else str(value)
+        else:
+            fields[name] = (text % tuple(taken) if taken else text).strip("'")
+    return match[1], fields
+
+
+def configure_logging(level: str, form: LogFormat, stream: TextIO | None = None) -> None:
+    """Have every log line of this process written to ``stream``, by default standard error.
+
+    Args:
+        level: least severe level to write, in any case.
+        form: ``text`` or ``json``.
+        stream: where to.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())

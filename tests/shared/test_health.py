@@ -1,0 +1,160 @@
+"""The HTTP endpoint that operators and their programs ask, and what is told to systemd."""
+
+import http.client
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from machine import PATIENCE_S, wait_for
+from prometheus_client import CollectorRegistry, Gauge
+
+from shadowserve import systemd
+from shadowserve.health import Check, Endpoint, Watchdog, answers, check
+
+Get = Callable[..., tuple[int, str, str]]
+
+
+def request(port: int, path: str, accept: str = "", method: str = "GET") -> tuple[int, str, str]:
+    """Return status, content type and body."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
+        connection.request(method, path, headers={"Accept": accept} if accept else {})
+        response = connection.getresponse()
+        return response.status, response.getheader("Content-Type", ""), response.read().decode()
+
+
+@pytest.fixture
+def checks() -> list[Check]:
+    return [Check("loop", True, "answers")]
+
+
+@pytest.fixture
+def endpoint(checks: list[Check]) -> Iterator[Endpoint]:
+    registry = CollectorRegistry()
+    Gauge("things", "How many.", registry=registry).set(3)
+    endpoint = Endpoint("127.0.0.1", 0, registry, health=lambda: checks, ready=lambda: [check("a", False, "", "no")])
+    yield endpoint
+    endpoint.close()
+
+
+def test_health_and_readiness_are_lines_and_a_status(endpoint: Endpoint, checks: list[Check]) -> None:
+    assert request(endpoint.port, "/healthz")[::2] == (200, "ok loop: answers\nok\n")
+    checks.append(Check("disk", False, "slow", fatal=False))
+    assert request(endpoint.port, "/healthz?x=1")[::2] == (200, "ok loop: answers\nwarning disk: slow\nok\n")
+    checks.append(Check("thread", False, "gone"))
+    assert request(endpoint.port, "/healthz")[0] == 503
+    assert request(endpoint.port, "/readyz")[::2] == (503, "failed a: no\nfailed\n")
+    assert request(endpoint.port, "/readyz", method="HEAD")[::2] == (503, "")
+
+
+def test_metrics_come_in_the_format_that_was_asked_for(endpoint: Endpoint) -> None:
+    status, kind, body = request(endpoint.port, "/metrics")
+    assert status == 200 and kind.startswith("text/plain") and "things 3.0" in body and "# EOF" not in body
+    status, kind, body = request(endpoint.port, "/metrics", "application/openmetrics-text; version=1.0.0")
+    assert status == 200 and kind.startswith("application/openmetrics-text") and body.endswith("# EOF\n")
+
+
+def test_other_paths_and_methods_are_refused(endpoint: Endpoint) -> None:
+    assert request(endpoint.port, "/")[0] == 404
+    assert request(endpoint.port, "/metrics", method="POST")[0] == 501
+
+
+def test_a_collector_that_fails_is_an_error_and_not_the_end(endpoint: Endpoint) -> None:
+    class Broken:
+        def collect(self) -> list[object]:
+            raise ValueError("broken")
+
+    registry = CollectorRegistry()
+    registry.register(Broken())
+    broken = Endpoint("127.0.0.1", 0, registry, health=list, ready=list)
+    assert request(broken.port, "/metrics")[0] == 500 and request(broken.port, "/healthz")[0] == 200
+    broken.close()
+
+
+def test_connections_that_ask_nothing_neither_block_nor_pile_up(endpoint: Endpoint) -> None:
+    held = [socket.create_connection(("127.0.0.1", endpoint.port), PATIENCE_S) for _ in range(40)]
+    try:
+        assert held[-1].recv(1) == b""  # beyond the limit: hung up
+    finally:
+        for each in held:
+            each.close()
+
+    def works() -> bool:
+        try:
+            return request(endpoint.port, "/healthz")[0] == 200
+        except (ConnectionError, http.client.HTTPException):
+            return False
+
+    wait_for(works)
+
+
+def test_a_taken_port_is_an_error(endpoint: Endpoint) -> None:
+    with pytest.raises(OSError, match="in use"):
+        Endpoint("127.0.0.1", endpoint.port, CollectorRegistry(), health=list, ready=list)
+
+
+def test_a_loop_that_does_not_answer_is_found_out() -> None:
+    assert answers("loop", lambda call: call()).ok
+    silent = answers("loop", lambda call: None, timeout_s=0.01)
+    assert silent.failed and silent.text == "no answer within 0.01 s"
+
+    def closed(call: Callable[[], None]) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    assert answers("loop", closed).text == "cannot be asked: Event loop is closed"
+
+
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """What stands in for systemd."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(PATIENCE_S)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        yield listener
+
+
+def test_systemd_is_told_where_it_asks(manager: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert systemd.notify("READY=1", "STATUS=serving")
+    assert manager.recv(1024) == b"READY=1\nSTATUS=serving"
+    for nobody in ("", "relative", f"{os.environ['NOTIFY_SOCKET']}.gone"):
+        monkeypatch.setenv("NOTIFY_SOCKET", nobody)
+        assert not systemd.notify("READY=1")
+
+
+def test_the_watchdog_is_fed_while_all_is_well(manager: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "20000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+    well = threading.Event()
+    well.set()
+    asked = threading.Event()
+
+    def health() -> list[Check]:
+        asked.set()
+        return [check("loop", well.is_set(), "answers", "silent")]
+
+    watchdog = Watchdog(health)
+    try:
+        assert manager.recv(1024) == b"WATCHDOG=1"
+        well.clear()
+        asked.clear()
+        assert asked.wait(PATIENCE_S)
+        watchdog.close()
+        manager.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:  # what was sent before
+                assert manager.recv(1024) == b"WATCHDOG=1"
+    finally:
+        watchdog.close()
+
+
+@pytest.mark.parametrize(("name", "value"), [("WATCHDOG_PID", "1"), ("WATCHDOG_USEC", "many"), ("WATCHDOG_USEC", "0")])
+def test_nobody_else_s_watchdog_is_fed(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "20000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+    monkeypatch.setenv(name, value)
+    assert systemd.watchdog_interval_s() is None
+    Watchdog(list).close()
