@@ -300,6 +300,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
 
     async def _store(self, request: pb.StoreRequest, host: Host) -> pb.StoreResponse:
         keys = self._validate.keys("keys", list(request.keys))
+        parents = self._validate.parents(list(request.parents), len(keys))
         destination = self._destinations.get(request.destination_id, host.owner)
         if destination is not None:
             self._validate.offset(destination, request.offset)
@@ -310,7 +311,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             length = len(keys) * destination.layout.raw_bytes
             with self._destinations.claim(destination, request.offset, length, writing=False):
                 try:
-                    response = await self._storer.run(job, destination, request.offset, keys)
+                    response = await self._storer.run(job, destination, request.offset, keys, parents)
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:

@@ -6,7 +6,7 @@ takes, and put one after the other, so that what was stored when a job ends earl
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -41,8 +41,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Progress:
-    """What a store has done so far."""
+    """What a store goes by from its first chunk to its last, and what it has done so far."""
 
+    parents: Mapping[bytes, bytes]
     done: int = 0
     stored_bytes: int = 0
 
@@ -74,13 +75,18 @@ class Storer:
         self._slice_bytes = slice_bytes
         self.queue = Turnstile(queue_max)
 
-    async def run(self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes]) -> pb.StoreResponse:
+    async def run(
+        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], parents: Sequence[bytes] = ()
+    ) -> pb.StoreResponse:
         """Store chunks that lie one after the other from ``offset``. Returns once nothing reads the region any more.
+
+        ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first; none at all where the
+        host does not tell.
 
         Raises:
             QueueFull: too many stores wait.
         """
-        progress = _Progress()
+        progress = _Progress(dict(zip(keys, parents, strict=bool(parents))))
         try:
             async with self.queue.turn(job):
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
@@ -180,16 +186,24 @@ class Storer:
                     position, result = encoded[index]
                     if result is not Result.OK:
                         raise self._stop(keys[index], result, "")
-                    progress.stored_bytes += await self._put(job, round_, plan, position, layout, keys[index])
+                    parent = progress.parents.get(keys[index], b"")
+                    progress.stored_bytes += await self._put(job, round_, plan, position, layout, keys[index], parent)
                 progress.done += 1
         finally:
             round_.release()
 
     async def _put(
-        self, job: Job, round_: native.Round, plan: StorePlan, position: int, layout: ChunkLayout, key: bytes
+        self,
+        job: Job,
+        round_: native.Round,
+        plan: StorePlan,
+        position: int,
+        layout: ChunkLayout,
+        key: bytes,
+        parent: bytes,
     ) -> int:
         """Put one record; a connection that broke is made again once. Return the record's bytes."""
-        head = encode_head(key, self._codec, layout, plan.manifest_of(position))
+        head = encode_head(key, self._codec, layout, plan.manifest_of(position), parent=parent)
         loop = asyncio.get_running_loop()
         for last in (False, True):
             [sock] = await job.within(self._sockets.open(), "connecting to storage")

@@ -68,6 +68,15 @@ class Validator:
                 raise InvalidCall(f"{name}[{index}] has {len(key)} bytes; a key has {KEY_BYTES}")
         return keys
 
+    def parents(self, parents: "list[bytes]", keys: int) -> list[bytes]:
+        """Return the chunks before those of a call: none at all, or one for each of its ``keys`` keys."""
+        if len(parents) not in (0, keys):
+            raise InvalidCall(f"parents has {len(parents)} entries; it has one for each of {keys} keys, or none")
+        for index, parent in enumerate(parents):
+            if len(parent) not in (0, KEY_BYTES):
+                raise InvalidCall(f"parents[{index}] has {len(parent)} bytes; a key has {KEY_BYTES}, or is empty")
+        return parents
+
     def chains(self, request: pb.LookupRequest) -> list[tuple[bytes, list[bytes]]]:
         """Return namespace and keys of each chain of a lookup."""
         if len(request.chains) > _CHAINS_MAX:

@@ -435,9 +435,18 @@ class DataPlaneClient:
         return FetchAnswer(answer.chunks, reason, answer.detail, True, answer.fetched_bytes, answer.delivered_bytes)
 
     def store(
-        self, job_id: str, destination_id: int, offset: int, keys: Sequence[bytes], timeout: float
+        self,
+        job_id: str,
+        destination_id: int,
+        offset: int,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        timeout: float,
     ) -> StoreAnswer:
-        """Store chunks that lie in the region one after the other; blocks until the outcome."""
+        """Store chunks that lie in the region one after the other; blocks until the outcome.
+
+        ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first.
+        """
         if not self.breakers["store"].allow():
             return StoreAnswer(0, "breaker_open", "", quiet=True)
         request = pb.StoreRequest(
@@ -445,6 +454,7 @@ class DataPlaneClient:
             destination_id=destination_id,
             offset=offset,
             keys=keys,
+            parents=parents,
             timeout_ms=_milliseconds(timeout),
         )
         try:

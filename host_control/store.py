@@ -29,6 +29,7 @@ class _Staged:
     """A chunk that waits in slot ``slot`` of ``segment``; its bytes are there once ``wait``, if any, returns."""
 
     key: bytes
+    parent: bytes  # the chunk before it in its prompt; empty for the first
     segment: Memory
     slot: int
     wait: Callable[[], None] | None = None
@@ -116,6 +117,7 @@ class StoreQueue:
         with self._condition:
             reachable = previous is None or anchored or previous in self._recent
         staged = 0
+        parents = [previous or b"", *keys]
         for index, key in enumerate(keys):
             if not reachable:
                 self._count("dropped_gap", len(keys) - index)
@@ -138,11 +140,11 @@ class StoreQueue:
             except Exception as error:  # of the engine's making; it must not end the engine's step
                 self.details["gather_failed"] = f"{type(error).__name__}: {error}"
                 self._count("dropped_gather_failed", 1)
-                self._give_back([_Staged(key, segment, slot)])
+                self._give_back([_Staged(key, parents[index], segment, slot)])
                 reachable = False
                 continue
             with self._condition:
-                self._queue.append(_Staged(key, segment, slot, wait))
+                self._queue.append(_Staged(key, parents[index], segment, slot, wait))
                 self._remember(key)
                 self._condition.notify_all()
             staged += 1
@@ -290,6 +292,7 @@ class StoreQueue:
             self._destination.destination_id,
             batch[0].slot * self._chunk_bytes,
             [staged.key for staged in batch],
+            [staged.parent for staged in batch],
             self._timeout,
         )
 
@@ -319,7 +322,7 @@ class StoreQueue:
             segment.memory[target : target + self._chunk_bytes] = staged.segment.memory[
                 source : source + self._chunk_bytes
             ]
-            moved.append(_Staged(staged.key, segment, slot))
+            moved.append(_Staged(staged.key, staged.parent, segment, slot))
         self._give_back(batch)
         return moved
 

@@ -36,7 +36,7 @@ DEFAULT_CHUNK_TOKENS: Final = 256
 
 KEY_BYTES: Final = 32
 SCHEMA_VERSION: Final = 1
-RECORD_VERSION: Final = 1
+RECORD_VERSION: Final = 2
 """Of the stored record. Not in shadowserve.record: hosts name it, and do not load the C core, which records take."""
 _CHAIN_PREFIX: Final = b"shadowserve chain 1\0"
 _STORAGE_PREFIX: Final = b"kv:"

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 MAGIC: Final = b"SSKV"
-HEADER_BYTES: Final = 128
+HEADER_BYTES: Final = 160
 DECODED_BYTES_MAX: Final = 2 << 20
 """Largest slice, decoded: BlueField-2 and -3 engines take at most 2 MiB in one task."""
 
@@ -64,9 +64,12 @@ MANIFEST_DTYPE: Final = np.dtype(
 """One manifest entry, 40 bytes."""
 
 _HEADER: Final = struct.Struct("<4sHHIIQBBBBHHIIIIQ32s32sI4x")
+_HEADER_BYTES_OF: Final = {1: 128, 2: HEADER_BYTES}
+"""Length of each version's header. Version 2 is version 1 with the parent's key behind it."""
+_NO_PARENT: Final = bytes(KEY_BYTES)
 _CHECKSUM_OFFSET: Final = 12
 _CHECKSUM_ZEROED: Final = bytes(4)
-assert _HEADER.size == HEADER_BYTES and MANIFEST_DTYPE.itemsize == 40
+assert _HEADER.size + KEY_BYTES == HEADER_BYTES and MANIFEST_DTYPE.itemsize == 40
 
 HEAD_BYTES_MAX: Final = 1 << 20
 """Longest head: 26,000 slices, far above 1,000 layers of K and V. Bounds what a reader buffers for one."""
@@ -216,6 +219,8 @@ class Head:
         layout: shape and treatment.
         head_length: bytes of header and manifest.
         record_length: bytes of the whole record.
+        parent: key of the chunk before this one in its prompt, 32 bytes; empty for a prompt's first chunk, and where
+            the record, of version 1, does not tell.
         manifest: as stored, unchecked.
     """
 
@@ -224,6 +229,7 @@ class Head:
     layout: ChunkLayout
     head_length: int
     record_length: int
+    parent: bytes
     manifest: Manifest
 
     def expect(self, key: bytes, layout: ChunkLayout | None = None) -> None:
@@ -284,7 +290,9 @@ class Head:
         return int(chosen[0]["offset"]), end
 
 
-def encode_head(key: bytes, codec: native.Codec, layout: ChunkLayout, manifest: Manifest) -> bytes:
+def encode_head(
+    key: bytes, codec: native.Codec, layout: ChunkLayout, manifest: Manifest, *, parent: bytes = b""
+) -> bytes:
     """Return the head of a record whose slices have been compressed.
 
     Args:
@@ -293,12 +301,14 @@ def encode_head(key: bytes, codec: native.Codec, layout: ChunkLayout, manifest: 
         layout: of the chunk.
         manifest: from :func:`plan_slices`, with encoded_length, checksum and decoded_crc32 filled in, the offset not
             yet: slices follow each other without gaps.
+        parent: key of the chunk before this one in its prompt, 32 bytes; empty for the first. A store that must make
+            room goes by it: a chunk is of no use without those before it.
 
     Raises:
-        ValueError: the key has another length.
+        ValueError: a key has another length.
     """
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}")
+    if len(key) != KEY_BYTES or len(parent) not in (0, KEY_BYTES):
+        raise ValueError(f"a key has {KEY_BYTES} bytes, this one {len(key)}, its parent's {len(parent)}")
     placed = manifest.copy()
     head_length = HEADER_BYTES + placed.nbytes
     stored = placed["scales_length"].astype(np.uint64) + placed["encoded_length"]
@@ -325,14 +335,14 @@ def encode_head(key: bytes, codec: native.Codec, layout: ChunkLayout, manifest: 
         layout.namespace,
         layout.scale_tokens if layout.scale_tokens > 1 else 0,
     )
-    head = bytearray(header + placed.tobytes())
+    head = bytearray(header + (parent or _NO_PARENT) + placed.tobytes())
     struct.pack_into("<I", head, _CHECKSUM_OFFSET, native.crc32(head))
     return bytes(head)
 
 
 def head_length(data: Data) -> int:
     """Return how many bytes the head at the start of ``data`` claims to have; 0 where none can begin like that."""
-    if len(data) < HEADER_BYTES or data[:4] != MAGIC:
+    if len(data) < _HEADER.size or data[:4] != MAGIC:
         return 0
     length: int = _HEADER.unpack_from(data)[3]
     return length if length <= HEAD_BYTES_MAX else 0
@@ -360,22 +370,22 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
     """Return the header's fields, after the checks that need nothing but them and the head's bytes."""
     if bytes(view[:4]) != MAGIC:
         raise NotARecordError(f"the value does not begin with {MAGIC.decode()}: it is no record")
-    if len(view) < HEADER_BYTES:
+    if len(view) < _HEADER.size:
         raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its header")
     fields = _HEADER.unpack_from(view)
     version, header_length, claimed, checksum, record_length, count = *fields[1:6], fields[15]
-    if version != RECORD_VERSION:
-        raise NotARecordError(f"the record has version {version}; this build reads version {RECORD_VERSION}")
+    if version not in _HEADER_BYTES_OF:
+        raise NotARecordError(f"the record has version {version}; this build reads versions 1 to {RECORD_VERSION}")
     if (
-        header_length != HEADER_BYTES
-        or claimed != HEADER_BYTES + count * MANIFEST_DTYPE.itemsize
+        header_length != _HEADER_BYTES_OF[version]
+        or claimed != header_length + count * MANIFEST_DTYPE.itemsize
         or claimed > HEAD_BYTES_MAX
         or record_length < claimed
     ):
         raise CorruptRecordError("the record's lengths contradict each other")
     if len(view) < claimed:
         raise CorruptRecordError(f"the record is cut off after {len(view)} bytes, within its manifest")
-    if any(view[HEADER_BYTES - 4 : HEADER_BYTES]) or _head_checksum(view[:claimed]) != checksum:
+    if any(view[_HEADER.size - 4 : _HEADER.size]) or _head_checksum(view[:claimed]) != checksum:
         raise CorruptRecordError("the head's checksum is wrong: bytes have changed since the record was written")
     return fields
 
@@ -388,7 +398,7 @@ def parse_head(data: Data) -> Head:
         CorruptRecordError: too short, lengths that cannot be, a wrong checksum, or a shape that no record has.
     """
     view = memoryview(data)
-    (_, _, _, length, _, record_length, codec, quantizer, dtype, kinds, bins, value_bins, tokens,
+    (_, _, header_length, length, _, record_length, codec, quantizer, dtype, kinds, bins, value_bins, tokens,
      layers, vector_length, _, raw_length, key, namespace, scale_tokens) = _read_header(view)  # fmt: skip
     try:
         layout = ChunkLayout(
@@ -409,8 +419,9 @@ def parse_head(data: Data) -> Head:
         raise CorruptRecordError("the head says that 1 token has a scale of its own, which is written as 0")
     if raw_length != layout.raw_bytes:
         raise CorruptRecordError(f"the raw length is {raw_length}, the shape gives {layout.raw_bytes}")
-    manifest = np.frombuffer(view[HEADER_BYTES:length], MANIFEST_DTYPE)
-    return Head(key, codec, layout, length, record_length, manifest)
+    parent = bytes(view[_HEADER.size : header_length])
+    manifest = np.frombuffer(view[header_length:length], MANIFEST_DTYPE)
+    return Head(key, codec, layout, length, record_length, parent if any(parent) else b"", manifest)
 
 
 def _head_checksum(head: memoryview) -> int:
@@ -443,7 +454,7 @@ def _stored_slices(head: Head, record: memoryview) -> Iterator[tuple[Any, memory
         yield entry, record[begin : begin + int(entry["scales_length"]) + int(entry["encoded_length"])]
 
 
-def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data) -> bytes:
+def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data, *, parent: bytes = b"") -> bytes:
     """Return the record of one chunk; the reference for what the data plane writes, and a tool for tests.
 
     Args:
@@ -451,9 +462,10 @@ def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data) -> by
         codec: one that this build can encode.
         layout: of the chunk.
         kv: ``layout.raw_bytes`` bytes in the decoded layout.
+        parent: as for :func:`encode_head`.
 
     Raises:
-        ValueError: ``kv`` has another length.
+        ValueError: ``kv`` or a key has another length.
         NativeError: values that cannot be quantized, a codec that is not built in.
     """
     view = memoryview(kv).cast("B")
@@ -483,7 +495,7 @@ def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data) -> by
         entry["decoded_crc32"] = native.crc32(symbols)
         body += scales
         body += stream
-    return encode_head(key, codec, layout, manifest) + bytes(body)
+    return encode_head(key, codec, layout, manifest, parent=parent) + bytes(body)
 
 
 def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:

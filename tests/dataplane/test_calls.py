@@ -88,6 +88,8 @@ async def test_malformed_stores_name_the_field(client: Client) -> None:
     for changes, words in (
         ({"keys": []}, ["keys"]),
         ({"keys": [bytes(31)]}, ["keys[0]"]),
+        ({"keys": KEYS[:2], "parents": [b""]}, ["parents", "2 keys"]),
+        ({"keys": KEYS[:1], "parents": [bytes(31)]}, ["parents[0]", "31 bytes"]),
         ({"keys": KEYS[:3]}, ["outside"]),
         ({"keys": KEYS[:1], "offset": 2**64 - 2}, ["outside"]),
         ({"keys": KEYS[:1], "offset": 1}, ["offset"]),

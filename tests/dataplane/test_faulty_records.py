@@ -68,7 +68,7 @@ FAULTS = {
     "fewer tokens": (other_shape(tokens=8), pb.OUTCOME_MISMATCH),
     "not a record": (b"the value of some other program", pb.OUTCOME_NOT_A_RECORD),
     "one byte": (b"x", pb.OUTCOME_NOT_A_RECORD),
-    "another version": (GOOD[1][:4] + b"\x02\x00" + GOOD[1][6:], pb.OUTCOME_NOT_A_RECORD),
+    "another version": (GOOD[1][:4] + b"\x03\x00" + GOOD[1][6:], pb.OUTCOME_NOT_A_RECORD),
     "unknown codec": (reseal(GOOD[1][:24] + b"\x77" + GOOD[1][25:]), pb.OUTCOME_UNSUPPORTED_CODEC),
     "wrong codec, sealed": (reseal(GOOD[1][:24] + b"\x02" + GOOD[1][25:]), pb.OUTCOME_CORRUPT),
     "empty slice, sealed": (reseal(GOOD[1][:128] + bytes(40) + GOOD[1][168:]), pb.OUTCOME_CORRUPT),

@@ -51,6 +51,17 @@ async def test_records_are_those_of_the_reference(storage: Server, codec: str) -
             assert answer.raw_bytes == 3 * shape.raw_bytes
 
 
+async def test_records_name_the_chunk_before_them(storage: Server) -> None:
+    shape = layout()
+    keys = keys_of(shape, 3)
+    async with running(storage) as (_, client):
+        await client.register(shape, 3)
+        fill(client, shape, 3)
+        answer = await client.store(keys, parents=[b"", keys[0], keys[1]])
+        assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+        assert [record.parse_head(get(storage, key)).parent for key in keys] == [b"", keys[0], keys[1]]
+
+
 async def test_stored_chunks_are_fetched_by_another_daemon(storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 4)

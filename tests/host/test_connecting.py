@@ -64,7 +64,7 @@ def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_destination(
     plane.forget_hosts()
     answer = client.start_fetch("job", destination.destination_id, 0, 1 << 20, KEYS, PATIENCE_S).result()
     assert (answer.reason, answer.quiet) == ("unknown_destination", True)
-    stored = client.store("job", destination.destination_id, 0, KEYS, PATIENCE_S)
+    stored = client.store("job", destination.destination_id, 0, KEYS, [b""] * len(KEYS), PATIENCE_S)
     assert (stored.reason, stored.quiet) == ("unknown_destination", True)
     destination.retire(release=False)
     destination.acquire(PATIENCE_S)

@@ -44,6 +44,15 @@ def test_chunks_are_stored_in_order_with_what_was_gathered(
     assert queue.take_counts() == {}
 
 
+def test_each_chunk_is_stored_with_the_one_before_it(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
+    first, *rest = keys(5)
+    assert queue.offer([first], gather) == 1
+    assert queue.offer(rest, gather, previous=first) == 4
+    assert queue.flush(PATIENCE_S)
+    pairs = [pair for request in plane.stores for pair in zip(request.keys, request.parents, strict=True)]
+    assert pairs == list(zip(keys(5), [b"", *keys(4)], strict=True))
+
+
 def test_known_chunks_are_not_gathered_again(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     queue.remember(keys(2))
     assert queue.offer(keys(3), gather) == 1

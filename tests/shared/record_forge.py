@@ -39,6 +39,7 @@ HEADER_FIELDS = (
     ("namespace", "32s"),
     ("scale_tokens", "I"),
     ("reserved", "4s"),
+    ("parent", "32s"),
 )
 HEADER = struct.Struct("<" + "".join(code for _, code in HEADER_FIELDS))
 

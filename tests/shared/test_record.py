@@ -36,31 +36,38 @@ ASSETS = Path(__file__).parents[1] / "assets" / "records"
 # ---- Golden records --------------------------------------------------------------------------------------------------
 
 GOLDEN = {
-    "v1-none-passthrough-uint8": (Codec.NONE, make_layout(Quantizer.PASSTHROUGH, DType.UINT8)),
-    "v1-deflate-binned-bfloat16": (Codec.DEFLATE, make_layout(Quantizer.BINNED, layers=1, tokens=24, vector_length=64)),
-    "v1-lz4-lossless-float32": (
+    "none-passthrough-uint8": (Codec.NONE, make_layout(Quantizer.PASSTHROUGH, DType.UINT8)),
+    "deflate-binned-bfloat16": (Codec.DEFLATE, make_layout(Quantizer.BINNED, layers=1, tokens=24, vector_length=64)),
+    "lz4-lossless-float32": (
         Codec.LZ4,
         make_layout(dtype=DType.FLOAT32, layers=1, kinds=1, tokens=8, vector_length=64),
     ),
-    "v1-zstd-binned-float16": (
+    "zstd-binned-float16": (
         Codec.ZSTD,
         make_layout(Quantizer.BINNED, DType.FLOAT16, layers=1, tokens=24, vector_length=64),
     ),
-    "v1-deflate-lossless-bfloat16": (Codec.DEFLATE, make_layout(layers=1, tokens=8, vector_length=64)),
+    "deflate-lossless-bfloat16": (Codec.DEFLATE, make_layout(layers=1, tokens=8, vector_length=64)),
 }
 GOLDEN_KV_SHA256 = {
-    "v1-none-passthrough-uint8": "4dbdc2b2b62cb00749785bc84202236dbc3777d74660611b8e58812f0cfde6c3",
-    "v1-deflate-binned-bfloat16": "7912720858bee2afacf93d803558232d26d96e50abdd47bfd5fa74017b9be6d1",
-    "v1-lz4-lossless-float32": "6aba4a3a869f1bfc24daf70a3149a6f68548e211d9efec3041b6c10501a25168",
-    "v1-zstd-binned-float16": "ccc63039cad8af5f189303556b11e1cfda16728652db94daa423d57fc5a4cb2a",
-    "v1-deflate-lossless-bfloat16": "55b6a1e1b47d19077155e299ea3210fadfa08fa5bd5d68854513edb3e2fe8a43",
+    "none-passthrough-uint8": "4dbdc2b2b62cb00749785bc84202236dbc3777d74660611b8e58812f0cfde6c3",
+    "deflate-binned-bfloat16": "7912720858bee2afacf93d803558232d26d96e50abdd47bfd5fa74017b9be6d1",
+    "lz4-lossless-float32": "6aba4a3a869f1bfc24daf70a3149a6f68548e211d9efec3041b6c10501a25168",
+    "zstd-binned-float16": "ccc63039cad8af5f189303556b11e1cfda16728652db94daa423d57fc5a4cb2a",
+    "deflate-lossless-bfloat16": "55b6a1e1b47d19077155e299ea3210fadfa08fa5bd5d68854513edb3e2fe8a43",
 }
 
 
+PARENT = bytes(range(200, 232))
+VERSIONS = {"v1": b"", "v2": PARENT}
+"""And whether the golden records of it have a parent."""
+
+
+@pytest.mark.parametrize("version", list(VERSIONS))
 @pytest.mark.parametrize("name", list(GOLDEN))
-def test_a_record_of_version_1_is_read_for_ever(name: str) -> None:
+def test_a_record_of_every_version_is_read_for_ever(name: str, version: str) -> None:
     codec, layout = GOLDEN[name]
-    record = (ASSETS / f"{name}.bin").read_bytes()
+    record = (ASSETS / f"{version}-{name}.bin").read_bytes()
+    assert parse_head(record).parent == VERSIONS[version]
     if codec not in BUILT_IN:
         with pytest.raises(MismatchError, match="cannot decode"):
             decode(record, KEY, layout)
@@ -69,26 +76,37 @@ def test_a_record_of_version_1_is_read_for_ever(name: str) -> None:
 
 
 def test_every_golden_record_is_read() -> None:
-    assert {path.stem for path in ASSETS.glob("*.bin")} == set(GOLDEN) == set(GOLDEN_KV_SHA256)
+    assert set(GOLDEN) == set(GOLDEN_KV_SHA256)
+    expected = {f"{version}-{name}" for version in VERSIONS for name in GOLDEN}
+    assert {path.stem for path in ASSETS.glob("*.bin")} == expected
 
 
-def test_a_record_without_a_codec_is_written_as_version_1_was() -> None:
-    codec, layout = GOLDEN["v1-none-passthrough-uint8"]
+def test_a_record_without_a_codec_is_written_as_its_version_was() -> None:
+    codec, layout = GOLDEN["none-passthrough-uint8"]
     kv = bytes(range(layout.raw_bytes))
-    assert encode(KEY, codec, layout, kv) == (ASSETS / "v1-none-passthrough-uint8.bin").read_bytes()
+    expected = (ASSETS / "v2-none-passthrough-uint8.bin").read_bytes()
+    assert encode(KEY, codec, layout, kv, parent=PARENT) == expected
+
+
+def test_a_record_tells_its_parent() -> None:
+    layout = make_layout()
+    assert parse_head(encode(KEY, Codec.NONE, layout, pattern(layout), parent=PARENT)).parent == PARENT
+    assert parse_head(encode(KEY, Codec.NONE, layout, pattern(layout))).parent == b""
+    with pytest.raises(ValueError, match="its parent's 31"):
+        encode(KEY, Codec.NONE, layout, pattern(layout), parent=PARENT[:31])
 
 
 def test_the_header_is_laid_out_as_documented() -> None:
     layout = make_layout(Quantizer.BINNED, DType.FLOAT16, layers=5, kinds=1, tokens=7, vector_length=6)
     record = make_record(layout, Codec.NONE)
     header = read_header(record)
-    assert HEADER.size == HEADER_BYTES == 128
+    assert HEADER.size == HEADER_BYTES == 160
     assert header == {
         "magic": b"SSKV",
-        "version": 1,
-        "header_length": 128,
-        "head_length": 128 + 40 * 5,
-        "checksum": zlib.crc32(record[:12] + bytes(4) + record[16 : 128 + 40 * 5]),
+        "version": 2,
+        "header_length": 160,
+        "head_length": 160 + 40 * 5,
+        "checksum": zlib.crc32(record[:12] + bytes(4) + record[16 : 160 + 40 * 5]),
         "record_length": len(record),
         "codec": 0,
         "quantizer": 2,
@@ -105,6 +123,7 @@ def test_the_header_is_laid_out_as_documented() -> None:
         "namespace": NAMESPACE,
         "scale_tokens": 0,
         "reserved": bytes(4),
+        "parent": bytes(32),
     }
 
 

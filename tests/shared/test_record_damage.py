@@ -62,6 +62,8 @@ def test_each_flipped_bit_of_a_head_under_a_right_checksum_is_found(codec: Codec
     for bit, damaged in flipped(record[:head_bytes]):
         if 12 <= bit // 8 < 16:
             continue  # the checksum itself
+        if 128 <= bit // 8 < 160:
+            continue  # the parent: whose decoded values it does not change
         with pytest.raises(RecordError):
             decode(seal(damaged + record[head_bytes:]), KEY, layout)
 
@@ -105,7 +107,7 @@ def test_a_value_that_is_no_record_is_said_to_be_none(value: bytes) -> None:
         verify(value, KEY)
 
 
-@pytest.mark.parametrize("version", [0, 2, 65535])
+@pytest.mark.parametrize("version", [0, 3, 65535])
 def test_a_record_of_another_version_is_none_that_we_know(version: int) -> None:
     with pytest.raises(NotARecordError, match="version"):
         verify(forge(make_record(), version=version), KEY)
@@ -141,9 +143,7 @@ def test_a_peek_at_a_head_finds_the_damage_that_reading_it_finds() -> None:
             peek_head(head[:length])
 
 
-@pytest.mark.parametrize(
-    "value", [b"", b"SSKV", bytes(500), make_record()[: HEADER_BYTES - 1], b"X" + make_record()[1:]]
-)
+@pytest.mark.parametrize("value", [b"", b"SSKV", bytes(500), make_record()[:127], b"X" + make_record()[1:]])
 def test_what_cannot_begin_a_record_claims_no_head(value: bytes) -> None:
     assert head_length(value) == 0
     assert head_length(memoryview(value)) == 0
