@@ -1,7 +1,7 @@
-"""Turn native/include/shadowserve.h into shadowserve/_cffi.py (cffi's out-of-line ABI mode).
+"""Turn the headers of native/include/ into shadowserve/_cffi.py (cffi's out-of-line ABI mode).
 
-Run by CMake: ``cffi_build.py HEADER OUTPUT``. ABI mode needs no Python.h, so one library serves every Python version;
-out of line, the declarations are parsed at build time, not at every start.
+Run by CMake: ``cffi_build.py OUTPUT HEADER...``. ABI mode needs no Python.h, so one library serves every Python
+version; out of line, the declarations are parsed at build time, not at every start.
 """
 
 import re
@@ -18,12 +18,12 @@ def declarations(header: str) -> str:
     return match.group(1).replace("SS_API ", "")
 
 
-def main(header_path: str, output_path: str) -> None:
+def main(output_path: str, *header_paths: str) -> None:
     """Write the generated module."""
-    with open(header_path, encoding="utf-8") as file:
-        header = file.read()
     ffi = FFI()
-    ffi.cdef(declarations(header))
+    for path in header_paths:
+        with open(path, encoding="utf-8") as file:
+            ffi.cdef(declarations(file.read()))
     recompiler.make_py_source(ffi, "shadowserve._cffi", output_path)
 
 

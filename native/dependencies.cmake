@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Finds the libraries that the C core stands on. Sets SHADOWSERVE_LIBRARIES, SHADOWSERVE_DEFINITIONS,
-# SHADOWSERVE_HAVE_LZ4, SHADOWSERVE_HAVE_ZSTD, and either SHADOWSERVE_DOCA_EMULATED or the target shadowserve_doca_sdk.
-# One Deflate decoder is required; LZ4 and zstd are not.
+# SHADOWSERVE_HAVE_LZ4, SHADOWSERVE_HAVE_ZSTD, SHADOWSERVE_HAVE_URING, and either SHADOWSERVE_DOCA_EMULATED or
+# the target shadowserve_doca_sdk.
+# One Deflate decoder is required; LZ4, zstd and liburing are not.
 set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
 
@@ -35,6 +36,7 @@ library_find(LIBDEFLATE libdeflate.h deflate)
 library_find(ZLIB zlib.h z)
 library_find(LZ4 lz4.h lz4)
 library_find(ZSTD zstd.h zstd)
+library_find(URING liburing.h uring)
 
 set(deflate "${SHADOWSERVE_DEFLATE}")
 if(deflate STREQUAL "auto")
@@ -60,23 +62,31 @@ else()
                         "libisal-dev, the fastest), libdeflate (libdeflate-dev) or zlib (zlib1g-dev).")
 endif()
 
-foreach(codec LZ4 ZSTD)
-    set(SHADOWSERVE_HAVE_${codec} FALSE)
-    string(TOLOWER "${SHADOWSERVE_${codec}}" wanted)
-    if(wanted STREQUAL "auto" AND ${codec}_FOUND)
-        set(SHADOWSERVE_HAVE_${codec} TRUE)
-    elseif(NOT wanted STREQUAL "auto" AND SHADOWSERVE_${codec})
-        if(NOT ${codec}_FOUND)
-            message(FATAL_ERROR "SHADOWSERVE_${codec} is ON, but its header and library were not found")
-        endif()
-        set(SHADOWSERVE_HAVE_${codec} TRUE)
+# What of liburing is needed is there from 2.2 on.
+if(URING_FOUND)
+    file(STRINGS "${URING_INCLUDE}/liburing.h" sparse_buffers REGEX "io_uring_register_buffers_sparse")
+    if(NOT sparse_buffers)
+        set(URING_FOUND FALSE)
     endif()
-    if(SHADOWSERVE_HAVE_${codec})
-        library_use(${codec})
-        list(APPEND SHADOWSERVE_DEFINITIONS SS_HAVE_${codec})
+endif()
+foreach(name LZ4 ZSTD URING)
+    set(SHADOWSERVE_HAVE_${name} FALSE)
+    string(TOLOWER "${SHADOWSERVE_${name}}" wanted)
+    if(wanted STREQUAL "auto" AND ${name}_FOUND)
+        set(SHADOWSERVE_HAVE_${name} TRUE)
+    elseif(NOT wanted STREQUAL "auto" AND SHADOWSERVE_${name})
+        if(NOT ${name}_FOUND)
+            message(FATAL_ERROR "SHADOWSERVE_${name} is ON, but its header and library were not found")
+        endif()
+        set(SHADOWSERVE_HAVE_${name} TRUE)
+    endif()
+    if(SHADOWSERVE_HAVE_${name})
+        library_use(${name})
+        list(APPEND SHADOWSERVE_DEFINITIONS SS_HAVE_${name})
     endif()
 endforeach()
 message(STATUS "Codecs: deflate by ${deflate}, lz4 ${SHADOWSERVE_HAVE_LZ4}, zstd ${SHADOWSERVE_HAVE_ZSTD}")
+message(STATUS "io_uring: ${SHADOWSERVE_HAVE_URING}")
 
 set(SHADOWSERVE_DOCA_EMULATED TRUE)
 if(NOT SHADOWSERVE_DOCA MATCHES "^(auto|emulator|sdk)$")

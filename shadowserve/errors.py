@@ -11,6 +11,8 @@ The tree::
     +-- ProtocolError            the peer broke a wire protocol
     +-- NativeError              the C core returned a failure; ``result`` holds its code
     +-- DataPlaneError           the daemon could not do what was asked; ``outcome`` holds the reason
+    +-- DeviceError              a block device cannot be opened, or does not answer; ``errno`` holds the cause
+    +-- BusyError                too much is under way: wait until some of it has ended, then try again
     +-- StorageError             the storage server could not be reached, or refused
         +-- StorageUnavailableError
         +-- StorageRefusedError
@@ -20,9 +22,11 @@ serving path every one of these ends as a miss with a reason.
 """
 
 __all__ = [
+    "BusyError",
     "ConfigurationError",
     "CorruptRecordError",
     "DataPlaneError",
+    "DeviceError",
     "MismatchError",
     "NativeError",
     "NotARecordError",
@@ -91,6 +95,25 @@ class DataPlaneError(ShadowServeError):
 
     def __reduce__(self) -> tuple[type["DataPlaneError"], tuple[str, str]]:
         return type(self), (str(self), self.outcome)
+
+
+class DeviceError(ShadowServeError):
+    """A block device cannot be opened, or does not answer.
+
+    Attributes:
+        errno: why, as far as the system said so; else 0.
+    """
+
+    def __init__(self, message: str, errno: int = 0) -> None:
+        super().__init__(message)
+        self.errno = errno
+
+    def __reduce__(self) -> tuple[type["DeviceError"], tuple[str, int]]:
+        return type(self), (str(self), self.errno)
+
+
+class BusyError(ShadowServeError):
+    """Too much is under way. Nothing was done; it can be tried again when some of it has ended."""
 
 
 class StorageError(ShadowServeError):

@@ -1,11 +1,25 @@
 """The C core (native/), loaded once per process.
 
-Everything in ``native/include/shadowserve.h`` has its Python face here, and this is the one place that turns its result
+Everything in ``native/include/`` has its Python face here, and this is the one place that turns its result
 codes into exceptions. Calls release the GIL and block; callers that must not block use threads.
 
 Set ``SHADOWSERVE_NATIVE_LIBRARY`` to load another build of the library, such as one made with sanitizers.
 """
 
+from shadowserve.native._block import (
+    OBJECT_HEADER_BYTES,
+    BlockAccess,
+    BlockDevice,
+    ObjectFields,
+    block_access_available,
+    check_object,
+    check_object_name,
+    object_bytes,
+    object_header,
+    object_unit,
+    object_units,
+    seal_object,
+)
 from shadowserve.native._kernels import (
     codec_implementations,
     compress,
@@ -52,15 +66,19 @@ __all__ = [
     "BACKENDS",
     "CHUNK_DTYPE",
     "KEY_SIZE_MAX",
+    "OBJECT_HEADER_BYTES",
     "SLICE_DTYPE",
     "TRACE_DTYPE",
     "Backend",
+    "BlockAccess",
+    "BlockDevice",
     "Codec",
     "DType",
     "Destination",
     "Export",
     "Isa",
     "MemoryKind",
+    "ObjectFields",
     "Pipeline",
     "Quantizer",
     "Region",
@@ -69,6 +87,9 @@ __all__ = [
     "Stage",
     "StageStatistics",
     "backends",
+    "block_access_available",
+    "check_object",
+    "check_object_name",
     "codec_implementations",
     "compress",
     "compress_bound",
@@ -82,6 +103,11 @@ __all__ = [
     "isa_available",
     "isa_force",
     "library_path",
+    "object_bytes",
+    "object_header",
+    "object_unit",
+    "object_units",
     "quantize",
     "result_text",
+    "seal_object",
 ]

@@ -30,7 +30,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 3
+ABI_VERSION: Final = 4
 
 
 class Result(enum.IntEnum):

@@ -18,7 +18,7 @@ from shadowserve.errors import NativeError
 from shadowserve.native import DType, Isa, Quantizer, Result
 
 REPOSITORY = Path(__file__).parents[2]
-HEADER = (REPOSITORY / "native/include/shadowserve.h").read_text()
+HEADER = "".join(path.read_text() for path in sorted((REPOSITORY / "native/include").glob("*.h")))
 
 
 @pytest.mark.parametrize(

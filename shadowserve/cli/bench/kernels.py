@@ -109,7 +109,7 @@ def memcpy(size: int, piece: int) -> Run:
         (ffi.from_buffer("uint8_t[]", target[at : at + piece]), ffi.from_buffer("uint8_t[]", source[at : at + piece]))
         for at in range(0, size - piece + 1, piece)
     ]
-    move: Any = ffi.memmove  # type: ignore[attr-defined]  # not in the stubs
+    move: Any = ffi.memmove
 
     def run(count: int) -> None:
         for to, origin in copies:

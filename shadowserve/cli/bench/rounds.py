@@ -218,7 +218,7 @@ class Alone:
 
     def deliver(self, chunks: int) -> None:
         """Copy the elements of so many chunks, on this thread."""
-        move: Any = ffi.memmove  # type: ignore[attr-defined]  # not in the stubs
+        move: Any = ffi.memmove
         for slices in self._parts(chunks):
             for to, origin, size in self._copies[:slices]:
                 move(to, origin, size)

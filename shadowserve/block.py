@@ -1,0 +1,91 @@
+"""Operations on block devices: what is shared by who asks for them (``storage_kv``) and who does them (the C core).
+
+Operations are not ordered among each other: they end in any order, and after a loss of power any part of what was
+written since the last flush may be there, in pieces of a sector. A flush makes durable what had been *completed* before
+it was submitted. Whoever wants order waits for completions and flushes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+__all__ = ["BlockStatistics", "Operation", "OperationKind", "Priority"]
+
+
+class OperationKind(IntEnum):
+    """What to do (``enum ss_block_kind``)."""
+
+    READ = 0
+    WRITE = 1
+    FLUSH = 2
+    DISCARD = 3
+    """Advice that bytes are not needed any more; what is read there afterwards is not defined."""
+
+
+class Priority(IntEnum):
+    """Whose operation goes first (``enum ss_block_priority``)."""
+
+    FOREGROUND = 0
+    WRITE = 1
+    BACKGROUND = 2
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One read or write, a flush, or a discard.
+
+    Attributes:
+        kind: what.
+        offset: in bytes, a multiple of 4096; 0 for a flush.
+        length: in bytes, a multiple of 4096; 0 for a flush.
+        address: of the memory, a multiple of 512, which must stay, and stay as it is, until completion; 0 for a flush
+            or a discard.
+        priority: whose turn it is.
+        done: called with the operation by whoever takes it back from the device.
+        error: why it failed; None if it did not.
+        begin_ns: monotonic clock when the device got its first part.
+        end_ns: when it was complete.
+    """
+
+    kind: OperationKind
+    offset: int
+    length: int
+    address: int
+    priority: Priority
+    done: Callable[["Operation"], None]
+    error: OSError | None = None
+    begin_ns: int = 0
+    end_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStatistics:
+    """Counters of one device since it was opened.
+
+    Attributes:
+        operations: done without error, by kind.
+        bytes: of these, by kind.
+        errors: operations that failed, by kind.
+        wait_ns: between submission and the first request to the device, summed, by priority.
+        service_ns: between the first request and completion, summed, by priority.
+        busy_ns: time in which the device had something to do.
+        oldest_ns: monotonic clock when the request that the device has for the longest went out; 0: it has none.
+        waiting: operations now, by priority, that have not gone out in full.
+        in_flight: requests that the device has now.
+        registered: memory regions that the kernel took.
+        last_error: errno of the last failure; 0 before there was one.
+        gone: the device answered as one that was removed.
+    """
+
+    operations: tuple[int, ...] = (0, 0, 0, 0)
+    bytes: tuple[int, ...] = (0, 0, 0, 0)
+    errors: tuple[int, ...] = (0, 0, 0, 0)
+    wait_ns: tuple[int, ...] = (0, 0, 0)
+    service_ns: tuple[int, ...] = (0, 0, 0)
+    busy_ns: int = 0
+    oldest_ns: int = 0
+    waiting: tuple[int, ...] = (0, 0, 0)
+    in_flight: int = 0
+    registered: int = 0
+    last_error: int = 0
+    gone: bool = False

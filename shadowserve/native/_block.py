@@ -1,0 +1,438 @@
+"""Block devices and files past the page cache, and the objects that lie on them.
+
+:class:`BlockDevice` is the one of ``storage_kv.pool.device``'s protocol that is real. docs/storage-devices.md says how
+devices are accessed and what rights that takes.
+"""
+
+import enum
+import errno
+import itertools
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from shadowserve.block import BlockStatistics, Operation
+from shadowserve.errors import BusyError, DeviceError, NativeError
+from shadowserve.native._library import Result, check, ffi, lib
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+__all__ = [
+    "OBJECT_HEADER_BYTES",
+    "BlockAccess",
+    "BlockDevice",
+    "ObjectFields",
+    "block_access_available",
+    "check_object",
+    "check_object_name",
+    "object_bytes",
+    "object_header",
+    "object_unit",
+    "object_units",
+    "seal_object",
+]
+
+OBJECT_HEADER_BYTES: Final = 2048
+"""In front of every value on a device."""
+
+_COMPLETIONS_MAX: Final = 256
+_BUSY_PAUSE_S: Final = 0.02
+
+
+class BlockAccess(enum.IntEnum):
+    """How a device is accessed (``enum ss_block_access``)."""
+
+    AUTO = 0
+    """The first of NVME, URING and THREADS that device, build and kernel have."""
+    URING = 1
+    THREADS = 2
+    NVME = 3
+
+
+def block_access_available(access: BlockAccess) -> bool:
+    """Return whether this build and the running kernel have ``access``. That a device takes it is another matter."""
+    return bool(lib.ss_block_access_available(access))
+
+
+class BlockDevice:
+    """A file or device that is this process' alone.
+
+    Safe to use from several threads. After :meth:`close` only :meth:`completed` gives anything.
+
+    Args:
+        path: a file, a block device, or an NVMe namespace's character device.
+        size: bytes to use, a multiple of 4096. A file is made if it is not there, and its blocks are reserved; 0: take
+            it as it is.
+        access: how.
+        buffered: through the kernel's page cache; for comparisons.
+        queue_depth: requests that the device has at a time; 0: 32. So all other numbers: 0 stands for the default.
+        operations_max: that may be submitted and not taken back; 0: 1024.
+        request_bytes_max: operations are split into requests of so many bytes; 0: 1 MiB.
+        write_bytes_in_flight: that a read may have to wait for; 0: 4 MiB.
+        write_wait_ms: after so long writes get a turn although reads wait; 0: 20.
+        background_bytes_in_flight: likewise for background operations; 0: 1 MiB.
+        background_wait_ms: likewise; 0: 500.
+        core: of its threads; -1: any.
+        busy_wait_s: to wait for another process to let the device go: the kernel may hold the devices of one that was
+            killed for some time yet, until what they had to do is done.
+
+    Attributes:
+        name: the path.
+        capacity_bytes: that can be used.
+        access_name: how it is accessed, such as ``"io_uring, direct"``.
+
+    Raises:
+        DeviceError: it cannot be opened; ``errno`` says why, EBUSY where it is mounted or another process has it.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        size: int = 0,
+        access: BlockAccess = BlockAccess.AUTO,
+        buffered: bool = False,
+        queue_depth: int = 0,
+        operations_max: int = 0,
+        request_bytes_max: int = 0,
+        write_bytes_in_flight: int = 0,
+        write_wait_ms: int = 0,
+        background_bytes_in_flight: int = 0,
+        background_wait_ms: int = 0,
+        core: int = -1,
+        busy_wait_s: float = 3.0,
+    ) -> None:
+        self.name = os.fspath(path)
+        text = ffi.new("char[]", os.fsencode(path))
+        options = ffi.new("struct ss_block_options *")
+        options.options_size = ffi.sizeof("struct ss_block_options")
+        options.path = text
+        options.size, options.access, options.buffered = size, access, buffered
+        options.queue_depth, options.operations_max = queue_depth, operations_max
+        options.request_bytes_max, options.core = request_bytes_max, core
+        options.write_bytes_in_flight, options.write_wait_ms = write_bytes_in_flight, write_wait_ms
+        options.background_bytes_in_flight = background_bytes_in_flight
+        options.background_wait_ms = background_wait_ms
+        self._block: Any = ffi.NULL
+        self._block = _opened(options, self.name, access, busy_wait_s)
+        self.capacity_bytes = int(lib.ss_block_size(self._block))
+        self.access_name = ffi.string(lib.ss_block_access_name(self._block)).decode()
+        self._completions = ffi.new("struct ss_block_completion[]", _COMPLETIONS_MAX)
+        self._tags = itertools.count(1)
+        self._operations: dict[int, Operation] = {}
+        self._registered: list[Any] = []
+        self._left: list[Operation] = []
+        self._last_statistics = BlockStatistics()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def register(self, memory: memoryview) -> bool:
+        """Make memory known to the kernel, which makes operations on it cheaper; it stays until the device is closed.
+
+        Returns:
+            Whether the kernel took it. Where not (the limit of locked memory, most often; or an access that has no use
+            for it), operations on it are done all the same.
+        """
+        buffer = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
+        code = lib.ss_block_register(self._open(), buffer, len(buffer))
+        if code in (Result.NO_MEMORY, Result.NO_SPACE, Result.NOT_SUPPORTED, Result.OS_ERROR):
+            ffi.release(buffer)
+            return False
+        check(code, f"registering {len(buffer)} bytes of memory with device {self.name}")
+        self._registered.append(buffer)
+        return True
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Queue operations, all or none; never blocks.
+
+        Raises:
+            BusyError: there are too many already.
+            DeviceError: the device is closed.
+            NativeError: with ``Result.BAD_ARGUMENT``, one is not within the device, or not aligned.
+        """
+        block = self._open()
+        described = ffi.new("struct ss_block_operation[]", len(operations))
+        tags = list(itertools.islice(self._tags, len(operations)))
+        for entry, operation, tag in zip(described, operations, tags, strict=True):
+            entry.kind, entry.priority = operation.kind, operation.priority
+            entry.offset, entry.length = operation.offset, operation.length
+            entry.memory = ffi.cast("void *", operation.address)
+            entry.tag = tag
+            self._operations[tag] = operation
+        code = lib.ss_block_submit(block, described, len(operations))
+        if code != Result.OK:
+            for tag in tags:
+                del self._operations[tag]
+            _refused(code, self.name, operations)
+
+    def completed(self) -> list[Operation]:
+        """Take back what has ended, ``error`` set; the caller calls ``done``. Never blocks."""
+        if self._block == ffi.NULL:
+            left, self._left = self._left, []
+            return left
+        # A buffer of its own for each call would cost more than all else; one thread at a time takes completions.
+        ended = []
+        count = _COMPLETIONS_MAX
+        while count == _COMPLETIONS_MAX:
+            count = lib.ss_block_completions(self._block, self._completions, _COMPLETIONS_MAX)
+            for index in range(count):
+                completion = self._completions[index]
+                operation = self._operations.pop(completion.tag)
+                operation.begin_ns, operation.end_ns = completion.begin_ns, completion.end_ns
+                if completion.error:
+                    operation.error = self._error(completion.error, operation)
+                ended.append(operation)
+        return ended
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while there is something to take back. It is not to be read."""
+        return int(lib.ss_block_descriptor(self._open()))
+
+    def statistics(self) -> BlockStatistics:
+        """Return counters since it was opened; after closing those of the end."""
+        if self._block == ffi.NULL:
+            return self._last_statistics
+        found = ffi.new("struct ss_block_statistics *")
+        lib.ss_block_statistics(self._block, found)
+        return BlockStatistics(
+            operations=tuple(found.operations),
+            bytes=tuple(found.bytes),
+            errors=tuple(found.errors),
+            wait_ns=tuple(found.wait_ns),
+            service_ns=tuple(found.service_ns),
+            busy_ns=found.busy_ns,
+            oldest_ns=found.oldest_ns,
+            waiting=tuple(found.waiting),
+            in_flight=found.in_flight,
+            registered=found.registered,
+            last_error=found.last_error,
+            gone=bool(found.gone),
+        )
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Let the device go: what has not begun is cancelled, what the device has is waited for. Twice is harmless.
+
+        What ended is then given by :meth:`completed` once more, with ECANCELED for what had not begun. A device that
+        answers nothing for ``timeout_s`` keeps its operations: they end with ETIMEDOUT here, but their memory may be
+        written to yet, so it must stay for as long as the process; what was registered does.
+        """
+        if self._block == ffi.NULL:
+            return
+        stuck = lib.ss_block_stop(self._block, int(timeout_s * 1000)) != Result.OK
+        left = self.completed()
+        self._last_statistics = self.statistics()
+        block, self._block = self._block, ffi.NULL
+        for operation in self._operations.values():
+            operation.error = self._error(errno.ETIMEDOUT, operation)
+            left.append(operation)
+        self._operations.clear()
+        self._left = left
+        lib.ss_block_close(block)
+        if stuck:
+            _kept_for_ever.extend(self._registered)
+        else:
+            for buffer in self._registered:
+                ffi.release(buffer)
+        self._registered.clear()
+
+    def _open(self) -> Any:
+        if self._block == ffi.NULL:
+            raise DeviceError(f"device {self.name} is closed; open it again", errno.EBADF)
+        return self._block
+
+    def _error(self, code: int, operation: Operation) -> OSError:
+        what = f"{operation.kind.name.lower()} of {operation.length} bytes at {operation.offset}"
+        return OSError(code, f"{os.strerror(code)} ({what})", self.name)
+
+
+_kept_for_ever: list[Any] = []
+"""Memory that a device which does not answer may write to yet."""
+
+_OPEN_ADVICE: Final = {
+    errno.EBUSY: "it is mounted, part of a volume, or another process has it: stop that, or name another device",
+    errno.EACCES: "give the server's user the right to read and write it (docs/storage-devices.md)",
+    errno.EPERM: "give the server's user the right to read and write it (docs/storage-devices.md)",
+    errno.ENOSPC: "there is no room for the configured size: make it smaller, or make room",
+    errno.ENOENT: "check the path; a file is made only where a size is configured",
+    errno.EROFS: "it cannot be written to",
+}
+
+
+def _opened(options: Any, name: str, access: BlockAccess, busy_wait_s: float) -> Any:
+    """Return the block that was opened."""
+    pointer = ffi.new("struct ss_block **")
+    until = time.monotonic() + busy_wait_s
+    while (code := lib.ss_block_open(options, pointer)) != Result.OK:
+        number = ffi.errno if code == Result.OS_ERROR else 0
+        if number != errno.EBUSY or time.monotonic() >= until:
+            raise _not_opened(code, number, name, access)
+        time.sleep(_BUSY_PAUSE_S)
+    return pointer[0]
+
+
+def _not_opened(code: int, number: int, name: str, access: BlockAccess) -> DeviceError:
+    match Result(code):
+        case Result.OS_ERROR:
+            cause = os.strerror(number)
+            advice = _OPEN_ADVICE.get(number, "see the kernel's log")
+        case Result.NOT_SUPPORTED:
+            cause = f"this build, kernel or device does not have {access.name.lower()} access"
+            advice = "take 'auto'; 'shadowserve doctor --role storage' says what there is"
+        case Result.BAD_ARGUMENT:
+            cause = "it is no file or block device of at least 4096 bytes, or an option is out of range"
+            advice = "check the path and the options"
+        case _:
+            cause, advice = "no memory", "make queue_depth or operations_max smaller"
+    return DeviceError(f"opening device {name} failed: {cause}; {advice}", number)
+
+
+def _refused(code: int, name: str, operations: Sequence[Operation]) -> None:
+    """Raise what a submission that was refused comes to."""
+    if code == Result.NO_SPACE:
+        raise BusyError(f"device {name} has as many operations as it takes; try again when some have ended")
+    if code == Result.CANCELLED:
+        raise DeviceError(f"device {name} is closed; open it again", errno.EBADF)
+    asked = ", ".join(f"{item.kind.name.lower()} {item.length} at {item.offset}" for item in operations[:4])
+    check(code, f"submitting {len(operations)} operations ({asked}) to device {name}")
+
+
+# ---- Objects --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectFields:
+    """What an object's header says.
+
+    Attributes:
+        key: 32 bytes.
+        tenant: whose it is.
+        length: bytes of the value.
+        generation: of the write that made it. Where it is expected: 0 for any.
+        head_length: bytes of a record's head; 0 for what is no record.
+        name_length: bytes of the key's text behind the value.
+        flags: of the index.
+    """
+
+    key: bytes
+    tenant: int
+    length: int
+    generation: int = 0
+    head_length: int = 0
+    name_length: int = 0
+    flags: int = 0
+
+
+def object_bytes(length: int, name: bytes = b"") -> int:
+    """Return the size of an object with a value of ``length`` bytes and the key's text ``name``; a multiple of 4096."""
+    return int(lib.ss_object_bytes(length, len(name)))
+
+
+def object_unit(length: int) -> int:
+    """Return how many bytes of a value of ``length`` bytes have one checksum."""
+    return int(lib.ss_object_unit(length))
+
+
+def object_units(length: int, start: int, end: int) -> tuple[int, int]:
+    """Return first and count of the units that have bytes ``start`` to ``end`` of a value of ``length`` bytes."""
+    unit = object_unit(length)
+    first = start // unit
+    return first, -(-min(end, length) // unit) - first if end > start else 0
+
+
+def seal_object(memory: "WriteableBuffer", fields: ObjectFields, name: bytes = b"") -> None:
+    """Write header, ``name`` and padding around a value that is in place, from byte OBJECT_HEADER_BYTES of ``memory``.
+
+    Raises:
+        NativeError: the memory is too small, or the fields do not fit each other.
+    """
+    if len(name) != fields.name_length or len(fields.key) != 32:
+        raise NativeError("name_length is not the name's length, or the key has not 32 bytes", Result.BAD_ARGUMENT)
+    with ffi.from_buffer("uint8_t[]", memory, require_writable=True) as target:
+        if len(target) < object_bytes(fields.length, name):
+            raise NativeError(
+                f"{len(target)} bytes of memory are too few for an object of {fields.length}", Result.BAD_ARGUMENT
+            )
+        ffi.memmove(target + (OBJECT_HEADER_BYTES + fields.length), name, len(name))
+        code = lib.ss_object_seal(target, len(target), _described(fields))
+    check(code, f"sealing an object of {fields.length} bytes")
+
+
+def object_header(header: "ReadableBuffer") -> ObjectFields:
+    """Return what a header says, of which at least OBJECT_HEADER_BYTES are given.
+
+    Raises:
+        NativeError: with ``Result.BAD_DATA``, it is none; with ``Result.CHECKSUM``, not the one that was written.
+    """
+    found = ffi.new("struct ss_object_fields *")
+    with ffi.from_buffer("uint8_t[]", header) as source:
+        _has_header(len(source))
+        check(lib.ss_object_read(source, found), "reading an object's header")
+    return ObjectFields(
+        key=bytes(found.key),
+        tenant=found.tenant,
+        length=found.length,
+        generation=found.generation,
+        head_length=found.head_length,
+        name_length=found.name_length,
+        flags=found.flags,
+    )
+
+
+def check_object(
+    header: "ReadableBuffer", expected: ObjectFields, data: "ReadableBuffer" = b"", first: int = 0, count: int = 0
+) -> Result:
+    """Return whether a header is the expected object's, and ``data`` ``count`` units of its value from ``first`` on.
+
+    Returns:
+        ``OK``; ``BAD_DATA``: no object; ``CHECKSUM``: not the bytes that were sealed; ``NOT_FOUND``: another object, so
+        a read or write went astray, or was lost.
+
+    Raises:
+        NativeError: there are no such units, or ``data`` is shorter than they are.
+    """
+    unit = object_unit(expected.length)
+    needed = max(0, min((first + count) * unit, expected.length) - first * unit)
+    with ffi.from_buffer("uint8_t[]", header) as head, ffi.from_buffer("uint8_t[]", data) as source:
+        _has_header(len(head))
+        if len(source) < needed:
+            raise NativeError(f"{count} units have {needed} bytes, {len(source)} were given", Result.BAD_ARGUMENT)
+        code = lib.ss_object_check(head, _described(expected), first, count, source)
+    result = Result(code)
+    if result is Result.BAD_ARGUMENT:
+        check(code, f"checking units {first} to {first + count} of a value of {expected.length} bytes")
+    return result
+
+
+def check_object_name(header: "ReadableBuffer", name: "ReadableBuffer") -> Result:
+    """Return ``OK`` where ``name`` is the text that was sealed with this header, else ``CHECKSUM`` or ``BAD_DATA``."""
+    with ffi.from_buffer("uint8_t[]", header) as head, ffi.from_buffer("uint8_t[]", name) as text:
+        _has_header(len(head))
+        found = ffi.new("struct ss_object_fields *")
+        code = lib.ss_object_read(head, found)
+        if code == Result.OK and found.name_length != len(text):
+            return Result.CHECKSUM
+        return Result(code if code != Result.OK else lib.ss_object_check_name(head, text))
+
+
+def _described(fields: ObjectFields) -> Any:
+    described = ffi.new("struct ss_object_fields *")
+    described.key = fields.key
+    described.tenant, described.flags = fields.tenant, fields.flags
+    described.generation, described.length = fields.generation, fields.length
+    described.head_length, described.name_length = fields.head_length, fields.name_length
+    return described
+
+
+def _has_header(size: int) -> None:
+    if size < OBJECT_HEADER_BYTES:
+        raise NativeError(f"a header has {OBJECT_HEADER_BYTES} bytes, not {size}", Result.BAD_ARGUMENT)
