@@ -24,6 +24,7 @@ Python values stand for RESP types as :data:`Value` says; :func:`encode` writes 
 import enum
 import re
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -297,6 +298,11 @@ class CommandReader(_Reader):
     def in_progress(self) -> bool:
         """Whether a part of a command has arrived and the rest has not."""
         return bool(self._ready) or self._remaining > 0 or self._position < len(self._buffer)
+
+    @property
+    def arguments(self) -> Sequence[bytes | memoryview]:
+        """What has arrived of the command in progress; with a LargeBulk, the arguments before it."""
+        return self._arguments
 
     def next_command(self) -> list[bytes | memoryview] | LargeBulk | Literal[NeedData.NEED_DATA]:
         """Return the next command's name and arguments (at least one), or LargeBulk, or NEED_DATA.

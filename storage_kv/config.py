@@ -1,7 +1,8 @@
 """The configuration of the storage node; ``configs/storage.yaml`` explains every key to those who run it."""
 
 import ipaddress
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
 
@@ -26,6 +27,10 @@ class StorageConfig(Section):
     protected_mode: bool = True
     """Without a password, refuse clients that do not come from a loopback address."""
 
+    engine: Literal["auto", "memory", "pool", "filesystem"] = "auto"
+    """What holds the values: memory, a pool of memory and SSDs, or files; auto: pool where there are devices."""
+    filesystem_path: Path | None = None
+    """Folder of the engine filesystem; it is created. Its files belong to this server alone."""
     memory_budget_bytes: ByteSize = Field(ByteSize(4 << 30), ge=1 << 20)
     """Most that keys, values and their overhead take; beyond it the least recently used are evicted."""
 
@@ -41,6 +46,8 @@ class StorageConfig(Section):
     """Commands of one client that are executed before others have their turn."""
     output_buffer_bytes_max: ByteSize = Field(ByteSize(1 << 20), ge=1 << 12)
     """Bytes of replies waiting for a client beyond which no more of its commands are executed."""
+    read_ahead_bytes_max: ByteSize = Field(ByteSize(32 << 20), ge=1 << 12)
+    """Bytes of one client's replies that are being read from devices, or wait behind such a reply, at one time."""
     idle_timeout_s: float = Field(0.0, ge=0.0)
     """Close clients that have asked nothing for this long; 0 never does."""
     stall_timeout_s: float = Field(60.0, gt=0.0)

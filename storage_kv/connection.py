@@ -10,6 +10,16 @@ Where the bytes of a large value are copied: by the kernel from the socket into 
 (``recv_into``), and by the kernel from that buffer into the sockets that fetch it (``sendmsg``). Nowhere in between,
 but for at most ``_RECEIVE_BYTES`` of its start, which may have arrived together with the command's other arguments.
 
+Some parts of replies are not known yet when their command has been executed (``Pending``): a value that is on its way
+from a device, an OK that waits until a write is durable. They keep their place; the commands behind them are executed,
+within limits, and nothing behind a pending part is sent before it. So there are two queues: ``_out``, what may be
+sent, and ``_waiting``, which begins with a pending part. Word that one is known comes from other threads, through the
+connection's :class:`_Signal`.
+
+An engine may have no room: for a buffer to receive a value in, or for one more write. Then the connection reads and
+executes nothing until the engine says when to try again, which the client feels as TCP's back-pressure; after
+``stall_timeout_s`` of that it is told that there is no memory.
+
 Replies to small commands that arrived together leave together. Nothing is executed while more than
 ``output_buffer_bytes_max`` waits for the client, nor read while commands wait to be executed, so that a client that
 does not read stops itself, and holds at most that much and one reply.
@@ -17,19 +27,21 @@ does not read stops itself, and holds at most that much and one reply.
 
 import logging
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from shadowserve.errors import ProtocolError
-from shadowserve.resp import CommandReader, LargeBulk, Limits, encode_error
-from storage_kv.buffers import allocate
+from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, Limits, NeedData, encode_error
+from storage_kv import buffers
 from storage_kv.commands import execute
-from storage_kv.engine import Item
+from storage_kv.engine import BusyError
 from storage_kv.event_loop import READ, WRITE, EventLoop
-from storage_kv.node import Argument, Later, Node, Part, Session
+from storage_kv.node import Argument, Later, Node, Outgoing, Part, Pending, Ready, Reply, Session
 
 __all__ = ["Connection", "Host"]
 
@@ -43,6 +55,15 @@ _GATHER_PARTS_MAX: Final = 64
 
 _LINGER_S: Final = 1.0
 """How long a closed connection still reads and drops, so that the last reply is not lost to a reset (RFC 1122)."""
+
+_PENDING_MAX: Final = 256
+"""Pending parts of one client beyond which no more of its commands are executed: enough to keep every device busy."""
+
+_SET_VALUE: Final = 2  # the position of SET's value among its arguments
+
+_NO_ROOM: Final = "no room to write for too long: devices are slower than those who write; try again later"
+
+_Event: TypeAlias = list[Argument] | LargeBulk | Literal[NeedData.NEED_DATA]
 
 _UNAUTHENTICATED_ITEMS_MAX: Final = 10
 _UNAUTHENTICATED_BULK_BYTES_MAX: Final = 16 << 10  # both as Redis
@@ -63,11 +84,46 @@ class Host(Protocol):
         """Take note that a connection has ended; called in the connection's thread, without the node's lock."""
 
 
+class _Signal:
+    """Wakes a connection from any thread, until it is cut off: nobody calls a loop that has been closed."""
+
+    __slots__ = ("_lock", "_loop", "_sent", "_step")
+
+    def __init__(self, loop: EventLoop, step: Callable[[], None]) -> None:
+        """Make one that has ``step`` called by the loop."""
+        self._loop = loop
+        self._step: Callable[[], None] | None = step
+        self._lock = threading.Lock()
+        self._sent = False
+
+    def send(self, _: object = None) -> None:
+        """Have the step done soon; once, however many ask for it before it is begun."""
+        with self._lock:
+            if self._step is not None and not self._sent:
+                self._sent = True
+                self._loop.call_threadsafe(self._begin)
+
+    def cut(self) -> None:
+        """Do nothing any more, whoever calls."""
+        with self._lock:
+            self._step = None
+
+    def _begin(self) -> None:
+        with self._lock:
+            self._sent = False
+            step = self._step
+        if step is not None:
+            step()
+
+
 class Connection:
     """A client's connection, from acceptance to its end."""
 
     __slots__ = (
         "_at_end",
+        "_blocked",
+        "_blocked_since_s",
+        "_buffer",
         "_closed",
         "_descriptor",
         "_engine",
@@ -81,11 +137,18 @@ class Connection:
         "_offset",
         "_out",
         "_out_bytes",
+        "_pendings",
         "_reader",
         "_received_bytes",
         "_received_in_place",
+        "_retry",
+        "_room",
         "_scheduled",
+        "_signal",
         "_socket",
+        "_waiting",
+        "_waiting_bytes",
+        "_wanted_bytes",
         "_working",
         "session",
     )
@@ -100,12 +163,22 @@ class Connection:
         self._descriptor = sock.fileno()
         self.session = session
         self._reader = CommandReader(limits_of(host.node, session))
-        self._out: deque[bytes | Part] = deque()
+        self._signal = _Signal(loop, self._on_signal)
+        self._room = _Signal(loop, self._on_room)
+        self._out: deque[Ready] = deque()
         self._out_bytes = 0
+        self._waiting: deque[Part] = deque()  # the first of it is pending
+        self._waiting_bytes = 0
+        self._pendings = 0  # in _waiting
         self._offset = 0  # bytes of the first part that are sent
         self._interest = 0  # what the loop waits for
         self._working = False  # a Later is under way
         self._more = False  # there may be whole commands in the reader
+        self._blocked = False  # the engine has no room: until the signal
+        self._blocked_since_s = 0.0  # without having got on since
+        self._retry: Callable[[], Reply] | None = None  # what the engine had no room for
+        self._wanted_bytes = -1  # of a large argument for which there is no buffer yet
+        self._buffer: memoryview | None = None  # the engine's, of the command in progress
         self._scheduled = False  # the next turn will come without any event
         self._received_in_place = False
         self._received_bytes = 0  # not yet in the node's counters
@@ -178,33 +251,41 @@ class Connection:
         small_bytes = 0
         self._more = True
         for _ in range(node.config.pipeline_commands_max):
-            if session.closing or self._out_bytes + small_bytes >= output_max:
-                self._more = reader.in_progress
+            is_full = self._out_bytes + small_bytes >= output_max or (self._pendings and self._is_far_ahead())
+            if session.closing or is_full:
+                self._more = reader.in_progress or self._retry is not None
                 break
+            was_authenticated = session.authenticated
             try:
-                command = reader.next_command()
-                if isinstance(command, LargeBulk):
-                    reader.provide(allocate(command.size))
-                    self._received_in_place = True
-                    command = reader.next_command()
+                if self._retry is not None:
+                    reply = self._try_again()
+                else:
+                    command = reader.next_command() if self._wanted_bytes < 0 else LargeBulk(self._wanted_bytes)
+                    if isinstance(command, LargeBulk) or self._received_in_place:
+                        command = self._take_large(command)
+                    if not isinstance(command, list):
+                        # The next argument may be large as well, or there is no buffer for this one.
+                        self._more = self._blocked or isinstance(command, LargeBulk)
+                        break
+                    reply = execute(node, session, command)
             except (ProtocolError, MemoryError) as error:
                 small.append(self._give_up(error))
                 break
-            if not isinstance(command, list):
-                self._more = isinstance(command, LargeBulk)  # the next argument is large as well
+            except BusyError as error:
+                if self._retry is None:
+                    assert isinstance(command, list)
+                    self._retry = partial(execute, node, session, command)
+                self._block(error)
                 break
-            if self._received_in_place:
-                self._received_in_place = False
-                command = _with_bytes(command)
-            was_authenticated = session.authenticated
-            reply = execute(node, session, command)
             if session.authenticated is not was_authenticated:
                 reader.limits = limits_of(node, session)
             if isinstance(reply, Later):
                 self._start_work(reply)
                 break
+            if self._buffer is not None:
+                self._discard_buffer()
             if not session.replies or session.skip:
-                session.skip = max(session.skip - 1, 0)
+                self._swallow(reply)
                 continue
             if isinstance(reply, bytes):
                 small.append(reply)
@@ -216,6 +297,74 @@ class Connection:
             self._enqueue(reply)
         if small:
             self._append(b"".join(small))
+
+    def _is_far_ahead(self) -> bool:
+        """Return whether as much waits behind pending parts as may."""
+        return self._pendings >= _PENDING_MAX or self._waiting_bytes >= self._node.config.read_ahead_bytes_max
+
+    def _take_large(self, command: _Event) -> _Event:
+        """Provide for a large argument, or return the command that had one."""
+        if isinstance(command, LargeBulk):
+            view = self._allocate(command.size)
+            if view is None:
+                self._wanted_bytes = command.size
+                self._block(None)
+                return NEED_DATA
+            self._wanted_bytes, self._blocked_since_s = -1, 0.0
+            self._reader.provide(view)
+            self._received_in_place = True
+            command = self._reader.next_command()
+        if isinstance(command, list):
+            self._received_in_place = False
+            command = _with_bytes(command)
+        return command
+
+    def _allocate(self, size: int) -> memoryview | None:
+        """Return a buffer for a large argument: the engine's, where it is a value to be stored."""
+        arguments = self._reader.arguments
+        if len(arguments) != _SET_VALUE or bytes(arguments[0][:4]).upper() != b"SET":
+            return buffers.allocate(size)
+        self._buffer = self._engine.allocate(size, self._room.send)
+        return self._buffer
+
+    def _discard_buffer(self) -> None:
+        """Give the engine's buffer back, unless it has been stored; with the node's lock held."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._engine.discard(buffer)
+
+    def _block(self, error: BusyError | None) -> None:
+        """Stop until the engine has room; without an error, it was given the signal already."""
+        self._blocked = True
+        self._blocked_since_s = self._blocked_since_s or time.monotonic()
+        if error is not None:
+            error.again.then(self._room.send)
+
+    def _try_again(self) -> Reply:
+        assert self._retry is not None
+        reply = self._retry()
+        self._retry, self._blocked_since_s = None, 0.0
+        return reply
+
+    def _on_room(self) -> None:
+        """Try what the engine had no room for."""
+        self._blocked = False
+        self._guarded(self._process)
+
+    def _stop_waiting_for_room(self) -> None:
+        """Tell the client that there was no room for too long."""
+        _log.info("client_refused address=%s reason='no room in the engine'", self.session.address)
+        with self._node.lock:
+            if self._retry is None:
+                self._append(self._give_up(MemoryError(_NO_ROOM)))
+            else:
+                self._retry = None
+                self._discard_buffer()
+                self._node.counters.errors += 1
+                self._answer(encode_error(f"OOM {_NO_ROOM}"))
+        self._blocked, self._blocked_since_s, self._wanted_bytes = False, 0.0, -1
+        self._last_progress_s = time.monotonic()
+        self._process()
 
     def _give_up(self, error: Exception) -> bytes:
         """Return the last reply to a client that cannot be followed or served any further."""
@@ -238,19 +387,35 @@ class Connection:
         if future.cancelled():  # the server is stopping
             self.abort()
             return
+        finish = partial(later.finish, future.result())
         with self._node.lock:
-            self._finish_work(later.finish(future.result()))
+            try:
+                reply = finish()
+            except BusyError as error:
+                if not self._closed:
+                    self._retry = finish
+                    self._block(error)
+            else:
+                self._answer(reply)
+            if self._closed or self._retry is None:
+                self._discard_buffer()
         self._last_progress_s = time.monotonic()
         self._process()
 
-    def _finish_work(self, reply: bytes | list[Part]) -> None:
-        if self._closed:
-            return
-        session = self.session
-        if not session.replies or session.skip:
-            session.skip = max(session.skip - 1, 0)
+    def _answer(self, reply: bytes | list[Part]) -> None:
+        """Queue the reply of a command that has taken its time."""
+        if self._closed or not self.session.replies or self.session.skip:
+            self._swallow(reply)
         else:
             self._enqueue([reply] if isinstance(reply, bytes) else reply)
+
+    def _swallow(self, reply: bytes | list[Part]) -> None:
+        """Drop a reply that the client does not want."""
+        self.session.skip = max(self.session.skip - 1, 0)
+        if not isinstance(reply, bytes):
+            for part in reply:
+                if isinstance(part, Pending):
+                    part.abandon()
 
     # ---- Replies
 
@@ -264,21 +429,79 @@ class Connection:
             if small:
                 self._append(b"".join(small))
                 small = []
-            self._engine.hold(part.item)
-            self._out.append(part)
-            self._out_bytes += len(part.view)
+            if isinstance(part, Pending):
+                self._wait_for(part)
+            else:
+                part.hold(self._engine)
+                self._append(part)
         if small:
             self._append(b"".join(small))
 
-    def _append(self, data: bytes) -> None:
-        self._out.append(data)
-        self._out_bytes += len(data)
+    def _append(self, part: Ready) -> None:
+        size = len(part) if isinstance(part, bytes) else len(part.view)
+        if self._waiting:
+            self._waiting.append(part)
+            self._waiting_bytes += size
+        else:
+            self._out.append(part)
+            self._out_bytes += size
+
+    def _wait_for(self, pending: Pending) -> None:
+        self._waiting.append(pending)
+        self._waiting_bytes += pending.expects
+        self._pendings += 1
+        if pending.parts is None:
+            pending.attach(self._signal.send)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Move what is known from the queue of what waits to that of what is sent; with the node's lock held."""
+        waiting = self._waiting
+        while waiting:
+            first = waiting[0]
+            if not isinstance(first, Pending):
+                size = len(first) if isinstance(first, bytes) else len(first.view)
+                self._waiting_bytes -= size
+                self._out_bytes += size
+                self._out.append(first)
+            elif first.parts is None:
+                return
+            else:
+                self._pendings -= 1
+                self._waiting_bytes -= first.expects
+                self._count(first)
+                self._out.extend(first.parts)
+                self._out_bytes += sum(len(part) if isinstance(part, bytes) else len(part.view) for part in first.parts)
+            waiting.popleft()
+
+    def _count(self, pending: Pending) -> None:
+        counters = self._node.counters
+        if pending.lost:  # it was not a hit after all
+            counters.hits -= 1
+            counters.misses += 1
+            counters.lost += 1
+        counters.errors += pending.failed
+
+    def _on_signal(self) -> None:
+        """Send what is known by now."""
+        self._guarded(self._resume)
+
+    def _resume(self) -> None:
+        if self._closed or self._lingering:
+            return
+        with self._node.lock:
+            self._advance()
+        self._last_progress_s = time.monotonic()
+        if self._working:
+            self._after_step()
+        else:
+            self._process()
 
     def _flush(self) -> None:
         """Send what the kernel takes."""
         out = self._out
         sent_bytes = 0
-        sent_items: list[Item] = []
+        sent_parts: list[Outgoing] = []
         while out:
             first = out[0]
             try:
@@ -292,14 +515,14 @@ class Connection:
                 self.abort()
                 break
             sent_bytes += sent
-            if self._consume(sent, sent_items):
+            if self._consume(sent, sent_parts):
                 break
         if sent_bytes:
             self._last_progress_s = time.monotonic()
             with self._node.lock:
                 self._node.counters.output_bytes += sent_bytes
-                for item in sent_items:
-                    self._engine.release(item)
+                for part in sent_parts:
+                    part.release(self._engine)
 
     def _gather(self) -> list[bytes | memoryview]:
         parts: list[bytes | memoryview] = []
@@ -311,8 +534,8 @@ class Connection:
             parts[0] = memoryview(parts[0])[self._offset :]
         return parts
 
-    def _consume(self, sent: int, items: list[Item]) -> bool:
-        """Take ``sent`` bytes off the front, adding the items of whole parts to ``items``.
+    def _consume(self, sent: int, whole: list[Outgoing]) -> bool:
+        """Take ``sent`` bytes off the front, adding what has been sent of values as whole parts to ``whole``.
 
         Returns:
             Whether a part is left half sent: the kernel is full.
@@ -328,7 +551,7 @@ class Connection:
             sent -= size
             out.popleft()
             if not isinstance(first, bytes):
-                items.append(first.item)
+                whole.append(first)
         self._offset = sent
         return sent > 0
 
@@ -337,7 +560,7 @@ class Connection:
         if self._closed:
             return
         self.session.pending_output_bytes = self._out_bytes
-        if self._more and self._out_bytes < self._node.config.output_buffer_bytes_max:
+        if self._may_execute():
             self._process()
         else:
             self._update_interest()
@@ -351,13 +574,17 @@ class Connection:
         if self._closed:
             return
         self.session.pending_output_bytes = self._out_bytes
-        may_execute = not self.session.closing and not self._working
-        if self._more and may_execute and self._out_bytes < self._node.config.output_buffer_bytes_max:
-            if not self._scheduled:
-                self._scheduled = True
-                self._loop.call_soon(self._take_turn)
+        if self._more and not self._scheduled and self._may_execute():
+            self._scheduled = True
+            self._loop.call_soon(self._take_turn)
         self._update_interest()
         self._close_if_done()
+
+    def _may_execute(self) -> bool:
+        """Return whether there may be a command, and nothing keeps it from being executed."""
+        if not self._more or self.session.closing or self._working or self._blocked:
+            return False
+        return self._out_bytes < self._node.config.output_buffer_bytes_max and not self._is_far_ahead()
 
     def _update_interest(self) -> None:
         """Tell the event loop what to wait for."""
@@ -374,7 +601,7 @@ class Connection:
         self._interest = interest
 
     def _close_if_done(self) -> None:
-        if not self.session.closing or self._out or self._working or self._lingering or self._closed:
+        if not self.session.closing or self._out or self._waiting or self._working or self._lingering or self._closed:
             return
         if self._at_end:
             self.abort()
@@ -414,13 +641,18 @@ class Connection:
             self._loop.remove(self._descriptor)
             self._interest = 0
         self._socket.close()
+        self._signal.cut()
+        self._room.cut()
         with self._node.lock:
             self._node.counters.input_bytes += self._received_bytes
-            for part in self._out:
-                if not isinstance(part, bytes):
-                    self._engine.release(part.item)
+            self._node.drop(self._out)
+            self._node.drop(self._waiting)
+            if not self._working:  # else its end does
+                self._discard_buffer()
+        self._retry = None
         self._out.clear()
-        self._out_bytes = 0
+        self._waiting.clear()
+        self._out_bytes = self._waiting_bytes = self._pendings = 0
         self._host.forget(self)
 
     def check_time(self, now_s: float) -> None:
@@ -433,14 +665,19 @@ class Connection:
             return
         if self._working:
             return
-        if self._out or self._reader.in_progress:
+        if self._blocked_since_s:
+            if now_s - self._blocked_since_s > config.stall_timeout_s:
+                self._guarded(self._stop_waiting_for_room)
+            return
+        # What waits for a device, and what is not read for that reason, is not the client's fault.
+        if self._out or (self._reader.in_progress and self._interest & READ):
             if still_s > config.stall_timeout_s:
                 with self._node.lock:
                     counters.stalled_clients += 1
                 what = "reading its replies" if self._out else "sending its request"
                 _log.info("client_stalled address=%s still_s=%.1f while=%r", self.session.address, still_s, what)
                 self.abort()
-        elif config.idle_timeout_s and still_s > config.idle_timeout_s:
+        elif config.idle_timeout_s and not self._waiting and still_s > config.idle_timeout_s:
             with self._node.lock:
                 counters.idle_clients += 1
             _log.info("client_idle address=%s idle_s=%.1f", self.session.address, still_s)

@@ -1,73 +1,159 @@
-"""What holds the values: the interface of an engine, and the one that keeps them in memory.
+"""What the server needs of an engine: the protocol, and the small classes that both sides meet in.
 
-An engine maps keys to :class:`Item` within a budget of bytes. It knows nothing of connections or commands; the server
-calls it from one thread at a time. Every engine passes ``tests/storage/engine_conformance.py``.
+An engine maps keys to :class:`Item` within budgets. It knows nothing of connections or commands. Its methods are called
+one at a time, with the node's lock held, and never wait for a device; what takes longer comes later: a read through its
+callback, a write's durability through its :class:`Ticket`, room for more through ``ready`` and :class:`BusyError`.
+Every engine passes ``tests/storage/engine_conformance.py``.
 
-The budget counts, for each entry, the key, the value and :data:`ENTRY_OVERHEAD_BYTES`, and in addition values that
-were removed but are still being sent: memory that is in use is counted, wherever it hangs.
+Keys are *qualified*: two bytes, big-endian, of the tenant's id, then the client's key (:func:`qualified`). No client
+can choose the first two, so that another tenant's key is to every engine simply another key.
 """
 
-import heapq
+import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from shadowserve.errors import ShadowServeError
-from storage_kv._key_index import KeyIndex
 
 __all__ = [
-    "ENTRY_OVERHEAD_BYTES",
+    "DEFAULT_TENANT",
+    "KEY_BYTES_MAX",
+    "PARENT_BYTES",
+    "TENANTS_MAX",
+    "TENANT_BYTES",
+    "BusyError",
     "Engine",
     "EngineStatistics",
     "Item",
-    "MemoryEngine",
+    "Lease",
     "OutOfBudgetError",
+    "Ticket",
+    "qualified",
+    "tenant_of",
     "wall_clock_ms",
 ]
 
-ENTRY_OVERHEAD_BYTES: Final = 640
-"""What an entry costs beside its key and value: the item, its slots in the table and in the key index, object headers,
-the allocator's rounding and a possible expiry. Measured with CPython 3.11: 400 to 530 bytes, depending on how full
-the tables are; ``tests/storage/test_engine_memory.py`` holds it."""
+TENANT_BYTES: Final = 2
+"""Of the tenant's id in front of each key."""
+
+TENANTS_MAX: Final = 1 << 16
+
+DEFAULT_TENANT: Final = 0
+"""The tenant of clients that belong to none; its name is empty."""
+
+KEY_BYTES_MAX: Final = 64 << 10
+"""Of a client's key; the server refuses to store under longer ones."""
+
+PARENT_BYTES: Final = 32
+"""Of the name of a chunk, which its key spells in hexadecimal digits behind ``kv:``."""
 
 
 class OutOfBudgetError(ShadowServeError):
-    """A value does not fit the budget, even if everything that may be evicted is."""
+    """A value does not fit the budget or the tenant's quota, even if everything that may be evicted is."""
+
+
+class BusyError(ShadowServeError):
+    """Too many writes are under way; trying again makes sense once ``again`` is settled."""
+
+    def __init__(self, message: str, again: "Ticket") -> None:
+        """Make one; ``again`` is settled without an error as soon as there may be room."""
+        super().__init__(message)
+        self.again = again
 
 
 class Item:
-    """One stored value.
+    """What is known of a stored value without touching a device; good until the node's lock is released.
+
+    Engines derive their own from it. An item with a value stays valid for longer between hold() and release().
 
     Attributes:
-        value: its bytes; never changed after it was stored.
+        length: bytes of the value.
         head_bytes: length of the record's head if the value is a valid record, else 0.
         expires_at_ms: Unix time in milliseconds, or None.
+        value: the bytes, never changed after they were stored; None where they are not in memory: ``Engine.read()``
+            brings them.
     """
 
-    __slots__ = ("cost", "expires_at_ms", "head_bytes", "holds", "serial", "stored", "value")
+    __slots__ = ("expires_at_ms", "head_bytes", "length", "value")
 
-    def __init__(self, value: bytes | memoryview, head_bytes: int, expires_at_ms: int | None) -> None:
-        """Make an item that no engine holds yet; the other attributes are the engine's own bookkeeping."""
-        self.value = value
+    def __init__(
+        self, length: int, head_bytes: int, expires_at_ms: int | None, value: bytes | memoryview | None
+    ) -> None:
+        """Make an item."""
+        self.length = length
         self.head_bytes = head_bytes
         self.expires_at_ms = expires_at_ms
-        self.cost = 0
-        self.holds = 0
-        self.serial = 0
-        self.stored = False
+        self.value = value
+
+
+class Lease:
+    """Bytes of a value in memory, valid until ``release()``.
+
+    Attributes:
+        view: the bytes.
+    """
+
+    __slots__ = ("_released", "view")
+
+    def __init__(self, view: memoryview, released: Callable[[], None] | None = None) -> None:
+        """Make one; ``released`` is called by release(), with the node's lock held."""
+        self.view = view
+        self._released = released
+
+    def release(self) -> None:
+        """Give the bytes back: once, with the node's lock held."""
+        released, self._released = self._released, None
+        if released is not None:
+            released()
+
+
+class Ticket:
+    """A change that is not durable yet. An engine settles it; whoever waits for it hears so, from whatever thread."""
+
+    __slots__ = ("_done", "_error", "_lock", "_settled")
+
+    def __init__(self) -> None:
+        """Make one that is not settled."""
+        self._lock = threading.Lock()
+        self._settled = False
+        self._error: Exception | None = None
+        self._done: list[Callable[[Exception | None], None]] = []
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is settled, with or without an error."""
+        return self._settled
+
+    def then(self, done: Callable[[Exception | None], None]) -> None:
+        """Call ``done`` with None or the error: exactly once, at once if it is settled, else in the settling thread."""
+        with self._lock:
+            if not self._settled:
+                self._done.append(done)
+                return
+        done(self._error)
+
+    def settle(self, error: Exception | None = None) -> None:
+        """Say that the change is durable, or why it will never be. Once, without the node's lock."""
+        with self._lock:
+            assert not self._settled, "a ticket was settled twice"
+            self._settled, self._error = True, error
+            waiting, self._done = self._done, []
+        for done in waiting:
+            done(error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """What an engine has done and holds; counters never decrease.
+    """What an engine has done and holds, all of it or for one tenant; counters never decrease.
 
     Attributes:
         keys: entries, expired ones that were not noticed yet included.
         expiring_keys: entries with an expiry.
-        budget_bytes: what it may use.
-        used_bytes: what it uses, by the accounting that the module describes; held_bytes included.
+        pinned_keys: entries with a pin, ended ones that were not noticed yet included.
+        budget_bytes: what it may use; for a tenant its quota, or the budget without one.
+        used_bytes: what it uses, by the accounting that the engine describes; held_bytes included.
         held_bytes: of values removed but still being sent.
         peak_bytes: most that was ever used.
         records: entries that are valid records.
@@ -75,6 +161,8 @@ class EngineStatistics:
         evicted_keys: removed to make room.
         evicted_bytes: bytes of their keys and values.
         expired_keys: removed because their time had come.
+        lost_keys: dropped because their bytes could not be read, or were not what had been stored.
+        failed_writes: values that could not be made durable; their writers have been told.
     """
 
     keys: int
@@ -88,10 +176,25 @@ class EngineStatistics:
     evicted_keys: int
     evicted_bytes: int
     expired_keys: int
+    pinned_keys: int = 0
+    lost_keys: int = 0
+    failed_writes: int = 0
 
 
 class Engine(Protocol):
-    """What the server needs of an engine. Absent and expired are the same to every method."""
+    """What the server needs of an engine. Absent and expired are the same to every method.
+
+    All methods but start(), poll(), drain(), close() and descriptors() are called with the node's lock held and never
+    wait for a device. Callbacks that an engine is given are called once, from any thread, without the lock; those of
+    read() may also come inside the call.
+
+    Eviction takes the least recently used (or what the engine's policy takes for it) with these rules: a tenant beyond
+    its own quota evicts its own entries only; beyond the whole budget, tenants that use more than an equal share of it
+    go first. An entry with present children (entries put with its name as ``parent``) never goes before them, and a
+    pinned one never before its pin ends.
+    """
+
+    # ---- Reading
 
     def get(self, key: bytes) -> Item | None:
         """Return the item of ``key`` and count this as a use of it; None if absent."""
@@ -99,16 +202,65 @@ class Engine(Protocol):
     def peek(self, key: bytes) -> Item | None:
         """Return the item of ``key`` without counting this as a use."""
 
-    def put(
-        self, key: bytes, value: bytes | memoryview, *, head_bytes: int = 0, expires_at_ms: int | None = None
-    ) -> None:
-        """Store a value under ``key`` in place of what is there, evicting others if need be.
+    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+        """Bring the bytes ``[start, end)`` of an item whose value is None, 0 <= start < end <= length.
 
-        The engine keeps ``value`` itself: the caller does not change it afterwards.
+        Whatever happens to the entry meanwhile, ``done`` gets what the item's value was, or None: the bytes are not to
+        be had (a device error, a failed check); the engine has counted why and dropped the entry. Never wrong bytes.
+        Never refused: an engine that can only do so many at a time lets the others wait.
+        """
+
+    def hold(self, item: Item) -> None:
+        """Keep the bytes of an item with a value valid, and counted, until as many calls of release()."""
+
+    def release(self, item: Item) -> None:
+        """Undo one hold()."""
+
+    # ---- Writing
+
+    def allocate(self, size: int, ready: Callable[[], None]) -> memoryview | None:
+        """Return a writable buffer to receive a value of ``size`` bytes in, which put() then takes.
+
+        None: there is no room now; ``ready`` is called when to try again.
+
+        Raises:
+            MemoryError: there will never be.
+        """
+
+    def discard(self, buffer: memoryview) -> None:
+        """Take a buffer of allocate() back unless put() has taken it; its user is done with it in either case."""
+
+    def put(
+        self,
+        key: bytes,
+        value: bytes | memoryview,
+        *,
+        head_bytes: int = 0,
+        expires_at_ms: int | None = None,
+        parent: bytes = b"",
+    ) -> Ticket | None:
+        """Store a value under ``key`` in place of what is there, evicting others if need be; a pin goes with the old.
+
+        The engine keeps ``value`` itself: the caller does not change it afterwards. It can be read at once.
+
+        Args:
+            key: where to.
+            value: what.
+            head_bytes: length of the record's head, 0 if the value is no record.
+            expires_at_ms: Unix time in milliseconds, or None.
+            parent: the name (32 bytes) of the chunk before this one, of the same tenant; empty for none.
+
+        Returns:
+            None if it is as durable as this engine makes it, else a ticket: settled when it is, or with the error for
+            the writer; the entry is then gone.
 
         Raises:
             OutOfBudgetError: it does not fit; nothing has changed.
+            BusyError: too many writes are under way; nothing has changed.
         """
+
+    def settling(self, key: bytes) -> Ticket | None:
+        """Return the ticket of the entry of ``key`` while it is not settled: its value may yet be lost."""
 
     def remove(self, key: bytes) -> bool:
         """Remove ``key``; return whether it was there."""
@@ -116,241 +268,80 @@ class Engine(Protocol):
     def set_expiry(self, key: bytes, expires_at_ms: int | None) -> bool:
         """Set or clear the expiry of ``key``; return whether it was there. A time in the past removes it."""
 
-    def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """Return the next cursor, 0 at the end, and keys; as SCAN promises, whatever changes in between."""
+    def pin(self, key: bytes, until_ms: int) -> bool:
+        """Keep ``key`` from eviction until then (Unix time; 0 or the past unpins); return whether it was there."""
 
-    def clear(self) -> None:
-        """Remove everything."""
+    def clear(self, tenant: int | None) -> None:
+        """Remove everything of a tenant, or of all."""
+
+    def barrier(self) -> Ticket | None:
+        """Return a ticket that settles when every remove, set_expiry, pin and clear so far is durable; None if all are.
+
+        It settles with an error when one of them could not be written.
+        """
 
     def sweep(self, keys_max: int) -> int:
-        """Remove at most ``keys_max`` expired entries that nobody asked for; return how many were."""
+        """Remove at most ``keys_max`` expired entries that nobody asked for; return how many were looked at."""
 
-    def hold(self, item: Item) -> None:
-        """Keep an item's bytes valid, and counted, until as many calls of release()."""
+    # ---- Tenants, sizes
 
-    def release(self, item: Item) -> None:
-        """Undo one hold()."""
+    def scan(self, tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
+        """Return the next cursor, 0 at the end, and clients' keys; as SCAN promises, whatever changes in between."""
 
-    def __len__(self) -> int:
-        """Return the number of entries, expired ones that were not noticed yet included."""
+    def count(self, tenant: int) -> int:
+        """Return a tenant's number of entries, expired ones that were not noticed yet included."""
 
-    def statistics(self) -> EngineStatistics:
-        """Return counters and sizes."""
+    def tenant(self, name: str) -> int:
+        """Return the id of a tenant, given out on first use and kept as long as the engine keeps values; "" has 0."""
+
+    def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
+        """Bound what a tenant may use; None for no bound. What is beyond it goes at once, as far as it may."""
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget. What is beyond it goes at once, as far as it may."""
+
+    def statistics(self, tenant: int | None = None) -> EngineStatistics:
+        """Return counters and sizes, of all or of one tenant."""
+
+    # ---- Life
+
+    def start(self, lock: threading.Lock) -> None:
+        """Begin; before any other call, without the lock. ``lock`` is the node's, for poll() and threads to take.
+
+        Raises:
+            ConfigurationError: a device or folder cannot be used.
+        """
+
+    def descriptors(self) -> list[int]:
+        """Return what to wait for: poll() is called when one of them is readable. After start(), always the same."""
+
+    def poll(self) -> None:
+        """Deal with what devices have completed. Called without the lock, from the one thread that drives the engine.
+
+        It comes when a descriptor is readable and at least every 100 ms.
+        """
+
+    def drain(self, timeout_s: float) -> None:
+        """Make everything durable and leave what makes the next start quick; no calls but poll()'s own come any more.
+
+        Called without the lock, from the thread that called poll(), which this does for itself from now on. It returns
+        within ``timeout_s`` whatever devices do.
+        """
+
+    def close(self) -> None:
+        """Give everything back; from the same thread, after drain() or without it (then as after a crash)."""
+
+
+def qualified(tenant: int, key: bytes) -> bytes:
+    """Return what an engine calls a client's key."""
+    return tenant.to_bytes(TENANT_BYTES, "big") + key
+
+
+def tenant_of(key: bytes) -> int:
+    """Return the tenant of a qualified key."""
+    return int.from_bytes(key[:TENANT_BYTES], "big")
 
 
 def wall_clock_ms() -> int:
     """Return Unix time in milliseconds: what expiry times are in, because clients may give them so (EXAT)."""
     return time.time_ns() // 1_000_000
-
-
-class MemoryEngine:
-    """Values in memory, within a budget; the least recently used go first.
-
-    Eviction happens on writes only. Items that are being sent are passed over: evicting them would free nothing.
-    """
-
-    def __init__(self, budget_bytes: int, clock_ms: Callable[[], int] = wall_clock_ms) -> None:
-        """Make an empty engine.
-
-        Args:
-            budget_bytes: most that keys, values, overheads and held values may take together.
-            clock_ms: Unix time in milliseconds.
-        """
-        self._budget_bytes = budget_bytes
-        self._clock_ms = clock_ms
-        self._items: OrderedDict[bytes, Item] = OrderedDict()  # least recently used first
-        self._index = KeyIndex()
-        self._expiries: list[tuple[int, int, bytes]] = []  # heap of (time, serial, key); stale entries are skipped
-        self._expiring_keys = 0
-        self._used_bytes = 0
-        self._held_bytes = 0
-        self._peak_bytes = 0
-        self._records = 0
-        self._record_bytes = 0
-        self._evicted_keys = 0
-        self._evicted_bytes = 0
-        self._expired_keys = 0
-
-    def __len__(self) -> int:
-        """See :meth:`Engine.__len__`."""
-        return len(self._items)
-
-    def get(self, key: bytes) -> Item | None:
-        """See :meth:`Engine.get`."""
-        item = self._items.get(key)
-        if item is None:
-            return None
-        if item.expires_at_ms is not None and self._expire(key, item):
-            return None
-        self._items.move_to_end(key)
-        return item
-
-    def peek(self, key: bytes) -> Item | None:
-        """See :meth:`Engine.peek`."""
-        item = self._items.get(key)
-        if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
-            return None
-        return item
-
-    def put(
-        self, key: bytes, value: bytes | memoryview, *, head_bytes: int = 0, expires_at_ms: int | None = None
-    ) -> None:
-        """See :meth:`Engine.put`."""
-        cost = len(key) + len(value) + ENTRY_OVERHEAD_BYTES
-        old = self._items.get(key)
-        self._make_room(cost, key, old)
-        item = Item(value, head_bytes, expires_at_ms)
-        item.cost = cost
-        item.stored = True
-        if old is not None:
-            item.serial = old.serial
-            self._forget(old)
-        else:
-            item.serial = self._index.add(key)
-        self._items[key] = item
-        self._items.move_to_end(key)
-        self._used_bytes += cost
-        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        if head_bytes:
-            self._records += 1
-            self._record_bytes += len(value)
-        if expires_at_ms is not None:
-            self._remember_expiry(key, item, expires_at_ms)
-
-    def remove(self, key: bytes) -> bool:
-        """See :meth:`Engine.remove`."""
-        item = self.peek(key)
-        if item is None:
-            return False
-        self._drop(key, item)
-        return True
-
-    def set_expiry(self, key: bytes, expires_at_ms: int | None) -> bool:
-        """See :meth:`Engine.set_expiry`."""
-        item = self.peek(key)
-        if item is None:
-            return False
-        if expires_at_ms is not None and expires_at_ms <= self._clock_ms():
-            self._drop(key, item)
-            return True
-        if item.expires_at_ms is not None:
-            self._expiring_keys -= 1
-        item.expires_at_ms = expires_at_ms
-        if expires_at_ms is not None:
-            self._remember_expiry(key, item, expires_at_ms)
-        return True
-
-    def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """See :meth:`Engine.scan`."""
-        following, keys = self._index.page(cursor, count)
-        return following, [key for key in keys if self.peek(key) is not None]
-
-    def clear(self) -> None:
-        """See :meth:`Engine.clear`."""
-        for item in self._items.values():
-            self._forget(item)
-        self._items.clear()
-        self._index.clear()
-        self._expiries.clear()
-
-    def sweep(self, keys_max: int) -> int:
-        """See :meth:`Engine.sweep`."""
-        now = self._clock_ms()
-        swept = 0
-        while self._expiries and self._expiries[0][0] <= now and swept < keys_max:
-            expires_at_ms, serial, key = heapq.heappop(self._expiries)
-            item = self._items.get(key)
-            if item is not None and item.serial == serial and item.expires_at_ms == expires_at_ms:
-                self._expired_keys += 1
-                self._drop(key, item)
-            swept += 1  # stale ones count too: they bound the time as well
-        return swept
-
-    def hold(self, item: Item) -> None:
-        """See :meth:`Engine.hold`."""
-        item.holds += 1
-
-    def release(self, item: Item) -> None:
-        """See :meth:`Engine.release`."""
-        assert item.holds > 0, "released more often than held"
-        item.holds -= 1
-        if item.holds == 0 and not item.stored:
-            self._held_bytes -= item.cost
-            self._used_bytes -= item.cost
-
-    def statistics(self) -> EngineStatistics:
-        """See :meth:`Engine.statistics`."""
-        return EngineStatistics(
-            keys=len(self._items),
-            expiring_keys=self._expiring_keys,
-            budget_bytes=self._budget_bytes,
-            used_bytes=self._used_bytes,
-            held_bytes=self._held_bytes,
-            peak_bytes=self._peak_bytes,
-            records=self._records,
-            record_bytes=self._record_bytes,
-            evicted_keys=self._evicted_keys,
-            evicted_bytes=self._evicted_bytes,
-            expired_keys=self._expired_keys,
-        )
-
-    def _make_room(self, cost: int, key: bytes, old: Item | None) -> None:
-        """Evict until ``cost`` more bytes fit, what ``key`` holds now being replaced; or raise and change nothing."""
-        freed = old.cost if old is not None and old.holds == 0 else 0
-        missing = self._used_bytes - freed + cost - self._budget_bytes
-        if missing <= 0:
-            return
-        if cost > self._budget_bytes:
-            raise OutOfBudgetError(f"a value of {cost} bytes can never fit a budget of {self._budget_bytes} bytes")
-        victims: list[tuple[bytes, Item]] = []
-        for candidate, item in self._items.items():
-            if item.holds or item is old:
-                continue
-            victims.append((candidate, item))
-            missing -= item.cost
-            if missing <= 0:
-                break
-        else:
-            raise OutOfBudgetError(f"{missing} bytes are missing: the rest of the budget is held by replies under way")
-        for candidate, item in victims:
-            self._evicted_keys += 1
-            self._evicted_bytes += item.cost - ENTRY_OVERHEAD_BYTES
-            self._drop(candidate, item)
-
-    def _expire(self, key: bytes, item: Item) -> bool:
-        """Remove ``item`` if its time has come; return whether it had."""
-        if item.expires_at_ms is None or item.expires_at_ms > self._clock_ms():
-            return False
-        self._expired_keys += 1
-        self._drop(key, item)
-        return True
-
-    def _drop(self, key: bytes, item: Item) -> None:
-        del self._items[key]
-        self._index.remove(item.serial)
-        self._forget(item)
-
-    def _forget(self, item: Item) -> None:
-        """Take an item that is no longer in the table out of the accounts, or into those of held ones."""
-        item.stored = False
-        if item.head_bytes:
-            self._records -= 1
-            self._record_bytes -= len(item.value)
-        if item.expires_at_ms is not None:
-            self._expiring_keys -= 1
-        if item.holds:
-            self._held_bytes += item.cost
-        else:
-            self._used_bytes -= item.cost
-
-    def _remember_expiry(self, key: bytes, item: Item, expires_at_ms: int) -> None:
-        self._expiring_keys += 1
-        heapq.heappush(self._expiries, (expires_at_ms, item.serial, key))
-        # Each change of an expiry leaves a stale entry behind. Rebuilding at twice the live ones keeps that linear.
-        if len(self._expiries) > 64 + 2 * self._expiring_keys:
-            self._expiries = [
-                (item.expires_at_ms, item.serial, key)
-                for key, item in self._items.items()
-                if item.expires_at_ms is not None
-            ]
-            heapq.heapify(self._expiries)

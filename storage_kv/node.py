@@ -9,13 +9,13 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from shadowserve.errors import ShadowServeError
 from storage_kv.config import StorageConfig
-from storage_kv.engine import Engine, Item
+from storage_kv.engine import DEFAULT_TENANT, TENANT_BYTES, Engine, Item, Lease
 
 __all__ = [
     "REFERENCE_BYTES_MIN",
@@ -26,6 +26,8 @@ __all__ = [
     "Node",
     "Outgoing",
     "Part",
+    "Pending",
+    "Ready",
     "Reply",
     "Session",
 ]
@@ -43,17 +45,89 @@ class CommandError(ShadowServeError):
 
 
 class Outgoing:
-    """A part of a stored value in a reply: sent from where it is, its item held until it is sent."""
+    """A part of a stored value in a reply: sent from where it is; its item is held, or its lease kept, till then."""
 
-    __slots__ = ("item", "view")
+    __slots__ = ("source", "view")
 
-    def __init__(self, view: memoryview, item: Item) -> None:
-        """Make one; ``view`` is of ``item.value``."""
+    def __init__(self, view: memoryview, source: Item | Lease) -> None:
+        """Make one; ``view`` is of the item's value, or of the lease's."""
         self.view = view
-        self.item = item
+        self.source = source
+
+    def hold(self, engine: Engine) -> None:
+        """Keep the bytes until release(); a lease does so from its beginning. With the node's lock held."""
+        if isinstance(self.source, Item):
+            engine.hold(self.source)
+
+    def release(self, engine: Engine) -> None:
+        """Let go of the bytes. With the node's lock held."""
+        if isinstance(self.source, Item):
+            engine.release(self.source)
+        else:
+            self.source.release()
 
 
-Part: TypeAlias = bytes | Outgoing
+Ready: TypeAlias = bytes | Outgoing
+
+
+class Pending:
+    """A part of a reply that is not known yet: it keeps its place, and what is behind it waits for it.
+
+    Whoever finds it out calls resolve(), from any thread. A connection calls attach() to hear of it, or abandon() when
+    it does not want it any more. What it resolves to is held.
+
+    Attributes:
+        expects: about how many bytes it will be.
+        failed: set before resolve(): what it resolves to is an error.
+        lost: set before resolve(): a value that had been counted as a hit could not be read.
+        parts: what it resolved to; None until then.
+    """
+
+    __slots__ = ("_abandoned", "_lock", "_node", "_notify", "expects", "failed", "lost", "parts")
+
+    def __init__(self, node: "Node", expects: int) -> None:
+        """Make one that nobody waits for yet."""
+        self._node = node
+        self._lock = threading.Lock()
+        self._notify: Callable[[], None] | None = None
+        self._abandoned = False
+        self.expects = expects
+        self.failed = False
+        self.lost = False
+        self.parts: list[Ready] | None = None
+
+    def resolve(self, parts: list[Ready]) -> None:
+        """Give the part: once, without the node's lock, but for a call before anybody can have abandoned it."""
+        with self._lock:
+            self.parts = parts
+            if self._notify is not None:
+                self._notify()  # with the lock held: after abandon() it is called no more
+            abandoned = self._abandoned
+        if abandoned:
+            with self._node.lock:
+                self._node.drop(parts)
+
+    def attach(self, notify: Callable[[], None]) -> None:
+        """Have ``notify`` called when it is resolved, in whatever thread, or at once if it is already.
+
+        It must not wait for anything, since resolve() waits for it.
+        """
+        with self._lock:
+            self._notify = notify
+            if self.parts is not None:
+                notify()
+
+    def abandon(self) -> None:
+        """Let go of what it resolves to, now or when it does; with the node's lock held."""
+        with self._lock:
+            self._abandoned = self.parts is None
+            self._notify = None
+            parts, self.parts = self.parts, []
+        if parts:
+            self._node.drop(parts)
+
+
+Part: TypeAlias = bytes | Outgoing | Pending
 
 
 class Later:
@@ -87,6 +161,7 @@ class Counters:
     output_bytes: int = 0
     hits: int = 0
     misses: int = 0
+    lost: int = 0
     records_stored: int = 0
     records_kept: int = 0
     records_refused: int = 0
@@ -104,6 +179,7 @@ class Session:
         id: unique in the process, as CLIENT ID.
         protocol: 2 or 3.
         closing: the connection ends when what has been answered so far is sent.
+        prefix: what the tenant's keys begin with in the engine.
         replies: False after CLIENT REPLY OFF.
         skip: commands whose replies are still to be dropped, CLIENT REPLY SKIP itself included.
     """
@@ -123,6 +199,7 @@ class Session:
         "name",
         "no_evict",
         "pending_output_bytes",
+        "prefix",
         "protocol",
         "replies",
         "skip",
@@ -150,6 +227,20 @@ class Session:
         self.replies = True
         self.skip = 0
         self.no_evict = False
+        self.tenant = DEFAULT_TENANT
+
+    @property
+    def tenant(self) -> int:
+        """The id of the tenant whose keys the client sees; nothing that it sends can change it but AUTH."""
+        return int.from_bytes(self.prefix, "big")
+
+    @tenant.setter
+    def tenant(self, tenant: int) -> None:
+        self.prefix = tenant.to_bytes(TENANT_BYTES, "big")
+
+    def qualify(self, argument: Argument) -> bytes:
+        """Return what the engine calls a client's key."""
+        return self.prefix + argument
 
 
 @dataclass(slots=True)
@@ -186,8 +277,16 @@ class Node:
             self.counters.authentication_failures += 1
         return accepted
 
+    def drop(self, parts: Iterable[Part]) -> None:
+        """Let go of parts that are held and will not be sent; with the lock held."""
+        for part in parts:
+            if isinstance(part, Outgoing):
+                part.release(self.engine)
+            elif isinstance(part, Pending):
+                part.abandon()
+
     def read(self, key: bytes, *, touch: bool = True) -> Item | None:
-        """Return the item of ``key`` for a command that reads, counting a hit or a miss."""
+        """Return the item of a qualified key for a command that reads, counting a hit or a miss."""
         item = self.engine.get(key) if touch else self.engine.peek(key)
         if item is None:
             self.counters.misses += 1

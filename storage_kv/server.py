@@ -21,7 +21,8 @@ from shadowserve.logs import configure_logging
 from shadowserve.resp import encode_error
 from storage_kv.config import StorageConfig
 from storage_kv.connection import Connection
-from storage_kv.engine import Engine, MemoryEngine, wall_clock_ms
+from storage_kv.engine import Engine, wall_clock_ms
+from storage_kv.engines import open_engine
 from storage_kv.io_threads import IoThread, threads_for
 from storage_kv.metrics import MetricsEndpoint
 from storage_kv.node import Node, Session
@@ -58,8 +59,8 @@ class StorageServer:
     """
 
     def __init__(self, config: StorageConfig, engine: Engine | None = None) -> None:
-        """Make a server that does not listen yet; ``engine`` is by default one in memory, of the configured budget."""
-        self.node = Node(config, engine or MemoryEngine(config.memory_budget_bytes), wall_clock_ms)
+        """Make a server that does not listen yet; ``engine`` is by default the configured one."""
+        self.node = Node(config, open_engine(config) if engine is None else engine, wall_clock_ms)
         self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")
         self.addresses: list[tuple[str, int]] = []
         self._io_threads: list[IoThread] = []

@@ -11,6 +11,7 @@ from shadowserve.resp import Map, SimpleString, Value, encode, encode_error
 from storage_kv.commands import _connection, _keys, _kv, _server, _strings
 from storage_kv.commands._arguments import quote
 from storage_kv.commands._table import Command
+from storage_kv.engine import BusyError
 from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
 
 __all__ = ["TABLE", "Command", "execute"]
@@ -138,6 +139,8 @@ TABLE: Final[tuple[Command, ...]] = (
             since="1.0.0", group="server", summary="Returns information about the server, by sections."),
     Command(name="kv.meta", arity=-2, flags="readonly", handler=_kv.meta, keys=_ALL_KEYS,
             since="0.1.0", group="string", summary="Returns the length and the head of each record; nil without one."),
+    Command(name="kv.pin", arity=-3, flags="write fast", handler=_kv.pin, keys=(2, -1, 1),
+            since="0.1.0", group="string", summary="Keeps keys from eviction for so many seconds; 0 lets them go."),
     Command(name="mget", arity=-2, flags="readonly fast", handler=_strings.mget, keys=_ALL_KEYS,
             since="1.0.0", group="string", summary="Returns the values of keys."),
     Command(name="persist", arity=2, flags="write fast", handler=_keys.persist, keys=_ONE_KEY,
@@ -195,7 +198,11 @@ def _find(name: bytes) -> Command | None:
 
 
 def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """Execute one command and return its reply; errors are replies too."""
+    """Execute one command and return its reply; errors are replies too.
+
+    Raises:
+        BusyError: nothing has been done, and the command is to be executed again later.
+    """
     node.counters.commands += 1
     name = bytes(arguments[0])
     try:
@@ -209,6 +216,9 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         reply = command.handler(node, session, arguments)
     except CommandError as error:
         return _refuse(node, error)
+    except BusyError:  # it will be tried again
+        node.counters.commands -= 1
+        raise
     if isinstance(reply, Later):
         return _guarded(node, reply)
     return reply

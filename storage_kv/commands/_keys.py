@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from shadowserve.resp import encode
-from storage_kv.commands._arguments import OK, as_integer, quote, syntax_error
+from storage_kv.commands._arguments import OK, as_integer, quote, settled, syntax_error
 from storage_kv.commands._glob import Glob
 from storage_kv.node import Argument, CommandError, Node, Reply, Session
 
@@ -15,35 +15,36 @@ _SCAN_COUNT_MAX = 100_000  # keys looked at in one call, so that no COUNT can ho
 
 def exists(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """EXISTS key [key ...]: how many of them are there, repeated ones counted repeatedly."""
-    return b":%d\r\n" % sum(node.read(bytes(key), touch=False) is not None for key in arguments[1:])
+    return b":%d\r\n" % sum(node.read(session.qualify(key), touch=False) is not None for key in arguments[1:])
 
 
 def delete(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """DEL key [key ...], UNLINK likewise: memory is freed by the last reply that uses it."""
-    return b":%d\r\n" % sum(node.engine.remove(bytes(key)) for key in arguments[1:])
+    removed = sum(node.engine.remove(session.qualify(key)) for key in arguments[1:])
+    return settled(node, node.engine.barrier() if removed else None, "DEL", b":%d\r\n" % removed)
 
 
 def expire(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """EXPIRE key seconds [NX | XX | GT | LT]."""
-    return _expire(node, arguments, 1000, "expire")
+    return _expire(node, session, arguments, 1000, "expire")
 
 
 def pexpire(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """PEXPIRE key milliseconds [NX | XX | GT | LT]."""
-    return _expire(node, arguments, 1, "pexpire")
+    return _expire(node, session, arguments, 1, "pexpire")
 
 
-def _expire(node: Node, arguments: list[Argument], unit_ms: int, name: str) -> bytes:
+def _expire(node: Node, session: Session, arguments: list[Argument], unit_ms: int, name: str) -> Reply:
     allowed = _expire_condition(arguments[3:])
     number = as_integer(arguments[2])
     time_ms = number * unit_ms + node.clock_ms()
     if abs(number) * unit_ms > _TIME_MS_MAX or time_ms > _TIME_MS_MAX:
         raise CommandError(f"ERR invalid expire time in '{name}' command")
-    key = bytes(arguments[1])
+    key = session.qualify(arguments[1])
     item = node.engine.peek(key)
-    if item is None or not allowed(item.expires_at_ms, time_ms):
+    if item is None or not allowed(item.expires_at_ms, time_ms) or not node.engine.set_expiry(key, time_ms):
         return b":0\r\n"
-    return b":1\r\n" if node.engine.set_expiry(key, time_ms) else b":0\r\n"
+    return settled(node, node.engine.barrier(), name.upper(), b":1\r\n")
 
 
 def _expire_condition(options: list[Argument]) -> Callable[[int | None, int], bool]:
@@ -71,9 +72,9 @@ def _expire_condition(options: list[Argument]) -> Callable[[int | None, int], bo
     return allowed
 
 
-def _remaining_ms(node: Node, key: Argument) -> int:
+def _remaining_ms(node: Node, session: Session, key: Argument) -> int:
     """Return the milliseconds that ``key`` has left; -1 without expiry, -2 if absent."""
-    item = node.read(bytes(key), touch=False)
+    item = node.read(session.qualify(key), touch=False)
     if item is None:
         return -2
     return -1 if item.expires_at_ms is None else max(item.expires_at_ms - node.clock_ms(), 0)
@@ -81,28 +82,28 @@ def _remaining_ms(node: Node, key: Argument) -> int:
 
 def ttl(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """TTL key: seconds, rounded."""
-    remaining = _remaining_ms(node, arguments[1])
+    remaining = _remaining_ms(node, session, arguments[1])
     return b":%d\r\n" % (remaining if remaining < 0 else (remaining + 500) // 1000)
 
 
 def pttl(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """PTTL key: milliseconds."""
-    return b":%d\r\n" % _remaining_ms(node, arguments[1])
+    return b":%d\r\n" % _remaining_ms(node, session, arguments[1])
 
 
 def persist(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """PERSIST key."""
-    key = bytes(arguments[1])
+    key = session.qualify(arguments[1])
     item = node.engine.peek(key)
     if item is None or item.expires_at_ms is None:
         return b":0\r\n"
     node.engine.set_expiry(key, None)
-    return b":1\r\n"
+    return settled(node, node.engine.barrier(), "PERSIST", b":1\r\n")
 
 
 def type_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """TYPE key: every value is a string."""
-    return b"+none\r\n" if node.read(bytes(arguments[1]), touch=False) is None else b"+string\r\n"
+    return b"+none\r\n" if node.read(session.qualify(arguments[1]), touch=False) is None else b"+string\r\n"
 
 
 def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -126,7 +127,7 @@ def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             count = as_integer(argument)
             if count < 1:
                 syntax_error()
-    cursor, keys = node.engine.scan(int(cursor_text), min(count, _SCAN_COUNT_MAX))
+    cursor, keys = node.engine.scan(session.tenant, int(cursor_text), min(count, _SCAN_COUNT_MAX))
     if of_type != b"string":
         keys = []
     found = [key for key in keys if pattern is None or pattern.matches(key)]
@@ -135,12 +136,12 @@ def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def dbsize(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """DBSIZE."""
-    return b":%d\r\n" % len(node.engine)
+    return b":%d\r\n" % node.engine.count(session.tenant)
 
 
 def flush(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """FLUSHDB and FLUSHALL [ASYNC | SYNC]."""
+    """FLUSHDB and FLUSHALL [ASYNC | SYNC]: everything of the client's tenant."""
     if len(arguments) > 2 or (len(arguments) == 2 and bytes(arguments[1]).upper() not in (b"ASYNC", b"SYNC")):
         syntax_error()
-    node.engine.clear()
-    return OK
+    node.engine.clear(session.tenant)
+    return settled(node, node.engine.barrier(), "FLUSHALL", OK)

@@ -1,9 +1,12 @@
 """Our own commands; their names begin with ``KV.``."""
 
 from shadowserve.resp import encode_array_header, encode_null
-from storage_kv.node import Argument, Node, Reply, Session
+from storage_kv.commands._arguments import as_integer, bulk_of, settled
+from storage_kv.node import Argument, CommandError, Node, Part, Reply, Session
 
-__all__ = ["meta"]
+__all__ = ["meta", "pin"]
+
+_PIN_SECONDS_MAX = 10 * 365 * 86_400  # so that its end can be kept in 32 bits
 
 
 def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -13,13 +16,23 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     use of each record found: whoever asks is about to fetch.
     """
     null = encode_null(session.protocol)
-    parts = [encode_array_header(len(arguments) - 1)]
+    parts: list[Part] = [encode_array_header(len(arguments) - 1)]
     node.counters.meta_keys += len(arguments) - 1
     for key in arguments[1:]:
-        item = node.read(bytes(key))
+        item = node.read(session.qualify(key))
         if item is None or not item.head_bytes:
             parts.append(null)
             continue
-        head = bytes(item.value[: item.head_bytes])
-        parts.append(b"*2\r\n:%d\r\n$%d\r\n%b\r\n" % (len(item.value), len(head), head))
-    return b"".join(parts)
+        part = bulk_of(node, item, 0, item.head_bytes, missing=null, head=b"*2\r\n:%d\r\n" % item.length)
+        parts += [part] if isinstance(part, bytes) else part
+    return parts
+
+
+def pin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.PIN seconds key [key ...]: how many of them are there, and will not be evicted for so long; 0 unpins."""
+    seconds = as_integer(arguments[1])
+    if not 0 <= seconds <= _PIN_SECONDS_MAX:
+        raise CommandError("ERR invalid pin time in 'kv.pin' command")
+    until_ms = node.clock_ms() + 1000 * seconds if seconds else 0
+    found = sum(node.engine.pin(session.qualify(key), until_ms) for key in arguments[2:])
+    return settled(node, node.engine.barrier() if found else None, "KV.PIN", b":%d\r\n" % found)

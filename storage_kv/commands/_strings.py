@@ -6,8 +6,8 @@ from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
 from shadowserve.resp import encode_array_header, encode_null
-from storage_kv.commands._arguments import OK, as_integer, bulk_of, syntax_error
-from storage_kv.engine import OutOfBudgetError
+from storage_kv.commands._arguments import OK, OUT_OF_MEMORY, OldValue, as_integer, bulk_of, settled, syntax_error
+from storage_kv.engine import KEY_BYTES_MAX, BusyError, OutOfBudgetError
 from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
 
 __all__ = ["get", "getrange", "mget", "set_", "strlen"]
@@ -21,36 +21,38 @@ _TIME_MS_MAX = (1 << 63) - 1
 
 def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """GET key."""
-    item = node.read(bytes(arguments[1]))
-    return encode_null(session.protocol) if item is None else bulk_of(item)
+    item = node.read(session.qualify(arguments[1]))
+    null = encode_null(session.protocol)
+    return null if item is None else bulk_of(node, item, missing=null)
 
 
 def getrange(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """GETRANGE key start end: both inclusive, negative ones count from the end."""
     start, end = as_integer(arguments[2]), as_integer(arguments[3])
-    item = node.read(bytes(arguments[1]))
+    item = node.read(session.qualify(arguments[1]))
     if item is None or (start < 0 and end < 0 and start > end):
         return b"$0\r\n\r\n"
-    size = len(item.value)
+    size = item.length
     start = max(start + size, 0) if start < 0 else start
     end = max(end + size, 0) if end < 0 else min(end, size - 1)
     if start > end or size == 0:
         return b"$0\r\n\r\n"
-    return bulk_of(item, start, end + 1)
+    return bulk_of(node, item, start, end + 1, missing=b"$0\r\n\r\n")
 
 
 def strlen(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """STRLEN key."""
-    item = node.read(bytes(arguments[1]))
-    return b":%d\r\n" % (0 if item is None else len(item.value))
+    item = node.read(session.qualify(arguments[1]))
+    return b":%d\r\n" % (0 if item is None else item.length)
 
 
 def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """MGET key [key ...]."""
     parts: list[Part] = [encode_array_header(len(arguments) - 1)]
+    null = encode_null(session.protocol)
     for key in arguments[1:]:
-        item = node.read(bytes(key))
-        part = encode_null(session.protocol) if item is None else bulk_of(item)
+        item = node.read(session.qualify(key))
+        part = null if item is None else bulk_of(node, item, missing=null)
         parts += [part] if isinstance(part, bytes) else part
     return parts
 
@@ -103,6 +105,8 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     another record of the same key answers OK and keeps the first, its expiry included.
     """
     key, value = bytes(arguments[1]), arguments[2]
+    if len(key) > KEY_BYTES_MAX:
+        raise CommandError(f"ERR key is too long: {len(key)} bytes, and at most {KEY_BYTES_MAX} are allowed")
     options = _SetOptions.parse(node, arguments[3:]) if len(arguments) > 3 else _PLAIN
     if value[:4] != record.MAGIC:
         return _store(node, session, key, value, options, 0)
@@ -141,29 +145,39 @@ def _store_verified(
 
 
 def _store(
-    node: Node, session: Session, key: bytes, value: Argument, options: _SetOptions, head_bytes: int
+    node: Node,
+    session: Session,
+    key: bytes,
+    value: Argument,
+    options: _SetOptions,
+    head_bytes: int,
+    parent: bytes = b"",
 ) -> bytes | list[Part]:
-    old = node.engine.peek(key)
-    reply: bytes | list[Part] = OK
-    if options.returns_old:
-        old = node.read(key)
-        reply = encode_null(session.protocol) if old is None else bulk_of(old)
-    if options.condition and (options.condition == b"NX") == (old is not None):
-        return reply if options.returns_old else encode_null(session.protocol)
-    if head_bytes and old is not None and old.head_bytes:
-        node.engine.get(key)  # counts as a use: somebody still computes it
+    engine, name, null = node.engine, session.qualify(key), encode_null(session.protocol)
+    # With GET the old value is the answer, which is a use of it, whether it is replaced or not.
+    old = node.read(name) if options.returns_old else engine.peek(name)
+    unmet = bool(options.condition) and (options.condition == b"NX") == (old is not None)
+    keeps_record = not unmet and old is not None and head_bytes > 0 and old.head_bytes > 0
+    if keeps_record:
+        engine.get(name)  # counts as a use: somebody still computes it
         node.counters.records_kept += 1
-        return reply
+    if unmet or keeps_record:
+        if options.returns_old:
+            return null if old is None else bulk_of(node, old, missing=null)
+        # The record was stored by another, maybe just now: this client, too, is told OK when that is durable.
+        return null if unmet else settled(node, engine.settling(name), "SET", OK)
     expires_at_ms = old.expires_at_ms if options.keeps_expiry and old is not None else options.expires_at_ms
+    old_value = OldValue(node, old) if options.returns_old and old is not None else None
     try:
-        node.engine.put(
-            key,
-            value.toreadonly() if isinstance(value, memoryview) else value,
-            head_bytes=head_bytes,
-            expires_at_ms=expires_at_ms,
-        )
-    except OutOfBudgetError:
-        raise CommandError("OOM command not allowed when used memory > 'maxmemory'.") from None
+        ticket = engine.put(name, value, head_bytes=head_bytes, expires_at_ms=expires_at_ms, parent=parent)
+    except (OutOfBudgetError, BusyError) as error:
+        if old_value is not None:
+            node.drop(old_value.reply(None))
+        if isinstance(error, BusyError):
+            raise
+        raise CommandError(OUT_OF_MEMORY) from None
     if head_bytes:
         node.counters.records_stored += 1
-    return reply
+    if old_value is not None:
+        return old_value.reply(ticket)
+    return settled(node, ticket, "SET", null if options.returns_old else OK)

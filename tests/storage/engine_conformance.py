@@ -4,25 +4,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import pytest
+from engine_driver import Clock, Driver, Reading
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from storage_kv.engine import ENTRY_OVERHEAD_BYTES, Engine, OutOfBudgetError
-
-
-class Clock:
-    """A clock that goes when told to."""
-
-    def __init__(self) -> None:
-        self.now_ms = 1_000_000
-
-    def __call__(self) -> int:
-        return self.now_ms
+from storage_kv.engine import TENANT_BYTES, Engine, OutOfBudgetError
+from storage_kv.memory_engine import ENTRY_OVERHEAD_BYTES
 
 
 def cost(key: bytes, size: int) -> int:
-    return len(key) + size + ENTRY_OVERHEAD_BYTES
+    return TENANT_BYTES + len(key) + size + ENTRY_OVERHEAD_BYTES
 
 
 class EngineConformance(ABC):
@@ -32,30 +24,29 @@ class EngineConformance(ABC):
     def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Engine:
         """Return an empty engine."""
 
-    def read(self, engine: Engine, key: bytes) -> bytes | None:
-        item = engine.get(key)
-        return None if item is None else bytes(item.value)
+    def drive(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Driver:
+        return Driver(self.make(budget_bytes, clock_ms))
 
     def test_a_value_is_read_back_as_it_was_stored(self) -> None:
-        engine = self.make(1 << 20, Clock())
+        engine = self.drive(1 << 20, Clock())
         for value in (b"", b"x", bytes(range(256)) * 40, memoryview(b"view" * 100)):
             engine.put(b"key", value)
-            assert self.read(engine, b"key") == bytes(value)
-        assert self.read(engine, b"other") is None and engine.peek(b"other") is None
-        assert len(engine) == 1
+            assert engine.value(b"key") == bytes(value)
+        assert engine.value(b"other") is None and engine.peek(b"other") is None
+        assert engine.count() == 1
 
     def test_removing_and_clearing(self) -> None:
-        engine = self.make(1 << 20, Clock())
+        engine = self.drive(1 << 20, Clock())
         engine.put(b"a", b"1")
         engine.put(b"b", b"2")
         assert engine.remove(b"a") and not engine.remove(b"a")
-        assert self.read(engine, b"a") is None and self.read(engine, b"b") == b"2"
+        assert engine.value(b"a") is None and engine.value(b"b") == b"2"
         engine.clear()
-        assert len(engine) == 0 and self.read(engine, b"b") is None
+        assert engine.count() == 0 and engine.value(b"b") is None
         assert engine.statistics().used_bytes == 0
 
     def test_the_least_recently_used_is_evicted_first(self) -> None:
-        engine = self.make(3 * cost(b"a", 100), Clock())
+        engine = self.drive(3 * cost(b"a", 100), Clock())
         for key in (b"a", b"b", b"c"):
             engine.put(key, b"x" * 100)
         assert engine.get(b"a") is not None  # b is the oldest now
@@ -64,29 +55,29 @@ class EngineConformance(ABC):
         assert engine.peek(b"b") is None
         assert all(engine.peek(key) is not None for key in (b"a", b"c", b"d"))
         statistics = engine.statistics()
-        assert statistics.evicted_keys == 1 and statistics.evicted_bytes == 101
+        assert statistics.evicted_keys == 1 and statistics.evicted_bytes == 103
 
     def test_a_large_value_evicts_as_many_as_it_needs(self) -> None:
-        engine = self.make(4 * cost(b"a", 1000), Clock())
+        engine = self.drive(4 * cost(b"a", 1000), Clock())
         for key in (b"a", b"b", b"c", b"d"):
             engine.put(key, b"x" * 1000)
         engine.put(b"e", b"y" * 1800)  # one is not enough, two are
         assert [key for key in (b"a", b"b", b"c", b"d") if engine.peek(key)] == [b"c", b"d"]
-        assert self.read(engine, b"e") == b"y" * 1800
+        assert engine.value(b"e") == b"y" * 1800
         assert engine.statistics().used_bytes <= 4 * cost(b"a", 1000)
 
     def test_a_value_larger_than_the_budget_is_refused_and_changes_nothing(self) -> None:
-        engine = self.make(10_000, Clock())
+        engine = self.drive(10_000, Clock())
         engine.put(b"a", b"1")
         before = engine.statistics()
         with pytest.raises(OutOfBudgetError):
             engine.put(b"b", b"x" * 10_000)
         with pytest.raises(OutOfBudgetError):
             engine.put(b"a", b"x" * 10_000)
-        assert engine.statistics() == before and self.read(engine, b"a") == b"1"
+        assert engine.statistics() == before and engine.value(b"a") == b"1"
 
     def test_overwriting_gives_back_what_the_old_value_used(self) -> None:
-        engine = self.make(cost(b"a", 1000), Clock())
+        engine = self.drive(cost(b"a", 1000), Clock())
         for size in (1000, 10, 1000, 0, 1000):
             engine.put(b"a", b"x" * size)
             assert engine.statistics().used_bytes == cost(b"a", size)
@@ -94,7 +85,7 @@ class EngineConformance(ABC):
 
     def test_an_expired_entry_is_absent_to_everything(self) -> None:
         clock = Clock()
-        engine = self.make(1 << 20, clock)
+        engine = self.drive(1 << 20, clock)
         for key in (b"get", b"peek", b"remove", b"scan", b"expire"):
             engine.put(key, b"1", expires_at_ms=clock.now_ms + 10)
         engine.put(b"stays", b"1")
@@ -106,24 +97,24 @@ class EngineConformance(ABC):
         assert not engine.remove(b"remove")
         assert not engine.set_expiry(b"expire", None)
         assert engine.scan(0, 100) == (0, [b"stays"])
-        assert engine.statistics().expired_keys == 5 and len(engine) == 1
+        assert engine.statistics().expired_keys == 5 and engine.count() == 1
 
     def test_expiry_can_be_set_changed_and_cleared(self) -> None:
         clock = Clock()
-        engine = self.make(1 << 20, clock)
+        engine = self.drive(1 << 20, clock)
         engine.put(b"a", b"1")
         assert engine.set_expiry(b"a", clock.now_ms + 10) and engine.statistics().expiring_keys == 1
         assert engine.set_expiry(b"a", clock.now_ms + 100) and engine.statistics().expiring_keys == 1
         clock.now_ms += 50
         assert engine.set_expiry(b"a", None) and engine.statistics().expiring_keys == 0
         clock.now_ms += 1000
-        assert self.read(engine, b"a") == b"1"
+        assert engine.value(b"a") == b"1"
         assert engine.set_expiry(b"a", clock.now_ms) and engine.peek(b"a") is None
         assert not engine.set_expiry(b"none", None)
 
     def test_sweeping_finds_what_nobody_asks_for(self) -> None:
         clock = Clock()
-        engine = self.make(1 << 22, clock)
+        engine = self.drive(1 << 22, clock)
         for number in range(100):
             engine.put(b"%d" % number, b"1", expires_at_ms=clock.now_ms + 1 + number)
         engine.put(b"0", b"stays")  # the expiry that it had is void
@@ -131,12 +122,12 @@ class EngineConformance(ABC):
         assert engine.sweep(10) == 10
         while engine.sweep(10):
             pass
-        assert len(engine) == 51 and self.read(engine, b"0") == b"stays"
+        assert engine.count() == 51 and engine.value(b"0") == b"stays"
         assert engine.statistics().expired_keys == 49
 
     def test_changing_expiry_again_and_again_takes_no_memory(self) -> None:
         clock = Clock()
-        engine = self.make(1 << 20, clock)
+        engine = self.drive(1 << 20, clock)
         engine.put(b"a", b"1")
         for number in range(10_000):
             engine.set_expiry(b"a", clock.now_ms + 10 + number)
@@ -144,10 +135,10 @@ class EngineConformance(ABC):
         swept = 0
         while count := engine.sweep(1000):
             swept += count
-        assert len(engine) == 0 and swept < 1000
+        assert engine.count() == 0 and swept < 1000
 
     def test_scanning_returns_each_key_that_stays_exactly_once(self) -> None:
-        engine = self.make(1 << 24, Clock())
+        engine = self.drive(1 << 24, Clock())
         for number in range(1000):
             engine.put(b"stays%d" % number, b"1")
             engine.put(b"goes%d" % number, b"1")
@@ -169,50 +160,26 @@ class EngineConformance(ABC):
         assert len(set(found)) == len(found)
 
     def test_scanning_an_empty_engine_or_with_an_old_cursor_ends(self) -> None:
-        engine = self.make(1 << 20, Clock())
+        engine = self.drive(1 << 20, Clock())
         assert engine.scan(0, 10) == (0, [])
         assert engine.scan(1 << 63, 10) == (0, [])
 
-    def test_a_held_value_stays_valid_and_counted_after_it_is_removed(self) -> None:
-        engine = self.make(10 * cost(b"a", 1000), Clock())
+    def test_a_value_being_read_stays_valid_after_it_is_removed(self) -> None:
+        engine = self.drive(10 * cost(b"a", 1000), Clock())
         engine.put(b"a", b"x" * 1000)
-        item = engine.get(b"a")
-        assert item is not None
-        engine.hold(item)
-        engine.hold(item)
+        first, second = engine.open(b"a"), engine.open(b"a")
+        assert first is not None and second is not None
         engine.remove(b"a")
         engine.put(b"a", b"y" * 1000)
-        assert bytes(item.value) == b"x" * 1000
-        assert engine.statistics().held_bytes == cost(b"a", 1000)
-        assert engine.statistics().used_bytes == 2 * cost(b"a", 1000)
-        engine.release(item)
-        assert engine.statistics().held_bytes == cost(b"a", 1000)
-        engine.release(item)
+        assert first.wait() == second.wait() == b"x" * 1000
+        first.release()
+        assert second.wait() == b"x" * 1000
+        second.release()
         assert engine.statistics().held_bytes == 0
         assert engine.statistics().used_bytes == cost(b"a", 1000)
 
-    def test_held_values_are_not_evicted_since_that_would_free_nothing(self) -> None:
-        engine = self.make(2 * cost(b"a", 1000), Clock())
-        engine.put(b"a", b"x" * 1000)
-        engine.put(b"b", b"x" * 1000)
-        item = engine.peek(b"a")
-        assert item is not None
-        engine.hold(item)
-        engine.put(b"c", b"x" * 1000)
-        assert engine.peek(b"a") is item and engine.peek(b"b") is None
-        second = engine.peek(b"c")
-        assert second is not None
-        engine.hold(second)
-        before = engine.statistics()
-        with pytest.raises(OutOfBudgetError):
-            engine.put(b"d", b"x" * 1000)
-        assert engine.statistics() == before
-        engine.release(item)
-        engine.put(b"d", b"x" * 1000)
-        assert engine.peek(b"a") is None
-
     def test_records_are_counted(self) -> None:
-        engine = self.make(1 << 20, Clock())
+        engine = self.drive(1 << 20, Clock())
         engine.put(b"a", b"x" * 100, head_bytes=10)
         engine.put(b"b", b"x" * 100)
         item = engine.peek(b"a")
@@ -247,9 +214,9 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.clock = Clock()
-        self.engine = self.create(BUDGET, self.clock)
+        self.engine = Driver(self.create(BUDGET, self.clock))
         self.model: dict[bytes, tuple[bytes, int | None]] = {}
-        self.held: list[tuple[object, bytes]] = []
+        self.held: list[tuple[Reading, bytes]] = []
 
     @rule(key=KEYS, size=st.integers(0, 2500), ttl=st.none() | st.integers(1, 100))
     def put(self, key: bytes, size: int, ttl: int | None) -> None:
@@ -267,22 +234,26 @@ class EngineMachine(RuleBasedStateMachine):
         item = self.engine.get(key)
         if item is not None:
             value, expires = self.model[key]
-            assert bytes(item.value) == value
+            assert item.length == len(value)
             assert item.expires_at_ms == expires and (expires is None or expires > self.clock.now_ms)
 
     @rule(key=KEYS)
-    def hold(self, key: bytes) -> None:
-        item = self.engine.get(key)
-        if item is not None and len(self.held) < 2:
-            self.engine.hold(item)
-            self.held.append((item, bytes(item.value)))
+    def read(self, key: bytes) -> None:
+        reading = self.engine.open(key)
+        if reading is not None:
+            value = self.model[key][0]
+            if len(self.held) < 2:
+                self.held.append((reading, value))
+            else:
+                assert reading.wait() == value
+                reading.release()
 
     @precondition(lambda self: self.held)
     @rule()
     def release(self) -> None:
-        item, value = self.held.pop(0)
-        assert bytes(item.value) == value  # type: ignore[attr-defined]
-        self.engine.release(item)  # type: ignore[arg-type]
+        reading, value = self.held.pop(0)
+        assert reading.wait() == value
+        reading.release()
 
     @rule(key=KEYS)
     def remove(self, key: bytes) -> None:
@@ -311,7 +282,7 @@ class EngineMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.engine.clear()
         self.model.clear()
-        assert len(self.engine) == 0
+        assert self.engine.count() == 0
 
     @invariant()
     def accounts_add_up(self) -> None:
@@ -321,6 +292,6 @@ class EngineMachine(RuleBasedStateMachine):
         statistics = self.engine.statistics()
         live = sum(cost(key, len(self.model[key][0])) for key in keys)
         assert statistics.used_bytes == live + statistics.held_bytes
-        assert statistics.used_bytes <= BUDGET and statistics.keys == len(keys) == len(self.engine)
+        assert statistics.used_bytes <= BUDGET and statistics.keys == len(keys) == self.engine.count()
         if not self.held:
             assert statistics.held_bytes == 0

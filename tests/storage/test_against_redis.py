@@ -180,11 +180,12 @@ def test_command_table_agrees_with_redis(shared_server: Child, redis_port: int) 
     with Client(redis_port) as theirs:
         reference = theirs.call("COMMAND", "INFO", *names)
     assert isinstance(described, list) and isinstance(reference, list)
-    compared = 0
+    compared = own = 0
     for row, other in zip(described, reference, strict=True):
         assert isinstance(row, list)
         if other is None:
-            assert row[0] == b"kv.meta"
+            assert bytes(row[0]).startswith(b"kv.")  # type: ignore[arg-type]
+            own += 1
             continue
         assert isinstance(other, list)
         assert row[:2] == other[:2] and row[3:6] == other[3:6], row[0]
@@ -193,4 +194,4 @@ def test_command_table_agrees_with_redis(shared_server: Child, redis_port: int) 
         for flag in (b"readonly", b"write", b"no_auth", b"fast"):
             assert (flag in flags) == (flag in other_flags), (row[0], flag)
         compared += 1
-    assert compared == len(names) - 1 >= 30
+    assert compared == len(names) - own >= 30
