@@ -14,7 +14,7 @@ Some parts of replies are not known yet when their command has been executed (``
 from a device, an OK that waits until a write is durable. They keep their place; the commands behind them are executed,
 within limits, and nothing behind a pending part is sent before it. So there are two queues: ``_out``, what may be
 sent, and ``_waiting``, which begins with a pending part. Word that one is known comes from other threads, through the
-connection's :class:`_Signal`.
+connection's :class:`~storage_kv._signal.Signal`.
 
 An engine may have no room: for a buffer to receive a value in, or for one more write. Then the connection reads and
 executes nothing until the engine says when to try again, which the client feels as TCP's back-pressure; after
@@ -27,7 +27,6 @@ does not read stops itself, and holds at most that much and one reply.
 
 import logging
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -38,6 +37,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 from shadowserve.errors import ProtocolError
 from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, Limits, NeedData, encode_error
 from storage_kv import buffers
+from storage_kv._signal import Signal
 from storage_kv.commands import execute
 from storage_kv.engine import BusyError
 from storage_kv.event_loop import READ, WRITE, EventLoop
@@ -82,38 +82,6 @@ class Host(Protocol):
 
     def forget(self, connection: "Connection") -> None:
         """Take note that a connection has ended; called in the connection's thread, without the node's lock."""
-
-
-class _Signal:
-    """Wakes a connection from any thread, until it is cut off: nobody calls a loop that has been closed."""
-
-    __slots__ = ("_lock", "_loop", "_sent", "_step")
-
-    def __init__(self, loop: EventLoop, step: Callable[[], None]) -> None:
-        """Make one that has ``step`` called by the loop."""
-        self._loop = loop
-        self._step: Callable[[], None] | None = step
-        self._lock = threading.Lock()
-        self._sent = False
-
-    def send(self, _: object = None) -> None:
-        """Have the step done soon; once, however many ask for it before it is begun."""
-        with self._lock:
-            if self._step is not None and not self._sent:
-                self._sent = True
-                self._loop.call_threadsafe(self._begin)
-
-    def cut(self) -> None:
-        """Do nothing any more, whoever calls."""
-        with self._lock:
-            self._step = None
-
-    def _begin(self) -> None:
-        with self._lock:
-            self._sent = False
-            step = self._step
-        if step is not None:
-            step()
 
 
 class Connection:
@@ -163,8 +131,8 @@ class Connection:
         self._descriptor = sock.fileno()
         self.session = session
         self._reader = CommandReader(limits_of(host.node, session))
-        self._signal = _Signal(loop, self._on_signal)
-        self._room = _Signal(loop, self._on_room)
+        self._signal = Signal(loop, self._on_signal)
+        self._room = Signal(loop, self._on_room)
         self._out: deque[Ready] = deque()
         self._out_bytes = 0
         self._waiting: deque[Part] = deque()  # the first of it is pending

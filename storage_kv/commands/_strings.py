@@ -1,6 +1,7 @@
 """Commands on values, and the rule that records are immutable."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shadowserve import record
 from shadowserve.errors import RecordError
@@ -109,7 +110,7 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         raise CommandError(f"ERR key is too long: {len(key)} bytes, and at most {KEY_BYTES_MAX} are allowed")
     options = _SetOptions.parse(node, arguments[3:]) if len(arguments) > 3 else _PLAIN
     if value[:4] != record.MAGIC:
-        return _store(node, session, key, value, options, 0)
+        return _store(node, session, key, value, options, _NO_CHUNK)
     if len(value) <= _VERIFY_INLINE_BYTES_MAX:
         return _store_verified(node, session, key, value, options, _verify(key, value))
     return Later(
@@ -121,8 +122,18 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 _PLAIN = _SetOptions()
 
 
-def _verify(key: bytes, value: Argument) -> int | str:
-    """Return the length of the head of a valid record of ``key``, or what is wrong with it. Runs in any thread."""
+class _Chunk(NamedTuple):
+    """What the engine is told of a record: the length of its head, and the name of the chunk before it."""
+
+    head_bytes: int
+    parent: bytes
+
+
+_NO_CHUNK = _Chunk(0, b"")
+
+
+def _verify(key: bytes, value: Argument) -> "_Chunk | str":
+    """Return what the engine is told of a valid record of ``key``, or what is wrong with it. Runs in any thread."""
     try:
         name = bytes.fromhex(key[3:].decode("ascii")) if key.startswith(b"kv:") else b""
     except ValueError:
@@ -130,13 +141,14 @@ def _verify(key: bytes, value: Argument) -> int | str:
     if len(name) != KEY_BYTES or key[3:] != name.hex().encode():
         return "its key is not 'kv:' and 64 lower-case hexadecimal digits"
     try:
-        return record.verify(value, name).head_length
+        head = record.verify(value, name)
     except RecordError as error:
         return str(error)
+    return _Chunk(head.head_length, head.parent)
 
 
 def _store_verified(
-    node: Node, session: Session, key: bytes, value: Argument, options: _SetOptions, verdict: int | str
+    node: Node, session: Session, key: bytes, value: Argument, options: _SetOptions, verdict: "_Chunk | str"
 ) -> bytes | list[Part]:
     if isinstance(verdict, str):
         node.counters.records_refused += 1
@@ -150,9 +162,9 @@ def _store(
     key: bytes,
     value: Argument,
     options: _SetOptions,
-    head_bytes: int,
-    parent: bytes = b"",
+    chunk: "_Chunk",
 ) -> bytes | list[Part]:
+    head_bytes = chunk.head_bytes
     engine, name, null = node.engine, session.qualify(key), encode_null(session.protocol)
     # With GET the old value is the answer, which is a use of it, whether it is replaced or not.
     old = node.read(name) if options.returns_old else engine.peek(name)
@@ -169,7 +181,7 @@ def _store(
     expires_at_ms = old.expires_at_ms if options.keeps_expiry and old is not None else options.expires_at_ms
     old_value = OldValue(node, old) if options.returns_old and old is not None else None
     try:
-        ticket = engine.put(name, value, head_bytes=head_bytes, expires_at_ms=expires_at_ms, parent=parent)
+        ticket = engine.put(name, value, head_bytes=head_bytes, expires_at_ms=expires_at_ms, parent=chunk.parent)
     except (OutOfBudgetError, BusyError) as error:
         if old_value is not None:
             node.drop(old_value.reply(None))

@@ -1,0 +1,40 @@
+"""How other threads wake what an event loop drives."""
+
+import threading
+from collections.abc import Callable
+
+from storage_kv.event_loop import EventLoop
+
+__all__ = ["Signal"]
+
+
+class Signal:
+    """Has a step done by a loop, whoever asks, until it is cut: nobody calls a loop that has been closed."""
+
+    __slots__ = ("_lock", "_loop", "_sent", "_step")
+
+    def __init__(self, loop: EventLoop, step: Callable[[], None]) -> None:
+        """Make one that has ``step`` called by the loop."""
+        self._loop = loop
+        self._step: Callable[[], None] | None = step
+        self._lock = threading.Lock()
+        self._sent = False
+
+    def send(self, _: object = None) -> None:
+        """Have the step done soon; once, however many ask for it before it is begun."""
+        with self._lock:
+            if self._step is not None and not self._sent:
+                self._sent = True
+                self._loop.call_threadsafe(self._begin)
+
+    def cut(self) -> None:
+        """Do nothing any more, whoever calls."""
+        with self._lock:
+            self._step = None
+
+    def _begin(self) -> None:
+        with self._lock:
+            self._sent = False
+            step = self._step
+        if step is not None:
+            step()
