@@ -22,6 +22,7 @@ from shadowserve.resp import encode_error
 from storage_kv.config import StorageConfig
 from storage_kv.connection import Connection
 from storage_kv.engine import Engine, wall_clock_ms
+from storage_kv.engine_thread import EngineThread
 from storage_kv.engines import open_engine
 from storage_kv.io_threads import IoThread, threads_for
 from storage_kv.metrics import MetricsEndpoint
@@ -72,6 +73,7 @@ class StorageServer:
         self._ended = asyncio.Event()
         self._metrics: MetricsEndpoint | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._engine_thread: EngineThread | None = None
 
     @property
     def metrics_port(self) -> int | None:
@@ -82,7 +84,7 @@ class StorageServer:
         """Listen, and accept clients.
 
         Raises:
-            ConfigurationError: an address cannot be listened on.
+            ConfigurationError: an address cannot be listened on, or the engine not be started.
         """
         config = self.node.config
         self._loop = asyncio.get_running_loop()
@@ -103,7 +105,18 @@ class StorageServer:
                     f"cannot serve metrics on {config.metrics_host} port {config.metrics_port}: {error}; choose "
                     "another metrics_port, or null for none"
                 ) from error
+        try:
+            # In another thread, since recovering what devices hold may take seconds; nobody is accepted meanwhile.
+            await self._loop.run_in_executor(None, self.node.engine.start, self.node.lock)
+        except BaseException:
+            self._close_listeners()
+            if self._metrics is not None:
+                self._metrics.close()
+            raise
+        self._engine_thread = EngineThread(self.node.engine)
         self._start_io_threads(threads_for(config.io_threads))
+        for listener in self._listeners:
+            self._loop.add_reader(listener, self._on_acceptable, listener)
         self._watcher = asyncio.create_task(self._watch())
         if config.listens_beyond_loopback and not self.node.needs_password:
             fate = "refused" if config.protected_mode else "let in without a password"
@@ -119,6 +132,8 @@ class StorageServer:
             self._close_listeners()
             if self._metrics is not None:
                 self._metrics.close()
+            if self._engine_thread is not None:
+                self._engine_thread.stop(0.0)
             raise ConfigurationError(f"cannot start {count} threads: {error}; choose fewer io_threads") from error
 
     async def _listen(self, host: str, port: int) -> list[socket.socket]:
@@ -138,8 +153,6 @@ class StorageServer:
                 listener.close()
             self.addresses.clear()
             raise
-        for listener in listeners:
-            self._loop.add_reader(listener, self._on_acceptable, listener)
         return listeners
 
     # ---- Accepting
@@ -275,6 +288,11 @@ class StorageServer:
         self.workers.shutdown(wait=True, cancel_futures=True)
         for thread in self._io_threads:
             thread.stop()
+        # Nobody can ask for anything any more. What has been acknowledged is durable; this makes the next start quick.
+        if self._engine_thread is not None:
+            drain_s = self.node.config.shutdown_timeout_s
+            if not await self._loop.run_in_executor(None, self._engine_thread.stop, drain_s):
+                _log.error("engine_left timeout_s=%g hint='a device does not answer'", drain_s)
 
     def _close_listeners(self) -> None:
         for listener in self._listeners:
