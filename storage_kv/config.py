@@ -2,7 +2,7 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
 
@@ -10,7 +10,21 @@ from shadowserve.config import Section
 from shadowserve.cores import ProcessCores
 from shadowserve.logs import LogFormat
 
-__all__ = ["StorageConfig"]
+__all__ = ["LIVE", "StorageConfig"]
+
+LIVE: Final = (
+    "memory_budget_bytes",
+    "connections_max",
+    "pipeline_commands_max",
+    "output_buffer_bytes_max",
+    "idle_timeout_s",
+    "stall_timeout_s",
+    "shutdown_timeout_s",
+    "drain_delay_s",
+    "log_level",
+    "log_format",
+)
+"""Keys that can change while the node runs. All others are read once, at the start."""
 
 
 class StorageConfig(Section):

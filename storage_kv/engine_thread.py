@@ -7,6 +7,8 @@ client's thread waits for a device, and a device that stands still delays nobody
 import logging
 import select
 import threading
+from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from storage_kv.engine import Engine
@@ -31,12 +33,17 @@ class EngineThread:
         self._descriptors = engine.descriptors()
         self._stop = threading.Event()
         self._drain_s = 0.0
+        self._handed: deque[Callable[[], None]] = deque()
         self._wake = select.epoll()
         for descriptor in self._descriptors:
             self._wake.register(descriptor, select.EPOLLIN)
         # A daemon: a device that never answers must not keep the process.
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    def hand(self, function: Callable[[], None]) -> None:
+        """Have a function called in this thread, after its next poll()."""
+        self._handed.append(function)
 
     def stop(self, drain_s: float) -> bool:
         """Have the engine drained within ``drain_s`` and closed; return whether it was. Waits for it."""
@@ -54,6 +61,8 @@ class EngineThread:
                 else:
                     self._stop.wait(_INTERVAL_S)
                 engine.poll()
+                while self._handed:
+                    self._handed.popleft()()
             except Exception:  # a bug of ours must not leave every client waiting
                 _log.exception("engine_poll_failed")
                 self._stop.wait(_INTERVAL_S)

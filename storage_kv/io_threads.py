@@ -74,6 +74,10 @@ class IoThread:
         """Have ``action`` done with every connection, soon, in this thread."""
         self._loop.call_threadsafe(lambda: self._each(action))
 
+    def hand(self, function: Callable[[], None]) -> None:
+        """Have a function called soon, in this thread."""
+        self._loop.call_threadsafe(function)
+
     def watch(self) -> None:
         """Have connections ended that have stood still for too long."""
         if self.clients:

@@ -1,86 +1,224 @@
-"""The Prometheus endpoint of the storage node: read at scrape time, nothing is kept twice."""
+"""The metrics of the storage node, for Prometheus: read at scrape time, nothing is kept twice.
 
-from collections.abc import Iterator
-from threading import Thread
-from typing import Any
+Labels are commands, devices, arenas, operations and causes: few, and ours. Never a key, a client or a tenant: they are
+many, and other people's. Units are seconds and bytes; counters end in ``_total``.
+"""
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+import resource
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+
+from shadowserve import __version__
+from storage_kv.command_statistics import SAMPLE_EVERY
+from storage_kv.health import Condition
 from storage_kv.node import Node
+from storage_kv.observation import ArenaObservation, DeviceObservation, LatencyHistogram, Observation, observe
 
-__all__ = ["MetricsEndpoint", "NodeCollector"]
+__all__ = ["NodeCollector"]
 
-_PREFIX = "shadowserve_storage_"
+_PREFIX: Final = "shadowserve_storage_"
+
+_Table = tuple[tuple[str, str, str], ...]
+
+_NODE_COUNTERS: Final[_Table] = (
+    # metric, attribute of Counters, help
+    ("connections", "connections", "Connections accepted."),
+    ("connections_rejected", "connections_rejected", "Connections beyond connections_max."),
+    ("connections_denied", "connections_denied", "Connections refused by protected mode."),
+    ("commands", "commands", "Commands executed."),
+    ("command_errors", "errors", "Commands answered with an error."),
+    ("unknown_commands", "unknown_commands", "Commands that there are not."),
+    ("protocol_errors", "protocol_errors", "Connections closed because of malformed input."),
+    ("authentication_failures", "authentication_failures", "Wrong passwords."),
+    ("tls_failures", "tls_failures", "TLS handshakes that failed."),
+    ("acl_denials", "acl_denials", "Commands refused because the user may not use the command, or the key."),
+    ("throttled", "throttled", "Times that a client had to wait because its tenant was beyond its rates."),
+    ("received_bytes", "input_bytes", "Bytes received."),
+    ("sent_bytes", "output_bytes", "Bytes sent."),
+    ("hits", "hits", "Keys found by commands that read."),
+    ("misses", "misses", "Keys not found by commands that read."),
+    ("lost", "lost", "Keys found, whose bytes could then not be read: answered as misses."),
+    ("meta_keys", "meta_keys", "Keys asked for by KV.META."),
+    ("records_stored", "records_stored", "Records stored."),
+    ("records_kept", "records_kept", "Records that were there already."),
+    ("records_refused", "records_refused", "Records refused because they do not verify."),
+    ("clients_stalled", "stalled_clients", "Connections closed because they stood still."),
+    ("clients_idle", "idle_clients", "Connections closed because they were idle."),
+)
+_ENGINE_COUNTERS: Final[_Table] = (
+    ("evicted_keys", "evicted_keys", "Keys removed to make room."),
+    ("evicted_bytes", "evicted_bytes", "Bytes of keys and values removed to make room."),
+    ("expired_keys", "expired_keys", "Keys removed because their time had come."),
+    ("lost_keys", "lost_keys", "Keys dropped because their bytes could not be read, or were not what was stored."),
+    ("failed_writes", "failed_writes", "Values that could not be made durable; their writers were told."),
+)
+_ENGINE_GAUGES: Final[_Table] = (
+    ("keys", "keys", "Keys."),
+    ("expiring_keys", "expiring_keys", "Keys with an expiry."),
+    ("pinned_keys", "pinned_keys", "Keys that are pinned."),
+    ("records", "records", "Keys whose values are records."),
+    ("record_bytes", "record_bytes", "Bytes of records."),
+    ("memory_budget_bytes", "budget_bytes", "Bytes that may be used."),
+    ("memory_used_bytes", "used_bytes", "Bytes used, overheads and held values included."),
+    ("memory_held_bytes", "held_bytes", "Bytes of removed values that are still being sent."),
+    ("memory_peak_bytes", "peak_bytes", "Most bytes that were ever used."),
+)
+_DEVICE_COUNTERS: Final[_Table] = (
+    ("device_read_bytes", "read_bytes", "Bytes read from a device."),
+    ("device_written_bytes", "written_bytes", "Bytes written to a device."),
+    ("device_errors", "errors", "Requests that a device failed."),
+)
+_DEVICE_GAUGES: Final[_Table] = (
+    ("device_healthy", "healthy", "Whether a device is in use: 1 or 0."),
+    ("device_capacity_bytes", "capacity_bytes", "Bytes that a device can hold."),
+    ("device_used_bytes", "used_bytes", "Bytes that a device holds."),
+    ("device_queue_depth", "queue_depth", "Requests that a device has."),
+    ("device_waiting", "waiting", "Requests that wait for a device."),
+    ("device_bandwidth_bytes_per_second", "bandwidth_bytes_per_s", "Bandwidth of a device as last measured."),
+    ("device_wear_bytes", "wear_bytes_today", "Bytes written in the present day of the wear budget."),
+    ("device_wear_budget_bytes", "wear_budget_bytes", "Bytes that may be written a day; absent without a budget."),
+)
+_ARENA_GAUGES: Final[_Table] = (
+    ("arena_capacity_bytes", "capacity_bytes", "Bytes of an arena."),
+    ("arena_used_bytes", "used_bytes", "Bytes of an arena in use."),
+    ("arena_copies", "copies", "Objects of which an arena holds a copy."),
+)
+_ARENA_COUNTERS: Final[_Table] = (
+    ("arena_promotions", "promoted", "Objects copied into an arena because they were hot."),
+)
+_OBSERVED_COUNTERS: Final[_Table] = (
+    ("quarantined", "quarantined", "Objects or extents kept out of use because they are faulty."),
+    ("busy_refusals", "busy_refusals", "Writes told to wait because too many were under way."),
+)
+_OBSERVED_GAUGES: Final[_Table] = (
+    ("writes_pending", "writes_pending", "Values that are not durable yet."),
+    ("reads_pending", "reads_pending", "Reads that devices have not answered."),
+    ("recovery_seconds", "recovery_seconds", "What finding everything again took at the start."),
+    ("recovered_objects", "recovered_objects", "Objects found again at the start."),
+)
+_SCRUB_COUNTERS: Final[_Table] = (
+    ("scrub_objects", "objects", "Objects verified by the background scrub."),
+    ("scrub_bytes", "bytes", "Bytes verified by the background scrub."),
+    ("scrub_rotten", "rotten", "Objects that the scrub found to differ from what was stored."),
+    ("scrub_passes", "passes", "Rounds of the scrub over everything."),
+)
 
 
 class NodeCollector:
-    """Turns a node's counters into metrics. Called from the endpoint's thread; it only reads integers."""
+    """Turns a node's counters into metrics. Called from the endpoint's thread; it only reads."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, condition: Condition) -> None:
         """Make the collector of one node."""
         self._node = node
+        self._condition = condition
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric. No keys and no client names in labels: they are unbounded, and other people's."""
-        counters, engine = self._node.counters, self._node.engine.statistics()
-        for name, value, help_text in (
-            ("connections", counters.connections, "Connections accepted."),
-            ("connections_rejected", counters.connections_rejected, "Connections beyond connections_max."),
-            ("connections_denied", counters.connections_denied, "Connections refused by protected mode."),
-            ("commands", counters.commands, "Commands executed."),
-            ("command_errors", counters.errors, "Commands answered with an error."),
-            ("protocol_errors", counters.protocol_errors, "Connections closed because of malformed input."),
-            ("authentication_failures", counters.authentication_failures, "Wrong passwords."),
-            ("received_bytes", counters.input_bytes, "Bytes received."),
-            ("sent_bytes", counters.output_bytes, "Bytes sent."),
-            ("hits", counters.hits, "Keys found by commands that read."),
-            ("misses", counters.misses, "Keys not found by commands that read."),
-            ("meta_keys", counters.meta_keys, "Keys asked for by KV.META."),
-            ("records_stored", counters.records_stored, "Records stored."),
-            ("records_kept", counters.records_kept, "Records that were there already."),
-            ("records_refused", counters.records_refused, "Records refused because they do not verify."),
-            ("clients_stalled", counters.stalled_clients, "Connections closed because they stood still."),
-            ("clients_idle", counters.idle_clients, "Connections closed because they were idle."),
-            ("evicted_keys", engine.evicted_keys, "Keys removed to make room."),
-            ("evicted_bytes", engine.evicted_bytes, "Bytes of keys and values removed to make room."),
-            ("expired_keys", engine.expired_keys, "Keys removed because their time had come."),
+        """Yield every metric."""
+        node = self._node
+        with node.lock:
+            engine = node.engine.statistics()
+            seen = observe(node.engine)
+            by_command = dict(node.counters.by_command)
+            waiting = sum(session.pending_output_bytes for session in node.sessions.values())
+        yield from _each(CounterMetricFamily, _NODE_COUNTERS, node.counters)
+        yield from _each(CounterMetricFamily, _ENGINE_COUNTERS, engine)
+        yield from _each(GaugeMetricFamily, _ENGINE_GAUGES, engine)
+        yield from self._process(waiting)
+        calls = CounterMetricFamily(_PREFIX + "command_calls", "Calls by command.", labels=["command"])
+        refused = CounterMetricFamily(_PREFIX + "command_refusals", "Commands refused unexecuted.", labels=["command"])
+        failed = CounterMetricFamily(_PREFIX + "command_failures", "Calls that failed.", labels=["command"])
+        durations: dict[tuple[str, ...], LatencyHistogram] = {}
+        for name, statistics in sorted(by_command.items()):
+            calls.add_metric([name], statistics.calls)
+            refused.add_metric([name], statistics.rejected)
+            failed.add_metric([name], statistics.failed)
+            durations[name,] = statistics.durations
+        yield from (calls, refused, failed)
+        yield _histogram(
+            "command_duration_seconds", f"Time in the engine of one call in {SAMPLE_EVERY}.", ["command"], durations
+        )
+        yield from _observed(seen)
+
+    def _process(self, waiting_bytes: int) -> Iterator[Metric]:
+        node, condition, usage = self._node, self._condition, resource.getrusage(resource.RUSAGE_SELF)
+        yield InfoMetricFamily(_PREFIX + "build", "What runs.", {"version": __version__, "engine": _engine_name(node)})
+        for name, value, text in (
+            ("clients", len(node.sessions), "Connected clients."),
+            ("connections_max", node.config.connections_max, "Clients that may be connected."),
+            ("replies_waiting_bytes", waiting_bytes, "Bytes of replies that clients have not taken yet."),
+            ("up_seconds", time.monotonic() - node.started_s, "Time since the start."),
+            ("recovered", condition.recovered, "Whether the engine has found again what it kept: 1 or 0."),
+            ("draining", condition.draining, "Whether the server has been told to stop: 1 or 0."),
         ):
-            counter = CounterMetricFamily(_PREFIX + name, help_text)
-            counter.add_metric([], value)
-            yield counter
-        for name, value, help_text in (
-            ("clients", len(self._node.sessions), "Connected clients."),
-            ("keys", engine.keys, "Keys."),
-            ("records", engine.records, "Keys whose values are records."),
-            ("record_bytes", engine.record_bytes, "Bytes of records."),
-            ("memory_budget_bytes", engine.budget_bytes, "Bytes that may be used."),
-            ("memory_used_bytes", engine.used_bytes, "Bytes used, overheads and held values included."),
-            ("memory_held_bytes", engine.held_bytes, "Bytes of removed values that are still being sent."),
-        ):
-            gauge = GaugeMetricFamily(_PREFIX + name, help_text)
-            gauge.add_metric([], value)
-            yield gauge
+            yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
+        yield CounterMetricFamily(_PREFIX + "cpu_seconds", "CPU time.", value=usage.ru_utime + usage.ru_stime)
 
 
-class MetricsEndpoint:
-    """An HTTP server for Prometheus, on a thread of its own."""
+def _engine_name(node: Node) -> str:
+    return type(node.engine).__name__.removesuffix("Engine").lower()
 
-    def __init__(self, node: Node, host: str, port: int) -> None:
-        """Start serving; port 0 takes a free one.
 
-        Raises:
-            OSError: the address cannot be listened on.
-        """
-        registry = CollectorRegistry()
-        registry.register(NodeCollector(node))
-        self._server: Any
-        self._thread: Thread
-        self._server, self._thread = start_http_server(port, host, registry)
-        self.port: int = self._server.server_port
+def _each(family: type[Metric], table: _Table, source: object) -> Iterator[Metric]:
+    """Yield a metric without labels for each row whose attribute the source has."""
+    for name, attribute, text in table:
+        value = getattr(source, attribute, None)
+        if value is not None:
+            yield family(_PREFIX + name, text, value=float(value))
 
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+
+def _labelled(
+    family: type[Metric], table: _Table, label: str, sources: Iterable[DeviceObservation | ArenaObservation]
+) -> Iterator[Metric]:
+    """Yield a metric for each row, with a sample for each source that has the attribute."""
+    found = list(sources)
+    for name, attribute, text in table:
+        metric = family(_PREFIX + name, text, labels=[label])
+        for source in found:
+            value = getattr(source, attribute)
+            if value is not None:
+                metric.add_metric([source.name], float(value))
+        yield metric
+
+
+def _by(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    metric = CounterMetricFamily(_PREFIX + name, text, labels=[label])
+    for value, count in sorted(counts.items()):
+        metric.add_metric([value], count)
+    return metric
+
+
+def _histogram(
+    name: str, text: str, labels: list[str], found: Mapping[tuple[str, ...], LatencyHistogram]
+) -> HistogramMetricFamily:
+    metric = HistogramMetricFamily(_PREFIX + name, text, labels=labels)
+    for values, histogram in found.items():
+        metric.add_metric(list(values), histogram.cumulative(), histogram.sum_ns / 1e9)
+    return metric
+
+
+def _observed(seen: Observation) -> Iterator[Metric]:
+    """Yield what the engine shows beyond its totals."""
+    yield from _each(CounterMetricFamily, _OBSERVED_COUNTERS, seen)
+    yield from _each(GaugeMetricFamily, _OBSERVED_GAUGES, seen)
+    yield from _each(CounterMetricFamily, _SCRUB_COUNTERS, seen.scrub)
+    yield _by("evictions", "Keys removed to make room, by cause.", "cause", seen.evictions)
+    yield _by("admissions", "Values by what became of them on their way to a device.", "outcome", seen.admission)
+    yield from _labelled(CounterMetricFamily, _DEVICE_COUNTERS, "device", seen.devices)
+    yield from _labelled(GaugeMetricFamily, _DEVICE_GAUGES, "device", seen.devices)
+    yield _histogram(
+        "device_operation_duration_seconds",
+        "Time of a device's requests, waiting included, by operation.",
+        ["device", "operation"],
+        {(each.name, kind): one for each in seen.devices for kind, one in sorted(each.latencies.items())},
+    )
+    yield from _labelled(GaugeMetricFamily, _ARENA_GAUGES, "arena", seen.arenas)
+    yield from _labelled(CounterMetricFamily, _ARENA_COUNTERS, "arena", seen.arenas)

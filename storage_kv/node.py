@@ -9,11 +9,12 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from shadowserve.errors import ShadowServeError
+from shadowserve.errors import ConfigurationError, ShadowServeError
+from storage_kv.command_statistics import CommandStatistics
 from storage_kv.config import StorageConfig
 from storage_kv.engine import DEFAULT_TENANT, TENANT_BYTES, Engine, Item, Lease
 
@@ -170,6 +171,15 @@ class Counters:
     idle_clients: int = 0
     protocol_errors: int = 0
     authentication_failures: int = 0
+    unknown_commands: int = 0
+    by_command: dict[str, CommandStatistics] = field(default_factory=dict)
+
+    def of(self, command: str) -> CommandStatistics:
+        """Return the statistics of a command, by its full name."""
+        found = self.by_command.get(command)
+        if found is None:
+            found = self.by_command[command] = CommandStatistics()
+        return found
 
 
 class Session:
@@ -243,6 +253,10 @@ class Session:
         return self.prefix + argument
 
 
+def _refuse_change(values: Mapping[str, Any]) -> None:
+    raise ConfigurationError("nothing can change: no server runs this node")
+
+
 @dataclass(slots=True)
 class Node:
     """One storage node.
@@ -250,6 +264,7 @@ class Node:
     Attributes:
         lock: held by whoever uses the engine, the counters or the sessions; nobody waits for anything while holding it.
             Commands are executed under it, so that each sees and leaves a whole.
+        change_configuration: changes keys, all or none, with the lock held; raises ConfigurationError.
     """
 
     config: StorageConfig
@@ -262,6 +277,7 @@ class Node:
     lock: threading.Lock = field(default_factory=threading.Lock)
     process_id: int = field(default_factory=os.getpid)
     port: int = 0
+    change_configuration: Callable[[Mapping[str, Any]], None] = _refuse_change
 
     @property
     def needs_password(self) -> bool:

@@ -5,6 +5,7 @@ threads serve clients, others check large records and answer Prometheus.
 """
 
 import asyncio
+import contextlib
 import gc
 import ipaddress
 import itertools
@@ -12,6 +13,7 @@ import logging
 import resource
 import signal
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -25,8 +27,8 @@ from storage_kv.engine import Engine, wall_clock_ms
 from storage_kv.engine_thread import EngineThread
 from storage_kv.engines import open_engine
 from storage_kv.io_threads import IoThread, threads_for
-from storage_kv.metrics import MetricsEndpoint
 from storage_kv.node import Node, Session
+from storage_kv.operations import Operations
 
 __all__ = ["StorageServer", "run"]
 
@@ -59,9 +61,22 @@ class StorageServer:
     Use: ``await start()``, then ``await wait_stopped()``; ``request_stop()`` from a signal handler ends the latter.
     """
 
-    def __init__(self, config: StorageConfig, engine: Engine | None = None) -> None:
-        """Make a server that does not listen yet; ``engine`` is by default the configured one."""
+    def __init__(
+        self,
+        config: StorageConfig,
+        engine: Engine | None = None,
+        load: Callable[[], StorageConfig] | None = None,
+    ) -> None:
+        """Make a server that does not listen yet.
+
+        Args:
+            config: the configuration.
+            engine: what holds the values; by default the configured one.
+            load: reads the configuration again; None where it cannot be.
+        """
         self.node = Node(config, open_engine(config) if engine is None else engine, wall_clock_ms)
+        self.operations = Operations(self.node, load)
+        self.operations.reconfiguration.follow("connections_max", self._follow_connections_max)
         self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")
         self.addresses: list[tuple[str, int]] = []
         self._io_threads: list[IoThread] = []
@@ -71,14 +86,17 @@ class StorageServer:
         self._session_ids = itertools.count(1)
         self._stop_requested = asyncio.Event()
         self._ended = asyncio.Event()
-        self._metrics: MetricsEndpoint | None = None
+        self._cut_short = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._engine_thread: EngineThread | None = None
 
     @property
     def metrics_port(self) -> int | None:
         """Port of the Prometheus endpoint, None without one."""
-        return self._metrics.port if self._metrics else None
+        return self.operations.metrics_port
+
+    def _follow_connections_max(self, config: StorageConfig) -> None:
+        self._connections_max = _raise_descriptor_limit(config.connections_max)
 
     async def start(self) -> None:
         """Listen, and accept clients.
@@ -88,6 +106,15 @@ class StorageServer:
         """
         config = self.node.config
         self._loop = asyncio.get_running_loop()
+        self.operations.watch("main loop", self._loop.call_soon_threadsafe)
+        await self._loop.run_in_executor(None, self.operations.start)
+        try:
+            await self._start_serving(config)
+        except ConfigurationError:
+            await self._loop.run_in_executor(None, self.operations.close)
+            raise
+
+    async def _start_serving(self, config: StorageConfig) -> None:
         self._connections_max = _raise_descriptor_limit(config.connections_max)
         try:
             self._listeners = await self._listen(config.host, config.port)
@@ -96,28 +123,19 @@ class StorageServer:
                 f"cannot listen on {config.host} port {config.port}: {error}; choose another host or port"
             ) from error
         self.node.port = self.addresses[0][1]
-        if config.metrics_port is not None:
-            try:
-                self._metrics = MetricsEndpoint(self.node, config.metrics_host, config.metrics_port)
-            except OSError as error:
-                self._close_listeners()
-                raise ConfigurationError(
-                    f"cannot serve metrics on {config.metrics_host} port {config.metrics_port}: {error}; choose "
-                    "another metrics_port, or null for none"
-                ) from error
         try:
             # In another thread, since recovering what devices hold may take seconds; nobody is accepted meanwhile.
             await self._loop.run_in_executor(None, self.node.engine.start, self.node.lock)
         except BaseException:
             self._close_listeners()
-            if self._metrics is not None:
-                self._metrics.close()
             raise
         self._engine_thread = EngineThread(self.node.engine)
+        self.operations.watch("engine thread", self._engine_thread.hand)
         self._start_io_threads(threads_for(config.io_threads))
         for listener in self._listeners:
             self._loop.add_reader(listener, self._on_acceptable, listener)
         self._watcher = asyncio.create_task(self._watch())
+        self.operations.serving(",".join(map(_text, self.addresses)))
         if config.listens_beyond_loopback and not self.node.needs_password:
             fate = "refused" if config.protected_mode else "let in without a password"
             _log.warning("no_password host=%s clients_of_other_machines=%r", config.host, fate)
@@ -126,12 +144,11 @@ class StorageServer:
         try:
             for number in range(count):
                 self._io_threads.append(IoThread(number, self.node, self.workers, self._note_end))
+                self.operations.watch(f"io thread {number}", self._io_threads[-1].hand)
         except OSError as error:
             for thread in self._io_threads:
                 thread.stop()
             self._close_listeners()
-            if self._metrics is not None:
-                self._metrics.close()
             if self._engine_thread is not None:
                 self._engine_thread.stop(0.0)
             raise ConfigurationError(f"cannot start {count} threads: {error}; choose fewer io_threads") from error
@@ -255,18 +272,26 @@ class StorageServer:
     def request_stop(self) -> None:
         """Make wait_stopped() go on; called again, it cuts the waiting for replies short."""
         if self._stop_requested.is_set():
+            self._cut_short.set()
             for thread in self._io_threads:
                 thread.each(Connection.abort)
         self._stop_requested.set()
 
     async def wait_stopped(self) -> None:
-        """Serve until request_stop(), then stop."""
+        """Serve until request_stop(), go on for ``drain_delay_s`` while probes are told, then stop."""
         await self._stop_requested.wait()
+        self.operations.draining()
+        delay_s = self.node.config.drain_delay_s
+        if delay_s:
+            _log.info("draining delay_s=%g", delay_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._cut_short.wait(), delay_s)
         await self.stop()
 
     async def stop(self) -> None:
         """Stop accepting, let replies under way finish within ``shutdown_timeout_s``, close everything."""
         self._stop_requested.set()
+        self.operations.draining()
         self._close_listeners()
         self._ended.clear()
         for thread in self._io_threads:
@@ -283,8 +308,7 @@ class StorageServer:
         if self._watcher is not None:
             self._watcher.cancel()
             await asyncio.gather(self._watcher, return_exceptions=True)
-        if self._metrics is not None:
-            await self._loop.run_in_executor(None, self._metrics.close)
+        await self._loop.run_in_executor(None, self.operations.close)
         self.workers.shutdown(wait=True, cancel_futures=True)
         for thread in self._io_threads:
             thread.stop()
@@ -341,12 +365,13 @@ def _raise_descriptor_limit(connections: int) -> int:
     return max(1, min(connections, granted - _DESCRIPTORS_RESERVED))
 
 
-async def _serve(config: StorageConfig) -> None:
-    server = StorageServer(config)
-    await server.start()
+async def _serve(config: StorageConfig, load: Callable[[], StorageConfig] | None) -> None:
+    server = StorageServer(config, load=load)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.request_stop)
+    loop.add_signal_handler(signal.SIGHUP, server.operations.reload)
+    await server.start()
     # The line that whoever started this process waits for; with port 0 it is the only place that tells the port.
     print(f"ready {_text(server.addresses[0])}", flush=True)
     _log.info(
@@ -360,8 +385,10 @@ async def _serve(config: StorageConfig) -> None:
     _log.info("stopped commands=%d", server.node.counters.commands)
 
 
-def run(config: StorageConfig) -> None:
+def run(config: StorageConfig, load: Callable[[], StorageConfig] | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then stop in order and return. Needs the main thread.
+
+    ``load`` reads the configuration again, for SIGHUP.
 
     Prints ``ready HOST:PORT`` on standard output once clients can connect; logs go to standard error.
 
@@ -372,4 +399,4 @@ def run(config: StorageConfig) -> None:
     configure_logging(config.log_level, config.log_format)
     # Items are containers to the collector, and there may be millions, none in a cycle: look at them rarely.
     gc.set_threshold(50_000, 20, 100)
-    asyncio.run(_serve(config))
+    asyncio.run(_serve(config, load))

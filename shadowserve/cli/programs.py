@@ -47,7 +47,10 @@ def storage(config: str | None, **flags: Any) -> None:
     """
     from storage_kv.server import run
 
-    run(StorageConfig.load(config, flags))
+    def load() -> StorageConfig:
+        return StorageConfig.load(config, flags)
+
+    run(load(), load)
 
 
 @click.command()

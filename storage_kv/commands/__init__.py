@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from shadowserve.resp import Map, SimpleString, Value, encode, encode_error
-from storage_kv.commands import _connection, _keys, _kv, _server, _strings
+from storage_kv.command_statistics import SAMPLE_EVERY, CommandStatistics
+from storage_kv.commands import _config, _connection, _keys, _kv, _server, _strings
 from storage_kv.commands._arguments import quote
 from storage_kv.commands._table import Command
 from storage_kv.engine import BusyError
@@ -110,10 +111,14 @@ TABLE: Final[tuple[Command, ...]] = (
                _row("info", -2, "loading stale", _command_info, "2.8.13", "Returns information about commands."),
                group="server", handler=_command),
     _container("config", -2, "", "A container for server configuration commands.", "2.0.0",
-               _row("get", -3, "admin noscript loading stale", _server.config_get, "2.0.0",
+               _row("get", -3, "admin noscript loading stale", _config.config_get, "2.0.0",
                     "Returns the values of configuration parameters."),
-               _row("resetstat", 2, "admin noscript loading stale", _server.config_resetstat, "2.0.0",
+               _row("resetstat", 2, "admin noscript loading stale", _config.config_resetstat, "2.0.0",
                     "Resets the counters of INFO."),
+               _row("rewrite", 2, "admin noscript loading stale", _config.config_rewrite, "2.8.0",
+                    "Refused: the server does not write its configuration file."),
+               _row("set", -4, "admin noscript loading stale", _config.config_set, "2.0.0",
+                    "Changes parameters while the server runs: those that can be changed."),
                group="server"),
     Command(name="dbsize", arity=1, flags="readonly fast", handler=_keys.dbsize,
             since="1.0.0", group="server", summary="Returns the number of keys."),
@@ -203,28 +208,43 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     Raises:
         BusyError: nothing has been done, and the command is to be executed again later.
     """
-    node.counters.commands += 1
-    name = bytes(arguments[0])
+    counters = node.counters
+    counters.commands += 1
     try:
-        command = _FAST.get(name) or _look_up(arguments)
+        command = _FAST.get(bytes(arguments[0])) or _look_up(arguments)
+    except CommandError as error:
+        counters.unknown_commands += 1
+        return _refuse(node, error)
+    statistics = counters.by_command.get(command.full_name) or counters.of(command.full_name)
+    try:
         arity = command.arity
         if len(arguments) != arity and (arity > 0 or len(arguments) < -arity):
             raise CommandError(f"ERR wrong number of arguments for '{command.full_name}' command")
         if not session.authenticated and not command.open_to_all:
             raise CommandError("NOAUTH Authentication required.")
-        session.last_command = command.full_name
-        reply = command.handler(node, session, arguments)
     except CommandError as error:
+        statistics.rejected += 1
+        return _refuse(node, error)
+    session.last_command = command.full_name
+    calls = statistics.calls = statistics.calls + 1
+    try:
+        if calls % SAMPLE_EVERY == 1:
+            reply = statistics.timed(command.handler, node, session, arguments)
+        else:
+            reply = command.handler(node, session, arguments)
+    except CommandError as error:
+        statistics.failed += 1
         return _refuse(node, error)
     except BusyError:  # it will be tried again
-        node.counters.commands -= 1
+        counters.commands -= 1
+        statistics.calls -= 1
         raise
     if isinstance(reply, Later):
-        return _guarded(node, reply)
+        return _guarded(node, reply, statistics)
     return reply
 
 
-def _guarded(node: Node, later: Later) -> Later:
+def _guarded(node: Node, later: Later, statistics: CommandStatistics) -> Later:
     """Return ``later`` with its errors as replies."""
     finish = later.finish
 
@@ -232,6 +252,7 @@ def _guarded(node: Node, later: Later) -> Later:
         try:
             return finish(result)
         except CommandError as error:
+            statistics.failed += 1
             return _refuse(node, error)
 
     later.finish = guarded

@@ -1,4 +1,4 @@
-"""Commands on the server: INFO and CONFIG."""
+"""INFO: what the server is and has done, by sections as Redis's."""
 
 import platform
 import resource
@@ -8,13 +8,11 @@ from collections.abc import Callable
 from typing import Final
 
 from shadowserve import __version__
-from shadowserve.resp import Map, Value, Verbatim, encode
-from storage_kv.commands._arguments import OK
+from shadowserve.resp import Verbatim, encode
 from storage_kv.commands._connection import REDIS_VERSION
-from storage_kv.commands._glob import Glob
-from storage_kv.node import Argument, Counters, Node, Reply, Session
+from storage_kv.node import Argument, Node, Reply, Session
 
-__all__ = ["config_get", "config_resetstat", "info"]
+__all__ = ["info"]
 
 _Fields = list[tuple[str, object]]
 
@@ -140,6 +138,29 @@ def _info_shadowserve(node: Node) -> _Fields:
     ]
 
 
+def _info_commandstats(node: Node) -> _Fields:
+    """Redis's lines. Time is that of the sample, scaled to all calls."""
+    return [
+        (
+            f"cmdstat_{name}",
+            f"calls={found.calls},usec={found.mean_ns * found.calls / 1000:.0f},"
+            f"usec_per_call={found.mean_ns / 1000:.2f},rejected_calls={found.rejected},failed_calls={found.failed}",
+        )
+        for name, found in sorted(node.counters.by_command.items())
+    ]
+
+
+def _info_latencystats(node: Node) -> _Fields:
+    return [
+        (
+            f"latency_percentiles_usec_{name}",
+            ",".join(f"p{share:g}={found.durations.quantile_ns(share / 100) / 1000:.3f}" for share in (50, 99, 99.9)),
+        )
+        for name, found in sorted(node.counters.by_command.items())
+        if found.calls
+    ]
+
+
 _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {
     "Server": _info_server,
     "Clients": _info_clients,
@@ -153,56 +174,24 @@ _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {
     "ShadowServe": _info_shadowserve,
 }
 
+_SECTIONS_ON_DEMAND: Final[dict[str, Callable[[Node], _Fields]]] = {
+    "Commandstats": _info_commandstats,
+    "Latencystats": _info_latencystats,
+}
+"""Those that come when they are named, or all are asked for: they are long."""
+
 
 def info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """INFO [section ...]."""
     wanted = {bytes(argument).decode("utf-8", "replace").lower() for argument in arguments[1:]}
-    if not wanted or wanted & {"all", "everything", "default"}:
-        wanted = {name.lower() for name in _SECTIONS}
+    sections = _SECTIONS | _SECTIONS_ON_DEMAND
+    if wanted & {"all", "everything"}:
+        wanted = {name.lower() for name in sections}
+    elif not wanted or "default" in wanted:
+        wanted |= {name.lower() for name in _SECTIONS}
     texts = []
-    for name, fields in _SECTIONS.items():
+    for name, fields in sections.items():
         if name.lower() in wanted:
             lines = [f"# {name}", *(f"{key}:{value}" for key, value in fields(node))]
             texts.append("".join(f"{line}\r\n" for line in lines))
     return encode(Verbatim("\r\n".join(texts).encode()), session.protocol)
-
-
-def _parameters(node: Node) -> dict[bytes, object]:
-    """What CONFIG GET can show: parameters of Redis by which clients choose what to do."""
-    config = node.config
-    return {
-        b"appendonly": "no",
-        b"bind": config.host,
-        b"databases": 1,
-        b"maxclients": config.connections_max,
-        b"maxmemory": config.memory_budget_bytes,
-        b"maxmemory-policy": "allkeys-lru",
-        b"port": node.port,
-        b"proto-max-bulk-len": config.bulk_bytes_max,
-        b"protected-mode": "yes" if config.protected_mode else "no",
-        b"save": "",
-        b"tcp-keepalive": 300,
-        b"timeout": int(config.idle_timeout_s),
-    }
-
-
-def config_get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CONFIG GET pattern [pattern ...]."""
-    found: dict[bytes, object] = {}
-    parameters = _parameters(node)
-    for pattern in map(bytes, arguments[2:]):
-        if pattern.lower() in parameters:  # no pattern but a name: comes back as it was spelt
-            found[pattern] = parameters[pattern.lower()]
-            continue
-        glob = Glob(pattern, ignore_case=True)
-        found |= {name: value for name, value in parameters.items() if glob.matches(name)}
-    fields: list[Value] = []
-    for name, value in found.items():
-        fields += [name, str(value).encode()]
-    return encode(Map(fields), session.protocol)
-
-
-def config_resetstat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CONFIG RESETSTAT: the node's counters start anew. The engine's, which Prometheus reads too, do not."""
-    node.counters = Counters()
-    return OK

@@ -1,6 +1,9 @@
 """What the storage tests are made of: servers as child processes, a plain client, and records."""
 
+import contextlib
+import http.client
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -9,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Self
 
-from machine import PATIENCE_S
+from machine import PATIENCE_S, wait_for
 
 from shadowserve import native, record
 from shadowserve.keys import storage_key
@@ -72,6 +75,29 @@ class Child:
     def threads(self) -> list[Path]:
         """Return the folder in /proc of each of its threads."""
         return list(Path(f"/proc/{self.process.pid}/task").iterdir())
+
+    @property
+    def metrics_port(self) -> int:
+        """The port of the HTTP endpoint, as the log tells it."""
+
+        def found() -> list[str]:
+            return re.findall(r"metrics_port\W+(\d+)", "\n".join(self.log))
+
+        return int(wait_for(found)[0])
+
+    def http(self, path: str) -> tuple[int, str]:
+        """Return the status and the text of what the HTTP endpoint says to a GET."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=TIMEOUT_S)) as asked:
+            asked.request("GET", path)
+            response = asked.getresponse()
+            return response.status, response.read().decode()
+
+    def samples(self) -> dict[str, float]:
+        """Return the metrics: name and labels to value."""
+        status, text = self.http("/metrics")
+        assert status == 200
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in lines}
 
     def client(self, host: str = "127.0.0.1", receive_buffer: int | None = None) -> "Client":
         """Return a client, which is closed with the server if not before."""

@@ -147,7 +147,7 @@ def test_prometheus_metrics_are_served_where_asked_for(start: Callable[..., Chil
     assert float(samples["shadowserve_storage_misses_total"]) == 1
     assert float(samples["shadowserve_storage_records_stored_total"]) == 1
     assert float(samples["shadowserve_storage_received_bytes_total"]) > len(value)
-    assert all(name.startswith("shadowserve_storage_") and "{" not in name for name in samples)
+    assert all(name.startswith("shadowserve_storage_") for name in samples)
     assert child.stop() == 0
 
 

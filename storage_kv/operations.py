@@ -1,0 +1,110 @@
+"""What those who operate the server meet: the HTTP endpoint, systemd, and changes of the configuration.
+
+The server tells :class:`Operations` what becomes of it; the rest happens in threads of this one's own.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from shadowserve import systemd
+from shadowserve.errors import ConfigurationError
+from shadowserve.health import Endpoint, Watchdog
+from storage_kv.config import StorageConfig
+from storage_kv.health import Condition
+from storage_kv.metrics import NodeCollector
+from storage_kv.node import Node
+from storage_kv.reconfigure import Reconfiguration
+
+__all__ = ["Operations"]
+
+_log = logging.getLogger(__name__)
+
+
+class Operations:
+    """Everything beside the serving.
+
+    Attributes:
+        condition: what probes are told.
+        reconfiguration: how the configuration changes.
+    """
+
+    def __init__(self, node: Node, load: Callable[[], StorageConfig] | None = None) -> None:
+        """Make it; nothing listens yet. ``load`` reads the configuration again, as at the start."""
+        self.condition = Condition(node)
+        self.reconfiguration = Reconfiguration(node, load)
+        self._node = node
+        self._endpoint: Endpoint | None = None
+        self._watchdog: Watchdog | None = None
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Port of the HTTP endpoint, None without one."""
+        return self._endpoint.port if self._endpoint else None
+
+    def start(self) -> None:
+        """Serve the HTTP endpoint, if there is to be one: before anything that may take long.
+
+        Raises:
+            ConfigurationError: its address cannot be listened on.
+        """
+        config = self._node.config
+        if config.metrics_port is None:
+            return
+        registry = CollectorRegistry()
+        registry.register(NodeCollector(self._node, self.condition))
+        try:
+            self._endpoint = Endpoint(
+                config.metrics_host,
+                config.metrics_port,
+                registry,
+                health=self.condition.health,
+                ready=self.condition.readiness,
+            )
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot serve metrics on {config.metrics_host} port {config.metrics_port}: {error}; choose "
+                "another metrics_port, or null for none"
+            ) from error
+
+    def watch(self, name: str, hand: Callable[[Callable[[], None]], Any]) -> None:
+        """Take a loop or thread into the health checks; ``hand`` gives it a function to call soon."""
+        self.condition.loops[name] = hand
+
+    def serving(self, where: str) -> None:
+        """Take note that the engine has recovered and clients can connect."""
+        self.condition.recovered = True
+        self.condition.listening = where
+        self._watchdog = Watchdog(self.condition.health)
+        systemd.notify("READY=1", f"STATUS=serving on {where}")
+
+    def draining(self) -> None:
+        """Take note that the server has been told to stop."""
+        self.condition.draining = True
+        systemd.notify("STOPPING=1", "STATUS=draining")
+
+    def reload(self) -> None:
+        """Read the configuration again, in a thread of its own, and log what has come of it."""
+        threading.Thread(target=self._reload, name="reload", daemon=True).start()
+
+    def _reload(self) -> None:
+        systemd.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            done = self.reconfiguration.reload()
+        except ConfigurationError as error:
+            _log.error("configuration_refused error=%r hint='nothing has changed'", str(error))
+        else:
+            _log.info("configuration_reloaded applied=%r needs_restart=%r", ",".join(done.applied), ",".join(done.kept))
+        systemd.notify("READY=1")
+
+    def close(self) -> None:
+        """Stop answering; not in a loop, which the answers wait for."""
+        self.condition.listening = ""
+        if self._watchdog is not None:
+            self._watchdog.close()
+        if self._endpoint is not None:
+            self._endpoint.close()

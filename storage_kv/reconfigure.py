@@ -1,0 +1,116 @@
+"""Changing the configuration of a node that runs: CONFIG SET, and the file read again on SIGHUP.
+
+Of the keys of :class:`StorageConfig`, those in :data:`LIVE` can change. A change is all or nothing: the values are
+checked together, as at the start, and where a part of the node cannot follow, what has changed is changed back.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from shadowserve.errors import ConfigurationError
+from shadowserve.logs import configure_logging
+from storage_kv.config import LIVE, StorageConfig
+from storage_kv.node import Node
+
+__all__ = ["Reconfiguration", "Reload"]
+
+_log = logging.getLogger(__name__)
+
+Hook = Callable[[StorageConfig], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """What reading the configuration again has led to.
+
+    Attributes:
+        applied: keys that have changed.
+        kept: keys that differ and can change only by a restart.
+    """
+
+    applied: list[str]
+    kept: list[str]
+
+
+class Reconfiguration:
+    """Changes a node's configuration and tells those parts that do not look at it each time."""
+
+    def __init__(self, node: Node, load: Callable[[], StorageConfig] | None = None) -> None:
+        """Make the one of ``node``; ``load`` reads the configuration again, as at the start."""
+        self._node = node
+        self._load = load
+        self._hooks: dict[str, Hook] = {
+            "log_level": _follow_log,
+            "log_format": _follow_log,
+            "memory_budget_bytes": self._follow_budget,
+        }
+        node.change_configuration = self.change
+
+    def follow(self, key: str, hook: Hook) -> None:
+        """Have ``hook`` called, with the node's lock held, with the new configuration whenever ``key`` has changed.
+
+        A hook that cannot follow raises ConfigurationError or ValueError and has changed nothing.
+        """
+        self._hooks[key] = hook
+
+    def _follow_budget(self, config: StorageConfig) -> None:
+        self._node.engine.set_budget(int(config.memory_budget_bytes))
+
+    def change(self, values: Mapping[str, Any]) -> None:
+        """Change keys, all or none; with the node's lock held.
+
+        Raises:
+            ConfigurationError: a key cannot be changed, or not to this value.
+        """
+        fixed = [key for key in values if key not in LIVE]
+        if fixed:
+            raise ConfigurationError(f"{fixed[0]} cannot change while the server runs")
+        old = self._node.config
+        try:
+            new = type(old).model_validate({**old.model_dump(), **values})
+        except ValidationError as error:
+            raise ConfigurationError("; ".join(_explain(detail) for detail in error.errors())) from None
+        self._adopt(new, [key for key in values if getattr(new, key) != getattr(old, key)])
+
+    def reload(self) -> Reload:
+        """Read the configuration again and apply what can be; without the node's lock, which this takes.
+
+        Raises:
+            ConfigurationError: the configuration cannot be read, or not be applied; nothing has changed.
+        """
+        if self._load is None:
+            raise ConfigurationError("there is no configuration to read again: this server was started without one")
+        wanted = self._load()
+        with self._node.lock:
+            old = self._node.config
+            differing = [key for key in type(old).model_fields if getattr(wanted, key) != getattr(old, key)]
+            applied = [key for key in differing if key in LIVE]
+            self._adopt(old.model_copy(update={key: getattr(wanted, key) for key in applied}), applied)
+        return Reload(applied, [key for key in differing if key not in LIVE])
+
+    def _adopt(self, new: StorageConfig, changed: Iterable[str]) -> None:
+        old = self._node.config
+        self._node.config = new
+        hooks = list(dict.fromkeys(self._hooks[key] for key in changed if key in self._hooks))
+        done: list[Hook] = []
+        try:
+            for hook in hooks:
+                hook(new)
+                done.append(hook)
+        except (ConfigurationError, ValueError) as error:
+            self._node.config = old
+            for hook in done:
+                hook(old)
+            raise ConfigurationError(str(error)) from error
+
+
+def _follow_log(config: StorageConfig) -> None:
+    configure_logging(config.log_level, config.log_format)
+
+
+def _explain(detail: Any) -> str:
+    return ": ".join((*map(str, detail["loc"]), str(detail["msg"])))

@@ -1,0 +1,136 @@
+"""Probes, draining and systemd: what those who run the server are told of it."""
+
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import NEVER_S, PATIENCE_S, wait_for
+from storage_support import Child
+
+from storage_kv.config import StorageConfig
+from storage_kv.engine import wall_clock_ms
+from storage_kv.health import Condition
+from storage_kv.node import Node
+from storage_kv.observation import DeviceObservation, Observation
+
+
+class DeviceEngine:
+    """Nothing but devices, of which some are healthy."""
+
+    def __init__(self, *healthy: bool) -> None:
+        self.healthy = healthy
+
+    def observe(self) -> Observation:
+        return Observation(
+            devices=[DeviceObservation(name=f"d{number}", healthy=each) for number, each in enumerate(self.healthy)]
+        )
+
+
+def condition(engine: Any) -> Condition:
+    found = Condition(Node(StorageConfig(), engine, wall_clock_ms))
+    found.recovered, found.listening = True, "127.0.0.1:1"
+    return found
+
+
+def failed(found: Condition) -> list[str]:
+    return [check.name for check in found.readiness() if check.failed]
+
+
+def test_a_server_that_runs_is_well_and_ready(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
+    status, text = child.http("/healthz")
+    assert status == 200
+    assert re.search(
+        r"^ok io thread 0: answered in .*\n(.*\n)*ok main loop: .*\n(.*\n)*ok lock: .*\nok\n\Z", text, re.M
+    )
+    status, text = child.http("/readyz")
+    assert status == 200 and f"ok listening: on 127.0.0.1:{child.port}\n" in text and "ok recovery: done\n" in text
+
+
+def test_before_recovery_and_while_draining_a_node_is_not_ready() -> None:
+    found = condition(DeviceEngine(True))
+    assert failed(found) == []
+    found.recovered = False
+    assert failed(found) == ["recovery"]
+    found.recovered, found.draining, found.listening = True, True, ""
+    assert failed(found) == ["listening", "draining"]
+
+
+def test_one_healthy_device_is_enough_and_a_lost_one_is_a_warning() -> None:
+    assert failed(condition(DeviceEngine())) == failed(condition(DeviceEngine(False, True))) == []
+    assert "warning device d0: out of use" in map(str, condition(DeviceEngine(False, True)).readiness())
+    assert failed(condition(DeviceEngine(False, False))) == ["devices"]
+
+
+def test_a_loop_or_a_lock_that_stands_still_is_found_out_within_the_bound() -> None:
+    found = condition(DeviceEngine())
+    found.loops = {"good": lambda call: call(), "stuck": lambda call: None}
+    assert [check.name for check in found.health(timeout_s=0.01) if check.failed] == ["stuck"]
+    with found.node.lock:
+        assert [check.name for check in found.health(timeout_s=0.01) if check.failed] == ["stuck", "lock"]
+
+
+def test_while_draining_clients_are_served_and_probes_say_so(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0", "--drain-delay-s", str(NEVER_S))
+    assert child.http("/readyz")[0] == 200
+    child.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: child.http("/readyz")[0] == 503)
+    assert "failed draining: yes" in child.http("/readyz")[1] and child.http("/healthz")[0] == 200
+    with child.client() as late:
+        assert late.call("SET", "a", "1") == b"OK"
+        assert child.samples()["shadowserve_storage_draining"] == 1
+        child.process.send_signal(signal.SIGTERM)  # cuts the waiting short
+        assert late.receive_to_end() == b""
+    assert child.wait() == 0 and any(" draining delay_s=" in line for line in child.log)
+
+
+def test_the_delay_ends_by_itself(start: Callable[..., Child]) -> None:
+    assert start("--drain-delay-s", "0.05").stop() == 0
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[socket.socket]:
+    """What stands in for systemd: reads what it is told."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(PATIENCE_S)
+        yield listener
+
+
+def told(manager: socket.socket, what: str) -> str:
+    """Return the first message that holds ``what``."""
+    while True:
+        message = manager.recv(4096).decode()
+        if what in message.split("\n"):
+            return message
+
+
+def test_systemd_hears_of_readiness_life_reloads_and_the_end(
+    start: Callable[..., Child], manager: socket.socket
+) -> None:
+    environment = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "100000"}
+    child = start(environment=environment)
+    assert told(manager, "READY=1") == f"READY=1\nSTATUS=serving on 127.0.0.1:{child.port}"
+    told(manager, "WATCHDOG=1")
+    child.process.send_signal(signal.SIGHUP)
+    assert "MONOTONIC_USEC=" in told(manager, "RELOADING=1")
+    told(manager, "READY=1")
+    child.process.send_signal(signal.SIGTERM)
+    told(manager, "STOPPING=1")
+    assert child.wait() == 0
+
+
+def test_probes_do_not_wait_for_each_other(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
+    statuses: list[int] = []
+    askers = [threading.Thread(target=lambda: statuses.append(child.http("/readyz")[0])) for _ in range(8)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join(PATIENCE_S)
+    assert statuses == [200] * 8

@@ -1,0 +1,198 @@
+"""The metrics of a running server, and of an engine that has devices."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from machine import NEVER_S
+from prometheus_client import CollectorRegistry, generate_latest
+from storage_support import Child, Client, make_record
+
+from storage_kv.command_statistics import SAMPLE_EVERY, CommandStatistics
+from storage_kv.commands import execute
+from storage_kv.config import StorageConfig
+from storage_kv.engine import wall_clock_ms
+from storage_kv.health import Condition
+from storage_kv.metrics import NodeCollector
+from storage_kv.node import CommandError, Node, Session
+from storage_kv.observation import (
+    ArenaObservation,
+    DeviceObservation,
+    LatencyHistogram,
+    Observation,
+    ScrubObservation,
+    observe,
+)
+
+NAMES = re.compile(r"shadowserve_storage_[a-z0-9_]+")
+UNITS = ("_bytes", "_seconds", "_total", "_bytes_per_second", "_bucket", "_count", "_sum", "_info")
+
+
+def observed() -> Observation:
+    """What a pool with two devices, one of them lost, would show."""
+    latencies = {kind: LatencyHistogram() for kind in ("read", "write")}
+    latencies["read"].add(90_000)
+    return Observation(
+        devices=[
+            DeviceObservation(name="nvme0n1", read_bytes=7, latencies=latencies, wear_budget_bytes=100),
+            DeviceObservation(name="nvme1n1", healthy=False, errors=3),
+        ],
+        arenas=[ArenaObservation(name="node0", capacity_bytes=1 << 20, promoted=2)],
+        evictions={"budget": 5, "quota": 1},
+        admission={"stored": 4},
+        scrub=ScrubObservation(objects=10, bytes=1000, rotten=1),
+        quarantined=1,
+        writes_pending=2,
+    )
+
+
+def node_with(engine: Any) -> Node:
+    return Node(StorageConfig(), engine, wall_clock_ms)
+
+
+def exported(node: Node) -> dict[str, float]:
+    registry = CollectorRegistry()
+    registry.register(NodeCollector(node, Condition(node)))
+    lines = generate_latest(registry).decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def test_what_a_server_does_is_counted(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
+    with child.client() as client:
+        key, value = make_record(b"a" * 32)
+        client.call("SET", key, value)
+        client.call("GET", key)
+        client.call("GET", "none")
+        client.call("GET")
+        client.call("NOSUCH")
+        client.call("SET", "a", "x", "EX", "never")
+        samples = child.samples()
+    assert samples["shadowserve_storage_records"] == 1
+    assert samples["shadowserve_storage_hits_total"] == samples["shadowserve_storage_misses_total"] == 1
+    assert samples['shadowserve_storage_command_calls_total{command="get"}'] == 2
+    assert samples['shadowserve_storage_command_refusals_total{command="get"}'] == 1
+    assert samples['shadowserve_storage_command_failures_total{command="set"}'] == 1
+    assert samples["shadowserve_storage_unknown_commands_total"] == 1
+    assert samples['shadowserve_storage_command_duration_seconds_count{command="set"}'] == 1  # the first is timed
+    assert samples["shadowserve_storage_clients"] == 1
+    assert samples["shadowserve_storage_recovered"] == 1 and samples["shadowserve_storage_draining"] == 0
+    assert samples["shadowserve_storage_cpu_seconds_total"] > 0
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (package prometheus)")
+def test_promtool_has_nothing_to_say_of_a_scrape(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
+    with child.client() as client:
+        client.call("SET", "a", "1")
+        text = child.http("/metrics")[1]
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=NEVER_S, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (package prometheus)")
+def test_promtool_has_nothing_to_say_of_devices_either() -> None:
+    registry = CollectorRegistry()
+    registry.register(NodeCollector(node := node_with(ObservedEngine()), Condition(node)))
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True, timeout=NEVER_S
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
+def test_no_label_holds_a_key_or_a_client(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
+    with child.client() as client:
+        client.call("CLIENT", "SETNAME", "somebody")
+        client.call("SET", "secret-key", "1")
+        text = child.http("/metrics")[1]
+    labels = set(re.findall(r'[{,](\w+)="', text))
+    assert labels <= {"command", "le", "version", "engine"} and "secret" not in text and "somebody" not in text
+
+
+class ObservedEngine:
+    """Totals of zero, and what ``observed()`` says."""
+
+    def statistics(self) -> Any:
+        return type("Totals", (), {"keys": 3})()
+
+    def observe(self) -> Observation:
+        return observed()
+
+
+def test_devices_arenas_and_causes_are_metrics() -> None:
+    samples = exported(node_with(ObservedEngine()))
+    own = {name.removeprefix("shadowserve_storage_"): value for name, value in samples.items()}
+    assert own["keys"] == 3
+    assert own['device_read_bytes_total{device="nvme0n1"}'] == 7
+    assert own['device_healthy{device="nvme0n1"}'] == 1 and own['device_healthy{device="nvme1n1"}'] == 0
+    assert own['device_errors_total{device="nvme1n1"}'] == 3
+    assert own['device_wear_budget_bytes{device="nvme0n1"}'] == 100
+    assert 'device_wear_budget_bytes{device="nvme1n1"}' not in own
+    bucket = 'device_operation_duration_seconds_bucket{device="nvme0n1",le="%s",operation="read"}'
+    assert own[bucket % "5e-05"] == 0 and own[bucket % "0.0001"] == 1 and own[bucket % "+Inf"] == 1
+    assert own['evictions_total{cause="quota"}'] == 1 and own['admissions_total{outcome="stored"}'] == 4
+    assert own["scrub_rotten_total"] == own["quarantined_total"] == 1 and own["writes_pending"] == 2
+    assert own['arena_promotions_total{arena="node0"}'] == 2
+
+
+def test_an_engine_that_shows_nothing_has_none_of_them(client: Client) -> None:
+    assert observe(object()) == Observation()
+
+
+def test_every_metric_has_the_prefix_and_units_stand_at_the_end() -> None:
+    for name in exported(node_with(ObservedEngine())):
+        bare = name.partition("{")[0]
+        assert NAMES.fullmatch(bare), name
+        if "bytes" in bare or "seconds" in bare:
+            assert bare.endswith(UNITS), name
+
+
+# ---- Commands --------------------------------------------------------------------------------------------------------
+
+
+def test_one_call_in_many_is_timed_the_first_included() -> None:
+    statistics = CommandStatistics()
+    with pytest.raises(CommandError):
+        statistics.timed(_failing)
+    assert statistics.durations.count == 1
+    node = node_with(ObservedEngine())
+    session = Session(1, address="", local_address="", file_descriptor=0, authenticated=True)
+    for _ in range(2 * SAMPLE_EVERY + 1):
+        execute(node, session, [b"PING"])
+    found = node.counters.by_command["ping"]
+    assert found.calls == 2 * SAMPLE_EVERY + 1 and found.durations.count == 3 and found.mean_ns > 0
+
+
+def _failing() -> None:
+    raise CommandError("ERR no")
+
+
+def test_a_histogram_sorts_by_upper_bounds_and_finds_quantiles() -> None:
+    histogram = LatencyHistogram((0.001, 0.01))
+    assert histogram.quantile_ns(0.5) == 0
+    for duration in (1_000_000, 1_000_001, 10_000_000, 99_000_000):
+        histogram.add(duration)
+    assert histogram.counts == [1, 2, 1] and histogram.count == 4
+    assert histogram.cumulative() == [("0.001", 1), ("0.01", 3), ("+Inf", 4)]
+    assert 1_000_000 < histogram.quantile_ns(0.5) < 10_000_000 and histogram.quantile_ns(0.99) == 10_000_000
+
+
+def test_info_has_the_commands_as_redis_has_them(start: Callable[..., Child]) -> None:
+    with start().client() as client:
+        client.call("SET", "a", "1")
+        client.call("SET", "a")
+        info = client.info("commandstats")
+        assert re.fullmatch(
+            r"calls=1,usec=\d+,usec_per_call=\d+\.\d\d,rejected_calls=1,failed_calls=0", info["cmdstat_set"]
+        )
+        latency = client.info("latencystats")["latency_percentiles_usec_set"]
+        assert re.fullmatch(r"p50=\d+\.\d+,p99=\d+\.\d+,p99\.9=\d+\.\d+", latency)
+        assert "cmdstat_set" in client.info("all") and "cmdstat_set" not in client.info("default")
+        client.call("CONFIG", "RESETSTAT")
+        assert "cmdstat_set" not in client.info("commandstats")

@@ -1,0 +1,194 @@
+"""Changing the configuration of a server that runs."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from machine import wait_for
+from storage_support import Child, Client
+
+from shadowserve.errors import ConfigurationError
+from shadowserve.resp import ErrorReply
+from storage_kv.config import LIVE, StorageConfig
+from storage_kv.engine import wall_clock_ms
+from storage_kv.memory_engine import MemoryEngine
+from storage_kv.node import Node
+from storage_kv.reconfigure import Reconfiguration
+
+MIB = 1 << 20
+FAILED = b"ERR CONFIG SET failed (possibly related to argument '%s') - %s"
+
+
+def get(client: Client, name: str) -> str:
+    found = client.call("CONFIG", "GET", name)
+    assert isinstance(found, list) and len(found) == 2 and isinstance(found[1], bytes)
+    return found[1].decode()
+
+
+def test_a_smaller_budget_evicts_at_once(start: Callable[..., Child]) -> None:
+    with start("--memory-budget-bytes", "8 MiB").client() as client:
+        for number in range(6):
+            assert client.call("SET", f"k{number}", b"x" * MIB) == b"OK"
+        assert client.call("CONFIG", "SET", "maxmemory", "3mb") == b"OK"
+        assert client.call("EXISTS", "k5") == 1 and client.call("EXISTS", "k0") == 0
+        assert int(client.info()["used_memory"]) <= 3 * MIB and client.info()["maxmemory"] == str(3 * MIB)
+        assert get(client, "maxmemory") == get(client, "memory_budget_bytes") == str(3 * MIB)
+        assert client.call("CONFIG", "SET", "memory_budget_bytes", "8 MiB") == b"OK"
+        assert client.call("SET", "k6", b"x" * 4 * MIB) == b"OK"
+
+
+def test_fewer_connections_are_let_in_from_then_on(start: Callable[..., Child]) -> None:
+    child = start()
+    with child.client() as client:
+        assert client.call("CONFIG", "SET", "maxclients", "1") == b"OK"
+        with child.client() as second:
+            assert second.receive_to_end() == b"-ERR max number of clients reached\r\n"
+        assert client.call("CONFIG", "SET", "maxclients", "2") == b"OK"
+
+        def let_in() -> bool:
+            with child.client() as third:
+                return third.call("PING") == b"PONG"
+
+        assert let_in()
+
+
+def test_the_level_and_the_form_of_the_log_follow(start: Callable[..., Child]) -> None:
+    child = start("--log-level", "ERROR")
+    with child.client() as client:
+        assert get(client, "loglevel") == "warning"
+        assert client.call("CONFIG", "SET", "loglevel", "notice", "log_format", "json") == b"OK"
+        assert get(client, "log_level") == "INFO"
+        client.socket.sendall(b"*x\r\n")
+        client.receive_to_end()
+    line = json.loads(wait_for(lambda: child.log)[0])
+    assert line["event"] == "client_refused" and "Protocol error" in line["reason"]
+
+
+def test_timeouts_follow(start: Callable[..., Child]) -> None:
+    child = start()
+    with child.client() as client:
+        assert client.call("CONFIG", "SET", "timeout", "1", "stall_timeout_s", "0.5") == b"OK"
+        assert get(client, "timeout") == "1" and get(client, "idle_timeout_s") == "1.0"
+        assert client.receive_to_end() == b""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("nosuch 1", b"ERR Unknown option or number of arguments for CONFIG SET - 'nosuch'"),
+        ("maxmemory", b"ERR wrong number of arguments for 'config|set' command"),
+        ("maxmemory 5mb timeout", b"ERR syntax error"),
+        ("maxmemory plenty", FAILED % (b"maxmemory", b"argument must be a memory value")),
+        ("maxclients many", FAILED % (b"maxclients", b"argument couldn't be parsed into an integer")),
+        ("port 1", FAILED % (b"port", b"can't set immutable config")),
+        ("maxmemory 5mb maxmemory 6mb", FAILED % (b"maxmemory", b"duplicate parameter")),
+    ],
+)
+def test_errors_are_those_of_redis(client: Client, redis_port: int, arguments: str, error: bytes) -> None:
+    assert client.call("CONFIG", "SET", *arguments.split()) == error
+    if not arguments.startswith("port"):
+        with Client(redis_port) as reference:
+            assert reference.call("CONFIG", "SET", *arguments.split()) == error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "cause"),
+    [
+        ("maxmemory 5", "maxmemory", "greater than or equal to"),
+        ("maxclients 0", "maxclients", "greater than or equal to 1"),
+        ("host 0.0.0.0", "host", "can't set immutable config"),
+        ("loglevel loud", "loglevel", "must be one of the following: debug, verbose, notice, warning"),
+        ("stall_timeout_s [", "stall_timeout_s", "is not a YAML value"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_cause(client: Client, arguments: str, name: str, cause: str) -> None:
+    said = client.call("CONFIG", "SET", *arguments.split())
+    assert isinstance(said, ErrorReply)
+    assert said.startswith(f"ERR CONFIG SET failed (possibly related to argument '{name}') - ".encode())
+    assert cause.encode() in said
+
+
+def test_a_change_is_all_or_nothing(client: Client) -> None:
+    before = get(client, "maxmemory"), get(client, "timeout")
+    assert isinstance(client.call("CONFIG", "SET", "timeout", "7", "maxmemory", "5"), ErrorReply)
+    assert (get(client, "maxmemory"), get(client, "timeout")) == before
+
+
+def test_secrets_are_neither_shown_nor_set(client: Client) -> None:
+    assert client.call("CONFIG", "GET", "*pass*") == []
+    assert client.call("CONFIG", "SET", "password", "x") == (
+        b"ERR Unknown option or number of arguments for CONFIG SET - 'password'"
+    )
+
+
+def test_rewrite_is_refused_with_a_hint(client: Client) -> None:
+    said = client.call("CONFIG", "REWRITE")
+    assert isinstance(said, ErrorReply) and b"send the server SIGHUP" in said
+
+
+# ---- SIGHUP ----------------------------------------------------------------------------------------------------------
+
+
+def reload(child: Child, event: str) -> str:
+    """Have the configuration read again; return the line that says what has come of it."""
+    known = len(child.log)
+    child.process.send_signal(signal.SIGHUP)
+    lines: list[str] = wait_for(lambda: [line for line in child.log[known:] if event in line])
+    return lines[0]
+
+
+def test_a_signal_has_the_file_read_again(start: Callable[..., Child], tmp_path: Path) -> None:
+    path = tmp_path / "storage.yaml"
+    path.write_text("storage: {memory_budget_bytes: 8 MiB, stall_timeout_s: 7}\n")
+    child = start("--config", str(path), "--connections-max", "9")
+    with child.client() as client:
+        path.write_text("storage: {memory_budget_bytes: 4 MiB, connections_max: 5, bulk_bytes_max: 1 MiB}\n")
+        line = reload(child, "configuration_reloaded")
+        assert "applied='memory_budget_bytes,stall_timeout_s'" in line and "needs_restart='bulk_bytes_max'" in line
+        assert get(client, "maxmemory") == str(4 * MIB) and get(client, "stall_timeout_s") == "60.0"
+        assert get(client, "maxclients") == "9"  # a flag goes before the file, now as at the start
+
+
+@pytest.mark.parametrize("text", ["storage: {nosuch: 1}", "storage: {port: [", "storage: {memory_budget_bytes: 1}"])
+def test_a_file_that_cannot_be_used_changes_nothing(start: Callable[..., Child], tmp_path: Path, text: str) -> None:
+    path = tmp_path / "storage.yaml"
+    path.write_text("storage: {memory_budget_bytes: 8 MiB}\n")
+    child = start("--config", str(path))
+    path.write_text(text)
+    assert "nothing has changed" in reload(child, "configuration_refused")
+    with child.client() as client:
+        assert get(client, "maxmemory") == str(8 * MIB)
+
+
+# ---- Within the process ----------------------------------------------------------------------------------------------
+
+
+def reconfigured(load: Callable[[], StorageConfig] | None = None) -> tuple[Node, Reconfiguration]:
+    node = Node(StorageConfig(), MemoryEngine(MIB), wall_clock_ms)
+    return node, Reconfiguration(node, load)
+
+
+def test_where_one_part_cannot_follow_the_others_go_back() -> None:
+    node, changes = reconfigured()
+    seen: list[int] = []
+
+    def refuse(config: StorageConfig) -> None:
+        raise ConfigurationError("stall_timeout_s: no")
+
+    changes.follow("connections_max", lambda config: seen.append(config.connections_max))
+    changes.follow("stall_timeout_s", refuse)
+    with pytest.raises(ConfigurationError, match="no"), node.lock:
+        changes.change({"connections_max": 5, "stall_timeout_s": 9})
+    assert seen == [5, 10_000] and node.config == StorageConfig()
+
+
+def test_a_server_without_a_way_to_read_again_says_so() -> None:
+    _, changes = reconfigured()
+    with pytest.raises(ConfigurationError, match="no configuration to read again"):
+        changes.reload()
+
+
+def test_every_key_that_can_change_is_one() -> None:
+    assert set(LIVE) <= set(StorageConfig.model_fields)
