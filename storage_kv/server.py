@@ -310,7 +310,8 @@ class StorageServer:
             await asyncio.gather(self._watcher, return_exceptions=True)
         await self._loop.run_in_executor(None, self.operations.close)
         self.workers.shutdown(wait=True, cancel_futures=True)
-        for thread in self._io_threads:
+        threads, self._io_threads = self._io_threads, []  # a second signal finds none to hurry
+        for thread in threads:
             thread.stop()
         # Nobody can ask for anything any more. What has been acknowledged is durable; this makes the next start quick.
         if self._engine_thread is not None:

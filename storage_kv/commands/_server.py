@@ -129,6 +129,7 @@ def _info_shadowserve(node: Node) -> _Fields:
         ("records_kept", counters.records_kept),
         ("records_refused", counters.records_refused),
         ("meta_keys", counters.meta_keys),
+        ("lost_values", counters.lost),
         ("evicted_bytes", engine.evicted_bytes),
         ("held_bytes", engine.held_bytes),
         ("connections_denied", counters.connections_denied),

@@ -1,0 +1,173 @@
+"""An engine as slow as a test wants: reads and writes end when it says so. And a server of it in this process."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any, Self
+
+from machine import PATIENCE_S, wait_for
+from storage_support import Client
+
+from storage_kv.config import StorageConfig
+from storage_kv.engine import BusyError, Item, Lease, Ticket
+from storage_kv.memory_engine import MemoryEngine
+from storage_kv.server import StorageServer
+
+
+class Away(Item):
+    """An item whose value is not in memory."""
+
+    __slots__ = ("bytes_",)
+
+    def __init__(self, found: Item) -> None:
+        assert found.value is not None
+        super().__init__(found.length, found.head_bytes, found.expires_at_ms, None)
+        self.bytes_ = bytes(found.value)
+
+
+class SlowEngine(MemoryEngine):
+    """Values that have to be read, writes that have to be waited for, where the test has said so.
+
+    Attributes:
+        away: values are not in memory.
+        lazy: writes are durable when settle() says so.
+        full: there is no room to write, and none to receive in.
+        crowded: there is no room to write.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(1 << 30)
+        self.away = self.lazy = self.full = self.crowded = False
+        self.reads: list[tuple[Away, int, int, Callable[[Lease | None], None]]] = []
+        self.tickets: list[Ticket] = []
+        self.ready: list[Callable[[], None]] = []
+        self.busy: list[Ticket] = []
+        self.leases = 0
+        self.buffers: list[memoryview] = []  # given out, and neither stored nor given back
+        self.drained = self.closed = False
+
+    def get(self, key: bytes) -> Any:
+        found = super().get(key)
+        return Away(found) if found is not None and self.away else found
+
+    def peek(self, key: bytes) -> Any:
+        found = super().peek(key)
+        return Away(found) if found is not None and self.away else found
+
+    def remove(self, key: bytes) -> bool:
+        away, self.away = self.away, False
+        try:
+            return super().remove(key)
+        finally:
+            self.away = away
+
+    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+        assert isinstance(item, Away) and 0 <= start < end <= item.length
+        self.reads.append((item, start, end, done))
+
+    def allocate(self, size: int, ready: Callable[[], None]) -> memoryview | None:
+        if self.full:
+            self.ready.append(ready)
+            return None
+        self.buffers.append(memoryview(bytearray(size)))
+        return self.buffers[-1]
+
+    def discard(self, buffer: memoryview) -> None:
+        self.buffers = [other for other in self.buffers if other is not buffer]
+
+    def put(self, key: bytes, value: bytes | memoryview, **named: Any) -> Ticket | None:
+        if self.full or self.crowded:
+            self.busy.append(Ticket())
+            raise BusyError("too many writes", self.busy[-1])
+        super().put(key, value, **named)
+        return self._ticket()
+
+    def barrier(self) -> Ticket | None:
+        return self._ticket()
+
+    def _ticket(self) -> Ticket | None:
+        if not self.lazy:
+            return None
+        self.tickets.append(Ticket())
+        return self.tickets[-1]
+
+    def drain(self, timeout_s: float) -> None:
+        self.drained = True
+
+    def close(self) -> None:
+        self.closed = True
+
+    # ---- What a test does
+
+    def finish_read(self, number: int = 0, *, lost: bool = False) -> None:
+        """End one of the reads under way."""
+        item, start, end, done = self.reads.pop(number)
+        if lost:
+            done(None)
+            return
+        self.leases += 1
+
+        def released() -> None:
+            self.leases -= 1
+
+        done(Lease(memoryview(item.bytes_)[start:end], released))
+
+    def settle(self, error: Exception | None = None) -> None:
+        """End the oldest write."""
+        self.tickets.pop(0).settle(error)
+
+    def make_room(self, *, crowded: bool = False) -> None:
+        """Let everybody try again."""
+        self.full, self.crowded = False, crowded
+        ready, self.ready = self.ready, []
+        busy, self.busy = self.busy, []
+        for call in ready:
+            call()
+        for ticket in busy:
+            ticket.settle()
+
+
+class Served:
+    """A server of a SlowEngine in a thread of this process."""
+
+    def __init__(self, **config: Any) -> None:
+        self.engine = SlowEngine()
+        self._config = StorageConfig(port=0, **({"shutdown_timeout_s": PATIENCE_S} | config))
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._clients: list[Client] = []
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.server = StorageServer(self._config, self.engine)
+        await self.server.start()
+        self._ready.set()
+        await self.server.wait_stopped()
+
+    def client(self, receive_buffer: int | None = None) -> Client:
+        self._clients.append(Client(self.server.addresses[0][1], receive_buffer=receive_buffer))
+        return self._clients[-1]
+
+    def wait_for_reads(self, count: int) -> None:
+        wait_for(lambda: len(self.engine.reads) == count)
+
+    def request_stop(self) -> None:
+        self._loop.call_soon_threadsafe(self.server.request_stop)
+
+    def wait(self) -> None:
+        """Wait for the end."""
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._ready.wait(PATIENCE_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for client in self._clients:
+            client.close()
+        for _ in range(2):  # the second cuts short what a failed test has left pending
+            if self._thread.is_alive():
+                self.request_stop()
+        self.wait()
