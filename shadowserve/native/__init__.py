@@ -20,6 +20,21 @@ from shadowserve.native._block import (
     object_units,
     seal_object,
 )
+from shadowserve.native._index import (
+    ANY,
+    INDEX_KEY_BYTES,
+    INDEX_RECORD_DTYPE,
+    NO_PARENT,
+    Extents,
+    Index,
+    IndexEntry,
+    IndexFlag,
+    IndexPolicy,
+    IndexRecordKind,
+    IndexTotals,
+    ReplayCounts,
+    blocks_of,
+)
 from shadowserve.native._kernels import (
     codec_implementations,
     compress,
@@ -62,6 +77,19 @@ from shadowserve.native._pipeline import (
 )
 
 __all__ = [
+    "ANY",
+    "INDEX_KEY_BYTES",
+    "INDEX_RECORD_DTYPE",
+    "NO_PARENT",
+    "Extents",
+    "Index",
+    "IndexEntry",
+    "IndexFlag",
+    "IndexPolicy",
+    "IndexRecordKind",
+    "IndexTotals",
+    "ReplayCounts",
+    "blocks_of",
     "ABI_VERSION",
     "BACKENDS",
     "CHUNK_DTYPE",

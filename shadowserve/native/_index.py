@@ -1,0 +1,408 @@
+"""The index of what is stored, and the allocator of blocks: the tables of the storage engine, in C."""
+
+import enum
+import os
+import struct
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from shadowserve.native._library import check, ffi, lib
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "ANY",
+    "INDEX_KEY_BYTES",
+    "INDEX_RECORD_DTYPE",
+    "NO_PARENT",
+    "Extents",
+    "Index",
+    "IndexEntry",
+    "IndexFlag",
+    "IndexPolicy",
+    "IndexRecordKind",
+    "IndexTotals",
+    "ReplayCounts",
+    "blocks_of",
+]
+
+INDEX_KEY_BYTES: Final = 32
+ANY: Final = -1
+"""Of a tenant or a device: each one."""
+NO_PARENT: Final = bytes(INDEX_KEY_BYTES)
+
+INDEX_RECORD_DTYPE: Final = np.dtype(
+    [
+        ("kind", "u1"),
+        ("flags", "u1"),
+        ("device", "u1"),
+        ("name_blocks", "u1"),
+        ("tenant", "<u2"),
+        ("reserved", "<u2"),
+        ("extent", "<u4"),
+        ("length", "<u4"),
+        ("head_length", "<u4"),
+        ("accessed_s", "<u4"),
+        ("pinned_until_s", "<u4"),
+        ("generation", "<u4"),
+        ("expires_at_ms", "<u8"),
+        ("key", "u1", INDEX_KEY_BYTES),
+        ("parent", "u1", INDEX_KEY_BYTES),
+        ("padding", "u1", 24),
+    ]
+)
+"""One record of a device's log and snapshot (``struct ss_index_record``), 128 bytes."""
+
+_RECORD: Final = struct.Struct("<BBBBHxxIIIIIIQ32s32s24x")
+
+
+class IndexPolicy(enum.IntEnum):
+    """What is evicted next (``enum ss_index_policy``)."""
+
+    LRU = 0
+    S3FIFO = 1
+
+
+class IndexRecordKind(enum.IntEnum):
+    """What a record says (``enum ss_index_record_kind``)."""
+
+    PUT = 1
+    REMOVE = 2
+    EXPIRE = 3
+    PIN = 4
+    CLEAR = 5
+    NAME = 6
+    TENANT = 7
+
+
+class IndexFlag(enum.IntFlag):
+    """What an object is (``enum ss_index_flags``)."""
+
+    RECORD = 1
+    NAMED = 2
+    EVERY_TENANT = 0x80
+    """Of a CLEAR record only."""
+
+
+class IndexEntry(NamedTuple):
+    """What is known of an object. Its fields are those of a PUT record, in its order."""
+
+    kind: int
+    flags: int
+    device: int
+    name_blocks: int
+    """By how many blocks a long name makes the object larger."""
+    tenant: int
+    extent: int
+    """First 4 KiB block on the device."""
+    length: int
+    """Bytes of the value."""
+    head_length: int
+    accessed_s: int
+    pinned_until_s: int
+    generation: int
+    expires_at_ms: int
+    """0: never."""
+    key: bytes
+    parent: bytes
+    """:data:`NO_PARENT` for none."""
+
+    @property
+    def blocks(self) -> int:
+        """How many 4 KiB blocks it takes on its device."""
+        return blocks_of(self.length) + self.name_blocks
+
+    def pack(self) -> bytes:
+        """Return the 128 bytes of the record."""
+        return _RECORD.pack(*self)
+
+    @classmethod
+    def unpack(cls, record: bytes) -> "IndexEntry":
+        """Return what 128 bytes say, of any kind of record."""
+        return cls._make(_RECORD.unpack(record))
+
+
+class IndexTotals(NamedTuple):
+    """Sums over objects."""
+
+    objects: int
+    bytes: int
+    """With headers, each object rounded up to 4 KiB."""
+    records: int
+    expiring: int
+
+
+class ReplayCounts(NamedTuple):
+    """What became of records that were replayed."""
+
+    applied: int
+    ignored: int
+    """Of kinds that are the volume's own, or about objects that are not there."""
+    refused: int
+    """With an impossible field."""
+
+
+def blocks_of(length: int, name_length: int = 0) -> int:
+    """Return how many 4 KiB blocks an object takes whose value, and whose name behind it, have so many bytes."""
+    return int(lib.ss_index_blocks(length, name_length))
+
+
+class Index:
+    """All objects of a storage node by tenant and key, with what to evict next. Not for several threads at a time.
+
+    A slot is an object's number, from 1, while it is there. Methods that take one do nothing for a slot without
+    an object.
+    """
+
+    def __init__(self, objects_max: int, policy: IndexPolicy = IndexPolicy.LRU, seed: int | None = None) -> None:
+        """Reserve addresses for ``objects_max`` objects; memory is taken as they come.
+
+        Args:
+            objects_max: 1 to 2^30.
+            policy: of eviction.
+            seed: 64 bits; without it a random one, so that no client can choose keys that collide.
+
+        Raises:
+            NativeError: there are no addresses, or ``objects_max`` is out of range.
+        """
+        pointer = ffi.new("struct ss_index **")
+        self._index: Any = ffi.NULL
+        self.objects_max = objects_max
+        seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
+        code = lib.ss_index_open(min(max(objects_max, 0), 0xFFFFFFFF), policy, seed, pointer)
+        check(code, f"making an index for {objects_max} objects")
+        self._index = pointer[0]
+        self._slot = ffi.new("uint32_t *")
+        self._record = ffi.new("struct ss_index_record *")
+        self._buffer = ffi.buffer(self._record)
+
+    def close(self) -> None:
+        """Give the memory back. Twice is harmless; nothing else may be called after it."""
+        index, self._index = self._index, ffi.NULL
+        if index != ffi.NULL:
+            lib.ss_index_close(index)
+
+    def __del__(self) -> None:
+        if getattr(self, "_index", None) and lib is not None:
+            self.close()
+
+    def __len__(self) -> int:
+        return self.totals().objects
+
+    def find(self, tenant: int, key: bytes) -> int:
+        """Return the object's slot; 0: absent. Not a use of it. ``key`` has 32 bytes."""
+        if len(key) != INDEX_KEY_BYTES:
+            raise ValueError(f"an index key has {INDEX_KEY_BYTES} bytes, not {len(key)}")
+        return int(lib.ss_index_find(self._index, tenant, key))
+
+    def read(self, slot: int) -> IndexEntry:
+        """Return what is known of an object.
+
+        Raises:
+            KeyError: there is none at this slot.
+        """
+        if lib.ss_index_read(self._index, slot, self._record):
+            raise KeyError(slot)
+        return IndexEntry._make(_RECORD.unpack_from(self._buffer))
+
+    def insert(
+        self,
+        tenant: int,
+        key: bytes,
+        *,
+        device: int,
+        extent: int = 0,
+        length: int,
+        now_s: int,
+        head_length: int = 0,
+        name_length: int = 0,
+        flags: int = 0,
+        expires_at_ms: int = 0,
+        pinned_until_s: int = 0,
+        generation: int = 0,
+        parent: bytes = NO_PARENT,
+    ) -> int:
+        """Put an object in, or replace the one with its key; return its slot.
+
+        Raises:
+            NativeError: with ``Result.NO_SPACE`` when there are ``objects_max`` objects.
+        """
+        self._buffer[:] = _RECORD.pack(
+            IndexRecordKind.PUT,
+            flags,
+            device,
+            blocks_of(length, name_length) - blocks_of(length) if name_length else 0,
+            tenant,
+            extent,
+            length,
+            head_length,
+            now_s,
+            pinned_until_s,
+            generation,
+            expires_at_ms,
+            key,
+            parent or NO_PARENT,
+        )
+        code = lib.ss_index_insert(self._index, self._record, now_s, self._slot)
+        if code:
+            check(code, f"putting an object into an index of at most {self.objects_max}")
+        return int(self._slot[0])
+
+    def remove(self, slot: int) -> None:
+        """Forget an object. Its children keep its place, and it may come back."""
+        lib.ss_index_remove(self._index, slot)
+
+    def evict(self, slot: int) -> None:
+        """Forget an object, but remember in the ghost queue that it was there."""
+        lib.ss_index_evict(self._index, slot)
+
+    def clear(self, tenant: int = ANY, device: int = ANY) -> int:
+        """Forget all objects of a tenant on a device; return how many."""
+        return int(lib.ss_index_clear(self._index, tenant, device))
+
+    def touch(self, slot: int, now_s: int) -> None:
+        """Count a use."""
+        lib.ss_index_touch(self._index, slot, now_s)
+
+    def set_expiry(self, slot: int, expires_at_ms: int) -> None:
+        """Set when it expires; 0: never."""
+        lib.ss_index_expire(self._index, slot, expires_at_ms)
+
+    def pin(self, slot: int, until_s: int) -> None:
+        """Keep it from being a victim before ``until_s``; 0 ends that."""
+        lib.ss_index_pin(self._index, slot, until_s)
+
+    def victim(self, now_s: int, device: int = ANY, tenant: int = ANY) -> int:
+        """Return the slot of what to evict next; 0: nothing. It may lie on another device (the end of a chain)."""
+        return int(lib.ss_index_victim(self._index, device, tenant, now_s))
+
+    def ghost(self, tenant: int, key: bytes) -> bool:
+        """Return whether the key was evicted or remembered lately."""
+        return bool(lib.ss_index_ghost(self._index, tenant, key))
+
+    def remember(self, tenant: int, key: bytes) -> None:
+        """Put a key into the ghost queue."""
+        lib.ss_index_remember(self._index, tenant, key)
+
+    def next(self, slot: int = 0) -> int:
+        """Return the slot after ``slot`` that has an object; 0: there is none."""
+        return int(lib.ss_index_next(self._index, slot))
+
+    def expired(self, now_ms: int, max_slots: int) -> list[int]:
+        """Return the slots of at most so many objects that have expired."""
+        slots = ffi.new("uint32_t[]", max_slots)
+        return list(slots[0 : lib.ss_index_expired(self._index, now_ms, slots, max_slots)])
+
+    def totals(self, tenant: int = ANY, device: int = ANY) -> IndexTotals:
+        """Sum up a tenant's objects on a device."""
+        totals = ffi.new("struct ss_index_totals *")
+        lib.ss_index_totals(self._index, tenant, device, totals)
+        return IndexTotals(totals.objects, totals.bytes, totals.records, totals.expiring)
+
+    def memory_bytes(self) -> int:
+        """Return the memory in use."""
+        return int(lib.ss_index_memory(self._index))
+
+    def replay(self, device: int, blocks: int, records: "NDArray[np.void] | bytes | memoryview") -> ReplayCounts:
+        """Apply records (:data:`INDEX_RECORD_DTYPE`) of a device's snapshot or log, in order.
+
+        Args:
+            device: whose they are; the records' own device is not looked at.
+            blocks: of 4 KiB that the device has; objects that reach beyond are refused.
+            records: contiguous.
+
+        Raises:
+            NativeError: with ``Result.NO_SPACE`` for more than ``objects_max`` objects.
+        """
+        content = ffi.from_buffer("uint8_t[]", records)
+        counts = ffi.new("struct ss_index_counts *")
+        pointer = ffi.cast("struct ss_index_record *", content)
+        code = lib.ss_index_replay(
+            self._index, device, blocks, pointer, len(content) // INDEX_RECORD_DTYPE.itemsize, counts
+        )
+        check(code, f"replaying the log of device {device} into an index of at most {self.objects_max} objects")
+        return ReplayCounts(counts.applied, counts.ignored, counts.refused)
+
+    def replayed(self) -> None:
+        """Put the queues in order, after the last record of the last device."""
+        check(lib.ss_index_replayed(self._index), "ordering the queues of the index")
+
+    def reserve(self, device: int, extents: "Extents") -> int:
+        """Reserve the extents of all objects on a device; return how many were dropped since they overlap."""
+        dropped = ffi.new("uint64_t *")
+        code = lib.ss_index_reserve(self._index, device, extents._extents, dropped)
+        check(code, f"reserving the extents of device {device}")
+        return int(dropped[0])
+
+    def dump(self, cursor: int, records: "NDArray[np.void]", device: int = ANY) -> tuple[int, int]:
+        """Store PUT records of the next objects on a device into ``records``.
+
+        Returns:
+            The next cursor (0 at first, and again after the last), and how many were stored, perhaps none.
+        """
+        content = ffi.from_buffer("uint8_t[]", records, require_writable=True)
+        self._slot[0] = cursor
+        pointer = ffi.cast("struct ss_index_record *", content)
+        count = lib.ss_index_dump(self._index, device, self._slot, pointer, len(records))
+        return int(self._slot[0]), int(count)
+
+
+class Extents:
+    """Runs of free blocks of a device or an arena. Not for several threads at a time."""
+
+    def __init__(self, blocks: int) -> None:
+        """Make an allocator of so many blocks, all of them free."""
+        pointer = ffi.new("struct ss_extents **")
+        self._extents: Any = ffi.NULL
+        check(lib.ss_extents_open(min(max(blocks, 0), 0xFFFFFFFF), pointer), f"making an allocator of {blocks} blocks")
+        self._extents = pointer[0]
+        self.blocks = blocks
+
+    def close(self) -> None:
+        """Give the memory back. Twice is harmless; nothing else may be called after it."""
+        extents, self._extents = self._extents, ffi.NULL
+        if extents != ffi.NULL:
+            lib.ss_extents_close(extents)
+
+    def __del__(self) -> None:
+        if getattr(self, "_extents", None) and lib is not None:
+            self.close()
+
+    def allocate(self, count: int) -> int | None:
+        """Return the first of ``count`` blocks; None where no free run is that long."""
+        first = int(lib.ss_extents_allocate(self._extents, count))
+        return None if first == 0xFFFFFFFF else first
+
+    def free(self, first: int, count: int) -> None:
+        """Give blocks back.
+
+        Raises:
+            NativeError: one of them is free already, or does not exist.
+        """
+        check(lib.ss_extents_free(self._extents, first, count), f"freeing {count} blocks at {first} of {self.blocks}")
+
+    def reserve(self, first: int, count: int) -> None:
+        """Take these blocks.
+
+        Raises:
+            NativeError: one of them is taken already, or does not exist.
+        """
+        code = lib.ss_extents_reserve(self._extents, first, count)
+        check(code, f"reserving {count} blocks at {first} of {self.blocks}")
+
+    @property
+    def free_blocks(self) -> int:
+        """How many blocks are free."""
+        return int(lib.ss_extents_free_blocks(self._extents))
+
+    @property
+    def largest(self) -> int:
+        """Blocks of the longest free run."""
+        return int(lib.ss_extents_largest(self._extents))
+
+    @property
+    def runs(self) -> int:
+        """How many free runs there are."""
+        return int(lib.ss_extents_runs(self._extents))
