@@ -1,0 +1,519 @@
+"""What a volume held when it was left, however it was left: the newest sound snapshot, and the log from there on.
+
+The log ends at the first block that is not the successor of the one before. Normally nobody was ever told that what
+lies beyond is durable. Where a later block says that it was (``durable``), it has rotted in both copies: then records
+are missing that somebody relies on. Replay goes on behind the gap, and of what was there before it only those objects
+stay that carry their own proof: records, whose key says what their bytes are. Values of other keys may have been
+replaced or removed in the gap, so they are dropped and counted. The same holds where a snapshot has to be taken that
+the log does not reach back to any more.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowserve.native import INDEX_RECORD_DTYPE, Index
+from storage_kv.pool.device import BlockDevice, Operation, OperationKind, Priority, wait_for_operations
+from storage_kv.pool.format import (
+    BLOCK_BYTES,
+    LOG_MAGIC,
+    NAME_PIECE_BYTES,
+    RECORD_BYTES,
+    RECORDS_PER_BLOCK,
+    SNAPSHOT_MAGIC,
+    SUPERBLOCK_OFFSETS,
+    BlockHeader,
+    FormatError,
+    RecordFlag,
+    RecordKind,
+    SnapshotHeader,
+    Superblock,
+    unpack_block,
+    unpack_name,
+)
+from storage_kv.pool.log import GROUP_BLOCKS_MAX
+from storage_kv.pool.pages import Pages
+
+__all__ = ["ANSWER_S", "LogEnd", "Recovery", "Reader", "RecoveryReport", "read_superblocks"]
+
+ANSWER_S: Final = 60.0
+"""A device that has not answered for a minute when it is opened will not."""
+
+_PIECE_BLOCKS: Final = 256
+_DEPTH: Final = 4
+_WINDOW_BLOCKS: Final = 4 * GROUP_BLOCKS_MAX
+"""How far behind the log's end is looked for blocks that say it is none: what rots is a page or an erase block."""
+
+_DROP_RECORDS: Final = 8192
+_SEQUENCE_OFFSET: Final = 32
+_RECORDS_OFFSET: Final = BLOCK_BYTES - RECORDS_PER_BLOCK * RECORD_BYTES
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True, kw_only=True)
+class RecoveryReport:
+    """What opening a volume found.
+
+    Attributes:
+        objects: that it holds.
+        snapshot_records: replayed from the snapshot.
+        log_blocks: replayed.
+        log_records: in them.
+        seconds: that it took.
+        superblocks_damaged: copies of the superblock that were not sound; they are written anew.
+        snapshots_damaged: headers, or blocks of a snapshot, that were not sound.
+        log_blocks_damaged: gaps in what had been acknowledged, in blocks, both copies.
+        log_blocks_mended: blocks of the log of which only the second copy was sound.
+        unproven: objects dropped because a gap may have held their removal.
+        unnamed: objects dropped because the text of their key is not there.
+        overlapping: objects dropped because another one, stored later, lies where they lay.
+        refused: records with impossible fields.
+        notes: what went wrong, in words.
+    """
+
+    objects: int = 0
+    snapshot_records: int = 0
+    log_blocks: int = 0
+    log_records: int = 0
+    seconds: float = 0.0
+    superblocks_damaged: int = 0
+    snapshots_damaged: int = 0
+    log_blocks_damaged: int = 0
+    log_blocks_mended: int = 0
+    unproven: int = 0
+    unnamed: int = 0
+    overlapping: int = 0
+    refused: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def dropped(self) -> int:
+        """Objects that were stored and are not there any more."""
+        return self.unproven + self.unnamed + self.overlapping
+
+
+@dataclass(slots=True, kw_only=True)
+class LogEnd:
+    """Where the log goes on: ``sequence`` is the next block's, ``epoch`` the last one's, ``first`` still needed."""
+
+    first: int
+    sequence: int
+    epoch: int
+
+
+class Reader:
+    """Reads blocks of a device that nobody else uses yet, several requests at a time."""
+
+    def __init__(self, device: BlockDevice) -> None:
+        """Read from ``device``."""
+        self._device = device
+        self._buffers = [Pages(_PIECE_BLOCKS * BLOCK_BYTES) for _ in range(_DEPTH)]
+        self._ended: set[int] = set()
+
+    def run(self, operation: Operation) -> None:
+        """Do one operation and wait for it.
+
+        Raises:
+            OSError: it failed.
+            DeviceError: the device does not answer.
+        """
+        self._submit(operation)
+        self._wait(operation)
+        if operation.error is not None:
+            raise operation.error
+
+    def block(self, number: int) -> bytes:
+        """Return one block; zeros if it cannot be read."""
+        return next(iter(self.pieces(number, 1)))[1].tobytes()
+
+    def pieces(self, first: int, count: int) -> Iterator[tuple[int, Bytes]]:
+        """Yield (number of its first block, bytes), in order; what cannot be read is zeros. Good until the next one."""
+        starts = list(range(first, first + count, _PIECE_BLOCKS))
+        waiting: list[Operation] = []
+        for turn in range(len(starts) + _DEPTH - 1):
+            if turn < len(starts):
+                blocks = min(_PIECE_BLOCKS, first + count - starts[turn])
+                waiting.append(self._read(starts[turn], blocks, self._buffers[turn % _DEPTH].address))
+            if turn >= _DEPTH - 1 and waiting:
+                yield self._take(waiting.pop(0), turn - _DEPTH + 1)
+
+    def _take(self, operation: Operation, turn: int) -> tuple[int, Bytes]:
+        self._wait(operation)
+        first, blocks = operation.offset // BLOCK_BYTES, operation.length // BLOCK_BYTES
+        if operation.error is not None:
+            for block in range(blocks):
+                address = operation.address + block * BLOCK_BYTES
+                single = self._read(first + block, 1, address)
+                self._wait(single)
+                if single.error is not None:
+                    self._buffers[turn % _DEPTH].view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = bytes(
+                        BLOCK_BYTES
+                    )
+        return first, self._buffers[turn % _DEPTH].array[: operation.length]
+
+    def _read(self, first: int, blocks: int, address: int) -> Operation:
+        operation = Operation(
+            OperationKind.READ, first * BLOCK_BYTES, blocks * BLOCK_BYTES, address, Priority.FOREGROUND, self._done
+        )
+        self._submit(operation)
+        return operation
+
+    def _submit(self, operation: Operation) -> None:
+        self._device.submit([operation])
+
+    def _wait(self, operation: Operation) -> None:
+        while id(operation) not in self._ended:
+            for ended in wait_for_operations(self._device, ANSWER_S):
+                self._ended.add(id(ended))
+        self._ended.discard(id(operation))
+
+    def _done(self, operation: Operation) -> None:
+        """Nothing: completions are taken in _wait()."""
+
+
+def read_superblocks(reader: Reader, device: BlockDevice) -> tuple[Superblock | None, list[int]]:
+    """Return what the sound copy says, and which copies are not sound.
+
+    Raises:
+        FormatError: of a newer version, or two sound copies that differ.
+    """
+    sound: dict[int, Superblock] = {}
+    for number, offset in enumerate(SUPERBLOCK_OFFSETS):
+        if offset + BLOCK_BYTES <= device.capacity_bytes:
+            found = Superblock.unpack(reader.block(offset // BLOCK_BYTES))
+            if found is not None:
+                sound[number] = found
+    damaged = [number for number in range(len(SUPERBLOCK_OFFSETS)) if number not in sound]
+    if len(set(sound.values())) > 1:
+        raise FormatError(
+            f"device {device.name} has the superblocks of two volumes; parts of another device were copied onto it: "
+            "restore it, or format it again, which drops all its objects"
+        )
+    return next(iter(sound.values()), None), damaged
+
+
+class Recovery:
+    """Brings the objects of one volume into an index."""
+
+    def __init__(self, reader: Reader, superblock: Superblock, index: Index, number: int) -> None:
+        """Recover the volume of ``superblock`` as device ``number`` of ``index``."""
+        self.report = RecoveryReport()
+        self.names: dict[tuple[int, bytes], bytes] = {}
+        self.tenants: dict[int, bytes] = {}
+        self.generation_last = 0
+        self.generation_newest = 0
+        """Of the newest snapshot that has a sound header; 0: there is none."""
+        self._used: SnapshotHeader | None = None
+        self._reader = reader
+        self._volume_id = superblock.volume_id
+        self._layout = superblock.layout
+        self._index = index
+        self._number = number
+        self._blocks = superblock.layout.data_first + superblock.layout.data_blocks
+        self._texts: dict[tuple[RecordKind, int, bytes], dict[int, bytes]] = {}
+
+    def run(self) -> LogEnd:
+        """Replay the best snapshot and the log; return where the log goes on."""
+        headers = self._headers()
+        self.generation_newest = headers[0].generation if headers else 0
+        durable = headers[0].log_last if headers else 0
+        partial: SnapshotHeader | None = None
+        for header in headers:
+            if not self._reaches(header):
+                continue
+            if self._load(header):
+                self._used = header
+                return self._replay(header.log_first, header.log_epoch, durable)
+            partial = partial or header
+            self._forget()
+        if partial is not None:
+            self._load(partial)
+            self._used = partial
+            self.report.notes.append("a snapshot is damaged, and there is no older one that the log reaches back to")
+            return self._replay(partial.log_first, partial.log_epoch, durable)
+        return self._salvage(headers, durable)
+
+    @property
+    def generation_next(self) -> int:
+        """The number of the next snapshot: a new one, and not of the region that the volume was recovered from."""
+        after = self.generation_newest + 1
+        return after + (self._used is not None and after % 2 == self._used.generation % 2)
+
+    # ---- Snapshots
+
+    def _headers(self) -> list[SnapshotHeader]:
+        found = []
+        for region, first in enumerate(self._layout.snapshot_firsts):
+            data = self._reader.block(first)
+            header = SnapshotHeader.unpack(data, self._volume_id, self._layout, region)
+            if header is not None:
+                found.append(header)
+            elif any(data):
+                self.report.snapshots_damaged += 1
+                self.report.notes.append(f"the header of snapshot region {region} is damaged")
+        return sorted(found, key=lambda header: -header.generation)
+
+    def _reaches(self, header: SnapshotHeader) -> bool:
+        """Whether the log still has, or never had, the block that replay begins with."""
+        if header.log_last < header.log_first:
+            return True
+        found = self._log_block(header.log_first)
+        return found is not None and found[0].previous_epoch == header.log_epoch
+
+    def _load(self, header: SnapshotHeader) -> bool:
+        """Replay a snapshot; return whether all of it was there."""
+        first = self._layout.snapshot_firsts[header.generation % 2] + 1
+        damaged = 0
+        for number, data in self._reader.pieces(first, header.blocks):
+            view = memoryview(data)
+            counts = []
+            for at in range(len(data) // BLOCK_BYTES):
+                block = unpack_block(SNAPSHOT_MAGIC, self._volume_id, view[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES])
+                sound = block is not None and block.epoch == header.generation and block.sequence == number - first + at
+                counts.append(block.count if block is not None and sound else 0)
+                damaged += not sound
+            self.report.snapshot_records += self._apply(data, counts)
+        if damaged:
+            self.report.snapshots_damaged += 1
+            self.report.notes.append(f"snapshot {header.generation}: {damaged} of {header.blocks} blocks are damaged")
+        return not damaged
+
+    def _forget(self) -> None:
+        self._index.clear(-1, self._number)
+        self._texts.clear()
+        self.report.snapshot_records = 0
+
+    # ---- The log
+
+    def _log_block(self, sequence: int) -> tuple[BlockHeader, Bytes] | None:
+        """Return a block of the log from whichever copy has it, whatever was before it."""
+        for copy, first in enumerate(self._layout.log_firsts):
+            _, data = next(iter(self._reader.pieces(first + sequence % self._layout.log_blocks, 1)))
+            header = unpack_block(LOG_MAGIC, self._volume_id, memoryview(data))
+            if header is not None and header.sequence == sequence:
+                self.report.log_blocks_mended += copy
+                return header, data.copy()
+        return None
+
+    def _replay(self, sequence: int, epoch: int, durable: int) -> LogEnd:
+        """Replay the log from a block on, and behind gaps."""
+        first = sequence
+        sequence, epoch = self._replay_chain(sequence, epoch)
+        while (after := self._after_gap(sequence, durable)) is not None:
+            self.report.log_blocks_damaged += after - sequence
+            self.report.notes.append(f"blocks {sequence} to {after - 1} of the log are damaged in both copies")
+            self._drop_unproven()
+            found = self._log_block(after)
+            sequence, epoch = self._replay_chain(after, found[0].previous_epoch if found is not None else 0)
+        if sequence <= durable:
+            self.report.log_blocks_damaged += durable + 1 - sequence
+            self.report.notes.append(f"blocks {sequence} to {durable} of the log are damaged in both copies")
+            self._drop_unproven()
+            sequence = durable + 1
+        return LogEnd(first=first, sequence=sequence, epoch=epoch)
+
+    def _replay_chain(self, sequence: int, epoch: int) -> tuple[int, int]:
+        """Replay blocks while each is the successor of the one before; return the next sequence and the last epoch."""
+        begin = sequence
+        while sequence - begin < self._layout.log_blocks:
+            place = sequence % self._layout.log_blocks
+            span = min(self._layout.log_blocks - place, self._layout.log_blocks - (sequence - begin))
+            reached = sequence
+            for number, data in self._reader.pieces(self._layout.log_firsts[0] + place, span):
+                at = sequence + number - self._layout.log_firsts[0] - place
+                reached, epoch = self._replay_piece(data, at, epoch)
+                if reached != at + len(data) // BLOCK_BYTES:
+                    break
+            if reached != sequence + span:
+                return reached, epoch
+            sequence = reached
+        return sequence, epoch
+
+    def _replay_piece(self, data: Bytes, sequence: int, epoch: int) -> tuple[int, int]:
+        data = data.copy()  # a mended block is read into the same buffers
+        view = memoryview(data)
+        counts: list[int] = []
+        for at in range(len(data) // BLOCK_BYTES):
+            place = slice(at * BLOCK_BYTES, (at + 1) * BLOCK_BYTES)
+            header = unpack_block(LOG_MAGIC, self._volume_id, view[place])
+            if not _follows(header, sequence + at, epoch):
+                found = self._log_block(sequence + at)
+                if found is None or not _follows(found[0], sequence + at, epoch):
+                    break
+                header, view[place] = found[0], memoryview(found[1])
+            assert header is not None
+            epoch = header.epoch
+            counts.append(header.count)
+        self.report.log_blocks += len(counts)
+        self.report.log_records += self._apply(data[: len(counts) * BLOCK_BYTES], counts)
+        return sequence + len(counts), epoch
+
+    def _after_gap(self, sequence: int, durable: int) -> int | None:
+        """Return the next block of the log behind a gap at ``sequence``; None if the log ends there."""
+        known = self._known(sequence + 1, min(_WINDOW_BLOCKS, self._layout.log_blocks - 1))
+        proven = {block for block, header in known.items() if header.durable >= sequence or block <= durable}
+        for start in sorted(known):
+            at = start
+            while at not in proven and _follows(known.get(at + 1), at + 1, known[at].epoch):
+                at += 1
+            if at in proven:
+                return start
+        return None
+
+    def _known(self, sequence: int, count: int) -> dict[int, BlockHeader]:
+        """Return the headers of all sound blocks with these sequences, whatever was before them."""
+        known: dict[int, BlockHeader] = {}
+        for copy in range(len(self._layout.log_firsts)):
+            known |= self._known_of(copy, sequence, count)
+        return known
+
+    def _known_of(self, copy: int, sequence: int, count: int) -> dict[int, BlockHeader]:
+        known: dict[int, BlockHeader] = {}
+        first, blocks = self._layout.log_firsts[copy], self._layout.log_blocks
+        begin = sequence
+        while begin < sequence + count:
+            place = begin % blocks
+            span = min(blocks - place, sequence + count - begin)
+            for number, data in self._reader.pieces(first + place, span):
+                at = begin + number - first - place
+                found = np.frombuffer(data, "<u8").reshape(-1, BLOCK_BYTES // 8)[:, _SEQUENCE_OFFSET // 8]
+                for index in np.flatnonzero(found == np.arange(at, at + len(found), dtype=np.uint64)):
+                    view = memoryview(data)[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+                    header = unpack_block(LOG_MAGIC, self._volume_id, view)
+                    if header is not None:
+                        known[at + int(index)] = header
+            begin += span
+        return known
+
+    def damaged_copies(self, end: LogEnd) -> list[tuple[int, int]]:
+        """Return copy and sequence of each block that is still needed and is not sound in that copy."""
+        count = min(end.sequence - end.first, self._layout.log_blocks)
+        known = [self._known_of(copy, end.first, count) for copy in range(len(self._layout.log_firsts))]
+        sequences = range(end.first, end.first + count)
+        return [(copy, at) for copy, found in enumerate(known) for at in sequences if at not in found]
+
+    # ---- Without a snapshot that the log reaches back to
+
+    def _salvage(self, headers: list[SnapshotHeader], durable: int) -> LogEnd:
+        """Keep what can be proven: of an old snapshot, and of all that the log still has."""
+        self.report.notes.append("no snapshot is sound that the log reaches back to")
+        if headers:
+            self._load(headers[0])
+            self._used = headers[0]
+        known = self._ring()
+        if not known:
+            self._drop_unproven()
+            return LogEnd(first=durable + 1, sequence=durable + 1, epoch=0)
+        first = max(known, key=lambda block: (known[block].durable, block))
+        while first - 1 in known and known[first - 1].epoch == known[first].previous_epoch:
+            first -= 1
+        if first > 1 or headers:
+            self._drop_unproven()
+        return self._replay(first, known[first].previous_epoch, durable)
+
+    def _ring(self) -> dict[int, BlockHeader]:
+        known: dict[int, BlockHeader] = {}
+        for first in self._layout.log_firsts:
+            for number, data in self._reader.pieces(first, self._layout.log_blocks):
+                view = memoryview(data)
+                for at in range(len(data) // BLOCK_BYTES):
+                    block = view[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES]
+                    header = unpack_block(LOG_MAGIC, self._volume_id, block)
+                    if header is not None and header.sequence % self._layout.log_blocks == number - first + at:
+                        known[header.sequence] = header
+        return known
+
+    # ---- Records
+
+    def _apply(self, data: Bytes, counts: list[int]) -> int:
+        """Replay the first so many records of each block; return how many."""
+        if not any(counts):
+            return 0
+        blocks = data.reshape(-1, BLOCK_BYTES)[: len(counts), _RECORDS_OFFSET:]
+        records = np.ascontiguousarray(blocks).view(INDEX_RECORD_DTYPE).reshape(len(counts), RECORDS_PER_BLOCK)
+        if min(counts) == RECORDS_PER_BLOCK:
+            chosen = records.reshape(-1)
+        else:
+            chosen = records[np.arange(RECORDS_PER_BLOCK) < np.array(counts)[:, None]]
+        self._collect_texts(chosen[chosen["kind"] >= RecordKind.NAME])
+        self._note_generation(chosen["generation"][chosen["kind"] == RecordKind.PUT])
+        applied = self._index.replay(self._number, self._blocks, chosen)
+        self.report.refused += applied.refused
+        return len(chosen)
+
+    def _note_generation(self, generations: npt.NDArray[np.uint32]) -> None:
+        if not len(generations):
+            return
+        self.generation_last = self.generation_last or int(generations[0])
+        ahead = (generations - np.uint32(self.generation_last)).view(np.int32).max()
+        self.generation_last = (self.generation_last + max(int(ahead), 0)) & 0xFFFF_FFFF
+
+    def _collect_texts(self, records: npt.NDArray[Any]) -> None:
+        content = records.tobytes()
+        for at in range(0, len(content), RECORD_BYTES):
+            text = unpack_name(content[at : at + RECORD_BYTES])
+            if text is None:
+                self.report.refused += 1
+                continue
+            kind, tenant, key, start, length, piece = text
+            if length <= NAME_PIECE_BYTES:
+                self._keep_text(kind, tenant, key, piece)
+                continue
+            pieces = self._texts.setdefault((kind, tenant, key), {})
+            pieces[start] = piece
+            if sum(map(len, pieces.values())) == length:
+                self._keep_text(kind, tenant, key, b"".join(pieces[each] for each in sorted(pieces)))
+                del self._texts[kind, tenant, key]
+
+    def _keep_text(self, kind: RecordKind, tenant: int, key: bytes, text: bytes) -> None:
+        if kind is RecordKind.NAME:
+            self.names[tenant, key] = text
+        else:
+            self.tenants[tenant] = text
+
+    # ---- What cannot stay
+
+    def _drop_unproven(self) -> None:
+        """Drop what a gap may have replaced or removed: all but records, whose key says what their bytes are."""
+        self.report.unproven += self._drop(lambda records: records["flags"] & RecordFlag.RECORD == 0)
+
+    def drop_nameless(self) -> None:
+        """Drop objects of named keys without a name and those of unknown tenants, and names without an object."""
+        self.report.unnamed += self._drop(self._nameless)
+        self.names = {of: name for of, name in self.names.items() if self._is_here(*of)}
+
+    def _is_here(self, tenant: int, key: bytes) -> bool:
+        slot = self._index.find(tenant, key)
+        return slot != 0 and self._index.read(slot).device == self._number
+
+    def _nameless(self, records: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+        foreign = (records["tenant"] != 0) & ~np.isin(records["tenant"], np.array([*self.tenants], dtype=np.uint16))
+        for at in np.flatnonzero(records["flags"] & RecordFlag.NAMED != 0):
+            record = records[at]
+            if (int(record["tenant"]), record["key"].tobytes()) not in self.names:
+                foreign[at] = True
+        return np.asarray(foreign)
+
+    def _drop(self, chosen: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]]) -> int:
+        """Remove the objects that ``chosen`` picks from PUT records; return how many."""
+        records = np.zeros(_DROP_RECORDS, INDEX_RECORD_DTYPE)
+        cursor, dropped = 0, 0
+        while True:
+            cursor, count = self._index.dump(cursor, records, self._number)
+            found = records[:count][chosen(records[:count])]
+            going = np.zeros(len(found), INDEX_RECORD_DTYPE)
+            going["kind"], going["tenant"], going["key"] = RecordKind.REMOVE, found["tenant"], found["key"]
+            if len(going):
+                self._index.replay(self._number, self._blocks, going)
+            dropped += len(going)
+            if not cursor:
+                return dropped
+
+
+def _follows(header: BlockHeader | None, sequence: int, epoch: int) -> bool:
+    """Whether a block is the one with that sequence that a run wrote behind one of the run ``epoch``."""
+    return header is not None and header.sequence == sequence and header.previous_epoch == epoch
