@@ -17,6 +17,8 @@ COMMANDS: Final = {
     "bench": "shadowserve.cli.bench:bench",
     "simulate": "shadowserve.cli.simulate:simulate",
     "trace": "shadowserve.cli.trace:trace",
+    "pool": "shadowserve.cli.pool:pool",
+    "verify": "shadowserve.cli.verify:verify",
     "doctor": "shadowserve.cli.doctor:doctor",
 }
 

@@ -1,0 +1,108 @@
+"""``shadowserve pool``: make devices part of a pool, and see what is on them."""
+
+import json
+import os
+from contextlib import closing
+from typing import Any, Final
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from shadowserve.native import BlockDevice
+
+__all__ = ["pool"]
+
+_OBJECT_BYTES: Final = 64 << 10
+"""What an object is taken to have at least when nobody says how many there may be: room for a million in 64 GiB."""
+_OBJECTS_MIN: Final = 1024
+
+
+class _Size(click.ParamType[int]):
+    name = "SIZE"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        text = str(value).strip()
+        units = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+        unit = next((each for each in units if text.endswith(each)), "")
+        number = text.removesuffix(unit).strip()
+        if not number.isdecimal():
+            self.fail(f"{value!r} is no size; write it like 64GiB", parameter, context)
+        return int(number) * units.get(unit, 1)
+
+
+@click.group()
+def pool() -> None:
+    """Devices of the pool engine: format them, and see what is on them. No server may be using them."""
+
+
+@pool.command(name="format")
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
+@click.option("--objects-max", type=click.IntRange(1, (1 << 32) - 1), help="Most objects on each  [default: by size].")
+@click.option("--size", type=_Size(), default=0, help="Make files of this size, their blocks reserved, such as 64GiB.")
+@click.option("--pool", "pool_hex", metavar="HEX", help="The pool that they join, 32 digits  [default: a new one].")
+@click.option("--force", is_flag=True, help="Also if there is something on them. It is lost.")
+def format_devices(
+    paths: tuple[str, ...], objects_max: int | None, size: int, pool_hex: str | None, force: bool
+) -> None:
+    """Make devices, or files, into empty volumes of one pool. A device that holds something is refused."""
+    from storage_kv.pool.volume import Volume
+
+    pool_id = _pool_id(pool_hex)
+    for path in paths:
+        with closing(BlockDevice(path, size=size)) as device:
+            most = objects_max or max(device.capacity_bytes // _OBJECT_BYTES, _OBJECTS_MIN)
+            superblock = Volume.format(device, pool_id=pool_id, objects_max=most, force=force)
+        data_bytes = superblock.layout.data_blocks << 12
+        click.echo(f"{path}: an empty volume of pool {pool_id.hex()}, {data_bytes:,} bytes for {most:,} objects")
+
+
+def _pool_id(digits: str | None) -> bytes:
+    if digits is None:
+        return os.urandom(16)
+    try:
+        pool_id = bytes.fromhex(digits)
+    except ValueError:
+        pool_id = b""
+    if len(pool_id) != 16:
+        raise click.BadParameter(f"{digits!r} is no pool: 32 hexadecimal digits, as in 'shadowserve pool status'")
+    return pool_id
+
+
+@pool.command()
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option("--json", "as_json", is_flag=True, help="Print it as data, for a script.")
+def status(paths: tuple[str, ...], as_json: bool) -> None:
+    """Show what is on devices: the pool they belong to, objects, room, log. Nothing is changed."""
+    rows = [_status(path) for path in paths]
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(*rows[0], title="pool status")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+    Console().print(table)
+
+
+def _status(path: str) -> dict[str, Any]:
+    from storage_kv.pool.verification import verify_volume
+
+    with closing(BlockDevice(path)) as device:
+        found = verify_volume(device, objects=False)
+    superblock = found.superblock
+    row: dict[str, Any] = {"path": path, "pool": "none", "volume": "none", "objects": 0, "objects_max": 0}
+    row |= {"used_bytes": 0, "data_bytes": 0, "log_used": 0.0, "state": "; ".join(each.what for each in found.findings)}
+    if superblock is not None:
+        row |= {
+            "pool": superblock.pool_id.hex(),
+            "volume": superblock.volume_id.hex(),
+            "objects": found.objects,
+            "objects_max": superblock.layout.objects_max,
+            "used_bytes": found.object_bytes,
+            "data_bytes": superblock.layout.data_blocks << 12,
+            "log_used": round(found.log_blocks_used / superblock.layout.log_blocks, 3),
+            "state": row["state"] or "sound",
+        }
+    return row

@@ -1,0 +1,81 @@
+"""``shadowserve verify``: is everything on these devices what was stored there?"""
+
+import json
+from contextlib import closing
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from shadowserve.errors import ShadowServeError
+from shadowserve.native import BlockDevice
+
+__all__ = ["verify"]
+
+EXIT_CODES = """
+\b
+Exit codes:
+  0  everything is sound
+  1  something is not: each finding is printed
+  2  the command line cannot be used, or a device cannot be opened
+"""
+
+
+@click.command(epilog=EXIT_CODES)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(exists=True))
+@click.option("--json", "as_json", is_flag=True, help="Print the result as data, for a script.")
+@click.option("--no-objects", is_flag=True, help="Superblocks, log and snapshots only: seconds, not minutes.")
+@click.pass_context
+def verify(context: click.Context, paths: tuple[str, ...], as_json: bool, no_objects: bool) -> None:
+    """Check devices of a pool that no server uses: superblocks, log, snapshots, every object and record.
+
+    Nothing is changed. What a server would mend when it starts (one of two copies that is damaged) is a finding, too.
+    """
+    results = []
+    for path in paths:
+        try:
+            results.append(_verify(path, objects=not no_objects, quiet=as_json))
+        except ShadowServeError as error:
+            raise click.UsageError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(results, indent=2))
+    else:
+        for result in results:
+            _print(result)
+    context.exit(0 if all(result["sound"] for result in results) else 1)
+
+
+def _verify(path: str, *, objects: bool, quiet: bool) -> dict[str, Any]:
+    from storage_kv.pool.verification import verify_volume
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    shown = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=quiet)
+    with closing(BlockDevice(path)) as device, shown as bar:
+        task = bar.add_task(path, total=None)
+        found = verify_volume(
+            device, objects=objects, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    superblock = found.superblock
+    return {
+        "path": path,
+        "sound": found.sound,
+        "volume": superblock.volume_id.hex() if superblock else None,
+        "pool": superblock.pool_id.hex() if superblock else None,
+        "objects": found.objects,
+        "object_bytes": found.object_bytes,
+        "objects_read": objects,
+        "snapshot": found.snapshot_generation,
+        "log_blocks": found.log_blocks_used,
+        "findings": [{"part": each.part, "where": each.where, "what": each.what} for each in found.findings],
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    read = "" if result["objects_read"] else ", not read"
+    state = "sound" if result["sound"] else f"{len(result['findings'])} findings"
+    click.echo(f"{result['path']}: {state}; {result['objects']:,} objects, {result['object_bytes']:,} bytes{read}")
+    for finding in result["findings"]:
+        where = f" {finding['where']}" if finding["where"] else ""
+        click.echo(f"  {finding['part']}{where}: {finding['what']}")
