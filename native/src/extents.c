@@ -5,7 +5,7 @@
  * So the first run that is long enough is found on one way down. Neighbours are found by address and merged, so there
  * is one node for each run and none for a block. Nodes lie in one array that grows by halves.
  */
-#include "shadowserve.h"
+#include "shadowserve_index.h"
 
 #include <stdbool.h>
 #include <stdlib.h>

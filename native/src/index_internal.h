@@ -14,7 +14,8 @@
 #ifndef SS_INDEX_INTERNAL_H
 #define SS_INDEX_INTERNAL_H
 
-#include "shadowserve.h"
+#include "shadowserve_block.h"
+#include "shadowserve_index.h"
 
 #include <stdbool.h>
 #include <string.h>

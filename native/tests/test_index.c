@@ -1,0 +1,439 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* test_index.c - the index against a naive model under random operations, and its order of eviction by example */
+#include "index_check.h"
+
+enum { KEYS = 300, TENANTS = 3, DEVICES = 3, OBJECTS_MAX = 200, STEPS = 60000, CHECK_EVERY = 500 };
+
+/* What the model knows of a key: everything, by its number. A parent's number is less than its child's. */
+struct model {
+    struct ss_index_record record; /* kind 0: absent */
+    uint32_t number;
+    uint32_t parent; /* KEYS: none */
+};
+
+static struct model models[TENANTS][KEYS];
+
+static void key_make(uint8_t *key, uint32_t number) {
+    memset(key, 0, KEY_SIZE);
+    memcpy(key, &number, sizeof number);
+    key[31] = 1;
+}
+
+static struct ss_index *open_index(uint32_t objects_max, enum ss_index_policy policy) {
+    struct ss_index *index;
+    CHECK(ss_index_open(objects_max, policy, random64(), &index) == SS_OK, "open");
+    return index;
+}
+
+static struct model *model_of(const struct ss_index_record *record) {
+    uint32_t number;
+    memcpy(&number, record->key, sizeof number);
+    return &models[record->tenant][number];
+}
+
+static uint64_t model_count(int tenant, int device) {
+    uint64_t count = 0;
+    for (int owner = 0; owner < TENANTS; owner++) {
+        for (size_t number = 0; number < KEYS; number++) {
+            const struct ss_index_record *record = &models[owner][number].record;
+            count += record->kind != 0 && (tenant < 0 || owner == tenant) && (device < 0 || record->device == device);
+        }
+    }
+    return count;
+}
+
+static void insert_random(struct ss_index *index, uint32_t now_s) {
+    struct model model = {.record = {.kind = SS_INDEX_PUT}, .number = (uint32_t)random_below(KEYS)};
+    struct ss_index_record *record = &model.record;
+    uint32_t slot;
+    record->tenant = (uint16_t)random_below(TENANTS);
+    record->device = random_below(8) == 0 ? 255 : (uint8_t)random_below(DEVICES);
+    record->flags = (uint8_t)random_below(4);
+    record->name_blocks = (record->flags & SS_INDEX_NAMED) != 0 ? (uint8_t)random_below(18) : 0;
+    record->extent = (uint32_t)random64() >> 1;
+    record->length = (uint32_t)random_below(1 << 24);
+    record->head_length = (uint32_t)random_below(record->length < 1 << 20 ? record->length + 1 : 1 << 20);
+    record->generation = (uint32_t)random64();
+    record->expires_at_ms = random_below(4) == 0 ? (uint64_t)now_s * 1000 + random_below(400000) + 1000 : 0;
+    record->pinned_until_s = random_below(8) == 0 ? now_s + (uint32_t)random_below(50) : 0;
+    record->accessed_s = now_s;
+    key_make(record->key, model.number);
+    model.parent = random_below(4) != 0 && model.number > 0 ? model.number - 1 : (uint32_t)random_below(KEYS);
+    if (model.parent < model.number) {
+        key_make(record->parent, model.parent);
+    } else {
+        model.parent = KEYS;
+    }
+    bool replaces = models[record->tenant][model.number].record.kind != 0;
+    enum ss_result result = ss_index_insert(index, record, now_s, &slot);
+    CHECK(result == (replaces || model_count(-1, -1) < OBJECTS_MAX ? SS_OK : SS_NO_SPACE), "result %d", (int)result);
+    if (result == SS_OK) {
+        models[record->tenant][model.number] = model;
+    }
+}
+
+static bool has_children(const struct model *model) {
+    const struct model *row = models[model->record.tenant];
+    for (size_t number = 0; number < KEYS; number++) {
+        if (row[number].record.kind != 0 && row[number].parent == model->number) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Whether some object may be evicted: one that is not pinned and has no children. Links are never lost by these steps.
+ */
+static bool some_victim(int device, int tenant, uint32_t now_s) {
+    for (int owner = 0; owner < TENANTS; owner++) {
+        for (size_t number = 0; number < KEYS; number++) {
+            const struct model *model = &models[owner][number];
+            if (model->record.kind != 0 && (tenant < 0 || owner == tenant) &&
+                (device < 0 || model->record.device == device) && model->record.pinned_until_s <= now_s &&
+                !has_children(model)) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static void evict_one(struct ss_index *index, uint32_t now_s) {
+    int device = (int)random_below(DEVICES + 1) - 1, tenant = (int)random_below(TENANTS + 1) - 1;
+    uint32_t slot = ss_index_victim(index, device, tenant, now_s);
+    struct ss_index_record record;
+    if (slot == 0) {
+        /* With phantoms the index knows of more ancestors than the model. */
+        CHECK(index->phantoms.count != 0 || !some_victim(device, tenant, now_s), "no victim on %d of %d", device,
+              tenant);
+        return;
+    }
+    CHECK(ss_index_read(index, slot, &record) == SS_OK, "slot %u", slot);
+    struct model *model = model_of(&record);
+    CHECK(model->record.kind != 0 && (tenant < 0 || record.tenant == tenant), "a tenant's victim");
+    if (record.expires_at_ms == 0 || record.expires_at_ms > (uint64_t)now_s * 1000) {
+        CHECK(!has_children(model), "evicted before its children");
+        CHECK(model->record.pinned_until_s <= now_s, "evicted though pinned");
+    }
+    ss_index_evict(index, slot);
+    CHECK(ss_index_ghost(index, record.tenant, record.key), "no ghost");
+    model->record.kind = 0;
+}
+
+static void expire_some(struct ss_index *index, uint32_t now_s) {
+    uint32_t slots[4];
+    size_t found = ss_index_expired(index, (uint64_t)now_s * 1000, slots, 4);
+    for (size_t at = 0; at < found; at++) {
+        struct ss_index_record record;
+        CHECK(ss_index_read(index, slots[at], &record) == SS_OK, "slot %u", slots[at]);
+        CHECK(record.expires_at_ms != 0 && record.expires_at_ms <= (uint64_t)now_s * 1000, "not due");
+        model_of(&record)->record.kind = 0;
+        ss_index_remove(index, slots[at]);
+    }
+    for (int owner = 0; found < 4 && owner < TENANTS; owner++) {
+        for (size_t number = 0; number < KEYS; number++) {
+            const struct ss_index_record *record = &models[owner][number].record;
+            CHECK(record->kind == 0 || record->expires_at_ms == 0 || record->expires_at_ms > (uint64_t)now_s * 1000,
+                  "one that is due was not found");
+        }
+    }
+}
+
+static void change_random(struct ss_index *index, uint32_t now_s) {
+    uint16_t tenant = (uint16_t)random_below(TENANTS);
+    uint32_t number = (uint32_t)random_below(KEYS);
+    struct model *model = &models[tenant][number];
+    uint8_t key[KEY_SIZE];
+    key_make(key, number);
+    uint32_t slot = ss_index_find(index, tenant, key);
+    CHECK((slot != 0) == (model->record.kind != 0), "key %u: slot %u", number, slot);
+    if (slot == 0) {
+        return;
+    }
+    switch (random_below(6)) {
+    case 0:
+        ss_index_remove(index, slot);
+        model->record.kind = 0;
+        break;
+    case 1:
+        model->record.expires_at_ms = random_below(2) == 0 ? 0 : (uint64_t)now_s * 1000 + 1000 + random_below(90000);
+        CHECK(ss_index_expire(index, slot, model->record.expires_at_ms) == SS_OK, "expire");
+        break;
+    case 2:
+        model->record.pinned_until_s = random_below(2) == 0 ? 0 : now_s + 1 + (uint32_t)random_below(40);
+        ss_index_pin(index, slot, model->record.pinned_until_s);
+        break;
+    default:
+        model->record.accessed_s = now_s;
+        ss_index_touch(index, slot, now_s);
+    }
+}
+
+static void compare(struct ss_index *index, uint32_t now_s) {
+    check_whole(index);
+    uint64_t seen = 0;
+    for (uint32_t slot = 0; (slot = ss_index_next(index, slot)) != 0; seen++) {
+        struct ss_index_record record;
+        CHECK(ss_index_read(index, slot, &record) == SS_OK, "slot %u", slot);
+        struct ss_index_record expected = model_of(&record)->record;
+        CHECK(expected.pinned_until_s == record.pinned_until_s || expected.pinned_until_s <= now_s, "pin");
+        expected.pinned_until_s = record.pinned_until_s; /* one that is over is forgotten at some time */
+        CHECK(memcmp(&expected, &record, sizeof record) == 0, "slot %u differs", slot);
+    }
+    CHECK(seen == model_count(-1, -1), "%llu objects", (unsigned long long)seen);
+    for (int tenant = -1; tenant < TENANTS; tenant++) {
+        for (int device = -1; device < DEVICES; device++) {
+            struct ss_index_totals totals;
+            ss_index_totals(index, tenant, device, &totals);
+            CHECK(totals.objects == model_count(tenant, device), "tenant %d, device %d", tenant, device);
+        }
+    }
+}
+
+static void clear_one(struct ss_index *index) {
+    int device = (int)random_below(DEVICES + 1) - 1, tenant = (int)random_below(TENANTS + 1) - 1;
+    CHECK(ss_index_clear(index, tenant, device) == model_count(tenant, device), "cleared");
+    for (int owner = 0; owner < TENANTS; owner++) {
+        for (size_t number = 0; number < KEYS; number++) {
+            struct ss_index_record *record = &models[owner][number].record;
+            if ((tenant < 0 || owner == tenant) && (device < 0 || record->device == device)) {
+                record->kind = 0;
+            }
+        }
+    }
+}
+
+static void run_random(enum ss_index_policy policy) {
+    /* Phantoms beyond their number lose children, but the model's do not: let there be enough, but not of objects. */
+    struct ss_index *index = open_index(KEYS * TENANTS * 8, policy);
+    index->objects_max = OBJECTS_MAX;
+    memset(models, 0, sizeof models);
+    for (uint32_t step = 0; step < STEPS; step++) {
+        uint32_t now_s = 1000 + step / 16;
+        size_t what = random_below(100);
+        if (what < 45) {
+            insert_random(index, now_s);
+        } else if (what < 60) {
+            evict_one(index, now_s);
+        } else if (what < 65) {
+            expire_some(index, now_s);
+        } else if (step % 997 == 0) {
+            clear_one(index);
+        } else {
+            change_random(index, now_s);
+        }
+        if (step % CHECK_EVERY == 0) {
+            compare(index, now_s);
+        }
+    }
+    CHECK(ss_index_clear(index, -1, -1) > 0 && ss_index_next(index, 0) == 0, "cleared");
+    check_whole(index);
+    index->objects_max = KEYS * TENANTS * 8;
+    ss_index_close(index);
+}
+
+/* ---- By example ---------------------------------------------------------------------------------------------- */
+
+enum { NONE = KEYS };
+
+static uint32_t put(struct ss_index *index, uint32_t number, uint32_t parent, uint8_t device, uint32_t now_s) {
+    struct ss_index_record record = {.kind = SS_INDEX_PUT, .device = device, .length = 100, .extent = number};
+    uint32_t slot;
+    key_make(record.key, number);
+    if (parent != NONE) {
+        key_make(record.parent, parent);
+    }
+    CHECK(ss_index_insert(index, &record, now_s, &slot) == SS_OK, "insert %u", number);
+    return slot;
+}
+
+static uint32_t number_of(const struct ss_index *index, uint32_t slot) {
+    uint32_t number;
+    CHECK(slot != 0, "nothing");
+    memcpy(&number, index->entries[slot].key, sizeof number);
+    return number;
+}
+
+static void expect_evicted(struct ss_index *index, int device, uint32_t now_s, const uint32_t *numbers, size_t count) {
+    for (size_t at = 0; at < count; at++) {
+        uint32_t slot = ss_index_victim(index, device, -1, now_s), number = number_of(index, slot);
+        CHECK(number == numbers[at], "%u instead of %u", number, numbers[at]);
+        ss_index_evict(index, slot);
+        check_whole(index);
+    }
+}
+
+static void test_lru(void) {
+    struct ss_index *index = open_index(10, SS_INDEX_LRU);
+    put(index, 1, NONE, 0, 1);
+    put(index, 2, 1, 1, 2);
+    put(index, 3, 2, 0, 3);
+    put(index, 4, NONE, 0, 4);
+    put(index, 5, NONE, 1, 5);
+    ss_index_touch(index, put(index, 6, NONE, 1, 6), 3);
+    /* The first chain's end, wherever it lies; then what is older of each device's. */
+    expect_evicted(index, 0, 7, (uint32_t[]){3, 2, 1}, 3);
+    expect_evicted(index, -1, 7, (uint32_t[]){4, 5, 6}, 3);
+    CHECK(ss_index_victim(index, -1, -1, 7) == 0, "nothing is left");
+    ss_index_close(index);
+}
+
+static void test_pins(void) {
+    struct ss_index *index = open_index(1000, SS_INDEX_LRU);
+    for (uint32_t number = 0; number < 100; number++) {
+        put(index, number, number == 0 ? NONE : number - 1, 0, 1);
+    }
+    uint8_t key[KEY_SIZE];
+    key_make(key, 99);
+    uint32_t end = ss_index_find(index, 0, key);
+    ss_index_pin(index, end, 50);
+    CHECK(ss_index_victim(index, -1, -1, 10) == 0, "a pinned end holds its chain");
+    put(index, 200, NONE, 0, 2);
+    expect_evicted(index, -1, 10, (uint32_t[]){200}, 1);
+    put(index, 201, 98, 0, 2);
+    expect_evicted(index, -1, 10, (uint32_t[]){201}, 1);
+    CHECK(ss_index_victim(index, -1, -1, 49) == 0, "not yet");
+    expect_evicted(index, -1, 50, (uint32_t[]){99, 98, 97}, 3);
+    ss_index_close(index);
+}
+
+static void test_s3fifo(void) {
+    struct ss_index *index = open_index(100, SS_INDEX_S3FIFO);
+    for (uint32_t number = 0; number < 10; number++) {
+        uint32_t slot = put(index, number, NONE, 0, number);
+        for (uint32_t uses = number % 3; uses > 0; uses--) {
+            ss_index_touch(index, slot, 20);
+        }
+    }
+    /* Used twice, 2, 5 and 8 go into the main queue as they meet the end; 0, which comes back, goes there at once. */
+    expect_evicted(index, -1, 30, (uint32_t[]){0, 1, 3}, 3);
+    put(index, 0, NONE, 0, 31);
+    expect_evicted(index, -1, 30, (uint32_t[]){4, 6, 7, 9, 2, 0, 5, 8}, 8);
+    ss_index_close(index);
+}
+
+static void test_links(void) {
+    struct ss_index *index = open_index(64, SS_INDEX_LRU); /* 16 phantoms */
+    struct ss_index_record record;
+    for (uint32_t number = 20; number > 0; number--) { /* the end first, and circles */
+        put(index, number, number - 1, 0, 1);
+        check_whole(index);
+    }
+    put(index, 0, 20, 0, 1);
+    uint32_t zero = put(index, 0, 0, 0, 1);
+    check_whole(index);
+    CHECK(index->entries[zero].parent == 0 && index->phantoms.count == 0, "a circle");
+    ss_index_remove(index, zero);
+    CHECK(index->phantoms.count == 1 && ss_index_read(index, zero, &record) == SS_NOT_FOUND, "a phantom");
+    CHECK(put(index, 0, NONE, 0, 1) == zero && index->phantoms.count == 0, "it came back");
+    ss_index_clear(index, -1, -1);
+    CHECK(index->phantoms.count == 0, "phantoms without children");
+    for (uint32_t number = 0; number < 64; number++) {
+        put(index, number, 100 + number, 0, 1);
+        check_whole(index);
+    }
+    CHECK(index->phantoms.count == 16, "%u phantoms", index->phantoms.count);
+    ss_index_clear(index, -1, -1);
+    ss_index_close(index);
+}
+
+/* ---- Records ------------------------------------------------------------------------------------------------- */
+
+static void expect_counts(struct ss_index *index, uint8_t device, const struct ss_index_record *record,
+                          uint64_t applied, uint64_t ignored, uint64_t refused) {
+    struct ss_index_counts counts = {0};
+    CHECK(ss_index_replay(index, device, 1000, record, 1, &counts) == SS_OK, "replay");
+    CHECK(counts.applied == applied && counts.ignored == ignored && counts.refused == refused,
+          "kind %u, extent %u: %u applied, %u ignored, %u refused", record->kind, record->extent,
+          (unsigned)counts.applied, (unsigned)counts.ignored, (unsigned)counts.refused);
+    check_whole(index);
+}
+
+static void test_refused_records(void) {
+    struct ss_index *index = open_index(64, SS_INDEX_LRU);
+    struct ss_index_record good = {.kind = SS_INDEX_PUT, .extent = 997, .length = 3 * 4096 - 2048, .generation = 9};
+    key_make(good.key, 1);
+    struct ss_index_record bad[10];
+    for (size_t at = 0; at < 10; at++) {
+        bad[at] = good;
+    }
+    bad[0].extent = 998;
+    bad[1].length++;
+    bad[2].length = UINT32_MAX;
+    bad[3].head_length = good.length + 1;
+    bad[4].reserved = 1;
+    bad[5].name_blocks = 1;
+    bad[6].flags = SS_INDEX_EVERY_TENANT;
+    bad[7].kind = 0;
+    bad[8].kind = 8;
+    bad[9].extent = UINT32_MAX;
+    for (size_t at = 0; at < 10; at++) {
+        expect_counts(index, 0, &bad[at], 0, 0, 1);
+    }
+    expect_counts(index, 0, &good, 1, 0, 0);
+    good.generation = 8;
+    expect_counts(index, 1, &good, 0, 1, 0); /* an older put of another device */
+    good.kind = SS_INDEX_REMOVE;
+    expect_counts(index, 1, &good, 0, 1, 0); /* it speaks of its own */
+    expect_counts(index, 0, &good, 1, 0, 0);
+    good.kind = SS_INDEX_NAME;
+    expect_counts(index, 0, &good, 0, 1, 0);
+    ss_index_close(index);
+}
+
+static void test_replay_and_dump(void) {
+    enum { COUNT = 2000 };
+    static struct ss_index_record records[COUNT], dumped[COUNT];
+    struct ss_index *index = open_index(COUNT, SS_INDEX_S3FIFO);
+    struct ss_index_counts counts = {0};
+    struct ss_extents *extents;
+    uint64_t dropped;
+    uint32_t cursor = 0;
+    memset(records, 0, sizeof records);
+    for (uint32_t at = 0; at < COUNT; at++) { /* in a mixed order: 1,201 has no divisor in common with 2,000 */
+        uint32_t number = at * 1201 % COUNT;
+        records[at] = (struct ss_index_record){
+            .kind = SS_INDEX_PUT, .extent = number * 2, .length = 6000, .accessed_s = 5000 - number, .generation = at};
+        key_make(records[at].key, number);
+        if (number % 20 != 0) {
+            key_make(records[at].parent, number - 1);
+        }
+    }
+    records[0].extent = records[1].extent; /* overlaps: the later put stays */
+    CHECK(ss_index_replay(index, 3, 10000, records, COUNT, &counts) == SS_OK, "replay");
+    CHECK(ss_index_replayed(index) == SS_OK && counts.applied == COUNT, "replayed");
+    check_whole(index);
+    CHECK(ss_extents_open(10000, &extents) == SS_OK, "extents");
+    CHECK(ss_index_reserve(index, 3, extents, &dropped) == SS_OK && dropped == 1, "dropped %u", (unsigned)dropped);
+    CHECK(ss_extents_free_blocks(extents) == 10000 - 2 * (COUNT - 1), "%u free", ss_extents_free_blocks(extents));
+    ss_extents_close(extents);
+    size_t found = 0;
+    do {
+        found += ss_index_dump(index, 3, &cursor, dumped + found, 1 + random_below(50) % (COUNT - found + 1));
+    } while (cursor != 0 && found < COUNT - 60);
+    while (cursor != 0) {
+        found += ss_index_dump(index, 3, &cursor, dumped + found, 1);
+    }
+    CHECK(found == COUNT - 1, "%zu dumped", found);
+    uint32_t last = 0;
+    for (size_t at = 0; at < 20; at++) { /* what was used least recently, 1,980 to 1,999, is one chain */
+        uint32_t slot = ss_index_victim(index, 3, -1, 6000);
+        CHECK(number_of(index, slot) == 1999 - at, "%u at %zu", number_of(index, slot), at);
+        last = number_of(index, slot);
+        ss_index_evict(index, slot);
+    }
+    CHECK(last == 1980, "%u", last);
+    ss_index_close(index);
+}
+
+int main(void) {
+    test_lru();
+    test_pins();
+    test_s3fifo();
+    test_links();
+    test_refused_records();
+    test_replay_and_dump();
+    run_random(SS_INDEX_LRU);
+    run_random(SS_INDEX_S3FIFO);
+    return 0;
+}
