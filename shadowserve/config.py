@@ -115,7 +115,7 @@ class Section(BaseModel):
         if key.endswith("_bytes") or "_bytes_" in key:
             unit, name = next((unit, name) for unit, name in _UNITS if value % unit == 0 and (value or unit == 1))
             return f"{value // unit} {name}".rstrip()
-        return json.dumps(value) if isinstance(value, bool | list) else str(value)
+        return json.dumps(value) if isinstance(value, bool | list | dict) else str(value)
 
     @classmethod
     def _from_file(cls, path: Path) -> dict[str, Any]:

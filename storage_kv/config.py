@@ -2,15 +2,15 @@
 
 import ipaddress
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
-from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores
 from shadowserve.logs import LogFormat
 
-__all__ = ["LIVE", "StorageConfig"]
+__all__ = ["LIVE", "StorageConfig", "TenantLimits", "is_tenant_name"]
 
 LIVE: Final = (
     "memory_budget_bytes",
@@ -26,6 +26,37 @@ LIVE: Final = (
 )
 """Keys that can change while the node runs. All others are read once, at the start."""
 
+_TENANT_NAME_BYTES_MAX: Final = 128
+
+
+def is_tenant_name(text: str) -> bool:
+    """Return whether a tenant may be called so: 1 to 128 visible ASCII characters."""
+    return 0 < len(text) <= _TENANT_NAME_BYTES_MAX and all("!" <= character <= "~" for character in text)
+
+
+def _checked_tenants(tenants: "dict[str, TenantLimits]") -> "dict[str, TenantLimits]":
+    for name in tenants:
+        if name and not is_tenant_name(name):
+            raise ValueError(
+                f"{name!r} is no name of a tenant: 1 to 128 visible ASCII characters, or '' for the default"
+            )
+    return tenants
+
+
+class TenantLimits(BaseModel):
+    """What one tenant may use; what is not given is not limited."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    bytes_max: ByteSize | None = Field(None, ge=1)
+    """Most bytes of its keys and values; beyond it, its own are evicted."""
+    keys_max: int | None = Field(None, ge=1)
+    """Most keys; beyond it, its own are evicted."""
+    commands_per_s: float | None = Field(None, gt=0)
+    """Commands a second, of all its clients together."""
+    bytes_per_s: ByteSize | None = Field(None, ge=1)
+    """Bytes a second, received and sent, of all its clients together."""
+
 
 class StorageConfig(Section):
     """Configuration of ``shadowserve storage``. Sizes may be written as ``8 GiB``."""
@@ -33,13 +64,32 @@ class StorageConfig(Section):
     section: ClassVar[str] = "storage"
 
     host: str = "127.0.0.1"
-    """Address to listen on, a name or an IP. Others than loopback need a password, or protected_mode off."""
+    """Address to listen on, a name or an IP. Others than loopback need a password, users, clients' certificates, or
+    protected_mode off."""
     port: int = Field(6380, ge=0, le=65535)
     """TCP port; 0 takes a free one. Redis's is 6379, so that both can run on one machine."""
     password: SecretStr = SecretStr("")
     """What clients must AUTH with; empty for none. Better in SHADOWSERVE_STORAGE_PASSWORD than in a file."""
     protected_mode: bool = True
-    """Without a password, refuse clients that do not come from a loopback address."""
+    """Without a password, users or clients' certificates, refuse clients that do not come from a loopback address."""
+
+    tls_cert: str = ""
+    """File of the certificate to show clients, with those that signed it, PEM; empty for no TLS. Read again when it
+    changes."""
+    tls_key: str = ""
+    """File of its private key, PEM, without a passphrase."""
+    tls_client_ca: str = ""
+    """File of the authorities that must have signed clients' certificates, PEM; empty to take clients without one."""
+    tls_users: Literal["off", "cn"] = "off"
+    """Whether a client's certificate names its user: ``cn``, by its common name or, without one, its first DNS name."""
+    users_file: str = ""
+    """File of users, in the format of Redis' ACL files and with ``tenant=NAME``; empty for the default user alone."""
+    audit_log: str = ""
+    """File of the audit log, a line of JSON for each event; empty for none."""
+    audit_log_bytes_max: ByteSize = Field(ByteSize(64 << 20), ge=1 << 12)
+    """Size at which the audit log is begun anew; the one before stays beside it, with ``.1`` added to its name."""
+    tenants: Annotated[dict[str, TenantLimits], AfterValidator(_checked_tenants)] = {}
+    """Limits of each tenant: ``{name: {bytes_max, keys_max, commands_per_s, bytes_per_s}}``; all of them optional."""
 
     engine: Literal["auto", "memory", "pool", "filesystem"] = "auto"
     """What holds the values: memory, a pool of memory and SSDs, or files; auto: pool where there are devices."""
@@ -95,6 +145,13 @@ class StorageConfig(Section):
     def _check_together(self) -> Self:
         if self.request_bytes_max < self.bulk_bytes_max:
             raise ValueError("request_bytes_max is less than bulk_bytes_max; a request holds at least one bulk")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ValueError(f"{given} is given without {missing}; a certificate and its private key go together")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("tls_client_ca is given without tls_cert and tls_key: there is no TLS without them")
+        if self.tls_users != "off" and not self.tls_client_ca:
+            raise ValueError("tls_users is given without tls_client_ca: a certificate that nobody checks names nobody")
         return self
 
     @property

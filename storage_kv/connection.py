@@ -20,38 +20,41 @@ An engine may have no room: for a buffer to receive a value in, or for one more 
 executes nothing until the engine says when to try again, which the client feels as TCP's back-pressure; after
 ``stall_timeout_s`` of that it is told that there is no memory.
 
+How bytes cross the wire is the transport's business (transport.py); what TLS needs beyond is in secure_connection.py.
+
 Replies to small commands that arrived together leave together. Nothing is executed while more than
 ``output_buffer_bytes_max`` waits for the client, nor read while commands wait to be executed, so that a client that
 does not read stops itself, and holds at most that much and one reply.
 """
 
 import logging
-import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from functools import partial
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from shadowserve.errors import ProtocolError
-from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, Limits, NeedData, encode_error
+from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, NeedData, encode_error
 from storage_kv import buffers
+from storage_kv._gather import gather
+from storage_kv._host import Host
+from storage_kv._requests import limits_of, with_bytes
 from storage_kv._signal import Signal
+from storage_kv.access.limits import RateLimiter
 from storage_kv.commands import execute
 from storage_kv.engine import BusyError
 from storage_kv.event_loop import READ, WRITE, EventLoop
-from storage_kv.node import Argument, Later, Node, Outgoing, Part, Pending, Ready, Reply, Session
+from storage_kv.node import Argument, Later, Outgoing, Part, Pending, Ready, Reply, Session
+from storage_kv.transport import Transport
 
-__all__ = ["Connection", "Host"]
+__all__ = ["Connection"]
 
 _log = logging.getLogger(__name__)
 
 _RECEIVE_BYTES: Final = 64 << 10
 """Asked of the kernel for small things at a time: 2,000 small commands, and below what malloc maps anew each time."""
-
-_GATHER_PARTS_MAX: Final = 64
-"""Buffers in one sendmsg(); far below Linux's 1,024, and enough that the call's own cost vanishes."""
 
 _LINGER_S: Final = 1.0
 """How long a closed connection still reads and drops, so that the last reply is not lost to a reset (RFC 1122)."""
@@ -65,23 +68,7 @@ _NO_ROOM: Final = "no room to write for too long: devices are slower than those 
 
 _Event: TypeAlias = list[Argument] | LargeBulk | Literal[NeedData.NEED_DATA]
 
-_UNAUTHENTICATED_ITEMS_MAX: Final = 10
-_UNAUTHENTICATED_BULK_BYTES_MAX: Final = 16 << 10  # both as Redis
-
-
-class Host(Protocol):
-    """What a connection needs of the server that accepted it."""
-
-    @property
-    def node(self) -> Node:
-        """The node that it serves."""
-
-    @property
-    def workers(self) -> Executor:
-        """Threads for work that is too long for the event loop."""
-
-    def forget(self, connection: "Connection") -> None:
-        """Take note that a connection has ended; called in the connection's thread, without the node's lock."""
+_TLS_GREETING: Final = b"\x16\x03"  # how a TLS client's first record begins; no command does
 
 
 class Connection:
@@ -89,12 +76,14 @@ class Connection:
 
     __slots__ = (
         "_at_end",
+        "_begun",
         "_blocked",
         "_blocked_since_s",
         "_buffer",
         "_closed",
         "_descriptor",
         "_engine",
+        "_holds_replies",
         "_host",
         "_interest",
         "_last_progress_s",
@@ -105,6 +94,7 @@ class Connection:
         "_offset",
         "_out",
         "_out_bytes",
+        "_paused",
         "_pendings",
         "_reader",
         "_received_bytes",
@@ -114,6 +104,7 @@ class Connection:
         "_scheduled",
         "_signal",
         "_socket",
+        "_transport",
         "_waiting",
         "_waiting_bytes",
         "_wanted_bytes",
@@ -121,14 +112,15 @@ class Connection:
         "session",
     )
 
-    def __init__(self, host: Host, sock: socket.socket, session: Session, loop: EventLoop) -> None:
-        """Take over a non-blocking socket and serve it until it ends."""
+    def __init__(self, host: Host, transport: Transport, session: Session, loop: EventLoop) -> None:
+        """Take over a non-blocking socket, in its transport, and serve it until it ends."""
         self._host = host
         self._node = host.node
         self._engine = host.node.engine
         self._loop = loop
-        self._socket = sock
-        self._descriptor = sock.fileno()
+        self._transport = transport
+        self._socket = transport.socket
+        self._descriptor = transport.socket.fileno()
         self.session = session
         self._reader = CommandReader(limits_of(host.node, session))
         self._signal = Signal(loop, self._on_signal)
@@ -140,6 +132,9 @@ class Connection:
         self._pendings = 0  # in _waiting
         self._offset = 0  # bytes of the first part that are sent
         self._interest = 0  # what the loop waits for
+        self._begun = False  # something has been read
+        self._paused = False  # nothing is read or executed before a certain time
+        self._holds_replies = False  # and nothing sent
         self._working = False  # a Later is under way
         self._more = False  # there may be whole commands in the reader
         self._blocked = False  # the engine has no room: until the signal
@@ -154,6 +149,7 @@ class Connection:
         self._lingering = False
         self._closed = False
         self._last_progress_s = time.monotonic()
+        session.finish = self._finish_soon
         self._update_interest()
 
     # ---- Reading and executing
@@ -178,13 +174,19 @@ class Connection:
         try:
             view = self._reader.get_buffer()
             if view is not None:
-                size = self._socket.recv_into(view)
+                size = self._transport.recv_into(view)
                 self._reader.advance(size)
             else:
-                data = self._socket.recv(_RECEIVE_BYTES)
+                data = self._transport.recv(_RECEIVE_BYTES)
                 size = len(data)
+                if not self._begun:
+                    self._begun = True
+                    if data[:2] == _TLS_GREETING:
+                        self._refuse_tls()
+                        return
                 self._reader.feed(data)
         except (BlockingIOError, InterruptedError):
+            self._update_interest()
             return
         except OSError:
             self.abort()
@@ -198,17 +200,55 @@ class Connection:
             return
         self._process()
 
+    def _refuse_tls(self) -> None:  # the client's library says 'wrong version number'
+        with self._node.lock:
+            self._append(self._give_up(ProtocolError("the client speaks TLS, this server does not")))
+        self._after_step()
+
+    # ---- Turns
+
     def _take_turn(self) -> None:
         self._scheduled = False
         self._guarded(self._process)
+
+    def _pause(self) -> None:
+        """Read and execute nothing for a while: the client's own buffers fill, and it waits."""
+        session, self._paused = self.session, True
+        self._holds_replies = session.pause_holds_replies
+        self._loop.call_at(session.pause_until_s, lambda: self._guarded(self._end_pause))
+        session.pause_until_s, session.pause_holds_replies = 0.0, False
+
+    def _end_pause(self) -> None:
+        self._paused = self._holds_replies = False
+        self._last_progress_s = time.monotonic()
+        if not self._closed:
+            self._process()
 
     def _process(self) -> None:
         """Execute commands until the reader has none, the client's turn is over or its replies are too many."""
         if self._closed or self._working or self._lingering:
             return
-        with self._node.lock:
-            self._execute_some()
+        if not self._paused:
+            session = self.session
+            with self._node.lock:
+                if session.limiter is None:
+                    self._execute_some()
+                else:
+                    self._execute_within(session.limiter)
+            if session.pause_until_s:
+                self._pause()
         self._after_step()
+
+    def _execute_within(self, limiter: RateLimiter) -> None:
+        """Execute and charge the tenant for it; beyond its rates, its clients first wait until they have earned it."""
+        node, received_bytes, commands = self._node, self._received_bytes, self._node.counters.commands
+        if not limiter.wait_s(time.monotonic()):
+            self._execute_some()
+            limiter.charge(node.counters.commands - commands, received_bytes)
+        if wait_s := limiter.wait_s(time.monotonic()):
+            node.counters.throttled += 1
+            self._more = True
+            self.session.pause_until_s = max(self.session.pause_until_s, time.monotonic() + wait_s)
 
     def _execute_some(self) -> None:
         node, session, reader = self._node, self.session, self._reader
@@ -219,6 +259,8 @@ class Connection:
         small_bytes = 0
         self._more = True
         for _ in range(node.config.pipeline_commands_max):
+            if session.pause_until_s:
+                break
             is_full = self._out_bytes + small_bytes >= output_max or (self._pendings and self._is_far_ahead())
             if session.closing or is_full:
                 self._more = reader.in_progress or self._retry is not None
@@ -284,7 +326,7 @@ class Connection:
             command = self._reader.next_command()
         if isinstance(command, list):
             self._received_in_place = False
-            command = _with_bytes(command)
+            command = with_bytes(command)
         return command
 
     def _allocate(self, size: int) -> memoryview | None:
@@ -467,16 +509,18 @@ class Connection:
 
     def _flush(self) -> None:
         """Send what the kernel takes."""
-        out = self._out
+        if self._holds_replies:
+            return
+        out, transport = self._out, self._transport
         sent_bytes = 0
         sent_parts: list[Outgoing] = []
         while out:
             first = out[0]
             try:
                 if len(out) == 1 and isinstance(first, bytes) and self._offset == 0:
-                    sent = self._socket.send(first)
+                    sent = transport.send(first)
                 else:
-                    sent = self._socket.sendmsg(self._gather())
+                    sent = transport.sendmsg(gather(out, self._offset))
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -489,18 +533,10 @@ class Connection:
             self._last_progress_s = time.monotonic()
             with self._node.lock:
                 self._node.counters.output_bytes += sent_bytes
+                if self.session.limiter is not None:
+                    self.session.limiter.charge(0, sent_bytes)
                 for part in sent_parts:
                     part.release(self._engine)
-
-    def _gather(self) -> list[bytes | memoryview]:
-        parts: list[bytes | memoryview] = []
-        for part in self._out:
-            parts.append(part if isinstance(part, bytes) else part.view)
-            if len(parts) == _GATHER_PARTS_MAX:
-                break
-        if self._offset:
-            parts[0] = memoryview(parts[0])[self._offset :]
-        return parts
 
     def _consume(self, sent: int, whole: list[Outgoing]) -> bool:
         """Take ``sent`` bytes off the front, adding what has been sent of values as whole parts to ``whole``.
@@ -550,14 +586,19 @@ class Connection:
 
     def _may_execute(self) -> bool:
         """Return whether there may be a command, and nothing keeps it from being executed."""
-        if not self._more or self.session.closing or self._working or self._blocked:
+        if not self._more or self.session.closing or self._working or self._blocked or self._paused:
             return False
         return self._out_bytes < self._node.config.output_buffer_bytes_max and not self._is_far_ahead()
 
     def _update_interest(self) -> None:
         """Tell the event loop what to wait for."""
-        reads = self._lingering or not (self._more or self._working or self.session.closing)
-        interest = (READ if reads else 0) | (WRITE if self._out else 0)
+        self._watch(self._interest_now())
+
+    def _interest_now(self) -> int:
+        reads = self._lingering or not (self._more or self._working or self._paused or self.session.closing)
+        return (READ if reads else 0) | (WRITE if self._out and not self._holds_replies else 0)
+
+    def _watch(self, interest: int) -> None:
         if interest == self._interest:
             return
         if self._interest == 0:
@@ -574,11 +615,14 @@ class Connection:
         if self._at_end:
             self.abort()
             return
+        self._linger()
+
+    def _linger(self) -> None:
         # Closing with unread bytes makes the kernel send a reset, which may overtake the last reply. So end our side,
         # and read and drop until the client ends its.
         self._lingering = True
         try:
-            self._socket.shutdown(socket.SHUT_WR)
+            self._transport.end()
         except OSError:
             self.abort()
             return
@@ -587,7 +631,7 @@ class Connection:
 
     def _on_lingering(self) -> None:
         try:
-            if self._socket.recv(_RECEIVE_BYTES):
+            if self._transport.recv(_RECEIVE_BYTES):
                 return
         except (BlockingIOError, InterruptedError):
             return
@@ -599,6 +643,10 @@ class Connection:
         """Execute nothing more; end when what is under way has been answered and sent."""
         self.session.closing = True
         self._after_step()
+
+    def _finish_soon(self) -> None:
+        """From any thread, finish()."""
+        self._loop.call_threadsafe(lambda: self._guarded(self.finish))
 
     def abort(self) -> None:
         """End at once, whatever is under way."""
@@ -631,7 +679,7 @@ class Connection:
             if still_s > _LINGER_S:
                 self.abort()
             return
-        if self._working:
+        if self._working or self._paused:
             return
         if self._blocked_since_s:
             if now_s - self._blocked_since_s > config.stall_timeout_s:
@@ -650,28 +698,3 @@ class Connection:
                 counters.idle_clients += 1
             _log.info("client_idle address=%s idle_s=%.1f", self.session.address, still_s)
             self.abort()
-
-
-def limits_of(node: Node, session: Session) -> Limits:
-    """Return what a client may send: little until it has authenticated."""
-    config = node.config
-    if not session.authenticated:
-        return Limits(
-            bulk_bytes_max=min(_UNAUTHENTICATED_BULK_BYTES_MAX, config.bulk_bytes_max),
-            items_max=_UNAUTHENTICATED_ITEMS_MAX,
-            unauthenticated=True,
-        )
-    return Limits(
-        bulk_bytes_max=config.bulk_bytes_max,
-        items_max=config.arguments_max,
-        total_bytes_max=config.request_bytes_max,
-    )
-
-
-def _with_bytes(command: list[Argument]) -> list[Argument]:
-    """Return the command with only SET's value left where it was received: nothing else is worth its buffer."""
-    is_set = bytes(command[0][:4]).upper() == b"SET"
-    return [
-        argument if isinstance(argument, bytes) or (is_set and position == 2) else bytes(argument)
-        for position, argument in enumerate(command)
-    ]

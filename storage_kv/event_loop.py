@@ -5,9 +5,12 @@ a socket it goes through two layers of tables. A reply of 2 MiB has five events.
 more than this file.
 """
 
+import heapq
+import itertools
 import logging
 import os
 import select
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -36,6 +39,8 @@ class EventLoop:
         self._epoll = select.epoll()
         self._handlers: dict[int, Callable[[int], None]] = {}
         self._soon: deque[Callable[[], None]] = deque()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._later_numbers = itertools.count()  # two of the same time are in the order of their calls
         self._stopped = False
         try:
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -62,6 +67,10 @@ class EventLoop:
         """Call ``function`` after the handlers of the present events."""
         self._soon.append(function)
 
+    def call_at(self, time_s: float, function: Callable[[], None]) -> None:
+        """Call ``function`` once ``time.monotonic()`` has reached ``time_s``; it cannot be taken back."""
+        heapq.heappush(self._later, (time_s, next(self._later_numbers), function))
+
     def call_threadsafe(self, function: Callable[[], None]) -> None:
         """Call ``function`` in the loop's thread, soon; from any thread, until the loop is closed."""
         self._soon.append(function)
@@ -69,12 +78,17 @@ class EventLoop:
 
     def run(self) -> None:
         """Serve until ``stop()``."""
-        handlers, soon = self._handlers, self._soon
+        handlers, soon, later = self._handlers, self._soon, self._later
         while not self._stopped:
-            for descriptor, events in self._epoll.poll(0 if soon else -1, _EVENTS_PER_TURN):
+            patience_s: float = 0 if soon else -1
+            if later:
+                patience_s = 0 if soon else max(0, later[0][0] - time.monotonic())
+            for descriptor, events in self._epoll.poll(patience_s, _EVENTS_PER_TURN):
                 handler = handlers.get(descriptor)  # none if a handler before it has removed this one
                 if handler is not None:
                     _guarded(handler, events)
+            while later and later[0][0] <= time.monotonic():
+                _guarded(heapq.heappop(later)[2])
             for _ in range(len(soon)):  # what these add has its turn after the next events
                 _guarded(soon.popleft())
 

@@ -10,7 +10,6 @@ time and stops; it passes the word on with :meth:`IoThread.each`.
 """
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,8 @@ from typing import Final
 from storage_kv.connection import Connection
 from storage_kv.event_loop import EventLoop
 from storage_kv.node import Node, Session
+from storage_kv.secure_connection import SecureConnection
+from storage_kv.transport import Transport
 
 __all__ = ["IoThread", "threads_for"]
 
@@ -66,9 +67,10 @@ class IoThread:
             self._loop.close()
             raise OSError(str(error)) from error
 
-    def adopt(self, sock: socket.socket, session: Session) -> None:
+    def adopt(self, transport: Transport, session: Session) -> None:
         """Serve a new client, already counted in ``clients``, from its non-blocking socket until its end."""
-        self._loop.call_threadsafe(lambda: self._connections.add(Connection(self, sock, session, self._loop)))
+        kind = SecureConnection if transport.is_secure else Connection
+        self._loop.call_threadsafe(lambda: self._connections.add(kind(self, transport, session, self._loop)))
 
     def each(self, action: Callable[[Connection], None]) -> None:
         """Have ``action`` done with every connection, soon, in this thread."""

@@ -40,7 +40,8 @@ _NODE_COUNTERS: Final[_Table] = (
     ("protocol_errors", "protocol_errors", "Connections closed because of malformed input."),
     ("authentication_failures", "authentication_failures", "Wrong passwords."),
     ("tls_failures", "tls_failures", "TLS handshakes that failed."),
-    ("acl_denials", "acl_denials", "Commands refused because the user may not use the command, or the key."),
+    ("commands_denied", "denied_commands", "Commands refused because the user may not run them."),
+    ("keys_denied", "denied_keys", "Commands refused because the user may not use their keys."),
     ("throttled", "throttled", "Times that a client had to wait because its tenant was beyond its rates."),
     ("received_bytes", "input_bytes", "Bytes received."),
     ("sent_bytes", "output_bytes", "Bytes sent."),
@@ -53,6 +54,10 @@ _NODE_COUNTERS: Final[_Table] = (
     ("records_refused", "records_refused", "Records refused because they do not verify."),
     ("clients_stalled", "stalled_clients", "Connections closed because they stood still."),
     ("clients_idle", "idle_clients", "Connections closed because they were idle."),
+)
+_AUDIT_COUNTERS: Final[_Table] = (
+    ("audit_lines", "written", "Lines written to the audit log."),
+    ("audit_lines_lost", "lost", "Lines that the audit log could not take."),
 )
 _ENGINE_COUNTERS: Final[_Table] = (
     ("evicted_keys", "evicted_keys", "Keys removed to make room."),
@@ -132,6 +137,7 @@ class NodeCollector:
         yield from _each(CounterMetricFamily, _NODE_COUNTERS, node.counters)
         yield from _each(CounterMetricFamily, _ENGINE_COUNTERS, engine)
         yield from _each(GaugeMetricFamily, _ENGINE_GAUGES, engine)
+        yield from _each(CounterMetricFamily, _AUDIT_COUNTERS, node.audit)
         yield from self._process(waiting)
         calls = CounterMetricFamily(_PREFIX + "command_calls", "Calls by command.", labels=["command"])
         refused = CounterMetricFamily(_PREFIX + "command_refusals", "Commands refused unexecuted.", labels=["command"])

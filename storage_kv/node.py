@@ -4,16 +4,21 @@ A command's handler takes the :class:`Node`, the client's :class:`Session` and t
 :data:`Reply`. None of this does I/O, so tests can run commands without a server.
 """
 
-import hmac
+import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from shadowserve.errors import ConfigurationError, ShadowServeError
+from storage_kv.access.attempts import Attempts
+from storage_kv.access.audit import AuditLog
+from storage_kv.access.limits import RateLimiter
+from storage_kv.access.rules import User
+from storage_kv.access.users import Denial, Users
 from storage_kv.command_statistics import CommandStatistics
 from storage_kv.config import StorageConfig
 from storage_kv.engine import DEFAULT_TENANT, TENANT_BYTES, Engine, Item, Lease
@@ -32,6 +37,8 @@ __all__ = [
     "Reply",
     "Session",
 ]
+
+_log = logging.getLogger(__name__)
 
 REFERENCE_BYTES_MIN: Final = 16 << 10
 """Values from this size on are sent from where they are stored; smaller ones are copied into the reply, since a buffer
@@ -171,6 +178,10 @@ class Counters:
     idle_clients: int = 0
     protocol_errors: int = 0
     authentication_failures: int = 0
+    denied_commands: int = 0
+    denied_keys: int = 0
+    tls_failures: int = 0
+    throttled: int = 0
     unknown_commands: int = 0
     by_command: dict[str, CommandStatistics] = field(default_factory=dict)
 
@@ -191,6 +202,12 @@ class Session:
         closing: the connection ends when what has been answered so far is sent.
         prefix: what the tenant's keys begin with in the engine.
         replies: False after CLIENT REPLY OFF.
+        finish: ends its connection, soon, once what it has been answered is sent; from any thread.
+        user: whose rules hold for it; of a connection that has not authenticated, the default user.
+        tenant: id of the tenant whose keys it sees.
+        limiter: of its tenant; None for no limits.
+        pause_until_s: nothing more is read or executed before, by ``time.monotonic()``; 0.0 for no pause.
+        pause_holds_replies: and what has been answered is not sent before.
         skip: commands whose replies are still to be dropped, CLIENT REPLY SKIP itself included.
     """
 
@@ -200,6 +217,7 @@ class Session:
         "closing",
         "created_s",
         "file_descriptor",
+        "finish",
         "id",
         "last_command",
         "last_command_s",
@@ -207,16 +225,25 @@ class Session:
         "library_version",
         "local_address",
         "name",
+        "limiter",
         "no_evict",
+        "pause_holds_replies",
+        "pause_until_s",
         "pending_output_bytes",
         "prefix",
         "protocol",
         "replies",
         "skip",
+        "user",
     )
 
-    def __init__(self, id: int, *, address: str, local_address: str, file_descriptor: int, authenticated: bool) -> None:
-        """Make the session of a client that has just connected."""
+    def __init__(
+        self, id: int, *, address: str, local_address: str, file_descriptor: int, authenticated: bool = False
+    ) -> None:
+        """Make the session of a client that has just connected; Node.begin() says whose it is.
+
+        Without that, it may do nothing or, ``authenticated``, everything, as the default tenant.
+        """
         self.id = id
         self.address = address
         self.local_address = local_address
@@ -227,11 +254,21 @@ class Session:
         self.last_command = "NULL"
         self.library_name = b""
         self.library_version = b""
-        self.reset(authenticated)
-
-    def reset(self, authenticated: bool) -> None:
-        """Return to the state of a new connection, as RESET does."""
+        self.finish: Callable[[], None] = lambda: None
+        self.pause_until_s = 0.0
+        self.pause_holds_replies = False
+        self.user = _ANYTHING if authenticated else _NOTHING
         self.authenticated = authenticated
+        self.limiter: RateLimiter | None = None
+        self.reset()
+
+    @property
+    def user_name(self) -> bytes:
+        """Name of the user, for logs; of a connection that has not authenticated, none."""
+        return self.user.name if self.authenticated else b""
+
+    def reset(self) -> None:
+        """Return to the state of a new connection but for the user, as RESET does."""
         self.name = b""
         self.protocol = 2
         self.replies = True
@@ -251,6 +288,12 @@ class Session:
     def qualify(self, argument: Argument) -> bytes:
         """Return what the engine calls a client's key."""
         return self.prefix + argument
+
+
+_NOTHING: Final = User(b"default")
+_ANYTHING: Final = User(b"default")
+for _rule in (b"allkeys", b"allcommands"):
+    _ANYTHING.apply(_rule, {})
 
 
 def _refuse_change(values: Mapping[str, Any]) -> None:
@@ -278,20 +321,68 @@ class Node:
     process_id: int = field(default_factory=os.getpid)
     port: int = 0
     change_configuration: Callable[[Mapping[str, Any]], None] = _refuse_change
+    audit: AuditLog = field(default_factory=AuditLog)
+    attempts: Attempts = field(default_factory=Attempts)
+    users: Users = field(init=False)
+    limiters: dict[str, RateLimiter] = field(init=False)
 
-    @property
-    def needs_password(self) -> bool:
-        """Whether clients must authenticate."""
-        return bool(self.config.password.get_secret_value())
+    def __post_init__(self) -> None:
+        """Make what needs the command table.
 
-    def check_password(self, user: bytes, password: bytes) -> bool:
-        """Return whether this is the default user's password, in a time that does not tell how much of it is right."""
-        expected = self.config.password.get_secret_value().encode()
-        same = hmac.compare_digest(password, expected)
-        accepted = user == b"default" and (same or not expected)
-        if not accepted:
-            self.counters.authentication_failures += 1
-        return accepted
+        Raises:
+            ConfigurationError: the users file cannot be used.
+        """
+        from storage_kv.commands import BY_FULL_NAME  # which needs this module
+
+        self.users = Users(self.config, BY_FULL_NAME)
+        now_s = time.monotonic()
+        self.limiters = {name: RateLimiter(limits, now_s) for name, limits in self.config.tenants.items()}
+
+    def apply_quotas(self) -> None:
+        """Tell the engine, once it has started, what tenants may hold."""
+        with self.lock:
+            for name, limits in self.config.tenants.items():
+                tenant = self.engine.tenant(name) if name else DEFAULT_TENANT
+                self.engine.set_quota(tenant, limits.bytes_max, limits.keys_max)
+
+    def begin(self, session: Session) -> None:
+        """Make a session that of the default user, let in if that one needs no password."""
+        session.user = self.users.default
+        session.authenticated = self.users.anyone_enters
+        self._bind_tenant(session)
+
+    def bind(self, session: Session, user: User) -> None:
+        """Make a session that of a user who has shown to be it, and of the user's tenant."""
+        session.user = user
+        session.authenticated = True
+        self._bind_tenant(session)
+
+    def _bind_tenant(self, session: Session) -> None:
+        name = session.user.tenant
+        session.tenant = self.engine.tenant(name) if name else DEFAULT_TENANT
+        limiter = self.limiters.get(name)
+        session.limiter = limiter if limiter is not None and limiter.limits else None
+
+    def admit_by_certificate(self, session: Session, name: str) -> None:
+        """Make a session that of the user whom its client's certificate names, if there is one and it is on."""
+        user = self.users.by_name.get(name.encode())
+        known = user is not None and user.enabled
+        if user is not None and known:
+            self.bind(session, user)
+        else:
+            _log.warning("certificate_names_no_user address=%s name=%r", session.address, name[:256])
+        outcome = "ok" if known else "failed"
+        self.audit.write("authentication", session, outcome=outcome, user=name.encode(), by="certificate")
+
+    def deny(self, session: Session, reason: str, object: bytes, client: bytes) -> None:
+        """Take note that something was denied to a session, for ACL LOG."""
+        self.users.denials.add(Denial(reason, object, session.user.name, client))
+
+    def end_sessions(self, users: Collection[User]) -> None:
+        """End the sessions of users, once what they have been answered is sent."""
+        for session in self.sessions.values():
+            if any(session.user is user for user in users):
+                session.finish()
 
     def drop(self, parts: Iterable[Part]) -> None:
         """Let go of parts that are held and will not be sent; with the lock held."""

@@ -21,6 +21,8 @@ from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
 from shadowserve.resp import encode_error
+from storage_kv.access.audit import AuditLog
+from storage_kv.certificates import Certificates
 from storage_kv.config import StorageConfig
 from storage_kv.connection import Connection
 from storage_kv.engine import Engine, wall_clock_ms
@@ -29,6 +31,7 @@ from storage_kv.engines import open_engine
 from storage_kv.io_threads import IoThread, threads_for
 from storage_kv.node import Node, Session
 from storage_kv.operations import Operations
+from storage_kv.transport import PlainTransport, TlsTransport, Transport
 
 __all__ = ["StorageServer", "run"]
 
@@ -74,13 +77,15 @@ class StorageServer:
             engine: what holds the values; by default the configured one.
             load: reads the configuration again; None where it cannot be.
         """
-        self.node = Node(config, open_engine(config) if engine is None else engine, wall_clock_ms)
+        audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
+        self.node = Node(config, open_engine(config) if engine is None else engine, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node, load)
         self.operations.reconfiguration.follow("connections_max", self._follow_connections_max)
         self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")
         self.addresses: list[tuple[str, int]] = []
         self._io_threads: list[IoThread] = []
         self._connections_max = config.connections_max
+        self._certificates: Certificates | None = None
         self._listeners: list[socket.socket] = []
         self._refused: set[socket.socket] = set()
         self._session_ids = itertools.count(1)
@@ -89,6 +94,11 @@ class StorageServer:
         self._cut_short = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._engine_thread: EngineThread | None = None
+
+    @property
+    def _lets_anyone_in(self) -> bool:
+        """Whether a client needs neither a password nor a certificate."""
+        return self.node.users.anyone_enters and not self.node.config.tls_client_ca
 
     @property
     def metrics_port(self) -> int | None:
@@ -115,6 +125,8 @@ class StorageServer:
             raise
 
     async def _start_serving(self, config: StorageConfig) -> None:
+        if config.tls_cert:
+            self._certificates = Certificates(config)
         self._connections_max = _raise_descriptor_limit(config.connections_max)
         try:
             self._listeners = await self._listen(config.host, config.port)
@@ -129,6 +141,7 @@ class StorageServer:
         except BaseException:
             self._close_listeners()
             raise
+        self.node.apply_quotas()
         self._engine_thread = EngineThread(self.node.engine)
         self.operations.watch("engine thread", self._engine_thread.hand)
         self._start_io_threads(threads_for(config.io_threads))
@@ -136,9 +149,20 @@ class StorageServer:
             self._loop.add_reader(listener, self._on_acceptable, listener)
         self._watcher = asyncio.create_task(self._watch())
         self.operations.serving(",".join(map(_text, self.addresses)))
-        if config.listens_beyond_loopback and not self.node.needs_password:
+        if config.listens_beyond_loopback:
+            self._warn()
+
+    def _warn(self) -> None:
+        """Tell of what a server that other machines reach lacks."""
+        config = self.node.config
+        if self._lets_anyone_in:
             fate = "refused" if config.protected_mode else "let in without a password"
             _log.warning("no_password host=%s clients_of_other_machines=%r", config.host, fate)
+        if not config.tls_cert:
+            _log.warning(
+                "no_tls host=%s hint='passwords and values cross the network in the clear: tls_cert, tls_key'",
+                config.host,
+            )
 
     def _start_io_threads(self, count: int) -> None:
         try:
@@ -200,7 +224,7 @@ class StorageServer:
                 node.counters.connections_rejected += 1
             self._refuse(sock, "ERR max number of clients reached")
             return
-        if node.config.protected_mode and not node.needs_password and not _is_loopback(address[0]):
+        if node.config.protected_mode and self._lets_anyone_in and not _is_loopback(address[0]):
             with node.lock:
                 node.counters.connections_denied += 1
             _log.warning("client_denied address=%s:%d reason='protected mode'", *address[:2])
@@ -211,6 +235,7 @@ class StorageServer:
         try:
             _tune(sock, loopback=_is_loopback(address[0]))
             local = sock.getsockname()
+            transport = self._transport(sock)
         except OSError:  # it has gone already
             sock.close()
             return
@@ -218,14 +243,17 @@ class StorageServer:
             next(self._session_ids),
             address=_text(address),
             local_address=_text(local),
-            file_descriptor=sock.fileno(),
-            authenticated=not node.needs_password,
+            file_descriptor=transport.socket.fileno(),
         )
         with node.lock:
+            node.begin(session)
             node.sessions[session.id] = session
             thread = min(self._io_threads, key=lambda thread: thread.clients)
             thread.clients += 1
-        thread.adopt(sock, session)
+        thread.adopt(transport, session)
+
+    def _transport(self, sock: socket.socket) -> Transport:
+        return TlsTransport(sock, self._certificates.context()) if self._certificates else PlainTransport(sock)
 
     def _refuse(self, sock: socket.socket, text: str) -> None:
         """Send one error and close, a little later: at once, a reset might overtake the error."""
@@ -318,6 +346,7 @@ class StorageServer:
             drain_s = self.node.config.shutdown_timeout_s
             if not await self._loop.run_in_executor(None, self._engine_thread.stop, drain_s):
                 _log.error("engine_left timeout_s=%g hint='a device does not answer'", drain_s)
+        await self._loop.run_in_executor(None, self.node.audit.close)
 
     def _close_listeners(self) -> None:
         for listener in self._listeners:
@@ -376,11 +405,12 @@ async def _serve(config: StorageConfig, load: Callable[[], StorageConfig] | None
     # The line that whoever started this process waits for; with port 0 it is the only place that tells the port.
     print(f"ready {_text(server.addresses[0])}", flush=True)
     _log.info(
-        "ready address=%s metrics_port=%s memory_budget_bytes=%d password=%s",
+        "ready address=%s metrics_port=%s memory_budget_bytes=%d password=%s tls=%s",
         ",".join(map(_text, server.addresses)),
         server.metrics_port,
         config.memory_budget_bytes,
-        "yes" if server.node.needs_password else "no",
+        "no" if server.node.users.anyone_enters else "yes",
+        "mutual" if config.tls_client_ca else "yes" if config.tls_cert else "no",
     )
     await server.wait_stopped()
     _log.info("stopped commands=%d", server.node.counters.commands)

@@ -7,15 +7,16 @@ Each command is one row of :data:`TABLE`, which also answers COMMAND. A handler 
 from collections.abc import Iterator
 from typing import Any, Final
 
-from shadowserve.resp import Map, SimpleString, Value, encode, encode_error
+from shadowserve.resp import Map, SimpleString, Value, encode, encode_bulk, encode_error
+from storage_kv.access.rules import CATEGORIES
 from storage_kv.command_statistics import SAMPLE_EVERY, CommandStatistics
-from storage_kv.commands import _config, _connection, _keys, _kv, _server, _strings
-from storage_kv.commands._arguments import quote
+from storage_kv.commands import _acl, _config, _connection, _keys, _kv, _permissions, _server, _strings
+from storage_kv.commands._arguments import OK, quote
 from storage_kv.commands._table import Command
 from storage_kv.engine import BusyError
 from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
 
-__all__ = ["TABLE", "Command", "execute"]
+__all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute"]
 
 
 def _command(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -58,10 +59,54 @@ def _help(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     return encode([SimpleString(line.encode()) for line in lines], session.protocol)
 
 
+def _acl_cat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """ACL CAT [category]: all categories, or the commands of one."""
+    if len(arguments) > 3:
+        raise CommandError("ERR wrong number of arguments for 'acl|cat' command")
+    if len(arguments) == 2:
+        return _acl.categories(session)
+    category = bytes(arguments[2]).decode("utf-8", "replace").lower()
+    if category not in CATEGORIES:
+        raise CommandError(f"ERR Unknown category '{quote(arguments[2])}'")
+    found = [name.encode() for name, command in BY_FULL_NAME.items() if category in (command.categories or ())]
+    return encode(list(found), session.protocol)
+
+
+def _acl_dryrun(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """ACL DRYRUN user command [argument ...]: whether the user could execute it."""
+    user = node.users.by_name.get(bytes(arguments[2]))
+    if user is None:
+        raise CommandError(f"ERR User '{quote(arguments[2])}' not found")
+    tried = arguments[3:]
+    try:
+        command = _look_up(tried)
+    except CommandError:
+        raise CommandError(f"ERR Command '{quote(arguments[3])}' not found") from None
+    _check_arity(command, tried)
+    found = _permissions.forbidden(user, command, tried)
+    if found is None:
+        return OK
+    reason, what = found
+    if reason == "command":
+        return encode_bulk(f"This user has no permissions to run the '{command.full_name}' command".encode())
+    return encode_bulk(b"This user has no permissions to access the '" + what + b"' key")
+
+
 def _container(
-    name: str, arity: int, flags: str, summary: str, since: str, *rows: dict[str, Any], group: str, handler: Any = _help
+    name: str,
+    arity: int,
+    flags: str,
+    summary: str,
+    since: str,
+    *rows: dict[str, Any],
+    group: str,
+    handler: Any = _help,
+    categories: tuple[str, ...] = (),
 ) -> Command:
-    """Return the row of a command with subcommands; HELP is added to them."""
+    """Return the row of a command with subcommands; HELP is added to them.
+
+    ``categories`` are the command's own; its subcommands have them, too, or those of the group.
+    """
     rows = (*rows, _row("help", 2, "loading stale", _help, since, "Returns helpful text about the subcommands."))
     return Command(
         name=name,
@@ -71,7 +116,8 @@ def _container(
         since=since,
         group=group,
         handler=handler,
-        subcommands=tuple(Command(parent=name, group=group, **row) for row in rows),
+        categories=categories,
+        subcommands=tuple(Command(parent=name, group=group, categories=categories or None, **row) for row in rows),
     )
 
 
@@ -79,12 +125,28 @@ def _row(name: str, arity: int, flags: str, handler: Any, since: str, summary: s
     return {"name": name, "arity": arity, "flags": flags, "handler": handler, "since": since, "summary": summary}
 
 
+_PLAIN: Final = "noscript loading stale"
+_ADMIN: Final = f"admin {_PLAIN}"
 _CONNECTION: Final = "noscript loading stale fast"
 _ONE_KEY: Final = (1, 1, 1)
 _ALL_KEYS: Final = (1, -1, 1)
 
 # fmt: off
 TABLE: Final[tuple[Command, ...]] = (
+    _container("acl", -2, "", "A container for access control commands.", "6.0.0",
+               _row("cat", -2, _PLAIN, _acl_cat, "6.0.0", "Lists the categories, or the commands of one."),
+               _row("deluser", -3, _ADMIN, _acl.deluser, "6.0.0", "Deletes users, and ends their connections."),
+               _row("dryrun", -4, _ADMIN, _acl_dryrun, "7.0.0", "Says whether a user could execute a command."),
+               _row("genpass", -2, _PLAIN, _acl.genpass, "6.0.0", "Makes a password of random hexadecimal digits."),
+               _row("getuser", 3, _ADMIN, _acl.getuser, "6.0.0", "Returns the rules of a user."),
+               _row("list", 2, _ADMIN, _acl.list_, "6.0.0", "Returns the users as lines of a users file."),
+               _row("load", 2, _ADMIN, _acl.load, "6.0.0", "Reads the users file anew."),
+               _row("log", -2, _ADMIN, _acl.log, "6.0.0", "Returns what was denied last."),
+               _row("save", 2, _ADMIN, _acl.save, "6.0.0", "Writes the users file."),
+               _row("setuser", -3, _ADMIN, _acl.setuser, "6.0.0", "Makes or changes a user."),
+               _row("users", 2, _ADMIN, _acl.users, "6.0.0", "Returns the names of the users."),
+               _row("whoami", 2, _PLAIN, _acl.whoami, "6.0.0", "Returns the user of the connection."),
+               group="server"),
     Command(name="auth", arity=-2, flags=f"{_CONNECTION} no_auth allow_busy", handler=_connection.auth,
             since="1.0.0", group="connection", summary="Authenticates the connection."),
     _container("client", -2, "", "A container for client connection commands.", "2.4.0",
@@ -109,7 +171,7 @@ TABLE: Final[tuple[Command, ...]] = (
                _row("count", 2, "loading stale", _command_count, "2.8.13", "Returns the number of commands."),
                _row("docs", -2, "loading stale", _command_docs, "7.0.0", "Returns documentation of commands."),
                _row("info", -2, "loading stale", _command_info, "2.8.13", "Returns information about commands."),
-               group="server", handler=_command),
+               group="server", handler=_command, categories=("connection",)),
     _container("config", -2, "", "A container for server configuration commands.", "2.0.0",
                _row("get", -3, "admin noscript loading stale", _config.config_get, "2.0.0",
                     "Returns the values of configuration parameters."),
@@ -120,19 +182,19 @@ TABLE: Final[tuple[Command, ...]] = (
                _row("set", -4, "admin noscript loading stale", _config.config_set, "2.0.0",
                     "Changes parameters while the server runs: those that can be changed."),
                group="server"),
-    Command(name="dbsize", arity=1, flags="readonly fast", handler=_keys.dbsize,
+    Command(name="dbsize", arity=1, flags="readonly fast", handler=_keys.dbsize, categories=("keyspace",),
             since="1.0.0", group="server", summary="Returns the number of keys."),
     Command(name="del", arity=-2, flags="write", handler=_keys.delete, keys=_ALL_KEYS,
             since="1.0.0", group="generic", summary="Deletes keys."),
     Command(name="echo", arity=2, flags="loading stale fast", handler=_connection.echo,
             since="1.0.0", group="connection", summary="Returns the given string."),
-    Command(name="exists", arity=-2, flags="readonly fast", handler=_keys.exists, keys=_ALL_KEYS,
+    Command(name="exists", arity=-2, flags="readonly fast", handler=_keys.exists, keys=_ALL_KEYS, access="",
             since="1.0.0", group="generic", summary="Counts which of the keys exist."),
     Command(name="expire", arity=-3, flags="write fast", handler=_keys.expire, keys=_ONE_KEY,
             since="1.0.0", group="generic", summary="Sets the time to live of a key in seconds."),
-    Command(name="flushall", arity=-1, flags="write", handler=_keys.flush,
+    Command(name="flushall", arity=-1, flags="write", handler=_keys.flush, categories=("keyspace", "dangerous"),
             since="1.0.0", group="server", summary="Removes all keys."),
-    Command(name="flushdb", arity=-1, flags="write", handler=_keys.flush,
+    Command(name="flushdb", arity=-1, flags="write", handler=_keys.flush, categories=("keyspace", "dangerous"),
             since="1.0.0", group="server", summary="Removes all keys: there is one database."),
     Command(name="get", arity=2, flags="readonly fast", handler=_strings.get, keys=_ONE_KEY,
             since="1.0.0", group="string", summary="Returns the value of a key."),
@@ -140,7 +202,7 @@ TABLE: Final[tuple[Command, ...]] = (
             since="2.4.0", group="string", summary="Returns a part of the value of a key."),
     Command(name="hello", arity=-1, flags=f"{_CONNECTION} no_auth allow_busy", handler=_connection.hello,
             since="6.0.0", group="connection", summary="Shakes hands: chooses the protocol, authenticates, names."),
-    Command(name="info", arity=-1, flags="loading stale", handler=_server.info,
+    Command(name="info", arity=-1, flags="loading stale", handler=_server.info, categories=("dangerous",),
             since="1.0.0", group="server", summary="Returns information about the server, by sections."),
     Command(name="kv.meta", arity=-2, flags="readonly", handler=_kv.meta, keys=_ALL_KEYS,
             since="0.1.0", group="string", summary="Returns the length and the head of each record; nil without one."),
@@ -166,18 +228,21 @@ TABLE: Final[tuple[Command, ...]] = (
             since="1.0.0", group="connection", summary="Chooses the database: there is one, 0."),
     Command(name="set", arity=-3, flags="write denyoom", handler=_strings.set_, keys=_ONE_KEY,
             since="1.0.0", group="string", summary="Sets the value of a key; a record never changes once it is set."),
-    Command(name="strlen", arity=2, flags="readonly fast", handler=_strings.strlen, keys=_ONE_KEY,
+    Command(name="strlen", arity=2, flags="readonly fast", handler=_strings.strlen, keys=_ONE_KEY, access="",
             since="2.2.0", group="string", summary="Returns the length of the value of a key."),
     Command(name="substr", arity=4, flags="readonly", handler=_strings.getrange, keys=_ONE_KEY,
             since="1.0.0", group="string", summary="Returns a part of the value of a key: the old name of GETRANGE."),
     Command(name="ttl", arity=2, flags="readonly fast", handler=_keys.ttl, keys=_ONE_KEY,
             since="1.0.0", group="generic", summary="Returns the time to live of a key in seconds."),
-    Command(name="type", arity=2, flags="readonly fast", handler=_keys.type_, keys=_ONE_KEY,
+    Command(name="type", arity=2, flags="readonly fast", handler=_keys.type_, keys=_ONE_KEY, access="",
             since="1.0.0", group="generic", summary="Returns the type of the value of a key: string, or none."),
     Command(name="unlink", arity=-2, flags="write fast", handler=_keys.delete, keys=_ALL_KEYS,
             since="4.0.0", group="generic", summary="Deletes keys; the same as DEL here."),
 )
 # fmt: on
+
+BY_FULL_NAME: Final = {command.full_name: command for parent in TABLE for command in (parent, *parent.subcommands)}
+"""Every command and subcommand, ``client|list``."""
 
 _BY_NAME: Final = {command.name.encode(): command for command in TABLE}
 _SUBCOMMANDS: Final = {
@@ -219,9 +284,13 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     try:
         arity = command.arity
         if len(arguments) != arity and (arity > 0 or len(arguments) < -arity):
-            raise CommandError(f"ERR wrong number of arguments for '{command.full_name}' command")
+            _check_arity(command, arguments)
         if not session.authenticated and not command.open_to_all:
             raise CommandError("NOAUTH Authentication required.")
+        if not session.user.unrestricted:
+            _permissions.check(node, session, command, arguments)
+        if command.is_audited:
+            node.audit.write("command", session, outcome="allowed", command=command.full_name)
     except CommandError as error:
         statistics.rejected += 1
         return _refuse(node, error)
@@ -242,6 +311,12 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if isinstance(reply, Later):
         return _guarded(node, reply, statistics)
     return reply
+
+
+def _check_arity(command: Command, arguments: list[Argument]) -> None:
+    arity = command.arity
+    if len(arguments) != arity and (arity > 0 or len(arguments) < -arity):
+        raise CommandError(f"ERR wrong number of arguments for '{command.full_name}' command")
 
 
 def _guarded(node: Node, later: Later, statistics: CommandStatistics) -> Later:

@@ -14,8 +14,8 @@ from pydantic import SecretStr
 from shadowserve.errors import ConfigurationError
 from shadowserve.resp import Map, Value, encode
 from storage_kv.commands._arguments import OK, quote, syntax_error
-from storage_kv.commands._glob import Glob
 from storage_kv.config import LIVE, StorageConfig
+from storage_kv.glob import Glob
 from storage_kv.node import Argument, CommandError, Counters, Node, Reply, Session
 
 __all__ = ["config_get", "config_resetstat", "config_rewrite", "config_set"]

@@ -1,9 +1,11 @@
 """Commands on the connection itself."""
 
+import logging
 import time
 from typing import Final
 
 from shadowserve.resp import Map, SimpleString, Value, Verbatim, encode, encode_bulk, encode_null
+from storage_kv.access.users import Denial
 from storage_kv.commands._arguments import OK, as_integer, quote, syntax_error
 from storage_kv.node import Argument, CommandError, Node, Reply, Session
 
@@ -18,6 +20,7 @@ __all__ = [
     "client_reply",
     "client_setinfo",
     "client_setname",
+    "describe_client",
     "echo",
     "hello",
     "ping",
@@ -25,6 +28,8 @@ __all__ = [
     "reset",
     "select",
 ]
+
+_log = logging.getLogger(__name__)
 
 REDIS_VERSION: Final = "7.0.15"
 """The Redis whose replies ours equal. Clients choose what they send by it."""
@@ -76,7 +81,7 @@ def hello(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         else:
             raise CommandError(f"ERR Syntax error in HELLO option '{quote(arguments[position])}'")
     if credentials is not None:
-        _authenticate(node, session, *credentials)
+        _authenticate(node, session, *credentials, bytes(arguments[0]).upper())
     if not session.authenticated:
         raise CommandError(_NOT_AUTHENTICATED_HELLO)
     if name is not None:
@@ -94,17 +99,32 @@ def auth(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """AUTH [user] password."""
     if len(arguments) > 3:
         syntax_error()
-    if len(arguments) == 2 and not node.needs_password:
+    if len(arguments) == 2 and node.users.default.no_password:
         raise CommandError(_NO_PASSWORD_CONFIGURED)
     user = bytes(arguments[1]) if len(arguments) == 3 else b"default"
-    _authenticate(node, session, user, bytes(arguments[-1]))
+    _authenticate(node, session, user, bytes(arguments[-1]), b"AUTH")
     return OK
 
 
-def _authenticate(node: Node, session: Session, user: bytes, password: bytes) -> None:
-    if not node.check_password(user, password):
+def _authenticate(node: Node, session: Session, name: bytes, password: bytes, command: bytes) -> None:
+    """Bind the session to a user and its tenant, or raise CommandError. After failures, the answer is held back."""
+    now_s = time.monotonic()
+    if node.attempts.refused(session.address, now_s):
+        node.counters.authentication_failures += 1
+        node.audit.write("authentication", session, outcome="refused", user=name, reason="too many failures")
+        session.closing = True
+        raise CommandError("ERR too many failed authentications from this address, try again later")
+    user = node.users.authenticate(name, password)
+    until_s = node.attempts.wait_until(session.address, now_s, accepted=user is not None)
+    session.pause_until_s, session.pause_holds_replies = until_s, until_s > 0
+    if user is None:
+        node.counters.authentication_failures += 1
+        node.users.denials.add(Denial("auth", command, name, describe_client(session).strip()))
+        node.audit.write("authentication", session, outcome="failed", user=name)
+        _log.warning("authentication_failed address=%s user=%r", session.address, name[:64])
         raise CommandError(_WRONG_PASSWORD)
-    session.authenticated = True
+    node.bind(session, user)
+    node.audit.write("authentication", session, outcome="ok")
 
 
 def quit_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -115,7 +135,8 @@ def quit_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def reset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """RESET: the connection is as new."""
-    session.reset(authenticated=not node.needs_password)
+    session.reset()
+    node.begin(session)
     return b"+RESET\r\n"
 
 
@@ -167,14 +188,16 @@ def client_setinfo(node: Node, session: Session, arguments: list[Argument]) -> R
     return OK
 
 
-def _describe(session: Session) -> bytes:
+def describe_client(session: Session) -> bytes:
+    """Return what CLIENT INFO says of a session."""
     now = time.monotonic()
+    user = session.user.name.decode(errors="replace")
     text = (
         f"id={session.id} addr={session.address} laddr={session.local_address} fd={session.file_descriptor} "
         f"name={session.name.decode()} age={int(now - session.created_s)} idle={int(now - session.last_command_s)} "
         f"flags={'e' if session.no_evict else 'N'} db=0 sub=0 psub=0 ssub=0 multi=-1 qbuf=0 qbuf-free=0 argv-mem=0 "
         f"multi-mem=0 rbs=0 rbp=0 obl=0 oll=0 omem={session.pending_output_bytes} "
-        f"tot-mem={session.pending_output_bytes} events=r cmd={session.last_command} user=default redir=-1 "
+        f"tot-mem={session.pending_output_bytes} events=r cmd={session.last_command} user={user} redir=-1 "
         f"resp={session.protocol} lib-name={session.library_name.decode()} lib-ver={session.library_version.decode()}\n"
     )
     return text.encode()
@@ -195,7 +218,7 @@ def client_list(node: Node, session: Session, arguments: list[Argument]) -> Repl
             chosen = [other for other in chosen if other.id in ids]
         else:
             syntax_error()
-    return encode(Verbatim(b"".join(map(_describe, chosen))), session.protocol)
+    return encode(Verbatim(b"".join(map(describe_client, chosen))), session.protocol)
 
 
 def _client_ids(arguments: list[Argument]) -> set[int]:
@@ -207,7 +230,7 @@ def _client_ids(arguments: list[Argument]) -> set[int]:
 
 def client_info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """CLIENT INFO."""
-    return encode(Verbatim(_describe(session)), session.protocol)
+    return encode(Verbatim(describe_client(session)), session.protocol)
 
 
 def client_no_evict(node: Node, session: Session, arguments: list[Argument]) -> Reply:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from shadowserve.resp import encode
 from storage_kv.commands._arguments import OK, as_integer, quote, settled, syntax_error
-from storage_kv.commands._glob import Glob
+from storage_kv.glob import Glob
 from storage_kv.node import Argument, CommandError, Node, Reply, Session
 
 __all__ = ["dbsize", "delete", "exists", "expire", "flush", "persist", "pexpire", "pttl", "scan", "ttl", "type_"]

@@ -93,6 +93,8 @@ def _info_stats(node: Node) -> _Fields:
         ("keyspace_misses", counters.misses),
         ("total_error_replies", counters.errors),
         ("acl_access_denied_auth", counters.authentication_failures),
+        ("acl_access_denied_cmd", counters.denied_commands),
+        ("acl_access_denied_key", counters.denied_keys),
     ]
 
 
@@ -136,6 +138,10 @@ def _info_shadowserve(node: Node) -> _Fields:
         ("idle_clients_closed", counters.idle_clients),
         ("stalled_clients_closed", counters.stalled_clients),
         ("protocol_errors", counters.protocol_errors),
+        ("tls_failures", counters.tls_failures),
+        ("throttled", counters.throttled),
+        ("audit_lines", node.audit.written),
+        ("audit_lines_lost", node.audit.lost),
     ]
 
 

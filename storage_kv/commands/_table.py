@@ -1,17 +1,18 @@
 """The shape of a row in the command table, and what COMMAND tells of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from shadowserve.resp import Map, SetReply, SimpleString, Value
+from storage_kv.access.rules import CATEGORIES
 from storage_kv.node import Argument, Node, Reply, Session
 
 __all__ = ["Command", "Handler"]
 
 Handler: TypeAlias = Callable[[Node, Session, list[Argument]], Reply]
 
-_GROUPS: Final = {"string": "@string", "generic": "@keyspace", "connection": "@connection", "server": ""}
+_GROUPS: Final = {"string": ("string",), "generic": ("keyspace",), "connection": ("connection",), "server": ()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,9 @@ class Command:
         name: lower case.
         arity: number of arguments, the name included (for a subcommand, its command's too); -n means n or more.
         flags: as Redis names them; ``no_auth`` is what unauthenticated clients may call.
+        categories: of ACLs, beside those that follow from the flags; None for that of the group.
+        access: what it does to its keys, of ``R`` and ``W``; None for what follows from the flags. Redis does not
+            count asking whether a key is there as reading.
         keys: first key's position, last key's (negative from the end), step; zeros for none.
         since: version of Redis that brought it; of ShadowServe for ours.
     """
@@ -36,28 +40,54 @@ class Command:
     keys: tuple[int, int, int] = (0, 0, 0)
     subcommands: Sequence["Command"] = ()
     parent: str = ""
+    categories: Collection[str] | None = None
+    access: str | None = None
     full_name: str = field(init=False)
     open_to_all: bool = field(init=False)
+    is_audited: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Derive the name that errors and COMMAND use, and whether clients need not have authenticated."""
         object.__setattr__(self, "full_name", f"{self.parent}|{self.name}" if self.parent else self.name)
-        object.__setattr__(self, "open_to_all", "no_auth" in self.flags.split())
+        flags = self.flags.split()
+        object.__setattr__(self, "open_to_all", "no_auth" in flags)
+        object.__setattr__(self, "categories", tuple(self._categories(flags)))
+        if self.access is None:
+            object.__setattr__(self, "access", "R" if "readonly" in flags else "W" if "write" in flags else "")
+        flushes = "write" in flags and "dangerous" in (self.categories or ())
+        object.__setattr__(self, "is_audited", "admin" in flags or flushes)
+
+    def _categories(self, flags: Sequence[str]) -> Iterator[str]:
+        """Yield the categories of ACLs, in Redis' order."""
+        found = set(_GROUPS[self.group] if self.categories is None else self.categories)
+        found |= {"read"} if "readonly" in flags else set()
+        found |= {"write"} if "write" in flags else set()
+        found |= {"admin", "dangerous"} if "admin" in flags else set()
+        found.add("fast" if "fast" in flags else "slow")
+        return (category for category in CATEGORIES if category in found)
+
+    def keys_of(self, arguments: Sequence[Argument]) -> Sequence[Argument]:
+        """Return the arguments that are keys."""
+        first, last, step = self.keys
+        if not first:
+            return ()
+        return arguments[first : last + 1 if last >= 0 else len(arguments) + last + 1 : step]
+
+    def access_of(self, arguments: Sequence[Argument]) -> str:
+        """Return what the command, with these arguments, does to its keys."""
+        if self.name == "set" and any(bytes(option).upper() == b"GET" for option in arguments[3:]):
+            return "RW"
+        return self.access or ""
 
     def describe(self) -> Value:
         """Return what COMMAND INFO says: ten elements, as since Redis 7."""
         flags = self.flags.split()
-        categories = [_GROUPS[self.group]] if _GROUPS[self.group] else []
-        categories += ["@read"] if "readonly" in flags else []
-        categories += ["@write"] if "write" in flags else []
-        categories += ["@admin", "@dangerous"] if "admin" in flags else []
-        categories += ["@fast"] if "fast" in flags else ["@slow"]
         return [
             self.full_name.encode(),
             self.arity,
             SetReply([SimpleString(flag.encode()) for flag in flags]),
             *self.keys,
-            SetReply([SimpleString(category.encode()) for category in categories]),
+            SetReply([SimpleString(f"@{category}".encode()) for category in self.categories or ()]),
             [],
             [],
             [subcommand.describe() for subcommand in self.subcommands],

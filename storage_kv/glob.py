@@ -1,4 +1,4 @@
-"""Patterns of SCAN and CONFIG GET: ``*``, ``?``, ``[ab]``, ``[a-c]``, ``[^a]`` and ``\\`` as in Redis."""
+"""Patterns of SCAN, CONFIG GET and users' keys: ``*``, ``?``, ``[ab]``, ``[a-c]``, ``[^a]`` and ``\\`` as in Redis."""
 
 from typing import Final
 

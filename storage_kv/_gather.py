@@ -1,0 +1,23 @@
+"""What waits to be sent, as the kernel takes it."""
+
+from collections.abc import Iterable
+from typing import Final
+
+from storage_kv.node import Outgoing
+
+__all__ = ["gather"]
+
+_GATHER_PARTS_MAX: Final = 64
+"""Buffers in one sendmsg(); far below Linux's 1,024, and enough that the call's own cost vanishes."""
+
+
+def gather(waiting: Iterable[bytes | Outgoing], offset: int) -> list[bytes | memoryview]:
+    """Return the first parts of what waits, less ``offset`` bytes of the first of them that are sent."""
+    parts: list[bytes | memoryview] = []
+    for part in waiting:
+        parts.append(part if isinstance(part, bytes) else part.view)
+        if len(parts) == _GATHER_PARTS_MAX:
+            break
+    if offset:
+        parts[0] = memoryview(parts[0])[offset:]
+    return parts

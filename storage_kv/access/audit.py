@@ -1,0 +1,133 @@
+"""The audit log: one line of JSON for each event, in a file that is begun anew when it is large.
+
+What is in it: who authenticated or did not, what was denied, what administrators did. What is not: keys, values,
+passwords. A thread of its own writes, so that a slow disk holds up nobody; where the disk is gone or too slow, lines
+are dropped and counted, and serving goes on.
+"""
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from datetime import UTC, datetime
+from typing import Any, Final, Protocol
+
+__all__ = ["AuditLog", "Audited"]
+
+_log = logging.getLogger(__name__)
+
+_LINES_WAITING_MAX: Final = 4096
+_RETRY_S: Final = 5.0
+_LINE_BYTES_MAX: Final = 2048
+_TEXT_MAX: Final = 256
+
+
+class Audited(Protocol):
+    """What the log says of a session."""
+
+    @property
+    def address(self) -> str:
+        """Of the client."""
+
+    @property
+    def user_name(self) -> bytes:
+        """Of its user."""
+
+
+class AuditLog:
+    """Writes to a file, or nowhere.
+
+    Attributes:
+        written: lines.
+        lost: lines that could not be written.
+    """
+
+    def __init__(self, path: str = "", bytes_max: int = 64 << 20) -> None:
+        """Open the log; no path makes one that writes nothing. A file that cannot be opened is tried again later."""
+        self._path = path
+        self._bytes_max = bytes_max
+        self._lines: queue.Queue[bytes | None] = queue.Queue(_LINES_WAITING_MAX)
+        self._file: int | None = None
+        self._failed_s: float | None = None
+        self.written = 0
+        self.lost = 0
+        self._thread: threading.Thread | None = None
+        if path:
+            self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
+            self._thread.start()
+
+    def write(self, event: str, session: Audited, *, outcome: str, user: bytes | None = None, **details: Any) -> None:
+        """Log an event; never waits.
+
+        Args:
+            event: ``authentication``, ``denied``, ``command``, ``users``, ``tls``, ...
+            session: whose it is.
+            outcome: ``ok``, ``failed``, ``denied``...
+            user: that was asked for, where it is not the session's.
+            details: texts or numbers; neither keys nor values nor passwords.
+        """
+        if self._thread is None:
+            return
+        entry = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "event": event,
+            "user": _text(session.user_name if user is None else user),
+            "address": session.address,
+            "outcome": outcome,
+            **{name: _text(value) if isinstance(value, str | bytes) else value for name, value in details.items()},
+        }
+        try:
+            self._lines.put_nowait(json.dumps(entry).encode()[:_LINE_BYTES_MAX] + b"\n")
+        except queue.Full:
+            self.lost += 1
+
+    def close(self) -> None:
+        """Write what waits, and end."""
+        if self._thread is not None:
+            try:
+                self._lines.put(None, timeout=1.0)
+            except queue.Full:
+                return  # the disk stands still; the thread ends with the process
+            self._thread.join(timeout=5.0)
+            self._thread = None
+
+    def _run(self) -> None:
+        while (line := self._lines.get()) is not None:
+            try:
+                self._append(line)
+                self.written += 1
+            except OSError as error:
+                self.lost += 1
+                self._close_file()
+                if self._failed_s is None:
+                    _log.error("audit_log_failed file=%s error=%r lines='lost, and counted'", self._path, str(error))
+                self._failed_s = time.monotonic()
+        self._close_file()
+
+    def _append(self, line: bytes) -> None:
+        if self._file is None:
+            if self._failed_s is not None and time.monotonic() - self._failed_s < _RETRY_S:
+                raise OSError("not tried again yet")
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if self._failed_s is not None:
+                _log.info("audit_log_recovered file=%s lost=%d", self._path, self.lost)
+                self._failed_s = None
+        status = os.fstat(self._file)
+        if status.st_size and status.st_size + len(line) > self._bytes_max:
+            self._close_file()
+            os.replace(self._path, f"{self._path}.1")
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        if os.write(self._file, line) != len(line):
+            raise OSError("the disk is full")
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _text(value: str | bytes) -> str:
+    text = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
+    return text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 3] + "..."

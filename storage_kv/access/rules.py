@@ -1,0 +1,340 @@
+"""One user, and the rules that say what it may do: Redis' ACL rules, with ``tenant=NAME`` beside them.
+
+A rule is a word: ``on``, ``>password``, ``~pattern``, ``+@read``. Rules are applied in order, and for each command the
+last that speaks of it decides; they are kept as they were given, as Redis has done since 7.2 (7.0 rewrites them).
+Selectors, ``(...)``, are refused: nothing here needs a second set of rules in one user.
+"""
+
+import hashlib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from storage_kv.config import is_tenant_name
+from storage_kv.glob import Glob
+
+__all__ = ["CATEGORIES", "Described", "RuleError", "User", "check_name", "hash_password", "parse_line"]
+
+CATEGORIES: Final = (
+    *("keyspace", "read", "write", "set", "sortedset", "list", "hash", "string", "bitmap", "hyperloglog", "geo"),
+    *("stream", "pubsub", "admin", "fast", "slow", "blocking", "dangerous", "connection", "transaction", "scripting"),
+)
+"""All that Redis 7.0 knows, in its order; some have no command here."""
+
+_HASH: Final = re.compile(rb"[0-9a-f]{64}")
+_PATTERN: Final = re.compile(rb"%([RW]+)~", re.IGNORECASE)
+
+_SPACE: Final = re.compile(rb"[\s\0]")
+
+_SYNTAX: Final = "Syntax error"
+_UNKNOWN: Final = "Unknown command or category name in ACL"
+_AFTER_ALL_KEYS: Final = (
+    "Adding a pattern after the * pattern (or the 'allkeys' flag) is not valid and does not have any effect. Try "
+    "'resetkeys' to start with an empty list of patterns"
+)
+_AFTER_ALL_CHANNELS: Final = (
+    "Adding a pattern after the * pattern (or the 'allchannels' flag) is not valid and does not have any effect. Try "
+    "'resetchannels' to start with an empty list of channels"
+)
+_NO_SUCH_PASSWORD: Final = "The password you are trying to remove from the user does not exist"
+_BAD_HASH: Final = "The password hash must be exactly 64 characters and contain only lowercase hexadecimal characters"
+_FIRST_ARGUMENT: Final = "Allowing first-arg of a subcommand is not supported"
+_NO_SELECTORS: Final = "Selectors are not supported by this server: give the user one set of rules"
+_BAD_TENANT: Final = "The name of a tenant must be 1 to 128 visible ASCII characters"
+
+
+class RuleError(ValueError):
+    """A rule that cannot be applied; the message is Redis' reason."""
+
+
+class Described(Protocol):
+    """What rules need to know of a command."""
+
+    @property
+    def full_name(self) -> str:
+        """Lower case; ``client|list`` for a subcommand."""
+
+    @property
+    def parent(self) -> str:
+        """Name of the command that it is a subcommand of; empty for none."""
+
+    @property
+    def categories(self) -> Collection[str] | None:
+        """Of :data:`CATEGORIES`; None for none."""
+
+    @property
+    def open_to_all(self) -> bool:
+        """Whether no rule can forbid it: whoever may not authenticate could never be let in."""
+
+
+def hash_password(password: bytes) -> bytes:
+    """Return the SHA-256 of a password in lower-case hexadecimal: all that is kept of it."""
+    return hashlib.sha256(password).hexdigest().encode()
+
+
+@dataclass(slots=True)
+class _KeyPattern:
+    """Keys that may be read, written or both."""
+
+    text: bytes
+    access: frozenset[str]
+    glob: Glob
+
+    def describe(self) -> bytes:
+        if len(self.access) == 2:
+            return b"~" + self.text
+        return b"%%%b~%b" % ("".join(self.access).encode(), self.text)
+
+
+@dataclass(slots=True)
+class User:
+    """A user. Changed in place, so that its sessions follow; see :meth:`copy` for changes that may fail halfway.
+
+    Attributes:
+        name: any bytes but spaces and null characters.
+        enabled: whether one can authenticate as it.
+        no_password: any password will do.
+        passwords: SHA-256 in hexadecimal, in the order given.
+        tenant: whose keys it sees; empty for the default tenant.
+        unrestricted: whether it may do everything, which spares every check.
+    """
+
+    name: bytes
+    enabled: bool = False
+    no_password: bool = False
+    passwords: list[bytes] = field(default_factory=list)
+    tenant: str = ""
+    unrestricted: bool = False
+    _sanitize: str = ""
+    _all_keys: bool = False
+    _patterns: list[_KeyPattern] = field(default_factory=list)
+    _all_channels: bool = False
+    _channels: list[bytes] = field(default_factory=list)
+    _all_commands: bool = False
+    _rules: list[tuple[bool, str]] = field(default_factory=list)
+    _decided: dict[str, bool] = field(default_factory=dict)
+
+    # ---- Asking
+
+    def may_run(self, command: Described) -> bool:
+        """Return whether the rules allow a command, whatever its keys."""
+        if command.open_to_all:
+            return True
+        known = self._decided.get(command.full_name)
+        if known is None:
+            known = self._decided[command.full_name] = self._decide(command)
+        return known
+
+    def _decide(self, command: Described) -> bool:
+        names = {command.full_name, command.parent, *(f"@{category}" for category in command.categories or ())}
+        for allows, rule in reversed(self._rules):
+            if rule in names:
+                return allows
+        return self._all_commands
+
+    def may_use(self, key: bytes, access: Collection[str]) -> bool:
+        """Return whether a key may be read (``R``) and written (``W``), as ``access`` asks; it may ask for neither."""
+        if self._all_keys:
+            return True
+        return any(pattern.access.issuperset(access) and pattern.glob.matches(key) for pattern in self._patterns)
+
+    # ---- Describing
+
+    @property
+    def flags(self) -> list[str]:
+        """As ACL GETUSER shows them."""
+        found = ["on" if self.enabled else "off"]
+        found += ["nopass"] if self.no_password else []
+        return [*found, self._sanitize] if self._sanitize else found
+
+    @property
+    def keys_text(self) -> bytes:
+        """The patterns of keys."""
+        return b"~*" if self._all_keys else b" ".join(pattern.describe() for pattern in self._patterns)
+
+    @property
+    def channels_text(self) -> bytes:
+        """The patterns of channels; there are none here, but a file of Redis' may have them."""
+        return b"&*" if self._all_channels else b" ".join(b"&" + channel for channel in self._channels)
+
+    @property
+    def commands_text(self) -> bytes:
+        """The rules on commands."""
+        rules = [f"{'+' if allows else '-'}{rule}" for allows, rule in self._rules]
+        return " ".join(["+@all" if self._all_commands else "-@all", *rules]).encode()
+
+    def describe(self) -> bytes:
+        """Return the user as a line of a users file."""
+        parts = [b"user", self.name, *(flag.encode() for flag in self.flags)]
+        parts += [b"#" + password for password in self.passwords]
+        parts += [self.keys_text] if self.keys_text else []
+        parts += [] if self._all_channels else [b"resetchannels"]
+        parts += [self.channels_text] if self.channels_text else []
+        parts.append(self.commands_text)
+        parts += [b"tenant=" + self.tenant.encode()] if self.tenant else []
+        return b" ".join(parts)
+
+    # ---- Changing
+
+    def copy(self) -> "User":
+        """Return another with the same rules."""
+        other = User(self.name)
+        other.become(self)
+        return other
+
+    def become(self, other: "User") -> None:
+        """Take over another's rules, which must not be changed afterwards."""
+        for slot in self.__slots__:
+            if slot != "name":
+                setattr(self, slot, getattr(other, slot))
+        self.passwords, self._patterns = list(other.passwords), [*other._patterns]
+        self._channels, self._rules = list(other._channels), list(other._rules)
+        self._decided = {}
+
+    def apply(self, rule: bytes, commands: Mapping[str, Described]) -> None:
+        """Apply one rule.
+
+        Args:
+            rule: the word.
+            commands: by their full names, those that there are.
+
+        Raises:
+            RuleError: it cannot be applied; nothing has changed.
+        """
+        word = rule.lower()
+        simple = _SIMPLE.get(word)
+        if simple is not None:
+            for slot, value in simple.items():
+                setattr(self, slot, value.copy() if isinstance(value, list) else value)
+        elif rule[:1] in (b">", b"#", b"<", b"!"):
+            self._apply_password(rule)
+        elif rule[:1] in (b"~", b"%"):
+            self._apply_pattern(rule)
+        elif rule[:1] == b"&":
+            self._apply_channel(rule[1:])
+        elif rule[:1] in (b"+", b"-") and len(rule) > 1:
+            self._apply_command(word.decode("utf-8", "replace"), commands)
+        elif word.startswith(b"tenant="):
+            self._apply_tenant(rule[len(b"tenant=") :])
+        elif rule[:1] == b"(":
+            raise RuleError(_NO_SELECTORS)
+        elif rule and word != b"clearselectors":
+            raise RuleError(_SYNTAX)
+        self._decided = {}
+        self.unrestricted = self._all_keys and self._all_commands and not self._rules
+
+    def _apply_password(self, rule: bytes) -> None:
+        given = rule[1:]
+        if rule[:1] in (b"#", b"!") and not _HASH.fullmatch(given):
+            raise RuleError(_BAD_HASH)
+        hashed = given if rule[:1] in (b"#", b"!") else hash_password(given)
+        if rule[:1] in (b">", b"#"):
+            self.passwords += [hashed] if hashed not in self.passwords else []
+            self.no_password = False
+        elif hashed in self.passwords:
+            self.passwords.remove(hashed)
+        else:
+            raise RuleError(_NO_SUCH_PASSWORD)
+
+    def _apply_pattern(self, rule: bytes) -> None:
+        if self._all_keys:
+            raise RuleError(_AFTER_ALL_KEYS)
+        if rule[:1] == b"~":
+            access, text = frozenset("RW"), rule[1:]
+        else:
+            found = _PATTERN.match(rule)
+            if found is None:
+                raise RuleError(_SYNTAX)
+            access, text = frozenset(found[1].decode().upper()), rule[found.end() :]
+        if _has_space(text):
+            raise RuleError(_SYNTAX)
+        for number, pattern in enumerate(self._patterns):
+            if pattern.text == text:
+                self._patterns[number] = _KeyPattern(text, pattern.access | access, pattern.glob)
+                return
+        self._patterns.append(_KeyPattern(text, access, Glob(text)))
+
+    def _apply_channel(self, text: bytes) -> None:
+        if self._all_channels:
+            raise RuleError(_AFTER_ALL_CHANNELS)
+        if _has_space(text):
+            raise RuleError(_SYNTAX)
+        self._channels += [text] if text not in self._channels else []
+
+    def _apply_command(self, word: str, commands: Mapping[str, Described]) -> None:
+        allows, rule = word[0] == "+", word[1:]
+        if rule.count("|") > 1:
+            raise RuleError(_FIRST_ARGUMENT)
+        if rule[1:] not in CATEGORIES if rule.startswith("@") else rule not in commands:
+            raise RuleError(_UNKNOWN)
+        # What an earlier rule says of the same command, or of its subcommands, has no effect any more.
+        self._rules = [
+            (allowed, other) for allowed, other in self._rules if other != rule and not other.startswith(f"{rule}|")
+        ]
+        self._rules.append((allows, rule))
+
+    def _apply_tenant(self, name: bytes) -> None:
+        text = name.decode("latin-1")
+        if text and not is_tenant_name(text):
+            raise RuleError(_BAD_TENANT)
+        self.tenant = text
+
+
+def _has_space(text: bytes) -> bool:
+    return _SPACE.search(text) is not None
+
+
+def _simple_rules() -> dict[bytes, Mapping[str, object]]:
+    """Return what rules of a fixed word set."""
+    no_passwords: dict[str, object] = {"no_password": False, "passwords": []}
+    no_keys: dict[str, object] = {"_all_keys": False, "_patterns": []}
+    no_channels: dict[str, object] = {"_all_channels": False, "_channels": []}
+    no_commands: dict[str, object] = {"_all_commands": False, "_rules": []}
+    all_keys: dict[str, object] = {"_all_keys": True, "_patterns": []}
+    all_channels: dict[str, object] = {"_all_channels": True, "_channels": []}
+    all_commands: dict[str, object] = {"_all_commands": True, "_rules": []}
+    reset = no_passwords | no_keys | no_channels | no_commands
+    return {
+        b"on": {"enabled": True},
+        b"off": {"enabled": False},
+        b"nopass": {"no_password": True, "passwords": []},
+        b"resetpass": no_passwords,
+        b"allkeys": all_keys,
+        b"~*": all_keys,
+        b"resetkeys": no_keys,
+        b"allchannels": all_channels,
+        b"&*": all_channels,
+        b"resetchannels": no_channels,
+        b"allcommands": all_commands,
+        b"+@all": all_commands,
+        b"nocommands": no_commands,
+        b"-@all": no_commands,
+        b"sanitize-payload": {"_sanitize": "sanitize-payload"},
+        b"skip-sanitize-payload": {"_sanitize": "skip-sanitize-payload"},
+        b"reset": reset | {"enabled": False, "_sanitize": "sanitize-payload", "tenant": ""},
+    }
+
+
+_SIMPLE: Final = _simple_rules()
+
+
+def check_name(name: bytes) -> None:
+    """Raise RuleError unless a user may be called so."""
+    if not name or _has_space(name):
+        raise RuleError("Usernames can't contain spaces or null characters")
+
+
+def parse_line(line: bytes) -> tuple[bytes, Sequence[bytes]] | None:
+    """Return the name and the rules of a line of a users file; None for an empty line or a comment.
+
+    Raises:
+        RuleError: it is no such line.
+    """
+    words = line.split()
+    if not words or words[0].startswith(b"#"):
+        return None
+    if words[0] != b"user" or len(words) < 2:
+        raise RuleError("line should start with user keyword followed by the username")
+    check_name(words[1])
+    return words[1], words[2:]

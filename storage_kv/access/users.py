@@ -1,0 +1,247 @@
+"""The users of a storage node: who they are, whether a password is theirs, and what was denied to them.
+
+Passwords are kept as SHA-256. They are compared in constant time, against something of the same length where there is
+no such user, so that an answer's time tells neither whether a user exists nor how much of a password is right.
+"""
+
+import hmac
+import os
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from shadowserve.errors import ConfigurationError
+from storage_kv.access.rules import Described, RuleError, User, check_name, hash_password, parse_line
+from storage_kv.config import StorageConfig
+
+__all__ = ["DEFAULT_USER", "Denial", "DenialLog", "Users", "read_users"]
+
+DEFAULT_USER: Final = b"default"
+
+_DENIALS_MAX: Final = 128  # as Redis' acllog-max-len
+_SAME_DENIAL_S: Final = 60.0  # as Redis
+_FILE_BYTES_MAX: Final = 16 << 20
+
+_FRESH_DEFAULT: Final = (b"on", b"nopass", b"~*", b"&*", b"+@all")
+
+
+def read_users(path: str, commands: Mapping[str, Described]) -> dict[bytes, User]:
+    """Return the users in a file.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or lines of it not be used; all of them are named.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigurationError(f"users_file: cannot read {path}: {error.strerror}") from error
+    if len(content) > _FILE_BYTES_MAX:
+        raise ConfigurationError(f"users_file: {path} is larger than {_FILE_BYTES_MAX >> 20} MiB")
+    found: dict[bytes, User] = {}
+    errors = []
+    for number, line in enumerate(content.split(b"\n"), 1):
+        try:
+            _read_line(line, commands, found)
+        except RuleError as error:
+            errors.append(f"{path}:{number}: {error}")
+    if errors:
+        raise ConfigurationError("; ".join(errors))
+    return found
+
+
+def _read_line(line: bytes, commands: Mapping[str, Described], found: dict[bytes, User]) -> None:
+    parsed = parse_line(line)
+    if parsed is None:
+        return
+    name, rules = parsed
+    if name in found:
+        raise RuleError("Duplicate user found. A user can only be defined once in config files")
+    user = User(name)
+    for rule in rules:
+        try:
+            user.apply(rule, commands)
+        except RuleError as error:
+            # A password in clear must not come back in a message, nor in the log that it goes to.
+            shown = ">..." if rule[:1] in (b">", b"<") else rule.decode("utf-8", "backslashreplace")
+            raise RuleError(f"in '{shown}' of user {name.decode('utf-8', 'backslashreplace')}: {error}") from None
+    found[name] = user
+
+
+class Users:
+    """All users; used with the node's lock held.
+
+    Attributes:
+        by_name: all of them, the default user included.
+        default: the user of connections that have not authenticated, once it needs no password.
+        denials: what ACL LOG shows.
+    """
+
+    def __init__(self, config: StorageConfig, commands: Mapping[str, Described]) -> None:
+        """Make the users that are configured.
+
+        Args:
+            config: its ``password`` is the default user's; its ``users_file`` has the others.
+            commands: by their full names, those that there are.
+
+        Raises:
+            ConfigurationError: the users file cannot be used.
+        """
+        self._config = config
+        self._commands = commands
+        self._nobody = hash_password(secrets.token_bytes(32))
+        self.denials = DenialLog()
+        self.default = User(DEFAULT_USER)
+        self.by_name: dict[bytes, User] = {DEFAULT_USER: self.default}
+        self._default_from_configuration = self._configured_default()
+        self.default.become(self._default_from_configuration)
+        if config.users_file:
+            self.load()
+
+    def _configured_default(self) -> User:
+        """Return the default user where no file defines it.
+
+        With a users file it is off unless it has a password: a file that names who may come in, and silently lets in
+        everybody else, would be a trap.
+        """
+        password = self._config.password.get_secret_value().encode()
+        user = User(DEFAULT_USER)
+        for rule in _FRESH_DEFAULT:
+            user.apply(rule, self._commands)
+        if password:
+            user.apply(b">" + password, self._commands)
+        elif self._config.users_file:
+            for rule in (b"reset", b"resetchannels"):
+                user.apply(rule, self._commands)
+        return user
+
+    @property
+    def file(self) -> str:
+        """Path of the users file; empty without one."""
+        return self._config.users_file
+
+    @property
+    def anyone_enters(self) -> bool:
+        """Whether a connection is the default user's without a password."""
+        return self.default.enabled and self.default.no_password
+
+    def authenticate(self, name: bytes, password: bytes) -> User | None:
+        """Return the user if the password is its own; the same work is done where there is no such user."""
+        user = self.by_name.get(name)
+        given = hash_password(password)
+        accepted = user is not None and user.no_password
+        for known in (user.passwords if user is not None else None) or (self._nobody,):
+            accepted |= hmac.compare_digest(given, known)
+        return user if user is not None and user.enabled and accepted else None
+
+    def set_user(self, name: bytes, rules: Iterable[bytes]) -> bool:
+        """Apply rules to a user, made if there is none: all of them or, on an error, none.
+
+        Returns:
+            Whether it now belongs to another tenant.
+
+        Raises:
+            RuleError: a rule cannot be applied; its arguments are the reason and the rule.
+        """
+        check_name(name)
+        present = self.by_name.get(name)
+        changed = present.copy() if present is not None else User(name)
+        for rule in rules:
+            try:
+                changed.apply(rule, self._commands)
+            except RuleError as error:
+                raise RuleError(str(error), rule) from None
+        if present is None:
+            self.by_name[name] = changed
+            return False
+        moved = present.tenant != changed.tenant
+        present.become(changed)
+        return moved
+
+    def remove(self, name: bytes) -> User | None:
+        """Remove a user other than the default one; return it if there was one."""
+        return self.by_name.pop(name, None)
+
+    def load(self) -> list[User]:
+        """Read the users file anew; users that stay are changed in place.
+
+        Returns:
+            Users whose sessions must end: those that are gone, or belong to another tenant.
+
+        Raises:
+            ConfigurationError: the file cannot be used; nothing has changed.
+        """
+        found = read_users(self.file, self._commands)
+        found.setdefault(DEFAULT_USER, self._default_from_configuration)
+        ended = [user for name, user in self.by_name.items() if name not in found]
+        ended += [user for name, user in self.by_name.items() if name in found and user.tenant != found[name].tenant]
+        for name, user in found.items():
+            present = self.by_name.setdefault(name, user)
+            if present is not user:
+                present.become(user)
+        for user in ended:
+            if user.name not in found:
+                del self.by_name[user.name]
+        return ended
+
+    def describe(self) -> list[bytes]:
+        """Return all users, in the order of their names, as lines of a users file."""
+        return [self.by_name[name].describe() for name in sorted(self.by_name)]
+
+    def saving(self) -> Callable[[], None]:
+        """Return what writes the users file, in any thread: as the users are now, all of it or nothing."""
+        path, lines = self.file, self.describe()
+
+        def save() -> None:
+            made = f"{path}.{secrets.token_hex(4)}.new"
+            try:
+                with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(b"\n".join([*lines, b""]))
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(made, path)
+            except OSError:
+                if os.path.exists(made):
+                    os.unlink(made)
+                raise
+
+        return save
+
+
+@dataclass(slots=True)
+class Denial:
+    """What was denied, how often.
+
+    Attributes:
+        reason: ``auth``, ``command`` or ``key``.
+        object: the command, or the key.
+        client: as CLIENT INFO tells of it.
+    """
+
+    reason: str
+    object: bytes
+    user: bytes
+    client: bytes
+    count: int = 1
+    at_s: float = field(default_factory=time.monotonic)
+
+
+class DenialLog:
+    """The last denials, the newest first, repeated ones in one entry: what ACL LOG shows."""
+
+    def __init__(self) -> None:
+        """Make an empty log."""
+        self.entries: deque[Denial] = deque(maxlen=_DENIALS_MAX)
+
+    def add(self, denial: Denial) -> None:
+        """Take note of a denial."""
+        what = (denial.reason, denial.object, denial.user)
+        for entry in self.entries:
+            if (entry.reason, entry.object, entry.user) == what and denial.at_s - entry.at_s < _SAME_DENIAL_S:
+                denial.count += entry.count
+                self.entries.remove(entry)
+                break
+        self.entries.appendleft(denial)

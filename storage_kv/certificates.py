@@ -1,0 +1,70 @@
+"""The server's TLS context, made of the configured files, and made again when they change.
+
+Files that cannot be used are refused at the start. Later, what was read before stays in use, and one log line says so.
+Connections keep the context that they began with.
+"""
+
+import logging
+import ssl
+from typing import Final
+
+from shadowserve.errors import ConfigurationError
+from shadowserve.tls import file_state, read_authorities, read_key_pair
+from storage_kv.config import StorageConfig
+
+__all__ = ["Certificates"]
+
+_log = logging.getLogger(__name__)
+
+_CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""For TLS 1.2: forward secret and authenticated. TLS 1.3 has no others."""
+
+
+class Certificates:
+    """What the server shows its clients, and by whom theirs must be signed.
+
+    Attributes:
+        expires: when the certificate in use does, in seconds since 1970.
+    """
+
+    def __init__(self, config: StorageConfig) -> None:
+        """Read the files.
+
+        Raises:
+            ConfigurationError: one of them cannot be used; the message names key, file and reason.
+        """
+        self._config = config
+        self._paths = tuple(path for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path)
+        self._state = file_state(self._paths)
+        self.expires = 0.0
+        self._context = self._make()
+
+    def context(self) -> ssl.SSLContext:
+        """Return the context for a new connection, made anew if a file has changed."""
+        state = file_state(self._paths)
+        if state != self._state:
+            self._state = state
+            try:
+                self._context = self._make()
+            except ConfigurationError as error:
+                _log.error("certificates_unusable use='those before' reason=%r", str(error))
+        return self._context
+
+    def _make(self) -> ssl.SSLContext:
+        config = self._config
+        pair = read_key_pair(config.tls_cert, config.tls_key)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_COMPRESSION | ssl.OP_CIPHER_SERVER_PREFERENCE
+        try:
+            context.set_ciphers(_CIPHERS)
+            context.load_cert_chain(config.tls_cert, config.tls_key)
+            if config.tls_client_ca:
+                authorities = read_authorities("tls_client_ca", config.tls_client_ca)
+                context.load_verify_locations(cadata=authorities.decode("ascii", "replace"))
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise ConfigurationError(f"tls_cert, tls_key, tls_client_ca: OpenSSL does not take them: {error}") from None
+        self.expires = pair.expires.timestamp()
+        _log.info("certificate_read file=%s expires=%s", config.tls_cert, f"{pair.expires:%Y-%m-%dT%H:%MZ}")
+        return context

@@ -1,0 +1,279 @@
+"""TLS and mutual TLS: what crosses the wire, who is turned away, and what goes on meanwhile."""
+
+import socket
+import ssl
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from machine import NEVER_S, PATIENCE_S, wait_for
+from storage_support import REPOSITORY, TIMEOUT_S, Child, Client
+
+from shadowserve.resp import encode_command
+
+MIB = 1 << 20
+
+
+def make_certificates(folder: Path, *arguments: str) -> None:
+    subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "make-certificates"), str(folder), *arguments],
+        check=True,
+        timeout=NEVER_S,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority, a server's certificate, and those of alice and mallory, of whom the server has not heard."""
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder, "--user", "alice", "--user", "mallory")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of another authority."""
+    folder = tmp_path_factory.mktemp("strangers")
+    make_certificates(folder, "--user", "alice")
+    return folder
+
+
+def tls_flags(folder: Path, *, mutual: bool = False) -> list[str]:
+    flags = ["--tls-cert", f"{folder}/server.crt", "--tls-key", f"{folder}/server.key"]
+    return [*flags, "--tls-client-ca", f"{folder}/ca.crt"] if mutual else flags
+
+
+def context_of(folder: Path, user: str = "", certificates_of: Path | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=f"{folder}/ca.crt")
+    if user:
+        own = certificates_of or folder
+        context.load_cert_chain(f"{own}/{user}.crt", f"{own}/{user}.key")
+    return context
+
+
+class TlsClient(Client):
+    """A plain blocking client, over TLS."""
+
+    def __init__(self, port: int, context: ssl.SSLContext, receive_buffer: int | None = None) -> None:
+        super().__init__(port, receive_buffer=receive_buffer)
+        plain = self.socket
+        try:
+            self.socket = context.wrap_socket(plain, server_hostname="localhost")
+        except BaseException:
+            plain.close()
+            raise
+
+
+@pytest.fixture
+def secure(start: Callable[..., Child], certificates: Path) -> Child:
+    return start(*tls_flags(certificates))
+
+
+@pytest.fixture
+def client(secure: Child, certificates: Path) -> Iterator[TlsClient]:
+    with TlsClient(secure.port, context_of(certificates)) as client:
+        yield client
+
+
+def test_redis_py_works_through_tls(secure: Child, certificates: Path) -> None:
+    for protocol in (2, 3):
+        with redis.Redis(
+            port=secure.port, ssl=True, ssl_ca_certs=f"{certificates}/ca.crt", protocol=protocol
+        ) as connection:
+            assert connection.set("a", "1") and connection.get("a") == b"1"
+            with connection.pipeline(transaction=False) as pipeline:
+                for number in range(500):
+                    pipeline.set(f"key {number}", number)
+                pipeline.mget([f"key {number}" for number in range(500)])
+                assert pipeline.execute()[-1] == [b"%d" % number for number in range(500)]
+
+
+@pytest.mark.parametrize("size", [1, 4095, 16384, 100_000, MIB + 1, 20 * MIB])
+def test_values_of_any_size_come_back_whole(size: int, client: TlsClient) -> None:
+    value = bytes(bytearray(number % 251 for number in range(1000))) * (size // 1000 + 1)
+    value = value[:size]
+    assert client.call("SET", "a", value) == b"OK"
+    assert client.call("GET", "a") == value
+    assert client.call("GETRANGE", "a", size // 2, -1) == value[size // 2 :]
+    client.send("MGET", "a", "none", "a")
+    assert client.receive() == [value, None, value]
+
+
+def test_a_slow_reader_gets_every_byte_of_what_waited(secure: Child, certificates: Path) -> None:
+    """The kernel takes parts of records, again and again: OpenSSL must see the same bytes when it goes on."""
+    values = [bytes([number]) * (3 * MIB + 4000 * number) for number in range(8)]
+    with TlsClient(secure.port, context_of(certificates), receive_buffer=1 << 14) as client:
+        for number, value in enumerate(values):
+            assert client.call("SET", number, value) == b"OK"
+        expected = bytearray()
+        for number, value in enumerate(values):
+            for command in (["GET", number], ["PING", "x" * 100 * number], ["STRLEN", number]):
+                client.socket.sendall(encode_command(*command))
+            expected += b"$%d\r\n%b\r\n" % (len(value), value)
+            expected += b"$%d\r\n%b\r\n:%d\r\n" % (100 * number, b"x" * 100 * number, len(value))
+        found = bytearray()
+        while len(found) < len(expected):
+            data = client.socket.recv(7777)
+            assert data
+            found += data
+        assert found == expected
+
+
+def test_commands_that_come_byte_by_byte_and_many_in_one_record(client: TlsClient) -> None:
+    for byte in encode_command("SET", "a", "1"):
+        client.socket.sendall(bytes([byte]))
+    assert client.receive() == b"OK"
+    client.socket.sendall(encode_command("GET", "a") * 5000)
+    assert all(client.receive() == b"1" for _ in range(5000))
+
+
+def test_quit_ends_tls_in_order(client: TlsClient) -> None:
+    client.socket.sendall(encode_command("PING") + encode_command("QUIT"))
+    assert client.receive_to_end() == b"+PONG\r\n+OK\r\n"
+
+
+def test_replies_in_flight_when_the_server_stops_are_sent(secure: Child, client: TlsClient) -> None:
+    value = b"v" * (8 * MIB)
+    assert client.call("SET", "a", value) == b"OK"
+    client.send("GET", "a")
+    assert client.receive_raw(1) == b"$"
+    secure.process.terminate()
+    assert client.receive_raw(len(value) + 11) == b"%d\r\n%b\r\n" % (len(value), value)
+    assert client.socket.recv(1) == b""
+    assert secure.wait() == 0
+
+
+def test_a_plain_client_at_a_tls_port_is_told(secure: Child) -> None:
+    with secure.client() as client:
+        client.send("PING")
+        assert client.receive_to_end().startswith(b"-ERR this server speaks TLS only")
+    wait_for(lambda: any("tls_failed" in line and "does not speak TLS" in line for line in secure.log))
+
+
+def test_a_tls_client_at_a_plain_port_is_told(shared_server: Child, certificates: Path) -> None:
+    with pytest.raises(ssl.SSLError) as caught:
+        TlsClient(shared_server.port, context_of(certificates))
+    assert caught.value.reason == "WRONG_VERSION_NUMBER"
+    wait_for(lambda: any("client_refused" in line and "speaks TLS" in line for line in shared_server.log))
+
+
+def test_old_versions_and_renegotiation_are_refused(secure: Child, certificates: Path) -> None:
+    for version, accepted in (("TLSv1_1", False), ("TLSv1_2", True), ("TLSv1_3", True)):
+        context = context_of(certificates)
+        context.set_ciphers("ALL:@SECLEVEL=0")
+        with pytest.warns(DeprecationWarning) if not accepted else open("/dev/null"):
+            context.minimum_version = context.maximum_version = ssl.TLSVersion[version]
+        if accepted:
+            with TlsClient(secure.port, context) as client:
+                assert client.call("PING") == b"PONG"
+        else:
+            with pytest.raises(ssl.SSLError):
+                TlsClient(secure.port, context)
+    ran = subprocess.run(
+        ["openssl", "s_client", "-connect", f"127.0.0.1:{secure.port}", "-tls1_2", "-CAfile", f"{certificates}/ca.crt"],
+        input=b"R\n",  # asks to renegotiate
+        capture_output=True,
+        timeout=NEVER_S,
+    )
+    assert b"no renegotiation" in ran.stderr, ran.stderr
+    with TlsClient(secure.port, context_of(certificates)) as client:
+        assert client.call("PING") == b"PONG"
+
+
+def test_a_client_that_never_finishes_its_handshake_holds_up_nobody(
+    start: Callable[..., Child], certificates: Path
+) -> None:
+    child = start(*tls_flags(certificates), "--stall-timeout-s", "0.5")
+    silent = [socket.create_connection(("127.0.0.1", child.port), TIMEOUT_S) for _ in range(20)]
+    for sock in silent[10:]:
+        sock.sendall(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a greeting
+    with TlsClient(child.port, context_of(certificates)) as client:
+        assert client.call("PING") == b"PONG"
+    for sock in silent:  # each is ended, and would never be if its deadline were not kept
+        assert sock.recv(1) == b""
+        sock.close()
+    with TlsClient(child.port, context_of(certificates)) as client:
+        assert client.info()["tls_failures"] == "20"
+
+
+def test_garbage_and_clients_that_hang_up_are_counted(secure: Child, certificates: Path) -> None:
+    for data in (b"\x16\x03\x01\x00\x05hello", b"\x16garbage" * 20, b""):
+        with socket.create_connection(("127.0.0.1", secure.port), TIMEOUT_S) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(1 << 12):
+                pass
+    with TlsClient(secure.port, context_of(certificates)) as client:
+        wait_for(lambda: client.info()["tls_failures"] == "3")
+        assert client.call("PING") == b"PONG"
+
+
+def test_a_renewed_certificate_is_shown_without_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    child = start(*tls_flags(tmp_path))
+
+    def shown() -> bytes | None:
+        with TlsClient(child.port, context_of(tmp_path)) as client:
+            assert isinstance(client.socket, ssl.SSLSocket)
+            assert client.call("PING") == b"PONG"
+            return client.socket.getpeercert(binary_form=True)
+
+    before = shown()
+    with TlsClient(child.port, context_of(tmp_path)) as old:
+        make_certificates(tmp_path)
+        assert shown() != before
+        (tmp_path / "server.crt").write_text("nothing that could be used")
+        assert shown() != before
+        assert old.call("PING") == b"PONG"
+    wait_for(lambda: any("certificates_unusable" in line for line in child.log))
+
+
+def test_mutual_tls_takes_only_certificates_of_its_authority(
+    start: Callable[..., Child], certificates: Path, strangers: Path
+) -> None:
+    child = start(*tls_flags(certificates, mutual=True))
+    with TlsClient(child.port, context_of(certificates, "mallory")) as client:
+        assert client.call("PING") == b"PONG" and client.call("ACL", "WHOAMI") == b"default"
+    for context in (context_of(certificates), context_of(certificates, "alice", strangers)):
+        with pytest.raises((ssl.SSLError, ConnectionError, EOFError)), TlsClient(child.port, context) as client:
+            client.call("PING")  # a server checks its client after the handshake of TLS 1.3
+    wait_for(lambda: any("shows no certificate" in line for line in child.log))
+    wait_for(lambda: any("certificate is not accepted" in line for line in child.log))
+
+
+def test_a_certificate_names_its_user(start: Callable[..., Child], certificates: Path, tmp_path: Path) -> None:
+    users = tmp_path / "users.acl"
+    users.write_text("user alice on ~a:* +@all tenant=team-a\nuser bob on >pw ~* +@all\nuser default off\n")
+    child = start(*tls_flags(certificates, mutual=True), "--tls-users", "cn", "--users-file", str(users))
+    with TlsClient(child.port, context_of(certificates, "alice")) as client:
+        assert client.call("ACL", "WHOAMI") == b"alice"
+        assert client.call("SET", "a:1", "x" * 30_000) == b"OK"  # more than one who is not known may send
+        assert client.call("GET", "b").startswith(b"NOPERM")  # type: ignore[union-attr]
+        assert client.call("AUTH", "bob", "pw") == b"OK" and client.call("ACL", "WHOAMI") == b"bob"
+    with TlsClient(child.port, context_of(certificates, "mallory")) as client:
+        assert client.call("PING") == b"NOAUTH Authentication required."
+    wait_for(lambda: any("certificate_names_no_user" in line and "mallory" in line for line in child.log))
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--tls-cert", "x"], "tls_cert is given without tls_key"),
+        (["--tls-client-ca", "x"], "tls_client_ca is given without tls_cert"),
+        (["--tls-users", "cn"], "tls_users is given without tls_client_ca"),
+        (["--tls-cert", "none.crt", "--tls-key", "none.key"], "tls_cert: cannot read none.crt"),
+    ],
+)
+def test_files_that_cannot_be_used_are_refused_at_the_start(flags: list[str], text: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "shadowserve.cli", "storage", "--port", "0", *flags],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=PATIENCE_S,
+    )
+    assert ran.returncode != 0 and text in ran.stderr
