@@ -204,6 +204,7 @@ class Recovery:
         self.report = RecoveryReport()
         self.names: dict[tuple[int, bytes], bytes] = {}
         self.tenants: dict[int, bytes] = {}
+        self.notes: dict[bytes, bytes] = {}
         self.generation_last = 0
         self.generation_newest = 0
         """Of the newest snapshot that has a sound header; 0: there is none."""
@@ -472,8 +473,10 @@ class Recovery:
     def _keep_text(self, kind: RecordKind, tenant: int, key: bytes, text: bytes) -> None:
         if kind is RecordKind.NAME:
             self.names[tenant, key] = text
-        else:
+        elif not any(key):
             self.tenants[tenant] = text
+        else:
+            self.notes[key.rstrip(b"\0")] = text
 
     # ---- What cannot stay
 

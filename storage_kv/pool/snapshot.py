@@ -59,6 +59,7 @@ class Snapshot:
         *,
         names: dict[tuple[int, bytes], bytes],
         tenants: dict[int, bytes],
+        notes: dict[bytes, bytes],
         settle_writes: Callable[[Callable[[], None]], None],
         clock_ms: Callable[[], int],
     ) -> None:
@@ -73,6 +74,7 @@ class Snapshot:
             generation: of this snapshot.
             names: texts of named keys, by tenant and key.
             tenants: names by id.
+            notes: of the pool, by name.
             settle_writes: calls back when all writes that are under way now have their record in the log.
             clock_ms: Unix time.
         """
@@ -98,6 +100,8 @@ class Snapshot:
             pack_name(RecordKind.TENANT, tenant, b"", name) for tenant, name in sorted(tenants.items())
         )
         self._slice = np.zeros(SLICE_BLOCKS * RECORDS_PER_BLOCK, INDEX_RECORD_DTYPE)
+        for name, text in sorted(notes.items()):
+            self._pending += pack_name(RecordKind.TENANT, 0, name, text)
         self._buffer = Pages(SLICE_BLOCKS * BLOCK_BYTES)
 
     @property

@@ -18,26 +18,22 @@ from typing import Final
 from shadowserve.errors import BusyError as DeviceBusyError
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import Extents, Index
-from storage_kv.engine import BusyError, OutOfBudgetError, Ticket
+from storage_kv.engine import BusyError, OutOfBudgetError, Ticket, wall_clock_ms
 from storage_kv.pool.device import BlockDevice, Operation, OperationKind, Priority
-from storage_kv.pool.foreign import describe_content
 from storage_kv.pool.format import (
     BLOCK_BYTES,
     NAME_PIECE_BYTES,
     RECORDS_PER_BLOCK,
     SUPERBLOCK_OFFSETS,
-    FormatError,
-    Layout,
     RecordFlag,
     RecordKind,
-    SnapshotHeader,
     Superblock,
     blocks_of,
     pack_name,
     pack_record,
 )
+from storage_kv.pool.formatting import check_superblock, format_volume, write_blocks
 from storage_kv.pool.log import Log
-from storage_kv.pool.pages import Pages
 from storage_kv.pool.recovery import Reader, Recovery, RecoveryReport, read_superblocks
 from storage_kv.pool.snapshot import Snapshot
 
@@ -130,6 +126,7 @@ class Volume:
         report: what opening it found.
         names: texts of its named keys, by tenant and key; the volume keeps them up itself.
         tenants: names by id, as the volume knows them.
+        notes: the pool's own, by name, as note() left them.
         generation_last: of the newest put that it knows of.
     """
 
@@ -141,10 +138,11 @@ class Volume:
         self.report = RecoveryReport()
         self.names: dict[Key, bytes] = {}
         self.tenants: dict[int, bytes] = {}
+        self.notes: dict[bytes, bytes] = {}
         self.generation_last = 0
         self._index = index
         self._layout = superblock.layout
-        self._clock_ms: Callable[[], int] = _wall_clock_ms
+        self._clock_ms: Callable[[], int] = wall_clock_ms
         self._extents = Extents(self._layout.data_first + self._layout.data_blocks)
         self._extents.reserve(0, self._layout.data_first)
         self._log: Log
@@ -166,55 +164,7 @@ class Volume:
 
     # ---- Making and opening
 
-    @staticmethod
-    def format(
-        device: BlockDevice,
-        *,
-        pool_id: bytes,
-        objects_max: int,
-        log_bytes: int | None = None,
-        force: bool = False,
-        clock_ms: Callable[[], int] | None = None,
-        entropy: Callable[[int], bytes] = os.urandom,
-    ) -> Superblock:
-        """Make an empty volume of a device, for good; everything that is on it is lost.
-
-        Args:
-            device: nobody else uses it.
-            pool_id: 16 bytes; devices of one pool have the same.
-            objects_max: most objects that it shall hold.
-            log_bytes: of each copy of the log; by default what suits ``objects_max``.
-            force: also if something is there already.
-            clock_ms: Unix time.
-            entropy: gives random bytes.
-
-        Raises:
-            FormatError: it is too small, or something is there.
-            OSError: the device failed.
-        """
-        reader = Reader(device)
-        found = describe_content(reader, device.capacity_bytes)
-        if found is not None and not force:
-            raise FormatError(
-                f"device {device.name} holds {found}; nothing was changed. To drop that for good, ask for it: --force"
-            )
-        superblock = Superblock(
-            volume_id=entropy(16),
-            pool_id=pool_id,
-            device_bytes=device.capacity_bytes // BLOCK_BYTES * BLOCK_BYTES,
-            created_ms=(clock_ms or _wall_clock_ms)(),
-            layout=Layout.plan(device.capacity_bytes, objects_max, log_bytes),
-        )
-        first = SnapshotHeader(
-            generation=1, blocks=0, records=0, log_first=1, log_epoch=0, log_last=0, created_ms=superblock.created_ms
-        )
-        # Zeros first: at no moment are there the superblocks of two volumes. Both copies come last.
-        page = bytes(BLOCK_BYTES)
-        _write_blocks(reader, [(offset, page) for offset in SUPERBLOCK_OFFSETS])
-        place = superblock.layout.snapshot_firsts[1] * BLOCK_BYTES
-        _write_blocks(reader, [(place, first.pack(superblock.volume_id))])
-        _write_blocks(reader, [(offset, superblock.pack()) for offset in SUPERBLOCK_OFFSETS])
-        return superblock
+    format = staticmethod(format_volume)
 
     @classmethod
     def open(
@@ -244,9 +194,9 @@ class Volume:
         begin = time.perf_counter()
         reader = Reader(device)
         superblock, damaged = read_superblocks(reader, device)
-        superblock = _checked(superblock, device, reader, pool_id)
+        superblock = check_superblock(superblock, device, reader, pool_id)
         volume = cls(device, index, number, superblock)
-        volume._clock_ms = clock_ms or _wall_clock_ms
+        volume._clock_ms = clock_ms or wall_clock_ms
         recovery = volume._recovery = Recovery(reader, superblock, index, number)
         end = recovery.run()
         volume.report = recovery.report
@@ -262,7 +212,7 @@ class Volume:
         volume._snapshot_generation = recovery.generation_next
         volume._snapshot_wanted = bool(recovery.report.notes)
         # Whatever was read may have been in a cache only: from here on it is built upon.
-        _write_blocks(reader, [(SUPERBLOCK_OFFSETS[copy], superblock.pack()) for copy in damaged])
+        write_blocks(reader, [(SUPERBLOCK_OFFSETS[copy], superblock.pack()) for copy in damaged])
         volume.report.seconds = time.perf_counter() - begin
         return volume
 
@@ -273,7 +223,7 @@ class Volume:
         assert recovery is not None, "a volume gets ready once"
         recovery.drop_nameless()
         self.report.overlapping = self._index.reserve(self.number, self._extents)
-        self.names, self.tenants = recovery.names, recovery.tenants
+        self.names, self.tenants, self.notes = recovery.names, recovery.tenants, recovery.notes
         self.generation_last = recovery.generation_last
         self._name_records = sum(map(_name_records, self.names.values()))
         self.report.objects = self._index.totals(device=self.number).objects
@@ -403,9 +353,7 @@ class Volume:
         """
         if self.error is not None:
             return
-        if self._log.blocks_free - self._reserved_blocks <= 1:
-            self._counters.busy += 1
-            raise BusyError(f"the log of device {self.device.name} is full", self._room_ticket())
+        self._need_room(b"")
         kind, key = record[0], _key_of(record)
         if kind in (RecordKind.EXPIRE, RecordKind.PIN) and key in self._writing:
             self._reserved_blocks += 1
@@ -420,10 +368,26 @@ class Volume:
         self._log.append(_anonymous(record))
 
     def name_tenant(self, tenant: int, name: bytes) -> None:
-        """Log what a tenant's id stands for; barrier() tells when it is durable."""
+        """Log what a tenant's id stands for; barrier() tells when it is durable.
+
+        Raises:
+            BusyError: the log is full; nothing has changed.
+        """
         if self.tenants.get(tenant) != name and self.error is None:
+            self._need_room(name)
             self.tenants[tenant] = name
             self._log.append(pack_name(RecordKind.TENANT, tenant, b"", name))
+
+    def note(self, name: bytes, text: bytes) -> None:
+        """Log something that the pool wants to know again, such as a count, under a name of 1 to 32 bytes.
+
+        Raises:
+            BusyError: the log is full; nothing has changed.
+        """
+        if self.notes.get(name) != text and self.error is None:
+            self._need_room(text)
+            self.notes[name] = text
+            self._log.append(pack_name(RecordKind.TENANT, 0, name, text))
 
     def barrier(self) -> Ticket | None:
         """Return a ticket that is settled when all changes logged so far are durable; None if they are."""
@@ -571,6 +535,12 @@ class Volume:
         for key in [key for key in self.names if tenant is None or key[0] == tenant]:
             self._name(key, b"")
 
+    def _need_room(self, text: bytes) -> None:
+        """Raise BusyError unless the log takes one more record, or that of a text, beside what it must take anyway."""
+        if self._log.blocks_free - self._reserved_blocks <= _log_blocks(text):
+            self._counters.busy += 1
+            raise BusyError(f"the log of device {self.device.name} is full", self._room_ticket())
+
     def _room_ticket(self) -> Ticket:
         if self._room is None:
             self._room = Ticket()
@@ -611,6 +581,7 @@ class Volume:
             self._snapshot_generation,
             names=self.names,
             tenants=self.tenants,
+            notes=self.notes,
             settle_writes=self._after_writes,
             clock_ms=self._clock_ms,
         )
@@ -621,10 +592,6 @@ class Volume:
             self._waits.append((self._write_number, call))
         else:
             call()
-
-
-def _wall_clock_ms() -> int:
-    return time.time_ns() // 1_000_000
 
 
 def _key_of(record: bytes) -> Key:
@@ -643,40 +610,3 @@ def _name_records(name: bytes) -> int:
 def _log_blocks(name: bytes) -> int:
     """Return how many blocks of the log an object's records may take at most, in a group of their own."""
     return -(-(1 + _name_records(name)) // RECORDS_PER_BLOCK)
-
-
-def _checked(superblock: Superblock | None, device: BlockDevice, reader: Reader, pool_id: bytes | None) -> Superblock:
-    """Return the superblock if the volume can be used; raise FormatError with what to do if not."""
-    if superblock is None:
-        found = describe_content(reader, device.capacity_bytes)
-        if found is None:
-            raise FormatError(f"device {device.name} is empty; format it first: shadowserve pool format {device.name}")
-        raise FormatError(
-            f"device {device.name} holds {found}, but no superblock that is sound. If it was a volume, restore "
-            f"one of its first 4 KiB or its 4 KiB at 1 MiB; to drop all that is on it: "
-            f"shadowserve pool format --force {device.name}"
-        )
-    if pool_id is not None and superblock.pool_id != pool_id:
-        raise FormatError(
-            f"device {device.name} belongs to pool {superblock.pool_id.hex()}, not to {pool_id.hex()}; take it out of "
-            f"the configuration, or drop its objects: shadowserve pool format --force {device.name}"
-        )
-    if superblock.device_bytes > device.capacity_bytes:
-        raise FormatError(
-            f"device {device.name} has {device.capacity_bytes} bytes, was formatted with {superblock.device_bytes}: "
-            "give it back its size, or format it again, which drops all its objects"
-        )
-    return superblock
-
-
-def _write_blocks(reader: Reader, blocks: list[tuple[int, bytes]]) -> None:
-    """Write blocks at offsets, and flush."""
-    page = Pages(BLOCK_BYTES)
-    for offset, content in blocks:
-        page.view[:BLOCK_BYTES] = content
-        reader.run(Operation(OperationKind.WRITE, offset, BLOCK_BYTES, page.address, Priority.WRITE, _nothing))
-    reader.run(Operation(OperationKind.FLUSH, 0, 0, 0, Priority.WRITE, _nothing))
-
-
-def _nothing(_operation: Operation) -> None:
-    """Nothing: whoever runs an operation by a Reader waits for it."""
