@@ -27,6 +27,7 @@ SMALL = {
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
     "control": ["--requests", "4", "--prompt-chunks", "2"],
     "memory": [],
+    "recovery": ["--objects", "2000", "--pairs", "1"],
     "interference": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--lengths", "4", "--rates", "0.5", "--curve-output", "4", "--requests", "2"),
@@ -72,6 +73,7 @@ RATIOS = {
     "link": {"over_raw_peers_4", "over_compressing_peers_4", "raw_over_stored"},
     "control": {"iteration_over_0.2_ms", "lookup_over_20_ms", "lookup_round_trips"},
     "memory": {"resident_over_allowed"},
+    "recovery": {"seconds_per_million_objects"},
     "interference": {
         "decode_step_slowdown",
         "decode_step_slowdown_in_engine",

@@ -26,6 +26,7 @@ BENCHES: Final = (
     "ablation",
     "control",
     "memory",
+    "recovery",
     "gpu",
 )
 
