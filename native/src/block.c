@@ -135,12 +135,13 @@ static int threads_end(struct ss_block *block, uint32_t timeout_ms) {
     return 1;
 }
 
-/* Opens the device and starts the driver for one kind of access. */
-static enum ss_result try_access(struct ss_block *block, enum ss_block_access access) {
-    block->driver = driver_of(access);
-    if (block->driver == NULL) {
+/* Opens the device for one kind of access, and starts its driver. */
+static enum ss_result try_access(struct ss_block *block, enum ss_block_access access,
+                                 const struct ss_block_driver *driver) {
+    if (driver == NULL) {
         return SS_NOT_SUPPORTED;
     }
+    block->driver = driver;
     struct ss_block_options options = block->options;
     options.path = block->path;
     enum ss_result result = ss_block_device_open(&block->device, &options, access);
@@ -179,10 +180,10 @@ static enum ss_result open_any(struct ss_block *block) {
     enum ss_result result = SS_NOT_SUPPORTED;
 
     if (block->options.access != SS_BLOCK_AUTO) {
-        return try_access(block, block->options.access);
+        return try_access(block, block->options.access, driver_of(block->options.access));
     }
     for (size_t index = 0; index < sizeof best_first / sizeof *best_first; index++) {
-        result = try_access(block, best_first[index]);
+        result = try_access(block, best_first[index], driver_of(best_first[index]));
         if (result == SS_OK || !is_refusal(result, errno, best_first[index])) {
             return result;
         }
@@ -221,7 +222,8 @@ static struct ss_block *block_new(const struct ss_block_options *options) {
     return block;
 }
 
-enum ss_result ss_block_open(const struct ss_block_options *options, struct ss_block **opened) {
+enum ss_result ss_block_open_with(const struct ss_block_options *options, const struct ss_block_driver *driver,
+                                  struct ss_block **opened) {
     struct ss_block_options complete = *options;
     enum ss_result result = options_complete(&complete);
 
@@ -238,7 +240,7 @@ enum ss_result ss_block_open(const struct ss_block_options *options, struct ss_b
     } else if (block->completion_fd < 0) {
         result = SS_OS_ERROR;
     } else if ((result = ss_schedule_init(&block->schedule, &complete)) == SS_OK) {
-        result = open_any(block);
+        result = driver == NULL ? open_any(block) : try_access(block, complete.access, driver);
     }
     if (result != SS_OK) {
         int error = errno;
@@ -248,6 +250,10 @@ enum ss_result ss_block_open(const struct ss_block_options *options, struct ss_b
     }
     *opened = block;
     return SS_OK;
+}
+
+enum ss_result ss_block_open(const struct ss_block_options *options, struct ss_block **opened) {
+    return ss_block_open_with(options, NULL, opened);
 }
 
 int ss_block_access_available(enum ss_block_access access) {

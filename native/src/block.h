@@ -64,6 +64,10 @@ struct ss_block {
     int is_stuck;   /* and gave up */
 };
 
+/* ss_block_open_with() is ss_block_open() with a driver of the caller's; tests have one that fails on request. */
+enum ss_result ss_block_open_with(const struct ss_block_options *options, const struct ss_block_driver *driver,
+                                  struct ss_block **block);
+
 /* ss_block_finish_request() tells what became of a request: bytes done or -errno. Returns whether it is to be tried
  * again, or its rest is. With the lock held. */
 int ss_block_finish_request(struct ss_block *block, struct ss_request *request, int64_t outcome);

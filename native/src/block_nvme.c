@@ -147,17 +147,25 @@ static void nvme_prepare(struct ss_block *block, struct ss_request *request, str
         set_discard(command, block, request);
     } else {
         set_transfer(command, &block->device, request);
-        int region = ss_ring_region(ring, request->memory, request->length);
-        if (region >= 0) {
+        int region = ring->refuses_fixed ? -1 : ss_ring_region(ring, request->memory, request->length);
+        request->is_fixed = region >= 0;
+        if (request->is_fixed) {
             sqe->uring_cmd_flags = IORING_URING_CMD_FIXED;
             sqe->buf_index = (uint16_t)region;
         }
     }
 }
 
-static int64_t nvme_outcome(const struct ss_request *request, int32_t result) {
+static int64_t nvme_outcome(struct ss_block *block, const struct ss_request *request, int32_t result) {
     if (result == 0) {
         return (int64_t)request->length;
+    }
+    if (result == -EINVAL && request->is_fixed) {
+        /* Linux 6.1 for one counts all pages up to the end of the registered memory, and finds them too many. */
+        struct ss_ring *ring = block->driver_state;
+        ring->refuses_fixed = 1;
+        block->schedule.statistics.registered = 0;
+        return -EAGAIN;
     }
     if (result < 0) {
         return result;

@@ -36,6 +36,7 @@ struct ss_request {
     uint8_t *memory;
     uint64_t begin_ns;
     uint32_t tries;
+    int is_fixed; /* a driver's: it is done as one on registered memory */
     struct ss_request *next;
 };
 

@@ -125,7 +125,7 @@ enum ss_result ss_ring_add_memory(struct ss_block *block, uint8_t *memory, uint6
     }
     int error = errno;
     pthread_mutex_lock(&block->lock);
-    block->schedule.statistics.registered = ring->region_count;
+    block->schedule.statistics.registered = ring->refuses_fixed ? 0 : ring->region_count;
     pthread_mutex_unlock(&block->lock);
     pthread_mutex_unlock(&ring->region_lock);
     errno = error;
@@ -173,7 +173,8 @@ static void uring_prepare(struct ss_block *block, struct ss_request *request, st
     }
 }
 
-static int64_t uring_outcome(const struct ss_request *request, int32_t result) {
+static int64_t uring_outcome(struct ss_block *block, const struct ss_request *request, int32_t result) {
+    (void)block;
     (void)request;
     return result;
 }
@@ -204,7 +205,7 @@ static void reap(struct ss_block *block) {
         io_uring_cqe_seen(&ring->ring, cqe);
         if (request == NULL) {
             arm_wake(ring);
-        } else if (ss_block_finish_request(block, request, ring->outcome(request, result))) {
+        } else if (ss_block_finish_request(block, request, ring->outcome(block, request, result))) {
             start_request(block, request);
         }
     }

@@ -20,6 +20,7 @@ struct ss_ring {
     int is_made;
     int has_buffers;             /* the table of registered memory is there */
     int has_file;                /* file 0 is the device */
+    int refuses_fixed;           /* registered memory is of no use for requests, as the kernel turned out to say */
     int is_waiting;              /* its thread may be in the kernel: wake it */
     int wake_fd;                 /* eventfd that the ring reads */
     uint64_t wake_value;         /* where it reads to */
@@ -29,7 +30,7 @@ struct ss_ring {
     /* Fills in what is to be done, but not where it is reported. */
     void (*prepare)(struct ss_block *block, struct ss_request *request, struct io_uring_sqe *sqe);
     /* Turns a completion's result into bytes done or -errno. */
-    int64_t (*outcome)(const struct ss_request *request, int32_t result);
+    int64_t (*outcome)(struct ss_block *block, const struct ss_request *request, int32_t result);
 };
 
 /* Parts of the drivers. */

@@ -1,0 +1,296 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Block devices, over each access that there is: what was written is read, from several threads, out of registered
+ * memory and other; and what cannot be is refused.
+ *
+ * Without arguments on files in this folder and in memory. 'test_block ACCESS PATH' does the first part on a device,
+ * and destroys what is on it.
+ */
+#include "check.h"
+#include "shadowserve_block.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/audit.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+
+enum { SIZE = 32 << 20, HALF = SIZE / 2, OPERATIONS = 64, PAGE = 4096, PATIENCE_MS = 120000 };
+
+static const char *const access_names[] = {"auto", "uring", "threads", "nvme"};
+
+static struct ss_block *device_open(const char *path, enum ss_block_access access, uint64_t size) {
+    struct ss_block_options options = {
+        .options_size = sizeof options, .path = path, .size = size, .access = access, .core = -1};
+    struct ss_block *block = NULL;
+    enum ss_result result;
+
+    /* The kernel may not have let go yet of what was closed just now. */
+    for (int tries = 0; (result = ss_block_open(&options, &block)) == SS_OS_ERROR && errno == EBUSY && tries < 1000;
+         tries++) {
+        usleep(10000);
+    }
+    CHECK(result == SS_OK, "%s by %s: %d, %s", path, access_names[access], (int)result, strerror(errno));
+    return block;
+}
+
+static uint8_t *memory_make(size_t size) {
+    uint8_t *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED, "no memory");
+    return memory;
+}
+
+/* Takes completions until 'count' came, which must all have ended with 'error'; returns the sum of their tags. */
+static uint64_t await(struct ss_block *block, size_t count, int32_t error) {
+    struct ss_block_completion completions[16];
+    struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
+    uint64_t tags = 0;
+
+    while (count > 0) {
+        CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1, "nothing ended; %zu are missing", count);
+        size_t taken = ss_block_completions(block, completions, 16);
+        CHECK(taken <= count, "%zu completions of %zu", taken, count);
+        for (size_t index = 0; index < taken; index++) {
+            CHECK(completions[index].error == error, "%s, not %s", strerror(completions[index].error), strerror(error));
+            tags += completions[index].tag;
+        }
+        count -= taken;
+    }
+    return tags;
+}
+
+static void perform(struct ss_block *block, enum ss_block_kind kind, uint64_t offset, uint64_t length, void *memory,
+                    int32_t error) {
+    struct ss_block_operation operation = {
+        .kind = kind, .offset = offset, .length = length, .memory = memory, .tag = 1};
+    CHECK(ss_block_submit(block, &operation, 1) == SS_OK, "submit");
+    CHECK(await(block, 1, error) == 1, "the tag");
+}
+
+/* Cuts 'size' bytes into operations of random lengths, all of one kind, in random order. */
+static size_t operations_cut(struct ss_block_operation *operations, enum ss_block_kind kind, uint64_t size,
+                             uint8_t *memory) {
+    size_t count = 0;
+    for (uint64_t offset = 0; offset < size; count++) {
+        uint64_t length = (1 + random_below(count % 4 == 0 ? 700 : 40)) * PAGE;
+        length = count == OPERATIONS - 1 || length > size - offset ? size - offset : length;
+        operations[count] = (struct ss_block_operation){.kind = kind,
+                                                        .priority = (enum ss_block_priority)random_below(3),
+                                                        .offset = offset,
+                                                        .length = length,
+                                                        .memory = memory + offset,
+                                                        .tag = count};
+        offset += length;
+    }
+    for (size_t index = count; index > 1; index--) {
+        size_t other = random_below(index);
+        struct ss_block_operation kept = operations[index - 1];
+        operations[index - 1] = operations[other];
+        operations[other] = kept;
+    }
+    return count;
+}
+
+static void test_content(struct ss_block *block, uint8_t *memory, uint8_t *expected) {
+    struct ss_block_operation operations[OPERATIONS];
+
+    random_fill(memory, HALF);
+    memcpy(expected, memory, HALF);
+    size_t count = operations_cut(operations, SS_BLOCK_WRITE, HALF, memory);
+    CHECK(ss_block_submit(block, operations, count) == SS_OK, "submit %zu", count);
+    CHECK(await(block, count, 0) == count * (count - 1) / 2, "each once");
+    perform(block, SS_BLOCK_FLUSH, 0, 0, NULL, 0);
+    memset(memory, 0, HALF);
+    count = operations_cut(operations, SS_BLOCK_READ, HALF, memory);
+    CHECK(ss_block_submit(block, operations, count) == SS_OK, "submit %zu", count);
+    CHECK(await(block, count, 0) == count * (count - 1) / 2, "each once");
+    CHECK(memcmp(memory, expected, HALF) == 0, "the bytes");
+}
+
+static void test_on(const char *path, enum ss_block_access access, uint64_t size) {
+    uint8_t *memory = memory_make(HALF), *expected = malloc(HALF);
+    struct ss_block *block = device_open(path, access, size);
+    struct ss_block_statistics statistics;
+
+    CHECK(ss_block_size(block) >= SIZE && expected != NULL, "%d bytes are needed", (int)SIZE);
+    test_content(block, memory, expected);
+    enum ss_result registered = ss_block_register(block, memory, HALF / 2); /* half of operations can use it */
+    CHECK(registered == SS_OK || registered == SS_NOT_SUPPORTED || registered == SS_NO_MEMORY, "%d", (int)registered);
+    test_content(block, memory, expected);
+    perform(block, SS_BLOCK_DISCARD, 0, HALF, NULL, 0);
+    perform(block, SS_BLOCK_WRITE, SIZE - PAGE, PAGE, memory, 0);
+    perform(block, SS_BLOCK_READ, SIZE - PAGE, PAGE, memory + PAGE, 0);
+    CHECK(memcmp(memory, memory + PAGE, PAGE) == 0, "the last page");
+    ss_block_statistics(block, &statistics);
+    CHECK(statistics.bytes[SS_BLOCK_READ] == (uint64_t)2 * HALF + PAGE && statistics.last_error == 0, "statistics");
+    CHECK(statistics.operations[SS_BLOCK_FLUSH] == 2 && statistics.operations[SS_BLOCK_DISCARD] == 1, "statistics");
+    printf("%s: %s%s\n", path, ss_block_access_name(block), registered == SS_OK ? ", registered memory" : "");
+    ss_block_close(block);
+    munmap(memory, HALF);
+    free(expected);
+}
+
+struct submitter {
+    struct ss_block *block;
+    uint64_t offset;
+    uint8_t *memory;
+};
+
+static void *submit_many(void *context) {
+    struct submitter *submitter = context;
+    for (int round = 0; round < 100; round++) {
+        struct ss_block_operation operation = {.kind = round % 2 == 0 ? SS_BLOCK_WRITE : SS_BLOCK_READ,
+                                               .priority = (enum ss_block_priority)(round % 3),
+                                               .offset = submitter->offset + (uint64_t)(round / 2) * PAGE,
+                                               .length = PAGE,
+                                               .memory = submitter->memory + (size_t)round * PAGE,
+                                               .tag = 1};
+        enum ss_result result;
+        while ((result = ss_block_submit(submitter->block, &operation, 1)) == SS_NO_SPACE) {
+            usleep(1000);
+        }
+        CHECK(result == SS_OK, "submit");
+    }
+    return NULL;
+}
+
+static void test_several_threads(const char *path, enum ss_block_access access) {
+    struct ss_block *block = device_open(path, access, SIZE);
+    struct submitter submitters[3];
+    pthread_t threads[3];
+
+    for (size_t index = 0; index < 3; index++) {
+        submitters[index] = (struct submitter){block, index * (SIZE / 4), memory_make((size_t)100 * PAGE)};
+        CHECK(pthread_create(&threads[index], NULL, submit_many, &submitters[index]) == 0, "thread");
+    }
+    uint8_t *arena = memory_make(HALF); /* is registered meanwhile */
+    (void)ss_block_register(block, arena, HALF);
+    CHECK(await(block, 300, 0) == 300, "each once");
+    for (size_t index = 0; index < 3; index++) {
+        CHECK(pthread_join(threads[index], NULL) == 0, "join");
+    }
+    ss_block_close(block);
+    for (size_t index = 0; index < 3; index++) {
+        munmap(submitters[index].memory, (size_t)100 * PAGE);
+    }
+    munmap(arena, HALF);
+}
+
+static void test_a_file_that_was_cut_off_is_an_error(const char *path, enum ss_block_access access) {
+    struct ss_block *block = device_open(path, access, SIZE);
+    uint8_t *memory = memory_make(4 << 20);
+    struct ss_block_statistics statistics;
+
+    CHECK(truncate(path, 1 << 20) == 0, "truncate");
+    perform(block, SS_BLOCK_READ, 0, 4 << 20, memory, EIO);
+    perform(block, SS_BLOCK_READ, 8 << 20, PAGE, memory, EIO);
+    perform(block, SS_BLOCK_READ, 0, PAGE, memory, 0);
+    ss_block_statistics(block, &statistics);
+    CHECK(statistics.errors[SS_BLOCK_READ] == 2 && statistics.last_error == EIO && !statistics.gone, "statistics");
+    ss_block_close(block);
+    munmap(memory, 4 << 20);
+}
+
+static void test_closing_ends_everything(const char *path, enum ss_block_access access) {
+    struct ss_block *block = device_open(path, access, SIZE);
+    uint8_t *memory = memory_make(HALF);
+    struct ss_block_operation operations[OPERATIONS];
+    struct ss_block_completion completions[OPERATIONS];
+    size_t count = operations_cut(operations, SS_BLOCK_WRITE, HALF, memory);
+
+    CHECK(ss_block_submit(block, operations, count) == SS_OK, "submit");
+    CHECK(ss_block_stop(block, PATIENCE_MS) == SS_OK, "stop");
+    CHECK(ss_block_submit(block, operations, count) == SS_CANCELLED, "after the end");
+    CHECK(ss_block_completions(block, completions, OPERATIONS) == count, "all of them ended");
+    for (size_t index = 0; index < count; index++) {
+        CHECK(completions[index].error == 0 || completions[index].error == ECANCELED, "%d", completions[index].error);
+    }
+    ss_block_close(block);
+    munmap(memory, HALF);
+}
+
+static void test_what_is_refused(const char *path) {
+    struct ss_block_options options = {.options_size = sizeof options, .path = path, .size = SIZE, .core = -1};
+    struct ss_block *block = device_open(path, SS_BLOCK_AUTO, SIZE), *other;
+
+    CHECK(ss_block_open(&options, &other) == SS_OS_ERROR && errno == EBUSY && other == NULL, "in use");
+    CHECK(ss_block_register(block, NULL, 4096) == SS_BAD_ARGUMENT, "no memory");
+    ss_block_close(block);
+    options.options_size--;
+    CHECK(ss_block_open(&options, &other) == SS_BAD_ARGUMENT, "another struct");
+    options.options_size++;
+    options.size = SIZE + 1;
+    CHECK(ss_block_open(&options, &other) == SS_BAD_ARGUMENT, "half a block");
+    options.size = 0;
+    options.path = "absent";
+    CHECK(ss_block_open(&options, &other) == SS_OS_ERROR && errno == ENOENT, "absent");
+    options.path = "/dev/null";
+    CHECK(ss_block_open(&options, &other) == SS_BAD_ARGUMENT, "no block device");
+    options.path = "/";
+    CHECK(ss_block_open(&options, &other) == SS_BAD_ARGUMENT, "a folder");
+    ss_block_close(NULL);
+}
+
+/* As a container does: io_uring is refused, to this thread from now on. Returns whether that could be done. */
+static int refuse_uring(void) {
+    struct sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, 425 /* io_uring_setup, everywhere */, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog program = {.len = sizeof filter / sizeof *filter, .filter = filter};
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+static void test_without_uring_threads_do_it(const char *path) {
+    if (!refuse_uring()) {
+        printf("no seccomp here: that io_uring is refused was not tried\n");
+        return;
+    }
+    struct ss_block_options options = {
+        .options_size = sizeof options, .path = path, .size = SIZE, .access = SS_BLOCK_URING, .core = -1};
+    struct ss_block *block;
+    CHECK(ss_block_open(&options, &block) == SS_NOT_SUPPORTED, "refused");
+    CHECK(!ss_block_access_available(SS_BLOCK_URING) && ss_block_access_available(SS_BLOCK_THREADS), "available");
+    block = device_open(path, SS_BLOCK_AUTO, SIZE);
+    CHECK(strncmp(ss_block_access_name(block), "threads, ", 9) == 0, "%s", ss_block_access_name(block));
+    ss_block_close(block);
+}
+
+int main(int argc, char **argv) {
+    static const enum ss_block_access accesses[] = {SS_BLOCK_URING, SS_BLOCK_THREADS};
+    char file[] = "./test_block-XXXXXX", in_memory[] = "/dev/shm/test_block-XXXXXX";
+    char *paths[] = {file, in_memory};
+
+    for (size_t index = 0; argc == 3 && index < sizeof access_names / sizeof *access_names; index++) {
+        if (strcmp(argv[1], access_names[index]) == 0) {
+            test_on(argv[2], (enum ss_block_access)index, 0);
+            return 0;
+        }
+    }
+    CHECK(argc == 1, "usage: test_block [auto|uring|threads|nvme DEVICE]");
+    for (size_t which = 0; which < 2; which++) {
+        int fd = mkstemp(paths[which]);
+        CHECK(fd >= 0 && close(fd) == 0, "%s", paths[which]);
+        for (size_t index = 0; index < sizeof accesses / sizeof *accesses; index++) {
+            if (!ss_block_access_available(accesses[index])) {
+                printf("%s: not here\n", access_names[accesses[index]]);
+                continue;
+            }
+            test_on(paths[which], accesses[index], SIZE);
+            test_several_threads(paths[which], accesses[index]);
+            test_a_file_that_was_cut_off_is_an_error(paths[which], accesses[index]);
+            test_closing_ends_everything(paths[which], accesses[index]);
+        }
+        test_what_is_refused(paths[which]);
+    }
+    test_without_uring_threads_do_it(file);
+    CHECK(unlink(file) == 0 && unlink(in_memory) == 0, "unlink");
+    return 0;
+}
