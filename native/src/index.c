@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* index.c - the look-up table of what is stored: slots, hashing, put, find, remove */
 #include "index_internal.h"
+#include "shadowserve_block.h"
 
 #include <stdlib.h>
 #include <sys/mman.h>
