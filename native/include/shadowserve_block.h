@@ -85,6 +85,9 @@ struct ss_block_statistics {
 
 struct ss_block;
 
+/* ss_block_access_built() returns whether this build has 'access'. */
+SS_API int ss_block_access_built(enum ss_block_access access);
+
 /* ss_block_access_available() returns whether this build and the running kernel have 'access'. */
 SS_API int ss_block_access_available(enum ss_block_access access);
 

@@ -256,6 +256,10 @@ enum ss_result ss_block_open(const struct ss_block_options *options, struct ss_b
     return ss_block_open_with(options, NULL, opened);
 }
 
+int ss_block_access_built(enum ss_block_access access) {
+    return access == SS_BLOCK_AUTO || driver_of(access) != NULL;
+}
+
 int ss_block_access_available(enum ss_block_access access) {
     struct ss_block *block;
     struct ss_block_options options = {.options_size = sizeof options, .path = "/", .core = -1};

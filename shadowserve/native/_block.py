@@ -27,6 +27,7 @@ __all__ = [
     "BlockDevice",
     "ObjectFields",
     "block_access_available",
+    "block_access_built",
     "check_object",
     "check_object_name",
     "object_bytes",
@@ -51,6 +52,11 @@ class BlockAccess(enum.IntEnum):
     URING = 1
     THREADS = 2
     NVME = 3
+
+
+def block_access_built(access: BlockAccess) -> bool:
+    """Return whether this build has ``access``."""
+    return bool(lib.ss_block_access_built(access))
 
 
 def block_access_available(access: BlockAccess) -> bool:

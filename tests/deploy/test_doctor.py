@@ -90,6 +90,34 @@ def test_a_configuration_that_cannot_be_used_is_a_finding(tmp_path: Path) -> Non
     assert state == "failed" and "did you mean 'storage'" in found
 
 
+# ---- A storage node --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("available", "built", "state", "told"),
+    [
+        (True, True, "ok", "io_uring"),
+        (False, True, "warning", "io_uring_disabled"),
+        (False, False, "warning", "liburing-dev"),
+    ],
+)
+def test_how_devices_are_accessed_is_told(
+    available: bool, built: bool, state: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "block_access_available", lambda _: available)
+    monkeypatch.setattr(native, "block_access_built", lambda _: built)
+    found = finding(tmp_path, "device access", "--role", "storage")
+    assert found[0] == state and told in found[1] + found[2]
+
+
+def test_nvme_namespaces_are_there_with_the_rights_to_use_them(tmp_path: Path) -> None:
+    for name in ("ng0n1", "nvme0n1", "ng0n2"):
+        write(tmp_path, f"dev/{name}", "")
+    assert finding(tmp_path, "NVMe nvme0n1", "--role", "storage")[0] == "ok"
+    state, _, mend = finding(tmp_path, "NVMe nvme0n2", "--role", "storage")
+    assert state == "warning" and "nvme0n2" in mend
+
+
 # ---- A host with a card ----------------------------------------------------------------------------------------------
 
 

@@ -39,8 +39,8 @@ def test_c_tests_pass_under_address_and_undefined_behaviour_sanitizers(native_bu
 
 def test_threads_share_nothing_by_the_thread_sanitizer(native_build: Callable[..., Any]) -> None:
     build = native_build("threads", {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_SANITIZE": "thread"})
-    output = build.ctest("--tests-regex", "^test_(codec|pipeline_.*|doca_emulator_.*)$", *WITHOUT_FAULT_SWEEP)
-    assert passed(output) >= 13
+    output = build.ctest("--tests-regex", "^test_(codec|block.*|pipeline_.*|doca_emulator_.*)$", *WITHOUT_FAULT_SWEEP)
+    assert passed(output) >= 16
 
 
 @pytest.mark.parametrize("decoder", ["libdeflate", "zlib"])
@@ -50,16 +50,18 @@ def test_the_core_stands_on_one_deflate_decoder_alone(native_build: Callable[...
         "SHADOWSERVE_DEFLATE": decoder,
         "SHADOWSERVE_LZ4": "OFF",
         "SHADOWSERVE_ZSTD": "OFF",
+        "SHADOWSERVE_URING": "OFF",
     }
     build = native_build(decoder, options)
-    output = build.ctest("--verbose", "--tests-regex", "^test_(codec|crc32|huffman_deflate|doca_emulator_compress)$")
-    assert passed(output) == 4
+    tests = "^test_(codec|crc32|huffman_deflate|doca_emulator_compress|block.*)$"
+    output = build.ctest("--verbose", "--tests-regex", tests)
+    assert passed(output) == 7 and "uring: not here" in output and "threads, direct" in output
     assert f"{decoder} " in output and "lz4 " not in output and "zstd " not in output
     linked = subprocess.run(
         ["ldd", str(build.directory / "native/libshadowserve.so")], check=True, capture_output=True, text=True
     ).stdout
     assert ("libz.so" in linked) == (decoder == "zlib")
-    assert not re.search(r"libisal|liblz4|libzstd", linked)
+    assert not re.search(r"libisal|liblz4|libzstd|liburing", linked)
 
 
 def configure(directory: Path, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":

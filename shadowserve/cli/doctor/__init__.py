@@ -1,7 +1,8 @@
 """``shadowserve doctor``: what this machine has, what is missing, and how to mend it.
 
 ``process`` looks at the interpreter, the C core and limits; ``host`` and ``dpu`` at either side of a BlueField, through
-``pci``; ``certificates`` at TLS's files. Each check is a function that yields findings.
+``pci``; ``storage`` at a storage node's devices; ``certificates`` at TLS's files. Each check is a function that yields
+findings.
 """
 
 import json
@@ -20,6 +21,7 @@ from dpu_dataplane.config import DataPlaneConfig
 from host_control.config import HostConfig
 from shadowserve import __version__
 from shadowserve.cli.doctor import dpu, host, process
+from shadowserve.cli.doctor import storage as node
 from shadowserve.cli.doctor.certificates import certificates
 from shadowserve.cli.doctor.finding import Finding, Machine, look
 from shadowserve.config import CONFIG_FILE_VARIABLE, Section
@@ -113,9 +115,11 @@ def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_pl
     yield partial(_reach_storage, storage)
 
 
-def _storage_checks(_: Machine, file: str | None, storage: str | None, __: str | None) -> Iterator[Check]:
+def _storage_checks(machine: Machine, file: str | None, storage: str | None, __: str | None) -> Iterator[Check]:
     config, configured = _configuration(StorageConfig, file)
     yield from _everywhere(configured)
+    yield node.device_access
+    yield partial(node.namespaces, machine)
     yield partial(_reach_storage, storage or f"{config.host}:{config.port}")
 
 
