@@ -19,6 +19,7 @@ COMMANDS: Final = {
     "trace": "shadowserve.cli.trace:trace",
     "pool": "shadowserve.cli.pool:pool",
     "verify": "shadowserve.cli.verify:verify",
+    "stats": "shadowserve.cli.stats:stats",
     "doctor": "shadowserve.cli.doctor:doctor",
 }
 
@@ -65,5 +66,6 @@ def main() -> None:
     In the serving process:    vllm serve MODEL --kv-transfer-config '{"kv_connector": "ShadowServeConnector", ...}'
     What a BlueField would do: shadowserve simulate bluefield
     What a fetch's time is:    shadowserve trace -o fetch.json
+    What the storage does:     shadowserve stats --watch
     When something is wrong:   shadowserve doctor
     """

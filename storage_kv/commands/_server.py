@@ -11,6 +11,7 @@ from shadowserve import __version__
 from shadowserve.resp import Verbatim, encode
 from storage_kv.commands._connection import REDIS_VERSION
 from storage_kv.node import Argument, Node, Reply, Session
+from storage_kv.observation import observe
 
 __all__ = ["info"]
 
@@ -168,6 +169,37 @@ def _info_latencystats(node: Node) -> _Fields:
     ]
 
 
+def _info_devices(node: Node) -> _Fields:
+    seen = observe(node.engine)
+    fields: _Fields = [
+        ("writes_pending", seen.writes_pending),
+        ("reads_pending", seen.reads_pending),
+        ("busy_refusals", seen.busy_refusals),
+        ("quarantined", seen.quarantined),
+        ("scrub_objects", seen.scrub.objects),
+        ("scrub_rotten", seen.scrub.rotten),
+        ("evictions", ",".join(f"{cause}={count}" for cause, count in sorted(seen.evictions.items()))),
+    ]
+    for number, device in enumerate(seen.devices):
+        shown = {
+            "name": device.name,
+            "healthy": int(device.healthy),
+            "capacity_bytes": device.capacity_bytes,
+            "used_bytes": device.used_bytes,
+            "read_bytes": device.read_bytes,
+            "written_bytes": device.written_bytes,
+            "errors": device.errors,
+            "queue_depth": device.queue_depth,
+        }
+        for kind, histogram in sorted(device.latencies.items()):
+            shown[f"{kind}_p99_usec"] = round(histogram.quantile_ns(0.99) / 1000)
+        fields.append((f"device{number}", ",".join(f"{key}={value}" for key, value in shown.items())))
+    for number, arena in enumerate(seen.arenas):
+        shown = {"name": arena.name, "capacity_bytes": arena.capacity_bytes, "used_bytes": arena.used_bytes}
+        fields.append((f"arena{number}", ",".join(f"{key}={value}" for key, value in shown.items())))
+    return fields
+
+
 _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {
     "Server": _info_server,
     "Clients": _info_clients,
@@ -184,6 +216,7 @@ _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {
 _SECTIONS_ON_DEMAND: Final[dict[str, Callable[[Node], _Fields]]] = {
     "Commandstats": _info_commandstats,
     "Latencystats": _info_latencystats,
+    "Devices": _info_devices,
 }
 """Those that come when they are named, or all are asked for: they are long."""
 

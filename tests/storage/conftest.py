@@ -30,6 +30,17 @@ def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Child]]:
         child.kill()
 
 
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Child]]:
+    """Start servers with flags where the number of threads makes no difference; they end with the test."""
+    with contextlib.ExitStack() as children:
+
+        def start_child(*flags: str, environment: dict[str, str] | None = None) -> Child:
+            return children.enter_context(Child("--io-threads", "1", *flags, environment=environment))
+
+        yield start_child
+
+
 @pytest.fixture(scope="session", params=[1, 3], ids=["1 thread", "3 threads"])
 def shared_server(request: pytest.FixtureRequest) -> Iterator[Child]:
     """A server with the default configuration but for its threads, for tests that leave it as it was."""

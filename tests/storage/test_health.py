@@ -41,8 +41,8 @@ def failed(found: Condition) -> list[str]:
     return [check.name for check in found.readiness() if check.failed]
 
 
-def test_a_server_that_runs_is_well_and_ready(start: Callable[..., Child]) -> None:
-    child = start("--metrics-port", "0")
+def test_a_server_that_runs_is_well_and_ready(launch: Callable[..., Child]) -> None:
+    child = launch("--metrics-port", "0")
     status, text = child.http("/healthz")
     assert status == 200
     assert re.search(
@@ -75,8 +75,8 @@ def test_a_loop_or_a_lock_that_stands_still_is_found_out_within_the_bound() -> N
         assert [check.name for check in found.health(timeout_s=0.01) if check.failed] == ["stuck", "lock"]
 
 
-def test_while_draining_clients_are_served_and_probes_say_so(start: Callable[..., Child]) -> None:
-    child = start("--metrics-port", "0", "--drain-delay-s", str(NEVER_S))
+def test_while_draining_clients_are_served_and_probes_say_so(launch: Callable[..., Child]) -> None:
+    child = launch("--metrics-port", "0", "--drain-delay-s", str(NEVER_S))
     assert child.http("/readyz")[0] == 200
     child.process.send_signal(signal.SIGTERM)
     wait_for(lambda: child.http("/readyz")[0] == 503)
@@ -89,8 +89,8 @@ def test_while_draining_clients_are_served_and_probes_say_so(start: Callable[...
     assert child.wait() == 0 and any(" draining delay_s=" in line for line in child.log)
 
 
-def test_the_delay_ends_by_itself(start: Callable[..., Child]) -> None:
-    assert start("--drain-delay-s", "0.05").stop() == 0
+def test_the_delay_ends_by_itself(launch: Callable[..., Child]) -> None:
+    assert launch("--drain-delay-s", "0.05").stop() == 0
 
 
 @pytest.fixture
@@ -111,10 +111,10 @@ def told(manager: socket.socket, what: str) -> str:
 
 
 def test_systemd_hears_of_readiness_life_reloads_and_the_end(
-    start: Callable[..., Child], manager: socket.socket
+    launch: Callable[..., Child], manager: socket.socket
 ) -> None:
     environment = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "100000"}
-    child = start(environment=environment)
+    child = launch(environment=environment)
     assert told(manager, "READY=1") == f"READY=1\nSTATUS=serving on 127.0.0.1:{child.port}"
     told(manager, "WATCHDOG=1")
     child.process.send_signal(signal.SIGHUP)
@@ -125,12 +125,12 @@ def test_systemd_hears_of_readiness_life_reloads_and_the_end(
     assert child.wait() == 0
 
 
-def test_probes_do_not_wait_for_each_other(start: Callable[..., Child]) -> None:
-    child = start("--metrics-port", "0")
+def test_probes_do_not_wait_for_each_other(launch: Callable[..., Child]) -> None:
+    child = launch("--metrics-port", "0")
     statuses: list[int] = []
     askers = [threading.Thread(target=lambda: statuses.append(child.http("/readyz")[0])) for _ in range(8)]
     for asker in askers:
-        asker.start()
+        asker.launch()
     for asker in askers:
         asker.join(PATIENCE_S)
     assert statuses == [200] * 8

@@ -1,16 +1,20 @@
 """The metrics of a running server, and of an engine that has devices."""
 
+import json
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from machine import NEVER_S
 from prometheus_client import CollectorRegistry, generate_latest
-from storage_support import Child, Client, make_record
+from storage_support import REPOSITORY, Child, Client, make_record
 
+from dpu_dataplane.metrics import Metrics
 from storage_kv.command_statistics import SAMPLE_EVERY, CommandStatistics
 from storage_kv.commands import execute
 from storage_kv.config import StorageConfig
@@ -28,6 +32,9 @@ from storage_kv.observation import (
 )
 
 NAMES = re.compile(r"shadowserve_storage_[a-z0-9_]+")
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed (package prometheus)"
+)
 UNITS = ("_bytes", "_seconds", "_total", "_bytes_per_second", "_bucket", "_count", "_sum", "_info")
 
 
@@ -60,8 +67,8 @@ def exported(node: Node) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
-def test_what_a_server_does_is_counted(start: Callable[..., Child]) -> None:
-    child = start("--metrics-port", "0")
+def test_what_a_server_does_is_counted(launch: Callable[..., Child]) -> None:
+    child = launch("--metrics-port", "0")
     with child.client() as client:
         key, value = make_record(b"a" * 32)
         client.call("SET", key, value)
@@ -83,9 +90,9 @@ def test_what_a_server_does_is_counted(start: Callable[..., Child]) -> None:
     assert samples["shadowserve_storage_cpu_seconds_total"] > 0
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (package prometheus)")
-def test_promtool_has_nothing_to_say_of_a_scrape(start: Callable[..., Child]) -> None:
-    child = start("--metrics-port", "0")
+@needs_promtool
+def test_promtool_has_nothing_to_say_of_a_scrape(launch: Callable[..., Child]) -> None:
+    child = launch("--metrics-port", "0")
     with child.client() as client:
         client.call("SET", "a", "1")
         text = child.http("/metrics")[1]
@@ -95,7 +102,7 @@ def test_promtool_has_nothing_to_say_of_a_scrape(start: Callable[..., Child]) ->
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (package prometheus)")
+@needs_promtool
 def test_promtool_has_nothing_to_say_of_devices_either() -> None:
     registry = CollectorRegistry()
     registry.register(NodeCollector(node := node_with(ObservedEngine()), Condition(node)))
@@ -105,8 +112,8 @@ def test_promtool_has_nothing_to_say_of_devices_either() -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-def test_no_label_holds_a_key_or_a_client(start: Callable[..., Child]) -> None:
-    child = start("--metrics-port", "0")
+def test_no_label_holds_a_key_or_a_client(launch: Callable[..., Child]) -> None:
+    child = launch("--metrics-port", "0")
     with child.client() as client:
         client.call("CLIENT", "SETNAME", "somebody")
         client.call("SET", "secret-key", "1")
@@ -183,8 +190,8 @@ def test_a_histogram_sorts_by_upper_bounds_and_finds_quantiles() -> None:
     assert 1_000_000 < histogram.quantile_ns(0.5) < 10_000_000 and histogram.quantile_ns(0.99) == 10_000_000
 
 
-def test_info_has_the_commands_as_redis_has_them(start: Callable[..., Child]) -> None:
-    with start().client() as client:
+def test_info_has_the_commands_as_redis_has_them(launch: Callable[..., Child]) -> None:
+    with launch().client() as client:
         client.call("SET", "a", "1")
         client.call("SET", "a")
         info = client.info("commandstats")
@@ -196,3 +203,97 @@ def test_info_has_the_commands_as_redis_has_them(start: Callable[..., Child]) ->
         assert "cmdstat_set" in client.info("all") and "cmdstat_set" not in client.info("default")
         client.call("CONFIG", "RESETSTAT")
         assert "cmdstat_set" not in client.info("commandstats")
+
+
+# ---- Alerts and the dashboard ----------------------------------------------------------------------------------------
+
+RULES = REPOSITORY / "configs" / "prometheus" / "shadowserve.rules.yaml"
+DASHBOARD = REPOSITORY / "configs" / "grafana" / "shadowserve-storage.json"
+ANY_METRIC = re.compile(r"\bshadowserve_[a-z0-9_]+")
+
+
+def families(text: str) -> set[str]:
+    """Return the names of all series that a scrape can have, families without a sample yet included."""
+    names: set[str] = set()
+    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
+        names |= {f"{name}_{end}" for end in ("bucket", "count", "sum")} if kind == "histogram" else {name}
+    return names
+
+
+@pytest.fixture
+def exported_names(launch: Callable[..., Child]) -> set[str]:
+    """What a running storage server exports."""
+    return families(launch("--metrics-port", "0").http("/metrics")[1])
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+
+
+def expressions() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def test_every_metric_of_an_alert_is_exported(exported_names: set[str]) -> None:
+    of_the_data_plane = families(generate_latest(Metrics().registry).decode()) | {"shadowserve_storage_up"}
+    for name, rule in alerts().items():
+        for metric in ANY_METRIC.findall(rule["expr"]):
+            assert metric in exported_names | of_the_data_plane, f"{name}: {metric}"
+
+
+def test_every_metric_of_the_dashboard_is_exported(exported_names: set[str]) -> None:
+    assert len(expressions()) > 40
+    for expression in expressions():
+        for metric in ANY_METRIC.findall(expression):
+            assert metric in exported_names, f"{metric} in {expression}"
+
+
+def test_every_alert_is_explained_and_tested() -> None:
+    explained = (REPOSITORY / "docs" / "operate.md").read_text()
+    tests = yaml.safe_load(RULES.with_name("shadowserve.rules.test.yaml").read_text())["tests"]
+    fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
+    quiet = {case["alertname"] for case in tests[-1]["alert_rule_test"] if not case["exp_alerts"]}
+    assert fired == quiet == set(alerts())
+    assert [name for name in alerts() if f"`{name}`" not in explained] == []
+
+
+@needs_promtool
+@pytest.mark.parametrize("arguments", ["check rules shadowserve.rules.yaml", "test rules shadowserve.rules.test.yaml"])
+def test_promtool_finds_the_alerts_in_order(arguments: str) -> None:
+    done = subprocess.run(
+        ["promtool", *arguments.split()], cwd=RULES.parent, capture_output=True, text=True, timeout=NEVER_S, check=False
+    )
+    assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_every_expression_of_the_dashboard_is_one(tmp_path: Path) -> None:
+    filled = (text.replace("$__rate_interval", "5m").replace("$instance", ".*") for text in expressions())
+    rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(filled)]
+    path = tmp_path / "panels.yaml"
+    path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True, timeout=NEVER_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_dashboard_has_the_shape_that_grafana_takes() -> None:
+    """Grafana has no JSON schema to check against; this holds what its documentation of the format requires."""
+    found = json.loads(DASHBOARD.read_text())
+    assert found["schemaVersion"] >= 36 and found["uid"] and found["title"] and isinstance(found["tags"], list)
+    assert {each["name"] for each in found["templating"]["list"]} == {"datasource", "instance"}
+    panels = found["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        columns = range(place["x"], place["x"] + place["w"])
+        cells = {(x, y) for x in columns for y in range(place["y"], place["y"] + place["h"])}
+        assert max(x for x, _ in cells) < 24 and not cells & taken, panel["title"]
+        taken |= cells
+        assert panel["type"] in ("row", "timeseries", "stat", "gauge") and panel["title"]
+        if panel["type"] != "row":
+            assert panel["targets"] and panel["fieldConfig"]["defaults"]["unit"]
+            assert panel["datasource"]["uid"] == "${datasource}"
+            assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])

@@ -1,0 +1,261 @@
+"""``shadowserve stats``: what a running storage server does, in the terminal or as JSON."""
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from shadowserve.cli.resp_client import Login, RespClient
+
+__all__ = ["Sample", "Watcher", "stats"]
+
+_SECTIONS: Final = ("server", "clients", "memory", "stats", "cpu", "keyspace", "shadowserve", "commandstats", "devices")
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_HISTORY: Final = 60
+_COMMANDS_SHOWN: Final = 6
+_RATES: Final = {
+    "commands_per_s": "total_commands_processed",
+    "hits_per_s": "keyspace_hits",
+    "misses_per_s": "keyspace_misses",
+    "received_bytes_per_s": "total_net_input_bytes",
+    "sent_bytes_per_s": "total_net_output_bytes",
+    "evicted_keys_per_s": "evicted_keys",
+    "evicted_bytes_per_s": "evicted_bytes",
+}
+"""Rates by their counters in INFO."""
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    """Read ``a=1,b=x``."""
+    found: dict[str, Any] = {}
+    for pair in text.split(","):
+        name, _, value = pair.partition("=")
+        if name:
+            found[name] = _number(value)
+    return found
+
+
+def _number(text: str) -> Any:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a server said at one moment.
+
+    Attributes:
+        fields: of INFO.
+        taken_s: when, of the server's clock.
+    """
+
+    fields: Mapping[str, str]
+    taken_s: float
+
+    @classmethod
+    def take(cls, client: RespClient) -> "Sample":
+        """Ask for one."""
+        fields = client.info(_SECTIONS)
+        moment = fields.get("server_time_usec", "")
+        return cls(fields, int(moment) / 1e6 if moment.isdigit() else time.time())
+
+    def number(self, name: str) -> float:
+        """Return a field as a number, 0 if the server does not have it."""
+        value = _number(self.fields.get(name, "0"))
+        return value if isinstance(value, int | float) else 0
+
+    def groups(self, prefix: str) -> list[dict[str, Any]]:
+        """Return the fields ``prefix0``, ``prefix1``... as mappings."""
+        return [_pairs(text) for name, text in self.fields.items() if name.rstrip("0123456789") == prefix]
+
+    def commands(self) -> list[dict[str, Any]]:
+        """Return what each command has cost, the slowest first."""
+        found = [
+            {"command": name.removeprefix("cmdstat_")} | _pairs(text)
+            for name, text in self.fields.items()
+            if name.startswith("cmdstat_")
+        ]
+        return sorted(found, key=lambda each: -float(each.get("usec_per_call", 0)))
+
+    def view(self, before: "Sample | None" = None) -> dict[str, Any]:
+        """Return everything that is shown; rates are those since ``before``, or since the server's start."""
+        uptime_s = self.number("uptime_in_seconds")
+        restarted = before is not None and before.fields.get("run_id") != self.fields.get("run_id")
+        if before is None or restarted:
+            span_s, earlier = max(uptime_s, 1.0), Sample({}, 0.0)
+        else:
+            span_s, earlier = max(self.taken_s - before.taken_s, 1e-3), before
+        rates = {
+            name: max(0.0, self.number(counter) - earlier.number(counter)) / span_s for name, counter in _RATES.items()
+        }
+        asked = rates["hits_per_s"] + rates["misses_per_s"]
+        return {
+            "version": self.fields.get("shadowserve_version", ""),
+            "engine": self.fields.get("engine", ""),
+            "uptime_s": uptime_s,
+            "clients": int(self.number("connected_clients")),
+            "hit_rate": rates["hits_per_s"] / asked if asked else None,
+            **rates,
+            "memory_used_bytes": int(self.number("used_memory")),
+            "memory_budget_bytes": int(self.number("maxmemory")),
+            "records": int(self.number("records")),
+            "evicted_keys": int(self.number("evicted_keys")),
+            "evictions": _pairs(self.fields.get("evictions", "")),
+            "scrub_rotten": int(self.number("scrub_rotten")),
+            "writes_pending": int(self.number("writes_pending")),
+            "devices": self.groups("device"),
+            "arenas": self.groups("arena"),
+            "commands": self.commands(),
+        }
+
+
+@dataclass
+class Watcher:
+    """Samples in turn, and the recent past of what changes."""
+
+    before: Sample | None = None
+    history: dict[str, "deque[float]"] = field(default_factory=dict)
+
+    def step(self, sample: Sample) -> dict[str, Any]:
+        """Take note of a sample; return its view since the one before."""
+        view = sample.view(self.before)
+        self.before = sample
+        for name in ("hit_rate", "sent_bytes_per_s", "received_bytes_per_s", "commands_per_s", "memory_used_bytes"):
+            self.history.setdefault(name, deque(maxlen=_HISTORY)).append(view[name] or 0.0)
+        return view
+
+    def line(self, name: str) -> str:
+        """Return the recent past of a value as a line of bars."""
+        return _sparkline(self.history.get(name, ()))
+
+
+def _sparkline(values: Iterable[float]) -> str:
+    found = list(values)
+    top = max(found, default=0.0)
+    if len(found) < 2 or top <= 0:
+        return ""
+    return "".join(_BARS[min(len(_BARS) - 1, int(value / top * len(_BARS)))] for value in found)
+
+
+def _size(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableType:
+    hit_rate = "-" if view["hit_rate"] is None else f"{100 * view['hit_rate']:.1f} %"
+    budget = view["memory_budget_bytes"]
+    used = f"{_size(view['memory_used_bytes'])} of {_size(budget)}"
+    table = Table(title=f"{where}, shadowserve {view['version']}, {view['engine']}, up {view['uptime_s']:.0f} s")
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for title, text, line in (
+        ("hit rate", hit_rate, "hit_rate"),
+        ("sent", f"{_size(view['sent_bytes_per_s'])}/s", "sent_bytes_per_s"),
+        ("received", f"{_size(view['received_bytes_per_s'])}/s", "received_bytes_per_s"),
+        ("commands", f"{view['commands_per_s']:,.0f} /s", "commands_per_s"),
+        ("memory", used, "memory_used_bytes"),
+        ("evicted", f"{view['evicted_keys_per_s']:,.1f} /s, {_size(view['evicted_bytes_per_s'])}/s", ""),
+        ("clients", f"{view['clients']:,}", ""),
+        ("records", f"{view['records']:,}", ""),
+    ):
+        table.add_row(title, text, watcher.line(line))
+    return Group(table, *_devices(view), *_commands(view))
+
+
+def _devices(view: Mapping[str, Any]) -> list[RenderableType]:
+    if not view["devices"] and not view["arenas"]:
+        return []
+    table = Table("device", "state", "used", "read", "written", "queue", "errors", "read p99")
+    for each in view["devices"]:
+        table.add_row(
+            str(each.get("name", "")),
+            "in use" if each.get("healthy", 1) else "[red]out of use[/red]",
+            f"{_size(each.get('used_bytes', 0))} of {_size(each.get('capacity_bytes', 0))}",
+            _size(each.get("read_bytes", 0)),
+            _size(each.get("written_bytes", 0)),
+            str(each.get("queue_depth", 0)),
+            str(each.get("errors", 0)),
+            f"{each['read_p99_usec']} us" if "read_p99_usec" in each else "-",
+        )
+    for each in view["arenas"]:
+        used = f"{_size(each.get('used_bytes', 0))} of {_size(each.get('capacity_bytes', 0))}"
+        table.add_row(f"arena {each.get('name', '')}", "in use", used, *["-"] * 5)
+    return [table]
+
+
+def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
+    if not view["commands"]:
+        return []
+    table = Table("slowest commands", "calls", "mean", "failed", "refused")
+    for each in view["commands"][:_COMMANDS_SHOWN]:
+        mean = f"{each.get('usec_per_call', 0):.1f} us"
+        counts = (f"{each.get(name, 0):,}" for name in ("failed_calls", "rejected_calls"))
+        table.add_row(str(each["command"]), f"{each.get('calls', 0):,}", mean, *counts)
+    return [table]
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Name or address of the storage server.")
+@click.option("--port", default=6380, show_default=True, type=click.IntRange(1, 65535), help="Its port.")
+@click.option("--user", default="", help="User to log in as; without it, the default user.")
+@click.option("--password", default="", envvar="SHADOWSERVE_STORAGE_PASSWORD", help="Better in the environment.")
+@click.option("--tls-ca", default="", help="File of authorities of its certificate, or 'system': speak TLS.")
+@click.option("--tls-cert", default="", help="File of our certificate, if it wants one.")
+@click.option("--tls-key", default="", help="File of our certificate's private key.")
+@click.option("--watch", is_flag=True, help="Go on until stopped (Ctrl-C).")
+@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.05), help="Of --watch, in seconds.")
+@click.option("--count", default=0, type=click.IntRange(0), help="With --watch, end after so many; 0: never.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, for scripts.")
+def stats(watch: bool, interval: float, count: int, as_json: bool, **login: Any) -> None:
+    """Show what a running storage server does: hit rate, bandwidth, memory, devices, evictions, slowest commands.
+
+    Once, rates are means since the server's start; with --watch, of each interval.
+    """
+    where = f"{login['host']}:{login['port']}"
+    console = Console()
+    watcher = Watcher()
+    with RespClient(Login(**login)) as client:
+        if not watch:
+            view = watcher.step(Sample.take(client))
+            if as_json:
+                _print(view)
+            else:
+                console.print(_shown(view, where, watcher))
+            return
+        with Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json) as live:
+            shown = 0
+            while True:
+                view = watcher.step(Sample.take(client))
+                if as_json:
+                    _print(view)
+                else:
+                    live.update(_shown(view, where, watcher), refresh=True)
+                shown += 1
+                if shown == count:
+                    return
+                try:
+                    time.sleep(interval)
+                except KeyboardInterrupt:
+                    return
+
+
+def _print(view: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(view) + "\n")
+    sys.stdout.flush()
