@@ -1,0 +1,197 @@
+"""The storage node as a service: its unit, its installer (into a system that is thrown away), its container file."""
+
+import configparser
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machine import NEVER_S, PATIENCE_S, free_port, wait_for
+from throwaway import Throwaway, make_wheels, throwaway
+
+from shadowserve.cli.processes import started
+
+REPOSITORY = Path(__file__).parents[2]
+FOLDER = REPOSITORY / "scripts" / "storage"
+INSTALL = FOLDER / "install"
+UNIT = "/etc/systemd/system/shadowserve-storage.service"
+OWN = re.compile("shadowserve", re.IGNORECASE)
+
+
+def own_files(system: Throwaway) -> dict[str, str | bytes]:
+    return {name: content for name, content in system.files().items() if OWN.search(name)}
+
+
+def install(system: Throwaway, *arguments: str | Path, code: int = 0) -> str:
+    done = system.outside(INSTALL, "--root", system.root, *arguments, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+# ---- The unit --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unit() -> configparser.ConfigParser:
+    found = configparser.ConfigParser(strict=False, interpolation=None)
+    found.optionxform = str  # type: ignore[assignment, method-assign]
+    found.read(FOLDER / "shadowserve-storage.service")
+    return found
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed (systemd)")
+def test_systemd_takes_the_unit_without_a_word(tmp_path: Path) -> None:
+    text = (FOLDER / "shadowserve-storage.service").read_text()
+    path = tmp_path / "shadowserve-storage.service"
+    path.write_text(text.replace("/opt/shadowserve/venv/bin/shadowserve", sys.executable))  # one that is there
+    for change, clean in ((text, True), (text.replace("ProtectHome=yes", "ProtectHome=maybe"), False)):
+        path.write_text(change.replace("/opt/shadowserve/venv/bin/shadowserve", sys.executable))
+        command = ["systemd-analyze", "verify", "--man=no", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S, check=False)
+        said = [line for line in (done.stdout + done.stderr).splitlines() if "shadowserve-storage" in line]
+        assert (not said) is clean, said
+
+
+def test_the_unit_waits_for_readiness_is_watched_and_may_lock_memory(unit: configparser.ConfigParser) -> None:
+    service = unit["Service"]
+    assert service["Type"] == "notify" and int(service["WatchdogSec"]) > 0
+    assert service["LimitMEMLOCK"] == "infinity" and int(service["LimitNOFILE"]) > 10_000
+    assert service["RestartPreventExitStatus"] == "2" and "HUP" in service["ExecReload"]
+    assert service["User"] == "shadowserve" and service["NoNewPrivileges"] == "yes"
+
+
+# ---- The container file ----------------------------------------------------------------------------------------------
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return each instruction of the container file, with its continuation lines."""
+    text = re.sub(r"\\\n", " ", (FOLDER / "Containerfile").read_text())
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    return [(line.split(None, 1)[0], line.split(None, 1)[1]) for line in lines]
+
+
+def of(kind: str) -> list[str]:
+    return [text for name, text in instructions() if name == kind]
+
+
+def test_the_container_file_is_made_of_instructions_that_there_are() -> None:
+    assert {name for name, _ in instructions()} == {
+        *("FROM", "RUN", "COPY", "ENV", "USER", "WORKDIR", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK"),
+        "ENTRYPOINT",
+    }
+    assert instructions()[0][0] == "FROM" and len(of("FROM")) == 2
+
+
+def test_the_image_is_built_of_what_is_there_and_of_all_that_a_wheel_needs() -> None:
+    copied = [text.split() for text in of("COPY") if not text.startswith("--from")]
+    sources = {name for parts in copied for name in parts[:-1]}
+    assert all((REPOSITORY / name).exists() for name in sources)
+    ignored = (FOLDER / "Containerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in ignored if line.startswith("!")} == sources
+    packages = re.search(r"packages = \[(.*)\]", (REPOSITORY / "pyproject.toml").read_text())
+    assert packages is not None and set(re.findall(r'"(\w+)"', packages[1])) < sources
+
+
+def test_the_container_runs_without_rights_and_ends_in_order() -> None:
+    user = of("USER")[-1].split(":")[0]
+    assert user.isdigit() and user != "0"
+    assert of("STOPSIGNAL") == ["SIGTERM"] and json.loads(of("ENTRYPOINT")[0]) == ["shadowserve", "storage"]
+
+
+def test_what_the_container_runs_works_and_its_health_check_tells(tmp_path: Path) -> None:
+    settings = dict(re.findall(r"(SHADOWSERVE_STORAGE_\w+)=(\S+)", of("ENV")[0]))
+    port = str(free_port())
+    settings |= {"SHADOWSERVE_STORAGE_METRICS_PORT": port, "SHADOWSERVE_STORAGE_PORT": "0"}
+    settings |= {"SHADOWSERVE_STORAGE_HOST": "127.0.0.1", "SHADOWSERVE_STORAGE_METRICS_HOST": "127.0.0.1"}
+    check = json.loads(of("HEALTHCHECK")[0].partition("CMD ")[2])
+    program, *arguments = json.loads(of("ENTRYPOINT")[0])
+    command = [sys.executable, "-m", "shadowserve.cli", *arguments]
+    assert program == "shadowserve"
+
+    def healthy() -> int:
+        done = subprocess.run(
+            [sys.executable, *check[1:]], env=os.environ | settings, capture_output=True, timeout=NEVER_S, check=False
+        )
+        return done.returncode
+
+    with started("storage", command, tmp_path, environment=settings, timeout_s=PATIENCE_S) as child:
+        assert healthy() == 0
+        child.process.send_signal(signal.SIGTERM)
+        assert child.process.wait(PATIENCE_S) == 0
+    assert healthy() != 0
+    first = json.loads((tmp_path / "storage.log").read_text().splitlines()[1])
+    assert first["event"] in ("ready", "no_password")
+
+
+# ---- The installer ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arguments", [["--nothing"], ["--root"], ["--purge"], ["--root", "/nowhere"]], ids=" ".join)
+def test_a_command_line_that_cannot_be_used_ends_with_2(arguments: list[str]) -> None:
+    done = subprocess.run([INSTALL, *arguments], capture_output=True, text=True, timeout=NEVER_S, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("install: ")
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_wheels(tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture(scope="module")
+def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Throwaway]:
+    """This machine's system, to be thrown away."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    question = f"import ensurepip, sys; sys.exit(sys.version[:{len(version)}] != '{version}')"
+    if not Path("/usr/bin/apt-get").exists() or shutil.which("systemctl") is None:
+        pytest.skip("this is no Debian or Ubuntu with systemd's tools")
+    if subprocess.run(["/usr/bin/python3", "-c", question], capture_output=True, check=False).returncode != 0:
+        pytest.skip(f"the system's own Python is not {version} with venv, which the wheels made here are for")
+    try:
+        with throwaway(tmp_path_factory.mktemp("system")) as made:
+            yield made
+    except PermissionError as error:
+        pytest.skip(str(error))
+
+
+def test_the_installer_from_the_first_look_to_the_last_trace(system: Throwaway, wheels: Path, tmp_path: Path) -> None:
+    """One test, since each step stands on the one before and an installation takes seconds."""
+    before = system.files()
+    said = install(system, "--dry-run", "--wheels", wheels)
+    assert f"would write: {UNIT}" in said and "would run: useradd" in said and system.files() == before
+    assert "failed   wheels: no shadowserve-*.whl" in install(system, "--wheels", tmp_path, code=1)
+    assert system.files() == before
+
+    install(system, "--wheels", wheels)
+    files = own_files(system)
+    assert files["/etc/shadowserve/storage.yaml"] == (REPOSITORY / "configs" / "storage.yaml").read_bytes()
+    assert files[UNIT] == (FOLDER / "shadowserve-storage.service").read_bytes()
+    assert files["/etc/systemd/system/multi-user.target.wants/shadowserve-storage.service"] == UNIT
+    mode = system.inside("stat", "-c", "%a %U:%G", "/etc/shadowserve/storage.env", "/etc/shadowserve/tls").stdout
+    assert mode.split("\n")[:2] == ["640 root:root", "750 root:shadowserve"]
+    verified = system.inside("systemd-analyze", "verify", "--man=no", UNIT, check=False)
+    assert not [line for line in (verified.stdout + verified.stderr).splitlines() if OWN.search(line)]
+
+    command = (FOLDER / "shadowserve-storage.service").read_text().partition("ExecStart=")[2].splitlines()[0]
+    inside = [*system.enter, "chroot", str(system.root), *command.split(), "--port", "0"]
+    with started("installed", inside, tmp_path, timeout_s=PATIENCE_S) as child:
+        assert child.address.startswith("127.0.0.1:")
+        child.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: child.process.poll() is not None)
+
+    system.outside("sed", "-i", "s/^  port: .*/  port: 7000/", system.root / "etc/shadowserve/storage.yaml")
+    said = install(system, "--wheels", wheels)
+    assert "kept: /etc/shadowserve/storage.yaml" in said and f"unchanged: {UNIT}" in said
+    assert b"port: 7000" in own_files(system)["/etc/shadowserve/storage.yaml"]  # type: ignore[operator]
+
+    said = install(system, "--uninstall")
+    assert "kept: /etc/shadowserve" in said
+    assert {name for name in own_files(system) if not name.startswith("/etc/shadowserve/")} == set()
+    install(system, "--uninstall", "--purge")
+    assert not own_files(system)
+    assert system.inside("id", "shadowserve", check=False).returncode != 0
