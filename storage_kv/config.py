@@ -21,6 +21,7 @@ LIVE: Final = (
     "stall_timeout_s",
     "shutdown_timeout_s",
     "drain_delay_s",
+    "tenants",
     "log_level",
     "log_format",
 )

@@ -159,6 +159,8 @@ class NodeCollector:
         yield InfoMetricFamily(_PREFIX + "build", "What runs.", {"version": __version__, "engine": _engine_name(node)})
         for name, value, text in (
             ("clients", len(node.sessions), "Connected clients."),
+            ("tenants", len(node.limiters), "Tenants with limits."),
+            ("users", len(node.users.by_name), "Users."),
             ("connections_max", node.config.connections_max, "Clients that may be connected."),
             ("replies_waiting_bytes", waiting_bytes, "Bytes of replies that clients have not taken yet."),
             ("up_seconds", time.monotonic() - node.started_s, "Time since the start."),

@@ -360,7 +360,11 @@ class Node:
     def _bind_tenant(self, session: Session) -> None:
         name = session.user.tenant
         session.tenant = self.engine.tenant(name) if name else DEFAULT_TENANT
-        limiter = self.limiters.get(name)
+        self.limit(session)
+
+    def limit(self, session: Session) -> None:
+        """Hold a session to the present rates of its tenant."""
+        limiter = self.limiters.get(session.user.tenant)
         session.limiter = limiter if limiter is not None and limiter.limits else None
 
     def admit_by_certificate(self, session: Session, name: str) -> None:

@@ -5,6 +5,7 @@ checked together, as at the start, and where a part of the node cannot follow, w
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,9 @@ from pydantic import ValidationError
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
-from storage_kv.config import LIVE, StorageConfig
+from storage_kv.access.limits import RateLimiter
+from storage_kv.config import LIVE, StorageConfig, TenantLimits
+from storage_kv.engine import DEFAULT_TENANT
 from storage_kv.node import Node
 
 __all__ = ["Reconfiguration", "Reload"]
@@ -47,7 +50,9 @@ class Reconfiguration:
             "log_level": _follow_log,
             "log_format": _follow_log,
             "memory_budget_bytes": self._follow_budget,
+            "tenants": self._follow_tenants,
         }
+        self._tenants = node.config.tenants
         node.change_configuration = self.change
 
     def follow(self, key: str, hook: Hook) -> None:
@@ -59,6 +64,22 @@ class Reconfiguration:
 
     def _follow_budget(self, config: StorageConfig) -> None:
         self._node.engine.set_budget(int(config.memory_budget_bytes))
+
+    def _follow_tenants(self, config: StorageConfig) -> None:
+        """Give tenants their new limits; those that are named no more have none."""
+        node, now_s = self._node, time.monotonic()
+        for name in {**self._tenants, **config.tenants}:
+            limits = config.tenants.get(name, TenantLimits())
+            tenant = node.engine.tenant(name) if name else DEFAULT_TENANT
+            node.engine.set_quota(tenant, limits.bytes_max, limits.keys_max)
+        node.limiters = {
+            # What a tenant has used up stays used up unless its limits have changed.
+            name: node.limiters[name] if self._tenants.get(name) == limits else RateLimiter(limits, now_s)
+            for name, limits in config.tenants.items()
+        }
+        self._tenants = config.tenants
+        for session in node.sessions.values():
+            node.limit(session)
 
     def change(self, values: Mapping[str, Any]) -> None:
         """Change keys, all or none; with the node's lock held.

@@ -130,7 +130,7 @@ def test_probes_do_not_wait_for_each_other(launch: Callable[..., Child]) -> None
     statuses: list[int] = []
     askers = [threading.Thread(target=lambda: statuses.append(child.http("/readyz")[0])) for _ in range(8)]
     for asker in askers:
-        asker.launch()
+        asker.start()
     for asker in askers:
         asker.join(PATIENCE_S)
     assert statuses == [200] * 8

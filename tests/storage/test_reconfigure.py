@@ -66,6 +66,20 @@ def test_the_level_and_the_form_of_the_log_follow(launch: Callable[..., Child]) 
     assert line["event"] == "client_refused" and "Protocol error" in line["reason"]
 
 
+def test_a_tenant_s_limits_follow(launch: Callable[..., Child]) -> None:
+    with launch("--tenants", "{'': {keys_max: 2}}").client() as client:
+        for number in range(3):
+            client.call("SET", f"k{number}", "x")
+        assert client.call("DBSIZE") == 2
+        assert client.call("CONFIG", "SET", "tenants", "{'': {keys_max: 1, commands_per_s: 1000000}}") == b"OK"
+        assert client.call("DBSIZE") == 1
+        assert client.call("CONFIG", "SET", "tenants", "{}") == b"OK"
+        for number in range(3):
+            client.call("SET", f"k{number}", "x")
+        assert client.call("DBSIZE") == 3
+        assert isinstance(client.call("CONFIG", "SET", "tenants", "{'': {keys_max: none}}"), ErrorReply)
+
+
 def test_timeouts_follow(launch: Callable[..., Child]) -> None:
     child = launch()
     with child.client() as client:
