@@ -377,7 +377,7 @@ class SnapshotHeader:
         magic, version, _, crc, volume, generation, blocks, records, log_first, log_epoch, log_last, created = fields
         if magic != _HEADER_MAGIC or volume != volume_id or version != VERSION:
             return None
-        if crc != _checksum(data, _CRC_AT_BLOCK) or generation % 2 != region or not log_first:
+        if crc != _checksum(data, _CRC_AT_BLOCK) or generation % 2 != region or not 0 < log_first <= log_last + 1:
             return None
         if blocks > layout.snapshot_blocks - 1 or records > blocks * RECORDS_PER_BLOCK:
             return None

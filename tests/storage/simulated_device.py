@@ -276,6 +276,17 @@ class SimulatedDevice:
             if old[place] != byte:
                 self._durable[block] = old[:place] + bytes([byte]) + old[place + 1 :]
 
+    def set_block(self, number: int, content: bytes) -> None:
+        """Set the durable content of a block."""
+        assert len(content) == BLOCK_BYTES
+        self._durable[number] = content
+
+    def copy(self) -> "SimulatedDevice":
+        """Return a device with the same durable content."""
+        after = SimulatedDevice(self.capacity_bytes, name=self.name, operations_max=self._operations_max)
+        after._durable = dict(self._durable)
+        return after
+
     def blocks(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and content of each block that is not all zeros."""
         for block in sorted({*self._durable, *self._dirty}):
