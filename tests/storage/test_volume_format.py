@@ -364,10 +364,11 @@ def test_a_volume_with_random_damage_is_refused_or_serves_no_wrong_byte(seed: in
         assert store.get(key) in (None, value)
     if _reseal not in damages:
         assert store.get(bytes(32)) is None, "it was removed"
-    used = store.volume.data_blocks - store.volume.free_blocks
+    store.step()
+    store.drain()
     store.put(KEYS[0], b"goes on", what="goes on")
     store.drain()
-    assert ("goes on", None) in store.settled and used >= 0
+    assert ("goes on", None) in store.settled
     assert store.crashed().get(KEYS[0]) == b"goes on"
 
 

@@ -1,0 +1,94 @@
+"""``shadowserve pool`` and ``shadowserve verify`` on real files."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from golden_volume import VALUES
+from volume_support import Store
+
+from shadowserve.cli import main
+from shadowserve.native import BlockDevice
+
+POOL_HEX = bytes(range(16)).hex()
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return a file that is a volume with forty objects."""
+    path = tmp_path / "device"
+    done = run("pool", "format", path, "--size", "8MiB", "--objects-max", "100", "--pool", POOL_HEX)
+    assert done.exit_code == 0, done.output
+    assert f"an empty volume of pool {POOL_HEX}" in done.output
+    with closing(BlockDevice(path)) as device:
+        store = Store(device)
+        for key, value in VALUES.items():
+            store.put(key, value)
+            store.drain()
+        store.drain()
+        store.volume.close()
+    return path
+
+
+def test_a_sound_volume(path: Path) -> None:
+    done = run("verify", path)
+    assert done.exit_code == 0, done.output
+    assert "sound; 40 objects" in done.output
+    (result,) = json.loads(run("verify", path, "--json").output)
+    assert result["sound"] and result["objects"] == 40 and result["pool"] == POOL_HEX and not result["findings"]
+    (row,) = json.loads(run("pool", "status", path, "--json").output)
+    assert row["objects"] == 40 and row["objects_max"] == 100 and row["state"] == "sound"
+    assert "sound" in run("pool", "status", path).output
+
+
+def test_a_volume_that_was_opened_as_a_file_by_another_life_still_has_everything(path: Path) -> None:
+    with closing(BlockDevice(path)) as device:
+        store = Store(device)
+        assert all(store.get(key) == value for key, value in VALUES.items())
+
+
+def test_verify_finds_a_flipped_bit_and_changes_nothing(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    at = content.index(b"\x28" * 1000)  # in the largest value
+    content[at + 500] ^= 1
+    content[20] ^= 1  # in the first superblock
+    path.write_bytes(content)
+    done = run("verify", path)
+    assert done.exit_code == 1, done.output
+    assert "superblock block 0: this copy is not sound" in done.output
+    assert "its bytes are not those that were stored" in done.output
+    assert path.read_bytes() == content
+    (result,) = json.loads(run("verify", path, "--json", "--no-objects").output)
+    assert [finding["part"] for finding in result["findings"]] == ["superblock"]
+
+
+def test_format_refuses_what_is_there_unless_forced(path: Path) -> None:
+    before = path.read_bytes()
+    done = run("pool", "format", path)
+    assert done.exit_code == 1 and "holds a volume of ShadowServe" in done.output and "--force" in done.output
+    assert path.read_bytes() == before
+    assert run("pool", "format", path, "--force").exit_code == 0
+    (row,) = json.loads(run("pool", "status", path, "--json").output)
+    assert row["objects"] == 0 and row["pool"] != POOL_HEX
+
+
+def test_what_is_no_volume_is_a_finding(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 21))
+    done = run("verify", path)
+    assert done.exit_code == 1 and "there is no volume; the device holds nothing" in done.output
+
+
+def test_misuse_is_told_apart_from_findings(tmp_path: Path, path: Path) -> None:
+    assert run("verify").exit_code == 2
+    assert run("verify", tmp_path / "absent").exit_code == 2
+    assert run("pool", "format", tmp_path / "new", "--size", "8 parsecs").exit_code == 2
+    assert run("pool", "format", tmp_path / "new", "--size", "8MiB", "--pool", "12").exit_code == 2
+    with closing(BlockDevice(path)):
+        assert run("verify", path).exit_code == 2  # in use
