@@ -106,9 +106,9 @@ SS_API const char *ss_block_access_name(const struct ss_block *block);
 
 /*
  * ss_block_register() makes memory known to the kernel, so that it need not look up its pages for each request: at most
- * 64 GiB in all. Optional: operations on other memory are done all the same. The memory must stay until
- * ss_block_close(). SS_NO_MEMORY where the limit of locked memory (RLIMIT_MEMLOCK) is too low for it, SS_NO_SPACE when
- * it is too much, SS_NOT_SUPPORTED where the access has no use for it. From any thread.
+ * 256 GiB in all. Optional: operations on other memory are done all the same. The memory must stay until
+ * ss_block_close(). All of it or none. SS_NO_MEMORY where the limit of locked memory (RLIMIT_MEMLOCK) is too low for
+ * it, SS_NO_SPACE when it is too much, SS_NOT_SUPPORTED where the access has no use for it. From any thread.
  */
 SS_API enum ss_result ss_block_register(struct ss_block *block, void *memory, uint64_t size);
 

@@ -87,10 +87,28 @@ static enum ss_result open_direct(struct ss_block_device *device, const char *pa
     device->is_buffered = buffered != 0;
     device->fd = open(path, flags | (buffered ? 0 : O_DIRECT), 0600);
     if (device->fd < 0 && errno == EINVAL && !buffered) {
-        device->is_buffered = 1; /* a file system without it */
-        device->fd = open(path, flags, 0600);
+        device->is_buffered = 1; /* a file system without it, which may have made the file nevertheless */
+        device->fd = open(path, flags & O_CREAT ? flags & ~O_EXCL : flags, 0600);
     }
     return device->fd < 0 ? SS_OS_ERROR : lock(device->fd);
+}
+
+/* Makes a new file's name as durable as the file. */
+static int sync_folder(const char *path) {
+    char folder[PATH_MAX];
+    const char *slash = strrchr(path, '/');
+
+    snprintf(folder, sizeof folder, "%.*s", slash != NULL ? (int)(slash - path) + 1 : 1, slash != NULL ? path : ".");
+    int fd = open(folder, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0) {
+        return -1;
+    }
+    int result = fsync(fd);
+    int error = errno;
+    close(fd);
+    errno = error;
+    /* Some file systems do not know this, and need it not. */
+    return result != 0 && error != EINVAL ? -1 : 0;
 }
 
 /* Reserves all blocks of the file, or takes it as long as it is. */
@@ -108,20 +126,31 @@ static enum ss_result file_size(struct ss_block_device *device, uint64_t size) {
     do {
         error = device->size == 0 ? 0 : posix_fallocate(device->fd, 0, (off_t)device->size);
     } while (error == EINTR);
-    /* The blocks, and a new file itself, are there after a loss of power. */
-    if (error != 0 || fsync(device->fd) != 0) {
-        errno = error != 0 ? error : errno;
+    if (error != 0) { /* leave it as it was */
+        (void)!ftruncate(device->fd, status.st_size);
+        errno = error;
         return SS_OS_ERROR;
     }
-    return SS_OK;
+    return fsync(device->fd) == 0 ? SS_OK : SS_OS_ERROR;
 }
 
-static enum ss_result file_open(struct ss_block_device *device, const struct ss_block_options *options) {
-    int flags = O_RDWR | O_CLOEXEC | (options->size != 0 ? O_CREAT : 0);
+static enum ss_result file_open(struct ss_block_device *device, const struct ss_block_options *options, int exists) {
+    int flags = O_RDWR | O_CLOEXEC | (exists ? 0 : O_CREAT | O_EXCL);
     enum ss_result result = open_direct(device, options->path, flags, options->buffered);
 
     device->is_file = 1;
-    return result == SS_OK ? file_size(device, options->size) : result;
+    if (result == SS_OK) {
+        result = file_size(device, options->size);
+    }
+    if (result == SS_OK && !exists && sync_folder(options->path) != 0) {
+        result = SS_OS_ERROR;
+    }
+    if (result != SS_OK && !exists && device->fd >= 0) {
+        int error = errno;
+        (void)unlink(options->path); /* which was made here, above */
+        errno = error;
+    }
+    return result;
 }
 
 static enum ss_result device_size(struct ss_block_device *device, int fd, uint64_t size) {
@@ -198,7 +227,7 @@ enum ss_result ss_block_device_open(struct ss_block_device *device, const struct
     } else if (exists && S_ISBLK(status.st_mode)) {
         result = device_open(device, options);
     } else if (!exists || S_ISREG(status.st_mode)) {
-        result = file_open(device, options);
+        result = file_open(device, options, exists);
     } else {
         result = SS_BAD_ARGUMENT;
     }

@@ -109,6 +109,21 @@ static enum ss_result add_region(struct ss_block *block, uint8_t *memory, uint64
     return SS_OK;
 }
 
+/* Forgets all regions from 'count' on. Requests that use them already keep what they need. */
+static void drop_regions(struct ss_block *block, uint32_t count) {
+    struct ss_ring *ring = block->driver_state;
+    struct iovec nothing = {.iov_base = NULL};
+    __u64 tag = 0;
+
+    pthread_mutex_lock(&block->lock);
+    uint32_t before = ring->region_count;
+    ring->region_count = count;
+    pthread_mutex_unlock(&block->lock);
+    for (uint32_t index = count; index < before; index++) {
+        (void)io_uring_register_buffers_update_tag(&ring->ring, index, &nothing, &tag, 1);
+    }
+}
+
 enum ss_result ss_ring_add_memory(struct ss_block *block, uint8_t *memory, uint64_t size) {
     struct ss_ring *ring = block->driver_state;
     enum ss_result result = SS_OK;
@@ -117,6 +132,7 @@ enum ss_result ss_ring_add_memory(struct ss_block *block, uint8_t *memory, uint6
         return SS_NOT_SUPPORTED;
     }
     pthread_mutex_lock(&ring->region_lock);
+    uint32_t before = ring->region_count;
     while (size > 0 && result == SS_OK) {
         uint64_t part = size < REGION_BYTES_MAX ? size : REGION_BYTES_MAX;
         result = add_region(block, memory, part);
@@ -124,6 +140,9 @@ enum ss_result ss_ring_add_memory(struct ss_block *block, uint8_t *memory, uint6
         size -= part;
     }
     int error = errno;
+    if (result != SS_OK) {
+        drop_regions(block, before);
+    }
     pthread_mutex_lock(&block->lock);
     block->schedule.statistics.registered = ring->refuses_fixed ? 0 : ring->region_count;
     pthread_mutex_unlock(&block->lock);

@@ -7,7 +7,7 @@
 
 #include <liburing.h>
 
-#define SS_REGIONS_MAX 64u
+#define SS_REGIONS_MAX 256u
 
 /* Registered memory: the kernel takes at most 1 GiB in one piece. */
 struct ss_region {

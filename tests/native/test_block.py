@@ -1,10 +1,14 @@
 """Block devices through Python: each access in turn, on files, on tmpfs, on a loop device where one may be made."""
 
+import dataclasses
 import errno
 import mmap
 import os
+import re
 import select
 import subprocess
+import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +18,7 @@ from machine import PATIENCE_S
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import BusyError, DeviceError, NativeError
-from shadowserve.native import BlockAccess, BlockDevice
+from shadowserve.native import BlockAccess, BlockDevice, ObjectFields, Result
 from shadowserve.native._library import ffi
 
 SIZE = 16 << 20
@@ -46,6 +50,12 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield file
         file.unlink(missing_ok=True)
         return
+    yield request.getfixturevalue("loop")
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Path]:
+    """A block device."""
     backing = tmp_path / "backing"
     backing.write_bytes(b"")
     os.truncate(backing, SIZE)
@@ -180,3 +190,175 @@ def test_what_cannot_be_opened_says_why(access: BlockAccess, tmp_path: Path) -> 
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     with pytest.raises(DeviceError, match="nvme access"):
         BlockDevice(tmp_path / "short", access=BlockAccess.NVME)
+
+
+def test_a_file_that_finds_no_room_is_not_left_behind(small_file_system: Path) -> None:
+    kept = small_file_system / "kept"
+    kept.write_bytes(b"x" * 4096)
+    for access in ACCESSES:
+        for name in ("new", "kept"):
+            with pytest.raises(DeviceError, match="No space left.*make it smaller") as caught:
+                BlockDevice(small_file_system / name, size=64 << 20, access=access)
+            assert caught.value.errno == errno.ENOSPC
+    assert [file.name for file in small_file_system.iterdir()] == ["kept"] and kept.stat().st_size == 4096
+
+
+@pytest.fixture
+def small_file_system(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    if mounted.returncode != 0:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=PATIENCE_S)
+
+
+def test_a_device_that_is_mounted_is_refused(loop: Path, tmp_path: Path) -> None:
+    subprocess.run(["mkfs.ext4", "-q", str(loop)], check=True, timeout=PATIENCE_S)
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    subprocess.run(["mount", str(loop), str(folder)], check=True, timeout=PATIENCE_S)
+    try:
+        for access in (BlockAccess.AUTO, *ACCESSES):
+            with pytest.raises(DeviceError, match="it is mounted") as caught:
+                BlockDevice(loop, access=access, busy_wait_s=0)
+            assert caught.value.errno == errno.EBUSY
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=PATIENCE_S)
+
+
+def test_a_device_is_not_larger_than_it_is(loop: Path) -> None:
+    with pytest.raises(DeviceError, match="No space left"):
+        BlockDevice(loop, size=SIZE + 4096)
+    with BlockDevice(loop, size=SIZE // 2, busy_wait_s=PATIENCE_S) as device:
+        assert device.capacity_bytes == SIZE // 2
+
+
+HOLDER = """
+import sys
+from shadowserve.native import BlockAccess, BlockDevice, ObjectFields, Result
+device = BlockDevice(sys.argv[1], access=BlockAccess[sys.argv[2]], busy_wait_s=60)
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_device_can_be_opened_after_its_process_was_killed(device: BlockDevice, path: Path) -> None:
+    name = "URING" if device.access_name.startswith("io_uring") else "THREADS"
+    device.close()
+    command = [sys.executable, "-c", HOLDER, str(path), name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"open\n"
+        holder.kill()
+    with BlockDevice(path, access=BlockAccess[name], busy_wait_s=PATIENCE_S) as again:
+        assert again.capacity_bytes == SIZE
+
+
+NOBODY = """
+import mmap, os, resource, select, sys
+from shadowserve.block import Operation, OperationKind, Priority
+from shadowserve.native import BlockDevice
+from shadowserve.native._library import ffi
+
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (8 << 20, 8 << 20))
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+memory = mmap.mmap(-1, 32 << 20)
+address = int(ffi.cast("uintptr_t", ffi.from_buffer(memory)))
+with BlockDevice(sys.argv[1], size=16 << 20) as device:
+    print(device.access_name, device.register(memoryview(memory)), device.statistics().registered)
+    device.submit([Operation(OperationKind.READ, 0, 1 << 20, address, Priority.FOREGROUND, lambda operation: None)])
+    select.select([device.fileno()], [], [], 60)
+    print(device.completed()[0].error)
+"""
+
+
+def test_memory_that_may_not_be_locked_is_used_unregistered() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("a process can only become a user without the right to lock memory where it is root")
+    path = Path("/dev/shm", f"shadowserve-test-nobody-{os.getpid()}")
+    path.touch()
+    try:
+        os.chown(path, 65534, 65534)
+        command = [sys.executable, "-c", NOBODY, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    finally:
+        path.unlink()
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"(io_uring|threads), (direct|buffered) False 0\nNone\n", done.stdout), done.stdout
+
+
+# ---- Objects ---------------------------------------------------------------------------------------------------------
+
+
+def sealed(length: int, name: bytes = b"", **fields: int) -> tuple[bytearray, ObjectFields]:
+    memory = bytearray(native.object_bytes(length, name))
+    memory[2048 : 2048 + length] = os.urandom(length)
+    expected = ObjectFields(key=os.urandom(32), tenant=3, length=length, name_length=len(name), **fields)
+    native.seal_object(memory, expected, name)
+    return memory, expected
+
+
+def test_an_object_says_what_it_is() -> None:
+    memory, expected = sealed(70_000, "schlüssel".encode(), generation=9, head_length=100, flags=5)
+    assert native.object_header(memory) == expected
+    value = memoryview(memory)[2048 : 2048 + 70_000]
+    assert native.check_object(memory, expected, value, 0, 2) is Result.OK
+    assert native.check_object(memory, expected) is Result.OK
+    assert native.check_object_name(memory, "schlüssel".encode()) is Result.OK
+    assert native.check_object_name(memory, b"another name") is Result.CHECKSUM
+    other = dataclasses.replace(expected, tenant=4)
+    assert native.check_object(memory, other) is Result.NOT_FOUND
+    memory[2048 + 65536] ^= 1
+    assert native.check_object(memory, expected, value[:65536], 0, 1) is Result.OK
+    assert native.check_object(memory, expected, value[65536:], 1, 1) is Result.CHECKSUM
+    memory[50] ^= 1
+    assert native.check_object(memory, expected) is Result.CHECKSUM
+    with pytest.raises(NativeError, match="reading an object's header") as caught:
+        native.object_header(bytes(4096))
+    assert caught.value.result == Result.BAD_DATA
+
+
+def test_the_checksum_is_the_one_that_is_documented() -> None:
+    memory, expected = sealed(100_000)
+    assert [int.from_bytes(memory[256 + 4 * i : 260 + 4 * i], "little") for i in range(3)] == [
+        zlib.crc32(memory[2048 : 2048 + 65536]),
+        zlib.crc32(memory[2048 + 65536 : 2048 + 100_000]),
+        0,
+    ]
+    header = bytearray(memory[:2048])
+    header[12:16] = bytes(4)
+    assert int.from_bytes(memory[12:16], "little") == zlib.crc32(header)
+    assert memory[:8] == b"SSOBJECT" and memory[32:64] == expected.key
+
+
+def test_a_range_is_checked_by_the_units_that_have_it() -> None:
+    assert native.object_units(200_000, 0, 1) == (0, 1)
+    assert native.object_units(200_000, 65_535, 65_537) == (0, 2)
+    assert native.object_units(200_000, 196_607, 200_000) == (2, 2)
+    assert native.object_units(200_000, 10, 10) == (0, 0)
+    assert native.object_unit(30 << 20) == 131_072
+
+
+def test_what_cannot_be_an_object_is_refused() -> None:
+    fields = ObjectFields(key=bytes(32), tenant=0, length=5000)
+    memory = bytearray(8192)
+    with pytest.raises(NativeError, match="too few"):
+        native.seal_object(memoryview(memory)[:8000], fields)
+    with pytest.raises(NativeError, match="32 bytes"):
+        native.seal_object(memory, dataclasses.replace(fields, key=b"short"))
+    with pytest.raises(NativeError, match="name's length"):
+        native.seal_object(memory, fields, b"name")
+    native.seal_object(memory, fields)
+    with pytest.raises(NativeError, match="a header has 2048 bytes"):
+        native.check_object(memory[:2047], fields)
+    with pytest.raises(NativeError, match="1 units have 5000 bytes, 4999 were given"):
+        native.check_object(memory, fields, bytes(4999), 0, 1)
+    with pytest.raises(NativeError, match="checking units 0 to 2"):
+        native.check_object(memory, fields, bytes(5000), 0, 2)
