@@ -1,0 +1,308 @@
+"""The index of what is stored and the allocator of blocks, by their Python face, against dictionaries."""
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from shadowserve import native
+from shadowserve.errors import NativeError
+from shadowserve.native import Extents, Index, IndexEntry, IndexFlag, IndexPolicy, IndexRecordKind
+
+KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(24)]
+DEVICES = 2
+TENANTS = 2
+OBJECTS_MAX = 16
+# No key is evicted while a child of it is there, so a parent must not be its own descendant: it comes first.
+numbers = st.integers(0, len(KEYS) - 1)
+tenants = st.integers(0, TENANTS - 1)
+
+
+class LruModel(RuleBasedStateMachine):
+    """LRU with the prefix rule: one list for each tenant and device, the victim first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = Index(OBJECTS_MAX, IndexPolicy.LRU, seed=7)
+        self.now_s = 100
+        self.objects: dict[tuple[int, int], IndexEntry] = {}
+        self.queues: dict[tuple[int, int], list[int]] = {
+            (tenant, device): [] for tenant in range(TENANTS) for device in range(DEVICES)
+        }
+        self.children: dict[tuple[int, int], list[int]] = {}
+
+    def teardown(self) -> None:
+        self.index.close()
+
+    def _tick(self) -> int:
+        self.now_s += 1
+        return self.now_s
+
+    def _forget(self, tenant: int, number: int) -> None:
+        entry = self.objects.pop((tenant, number))
+        self.queues[tenant, entry.device].remove(number)
+        self._unlink(tenant, number)
+
+    def _unlink(self, tenant: int, number: int) -> None:
+        for siblings in self.children.values():
+            if (tenant << 16 | number) in siblings:
+                siblings.remove(tenant << 16 | number)
+
+    @rule(tenant=tenants, number=numbers, device=st.integers(0, DEVICES - 1), length=st.integers(0, 1 << 24))
+    def put(self, tenant: int, number: int, device: int, length: int) -> None:
+        """Put an object in, as one of a chain of three."""
+        now_s = self._tick()
+        parent = KEYS[number - 1] if number % 3 else native.NO_PARENT
+        if parent != native.NO_PARENT and (tenant, number - 1) not in self.objects:
+            return  # a parent's place is the C tests' subject: the model would have to keep it, too
+        arguments = {"device": device, "length": length, "flags": IndexFlag.RECORD, "generation": now_s}
+        if len(self.objects) == OBJECTS_MAX and (tenant, number) not in self.objects:
+            with pytest.raises(NativeError, match="of at most 16"):
+                self.index.insert(tenant, KEYS[number], now_s=now_s, parent=parent, **arguments)
+            return
+        slot = self.index.insert(tenant, KEYS[number], now_s=now_s, parent=parent, **arguments)
+        known = (tenant, number) in self.objects
+        if known:
+            self.queues[tenant, self.objects[tenant, number].device].remove(number)
+        self.objects[tenant, number] = self.index.read(slot)
+        assert self.objects[tenant, number].parent == parent
+        self.queues[tenant, device].append(number)
+        if parent != native.NO_PARENT and not known:
+            self.children.setdefault((tenant, number - 1), []).append(tenant << 16 | number)
+
+    @rule(tenant=tenants, number=numbers)
+    def touch(self, tenant: int, number: int) -> None:
+        """Use an object."""
+        now_s = self._tick()
+        slot = self.index.find(tenant, KEYS[number])
+        assert bool(slot) == ((tenant, number) in self.objects)
+        if slot:
+            self.index.touch(slot, now_s)
+            entry = self.objects[tenant, number]
+            self.objects[tenant, number] = entry._replace(accessed_s=now_s)
+            self.queues[tenant, entry.device].remove(number)
+            self.queues[tenant, entry.device].append(number)
+
+    @rule(tenant=tenants, number=numbers)
+    def remove_a_leaf(self, tenant: int, number: int) -> None:
+        """Remove an object that nothing hangs on."""
+        if (tenant, number) in self.objects and not self.children.get((tenant, number)):
+            self.index.remove(self.index.find(tenant, KEYS[number]))
+            self._forget(tenant, number)
+
+    @rule(tenant=st.integers(-1, TENANTS - 1), device=st.integers(-1, DEVICES - 1))
+    def evict(self, tenant: int, device: int) -> None:
+        """Evict what the model evicts."""
+        now_s = self._tick()
+        slot = self.index.victim(now_s, device=device, tenant=tenant)
+        tails = [
+            (self.objects[owner, queue[0]].accessed_s, (owner, home), queue[0])
+            for (owner, home), queue in self.queues.items()
+            if queue and tenant in (native.ANY, owner) and device in (native.ANY, home)
+        ]
+        if not tails:
+            assert slot == 0
+            return
+        entry = self.index.read(slot)
+        # Of several queues, the one whose victim was used least recently; the order of equals is not said.
+        oldest = min(tails)[0]
+        expected = {}
+        for accessed_s, (owner, home), number in tails:
+            if accessed_s == oldest:
+                expected[owner, self._leaf_below(owner, number)] = (owner, home), number
+        found = entry.tenant, KEYS.index(entry.key)
+        assert found in expected
+        (owner, home), number = expected[found]
+        while children := self.children.get((owner, number)):
+            number = children[-1] & 0xFFFF
+            if self.objects[owner, number].device == home:
+                self.queues[owner, home].remove(number)
+                self.queues[owner, home].insert(0, number)
+        self.index.evict(slot)
+        self._forget(*found)
+        assert self.index.ghost(entry.tenant, entry.key)
+
+    def _leaf_below(self, tenant: int, number: int) -> int:
+        while children := self.children.get((tenant, number)):
+            number = children[-1] & 0xFFFF
+        return number
+
+    @rule(tenant=st.integers(-1, TENANTS - 1), device=st.integers(-1, DEVICES - 1))
+    def start_again(self, tenant: int, device: int) -> None:
+        """Dump everything, recover it in another index; afterwards the order is that of the last uses."""
+        records = np.zeros(OBJECTS_MAX + 1, native.INDEX_RECORD_DTYPE)
+        other = Index(OBJECTS_MAX, IndexPolicy.LRU)
+        for home in range(DEVICES):
+            cursor, count = self.index.dump(0, records, home)
+            assert cursor == 0
+            assert other.replay(home, 0xFFFFFFFF, records[:count]) == (count, 0, 0)
+        other.replayed()
+        assert other.totals(tenant, device) == self.index.totals(tenant, device)
+        for (owner, number), entry in self.objects.items():
+            assert other.read(other.find(owner, KEYS[number])) == entry
+        other.close()
+
+    @invariant()
+    def everything_is_as_it_should_be(self) -> None:
+        """Compare all that is known."""
+        for (tenant, number), entry in self.objects.items():
+            assert self.index.read(self.index.find(tenant, KEYS[number])) == entry
+        for tenant in (native.ANY, *range(TENANTS)):
+            for device in (native.ANY, *range(DEVICES)):
+                matching = [
+                    entry
+                    for entry in self.objects.values()
+                    if tenant in (native.ANY, entry.tenant) and device in (native.ANY, entry.device)
+                ]
+                size = sum(entry.blocks for entry in matching) * 4096
+                assert self.index.totals(tenant, device) == (len(matching), size, len(matching), 0)
+
+
+LruModel.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestLru = LruModel.TestCase
+
+
+class ExtentsModel(RuleBasedStateMachine):
+    """Runs of blocks against a set."""
+
+    @initialize(blocks=st.integers(0, 60))
+    def open(self, blocks: int) -> None:
+        """Begin with all of them free."""
+        self.extents = Extents(blocks)
+        self.free = set(range(blocks))
+
+    def teardown(self) -> None:
+        if hasattr(self, "extents"):
+            self.extents.close()
+
+    @rule(count=st.integers(1, 12))
+    def allocate(self, count: int) -> None:
+        """Take the first run that is long enough."""
+        first = self.extents.allocate(count)
+        runs = (begin for begin in sorted(self.free) if set(range(begin, begin + count)) <= self.free)
+        assert first == next(runs, None)
+        if first is not None:
+            self.free -= set(range(first, first + count))
+
+    @rule(first=st.integers(0, 70), count=st.integers(0, 12), gives=st.booleans())
+    def change(self, first: int, count: int, gives: bool) -> None:
+        """Give blocks back, or take these."""
+        blocks = set(range(first, first + count))
+        fits = bool(blocks) and max(blocks) < self.extents.blocks
+        fits = fits and (blocks.isdisjoint(self.free) if gives else blocks <= self.free)
+        call = self.extents.free if gives else self.extents.reserve
+        if not fits:
+            with pytest.raises(NativeError, match=f"{count} blocks at {first} of"):
+                call(first, count)
+        else:
+            call(first, count)
+            self.free = self.free | blocks if gives else self.free - blocks
+        assert self.extents.free_blocks == len(self.free)
+
+
+ExtentsModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestExtents = ExtentsModel.TestCase
+
+
+@pytest.fixture(params=list(IndexPolicy), ids=lambda policy: policy.name.lower())
+def index(request: pytest.FixtureRequest) -> Iterator[Index]:
+    """Make an index of either policy."""
+    made = Index(1000, request.param)
+    yield made
+    made.close()
+
+
+def test_a_record_has_the_same_bytes_by_struct_numpy_and_c(index: Index) -> None:
+    assert native.INDEX_RECORD_DTYPE.itemsize == 128
+    slot = index.insert(
+        0x1234,
+        KEYS[1],
+        device=3,
+        extent=0x1020304,
+        length=70_000,
+        head_length=2048,
+        flags=IndexFlag.RECORD | IndexFlag.NAMED,
+        name_length=5000,
+        expires_at_ms=1 << 41,
+        pinned_until_s=77,
+        generation=0xFFFFFFFE,
+        parent=KEYS[0],
+        now_s=99,
+    )
+    entry = index.read(slot)
+    records = np.zeros(4, native.INDEX_RECORD_DTYPE)
+    assert index.dump(0, records) == (0, 1)
+    assert records[0].tobytes() == entry.pack() and IndexEntry.unpack(entry.pack()) == entry
+    assert entry.blocks == native.blocks_of(70_000, 5000) == native.object_bytes(70_000, bytes(5000)) // 4096
+    assert {name: records[0][name].tolist() for name in ("kind", "tenant", "extent", "generation", "accessed_s")} == {
+        "kind": IndexRecordKind.PUT,
+        "tenant": 0x1234,
+        "extent": 0x1020304,
+        "generation": 0xFFFFFFFE,
+        "accessed_s": 99,
+    }
+
+
+def test_what_expires_is_found_in_time_and_evicted_first(index: Index) -> None:
+    for number, key in enumerate(KEYS):
+        index.insert(0, key, device=0, length=10, now_s=1, expires_at_ms=5000 + number if number % 2 else 0)
+    assert index.expired(4999, 100) == [] and index.totals().expiring == len(KEYS) // 2
+    due = {index.read(slot).key for slot in index.expired(5008, 100)}
+    assert due == {KEYS[number] for number in (1, 3, 5, 7)} and len(index.expired(5008, 3)) == 3
+    assert index.read(index.victim(6)).expires_at_ms <= 6000
+    index.set_expiry(index.find(0, KEYS[1]), 0)
+    assert index.find(0, KEYS[1]) not in index.expired(1 << 60, 100)
+
+
+def test_a_slot_without_an_object_is_nothing(index: Index) -> None:
+    slot = index.insert(0, KEYS[0], device=0, length=1, now_s=1)
+    index.remove(slot)
+    for nothing in (0, slot, 1 << 31):
+        index.remove(nothing)
+        index.evict(nothing)
+        index.touch(nothing, 1)
+        index.pin(nothing, 5)
+        index.set_expiry(nothing, 5)
+        with pytest.raises(KeyError):
+            index.read(nothing)
+    assert len(index) == 0 and index.next() == 0 and index.victim(9) == 0
+
+
+def test_an_object_that_no_log_may_hold_is_refused(index: Index) -> None:
+    with pytest.raises(NativeError, match="putting an object"):
+        index.insert(0, KEYS[0], device=0, length=10, head_length=11, now_s=1)
+    with pytest.raises(ValueError, match="32 bytes"):
+        index.find(0, b"short")
+    with pytest.raises(NativeError, match="making an index for 0 objects"):
+        Index(0)
+
+
+def test_many_keys_are_found_by_one_call(index: Index) -> None:
+    slots = [index.insert(1, key, device=0, length=1, now_s=1) for key in KEYS[::2]]
+    assert index.find_many(1, b"".join(KEYS)).tolist() == [slot for slot in slots for slot in (slot, 0)][: len(KEYS)]
+    assert not index.find_many(0, b"".join(KEYS)).any()
+
+
+def test_more_objects_than_there_may_be_end_a_replay(index: Index) -> None:
+    records = np.zeros(1001, native.INDEX_RECORD_DTYPE)
+    records["kind"] = IndexRecordKind.PUT
+    records["key"][:, :2] = np.arange(1001, dtype="<u2").view(np.uint8).reshape(-1, 2)
+    with pytest.raises(NativeError, match="of at most 1000 objects") as refused:
+        index.replay(0, 100, records)
+    assert refused.value.result == native.Result.NO_SPACE and len(index) == 1000
+    index.replayed()
+
+
+def test_objects_of_a_device_that_overlap_leave_the_later_one() -> None:
+    index, extents = Index(10), Extents(100)
+    for number, (extent, generation) in enumerate([(0, 1), (2, 3), (3, 2), (9, 1), (99, 1)]):
+        index.insert(0, KEYS[number], device=0, extent=extent, length=8192, generation=generation, now_s=1)
+    assert index.reserve(0, extents) == 3
+    kept = {number for number in range(5) if index.find(0, KEYS[number])}
+    assert kept == {1, 3} and extents.free_blocks == 94 and extents.allocate(3) == 5
+    index.close()
+    extents.close()
