@@ -76,6 +76,13 @@ SS_API void ss_index_close(struct ss_index *index);
 SS_API uint32_t ss_index_find(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
 
 /*
+ * ss_index_find_many() does the same for 'count' keys of a tenant, 32 bytes each, one behind the other, and returns how
+ * many are there. One call for a whole prefix.
+ */
+SS_API size_t ss_index_find_many(const struct ss_index *index, uint16_t tenant, const uint8_t *keys, size_t count,
+                                 uint32_t *slots);
+
+/*
  * ss_index_insert() puts an object in, as used last at 'now_s', and stores its slot; one of the same tenant and key is
  * replaced, in its slot. SS_NO_SPACE with 'objects_max' objects, SS_BAD_ARGUMENT for a record that no log may hold.
  * A parent may come later than its children, or be removed before them: its place is kept (for objects_max / 8 such

@@ -112,6 +112,10 @@ static uint64_t line_of(const struct ss_index *index, uint64_t hash) {
     return (uint64_t)(((unsigned __int128)hash * index->line_count) >> 64);
 }
 
+void ss_index_prefetch(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
+    __builtin_prefetch(&index->lines[line_of(index, ss_index_hash(index, tenant, key))]);
+}
+
 static uint8_t tag_of(uint64_t hash) {
     uint8_t tag = (uint8_t)hash;
     return tag != 0 ? tag : 1;
@@ -150,6 +154,16 @@ uint32_t ss_index_search(const struct ss_index *index, uint64_t hash, uint16_t t
 uint32_t ss_index_find(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
     uint32_t slot = ss_index_search(index, ss_index_hash(index, tenant, key), tenant, key);
     return index->entries[slot].phantom ? 0 : slot;
+}
+
+size_t ss_index_find_many(const struct ss_index *index, uint16_t tenant, const uint8_t *keys, size_t count,
+                          uint32_t *slots) {
+    size_t found = 0;
+    for (size_t at = 0; at < count; at++) {
+        slots[at] = ss_index_find(index, tenant, keys + at * KEY_SIZE);
+        found += slots[at] != 0;
+    }
+    return found;
 }
 
 uint32_t ss_index_take(struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key) {

@@ -121,6 +121,7 @@ static inline uint32_t ss_index_entry_blocks(const struct entry *entry) {
 uint64_t ss_index_hash(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
 uint32_t ss_index_search(const struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key);
 uint32_t ss_index_take(struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key); /* 0: no slot */
+void ss_index_prefetch(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
 void ss_index_give_back(struct ss_index *index, uint32_t slot); /* from the table and all; it is in no list */
 enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struct ss_index_record *record,
                               uint32_t accessed_s, uint32_t *slot);

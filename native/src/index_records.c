@@ -4,7 +4,7 @@
 
 #include <stdlib.h>
 
-enum { DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, DUMP_LOOKS = 64 };
+enum { DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS, DUMP_LOOKS = 64, AHEAD = 8 };
 
 _Static_assert(sizeof(struct ss_index_record) == 128, "docs/storage-format.md says so");
 
@@ -80,6 +80,10 @@ enum ss_result ss_index_replay(struct ss_index *index, uint8_t device, uint32_t 
     index->replaying = true;
     for (size_t at = 0; at < count; at++) {
         enum ss_result result = SS_OK;
+        if (count - at > AHEAD) { /* the lines of the table are in no cache */
+            ss_index_prefetch(index, records[at + AHEAD].tenant, records[at + AHEAD].key);
+            ss_index_prefetch(index, records[at + AHEAD].tenant, records[at + AHEAD].parent);
+        }
         uint64_t *counter = replay(index, device, blocks, &records[at], counts, &result);
         if (result != SS_OK) {
             return result;

@@ -197,6 +197,14 @@ class Index:
             raise ValueError(f"an index key has {INDEX_KEY_BYTES} bytes, not {len(key)}")
         return int(lib.ss_index_find(self._index, tenant, key))
 
+    def find_many(self, tenant: int, keys: "bytes | memoryview | NDArray[np.uint8]") -> "NDArray[np.uint32]":
+        """Return the slot of each of many keys, which lie one behind the other; 0: absent."""
+        content = ffi.from_buffer("uint8_t[]", keys)
+        slots = np.empty(len(content) // INDEX_KEY_BYTES, np.uint32)
+        pointer = ffi.cast("uint32_t *", ffi.from_buffer("uint8_t[]", slots))
+        lib.ss_index_find_many(self._index, tenant, content, len(slots), pointer)
+        return slots
+
     def read(self, slot: int) -> IndexEntry:
         """Return what is known of an object.
 

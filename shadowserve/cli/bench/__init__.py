@@ -20,6 +20,7 @@ BENCHES: Final = (
     "pipeline",
     "codecs",
     "storage",
+    "index",
     "fetch",
     "link",
     "interference",
