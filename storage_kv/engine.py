@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from shadowserve import errors
 from shadowserve.errors import ShadowServeError
 
 __all__ = [
@@ -43,8 +44,9 @@ TENANTS_MAX: Final = 1 << 16
 DEFAULT_TENANT: Final = 0
 """The tenant of clients that belong to none; its name is empty."""
 
-KEY_BYTES_MAX: Final = 64 << 10
-"""Of a client's key; the server refuses to store under longer ones."""
+KEY_BYTES_MAX: Final = (64 << 10) - 64
+"""Of a client's key; the server refuses to store under longer ones. An object on a device has room for a name of 64
+KiB, of which an engine may use 64 bytes for itself."""
 
 PARENT_BYTES: Final = 32
 """Of the name of a chunk, which its key spells in hexadecimal digits behind ``kv:``."""
@@ -54,7 +56,7 @@ class OutOfBudgetError(ShadowServeError):
     """A value does not fit the budget or the tenant's quota, even if everything that may be evicted is."""
 
 
-class BusyError(ShadowServeError):
+class BusyError(errors.BusyError):
     """Too many writes are under way; trying again makes sense once ``again`` is settled."""
 
     def __init__(self, message: str, again: "Ticket") -> None:

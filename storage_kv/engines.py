@@ -6,6 +6,7 @@ from typing import cast
 from shadowserve.errors import ConfigurationError
 from storage_kv.config import StorageConfig
 from storage_kv.engine import Engine, wall_clock_ms
+from storage_kv.filesystem_engine import FilesystemEngine
 from storage_kv.memory_engine import MemoryEngine
 
 __all__ = ["engine_kind", "open_engine"]
@@ -39,4 +40,4 @@ def open_engine(config: StorageConfig) -> Engine:
 def _filesystem(config: StorageConfig) -> Engine:
     if config.filesystem_path is None:
         raise ConfigurationError("engine filesystem needs filesystem_path: the folder to keep values in")
-    raise ConfigurationError("engine filesystem is not in this build: choose memory")
+    return FilesystemEngine(config.filesystem_path, config.memory_budget_bytes, wall_clock_ms)

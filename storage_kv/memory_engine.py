@@ -125,29 +125,35 @@ class MemoryEngine:
         self._make_room(account, cost, old)
         self._uses = used = self._uses + 1
         item = MemoryItem(account, length, head_bytes, expires_at_ms, value, cost, parent, used)
+        self._enter(key, item, old)
+        return None
+
+    def _enter(self, key: bytes, item: MemoryItem, old: MemoryItem | None) -> None:
+        """Put an item for which there is room into the table, in place of ``old``."""
+        account = item.account
         item.stored = True
         if old is not None:
             item.serial = old.serial
             self._forget(old)
+            account.items[key] = item
+            account.items.move_to_end(key)
         else:
             item.serial = account.index.add(key)
-        account.items[key] = item
-        if old is not None:
-            account.items.move_to_end(key)
+            account.items[key] = item
+        cost = item.cost
         self._used_bytes += cost
         account.used_bytes += cost
         if self._used_bytes > self._peak_bytes:
             self._peak_bytes = self._used_bytes
         if account.used_bytes > account.peak_bytes:
             account.peak_bytes = account.used_bytes
-        if head_bytes:
+        if item.head_bytes:
             account.records += 1
-            account.record_bytes += length
-        if parent:
-            account.adopt(parent)
-        if expires_at_ms is not None:
-            self._remember_expiry(key, item, expires_at_ms)
-        return None
+            account.record_bytes += item.length
+        if item.parent:
+            account.adopt(item.parent)
+        if item.expires_at_ms is not None:
+            self._remember_expiry(key, item, item.expires_at_ms)
 
     def settling(self, key: bytes) -> Ticket | None:
         """See :meth:`Engine.settling`: nothing is more durable than it is at once."""
@@ -380,7 +386,7 @@ class MemoryEngine:
         account = walk.account
         for key, item in walk.taken:
             account.evicted_keys += 1
-            account.evicted_bytes += item.cost - ENTRY_OVERHEAD_BYTES
+            account.evicted_bytes += len(key) + item.length
             self._drop(key, item)
 
     # ---- Bookkeeping

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from engine_conformance import EngineConformance, cost
+from engine_conformance import EngineConformance
 from engine_driver import Clock
 from machine import NEVER_S
 
@@ -19,22 +19,22 @@ class TestMemoryEngine(EngineConformance):
         return MemoryEngine(budget_bytes, clock_ms)
 
     def test_a_held_value_stays_valid_and_counted_after_it_is_removed(self) -> None:
-        engine = self.drive(10 * cost(b"a", 1000), Clock())
+        engine = self.drive(10 * self.cost(b"a", 1000), Clock())
         engine.put(b"a", b"x" * 1000)
         first, second = engine.open(b"a"), engine.open(b"a")
         assert first is not None and second is not None
         engine.remove(b"a")
         engine.put(b"a", b"y" * 1000)
-        assert engine.statistics().held_bytes == cost(b"a", 1000)
-        assert engine.statistics().used_bytes == 2 * cost(b"a", 1000)
+        assert engine.statistics().held_bytes == self.cost(b"a", 1000)
+        assert engine.statistics().used_bytes == 2 * self.cost(b"a", 1000)
         first.release()
-        assert engine.statistics().held_bytes == cost(b"a", 1000)
+        assert engine.statistics().held_bytes == self.cost(b"a", 1000)
         second.release()
         assert engine.statistics().held_bytes == 0
-        assert engine.statistics().used_bytes == cost(b"a", 1000)
+        assert engine.statistics().used_bytes == self.cost(b"a", 1000)
 
     def test_held_values_are_not_evicted_since_that_would_free_nothing(self) -> None:
-        engine = self.drive(2 * cost(b"a", 1000), Clock())
+        engine = self.drive(2 * self.cost(b"a", 1000), Clock())
         engine.put(b"a", b"x" * 1000)
         engine.put(b"b", b"x" * 1000)
         first = engine.open(b"a")
