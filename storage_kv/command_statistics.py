@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from storage_kv.observation import LatencyHistogram
+from shadowserve.latency import LatencyHistogram
 
 __all__ = ["COMMAND_SECONDS", "SAMPLE_EVERY", "CommandStatistics"]
 

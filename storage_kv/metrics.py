@@ -18,10 +18,11 @@ from prometheus_client.core import (
 )
 
 from shadowserve import __version__
+from shadowserve.latency import LatencyHistogram
 from storage_kv.command_statistics import SAMPLE_EVERY
 from storage_kv.health import Condition
 from storage_kv.node import Node
-from storage_kv.observation import ArenaObservation, DeviceObservation, LatencyHistogram, Observation, observe
+from storage_kv.observation import ArenaObservation, DeviceObservation, Observation, observe
 
 __all__ = ["NodeCollector"]
 
@@ -224,7 +225,7 @@ def _observed(seen: Observation) -> Iterator[Metric]:
     yield from _labelled(GaugeMetricFamily, _DEVICE_GAUGES, "device", seen.devices)
     yield _histogram(
         "device_operation_duration_seconds",
-        "Time of a device's requests, waiting included, by operation.",
+        "Time from when a device gets an operation to its end.",
         ["device", "operation"],
         {(each.name, kind): one for each in seen.devices for kind, one in sorted(each.latencies.items())},
     )

@@ -4,75 +4,18 @@ An engine that has any of this offers ``observe() -> Observation``, which only r
 node's lock held or not. For one that has not, :func:`observe` returns an empty one. ``metrics.py`` makes the metrics.
 """
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+
+from shadowserve.latency import LatencyHistogram
 
 __all__ = [
-    "LATENCY_SECONDS",
     "ArenaObservation",
     "DeviceObservation",
-    "LatencyHistogram",
     "Observation",
     "ScrubObservation",
     "observe",
 ]
-
-LATENCY_SECONDS: Final = (
-    *(0.000_01, 0.000_025, 0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05, 0.1),
-    *(0.25, 0.5, 1.0, 2.5, 10.0),
-)
-"""Upper bounds of the buckets of device operations: from a read out of a device's cache to a device that retries."""
-
-
-class LatencyHistogram:
-    """Counts of durations by bucket; cheap enough for every operation, and read without a lock.
-
-    Attributes:
-        bounds_ns: upper bounds of the buckets; one more bucket is beyond the last.
-        counts: of each bucket.
-        sum_ns: of all durations.
-    """
-
-    __slots__ = ("bounds_ns", "counts", "sum_ns")
-
-    def __init__(self, bounds_s: Sequence[float] = LATENCY_SECONDS) -> None:
-        """Make an empty one."""
-        self.bounds_ns = tuple(round(1e9 * bound) for bound in bounds_s)
-        self.counts = [0] * (len(self.bounds_ns) + 1)
-        self.sum_ns = 0
-
-    def add(self, duration_ns: int) -> None:
-        """Count one duration."""
-        self.counts[bisect_left(self.bounds_ns, duration_ns)] += 1
-        self.sum_ns += duration_ns
-
-    @property
-    def count(self) -> int:
-        """How many durations."""
-        return sum(self.counts)
-
-    def quantile_ns(self, share: float) -> float:
-        """Return about what ``share`` of the durations are below, within their bucket; 0 without any."""
-        target = share * self.count
-        below = 0
-        for index, count in enumerate(self.counts):
-            if count and below + count >= target:
-                low = self.bounds_ns[index - 1] if index else 0
-                high = self.bounds_ns[index] if index < len(self.bounds_ns) else low
-                return low + (high - low) * (target - below) / count
-            below += count
-        return 0.0
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """Return Prometheus's buckets: upper bound in seconds, and how many are at most that."""
-        total = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*self.bounds_ns, None), self.counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound is None else repr(bound / 1e9), total))
-        return buckets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,12 +120,9 @@ class Observation:
     recovered_objects: int = 0
 
 
-_NOTHING: Final = Observation()
-
-
 def observe(engine: object) -> Observation:
     """Return what ``engine`` shows; an empty observation if it shows nothing."""
     look = getattr(engine, "observe", None)
-    found = look() if look is not None else _NOTHING
+    found = look() if look is not None else Observation()
     assert isinstance(found, Observation)
     return found

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from shadowserve.block import BlockStatistics, Operation
 from shadowserve.errors import BusyError, DeviceError, NativeError
+from shadowserve.latency import LatencyHistogram
 from shadowserve.native._library import Result, check, ffi, lib
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ OBJECT_HEADER_BYTES: Final = 2048
 """In front of every value on a device."""
 
 _COMPLETIONS_MAX: Final = 256
+_KINDS: Final = ("read", "write", "flush", "discard")
 _BUSY_PAUSE_S: Final = 0.02
 
 
@@ -90,6 +92,7 @@ class BlockDevice:
         name: the path.
         capacity_bytes: that can be used.
         access_name: how it is accessed, such as ``"io_uring, direct"``.
+        latencies: of what has been taken back, from when the device got it to its end; by ``read``, ``write``...
 
     Raises:
         DeviceError: it cannot be opened; ``errno`` says why, EBUSY where it is mounted or another process has it.
@@ -129,6 +132,7 @@ class BlockDevice:
         self.access_name = ffi.string(lib.ss_block_access_name(self._block)).decode()
         self._completions = ffi.new("struct ss_block_completion[]", _COMPLETIONS_MAX)
         self._tags = itertools.count(1)
+        self.latencies = {name: LatencyHistogram() for name in _KINDS}
         self._operations: dict[int, Operation] = {}
         self._registered: list[Any] = []
         self._left: list[Operation] = []
@@ -195,6 +199,7 @@ class BlockDevice:
                 completion = self._completions[index]
                 operation = self._operations.pop(completion.tag)
                 operation.begin_ns, operation.end_ns = completion.begin_ns, completion.end_ns
+                self.latencies[_KINDS[operation.kind]].add(completion.end_ns - completion.begin_ns)
                 if completion.error:
                     operation.error = self._error(completion.error, operation)
                 ended.append(operation)

@@ -104,6 +104,11 @@ def test_what_was_written_is_read(device: BlockDevice, memory: Memory) -> None:
     assert perform(device, read) == [read] and read.error is None
     assert memory.view[4 << 20 : 7 << 20] == content
     assert 0 < read.begin_ns < read.end_ns
+    assert {kind: histogram.count for kind, histogram in device.latencies.items() if histogram.count} == {
+        kind: count
+        for kind, count in zip(("read", "write", "flush", "discard"), device.statistics().operations, strict=True)
+        if count
+    }
     counted = device.statistics()
     assert counted.operations == (1, 1, 1, 0) and counted.bytes == (len(content), len(content), 0, 0)
     assert counted.errors == (0, 0, 0, 0) and counted.in_flight == 0 and counted.busy_ns > 0

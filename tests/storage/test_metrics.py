@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from storage_support import REPOSITORY, Child, Client, make_record
 
 from dpu_dataplane.metrics import Metrics
+from shadowserve.latency import LatencyHistogram
 from storage_kv.command_statistics import SAMPLE_EVERY, CommandStatistics
 from storage_kv.commands import execute
 from storage_kv.config import StorageConfig
@@ -25,7 +26,6 @@ from storage_kv.node import CommandError, Node, Session
 from storage_kv.observation import (
     ArenaObservation,
     DeviceObservation,
-    LatencyHistogram,
     Observation,
     ScrubObservation,
     observe,

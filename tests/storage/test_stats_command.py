@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
@@ -80,6 +81,19 @@ def test_a_password_is_given_by_the_environment_or_a_flag(launch: Callable[..., 
     assert wrong.exit_code == 1 and "WRONGPASS" in wrong.output
     assert stats("--port", str(child.port), "--password", PASSWORD).exit_code == 0
     assert stats("--port", str(child.port), "--user", "default", "--password", PASSWORD).exit_code == 0
+
+
+def test_it_speaks_tls(launch: Callable[..., Child], certificates: Path) -> None:
+    child = launch(
+        *("--tls-cert", str(certificates / "server.crt"), "--tls-key", str(certificates / "server.key")),
+        *("--tls-client-ca", str(certificates / "ca.crt")),
+    )
+    where = ("--port", str(child.port), "--json", "--tls-ca", str(certificates / "ca.crt"))
+    own = ("--tls-cert", str(certificates / "client.crt"), "--tls-key", str(certificates / "client.key"))
+    assert stats(*where, *own).exit_code == 0
+    assert stats(*where).exit_code == 1  # the server asks for a certificate
+    plain = stats("--port", str(child.port))
+    assert plain.exit_code == 1 and "speaks TLS only" in plain.output
 
 
 def test_where_nobody_listens_it_says_so() -> None:
