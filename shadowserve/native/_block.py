@@ -8,6 +8,7 @@ import enum
 import errno
 import itertools
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,6 +137,9 @@ class BlockDevice:
         self._operations: dict[int, Operation] = {}
         self._registered: list[Any] = []
         self._left: list[Operation] = []
+        # No call is in the C core when the block is freed, and one at a time takes completions.
+        self._lock = threading.Lock()
+        self._closing = threading.Lock()
         self._last_statistics = BlockStatistics()
 
     def __enter__(self) -> Self:
@@ -154,12 +158,14 @@ class BlockDevice:
             for it), operations on it are done all the same.
         """
         buffer = ffi.from_buffer("uint8_t[]", memory, require_writable=True)
-        code = lib.ss_block_register(self._open(), buffer, len(buffer))
+        with self._lock:
+            code = lib.ss_block_register(self._open(), buffer, len(buffer))
+            if code == Result.OK:
+                self._registered.append(buffer)
         if code in (Result.NO_MEMORY, Result.NO_SPACE, Result.NOT_SUPPORTED, Result.OS_ERROR):
             ffi.release(buffer)
             return False
         check(code, f"registering {len(buffer)} bytes of memory with device {self.name}")
-        self._registered.append(buffer)
         return True
 
     def submit(self, operations: Sequence[Operation]) -> None:
@@ -170,7 +176,6 @@ class BlockDevice:
             DeviceError: the device is closed.
             NativeError: with ``Result.BAD_ARGUMENT``, one is not within the device, or not aligned.
         """
-        block = self._open()
         described = ffi.new("struct ss_block_operation[]", len(operations))
         tags = list(itertools.islice(self._tags, len(operations)))
         for entry, operation, tag in zip(described, operations, tags, strict=True):
@@ -178,19 +183,25 @@ class BlockDevice:
             entry.offset, entry.length = operation.offset, operation.length
             entry.memory = ffi.cast("void *", operation.address)
             entry.tag = tag
-            self._operations[tag] = operation
-        code = lib.ss_block_submit(block, described, len(operations))
+        with self._lock:
+            block = self._open()
+            self._operations.update(zip(tags, operations, strict=True))
+            code = lib.ss_block_submit(block, described, len(operations))
+            if code != Result.OK:
+                for tag in tags:
+                    del self._operations[tag]
         if code != Result.OK:
-            for tag in tags:
-                del self._operations[tag]
             _refused(code, self.name, operations)
 
     def completed(self) -> list[Operation]:
         """Take back what has ended, ``error`` set; the caller calls ``done``. Never blocks."""
-        if self._block == ffi.NULL:
+        with self._lock:
+            if self._block != ffi.NULL:
+                return self._take()
             left, self._left = self._left, []
             return left
-        # A buffer of its own for each call would cost more than all else; one thread at a time takes completions.
+
+    def _take(self) -> list[Operation]:
         ended = []
         count = _COMPLETIONS_MAX
         while count == _COMPLETIONS_MAX:
@@ -207,10 +218,15 @@ class BlockDevice:
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while there is something to take back. It is not to be read."""
-        return int(lib.ss_block_descriptor(self._open()))
+        with self._lock:
+            return int(lib.ss_block_descriptor(self._open()))
 
     def statistics(self) -> BlockStatistics:
         """Return counters since it was opened; after closing those of the end."""
+        with self._lock:
+            return self._count()
+
+    def _count(self) -> BlockStatistics:
         if self._block == ffi.NULL:
             return self._last_statistics
         found = ffi.new("struct ss_block_statistics *")
@@ -237,24 +253,26 @@ class BlockDevice:
         answers nothing for ``timeout_s`` keeps its operations: they end with ETIMEDOUT here, but their memory may be
         written to yet, so it must stay for as long as the process; what was registered does.
         """
-        if self._block == ffi.NULL:
-            return
-        stuck = lib.ss_block_stop(self._block, int(timeout_s * 1000)) != Result.OK
-        left = self.completed()
-        self._last_statistics = self.statistics()
-        block, self._block = self._block, ffi.NULL
-        for operation in self._operations.values():
-            operation.error = self._error(errno.ETIMEDOUT, operation)
-            left.append(operation)
-        self._operations.clear()
-        self._left = left
-        lib.ss_block_close(block)
-        if stuck:
-            _kept_for_ever.extend(self._registered)
-        else:
-            for buffer in self._registered:
-                ffi.release(buffer)
-        self._registered.clear()
+        with self._closing:
+            if self._block == ffi.NULL:
+                return
+            # Without the lock: others go on meanwhile, and are told that it is closed, or take what has ended.
+            stuck = lib.ss_block_stop(self._block, int(timeout_s * 1000)) != Result.OK
+            with self._lock:
+                self._left = self._take()
+                self._last_statistics = self._count()
+                block, self._block = self._block, ffi.NULL
+                for operation in self._operations.values():
+                    operation.error = self._error(errno.ETIMEDOUT, operation)
+                    self._left.append(operation)
+                self._operations.clear()
+            lib.ss_block_close(block)
+            if stuck:
+                _kept_for_ever.extend(self._registered)
+            else:
+                for buffer in self._registered:
+                    ffi.release(buffer)
+            self._registered.clear()
 
     def _open(self) -> Any:
         if self._block == ffi.NULL:

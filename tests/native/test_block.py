@@ -8,12 +8,13 @@ import re
 import select
 import subprocess
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machine import PATIENCE_S
+from machine import PATIENCE_S, wait_for
 
 from shadowserve import native
 from shadowserve.block import Operation, OperationKind, Priority
@@ -176,6 +177,37 @@ def test_closing_gives_back_every_operation(path: Path, memory: Memory) -> None:
         with pytest.raises(DeviceError, match="is closed"):
             device.submit(reads[:1])
         device.close()
+
+
+def test_threads_may_go_on_while_a_device_is_closed(device: BlockDevice, memory: Memory) -> None:
+    submitted: list[list[Operation]] = [[] for _ in range(3)]
+    taken: list[Operation] = []
+    begun = threading.Barrier(4)
+
+    def read_on(mine: list[Operation]) -> None:
+        begun.wait(PATIENCE_S)
+        while True:
+            read = operation(OperationKind.READ, 0, 4096, memory.address)
+            try:
+                device.submit([read])
+            except BusyError:
+                taken.extend(device.completed())
+            except DeviceError:
+                return
+            else:
+                mine.append(read)
+
+    threads = [threading.Thread(target=read_on, args=(mine,)) for mine in submitted]
+    for thread in threads:
+        thread.start()
+    begun.wait(PATIENCE_S)
+    wait_for(lambda: all(len(mine) > 20 for mine in submitted))
+    device.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    taken += device.completed()
+    assert {id(item) for item in taken} == {id(item) for mine in submitted for item in mine}
+    assert len(taken) == sum(map(len, submitted)), "each once"
 
 
 @pytest.mark.parametrize("access", ACCESSES)
