@@ -109,10 +109,10 @@ SS_API void ss_index_pin(struct ss_index *index, uint32_t slot, uint32_t until_s
 
 /*
  * ss_index_victim() returns what to evict next of a tenant's (-1: anyone's) on a device (-1: on any), 0 for nothing. An
- * object that has expired comes first. Then it is the next one of the policy's queue; of several queues, the one whose
- * next was used least recently; and instead of an object with descendants the one at the end of the chain, which may
- * lie on another device: ask again until there is room. Pinned objects, and all that they descend from, are passed
- * over.
+ * object that has expired comes first (if it is among 64 of those). Then it is the next one of the policy's queue; of
+ * several queues, the one whose next was used least recently; and instead of an object with descendants the one at the
+ * end of the chain, which may lie on another device: ask again until there is room. Pinned objects, and all that they
+ * descend from, are passed over.
  */
 SS_API uint32_t ss_index_victim(struct ss_index *index, int32_t device, int32_t tenant, uint32_t now_s);
 
@@ -124,7 +124,10 @@ SS_API uint32_t ss_index_victim(struct ss_index *index, int32_t device, int32_t 
 SS_API int ss_index_ghost(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
 SS_API void ss_index_remember(struct ss_index *index, uint16_t tenant, const uint8_t *key);
 
-/* ss_index_next() returns the object's slot that comes after 'slot' (0: the first); 0 after the last. */
+/*
+ * ss_index_next() returns the object's slot that comes after 'slot' (0: the first); 0 after the last. It reads its
+ * way past free slots, a line of memory each, so that it is slow where an index of millions was nearly emptied.
+ */
 SS_API uint32_t ss_index_next(const struct ss_index *index, uint32_t slot);
 
 /* ss_index_expired() stores the slots of at most 'max' objects that have expired, and returns how many. */

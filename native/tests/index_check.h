@@ -42,12 +42,30 @@ static inline void check_links(const struct ss_index *index, uint32_t slot) {
           "slot %u is elsewhere in the heap", slot);
 }
 
+/* Returns by how many lines an entry is behind the one where it belongs. */
+static inline uint64_t lines_behind(const struct ss_index *index, uint32_t slot) {
+    const struct entry *entry = &index->entries[slot];
+    uint64_t hash = ss_index_hash(index, entry->tenant, entry->key);
+    uint64_t home = (uint64_t)(((unsigned __int128)hash * index->line_count) >> 64);
+    for (uint64_t behind = 0; behind < index->line_count; behind++) {
+        const struct line *line = &index->lines[(home + behind) % index->line_count];
+        for (size_t at = 0; at < LINE_SLOTS; at++) {
+            if (line->tags[at] != 0 && line->slots[at] == slot) {
+                return behind;
+            }
+        }
+        CHECK(line->overflow > 0, "slot %u is behind a line that nothing passed", slot);
+    }
+    CHECK(false, "slot %u is in no line", slot);
+}
+
 static inline void check_whole(const struct ss_index *index) {
-    uint64_t objects = 0, bytes = 0, expiring = 0, phantoms = 0, overflow = 0, tags = 0, listed = 0;
+    uint64_t objects = 0, bytes = 0, expiring = 0, phantoms = 0, overflow = 0, tags = 0, listed = 0, behind = 0;
     for (uint32_t slot = 1; slot <= index->slots_used; slot++) {
         const struct entry *entry = &index->entries[slot];
         if (entry->used) {
             check_links(index, slot);
+            behind += lines_behind(index, slot);
             phantoms += entry->phantom;
             objects += !entry->phantom;
             bytes += entry->phantom ? 0 : (uint64_t)ss_index_entry_blocks(entry) * BLOCK_SIZE;
@@ -77,7 +95,7 @@ static inline void check_whole(const struct ss_index *index) {
     CHECK(check_list(index, &index->phantoms, 0, true) == phantoms, "phantoms");
     CHECK(objects == index->totals.objects && bytes == index->totals.bytes && listed == objects, "totals");
     CHECK(expiring == index->heap_count && expiring == index->totals.expiring, "expiring");
-    CHECK(tags == objects + phantoms && (objects + phantoms > 0 || overflow == 0), "the table");
+    CHECK(tags == objects + phantoms && overflow == behind, "the table");
     CHECK(objects <= index->objects_max && (index->replaying || phantoms <= index->phantoms_max), "bounds");
 }
 

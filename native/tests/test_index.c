@@ -320,6 +320,7 @@ static void test_links(void) {
         check_whole(index);
     }
     put(index, 0, 20, 0, 1);
+    check_whole(index);
     uint32_t zero = put(index, 0, 0, 0, 1);
     check_whole(index);
     CHECK(index->entries[zero].parent == 0 && index->phantoms.count == 0, "a circle");
@@ -423,6 +424,14 @@ static void test_replay_and_dump(void) {
         ss_index_evict(index, slot);
     }
     CHECK(last == 1980, "%u", last);
+    for (uint32_t slot = 0; (slot = ss_index_next(index, slot)) != 0;) { /* a full table, taken apart */
+        ss_index_remove(index, slot);
+        if (slot % 50 == 0) {
+            check_whole(index);
+        }
+    }
+    CHECK(ss_index_memory(index) < 100 * COUNT && index->totals.objects == 0, "memory");
+    check_whole(index);
     ss_index_close(index);
 }
 

@@ -306,3 +306,27 @@ def test_objects_of_a_device_that_overlap_leave_the_later_one() -> None:
     assert kept == {1, 3} and extents.free_blocks == 94 and extents.allocate(3) == 5
     index.close()
     extents.close()
+
+
+def hits(policy: IndexPolicy) -> int:
+    """Return how many of 60,000 requests a cache of 500 objects answers: few keys often, and every second one just once."""
+    index = Index(500, policy, seed=3)
+    random = np.random.default_rng(5)
+    popular = random.zipf(1.2, 30_000) % 5000
+    count = 0
+    for number, key_number in enumerate(popular.tolist()):
+        for key in (hashlib.sha256(b"%d" % key_number).digest(), hashlib.sha256(b"once %d" % number).digest()):
+            if slot := index.find(0, key):
+                index.touch(slot, number)
+                count += 1
+                continue
+            if len(index) == 500:
+                index.evict(index.victim(number))
+            index.insert(0, key, device=0, length=1, now_s=number)
+    index.close()
+    return count
+
+
+def test_s3_fifo_keeps_what_is_used_again_while_others_come_once() -> None:
+    lru, s3_fifo = hits(IndexPolicy.LRU), hits(IndexPolicy.S3FIFO)
+    assert s3_fifo > lru * 1.05, (lru, s3_fifo)
