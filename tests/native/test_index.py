@@ -309,7 +309,7 @@ def test_objects_of_a_device_that_overlap_leave_the_later_one() -> None:
 
 
 def hits(policy: IndexPolicy) -> int:
-    """Return how many of 60,000 requests a cache of 500 objects answers: few keys often, and every second one just once."""
+    """Return how many of 60,000 requests a cache of 500 objects answers; every second one comes just once."""
     index = Index(500, policy, seed=3)
     random = np.random.default_rng(5)
     popular = random.zipf(1.2, 30_000) % 5000
