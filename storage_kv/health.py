@@ -19,7 +19,9 @@ class Condition:
     Attributes:
         node: the node.
         loops: name of each loop or thread that must answer, and how to hand it a function.
-        recovered: the engine has found again what it kept.
+        recovered: the engine has found again what it kept; nothing is asked of it before.
+        recovery_s: how long that took.
+        recovered_keys: how many keys there were.
         listening: the addresses, empty before and after.
         draining: it has been told to stop.
     """
@@ -27,6 +29,8 @@ class Condition:
     node: Node
     loops: dict[str, Callable[[Callable[[], None]], Any]] = field(default_factory=dict)
     recovered: bool = False
+    recovery_s: float = 0.0
+    recovered_keys: int = 0
     listening: str = ""
     draining: bool = False
 
@@ -52,7 +56,7 @@ class Condition:
     def readiness(self) -> list[Check]:
         """Check whether clients are served: health, and recovered, listening, not draining, with a healthy device."""
         healthy = self.health()
-        devices = observe(self.node.engine).devices
+        devices = observe(self.node.engine).devices if self.recovered else ()
         well = [device.name for device in devices if device.healthy]
         return [
             *healthy,

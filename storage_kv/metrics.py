@@ -108,8 +108,6 @@ _OBSERVED_COUNTERS: Final[_Table] = (
 _OBSERVED_GAUGES: Final[_Table] = (
     ("writes_pending", "writes_pending", "Values that are not durable yet."),
     ("reads_pending", "reads_pending", "Reads that devices have not answered."),
-    ("recovery_seconds", "recovery_seconds", "What finding everything again took at the start."),
-    ("recovered_objects", "recovered_objects", "Objects found again at the start."),
 )
 _SCRUB_COUNTERS: Final[_Table] = (
     ("scrub_objects", "objects", "Objects verified by the background scrub."),
@@ -130,9 +128,10 @@ class NodeCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         node = self._node
+        engine, seen = None, Observation()
         with node.lock:
-            engine = node.engine.statistics()
-            seen = observe(node.engine)
+            if self._condition.recovered:
+                engine, seen = node.engine.statistics(), observe(node.engine)
             by_command = dict(node.counters.by_command)
             waiting = sum(session.pending_output_bytes for session in node.sessions.values())
         yield from _each(CounterMetricFamily, _NODE_COUNTERS, node.counters)
@@ -166,6 +165,8 @@ class NodeCollector:
             ("replies_waiting_bytes", waiting_bytes, "Bytes of replies that clients have not taken yet."),
             ("up_seconds", time.monotonic() - node.started_s, "Time since the start."),
             ("recovered", condition.recovered, "Whether the engine has found again what it kept: 1 or 0."),
+            ("recovery_seconds", condition.recovery_s, "What finding everything again took at the start."),
+            ("recovered_keys", condition.recovered_keys, "Keys found again at the start."),
             ("draining", condition.draining, "Whether the server has been told to stop: 1 or 0."),
         ):
             yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))

@@ -103,8 +103,6 @@ class Observation:
         busy_refusals: writes that were told to wait since too many were under way.
         writes_pending: values that are not durable yet.
         reads_pending: reads that devices have not answered.
-        recovery_seconds: what finding everything again took at the start.
-        recovered_objects: how many there were.
     """
 
     devices: Sequence[DeviceObservation] = ()
@@ -116,8 +114,6 @@ class Observation:
     busy_refusals: int = 0
     writes_pending: int = 0
     reads_pending: int = 0
-    recovery_seconds: float = 0.0
-    recovered_objects: int = 0
 
 
 def observe(engine: object) -> Observation:

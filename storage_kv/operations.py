@@ -75,9 +75,25 @@ class Operations:
         """Take a loop or thread into the health checks; ``hand`` gives it a function to call soon."""
         self.condition.loops[name] = hand
 
+    def recover(self) -> None:
+        """Start the engine, which finds again what it kept: seconds for millions of objects.
+
+        Raises:
+            ConfigurationError: a device or folder cannot be used.
+        """
+        systemd.notify("STATUS=recovering")
+        node, condition = self._node, self.condition
+        begin_s = time.monotonic()
+        node.engine.start(node.lock)
+        condition.recovery_s = time.monotonic() - begin_s
+        with node.lock:
+            condition.recovered_keys = node.engine.statistics().keys
+        condition.recovered = True
+        if condition.recovered_keys:
+            _log.info("recovered keys=%d seconds=%.3f", condition.recovered_keys, condition.recovery_s)
+
     def serving(self, where: str) -> None:
-        """Take note that the engine has recovered and clients can connect."""
-        self.condition.recovered = True
+        """Take note that clients can connect."""
         self.condition.listening = where
         self._watchdog = Watchdog(self.condition.health)
         systemd.notify("READY=1", f"STATUS=serving on {where}")
@@ -94,6 +110,8 @@ class Operations:
     def _reload(self) -> None:
         systemd.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
+            if not self.condition.recovered:
+                raise ConfigurationError("the engine is recovering; send the signal again when the server is ready")
             done = self.reconfiguration.reload()
         except ConfigurationError as error:
             _log.error("configuration_refused error=%r hint='nothing has changed'", str(error))

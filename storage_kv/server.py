@@ -137,7 +137,7 @@ class StorageServer:
         self.node.port = self.addresses[0][1]
         try:
             # In another thread, since recovering what devices hold may take seconds; nobody is accepted meanwhile.
-            await self._loop.run_in_executor(None, self.node.engine.start, self.node.lock)
+            await self._loop.run_in_executor(None, self.operations.recover)
         except BaseException:
             self._close_listeners()
             raise

@@ -89,6 +89,18 @@ def test_while_draining_clients_are_served_and_probes_say_so(launch: Callable[..
     assert child.wait() == 0 and any(" draining delay_s=" in line for line in child.log)
 
 
+def test_what_was_found_again_is_told(launch: Callable[..., Child], tmp_path: Path) -> None:
+    flags = ("--engine", "filesystem", "--filesystem-path", str(tmp_path / "files"), "--metrics-port", "0")
+    first = launch(*flags)
+    with first.client() as client:
+        assert client.call("SET", "a", "1") == b"OK"
+    assert first.stop() == 0
+    second = launch(*flags)
+    samples = second.samples()
+    assert samples["shadowserve_storage_recovered_keys"] == 1 and samples["shadowserve_storage_recovery_seconds"] > 0
+    assert any(" recovered keys=1 seconds=" in line for line in second.log)
+
+
 def test_the_delay_ends_by_itself(launch: Callable[..., Child]) -> None:
     assert launch("--drain-delay-s", "0.05").stop() == 0
 

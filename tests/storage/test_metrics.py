@@ -62,7 +62,7 @@ def node_with(engine: Any) -> Node:
 
 def exported(node: Node) -> dict[str, float]:
     registry = CollectorRegistry()
-    registry.register(NodeCollector(node, Condition(node)))
+    registry.register(NodeCollector(node, Condition(node, recovered=True)))
     lines = generate_latest(registry).decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
@@ -105,7 +105,7 @@ def test_promtool_has_nothing_to_say_of_a_scrape(launch: Callable[..., Child]) -
 @needs_promtool
 def test_promtool_has_nothing_to_say_of_devices_either() -> None:
     registry = CollectorRegistry()
-    registry.register(NodeCollector(node := node_with(ObservedEngine()), Condition(node)))
+    registry.register(NodeCollector(node := node_with(ObservedEngine()), Condition(node, recovered=True)))
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True, timeout=NEVER_S
     )
@@ -146,6 +146,14 @@ def test_devices_arenas_and_causes_are_metrics() -> None:
     assert own['evictions_total{cause="quota"}'] == 1 and own['admissions_total{outcome="stored"}'] == 4
     assert own["scrub_rotten_total"] == own["quarantined_total"] == 1 and own["writes_pending"] == 2
     assert own['arena_promotions_total{arena="node0"}'] == 2
+
+
+def test_while_the_engine_recovers_nothing_is_asked_of_it() -> None:
+    node = node_with(object())
+    registry = CollectorRegistry()
+    registry.register(NodeCollector(node, condition := Condition(node)))
+    assert b"shadowserve_storage_recovered 0.0" in generate_latest(registry)
+    assert [check.name for check in condition.readiness() if check.failed] == ["recovery", "listening"]
 
 
 def test_an_engine_that_shows_nothing_has_none_of_them(client: Client) -> None:
