@@ -464,9 +464,11 @@ class Recovery:
             if length <= NAME_PIECE_BYTES:
                 self._keep_text(kind, tenant, key, piece)
                 continue
+            if start == 0:  # of a text that was changed, pieces of the old one are not to be taken for the new one's
+                self._texts[kind, tenant, key] = {}
             pieces = self._texts.setdefault((kind, tenant, key), {})
             pieces[start] = piece
-            if sum(map(len, pieces.values())) == length:
+            if len(pieces) == -(-length // NAME_PIECE_BYTES):
                 self._keep_text(kind, tenant, key, b"".join(pieces[each] for each in sorted(pieces)))
                 del self._texts[kind, tenant, key]
 

@@ -34,6 +34,8 @@ from storage_kv.pool.recovery import LogEnd, Reader, Recovery, RecoveryReport, r
 __all__ = ["Finding", "Verification", "verify_volume"]
 
 _SLICE_RECORDS: Final = 8192
+_OBJECTS_MAX: Final = 1 << 30
+"""More than that no index holds."""
 
 Progress = Callable[[int, int], None]
 """Gets how many bytes have been checked, and of how many."""
@@ -94,7 +96,7 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
         content = describe_content(reader, device.capacity_bytes) or "nothing"
         found.findings.append(Finding("superblock", device.name, f"there is no volume; the device holds {content}"))
         return found
-    index = Index(found.superblock.layout.objects_max * 2 + 1024)
+    index = Index(min(found.superblock.layout.objects_max * 2 + 1024, _OBJECTS_MAX))
     recovery = Recovery(reader, found.superblock, index, 0)
     end = recovery.run()
     index.replayed()

@@ -279,7 +279,8 @@ class Volume:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way that a restart would have to do without."""
-        return not self._writing and self._log.idle and self._snapshot is None and not self._outbox
+        rests = self.error is not None or (self._log.idle and self._snapshot is None)
+        return rests and not self._writing and not self._outbox
 
     # ---- Changes
 

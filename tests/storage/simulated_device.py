@@ -282,9 +282,9 @@ class SimulatedDevice:
         self._durable[number] = content
 
     def copy(self) -> "SimulatedDevice":
-        """Return a device with the same durable content."""
+        """Return a device with the content that a read sees now."""
         after = SimulatedDevice(self.capacity_bytes, name=self.name, operations_max=self._operations_max)
-        after._durable = dict(self._durable)
+        after._durable = dict(self.blocks())
         return after
 
     def blocks(self) -> Iterator[tuple[int, bytes]]:

@@ -28,6 +28,7 @@ from storage_kv.pool.format import (
     SnapshotHeader,
     Superblock,
     pack_name,
+    pack_record,
     unpack_block,
     unpack_name,
 )
@@ -400,3 +401,24 @@ def _metadata() -> list[bytes]:
         device = golden_volume.load()
         _BLOCKS.extend(block for number, block in device.blocks() if number < layout_of(device).data_first)
     return _BLOCKS
+
+
+def test_records_with_extents_that_cannot_be_are_dropped() -> None:
+    store = Store(device_of())
+    extents = [5, 10_000_000, 600, 601]  # the log's, beyond the end, and two that overlap
+    for number, extent in enumerate(extents):
+        record = pack_record(RecordKind.PUT, 0, KEYS[number], extent=extent, length=9000, generation=number + 1)
+        store.volume.log(record)
+    store.drain()
+    after = store.crashed()
+    assert [after.entry(KEYS[number]) is not None for number in range(4)] == [False, False, False, True]
+    assert after.volume.report.refused == 1 and after.volume.report.overlapping == 2
+    assert after.volume.free_blocks == after.volume.data_blocks - 3
+
+
+def test_pieces_of_an_old_text_are_not_taken_for_those_of_the_new_one() -> None:
+    store = Store(device_of())
+    for text in (b"a" * 200, b"b" * 200, b"c" * 170):
+        store.volume.note(b"note", text)
+        store.drain()
+    assert store.crashed().volume.notes == {b"note": b"c" * 170}
