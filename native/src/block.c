@@ -345,6 +345,10 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
     if (request->kind == SS_BLOCK_DISCARD && (error == EOPNOTSUPP || error == ENOTTY || error == EINVAL)) {
         error = 0; /* advice that a device does not take */
     }
+    /* One that was removed says that it is full, or at its end: it has no size any more. */
+    if ((error == EIO || error == ENOSPC) && ss_block_device_is_gone(&block->device)) {
+        error = ENODEV;
+    }
     ss_schedule_done(&block->schedule, request, error, ss_block_now());
     announce(block, completed);
     return 0;

@@ -84,6 +84,9 @@ enum ss_result ss_block_device_open(struct ss_block_device *device, const struct
                                     enum ss_block_access access);
 void ss_block_device_close(struct ss_block_device *device);
 
+/* Whether a block device is not there any more, or smaller than it was; asked when it fails. A file never is. */
+int ss_block_device_is_gone(const struct ss_block_device *device);
+
 /* Whether 'path' names an NVMe namespace; if so the names of its two devices, cut to 'size' bytes. */
 int ss_block_nvme_paths(const char *path, char *block_path, char *character_path, size_t size);
 

@@ -73,6 +73,15 @@ void ss_block_device_close(struct ss_block_device *device) {
     device->fd = device->guard = -1;
 }
 
+int ss_block_device_is_gone(const struct ss_block_device *device) {
+    uint64_t size;
+
+    if (device->is_file) {
+        return 0;
+    }
+    return ioctl(device->guard >= 0 ? device->guard : device->fd, BLKGETSIZE64, &size) != 0 || size < device->size;
+}
+
 /* Locks it against others of us. */
 static enum ss_result lock(int fd) {
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {

@@ -135,6 +135,49 @@ static void test_on(const char *path, enum ss_block_access access, uint64_t size
     free(expected);
 }
 
+/* Submits 'count' operations, and returns the errno of the last one that failed. */
+static int32_t last_error(struct ss_block *block, const struct ss_block_operation *operations, size_t count) {
+    struct ss_block_completion completion;
+    struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
+    int32_t error = 0;
+
+    CHECK(ss_block_submit(block, operations, count) == SS_OK, "submit");
+    while (count > 0) {
+        CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1, "nothing ended; %zu are missing", count);
+        if (ss_block_completions(block, &completion, 1) == 1) {
+            count--;
+            error = completion.error != 0 ? completion.error : error;
+        }
+    }
+    return error;
+}
+
+static void test_a_device_that_is_taken_away(const char *path, enum ss_block_access access) {
+    struct ss_block *block = device_open(path, access, 0);
+    uint8_t *memory = memory_make((size_t)3 * PAGE);
+    struct ss_block_statistics statistics;
+    const struct ss_block_operation operations[] = {
+        {.kind = SS_BLOCK_READ, .length = PAGE, .memory = memory},
+        {.kind = SS_BLOCK_WRITE, .length = PAGE, .offset = PAGE, .memory = memory + PAGE},
+        {.kind = SS_BLOCK_READ, .length = PAGE, .offset = HALF, .memory = memory + (size_t)2 * PAGE},
+        {.kind = SS_BLOCK_FLUSH}};
+    int32_t first;
+
+    printf("%s: %s, until it is taken away\n", path, ss_block_access_name(block));
+    fflush(stdout);
+    do {
+        first = last_error(block, operations, 4);
+    } while (first == 0);
+    int32_t second = last_error(block, operations, 3);
+    CHECK(second == ENODEV, "%s", strerror(second));
+    ss_block_statistics(block, &statistics);
+    CHECK(statistics.gone && statistics.in_flight == 0 && statistics.errors[SS_BLOCK_READ] >= 2, "statistics");
+    CHECK(ss_block_stop(block, PATIENCE_MS) == SS_OK, "stop");
+    ss_block_close(block);
+    munmap(memory, (size_t)3 * PAGE);
+    printf("%s: %s, then %s\n", path, strerror(first), strerror(second));
+}
+
 struct submitter {
     struct ss_block *block;
     uint64_t offset;
@@ -268,13 +311,17 @@ int main(int argc, char **argv) {
     char file[] = "./test_block-XXXXXX", in_memory[] = "/dev/shm/test_block-XXXXXX";
     char *paths[] = {file, in_memory};
 
-    for (size_t index = 0; argc == 3 && index < sizeof access_names / sizeof *access_names; index++) {
+    for (size_t index = 0; argc >= 3 && index < sizeof access_names / sizeof *access_names; index++) {
         if (strcmp(argv[1], access_names[index]) == 0) {
-            test_on(argv[2], (enum ss_block_access)index, 0);
+            if (argc == 3) {
+                test_on(argv[2], (enum ss_block_access)index, 0);
+            } else {
+                test_a_device_that_is_taken_away(argv[2], (enum ss_block_access)index);
+            }
             return 0;
         }
     }
-    CHECK(argc == 1, "usage: test_block [auto|uring|threads|nvme DEVICE]");
+    CHECK(argc == 1, "usage: test_block [auto|uring|threads|nvme DEVICE [removed]]");
     for (size_t which = 0; which < 2; which++) {
         int fd = mkstemp(paths[which]);
         CHECK(fd >= 0 && close(fd) == 0, "%s", paths[which]);
