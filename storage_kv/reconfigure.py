@@ -63,7 +63,8 @@ class Reconfiguration:
         self._hooks[key] = hook
 
     def _follow_budget(self, config: StorageConfig) -> None:
-        self._node.engine.set_budget(int(config.memory_budget_bytes))
+        engine = self._node.engine  # of a pool with devices, memory is not what bounds its objects
+        getattr(engine, "set_memory_budget", engine.set_budget)(int(config.memory_budget_bytes))
 
     def _follow_tenants(self, config: StorageConfig) -> None:
         """Give tenants their new limits; those that are named no more have none."""

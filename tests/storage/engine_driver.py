@@ -92,8 +92,11 @@ class Driver:
         """Call poll() until something is so."""
 
         def step() -> Any:
-            self.engine.poll()
-            return condition()
+            for _ in range(8):  # a change of a device takes some: data, log, flush
+                self.engine.poll()
+                if found := condition():
+                    return found
+            return None
 
         if not condition():
             wait_for(step)

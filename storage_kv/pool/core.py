@@ -1,0 +1,285 @@
+"""What the parts of the pool share: the index, the memory, the devices, and how an entry goes.
+
+Everything here is called with the node's lock held.
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from shadowserve.native import Index, IndexEntry, ObjectFields
+from storage_kv.pool.admission import Admission
+from storage_kv.pool.arena import BLOCK_BYTES, Arenas, object_blocks
+from storage_kv.pool.copies import Copies
+from storage_kv.pool.disk import Disk, Place, Quarantined
+
+__all__ = ["MEMORY_ONLY", "Cancelled", "Core", "Counters", "Entry", "TenantCounters"]
+
+MEMORY_ONLY: Final = 255
+"""The index's number of the device of objects that are in memory alone."""
+
+_NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stranger"})
+"""Reasons for which an object was dropped, but which say nothing against its extent."""
+
+
+@dataclass(slots=True)
+class TenantCounters:
+    """What has become of a tenant's objects, and the bytes of those that are records."""
+
+    evicted_keys: int = 0
+    evicted_bytes: int = 0
+    expired_keys: int = 0
+    lost_keys: int = 0
+    failed_writes: int = 0
+    record_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """What the pool has done since it was opened; none ever decreases.
+
+    Attributes:
+        lookups: keys looked up.
+        lookup_ns: time spent in finding keys in the index and in memory.
+        placement_ns: time spent in choosing devices and extents, evictions for them included.
+        grouping_ns: time spent in handing reads to the devices and taking them back.
+        verify_ns: time spent in checking what was read; apart from the node's lock.
+        shared_reads: requests that were served by another one's read.
+        partial_reads: reads of a part of an object.
+        copied_bytes: of values that were stored from other memory than the pool's.
+        busy_writes: puts that were turned away for the moment.
+        lost: entries dropped because of their bytes, by reason.
+    """
+
+    lookups: int = 0
+    lookup_ns: int = 0
+    placement_ns: int = 0
+    grouping_ns: int = 0
+    verify_ns: int = 0
+    shared_reads: int = 0
+    partial_reads: int = 0
+    copied_bytes: int = 0
+    busy_writes: int = 0
+    lost: dict[str, int] = field(default_factory=dict)
+    tenants: defaultdict[int, TenantCounters] = field(default_factory=lambda: defaultdict(TenantCounters))
+
+    def summed(self) -> TenantCounters:
+        """Return what has become of everybody's objects."""
+        total = TenantCounters()
+        for one in self.tenants.values():
+            for name in TenantCounters.__slots__:
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+        return total
+
+
+class Entry:
+    """What the index said of an object, and its slot there."""
+
+    __slots__ = ("device", "extent", "fields", "generation", "key", "length", "slot", "tenant")
+
+    def __init__(self, slot: int, fields: IndexEntry) -> None:
+        """Keep what the index said."""
+        self.slot = slot
+        self.fields = fields
+        self.key = fields.key
+        self.tenant = fields.tenant
+        self.device = fields.device
+        self.extent = fields.extent
+        self.length = fields.length
+        self.generation = fields.generation
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 4 KiB that it takes."""
+        return object_blocks(self.length)
+
+    @property
+    def size(self) -> int:
+        """Bytes of these."""
+        return self.blocks * BLOCK_BYTES
+
+    @property
+    def header(self) -> ObjectFields:
+        """What the object's header says, if it is the object."""
+        fields = self.fields
+        return ObjectFields(
+            key=self.key,
+            tenant=self.tenant,
+            length=self.length,
+            generation=self.generation,
+            head_length=fields.head_length,
+            flags=fields.flags,
+        )
+
+
+class Cancelled(NamedTuple):
+    """A write that was taken back: whether its volume has it; if not, what it would have replaced there."""
+
+    submitted: bool
+    replaced: Place | None
+
+
+class Core:
+    """The pool's state.
+
+    Attributes:
+        cancel_write: takes back the write of a slot; set by the writer. None: none is under way.
+        names: texts of named keys by slot.
+        pins: until when entries are pinned (Unix time in s), by slot; those of this run.
+    """
+
+    def __init__(
+        self, index: Index, arenas: Arenas, disks: list[Disk], admission: Admission, clock_ms: Callable[[], int]
+    ) -> None:
+        """Join the parts."""
+        self.index = index
+        self.arenas = arenas
+        self.copies = Copies(arenas)
+        self.disks = disks
+        self.admission = admission
+        self.clock_ms = clock_ms
+        self.counters = Counters()
+        self.names: dict[int, bytes] = {}
+        self.names_bytes = 0
+        self.generation = 1
+        self.pins: dict[int, int] = {}
+        self.cancel_write: Callable[[int], Cancelled | None] = lambda slot: None
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        for disk in disks:
+            disk.wake = self.wake
+
+    # ---- The engine's thread
+
+    @property
+    def wake_descriptor(self) -> int:
+        """Readable when poll() has something to do that no device announces."""
+        return self._wake
+
+    def wake(self) -> None:
+        """Have poll() called soon; from any thread."""
+        os.eventfd_write(self._wake, 1)
+
+    def calm(self) -> None:
+        """Take back wake()."""
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self._wake)
+
+    # ---- Entries
+
+    def entry(self, slot: int) -> Entry | None:
+        """Return what the index says of a slot; None where there is nothing."""
+        try:
+            return Entry(slot, self.index.read(slot))
+        except KeyError:
+            return None
+
+    def is_current(self, entry: Entry) -> bool:
+        """Return whether the index still has what ``entry`` was read from."""
+        now = self.entry(entry.slot)
+        return now is not None and now.generation == entry.generation and now.key == entry.key
+
+    def next_generation(self) -> int:
+        """Return the number of the next put."""
+        self.generation = self.generation % 0xFFFF_FFFF + 1
+        return self.generation
+
+    def disk_of(self, entry: Entry) -> Disk | None:
+        """Return the device that holds an object; None for memory alone."""
+        return None if entry.device == MEMORY_ONLY else self.disks[entry.device]
+
+    def forget(self, entry: Entry, *, remember: bool = False, quarantine: str | None = None) -> None:
+        """Remove an entry: from the log of its device, its extent, its memory, its name, the index.
+
+        Args:
+            entry: what the index has now.
+            remember: put it into the ghost queue.
+            quarantine: why its extent must not be used again before it was tested; None for no reason.
+        """
+        disk = self.disk_of(entry)
+        write = self.cancel_write(entry.slot)
+        if disk is not None and disk.gone is None:
+            place = (entry.extent, entry.size)
+            if write is None or write.submitted or write.replaced is not None:
+                disk.log_removal(entry.tenant, entry.key)
+            if write is not None and write.replaced is not None:
+                disk.free(write.replaced)
+            if quarantine is None:
+                disk.free(place)
+            else:
+                disk.quarantine.append(Quarantined(*place, quarantine, self.clock_ms()))
+        self._take_leave(entry)
+        if remember:
+            self.index.evict(entry.slot)
+        else:
+            self.index.remove(entry.slot)
+
+    def replace(self, old: Entry, disk: Disk | None) -> Place | None:
+        """Take leave of what an entry was: its slot in the index has been given to a put on ``disk`` already.
+
+        Returns:
+            What lies on ``disk`` under the key, for the log's record of the new object to free.
+        """
+        self._take_leave(old)
+        write = self.cancel_write(old.slot)
+        home = self.disk_of(old)
+        if home is None or home.gone is not None:
+            return None
+        place: Place | None = (old.extent, old.size)
+        if write is not None and not write.submitted:
+            home.free((old.extent, old.size))
+            place = write.replaced
+        if place is None or home is disk:
+            return place
+        home.log_removal(old.tenant, old.key)
+        home.free(place)
+        return None
+
+    def _take_leave(self, entry: Entry) -> None:
+        self.copies.drop(entry.slot)
+        self.forget_name(entry.slot)
+        self.pins.pop(entry.slot, None)
+        if entry.fields.head_length:
+            self.counters.tenants[entry.tenant].record_bytes -= entry.length
+
+    def expire(self, entry: Entry) -> None:
+        """Remove an entry whose time has come."""
+        self.counters.tenants[entry.tenant].expired_keys += 1
+        self.forget(entry)
+
+    def lose(self, entry: Entry, reason: str) -> None:
+        """Drop an entry whose bytes are not to be had; ``reason`` is counted."""
+        self.counters.lost[reason] = self.counters.lost.get(reason, 0) + 1
+        self.counters.tenants[entry.tenant].lost_keys += 1
+        self.forget(entry, quarantine=None if reason in _NOT_THE_EXTENTS else reason)
+
+    def remember_name(self, slot: int, name: bytes) -> None:
+        """Keep the text of a key."""
+        self.forget_name(slot)
+        self.names[slot] = name
+        self.names_bytes += len(name)
+
+    def forget_name(self, slot: int) -> None:
+        """Forget the text of a key, if there is one."""
+        name = self.names.pop(slot, None)
+        if name is not None:
+            self.names_bytes -= len(name)
+
+    # ---- Time
+
+    def now_s(self) -> int:
+        """Return Unix time in seconds, as the index has it."""
+        return self.clock_ms() // 1000
+
+    @staticmethod
+    def ticks() -> int:
+        """Return the clock that the counters of time are by, in ns."""
+        return time.perf_counter_ns()

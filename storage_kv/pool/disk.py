@@ -1,0 +1,253 @@
+"""One device of the pool: its volume, and what the pool knows of it beside what lies on it."""
+
+import errno
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from shadowserve.native import IndexEntry
+from storage_kv.engine import BusyError, Ticket
+from storage_kv.pool.arena import BLOCK_BYTES
+from storage_kv.pool.format import RecordKind, pack_record
+from storage_kv.pool.organizer import BandwidthMeter
+from storage_kv.pool.volume import Volume
+from storage_kv.pool.wear import Wear
+
+__all__ = ["Disk", "Place", "Quarantined"]
+
+_log = logging.getLogger(__name__)
+
+_GONE_ERRORS: Final = frozenset({errno.ENODEV, errno.ENXIO, errno.ENOMEDIUM, errno.ESHUTDOWN, errno.EBADF})
+_AVOIDED_FIRST_MS: Final = 1_000
+_AVOIDED_LONGEST_MS: Final = 600_000
+
+Place = tuple[int, int]
+"""First block, and bytes of the object."""
+
+
+@dataclass(slots=True)
+class Quarantined:
+    """An extent that did not return what was written to it, or could not be written: kept out of use."""
+
+    extent: int
+    size: int
+    reason: str
+    since_ms: int
+
+
+class Disk:
+    """A device in use.
+
+    Attributes:
+        number: the index's number of it.
+        name: its path.
+        gone: why no more is asked of it; None while it works.
+        wake: has step() called soon.
+        reading: foreground reads under way.
+        reads: reads for clients that it has done.
+        read_bytes: that they brought.
+        scrubbed_bytes: that were checked in the background.
+        errors: operations that failed.
+        quarantine: extents that are kept out of use until a test.
+        tested: the one that is being tested.
+        bad: those that did not pass.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        volume: Volume,
+        meter: BandwidthMeter,
+        wear: Wear,
+        bytes_max: int | None = None,
+        objects_max: int | None = None,
+    ) -> None:
+        """Make one of a volume that was opened."""
+        self.number = number
+        self.volume = volume
+        self.name = volume.device.name
+        self.meter = meter
+        self.wear = wear
+        self.set_budget(bytes_max, objects_max)
+        self.gone: str | None = None
+        self.wake: Callable[[], None] = lambda: None
+        self.reading = 0
+        self.reads = 0
+        self.read_bytes = 0
+        self.scrubbed_bytes = 0
+        self.errors = 0
+        self.quarantine: deque[Quarantined] = deque()
+        self.tested: Quarantined | None = None
+        self.bad: list[Quarantined] = []
+        self.avoided_until_ms = 0
+        self._avoided_for_ms = _AVOIDED_FIRST_MS
+        self._data_bytes = volume.statistics().capacity_bytes
+        self._uses: dict[int, int] = {}
+        self._freed_later: dict[int, int] = {}
+        self._freeable: deque[Place] = deque()
+        self._unlogged: deque[bytes] = deque()
+        self._noted_bytes = self._written_bytes()
+
+    def set_budget(self, bytes_max: int | None, objects_max: int | None) -> None:
+        """Bound what it holds; None for all that it has room for."""
+        self.bytes_max = bytes_max
+        self.objects_max = min(objects_max or self.volume.objects_max, self.volume.objects_max)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that objects may take."""
+        return self._data_bytes if self.bytes_max is None else min(self._data_bytes, self.bytes_max)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are free, or will be with the next group of the log."""
+        return (self.volume.free_blocks + self.volume.freeing_blocks) * BLOCK_BYTES
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of extents that are kept out of use."""
+        places = [*self.quarantine, *self.bad, *([self.tested] if self.tested is not None else [])]
+        return sum(place.size for place in places)
+
+    @property
+    def is_freeing(self) -> bool:
+        """Whether extents of evicted objects will be free soon."""
+        return self.gone is None and (self.volume.freeing_blocks > 0 or bool(self._freed_later or self._freeable))
+
+    def takes_objects(self, size: int, now_ms: int) -> bool:
+        """Return whether an object of so many bytes may be put here now, if there is room."""
+        if self.gone is not None or now_ms < self.avoided_until_ms:
+            return False
+        if not self.wear.allows(size, now_ms):
+            self.wear.refused += 1
+            return False
+        return True
+
+    def step(self, now_ms: int) -> list[Callable[[], None]]:
+        """Drive the volume; return what to call without the lock."""
+        calls = self.volume.step()
+        while self._unlogged and self._append(self._unlogged[0]):
+            self._unlogged.popleft()
+        while self._freeable and not self._unlogged:
+            self.volume.free(*self._freeable.popleft())
+        if self.gone is None and self.volume.error is not None:
+            self.give_up(str(self.volume.error))
+        written = self._written_bytes()
+        if written != self._noted_bytes:
+            self.wear.note(written - self._noted_bytes, now_ms)
+            self._noted_bytes = written
+        return calls
+
+    def _written_bytes(self) -> int:
+        found = self.volume.statistics()
+        return found.written_bytes + found.log_written_bytes + found.snapshot_written_bytes
+
+    # ---- The log
+
+    def write(self, address: int, fields: IndexEntry, name: bytes | None) -> Ticket:
+        """Write a sealed object and its record; see :meth:`Volume.write`."""
+        if self._unlogged:
+            raise BusyError(f"the log of device {self.name} is full", Ticket())
+        return self.volume.write(address, fields.extent, fields.pack(), name=name or b"")
+
+    def log_removal(self, tenant: int, key: bytes) -> None:
+        """Log that an object is gone."""
+        if self.gone is None:
+            self._log(pack_record(RecordKind.REMOVE, tenant, key))
+
+    def log_expiry(self, tenant: int, key: bytes, expires_at_ms: int) -> None:
+        """Log a new expiry."""
+        self._log(pack_record(RecordKind.EXPIRE, tenant, key, expires_at_ms=expires_at_ms))
+
+    def log_pin(self, tenant: int, key: bytes, until_s: int) -> None:
+        """Log a pin."""
+        self._log(pack_record(RecordKind.PIN, tenant, key, pinned_until_s=until_s))
+
+    def name_tenant(self, tenant: int, name: str) -> None:
+        """Log what a tenant's id stands for."""
+        if self.gone is None:
+            self.volume.name_tenant(tenant, name.encode(errors="surrogateescape"))
+            self.wake()
+
+    def barrier(self) -> Ticket | None:
+        """See :meth:`Volume.barrier`; a device that is gone has nothing to wait for."""
+        return None if self.gone is not None else self.volume.barrier()
+
+    @property
+    def is_logging(self) -> bool:
+        """Whether records wait for room in the log."""
+        return bool(self._unlogged)
+
+    def _log(self, record: bytes) -> None:
+        if self._unlogged or not self._append(record):
+            self._unlogged.append(record)
+        self.wake()
+
+    def _append(self, record: bytes) -> bool:
+        try:
+            self.volume.log(record)
+        except BusyError:
+            self.volume.snapshot()
+            return False
+        return True
+
+    # ---- Extents in use
+
+    def is_used(self, extent: int) -> bool:
+        """Return whether an operation reads or writes it."""
+        return extent in self._uses
+
+    def use(self, extent: int) -> None:
+        """Keep an extent from being used again while an operation reads or writes it."""
+        self._uses[extent] = self._uses.get(extent, 0) + 1
+
+    def unuse(self, extent: int) -> None:
+        """Undo one use(); the last one frees an extent that was to be freed meanwhile."""
+        uses = self._uses[extent] - 1
+        if uses:
+            self._uses[extent] = uses
+            return
+        del self._uses[extent]
+        size = self._freed_later.pop(extent, None)
+        if size is not None:
+            self.free((extent, size))
+
+    def free(self, place: Place) -> None:
+        """Give an extent back, after what removes or replaces its object was logged or written.
+
+        It is free when that is durable, and nothing reads or writes it any more.
+        """
+        if self.gone is not None:
+            return
+        if place[0] in self._uses:
+            self._freed_later[place[0]] = place[1]
+        elif self._unlogged:
+            self._freeable.append(place)
+        else:
+            self.volume.free(*place)
+            self.wake()
+
+    # ---- Failures
+
+    def note_error(self, error: Exception, now_ms: int, *, writing: bool) -> None:
+        """Count a failed operation; a device that is gone, or fails writes, gets no new objects."""
+        self.errors += 1
+        if isinstance(error, OSError) and error.errno in _GONE_ERRORS:
+            self.give_up(str(error))
+        elif writing:
+            self.avoided_until_ms = now_ms + self._avoided_for_ms
+            self._avoided_for_ms = min(2 * self._avoided_for_ms, _AVOIDED_LONGEST_MS)
+            _log.warning("device_write_failed device=%s error=%r", self.name, str(error))
+
+    def note_written(self) -> None:
+        """Trust a device that writes."""
+        self._avoided_for_ms = _AVOIDED_FIRST_MS
+
+    def give_up(self, why: str) -> None:
+        """Ask nothing more of the device until the next start; what is on it is missed."""
+        if self.gone is None:
+            self.gone = why
+            self._unlogged.clear()
+            _log.error("device_gone device=%s reason=%r", self.name, why)

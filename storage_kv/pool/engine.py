@@ -1,0 +1,665 @@
+"""The pool engine: memory arenas and SSDs as one store (docs/pool.md).
+
+This is where the server meets the pool. What happens when is told by the parts: ``homes`` where an object goes,
+``space`` what goes for it, ``writes`` and ``reads`` how bytes travel, ``volume`` what survives, ``scrub`` who looks
+after what nobody asks for.
+"""
+
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Self
+
+from shadowserve.errors import ConfigurationError
+from shadowserve.native import NO_PARENT, IndexFlag
+from storage_kv.config import StorageConfig
+from storage_kv.engine import (
+    BusyError,
+    EngineStatistics,
+    Item,
+    Lease,
+    OutOfBudgetError,
+    Ticket,
+    wall_clock_ms,
+)
+from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
+from storage_kv.pool.core import MEMORY_ONLY, Core, Entry
+from storage_kv.pool.homes import Home, Homes
+from storage_kv.pool.keys import ParsedKey, chunk_key, parse_key
+from storage_kv.pool.opening import Found, Opened, open_devices, open_parts
+from storage_kv.pool.reads import Reader
+from storage_kv.pool.reports import pool_statistics, tenant_statistics
+from storage_kv.pool.scrub import Scrubber
+from storage_kv.pool.space import Quota, Space
+from storage_kv.pool.writes import Writer, joined
+
+__all__ = ["PoolEngine", "PoolItem", "open_pool"]
+
+_SCAN_ENTRIES_MAX: Final = 10_000
+"""Entries of other tenants that one SCAN passes over: about 10 ms."""
+_TURN_MS: Final = 100
+_WRITABLE_SHARE: Final = 2
+"""Of the memory, at most a half receives values and waits to be written: the other half is for readers."""
+
+
+class PoolItem(Item):
+    """What is known of an object: what the index says, and where its bytes lie in memory."""
+
+    __slots__ = ("buffer", "entry")
+
+    def __init__(self, entry: Entry, buffer: Buffer | None) -> None:
+        """Describe an entry; ``buffer`` has its bytes."""
+        fields = entry.fields
+        value = None if buffer is None else buffer.value(0, entry.length)
+        super().__init__(entry.length, fields.head_length, fields.expires_at_ms or None, value)
+        self.entry = entry
+        self.buffer = buffer
+
+
+class PoolEngine:
+    """An :class:`storage_kv.engine.Engine` over memory and any number of devices, none included."""
+
+    def __init__(
+        self,
+        config: StorageConfig,
+        *,
+        devices: Callable[[], Found] | None = None,
+        budget_bytes: int | None = None,
+        clock_ms: Callable[[], int] = wall_clock_ms,
+        seed: int | None = None,
+        measure: bool = True,
+    ) -> None:
+        """Make an engine that start() opens.
+
+        Args:
+            config: of the storage node.
+            devices: opens devices in place of those that ``config`` names; for simulation.
+            budget_bytes: of all objects; None for what devices, or without them memory, have room for.
+            clock_ms: Unix time.
+            seed: of the index; by default random.
+            measure: whether to measure bandwidths; else all are the same but for configured ones.
+        """
+        self._config = config
+        self._devices = devices
+        self._budget_bytes = budget_bytes
+        self._clock_ms = clock_ms
+        self._seed = seed
+        self._measure = measure
+        self._lock: threading.Lock | None = None
+        self._ready: deque[Callable[[], None]] = deque()
+        self._busy: list[Ticket] = []
+        self._free_blocks = 0
+        self._barriers: list[Ticket] = []
+        self._next_turn_ms = 0
+        self._peak_bytes = 0
+        self._opened: Opened
+
+    @classmethod
+    def open(cls, config: StorageConfig, clock_ms: Callable[[], int] = wall_clock_ms) -> Self:
+        """Return a started engine with a lock of its own, for programs without a server.
+
+        Raises:
+            ConfigurationError: a device cannot be used.
+        """
+        engine = cls(config, clock_ms=clock_ms)
+        engine.start(threading.Lock())
+        return engine
+
+    # ---- Life
+
+    def start(self, lock: threading.Lock) -> None:
+        """See :meth:`Engine.start`: opens the devices, recovers what is on them, measures their bandwidths."""
+        self._lock = lock
+        found, absent = open_devices(self._config) if self._devices is None else (self._devices(), [])
+        opened = open_parts(
+            self._config, found, absent, clock_ms=self._clock_ms, seed=self._seed, measure=self._measure
+        )
+        self._opened = opened
+        self._core: Core = opened.core
+        self._index = opened.core.index
+        self._space: Space = opened.space
+        self._space.budget_bytes = self._budget_bytes
+        self._homes: Homes = opened.homes
+        self._reader = Reader(opened.core, opened.space)
+        self._writer = Writer(opened.core)
+        self._scrubber = Scrubber(opened.core, self._config.scrub_bytes_per_s)
+        self._tenants = opened.tenants
+
+    def descriptors(self) -> list[int]:
+        """See :meth:`Engine.descriptors`."""
+        return [self._core.wake_descriptor, *(disk.volume.device.fileno() for disk in self._core.disks)]
+
+    def poll(self) -> None:
+        """See :meth:`Engine.poll`."""
+        lock, reader, writer = self._lock, self._reader, self._writer
+        assert lock is not None, "start() comes first"
+        self._core.calm()
+        with lock:
+            began = self._core.ticks()
+            calls = self._step_devices()
+            ended, unsealed, scrubbed = reader.take_ended(), writer.take_unsealed(), self._scrubber.take_read()
+            self._core.counters.grouping_ns += self._core.ticks() - began
+        for call in calls:
+            call()
+        reader.verify(ended)
+        self._scrubber.verify(scrubbed)
+        writer.seal(unsealed)
+        with lock:
+            tell = reader.finish(ended)
+            self._scrubber.finish(scrubbed)
+            writer.submit(unsealed)
+            calls = self._step_devices()
+            writer.finish()
+            self._pass_barriers()
+            self._core.arenas.settle()
+            self._turn()
+            reader.pump()
+            settled = [*writer.take_settled(), *((ticket, None) for ticket in self._take_busy())]
+            ready = self._take_ready()
+            if writer.waiting:
+                self._core.wake()
+        for call in calls:
+            call()
+        for done, lease in tell:
+            done(lease)
+        for ticket, error in settled:
+            ticket.settle(error)
+        for callback in ready:
+            callback()
+
+    def _step_devices(self) -> list[Callable[[], None]]:
+        """Take back what devices have done; return what is to be called without the lock."""
+        calls: list[Callable[[], None]] = []
+        now_ms = self._clock_ms()
+        for disk in self._core.disks:
+            calls += disk.step(now_ms)
+        return calls
+
+    def _turn(self) -> None:
+        """Do what is to be done ten times a second."""
+        now_ms = self._clock_ms()
+        if now_ms < self._next_turn_ms and now_ms > self._next_turn_ms - 10 * _TURN_MS:
+            return
+        self._next_turn_ms = now_ms + _TURN_MS
+        self._homes.update()
+        self._space.keep_headroom()
+        self._scrubber.turn(now_ms)
+
+    def drain(self, timeout_s: float) -> None:
+        """See :meth:`Engine.drain`."""
+        ends = time.monotonic() + timeout_s
+        self._drain_until(ends, lambda: not self.busy)
+        lock = self._lock
+        assert lock is not None
+        with lock:
+            waiting = self.barrier()
+            for disk in self._core.disks:
+                disk.volume.snapshot()
+        self._drain_until(ends, lambda: waiting is None or waiting.settled)
+        self._drain_until(ends, lambda: all(disk.gone or disk.volume.idle for disk in self._core.disks))
+
+    def _drain_until(self, ends: float, condition: Callable[[], bool]) -> None:
+        while not condition() and time.monotonic() < ends:
+            self.poll()
+            if not condition():
+                select.select(self.descriptors(), [], [], _TURN_MS / 1000)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is still on its way to a device, or back."""
+        return bool(len(self._writer) or self._reader.under_way)
+
+    def close(self) -> None:
+        """See :meth:`Engine.close`. Twice is harmless."""
+        opened, self._closed = self._opened, True
+        opened.close()
+
+    # ---- Reading
+
+    def get(self, key: bytes) -> Item | None:
+        """See :meth:`Engine.get`."""
+        return self._find(key, use=True)
+
+    def peek(self, key: bytes) -> Item | None:
+        """See :meth:`Engine.peek`."""
+        return self._find(key, use=False)
+
+    def _find(self, qualified: bytes, *, use: bool) -> PoolItem | None:
+        core = self._core
+        began = core.ticks()
+        core.counters.lookups += 1
+        entry = self._entry(parse_key(qualified))
+        if entry is None:
+            core.counters.lookup_ns += core.ticks() - began
+            return None
+        if use:
+            self._index.touch(entry.slot, core.now_s())
+            buffer = core.copies.get(entry.slot)
+        else:
+            buffer = core.copies.peek(entry.slot)
+        if buffer is None:
+            disk = core.disk_of(entry)
+            if disk is None or disk.gone is not None:
+                core.lose(entry, "device_gone" if disk is not None else "no_memory")
+                return None
+        elif use and entry.device == MEMORY_ONLY and core.admission.policy != "all":
+            self._give_home(entry, buffer)
+        core.counters.lookup_ns += core.ticks() - began
+        return PoolItem(entry, buffer)
+
+    def _entry(self, parsed: ParsedKey) -> Entry | None:
+        """Return the entry of a key, unless it has expired, which removes it."""
+        slot = self._index.find(parsed.tenant, parsed.key)
+        if not slot:
+            return None
+        entry = Entry(slot, self._index.read(slot))
+        if self._core.names.get(slot) != parsed.name:  # a chunk's key made from another key's digest, or the reverse
+            return None
+        expires_at_ms = entry.fields.expires_at_ms
+        if expires_at_ms and expires_at_ms <= self._clock_ms():
+            self._core.expire(entry)
+            return None
+        return entry
+
+    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+        """See :meth:`Engine.read`."""
+        assert isinstance(item, PoolItem)
+        buffer = self._core.copies.peek(item.entry.slot)
+        if buffer is not None and self._core.is_current(item.entry):  # it has come since
+            buffer.users += 1
+            held = buffer
+            done(Lease(buffer.value(start, end), lambda: self._release(held)))
+            return
+        self._reader.read(item.entry, start, end, done)
+
+    def hold(self, item: Item) -> None:
+        """See :meth:`Engine.hold`."""
+        assert isinstance(item, PoolItem) and item.buffer is not None
+        item.buffer.users += 1
+
+    def release(self, item: Item) -> None:
+        """See :meth:`Engine.release`."""
+        assert isinstance(item, PoolItem) and item.buffer is not None
+        self._release(item.buffer)
+
+    def _release(self, buffer: Buffer) -> None:
+        self._core.arenas.release(buffer)
+        if self._reader.waiting:
+            self._reader.pump()
+        if self._ready or self._busy:
+            self._core.wake()
+
+    # ---- Writing
+
+    def allocate(self, size: int, ready: Callable[[], None]) -> memoryview | None:
+        """See :meth:`Engine.allocate`."""
+        blocks = object_blocks(size)
+        if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes // _WRITABLE_SHARE:
+            raise MemoryError(
+                f"a value of {size} bytes is more than half of an arena; give memory_budget_bytes more for such values"
+            )
+        buffer = self._space.memory(blocks) if self._may_receive(blocks * BLOCK_BYTES) else None
+        if buffer is None:
+            self._ready.append(ready)
+            return None
+        return self._core.arenas.lend(buffer, size)
+
+    def discard(self, buffer: memoryview) -> None:
+        """See :meth:`Engine.discard`."""
+        self._core.arenas.end_loan(buffer)
+        if self._reader.waiting:
+            self._reader.pump()
+        if self._ready:
+            self._core.wake()
+
+    def _may_receive(self, size: int) -> bool:
+        """Return whether writers may take ``size`` bytes of memory more; one always may."""
+        self._core.arenas.settle()
+        under_way = self._core.arenas.lent_bytes + self._writer.bytes_under_way
+        bound = min(self._config.write_bytes_under_way_max, self._core.arenas.size // _WRITABLE_SHARE)
+        return under_way == 0 or under_way + size <= bound
+
+    def put(
+        self,
+        key: bytes,
+        value: bytes | memoryview,
+        *,
+        head_bytes: int = 0,
+        expires_at_ms: int | None = None,
+        parent: bytes = b"",
+    ) -> Ticket | None:
+        """See :meth:`Engine.put`."""
+        core = self._core
+        began = core.ticks()
+        parsed = parse_key(key)
+        old = self._present(parsed)
+        blocks = object_blocks(len(value))
+        self._check_size(len(value), blocks)
+        under_way = self._writer.bytes_under_way
+        if under_way and under_way + blocks * BLOCK_BYTES > self._config.write_bytes_under_way_max:
+            raise self._busy_error("as many bytes as write_bytes_under_way_max wait to be written")
+        self._space.make_room_for(parsed.tenant, blocks * BLOCK_BYTES, old)
+        buffer = core.arenas.lent(value) if isinstance(value, memoryview) else None
+        if buffer is not None:
+            buffer.users += 1
+        else:
+            buffer = self._space.memory(blocks, parent, parsed.key)
+            if buffer is None:
+                raise self._busy_error("all of the pool's memory is in use")
+            buffer.view(HEADER_BYTES, HEADER_BYTES + len(value))[:] = value
+            core.counters.copied_bytes += len(value)
+        try:
+            ticket = self._store(parsed, buffer, len(value), head_bytes, expires_at_ms, parent)
+        except BaseException:
+            core.arenas.release(buffer)
+            raise
+        core.counters.placement_ns += core.ticks() - began
+        return ticket
+
+    def _present(self, parsed: ParsedKey) -> Entry | None:
+        slot = self._index.find(parsed.tenant, parsed.key)
+        return Entry(slot, self._index.read(slot)) if slot else None
+
+    def _check_size(self, length: int, blocks: int) -> None:
+        if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes or length >= 1 << 32:
+            raise OutOfBudgetError(
+                f"a value of {length} bytes does not fit the pool's memory; give memory_budget_bytes more"
+            )
+
+    def _busy_error(self, why: str) -> BusyError:
+        self._core.counters.busy_writes += 1
+        again = Ticket()
+        self._busy.append(again)
+        self._free_blocks = self._count_free_blocks()
+        return BusyError(f"too many writes are under way: {why}", again)
+
+    def _store(
+        self, parsed: ParsedKey, buffer: Buffer, length: int, head_bytes: int, expires_at_ms: int | None, parent: bytes
+    ) -> Ticket | None:
+        """Make an entry of a value in memory, and begin to write it."""
+        core = self._core
+        tenant, key, name = parsed
+        old = self._present(parsed)  # making room may have evicted it
+        home = self._home(parsed, length, parent, old)
+        disk = home.disk
+        flags = (IndexFlag.RECORD if head_bytes else 0) | (IndexFlag.NAMED if name is not None else 0)
+        generation = core.next_generation()
+        try:
+            slot = self._index.insert(
+                tenant,
+                key,
+                device=MEMORY_ONLY if disk is None else disk.number,
+                extent=home.extent,
+                length=length,
+                now_s=core.now_s(),
+                head_length=head_bytes,
+                flags=flags,
+                expires_at_ms=expires_at_ms or 0,
+                generation=generation,
+                parent=parent or NO_PARENT,
+            )
+        except BaseException:
+            if disk is not None:
+                disk.free((home.extent, object_blocks(length) * BLOCK_BYTES))
+            raise
+        replaced = None if old is None else core.replace(old, disk)
+        if name is not None:
+            core.remember_name(slot, name)
+        if head_bytes:
+            core.counters.tenants[tenant].record_bytes += length
+        self._space.tenants.add(tenant)
+        core.copies.keep(slot, buffer)
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes())
+        if disk is None:
+            return None
+        entry = Entry(slot, self._index.read(slot))
+        return self._writer.begin(entry, disk, buffer, name, placed=home.placed, replaced=replaced)
+
+    def _home(self, parsed: ParsedKey, length: int, parent: bytes, old: Entry | None) -> Home:
+        core = self._core
+        if not core.disks or not core.admission.admits(parsed.tenant, parsed.key):
+            return Home(None, 0, True)
+        prefix = parsed.tenant.to_bytes(2, "big")
+        home = self._homes.choose(length, prefix + parent if parent else b"", prefix + parsed.key, old)
+        if home is not None:
+            return home
+        if any(disk.is_freeing for disk in core.disks):
+            raise self._busy_error("the devices are full, and what was evicted is not free yet")
+        raise OutOfBudgetError(f"no device has room for {length} bytes, and nothing on them may be evicted")
+
+    def _give_home(self, entry: Entry, buffer: Buffer) -> None:
+        """Write an object that is in memory alone to a device: it was asked for."""
+        fields = entry.fields
+        prefix = entry.tenant.to_bytes(2, "big")
+        parent = b"" if fields.parent == NO_PARENT else fields.parent
+        if not self._may_receive(entry.size):
+            return  # the next time that it is asked for
+        home = self._homes.choose(entry.length, prefix + parent if parent else b"", prefix + entry.key, None)
+        if home is None or home.disk is None:
+            return
+        current = self._core.entry(entry.slot)
+        if current is None or current.generation != entry.generation:  # making room has evicted it
+            home.disk.free((home.extent, entry.size))
+            return
+        self._core.admission.admitted_later += 1
+        self._index.insert(
+            entry.tenant,
+            entry.key,
+            device=home.disk.number,
+            extent=home.extent,
+            length=entry.length,
+            now_s=self._core.now_s(),
+            head_length=fields.head_length,
+            flags=fields.flags,
+            expires_at_ms=fields.expires_at_ms,
+            pinned_until_s=fields.pinned_until_s,
+            generation=entry.generation,
+            parent=fields.parent,
+        )
+        moved = Entry(entry.slot, self._index.read(entry.slot))
+        name = self._core.names.get(entry.slot)
+        self._writer.begin(moved, home.disk, buffer, name, placed=home.placed, replaced=None)
+
+    def settling(self, key: bytes) -> Ticket | None:
+        """See :meth:`Engine.settling`."""
+        entry = self._present(parse_key(key))
+        return None if entry is None else self._writer.ticket(entry.slot)
+
+    # ---- Changing
+
+    def remove(self, key: bytes) -> bool:
+        """See :meth:`Engine.remove`."""
+        entry = self._entry(parse_key(key))
+        if entry is None:
+            return False
+        self._core.forget(entry)
+        return True
+
+    def set_expiry(self, key: bytes, expires_at_ms: int | None) -> bool:
+        """See :meth:`Engine.set_expiry`."""
+        entry = self._entry(parse_key(key))
+        if entry is None:
+            return False
+        if expires_at_ms is not None and expires_at_ms <= self._clock_ms():
+            self._core.forget(entry)
+            return True
+        self._index.set_expiry(entry.slot, expires_at_ms or 0)
+        disk = self._core.disk_of(entry)
+        if disk is not None and not self._writer.is_unsubmitted(entry.slot):
+            disk.log_expiry(entry.tenant, entry.key, expires_at_ms or 0)
+        return True
+
+    def pin(self, key: bytes, until_ms: int) -> bool:
+        """See :meth:`Engine.pin`. The index counts in seconds: pins are rounded up."""
+        entry = self._entry(parse_key(key))
+        if entry is None:
+            return False
+        until_s = -(-until_ms // 1000) if until_ms > self._clock_ms() else 0
+        self._index.pin(entry.slot, until_s)
+        if until_s:
+            self._core.pins[entry.slot] = until_s
+        else:
+            self._core.pins.pop(entry.slot, None)
+        disk = self._core.disk_of(entry)
+        if disk is not None and not self._writer.is_unsubmitted(entry.slot):
+            disk.log_pin(entry.tenant, entry.key, until_s)
+        return True
+
+    def clear(self, tenant: int | None) -> None:
+        """See :meth:`Engine.clear`."""
+        slot = self._index.next()
+        while slot:
+            following = self._index.next(slot)
+            entry = self._core.entry(slot)
+            if entry is not None and (tenant is None or entry.tenant == tenant):
+                self._core.forget(entry)
+            slot = following
+
+    def barrier(self) -> Ticket | None:
+        """See :meth:`Engine.barrier`."""
+        if any(disk.is_logging for disk in self._core.disks):  # some are not even in a log
+            ticket = Ticket()
+            self._barriers.append(ticket)
+            self._core.wake()
+            return ticket
+        return self._durable()
+
+    def _durable(self) -> Ticket | None:
+        """Return a ticket for what is in the logs. The volumes' own settle in poll(), like ours."""
+        return joined(disk.barrier() for disk in self._core.disks)
+
+    def _pass_barriers(self) -> None:
+        """Go on with barriers that waited for room in a log."""
+        if not self._barriers or any(disk.is_logging for disk in self._core.disks):
+            return
+        waiting = self._durable()
+        for ticket in self._barriers:
+            if waiting is None:
+                self._writer.settle_later(ticket)
+            else:
+                waiting.then(partial(self._writer.settle_later, ticket))
+        self._barriers.clear()
+
+    def sweep(self, keys_max: int) -> int:
+        """See :meth:`Engine.sweep`."""
+        slots = self._index.expired(self._clock_ms(), keys_max)
+        for slot in slots:
+            entry = self._core.entry(slot)
+            if entry is not None:
+                self._core.expire(entry)
+        return len(slots)
+
+    # ---- Tenants, sizes
+
+    def scan(self, tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
+        """See :meth:`Engine.scan`: the cursor is the slot that came last."""
+        found: list[bytes] = []
+        now_ms = self._clock_ms()
+        slot = self._index.next(cursor) if cursor < 1 << 32 else 0
+        for _ in range(_SCAN_ENTRIES_MAX):
+            if not slot:
+                return 0, found
+            fields = self._index.read(slot)
+            if fields.tenant == tenant:
+                if fields.expires_at_ms and fields.expires_at_ms <= now_ms:
+                    self._core.expire(Entry(slot, fields))
+                else:
+                    name = self._core.names.get(slot)
+                    found.append(chunk_key(fields.key) if name is None else name)
+                    if len(found) >= count:
+                        break
+            slot, last = self._index.next(slot), slot
+        else:
+            return last, found
+        return (slot if self._index.next(slot) else 0), found
+
+    def count(self, tenant: int) -> int:
+        """See :meth:`Engine.count`."""
+        return self._index.totals(tenant).objects
+
+    def tenant(self, name: str) -> int:
+        """See :meth:`Engine.tenant`."""
+        return self._tenants.id_of(name)
+
+    def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
+        """See :meth:`Engine.set_quota`. Bytes count as they lie: with headers, in blocks of 4 KiB."""
+        if bytes_max is None and keys_max is None:
+            self._space.quotas.pop(tenant, None)
+        else:
+            self._space.quotas[tenant] = Quota(bytes_max, keys_max)
+            self._space.trim()
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """See :meth:`Engine.set_budget`: bounds all objects together, below what devices and memory have room for."""
+        self._space.budget_bytes = budget_bytes
+        self._space.trim()
+
+    def set_memory_budget(self, budget_bytes: int) -> None:
+        """Bound the memory that is used, and without devices so all objects.
+
+        The arenas stay as large as they were mapped: beyond that it has no effect.
+        """
+        self._space.memory_max = min(budget_bytes, self._core.arenas.size)
+        if not self._core.disks:
+            self._space.budget_bytes = self._space.memory_max
+        self._space.trim()
+
+    def set_device_budget(self, name: str, bytes_max: int | None, objects_max: int | None) -> None:
+        """Change what a device may hold; None for all that it has room for. What is beyond it goes bit by bit.
+
+        Raises:
+            ConfigurationError: there is no such device.
+        """
+        for disk in self._core.disks:
+            if disk.name == name:
+                disk.set_budget(bytes_max, objects_max)
+                return
+        raise ConfigurationError(f"there is no device {name}; there are {[disk.name for disk in self._core.disks]}")
+
+    def _used_bytes(self) -> int:
+        held = 0 if self._core.disks else self._core.arenas.held_bytes
+        return self._index.totals().bytes + held
+
+    def statistics(self, tenant: int | None = None) -> EngineStatistics:
+        """See :meth:`Engine.statistics`; of all, a :class:`PoolStatistics`."""
+        now_s = self._core.now_s()
+        if tenant is None:
+            pinned = sum(until_s > now_s for until_s in self._core.pins.values())
+            return pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes, pinned)
+        pinned = 0
+        for slot, until_s in self._core.pins.items():
+            pinned += until_s > now_s and self._index.read(slot).tenant == tenant
+        quota = self._space.quotas.get(tenant)
+        budget = self._space.capacity_bytes
+        if quota is not None and quota.bytes_max is not None:
+            budget = quota.bytes_max
+        return tenant_statistics(self._core, tenant, budget, pinned)
+
+    # ---- Those that wait
+
+    def _take_ready(self) -> list[Callable[[], None]]:
+        if not self._ready or not self._may_receive(0):
+            return []
+        taken = list(self._ready)
+        self._ready.clear()
+        return taken
+
+    def _take_busy(self) -> list[Ticket]:
+        """Return whose writes may be tried again: bytes have been written, or extents have become free."""
+        if not self._busy or self._writer.bytes_under_way >= self._config.write_bytes_under_way_max:
+            return []
+        if self._count_free_blocks() <= self._free_blocks and any(disk.is_freeing for disk in self._core.disks):
+            return []
+        taken, self._busy = self._busy, []
+        return taken
+
+    def _count_free_blocks(self) -> int:
+        return sum(disk.volume.free_blocks for disk in self._core.disks if disk.gone is None)
+
+
+def open_pool(config: StorageConfig) -> PoolEngine:
+    """Return the engine that ``config`` describes, not started yet."""
+    return PoolEngine(config)

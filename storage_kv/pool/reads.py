@@ -1,0 +1,239 @@
+"""Reading: from a device into memory that the socket sends from, checked before anybody sees it.
+
+A read of a whole object becomes a copy in memory without being copied. Requests for one object while it is being read
+wait for that read. A small part of a large object (a record's head) is read alone: header and the units around it.
+
+What comes back is checked outside of the node's lock, in the engine's thread: that it is the object that was asked for,
+of that very put, and that each unit has its checksum. What fails is dropped, its extent kept out of use, the reason
+counted, and whoever asked gets None: a miss.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from shadowserve.native import Result, check_object, object_unit
+from storage_kv.engine import Lease
+from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
+from storage_kv.pool.core import Core, Entry
+from storage_kv.pool.device import Operation, Priority
+from storage_kv.pool.disk import Disk
+from storage_kv.pool.space import Space
+
+__all__ = ["Reader"]
+
+_WHOLE_BYTES: Final = 256 << 10
+"""Objects up to this size are read whole: on any SSD the time is the same."""
+_WHOLE_SHARE: Final = 8
+"""A request for an eighth of an object or more reads it whole: the rest is asked for next."""
+
+Done = Callable[[Lease | None], None]
+
+
+@dataclass(slots=True)
+class _Waiter:
+    start: int
+    end: int
+    done: Done
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One read of an object, or of a part."""
+
+    entry: Entry
+    disk: Disk
+    whole: bool
+    first_unit: int
+    units: int
+    waiters: list[_Waiter] = field(default_factory=list)
+    buffer: Buffer | None = None
+    left: int = 0
+    depth: int = 0
+    failure: str | None = None
+
+
+class Reader:
+    """Reads for clients. With the node's lock held, but for :meth:`verify`."""
+
+    def __init__(self, core: Core, space: Space) -> None:
+        """Make one without reads."""
+        self._core = core
+        self._space = space
+        self._whole: dict[int, _Read] = {}
+        self._waiting: deque[_Read] = deque()
+        self._ended: deque[_Read] = deque()
+        self._ended_operations: deque[tuple[_Read, Operation]] = deque()
+        self.under_way = 0
+
+    @property
+    def waiting(self) -> int:
+        """Reads that wait for memory, or for their device to take more."""
+        return len(self._waiting)
+
+    def read(self, entry: Entry, start: int, end: int, done: Done) -> None:
+        """Read bytes of an object that is not in memory."""
+        began = self._core.ticks()
+        waiter = _Waiter(start, end, done)
+        under_way = self._whole.get(entry.slot)
+        if under_way is not None and under_way.entry.generation == entry.generation:
+            under_way.waiters.append(waiter)
+            self._core.counters.shared_reads += 1
+            return
+        read = self._plan(entry, start, end)
+        read.waiters.append(waiter)
+        read.disk.use(entry.extent)
+        self.under_way += 1
+        if read.whole:
+            self._whole[entry.slot] = read
+        if self._waiting or not self._begin(read):
+            self._waiting.append(read)
+        self._core.counters.grouping_ns += self._core.ticks() - began
+
+    def pump(self) -> None:
+        """Begin reads that had to wait, in their order, as far as there is memory now."""
+        while self._waiting:
+            if not self._begin(self._waiting[0]):
+                return
+            self._waiting.popleft()
+
+    def _plan(self, entry: Entry, start: int, end: int) -> _Read:
+        disk = self._core.disks[entry.device]
+        unit = object_unit(entry.length)
+        units = -(-entry.length // unit)
+        if entry.length <= _WHOLE_BYTES or (end - start) * _WHOLE_SHARE >= entry.length:
+            return _Read(entry, disk, True, 0, units)
+        self._core.counters.partial_reads += 1
+        first = start // unit
+        return _Read(entry, disk, False, first, -(-end // unit) - first)
+
+    def _begin(self, read: _Read) -> bool:
+        """Hand a read to its device; return whether it took it."""
+        entry = read.entry
+        if read.disk.gone is not None:
+            read.failure = "device_gone"
+            self._ended.append(read)
+            self._core.wake()
+            return True
+        parts = _parts(read)
+        blocks = sum(length for _, length in parts) // BLOCK_BYTES
+        if read.buffer is None:
+            if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes:
+                read.failure = "no_memory"
+                self._ended.append(read)
+                self._core.wake()
+                return True
+            read.buffer = self._space.memory(blocks)
+            if read.buffer is None:
+                return False
+        read.left = len(parts)
+        read.disk.reading += 1
+        read.depth = read.disk.reading
+        address = read.buffer.address
+
+        def done(operation: Operation) -> None:
+            self._ended_operations.append((read, operation))  # in the engine's thread, without the lock
+
+        for offset, length in parts:
+            read.disk.volume.read(entry.extent, offset, length, address, Priority.FOREGROUND, done)
+            address += length
+        return True
+
+    def _end_operation(self, read: _Read, operation: Operation) -> None:
+        disk = read.disk
+        if operation.error is not None:
+            disk.note_error(operation.error, self._core.clock_ms(), writing=False)
+            read.failure = "io_error" if disk.gone is None else "device_gone"
+        else:
+            disk.read_bytes += operation.length
+            disk.reads += 1
+            disk.meter.note(operation.length, operation.begin_ns, operation.end_ns, read.depth)
+        read.left -= 1
+        if read.left == 0:
+            disk.reading -= 1
+            self._ended.append(read)
+
+    def take_ended(self) -> list[_Read]:
+        """Return reads that have ended, to be verified."""
+        for _ in range(len(self._ended_operations)):
+            self._end_operation(*self._ended_operations.popleft())
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
+    def verify(self, reads: list[_Read]) -> None:
+        """Check what was read; without the node's lock."""
+        for read in reads:
+            if read.failure is None:
+                began = self._core.ticks()
+                read.failure = self._verified(read)
+                self._core.counters.verify_ns += self._core.ticks() - began
+
+    @staticmethod
+    def _verified(read: _Read) -> str | None:
+        entry, buffer = read.entry, read.buffer
+        assert buffer is not None
+        data = buffer.view(HEADER_BYTES if read.first_unit == 0 else BLOCK_BYTES + HEADER_BYTES, buffer.size)
+        return failure_of(entry, buffer.view(0, HEADER_BYTES), read.first_unit, read.units, data)
+
+    def finish(self, reads: list[_Read]) -> list[tuple[Done, Lease | None]]:
+        """Make copies and leases of what was read; return who is to be told, without the lock."""
+        tell: list[tuple[Done, Lease | None]] = []
+        for read in reads:
+            self.under_way -= 1
+            entry, buffer = read.entry, read.buffer
+            read.disk.unuse(entry.extent)
+            if read.whole and self._whole.get(entry.slot) is read:
+                del self._whole[entry.slot]
+            if read.failure is not None:
+                if buffer is not None:
+                    self._core.arenas.release(buffer)
+                if self._core.is_current(entry):
+                    self._core.lose(entry, read.failure)
+                tell += [(waiter.done, None) for waiter in read.waiters]
+                continue
+            assert buffer is not None
+            for waiter in read.waiters:
+                tell.append((waiter.done, self._lease(read, buffer, waiter)))
+            if read.whole and self._core.is_current(entry) and self._core.copies.peek(entry.slot) is None:
+                buffer.hits += len(read.waiters)
+                self._core.copies.add(entry.slot, buffer)
+            else:
+                self._core.arenas.release(buffer)
+        return tell
+
+    def _lease(self, read: _Read, buffer: Buffer, waiter: _Waiter) -> Lease:
+        buffer.users += 1
+        # Where the value would begin, had the whole of it been read.
+        shift = HEADER_BYTES
+        if read.first_unit:
+            shift += BLOCK_BYTES - read.first_unit * object_unit(read.entry.length)
+        view = buffer.view(shift + waiter.start, shift + waiter.end).toreadonly()
+        return Lease(view, lambda: self._release(buffer))
+
+    def _release(self, buffer: Buffer) -> None:
+        self._core.arenas.release(buffer)
+        self.pump()
+
+
+def failure_of(entry: Entry, header: memoryview, first_unit: int, units: int, data: memoryview) -> str | None:
+    """Return why bytes in memory are not what ``entry`` says; None if they are."""
+    result = check_object(header, entry.header, data, first_unit, units)
+    if result is Result.OK:
+        return None
+    return "misdirected" if result is Result.NOT_FOUND else "rotten"
+
+
+def _parts(read: _Read) -> list[tuple[int, int]]:
+    """Return what to read of an object: offsets and lengths, in blocks. The header comes first."""
+    entry = read.entry
+    if read.whole:
+        return [(0, entry.size)]
+    unit = object_unit(entry.length)
+    end = min(HEADER_BYTES + (read.first_unit + read.units) * unit, HEADER_BYTES + entry.length)
+    end = -(-end // BLOCK_BYTES) * BLOCK_BYTES
+    if read.first_unit == 0:
+        return [(0, end)]
+    begin = read.first_unit * unit  # the value begins half a block later, and so does each unit
+    return [(0, BLOCK_BYTES), (begin, end - begin)]

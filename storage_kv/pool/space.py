@@ -1,0 +1,245 @@
+"""Room: which object goes when there is none, in memory, on a device, in the index, or within a budget.
+
+A tenant beyond its own quota gives up its own objects only. Beyond anything else, tenants that use more than an equal
+share of the budget go first, then whatever the index names: the least recently used or what S3-FIFO says, never before
+its descendants, never while it is pinned.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from storage_kv.engine import TENANT_BYTES, OutOfBudgetError
+from storage_kv.pool.arena import BLOCK_BYTES, Buffer, object_blocks
+from storage_kv.pool.core import MEMORY_ONLY, Core, Entry
+from storage_kv.pool.disk import Disk
+from storage_kv.pool.keys import CHUNK_KEY_BYTES
+
+__all__ = ["Quota", "Space"]
+
+_TRIES_MAX: Final = 4_096
+"""Copies dropped for one object: as many of 4 KiB as one of 16 MiB takes."""
+_HEADROOM_SHARE: Final = 0.01
+_HEADROOM_BYTES_MAX: Final = 256 << 20
+_HEADROOM_OBJECTS: Final = 8
+_HEADROOM_SMALL: Final = 8
+"""A hundredth of a device is kept free ahead of writers; where that is little, eight objects, or an eighth."""
+_PIECES: Final = 2
+"""Evicted for an object that finds no room, in multiples of its size: space may be in pieces."""
+_EVICTIONS_PER_TURN: Final = 64
+_HELD_BACK_SHARE: Final = 0.25
+_MEMORY_HOMES_SHARE: Final = 0.75
+
+
+@dataclass(slots=True)
+class Quota:
+    """Most that a tenant may have; None for no bound."""
+
+    bytes_max: int | None = None
+    keys_max: int | None = None
+
+
+class Space:
+    """Makes room."""
+
+    def __init__(self, core: Core, *, budget_bytes: int | None, objects_max: int, memory_homes: bool) -> None:
+        """Make one for a pool without quotas.
+
+        Args:
+            core: the pool's state.
+            budget_bytes: most that all objects may take together; None for what devices and memory hold.
+            objects_max: most objects.
+            memory_homes: whether memory is the only home of its share of the objects.
+        """
+        self._core = core
+        self.budget_bytes = budget_bytes
+        self.memory_max = core.arenas.size
+        self.objects_max = objects_max
+        self.quotas: dict[int, Quota] = {}
+        self.tenants: set[int] = {0}
+        if not core.disks:
+            self._memory_only_max = core.arenas.size
+        else:
+            share = _MEMORY_HOMES_SHARE if memory_homes else _HELD_BACK_SHARE
+            self._memory_only_max = int(share * core.arenas.size)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What the pool may hold: the budget, or what devices and memory have room for."""
+        disks = sum(disk.capacity_bytes for disk in self._core.disks if disk.gone is None)
+        room = disks or self._core.arenas.size
+        return room if self.budget_bytes is None else self.budget_bytes
+
+    # ---- Quotas and budgets
+
+    def make_room_for(self, tenant: int, size: int, old: Entry | None) -> None:
+        """Evict until an object of ``size`` bytes is within its tenant's quota and the pool's budget.
+
+        Args:
+            tenant: whose.
+            size: bytes, rounded up to blocks.
+            old: what it replaces.
+
+        Raises:
+            OutOfBudgetError: it can never be, or everything else is pinned. Nothing has changed in the first case.
+        """
+        quota = self.quotas.get(tenant)
+        bytes_max = min(self.capacity_bytes, quota.bytes_max if quota and quota.bytes_max is not None else 1 << 62)
+        keys_max = quota.keys_max if quota and quota.keys_max is not None else self.objects_max
+        held = 0 if self._core.disks else self._core.arenas.held_bytes
+        if size + held > bytes_max or keys_max < 1:
+            raise OutOfBudgetError(
+                f"a value that takes {size} bytes does not fit {bytes_max} bytes, {held} of them held by replies"
+            )
+        index = self._core.index
+        if old is not None:
+            index.touch(old.slot, self._core.now_s())  # it goes anyway: others must not go for it
+        if quota is not None:
+            while True:
+                totals = index.totals(tenant=tenant)
+                freed_bytes, freed_keys = self._freed(old)
+                if totals.bytes - freed_bytes + size <= bytes_max and totals.objects - freed_keys < keys_max:
+                    break
+                if not self.evict(tenant=tenant):
+                    raise OutOfBudgetError("the tenant's quota is used up by pinned objects")
+        while True:
+            totals = index.totals()
+            freed_bytes, freed_keys = self._freed(old)
+            used = totals.bytes - freed_bytes + held
+            if used + size <= self.capacity_bytes and totals.objects - freed_keys < self.objects_max:
+                return
+            if not self.evict():
+                raise OutOfBudgetError("the budget is used up by pinned objects")
+
+    def _freed(self, old: Entry | None) -> tuple[int, int]:
+        """Return the bytes, and the keys, that become free when an entry is replaced."""
+        if old is None or not self._core.is_current(old):
+            return 0, 0
+        if not self._core.disks:
+            buffer = self._core.copies.peek(old.slot)
+            if buffer is not None and buffer.users > 1:  # it is being sent
+                return 0, 1
+        return old.size, 1
+
+    def trim(self) -> None:
+        """Evict what is beyond budget and quotas, as far as it may be; after one of them has changed."""
+        index = self._core.index
+        for tenant, quota in self.quotas.items():
+            while True:
+                totals = index.totals(tenant=tenant)
+                over = (quota.bytes_max is not None and totals.bytes > quota.bytes_max) or (
+                    quota.keys_max is not None and totals.objects > quota.keys_max
+                )
+                if not over or not self.evict(tenant=tenant):
+                    break
+        while index.totals().bytes > self.capacity_bytes and self.evict():
+            pass
+
+    def evict(self, *, device: int = -1, tenant: int = -1) -> bool:
+        """Evict one object; return whether there was one that may go."""
+        core = self._core
+        now_s = core.now_s()
+        for _ in range(_EVICTIONS_PER_TURN):
+            heavy = self._heaviest(device) if tenant < 0 else None
+            slot = core.index.victim(now_s, device, heavy) if heavy is not None else 0
+            slot = slot or core.index.victim(now_s, device, tenant)
+            entry = core.entry(slot) if slot else None
+            if entry is None:
+                return False
+            buffer = core.copies.peek(slot) if entry.device == MEMORY_ONLY else None
+            if buffer is None or buffer.users == 1:
+                break
+            core.index.touch(slot, now_s)  # it is being sent: evicting it would free nothing
+        else:
+            return False
+        counters = core.counters.tenants[entry.tenant]
+        counters.evicted_keys += 1
+        counters.evicted_bytes += entry.length + self._key_bytes(entry)
+        core.forget(entry, remember=True)
+        return True
+
+    def _key_bytes(self, entry: Entry) -> int:
+        name = self._core.names.get(entry.slot)
+        return TENANT_BYTES + (len(name) if name is not None else CHUNK_KEY_BYTES)
+
+    def _heaviest(self, device: int) -> int | None:
+        """Return the tenant that is most over an equal share of the budget, and has something on the device."""
+        if len(self.tenants) < 2:
+            return None
+        index = self._core.index
+        used = {tenant: index.totals(tenant=tenant).bytes for tenant in self.tenants}
+        active = [tenant for tenant, amount in used.items() if amount]
+        if len(active) < 2:
+            return None
+        share = self.capacity_bytes // len(active)
+        over = [
+            tenant
+            for tenant in active
+            if used[tenant] > share and (device < 0 or index.totals(tenant=tenant, device=device).objects)
+        ]
+        return max(over, key=lambda tenant: used[tenant]) if over else None
+
+    # ---- Devices
+
+    def extent(self, disk: Disk, length: int, freed_bytes: int = 0) -> int | None:
+        """Return an extent for a value of ``length`` bytes on a device, evicting from it if need be.
+
+        None: there is none now. What was evicted for it is free when the log says so, some milliseconds later, unless
+        :attr:`Disk.is_freeing` is false: then nothing on the device may be evicted.
+        """
+        blocks = object_blocks(length)
+        size = blocks * BLOCK_BYTES
+        if size > disk.capacity_bytes:
+            return None
+        index = self._core.index
+        while True:
+            totals = index.totals(device=disk.number)
+            if totals.bytes - freed_bytes + size <= disk.capacity_bytes and totals.objects < disk.objects_max:
+                extent = disk.volume.reserve(size)
+                if extent is not None or disk.volume.freeing_blocks >= _PIECES * blocks:
+                    return extent
+            if not self.evict(device=disk.number):
+                return None
+
+    def keep_headroom(self) -> None:
+        """Evict ahead of writers, so that they rarely wait: in poll(), a few at a time."""
+        for disk in self._core.disks:
+            totals = self._core.index.totals(device=disk.number)
+            if disk.gone is not None or not totals.objects:
+                continue
+            size = disk.capacity_bytes
+            mean = totals.bytes // totals.objects
+            headroom = min(int(_HEADROOM_SHARE * size), _HEADROOM_BYTES_MAX)
+            headroom = max(headroom, min(_HEADROOM_OBJECTS * mean, size // _HEADROOM_SMALL))
+            for _ in range(_EVICTIONS_PER_TURN):
+                used = self._core.index.totals(device=disk.number).bytes
+                within = self._core.index.totals(device=disk.number).objects <= disk.objects_max
+                if size - used >= headroom and disk.free_bytes >= headroom and within:
+                    break
+                if not self.evict(device=disk.number):
+                    break
+
+    # ---- Memory
+
+    def memory(self, blocks: int, parent: bytes = b"", key: bytes = b"") -> Buffer | None:
+        """Return a buffer with one user, dropping copies and what is in memory alone; None if all is in use."""
+        core = self._core
+        tries = _TRIES_MAX
+        while (buffer := self._take(blocks, parent, key)) is None:
+            if not tries:
+                return None
+            homeless = core.index.totals(device=MEMORY_ONLY).bytes
+            first_homeless = homeless > self._memory_only_max - blocks * BLOCK_BYTES
+            tries -= 1
+            if first_homeless and self.evict(device=MEMORY_ONLY):
+                continue
+            if not core.copies.make_room() and not self.evict(device=MEMORY_ONLY):
+                return None
+        return buffer
+
+    def _take(self, blocks: int, parent: bytes, key: bytes) -> Buffer | None:
+        arenas = self._core.arenas
+        if arenas.used_bytes + blocks * BLOCK_BYTES > self.memory_max:
+            arenas.settle()
+            if arenas.used_bytes + blocks * BLOCK_BYTES > self.memory_max:
+                return None
+        return arenas.take(blocks, parent, key)

@@ -1,0 +1,107 @@
+"""What the pool tells of itself beyond what every engine does."""
+
+from dataclasses import dataclass, field
+
+from storage_kv.engine import EngineStatistics
+
+__all__ = ["DeviceStatistics", "PoolStatistics"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStatistics:
+    """Of one device; counters since the pool was opened.
+
+    Attributes:
+        name: its path.
+        state: ``"ok"``, ``"avoided"`` (it failed a write lately) or ``"gone"``.
+        reason: why it is gone; empty if it is not.
+        bandwidth_bytes_per_s: as configured or measured.
+        share: of the objects, by it; memory has the rest.
+        placed_bytes: of objects that were placed here, memory's among them by turns.
+        capacity_bytes: that objects may take.
+        used_bytes: that they take.
+        objects: how many.
+        reads: operations for clients.
+        read_bytes: that they brought.
+        reading: reads under way.
+        written_bytes: since the pool was opened.
+        written_today_bytes: since midnight, UTC.
+        errors: operations that failed.
+        quarantined_bytes: of extents that are kept out of use.
+        scrubbed_bytes: checked in the background.
+        wear_refused: objects that went elsewhere because of write_bytes_per_day.
+    """
+
+    name: str
+    state: str
+    reason: str
+    bandwidth_bytes_per_s: float
+    share: float
+    placed_bytes: int
+    capacity_bytes: int
+    used_bytes: int
+    objects: int
+    reads: int
+    read_bytes: int
+    reading: int
+    written_bytes: int
+    written_today_bytes: int
+    errors: int
+    quarantined_bytes: int
+    scrubbed_bytes: int
+    wear_refused: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolStatistics(EngineStatistics):
+    """Of the pool. Two are equal if they agree in what every engine tells.
+
+    Attributes:
+        devices: of each.
+        memory_bytes: of all arenas.
+        memory_used_bytes: of these, in use.
+        memory_held_bytes: of these, of values that were removed but are still being sent.
+        memory_share: memory's share of the objects.
+        memory_bandwidth_bytes_per_s: that it is by.
+        memory_objects: entries that are in memory.
+        memory_hits: times that an object was there.
+        memory_misses: times that it was not.
+        promotions: copies that moved to the main queue.
+        copies_dropped: copies that went to make room.
+        waiting_reads: reads that wait for memory or their device.
+        writing_bytes: of objects that are not durable yet.
+        lost: entries dropped because of their bytes, by reason.
+        held_back: objects that were stored in memory alone (admission).
+        orchestration_ns: time spent in looking up, placing and grouping, without any I/O: the three that follow.
+        lookup_ns: in finding keys.
+        placement_ns: in choosing homes, and evicting for them.
+        grouping_ns: in handing reads to devices and taking them back.
+        verify_ns: in checking what was read, apart from the lock.
+        lookups: keys looked up.
+        shared_reads: requests that another one's read served.
+        partial_reads: reads of parts of objects.
+    """
+
+    devices: tuple[DeviceStatistics, ...] = field(compare=False, default=())
+    memory_bytes: int = field(compare=False, default=0)
+    memory_used_bytes: int = field(compare=False, default=0)
+    memory_held_bytes: int = field(compare=False, default=0)
+    memory_share: float = field(compare=False, default=1.0)
+    memory_bandwidth_bytes_per_s: float = field(compare=False, default=0.0)
+    memory_objects: int = field(compare=False, default=0)
+    memory_hits: int = field(compare=False, default=0)
+    memory_misses: int = field(compare=False, default=0)
+    promotions: int = field(compare=False, default=0)
+    copies_dropped: int = field(compare=False, default=0)
+    waiting_reads: int = field(compare=False, default=0)
+    writing_bytes: int = field(compare=False, default=0)
+    lost: dict[str, int] = field(compare=False, default_factory=dict)
+    held_back: int = field(compare=False, default=0)
+    orchestration_ns: int = field(compare=False, default=0)
+    lookup_ns: int = field(compare=False, default=0)
+    placement_ns: int = field(compare=False, default=0)
+    grouping_ns: int = field(compare=False, default=0)
+    verify_ns: int = field(compare=False, default=0)
+    lookups: int = field(compare=False, default=0)
+    shared_reads: int = field(compare=False, default=0)
+    partial_reads: int = field(compare=False, default=0)

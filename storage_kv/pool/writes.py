@@ -1,0 +1,208 @@
+"""Writing: from where a value was received, through its checksums, to a device.
+
+put() only takes note. The checksums are made in the engine's thread, apart from the node's lock; then the volume writes
+the object, its record, and flushes. The entry can be read from memory all the while. What is replaced or removed before
+it was handed to the volume never is; after that the volume sees to it that its log tells of everything in its order.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from shadowserve.errors import ShadowServeError
+from shadowserve.native import seal_object
+from storage_kv.engine import BusyError, Ticket
+from storage_kv.pool.arena import Buffer
+from storage_kv.pool.core import Cancelled, Core, Entry
+from storage_kv.pool.disk import Disk, Place
+
+__all__ = ["Writer", "joined"]
+
+_SEALED_PER_TURN: Final = 32
+"""Objects whose checksums are made between two looks at the devices."""
+
+
+@dataclass(slots=True, eq=False)
+class _Write:
+    """One object on its way to a device.
+
+    Attributes:
+        replaced: what lies on the same device under the same key: free when this is durable.
+    """
+
+    entry: Entry
+    disk: Disk
+    buffer: Buffer
+    name: bytes | None
+    placed: bool
+    replaced: Place | None
+    ticket: Ticket
+    submitted: bool = False
+    cancelled: bool = False
+    error: Exception | None = None
+
+
+class Writer:
+    """Writes what is put. With the node's lock held, but for :meth:`seal`.
+
+    Attributes:
+        bytes_under_way: of objects that are not durable yet.
+    """
+
+    def __init__(self, core: Core) -> None:
+        """Make one without writes."""
+        self._core = core
+        self._writes: dict[int, _Write] = {}
+        self._unsealed: deque[_Write] = deque()
+        self._sealed: deque[_Write] = deque()
+        self._ended: deque[_Write] = deque()
+        self._settled: deque[tuple[Ticket, Exception | None]] = deque()
+        self._count = 0
+        self.bytes_under_way = 0
+        core.cancel_write = self.cancel
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def waiting(self) -> bool:
+        """Whether poll() has something to do that no device announces."""
+        return bool(self._unsealed or self._ended or self._settled)
+
+    def ticket(self, slot: int) -> Ticket | None:
+        """Return the ticket of an entry that is not durable yet."""
+        write = self._writes.get(slot)
+        return None if write is None else write.ticket
+
+    def begin(
+        self, entry: Entry, disk: Disk, buffer: Buffer, name: bytes | None, *, placed: bool, replaced: Place | None
+    ) -> Ticket:
+        """Take note of an object to write; the buffer gets a user more."""
+        buffer.users += 1
+        disk.use(entry.extent)
+        write = _Write(entry, disk, buffer, name, placed, replaced, Ticket())
+        self._writes[entry.slot] = write
+        self._unsealed.append(write)
+        self._count += 1
+        self.bytes_under_way += entry.size
+        self._core.wake()
+        return write.ticket
+
+    def is_unsubmitted(self, slot: int) -> bool:
+        """Return whether an entry's record is yet to be made: it will say what the index says then."""
+        write = self._writes.get(slot)
+        return write is not None and not write.submitted
+
+    def cancel(self, slot: int) -> Cancelled | None:
+        """Take note that an entry goes, or is replaced; see :attr:`Core.cancel_write`."""
+        write = self._writes.pop(slot, None)
+        if write is None:
+            return None
+        write.cancelled = True
+        return Cancelled(write.submitted, None if write.submitted else write.replaced)
+
+    # ---- In the engine's thread
+
+    def take_unsealed(self) -> list[_Write]:
+        """Return writes to seal, the first few."""
+        count = min(len(self._unsealed), _SEALED_PER_TURN)
+        return [self._unsealed.popleft() for _ in range(count)]
+
+    def seal(self, writes: list[_Write]) -> None:
+        """Make header and checksums; without the node's lock."""
+        for write in writes:
+            if not write.cancelled:
+                seal_object(write.buffer.view(0, write.entry.size), write.entry.header)
+
+    def submit(self, writes: list[_Write]) -> None:
+        """Hand sealed writes to their volumes, as far as those take them; the rest waits for the next time."""
+        self._sealed.extend(writes)
+        waiting: deque[_Write] = deque()
+        while self._sealed:
+            write = self._sealed.popleft()
+            if write.cancelled:
+                self._end(write)
+                continue
+            if any(other.disk is write.disk for other in waiting):
+                waiting.append(write)
+                continue
+            # What has changed since the put, an expiry or a pin, belongs to the record.
+            fields = self._core.index.read(write.entry.slot)
+            try:
+                ticket = write.disk.write(write.buffer.address, fields, write.name)
+            except BusyError:
+                waiting.append(write)
+            except ShadowServeError as error:
+                write.error = error
+                self._ended.append(write)
+            else:
+                write.submitted = True
+                if write.replaced is not None:
+                    write.disk.free(write.replaced)
+                self._await(write, ticket)
+        self._sealed = waiting
+
+    def _await(self, write: _Write, ticket: Ticket) -> None:
+        def note_end(error: Exception | None) -> None:
+            write.error = error
+            self._ended.append(write)
+            self._core.wake()
+
+        ticket.then(note_end)
+
+    def finish(self) -> None:
+        """Deal with writes that have ended."""
+        while self._ended:
+            write = self._ended.popleft()
+            if write.error is None:
+                write.disk.note_written()
+            elif not write.cancelled:
+                self._core.counters.tenants[write.entry.tenant].failed_writes += 1
+                write.disk.note_error(write.error, self._core.clock_ms(), writing=True)
+            self._end(write)
+
+    def _end(self, write: _Write) -> None:
+        entry, core = write.entry, self._core
+        self.bytes_under_way -= entry.size
+        self._count -= 1
+        if not write.cancelled:
+            del self._writes[entry.slot]
+            if write.error is None:
+                core.copies.written(entry.slot, placed=write.placed)
+            else:
+                core.forget(entry, quarantine="write_error")
+        core.arenas.release(write.buffer)
+        write.disk.unuse(entry.extent)
+        self.settle_later(write.ticket, None if write.cancelled else write.error)
+
+    def settle_later(self, ticket: Ticket, error: Exception | None = None) -> None:
+        """Have a ticket settled by poll(), without the lock. From any thread."""
+        self._settled.append((ticket, error))
+        self._core.wake()
+
+    def take_settled(self) -> list[tuple[Ticket, Exception | None]]:
+        """Return the tickets to settle, now that the lock is given up."""
+        return [self._settled.popleft() for _ in range(len(self._settled))]
+
+
+def joined(tickets: Iterable[Ticket | None]) -> Ticket | None:
+    """Return a ticket that settles with the last of those given, and with the first error; None if there are none."""
+    waiting = [ticket for ticket in tickets if ticket is not None]
+    if len(waiting) < 2:
+        return waiting[0] if waiting else None
+    whole = Ticket()
+    errors: list[Exception | None] = []
+    lock = threading.Lock()
+
+    def settled(error: Exception | None) -> None:
+        with lock:
+            errors.append(error)
+            last = len(errors) == len(waiting)
+        if last:
+            whole.settle(next(filter(None, errors), None))
+
+    for ticket in waiting:
+        ticket.then(settled)
+    return whole
