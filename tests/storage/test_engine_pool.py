@@ -17,7 +17,9 @@ DEVICE_BYTES = 160 * MIB
 
 
 class PoolConformance(EngineConformance):
-    """Objects lie in whole blocks."""
+    """Objects lie in whole blocks, and the index counts pins in seconds."""
+
+    PIN_UNIT_MS = 1000
 
     def cost(self, key: bytes, size: int) -> int:
         return object_blocks(size) * BLOCK_BYTES
