@@ -37,6 +37,7 @@ _NODE_COUNTERS: Final[_Table] = (
     ("connections_denied", "connections_denied", "Connections refused by protected mode."),
     ("commands", "commands", "Commands executed."),
     ("command_errors", "errors", "Commands answered with an error."),
+    ("busy_refusals", "busy", "Writes told to wait because too many were under way."),
     ("unknown_commands", "unknown_commands", "Commands that there are not."),
     ("protocol_errors", "protocol_errors", "Connections closed because of malformed input."),
     ("authentication_failures", "authentication_failures", "Wrong passwords."),
@@ -101,16 +102,12 @@ _ARENA_GAUGES: Final[_Table] = (
 _ARENA_COUNTERS: Final[_Table] = (
     ("arena_promotions", "promoted", "Objects copied into an arena because they were hot."),
 )
-_OBSERVED_COUNTERS: Final[_Table] = (
-    ("quarantined", "quarantined", "Objects or extents kept out of use because they are faulty."),
-    ("busy_refusals", "busy_refusals", "Writes told to wait because too many were under way."),
-)
 _OBSERVED_GAUGES: Final[_Table] = (
-    ("writes_pending", "writes_pending", "Values that are not durable yet."),
+    ("quarantined_bytes", "quarantined_bytes", "Bytes of extents kept out of use because they are faulty."),
+    ("writing_bytes", "writing_bytes", "Bytes of values that are not durable yet."),
     ("reads_pending", "reads_pending", "Reads that devices have not answered."),
 )
 _SCRUB_COUNTERS: Final[_Table] = (
-    ("scrub_objects", "objects", "Objects verified by the background scrub."),
     ("scrub_bytes", "bytes", "Bytes verified by the background scrub."),
     ("scrub_rotten", "rotten", "Objects that the scrub found to differ from what was stored."),
     ("scrub_passes", "passes", "Rounds of the scrub over everything."),
@@ -217,10 +214,10 @@ def _histogram(
 
 def _observed(seen: Observation) -> Iterator[Metric]:
     """Yield what the engine shows beyond its totals."""
-    yield from _each(CounterMetricFamily, _OBSERVED_COUNTERS, seen)
     yield from _each(GaugeMetricFamily, _OBSERVED_GAUGES, seen)
     yield from _each(CounterMetricFamily, _SCRUB_COUNTERS, seen.scrub)
     yield _by("evictions", "Keys removed to make room, by cause.", "cause", seen.evictions)
+    yield _by("lost_objects", "Objects dropped because of their bytes, by reason.", "reason", seen.lost)
     yield _by("admissions", "Values by what became of them on their way to a device.", "outcome", seen.admission)
     yield from _labelled(CounterMetricFamily, _DEVICE_COUNTERS, "device", seen.devices)
     yield from _labelled(GaugeMetricFamily, _DEVICE_GAUGES, "device", seen.devices)

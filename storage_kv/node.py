@@ -183,6 +183,7 @@ class Counters:
     tls_failures: int = 0
     throttled: int = 0
     unknown_commands: int = 0
+    busy: int = 0
     by_command: dict[str, CommandStatistics] = field(default_factory=dict)
 
     def of(self, command: str) -> CommandStatistics:

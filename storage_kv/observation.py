@@ -6,6 +6,7 @@ node's lock held or not. For one that has not, :func:`observe` returns an empty 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shadowserve.latency import LatencyHistogram
 
@@ -77,13 +78,11 @@ class ScrubObservation:
     """What the background scrub has done.
 
     Attributes:
-        objects: verified.
         bytes: verified.
         rotten: found to differ from what was stored, and dropped.
         passes: rounds over everything that are complete.
     """
 
-    objects: int = 0
     bytes: int = 0
     rotten: int = 0
     passes: int = 0
@@ -99,10 +98,10 @@ class Observation:
         evictions: keys that went, by cause, such as ``budget``, ``quota``, ``device``.
         admission: values by what became of them, such as ``stored``, ``held_back``.
         scrub: the background scrub.
-        quarantined: objects or extents that are kept out of use because they are faulty.
-        busy_refusals: writes that were told to wait since too many were under way.
-        writes_pending: values that are not durable yet.
-        reads_pending: reads that devices have not answered.
+        lost: entries dropped because of their bytes, by reason.
+        quarantined_bytes: of extents that are kept out of use because they are faulty.
+        writing_bytes: of values that are not durable yet.
+        reads_pending: reads that wait for memory or their device.
     """
 
     devices: Sequence[DeviceObservation] = ()
@@ -110,15 +109,66 @@ class Observation:
     evictions: Mapping[str, int] = field(default_factory=dict)
     admission: Mapping[str, int] = field(default_factory=dict)
     scrub: ScrubObservation = field(default_factory=ScrubObservation)
-    quarantined: int = 0
-    busy_refusals: int = 0
-    writes_pending: int = 0
+    lost: Mapping[str, int] = field(default_factory=dict)
+    quarantined_bytes: int = 0
+    writing_bytes: int = 0
     reads_pending: int = 0
 
 
 def observe(engine: object) -> Observation:
     """Return what ``engine`` shows; an empty observation if it shows nothing."""
     look = getattr(engine, "observe", None)
-    found = look() if look is not None else Observation()
-    assert isinstance(found, Observation)
-    return found
+    if look is not None:
+        found = look()
+        assert isinstance(found, Observation)
+        return found
+    statistics = getattr(engine, "statistics", None)
+    totals = statistics() if statistics is not None else None
+    return _of_totals(totals) if hasattr(totals, "devices") else Observation()
+
+
+def _of_totals(totals: Any) -> Observation:
+    """Return what the totals of an engine with devices say (``PoolStatistics``)."""
+    devices: Sequence[Any] = totals.devices
+    return Observation(
+        devices=[
+            DeviceObservation(
+                name=each.name,
+                healthy=each.state != "gone",
+                capacity_bytes=each.capacity_bytes,
+                used_bytes=each.used_bytes,
+                read_bytes=each.read_bytes,
+                written_bytes=each.written_bytes,
+                errors=each.errors,
+                queue_depth=each.reading,
+                bandwidth_bytes_per_s=each.bandwidth_bytes_per_s,
+                wear_bytes_today=each.written_today_bytes,
+                wear_budget_bytes=getattr(each, "wear_budget_bytes", None),
+                latencies=getattr(each, "latencies", {}),
+            )
+            for each in devices
+        ],
+        arenas=[
+            ArenaObservation(
+                name="memory",
+                capacity_bytes=totals.memory_bytes,
+                used_bytes=totals.memory_used_bytes,
+                copies=totals.memory_objects,
+                promoted=totals.promotions,
+            )
+        ],
+        evictions={"budget": totals.evicted_keys, "memory": totals.copies_dropped},
+        admission={
+            "held_back": totals.held_back,
+            "wear_refused": sum(each.wear_refused for each in devices),
+        },
+        scrub=ScrubObservation(
+            bytes=sum(each.scrubbed_bytes for each in devices),
+            rotten=getattr(totals, "scrub_rotten", 0),
+            passes=getattr(totals, "scrub_passes", 0),
+        ),
+        lost=dict(totals.lost),
+        quarantined_bytes=sum(each.quarantined_bytes for each in devices),
+        writing_bytes=totals.writing_bytes,
+        reads_pending=totals.waiting_reads,
+    )

@@ -114,7 +114,7 @@ class Sample:
             "evicted_keys": int(self.number("evicted_keys")),
             "evictions": _pairs(self.fields.get("evictions", "")),
             "scrub_rotten": int(self.number("scrub_rotten")),
-            "writes_pending": int(self.number("writes_pending")),
+            "writing_bytes": int(self.number("writing_bytes")),
             "devices": self.groups("device"),
             "arenas": self.groups("arena"),
             "commands": self.commands(),

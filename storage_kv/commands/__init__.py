@@ -307,6 +307,7 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     except BusyError:  # it will be tried again
         counters.commands -= 1
         statistics.calls -= 1
+        counters.busy += 1
         raise
     if isinstance(reply, Later):
         return _guarded(node, reply, statistics)

@@ -172,11 +172,11 @@ def _info_latencystats(node: Node) -> _Fields:
 def _info_devices(node: Node) -> _Fields:
     seen = observe(node.engine)
     fields: _Fields = [
-        ("writes_pending", seen.writes_pending),
+        ("writing_bytes", seen.writing_bytes),
         ("reads_pending", seen.reads_pending),
-        ("busy_refusals", seen.busy_refusals),
-        ("quarantined", seen.quarantined),
-        ("scrub_objects", seen.scrub.objects),
+        ("busy_refusals", node.counters.busy),
+        ("quarantined_bytes", seen.quarantined_bytes),
+        ("scrub_bytes", seen.scrub.bytes),
         ("scrub_rotten", seen.scrub.rotten),
         ("evictions", ",".join(f"{cause}={count}" for cause, count in sorted(seen.evictions.items()))),
     ]

@@ -50,9 +50,9 @@ def observed() -> Observation:
         arenas=[ArenaObservation(name="node0", capacity_bytes=1 << 20, promoted=2)],
         evictions={"budget": 5, "quota": 1},
         admission={"stored": 4},
-        scrub=ScrubObservation(objects=10, bytes=1000, rotten=1),
-        quarantined=1,
-        writes_pending=2,
+        scrub=ScrubObservation(bytes=1000, rotten=1),
+        quarantined_bytes=1,
+        writing_bytes=2,
     )
 
 
@@ -144,7 +144,7 @@ def test_devices_arenas_and_causes_are_metrics() -> None:
     bucket = 'device_operation_duration_seconds_bucket{device="nvme0n1",le="%s",operation="read"}'
     assert own[bucket % "5e-05"] == 0 and own[bucket % "0.0001"] == 1 and own[bucket % "+Inf"] == 1
     assert own['evictions_total{cause="quota"}'] == 1 and own['admissions_total{outcome="stored"}'] == 4
-    assert own["scrub_rotten_total"] == own["quarantined_total"] == 1 and own["writes_pending"] == 2
+    assert own["scrub_rotten_total"] == own["quarantined_bytes"] == 1 and own["writing_bytes"] == 2
     assert own['arena_promotions_total{arena="node0"}'] == 2
 
 
