@@ -73,6 +73,17 @@ def hash_password(password: bytes) -> bytes:
     return hashlib.sha256(password).hexdigest().encode()
 
 
+@dataclass(frozen=True)
+class _Command:
+    full_name: str
+    parent: str
+    categories: Collection[str] | None
+    open_to_all: bool = False
+
+
+_CHANGING_USERS: Final = _Command("acl|setuser", "acl", ("admin", "slow", "dangerous"))
+
+
 @dataclass(slots=True)
 class _KeyPattern:
     """Keys that may be read, written or both."""
@@ -138,6 +149,11 @@ class User:
         if self._all_keys:
             return True
         return any(pattern.access.issuperset(access) and pattern.glob.matches(key) for pattern in self._patterns)
+
+    @property
+    def is_operator(self) -> bool:
+        """Whether it may change users, itself included, and so do everything: it runs the server, for all tenants."""
+        return self.unrestricted or self.may_run(_CHANGING_USERS)
 
     # ---- Describing
 

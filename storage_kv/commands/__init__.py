@@ -62,7 +62,7 @@ def _help(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 def _acl_cat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """ACL CAT [category]: all categories, or the commands of one."""
     if len(arguments) > 3:
-        raise CommandError("ERR wrong number of arguments for 'acl|cat' command")
+        _acl.wrong_arguments(arguments)
     if len(arguments) == 2:
         return _acl.categories(session)
     category = bytes(arguments[2]).decode("utf-8", "replace").lower()

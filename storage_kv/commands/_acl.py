@@ -3,27 +3,47 @@
 import logging
 import secrets
 import time
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from shadowserve.errors import ConfigurationError
-from shadowserve.resp import Map, SetReply, SimpleString, Value, encode, encode_bulk, encode_null
+from shadowserve.resp import Map, SetReply, Value, encode, encode_bulk, encode_null
 from storage_kv.access.rules import CATEGORIES, RuleError
 from storage_kv.access.users import DEFAULT_USER, Denial
 from storage_kv.commands._arguments import OK, as_integer, quote
 from storage_kv.node import Argument, CommandError, Later, Node, Reply, Session
 
-__all__ = ["categories", "deluser", "genpass", "getuser", "list_", "load", "log", "save", "setuser", "users", "whoami"]
+__all__ = [
+    "categories",
+    "deluser",
+    "genpass",
+    "getuser",
+    "list_",
+    "load",
+    "log",
+    "save",
+    "setuser",
+    "users",
+    "whoami",
+    "wrong_arguments",
+]
 
 _log = logging.getLogger(__name__)
 
 _PASSWORD_BITS: Final = 256
 _PASSWORD_BITS_MAX: Final = 4096
 _LOG_ENTRIES: Final = 10
+_NULL: Final = b"\0"
 _NO_FILE: Final = (
     "ERR This Redis instance is not configured to use an ACL file. You may want to specify users via the ACL SETUSER "
     "command and then issue a CONFIG REWRITE (assuming you have a Redis configuration file set) in order to store "
     "users in the Redis configuration."
 )
+
+
+def wrong_arguments(arguments: list[Argument]) -> NoReturn:
+    """Raise what Redis answers to a subcommand with too many arguments."""
+    name = quote(arguments[1])
+    raise CommandError(f"ERR unknown subcommand or wrong number of arguments for '{name}'. Try ACL HELP.")
 
 
 def whoami(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -47,7 +67,7 @@ def getuser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if user is None:
         return encode_null(session.protocol)
     fields: list[Value] = [
-        *(b"flags", SetReply([SimpleString(flag.encode()) for flag in user.flags])),
+        *(b"flags", SetReply([flag.encode() for flag in user.flags])),
         *(b"passwords", list[Value](user.passwords)),
         *(b"commands", user.commands_text),
         *(b"keys", user.keys_text),
@@ -67,7 +87,7 @@ def setuser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         if len(error.args) == 1:  # of the name
             raise CommandError(f"ERR {error}") from None
         reason, rule = error.args
-        raise CommandError(f"ERR Error in ACL SETUSER modifier '{quote(rule)}': {reason}") from None
+        raise CommandError(f"ERR Error in ACL SETUSER modifier '{quote(rule.partition(_NULL)[0])}': {reason}") from None
     if moved:
         node.end_sessions([node.users.by_name[name]])
     return OK
@@ -89,7 +109,7 @@ def deluser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 def genpass(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """ACL GENPASS [bits]."""
     if len(arguments) > 3:
-        raise CommandError("ERR wrong number of arguments for 'acl|genpass' command")
+        wrong_arguments(arguments)
     bits = as_integer(arguments[2]) if len(arguments) == 3 else _PASSWORD_BITS
     if not 0 < bits <= _PASSWORD_BITS_MAX:
         raise CommandError(
@@ -107,7 +127,7 @@ def categories(session: Session) -> bytes:
 def log(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """ACL LOG [count | RESET]: what was denied last."""
     if len(arguments) > 3:
-        raise CommandError("ERR wrong number of arguments for 'acl|log' command")
+        wrong_arguments(arguments)
     count = _LOG_ENTRIES
     if len(arguments) == 3:
         if bytes(arguments[2]).upper() == b"RESET":

@@ -204,8 +204,10 @@ def describe_client(session: Session) -> bytes:
 
 
 def client_list(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CLIENT LIST [TYPE type | ID id [id ...]]."""
+    """CLIENT LIST [TYPE type | ID id [id ...]]: of the own tenant, but for those who run the server."""
     chosen = list(node.sessions.values())
+    if not session.user.is_operator:
+        chosen = [other for other in chosen if other.authenticated and other.tenant == session.tenant]
     if len(arguments) > 2:
         option = bytes(arguments[2]).upper()
         if option == b"TYPE" and len(arguments) == 4:

@@ -140,8 +140,9 @@ def dbsize(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def flush(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """FLUSHDB and FLUSHALL [ASYNC | SYNC]: everything of the client's tenant."""
+    """FLUSHDB and FLUSHALL [ASYNC | SYNC]: what the tenant has; FLUSHALL of those who run the server, what all have."""
     if len(arguments) > 2 or (len(arguments) == 2 and bytes(arguments[1]).upper() not in (b"ASYNC", b"SYNC")):
         syntax_error()
-    node.engine.clear(session.tenant)
+    everything = bytes(arguments[0]).upper() == b"FLUSHALL" and session.user.is_operator
+    node.engine.clear(None if everything else session.tenant)
     return settled(node, node.engine.barrier(), "FLUSHALL", OK)

@@ -116,8 +116,8 @@ def _info_cluster(node: Node) -> _Fields:
     return [("cluster_enabled", 0)]
 
 
-def _info_keyspace(node: Node) -> _Fields:
-    engine = node.engine.statistics()
+def _info_keyspace(node: Node, tenant: int | None = None) -> _Fields:
+    engine = node.engine.statistics(tenant)
     return [("db0", f"keys={engine.keys},expires={engine.expiring_keys},avg_ttl=0")] if engine.keys else []
 
 
@@ -213,6 +213,9 @@ _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {
     "ShadowServe": _info_shadowserve,
 }
 
+_SECTIONS_OF_TENANTS: Final = frozenset({"Server", "Persistence", "Replication", "Cluster", "Keyspace"})
+"""Those that tell nothing of what others do."""
+
 _SECTIONS_ON_DEMAND: Final[dict[str, Callable[[Node], _Fields]]] = {
     "Commandstats": _info_commandstats,
     "Latencystats": _info_latencystats,
@@ -222,16 +225,20 @@ _SECTIONS_ON_DEMAND: Final[dict[str, Callable[[Node], _Fields]]] = {
 
 
 def info(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """INFO [section ...]."""
+    """INFO [section ...]; users who do not run the server see what concerns them, and their own tenant's keys."""
     wanted = {bytes(argument).decode("utf-8", "replace").lower() for argument in arguments[1:]}
     sections = _SECTIONS | _SECTIONS_ON_DEMAND
     if wanted & {"all", "everything"}:
         wanted = {name.lower() for name in sections}
     elif not wanted or "default" in wanted:
         wanted |= {name.lower() for name in _SECTIONS}
+    is_operator = session.user.is_operator
     texts = []
     for name, fields in sections.items():
-        if name.lower() in wanted:
-            lines = [f"# {name}", *(f"{key}:{value}" for key, value in fields(node))]
+        if name.lower() in wanted and (is_operator or name in _SECTIONS_OF_TENANTS):
+            found = (
+                _info_keyspace(node, None if is_operator else session.tenant) if name == "Keyspace" else fields(node)
+            )
+            lines = [f"# {name}", *(f"{key}:{value}" for key, value in found)]
             texts.append("".join(f"{line}\r\n" for line in lines))
     return encode(Verbatim("\r\n".join(texts).encode()), session.protocol)

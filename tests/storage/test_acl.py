@@ -1,0 +1,352 @@
+"""Users: the rules and their parser, passwords, what is denied, and the file that they are kept in."""
+
+import hashlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from machine import NEVER_S, wait_for
+from storage_support import Child, Client
+
+from shadowserve.errors import ConfigurationError
+from shadowserve.resp import ErrorReply
+from storage_kv.access import users as module
+from storage_kv.access.attempts import Attempts
+from storage_kv.access.rules import CATEGORIES, RuleError, User, parse_line
+from storage_kv.access.users import Users, read_users
+from storage_kv.commands import BY_FULL_NAME, TABLE
+from storage_kv.config import StorageConfig
+
+CORPUS = Path(__file__).parent / "corpus" / "users"
+
+
+def user_with(*rules: str) -> User:
+    user = User(b"alice")
+    for rule in rules:
+        user.apply(rule.encode(), BY_FULL_NAME)
+    return user
+
+
+def allowed(user: User) -> set[str]:
+    return {name for name, command in BY_FULL_NAME.items() if user.may_run(command)}
+
+
+def test_every_command_has_categories_that_redis_knows() -> None:
+    for command in BY_FULL_NAME.values():
+        assert command.categories and set(command.categories) <= set(CATEGORIES), command.full_name
+        assert len({"fast", "slow"} & set(command.categories)) == 1
+    assert {"kv.meta"} <= {name for name, command in BY_FULL_NAME.items() if "read" in (command.categories or ())}
+
+
+def test_the_last_rule_that_speaks_of_a_command_decides() -> None:
+    open_to_all = {command.full_name for command in TABLE if command.open_to_all}
+    assert allowed(user_with()) == open_to_all
+    assert allowed(user_with("+@all")) == set(BY_FULL_NAME)
+    assert allowed(user_with("+@all", "-@all")) == open_to_all
+    assert allowed(user_with("+get", "-@read")) == open_to_all
+    assert allowed(user_with("-@read", "+get")) == open_to_all | {"get"}
+    assert allowed(user_with("+get", "-get", "+GET")) == open_to_all | {"get"}
+    assert allowed(user_with("+@all", "-@dangerous", "+info")) == {
+        name
+        for name, command in BY_FULL_NAME.items()
+        if name == "info" or "dangerous" not in (command.categories or ())
+    }
+    assert {"client|list", "client|id", "client"} <= allowed(user_with("+client"))
+    assert allowed(user_with("+client", "-client|list")) == allowed(user_with("+client")) - {"client|list"}
+    assert allowed(user_with("-client|list", "+client")) == allowed(user_with("+client"))
+    assert allowed(user_with("+client|id")) == open_to_all | {"client|id"}
+
+
+def test_keys_are_read_and_written_as_their_patterns_say() -> None:
+    user = user_with("~a:*", "%R~r:*", "%W~w:*", "%rw~b:*")
+    for key, may in ((b"a:1", "RW"), (b"b:", "RW"), (b"r:1", "R"), (b"w:1", "W"), (b"x", "")):
+        for access in ("R", "W", "RW"):
+            assert user.may_use(key, access) == set(access).issubset(may), (key, access)
+        assert user.may_use(key, "") == bool(may)  # asking whether it is there
+    user.apply(b"%W~r:*", BY_FULL_NAME)
+    assert user.may_use(b"r:1", "RW") and b"~r:*" in user.keys_text.split()
+    user.apply(b"allkeys", BY_FULL_NAME)
+    assert user.may_use(b"anything", "RW")
+    user.apply(b"resetkeys", BY_FULL_NAME)
+    assert not user.may_use(b"a:1", "")
+
+
+def test_only_who_may_do_everything_is_spared_the_checks() -> None:
+    assert user_with("allkeys", "allcommands").unrestricted
+    for rules in (["allkeys", "allcommands", "-flushall"], ["~a*", "allcommands"], ["allkeys", "+@read"], []):
+        assert not user_with(*rules).unrestricted
+    assert user_with("~x", "+acl").is_operator and not user_with("~*", "+@all", "-@admin").is_operator
+
+
+@pytest.mark.parametrize(
+    ("rule", "reason"),
+    [
+        ("zzz", "Syntax error"), ("+nosuch", "Unknown command"), ("-@nosuch", "Unknown command"),
+        ("+get|x", "Unknown command"), ("+client|list|x", "first-arg"), ("<other", "does not exist"),
+        ("#abc", "exactly 64"), ("!" + "A" * 64, "exactly 64"), ("%~x", "Syntax"), ("%Q~x", "Syntax"), ("%R", "Syntax"),
+        ("~a b", "Syntax"), ("(+get ~x)", "Selectors are not supported"), ("+", "Syntax"), ("tenant=a b", "tenant"),
+        ("tenant=" + "x" * 129, "tenant"),
+    ],
+)  # fmt: skip
+def test_rules_that_cannot_be_applied_change_nothing(rule: str, reason: str) -> None:
+    user = user_with("on", ">pw", "~a*", "+@read")
+    before = user.describe()
+    with pytest.raises(RuleError, match=reason):
+        user.apply(rule.encode(), BY_FULL_NAME)
+    assert user.describe() == before
+
+
+WORDS = st.one_of(
+    st.sampled_from([
+        "on", "off", "nopass", "resetpass", "allkeys", "~*", "resetkeys", "allchannels", "&*", "resetchannels", "reset",
+        "allcommands", "nocommands", "+@all", "-@all", "sanitize-payload", "skip-sanitize-payload", "clearselectors",
+        "tenant=", "tenant=team-a", "<pw", "(", "", "%", "%RW~", "+", "-", "#", "!",
+    ]),
+    st.builds("{}@{}".format, st.sampled_from("+-"), st.sampled_from([*CATEGORIES, "nosuch"])),
+    st.builds("{}{}".format, st.sampled_from("+-"), st.sampled_from([*BY_FULL_NAME, "nosuch", "client|x"])),
+    st.builds(
+        "{}{}".format, st.sampled_from([">", "~", "%R~", "%w~", "&", "tenant="]), st.text("ab:*?[]\\^-", max_size=8)
+    ),
+    st.builds("#{}".format, st.text("0123456789abcdef", min_size=64, max_size=64)),
+).map(str.encode)  # fmt: skip
+
+
+@given(st.lists(st.one_of(WORDS, st.binary(max_size=12)), max_size=12))
+def test_what_a_user_is_described_as_makes_the_same_user(rules: list[bytes]) -> None:
+    user = User(b"alice")
+    for rule in rules:
+        try:
+            user.apply(rule, BY_FULL_NAME)
+        except RuleError:
+            continue
+    parsed = parse_line(user.describe())
+    assert parsed is not None
+    name, words = parsed
+    again = User(name)
+    for word in words:
+        again.apply(word, BY_FULL_NAME)
+    assert again.describe() == user.describe()
+    assert allowed(again) == allowed(user) and again.unrestricted == user.unrestricted
+    for key in (b"", b"a", b"ab:", b"[", b"\\a", b"zz"):
+        for access in ("", "R", "W", "RW"):
+            assert again.may_use(key, access) == user.may_use(key, access)
+
+
+@given(st.binary(max_size=200))
+@example(b"user")
+@example(b"user  a on")
+@example(b"user a on\x00")
+def test_any_line_is_a_user_or_an_error(line: bytes) -> None:
+    try:
+        parsed = parse_line(line)
+        for word in parsed[1] if parsed else ():
+            User(b"a").apply(word, BY_FULL_NAME)
+    except RuleError:
+        pass
+
+
+def test_the_kept_corpus_of_users_files_is_read_or_refused_as_it_was(tmp_path: Path) -> None:
+    kept = sorted(CORPUS.iterdir())
+    assert len(kept) >= 8
+    for path in kept:
+        expected, _, content = path.read_bytes().partition(b"\n")
+        file = tmp_path / "users.acl"
+        file.write_bytes(content)
+        if expected.startswith(b"refused: "):
+            with pytest.raises(ConfigurationError, match=re.escape(expected.removeprefix(b"refused: ").decode())):
+                read_users(str(file), BY_FULL_NAME)
+        else:
+            names = sorted(read_users(str(file), BY_FULL_NAME))
+            assert b"users: " + b" ".join(names) == expected, path.name
+
+
+def test_messages_about_a_file_do_not_tell_its_passwords(tmp_path: Path) -> None:
+    file = tmp_path / "users.acl"
+    file.write_text("user alice on <secret-word\n")
+    with pytest.raises(ConfigurationError) as caught:
+        read_users(str(file), BY_FULL_NAME)
+    assert "secret-word" not in str(caught.value) and f"{file}:1: " in str(caught.value)
+
+
+def test_unknown_users_cost_the_same_calls_as_known_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    users = Users(StorageConfig(), BY_FULL_NAME)
+    users.set_user(b"alice", [b"on", b">right"])
+    users.set_user(b"off", [b">right"])
+    calls: list[str] = []
+    real_hash, real_compare = module.hash_password, module.hmac.compare_digest
+
+    def hashed(password: bytes) -> bytes:
+        calls.append("hash")
+        return real_hash(password)
+
+    def compared(first: bytes, second: bytes) -> bool:
+        calls.append(f"compare {len(first)} {len(second)}")
+        return real_compare(first, second)
+
+    monkeypatch.setattr(module, "hash_password", hashed)
+    monkeypatch.setattr(module.hmac, "compare_digest", compared)
+    for name, password, accepted in (
+        (b"alice", b"right", True), (b"alice", b"wrong", False), (b"nobody", b"right", False), (b"off", b"right", False)
+    ):  # fmt: skip
+        calls.clear()
+        assert (users.authenticate(name, password) is not None) == accepted
+        assert calls == ["hash", "compare 64 64"], name
+
+
+def test_attempts_after_failures_stand_in_line_right_or_wrong() -> None:
+    attempts = Attempts()
+    assert attempts.wait_until("10.0.0.1:1", 100.0, accepted=True) == 0.0
+    first = attempts.wait_until("10.0.0.1:2", 100.0, accepted=False)
+    second = attempts.wait_until("10.0.0.1:3", 100.0, accepted=True)
+    assert 100.0 < first < second
+    assert attempts.wait_until("10.0.0.2:1", 100.0, accepted=True) == 0.0
+    while not attempts.refused("10.0.0.1:4", 100.0):
+        assert attempts.wait_until("10.0.0.1:4", 100.0, accepted=False) < 100.0 + 10.0
+    assert attempts.wait_until("10.0.0.1:5", 200.0, accepted=True) == 0.0  # forgotten
+    attempts.wait_until("[2001:db8::1]:1", 100.0, accepted=False)
+    assert attempts.wait_until("[2001:db8::2]:1", 100.0, accepted=True) > 100.0  # of the same network
+    assert attempts.wait_until("[::ffff:10.9.9.9]:1", 100.0, accepted=True) == 0.0
+    for number in range(10_000):
+        attempts.wait_until(f"10.{number >> 8}.{number & 255}.1:1", 100.0, accepted=False)
+    assert len(attempts._lines) <= 4096
+
+
+@pytest.fixture
+def users_file(tmp_path: Path) -> Path:
+    file = tmp_path / "users.acl"
+    hashed = hashlib.sha256(b"pa").hexdigest()
+    file.write_text(f"user admin on >root ~* &* +@all\nuser alice on #{hashed} ~a:* %R~b:* +@read +@write -flushall\n")
+    return file
+
+
+def test_users_of_a_file_do_what_their_rules_say(start: Callable[..., Child], users_file: Path) -> None:
+    child = start("--users-file", str(users_file))
+    with child.client() as client:
+        assert client.call("PING") == b"NOAUTH Authentication required."  # the default user is off
+        assert client.call("AUTH", "alice", "pa") == b"OK"
+        assert client.call("SET", "a:1", "x") == b"OK" and client.call("GET", "a:1") == b"x"
+        no_key = b"NOPERM this user has no permissions to access one of the keys used as arguments"
+        assert client.call("SET", "b:1", "x") == no_key and client.call("GET", "b:1") is None
+        assert client.call("MGET", "a:1", "z") == no_key and client.call("EXISTS", "z") == no_key
+        assert client.call("SET", "b:1", "x", "GET") == no_key
+        assert client.call("KV.META", "a:1", "z") == no_key
+        no_run = b"NOPERM this user has no permissions to run the '%s' command"
+        for command in (["FLUSHALL"], ["CONFIG", "GET", "*"], ["ACL", "WHOAMI"]):
+            assert client.call(*command) == no_run % b"|".join(
+                word.lower().encode() for word in command[: 1 if command[0] == "FLUSHALL" else 2]
+            )
+        assert client.call("HELLO", 2, "AUTH", "admin", "root") is not None
+        assert client.call("ACL", "WHOAMI") == b"admin"
+        assert client.call("FLUSHALL") == b"OK"
+        assert client.call("RESET") == b"RESET"
+        assert client.call("GET", "a:1") == b"NOAUTH Authentication required."
+
+
+def test_changes_hold_at_once_for_clients_that_are_there(start: Callable[..., Child], users_file: Path) -> None:
+    child = start("--users-file", str(users_file))
+    with child.client() as admin, child.client() as alice:
+        assert admin.call("AUTH", "admin", "root") == b"OK" and alice.call("AUTH", "alice", "pa") == b"OK"
+        assert alice.call("GET", "a:1") is None
+        assert admin.call("ACL", "SETUSER", "alice", "-get") == b"OK"
+        assert alice.call("GET", "a:1").startswith(b"NOPERM")  # type: ignore[union-attr]
+        assert admin.call("ACL", "SETUSER", "alice", "+get", "off") == b"OK"
+        assert alice.call("GET", "a:1") is None  # who is there stays
+        assert alice.call("AUTH", "alice", "pa").startswith(b"WRONGPASS")  # type: ignore[union-attr]
+        assert admin.call("ACL", "SETUSER", "alice", "on", "+nosuch").startswith(b"ERR Error in")  # type: ignore[union-attr]
+        assert b"off" in admin.call("ACL", "GETUSER", "alice")[1]  # type: ignore[index, operator]
+        assert admin.call("ACL", "DELUSER", "alice", "nobody") == 1
+        assert alice.receive_to_end() == b""
+        assert admin.call("ACL", "DELUSER", "default") == b"ERR The 'default' user cannot be removed"
+
+
+def test_the_file_is_saved_and_loaded_whole_or_not_at_all(start: Callable[..., Child], users_file: Path) -> None:
+    child = start("--users-file", str(users_file))
+    with child.client() as admin:
+        assert admin.call("AUTH", "admin", "root") == b"OK"
+        assert admin.call("ACL", "SETUSER", "bob", "on", ">pb", "~b*", "+get", "tenant=team-b") == b"OK"
+        assert admin.call("ACL", "SAVE") == b"OK"
+        saved = users_file.read_text()
+        assert saved.encode().splitlines() == admin.call("ACL", "LIST")
+        assert "root" not in saved and users_file.stat().st_mode & 0o777 == 0o600
+        with child.client() as bob:
+            assert bob.call("AUTH", "bob", "pb") == b"OK"
+            users_file.write_text(saved + "user carol on +nosuch\n")
+            refused = admin.call("ACL", "LOAD")
+            assert isinstance(refused, ErrorReply) and b":5: " in refused and b"no change" in refused
+            assert admin.call("ACL", "USERS") == [b"admin", b"alice", b"bob", b"default"]
+            users_file.write_text("".join(line for line in saved.splitlines(True) if "bob" not in line))
+            assert admin.call("ACL", "LOAD") == b"OK"
+            assert admin.call("ACL", "USERS") == [b"admin", b"alice", b"default"]
+            assert bob.receive_to_end() == b""
+        users_file.parent.chmod(0o755)
+        users_file.unlink()
+        users_file.mkdir()
+        assert admin.call("ACL", "SAVE").startswith(b"ERR There was an error")  # type: ignore[union-attr]
+    assert [path.name for path in users_file.parent.iterdir()] == ["users.acl"]
+
+
+def test_what_was_denied_is_in_the_log(start: Callable[..., Child], users_file: Path) -> None:
+    child = start("--users-file", str(users_file))
+    with child.client() as alice, child.client() as admin:
+        alice.call("AUTH", "alice", "wrong")
+        alice.call("AUTH", "alice", "pa")
+        for _ in range(3):
+            alice.call("GET", "secret")
+        alice.call("FLUSHALL")
+        admin.call("AUTH", "admin", "root")
+        entries = admin.call("ACL", "LOG")
+        assert isinstance(entries, list)
+        told = [dict(zip(entry[::2], entry[1::2], strict=True)) for entry in entries]  # type: ignore[index]
+        assert [(entry[b"reason"], entry[b"object"], entry[b"count"]) for entry in told] == [
+            (b"command", b"flushall", 1), (b"key", b"secret", 3), (b"auth", b"AUTH", 1)
+        ]  # fmt: skip
+        assert all(entry[b"username"] == b"alice" for entry in told)
+        assert len(admin.call("ACL", "LOG", 1)) == 1  # type: ignore[arg-type]
+        assert admin.call("ACL", "LOG", "RESET") == b"OK" and admin.call("ACL", "LOG") == []
+        info = admin.info()
+        assert (info["acl_access_denied_cmd"], info["acl_access_denied_key"]) == ("1", "3")
+
+
+def test_too_many_wrong_passwords_are_not_even_looked_at(start: Callable[..., Child]) -> None:
+    """Guesses sent in parallel wait for each other; those that would wait for too long are refused."""
+    child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": "right"})
+    clients = [child.client() for _ in range(60)]
+    for client in clients:
+        client.send("AUTH", "wrong")
+    answers = [client.receive() for client in clients]
+    refused = [answer for answer in answers if b"too many failed" in answer]  # type: ignore[operator]
+    assert refused and len(refused) < len(answers)
+    with child.client() as client:  # and the server serves on
+
+        def enters() -> bool:
+            with child.client() as other:
+                return other.call("AUTH", "right") == b"OK"
+
+        wait_for(enters)
+        client.call("AUTH", "right")
+        assert client.call("PING") == b"PONG"
+
+
+def test_a_users_file_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "users.acl"
+    file.write_text("user a on\nuser b +nosuch\nuser a off\nhello\n")
+    ran = subprocess.run(
+        [sys.executable, "-m", "shadowserve.cli", "storage", "--port", "0", "--users-file", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=NEVER_S,
+    )
+    assert ran.returncode != 0
+    for number in (2, 3, 4):
+        assert f"users.acl:{number}: " in ran.stderr
+
+
+def test_without_a_file_there_is_nothing_to_save(shared_server: Child) -> None:
+    with Client(shared_server.port) as client:
+        for command in ("SAVE", "LOAD"):
+            assert client.call("ACL", command).startswith(b"ERR This Redis instance is not configured")  # type: ignore[union-attr]

@@ -1,0 +1,131 @@
+"""The audit log: what is in it, what never is, and that serving goes on without it."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import wait_for
+from storage_support import TIMEOUT_S, Child
+
+from storage_kv.access.audit import AuditLog
+
+SECRET = "sesame-open"
+
+
+class Somebody:
+    address = "10.0.0.1:1234"
+    user_name = b"ali\xffce"
+
+
+def entries_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_who_came_what_was_denied_and_what_was_changed_is_told(start: Callable[..., Child], tmp_path: Path) -> None:
+    log, users = tmp_path / "audit.log", tmp_path / "users.acl"
+    users.write_text(f"user root on >{SECRET} ~* +@all\nuser ann on >{SECRET} ~a* +@read tenant=team-a\n")
+    child = start("--audit-log", str(log), "--users-file", str(users))
+    with child.client() as ann, child.client() as root:
+        ann.call("AUTH", "ann", "wrong-guess")
+        assert ann.call("AUTH", "ann", SECRET) == b"OK"
+        ann.call("GET", "private-key")
+        ann.call("SET", "a", "private-value")
+        assert root.call("HELLO", 3, "AUTH", "root", SECRET) is not None
+        root.call("ACL", "SETUSER", "ann", ">another-secret")
+        root.call("CONFIG", "GET", "save")
+        root.call("FLUSHALL")
+        root.call("GET", "private-key")
+        info = root.call("INFO", "shadowserve")
+        assert isinstance(info, bytes)
+    assert child.stop() == 0
+    entries = entries_of(log)
+    told = [(entry["event"], entry["user"], entry["outcome"], entry.get("command")) for entry in entries]
+    assert told == [
+        ("authentication", "ann", "failed", None), ("authentication", "ann", "ok", None),
+        ("denied", "ann", "denied", "get"), ("denied", "ann", "denied", "set"),
+        ("authentication", "root", "ok", None), ("command", "root", "allowed", "acl|setuser"),
+        ("command", "root", "allowed", "config|get"), ("command", "root", "allowed", "flushall"),
+    ]  # fmt: skip
+    assert all(entry["address"].startswith("127.0.0.1:") and entry["time"].endswith("+00:00") for entry in entries)
+    for text in (log.read_text(), "\n".join(child.log)):
+        for secret in (SECRET, "another-secret", "wrong-guess", "private-key", "private-value"):
+            assert secret not in text
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_log_is_begun_anew_when_it_is_large(tmp_path: Path) -> None:
+    path = tmp_path / "audit.log"
+    log = AuditLog(str(path), 4096)
+    for number in range(100):
+        log.write("command", Somebody(), outcome="ok", command="x" * 500, number=number)
+    log.close()
+    assert log.written == 100 and log.lost == 0
+    assert path.stat().st_size <= 4096 and (tmp_path / "audit.log.1").stat().st_size <= 4096
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["audit.log", "audit.log.1"]
+    last = entries_of(path)[-1]
+    assert last["number"] == 99 and last["user"] == "ali\\xffce" and len(last["command"]) == 256
+
+
+def test_a_log_that_cannot_be_written_is_counted_and_serving_goes_on(
+    start: Callable[..., Child], tmp_path: Path
+) -> None:
+    child = start("--audit-log", str(tmp_path / "nowhere" / "audit.log"))
+    with child.client() as client:
+        for _ in range(20):
+            assert client.call("CONFIG", "GET", "save") != b""
+        wait_for(lambda: int(client.info()["audit_lines_lost"]) == 20)
+        assert client.call("SET", "a", "1") == b"OK"
+    assert child.stop() == 0
+    assert sum("audit_log_failed" in line for line in child.log) == 1
+
+
+def test_a_full_disk_and_its_return(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from storage_kv.access import audit
+
+    monkeypatch.setattr(audit, "_RETRY_S", 0.0)
+    folder = tmp_path / "mounted"
+    log = AuditLog(str(folder / "audit.log"))
+    log.write("command", Somebody(), outcome="ok")
+    wait_for(lambda: log.lost == 1)
+    folder.mkdir()
+    log.write("command", Somebody(), outcome="ok")
+    wait_for(lambda: log.written == 1)
+    log.close()
+    assert len(entries_of(folder / "audit.log")) == 1
+    full = AuditLog("/dev/full")
+    full.write("command", Somebody(), outcome="ok")
+    wait_for(lambda: full.lost == 1)
+    full.close()
+
+
+def test_more_than_the_disk_takes_is_dropped_not_queued(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import threading
+
+    still = threading.Event()
+    log = AuditLog(str(tmp_path / "audit.log"))
+    monkeypatch.setattr(log, "_append", lambda line: still.wait(TIMEOUT_S))
+    for _ in range(6000):
+        log.write("command", Somebody(), outcome="ok")
+    assert 1900 <= log.lost <= 1904
+    still.set()
+    log.close()
+    assert log.written + log.lost == 6000
+
+
+def test_handshakes_that_fail_are_told(start: Callable[..., Child], tmp_path: Path) -> None:
+    from test_tls import make_certificates, tls_flags
+
+    make_certificates(tmp_path)
+    log = tmp_path / "audit.log"
+    child = start("--audit-log", str(log), *tls_flags(tmp_path))
+    with socket.create_connection(("127.0.0.1", child.port), TIMEOUT_S) as sock:
+        sock.sendall(b"PING\r\n")
+        while sock.recv(1 << 12):
+            pass
+    assert child.stop() == 0
+    assert [(entry["event"], entry["reason"]) for entry in entries_of(log)] == [
+        ("tls", "the client does not speak TLS")
+    ]

@@ -1,0 +1,213 @@
+"""Tenants: what one has is, for another, not there; and none gets more than its share."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import wait_for
+from storage_support import Child, Client, make_record
+
+from storage_kv.access.limits import RateLimiter
+from storage_kv.commands import execute
+from storage_kv.config import StorageConfig, TenantLimits
+from storage_kv.engine import wall_clock_ms
+from storage_kv.memory_engine import MemoryEngine
+from storage_kv.node import Node, Session
+
+USERS = """user root on >r ~* &* +@all
+user ann on >a ~* +@all -@admin tenant=team-a
+user amy on >a ~* +@all -@admin +client|list tenant=team-a
+user bob on >b ~* +@all -@admin +client|list tenant=team-b
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> Path:
+    file = tmp_path / "users.acl"
+    file.write_text(USERS)
+    return file
+
+
+@pytest.fixture
+def server(start: Callable[..., Child], users: Path) -> Child:
+    return start("--users-file", str(users))
+
+
+def login(child: Child, name: str) -> Client:
+    client = child.client()
+    assert client.call("AUTH", name, name[0]) == b"OK"
+    return client
+
+
+@pytest.fixture
+def people(server: Child) -> Iterator[dict[str, Client]]:
+    yield {name: login(server, name) for name in ("root", "ann", "amy", "bob")}
+
+
+def test_the_same_key_is_another_key_for_another_tenant(people: dict[str, Client]) -> None:
+    ann, amy, bob, root = (people[name] for name in ("ann", "amy", "bob", "root"))
+    assert ann.call("SET", "k", "ann's") == b"OK"
+    assert amy.call("GET", "k") == b"ann's" and bob.call("GET", "k") is None and root.call("GET", "k") is None
+    for command, absent in (
+        (["EXISTS", "k"], 0), (["DEL", "k"], 0), (["TTL", "k"], -2), (["TYPE", "k"], b"none"), (["STRLEN", "k"], 0),
+        (["EXPIRE", "k", 10], 0), (["MGET", "k"], [None]), (["KV.META", "k"], [None]), (["GETRANGE", "k", 0, -1], b""),
+        (["PERSIST", "k"], 0),
+    ):  # fmt: skip
+        assert bob.call(*command) == absent, command
+    assert bob.call("SET", "k", "bob's", "NX") == b"OK"
+    assert ann.call("GET", "k") == b"ann's" and bob.call("GET", "k") == b"bob's"
+    assert ann.call("DBSIZE") == 1 and ann.call("SCAN", 0) == [b"0", [b"k"]]
+    assert bob.call("UNLINK", "k") == 1 and ann.call("EXISTS", "k") == 1
+
+
+def test_records_of_the_same_name_are_kept_apart(people: dict[str, Client]) -> None:
+    key, first = make_record(b"n" * 32, fill=1)
+    _, second = make_record(b"n" * 32, fill=2)
+    assert people["ann"].call("SET", key, first) == b"OK" and people["bob"].call("SET", key, second) == b"OK"
+    assert people["ann"].call("GET", key) == first and people["bob"].call("GET", key) == second
+
+
+def test_lists_and_counts_show_the_own_tenant(people: dict[str, Client]) -> None:
+    ann, bob, root = people["ann"], people["bob"], people["root"]
+    for number in range(20):
+        ann.call("SET", f"a{number}", "x")
+    bob.call("SET", "b", "x")
+    root.call("SET", "r", "x")
+    for client, keys in ((ann, 20), (bob, 1), (root, 1)):
+        assert client.call("DBSIZE") == keys
+        found, cursor = [], b"0"
+        while True:
+            cursor, some = client.call("SCAN", cursor)  # type: ignore[misc]
+            found += some
+            if cursor == b"0":
+                break
+        assert len(found) == keys
+    assert ann.info()["db0"].startswith("keys=20,") and bob.info()["db0"].startswith("keys=1,")
+    assert root.info()["db0"].startswith("keys=22,")
+    assert "used_memory" not in ann.info() and "total_commands_processed" not in ann.info("stats")
+    assert "used_memory" in root.info()
+
+    def names(client: Client) -> set[bytes]:
+        text = client.call("CLIENT", "LIST")
+        assert isinstance(text, bytes)
+        return {line.split(b"user=")[1].split()[0] for line in text.splitlines()}
+
+    assert names(people["amy"]) == {b"ann", b"amy"} and names(bob) == {b"bob"}
+    assert names(root) == {b"ann", b"amy", b"bob", b"root"}
+
+
+def test_who_flushes_flushes_its_own_unless_it_runs_the_server(people: dict[str, Client]) -> None:
+    for name in ("ann", "bob", "root"):
+        people[name].call("SET", "k", "x")
+    assert people["ann"].call("FLUSHALL") == b"OK"
+    assert [people[name].call("DBSIZE") for name in ("ann", "bob", "root")] == [0, 1, 1]
+    assert people["root"].call("FLUSHDB") == b"OK"
+    assert [people[name].call("DBSIZE") for name in ("ann", "bob", "root")] == [0, 1, 0]
+    assert people["root"].call("FLUSHALL") == b"OK"
+    assert people["bob"].call("DBSIZE") == 0
+
+
+def test_a_user_who_changes_tenants_starts_anew(people: dict[str, Client], server: Child) -> None:
+    people["ann"].call("SET", "k", "x")
+    assert people["root"].call("ACL", "SETUSER", "ann", "tenant=team-b") == b"OK"
+    assert people["ann"].receive_to_end() == b""
+    assert login(server, "ann").call("GET", "k") is None
+
+
+def recorded(node: Node, session: Session, command: list[bytes]) -> tuple[list[tuple[str, str]], object]:
+    """Return every function of ours that a command calls, in order, and its reply."""
+    import sys
+
+    calls: list[tuple[str, str]] = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and "/storage_kv/" in frame.f_code.co_filename:
+            calls.append((frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_qualname))
+
+    sys.setprofile(note)
+    try:
+        reply = execute(node, session, list(command))
+    finally:
+        sys.setprofile(None)
+    return calls, reply
+
+
+def test_a_foreign_key_takes_the_path_of_an_absent_one(users: Path) -> None:
+    """The same functions in the same order, and the same answer; ``shadowserve bench isolation`` compares the times."""
+    node = Node(StorageConfig(users_file=str(users)), MemoryEngine(1 << 20, wall_clock_ms), wall_clock_ms)
+    sessions = {}
+    for number, name in enumerate((b"ann", b"bob")):
+        sessions[name] = Session(number, address="127.0.0.1:1", local_address="", file_descriptor=0)
+        node.bind(sessions[name], node.users.by_name[name])
+    assert execute(node, sessions[b"ann"], [b"SET", b"there", b"x"]) == b"+OK\r\n"
+    for command in (b"GET %b", b"EXISTS %b", b"STRLEN %b", b"TTL %b", b"MGET %b", b"KV.META %b", b"GETRANGE %b 0 5",
+                    b"TYPE %b", b"DEL %b", b"EXPIRE %b 5", b"PERSIST %b", b"SET %b x XX"):  # fmt: skip
+        traced = [recorded(node, sessions[b"bob"], (command % key).split()) for key in (b"absent", b"absent", b"there")]
+        assert traced[1] == traced[2], command
+    assert execute(node, sessions[b"ann"], [b"GET", b"there"]) == b"$1\r\nx\r\n"
+
+
+def test_buckets_go_into_debt_and_earn_it_back() -> None:
+    limiter = RateLimiter(TenantLimits(commands_per_s=10, bytes_per_s=1000), 100.0)
+    limiter.charge(10, 0)
+    assert limiter.wait_s(100.0) == 0
+    limiter.charge(5, 3000)
+    assert limiter.wait_s(100.0) == pytest.approx(2.0)
+    assert limiter.wait_s(101.0) == pytest.approx(1.0)
+    assert limiter.wait_s(102.5) == 0 and limiter.wait_s(102.0) == 0  # a clock never earns backwards
+    assert not RateLimiter(TenantLimits(keys_max=1), 0.0).limits
+
+
+def test_who_is_beyond_its_rate_waits_and_others_do_not(start: Callable[..., Child], users: Path) -> None:
+    child = start(
+        "--users-file", str(users), "--tenants", "{team-a: {commands_per_s: 20}, team-b: {bytes_per_s: 4 MiB}}"
+    )
+    ann, bob, root = login(child, "ann"), login(child, "bob"), login(child, "root")
+    begun = time.monotonic()
+    for _ in range(60):
+        ann.send("PING")
+    assert root.call("PING") == b"PONG"
+    assert [ann.receive() for _ in range(60)] == [b"PONG"] * 60  # none is lost
+    for _ in range(3):
+        assert ann.call("PING") == b"PONG"
+    assert time.monotonic() - begun > 1.0  # 63 commands, 20 saved up, 20 a second: it cannot be faster
+    value = b"v" * (6 << 20)
+    assert bob.call("SET", "k", value) == b"OK" and bob.call("GET", "k") == value and bob.call("PING") == b"PONG"
+    assert int(root.info()["throttled"]) >= 2
+
+
+def test_quotas_bound_what_a_tenant_holds_and_only_its_own_is_evicted(start: Callable[..., Child], users: Path) -> None:
+    child = start("--users-file", str(users), "--tenants", "{team-a: {keys_max: 10}, team-b: {bytes_max: 1 MiB}}")
+    ann, bob = login(child, "ann"), login(child, "bob")
+    for number in range(50):
+        assert ann.call("SET", number, "x") == b"OK"
+        assert bob.call("SET", number, b"x" * 50_000) == b"OK"
+    assert ann.call("DBSIZE") == 10 and ann.call("GET", 49) == b"x"
+    held = bob.call("DBSIZE")
+    assert isinstance(held, int) and 10 < held < 21 and bob.call("EXISTS", 49) == 1
+
+
+@pytest.mark.parametrize(
+    "tenants", ["{a b: {}}", "{a: {bytes: 1}}", "{a: {keys_max: 0}}", "{a: {commands_per_s: -1}}", "[a]"]
+)
+def test_limits_that_make_no_sense_are_refused(tenants: str) -> None:
+    with pytest.raises(AssertionError, match="tenants"):
+        Child("--tenants", tenants)
+
+
+def test_half_a_million_waits_are_no_queue(start: Callable[..., Child], users: Path) -> None:
+    """A client beyond its rate is not read: what it sends stays in its own buffers, and the server's memory small."""
+    child = start("--users-file", str(users), "--tenants", "{team-a: {commands_per_s: 1}}")
+    ann, root = login(child, "ann"), login(child, "root")
+    ann.socket.setblocking(False)
+    sent = 0
+    try:
+        while sent < 64 << 20:
+            sent += ann.socket.send(b"PING " + b"x" * 1000 + b"\r\n")
+    except BlockingIOError:
+        pass
+    assert sent < 64 << 20  # the sender was stopped
+    wait_for(lambda: int(root.info()["throttled"]) >= 1)
+    assert root.call("PING") == b"PONG"
