@@ -22,6 +22,7 @@ from host_control.config import HostConfig
 from shadowserve import __version__
 from shadowserve.cli.doctor import dpu, host, process
 from shadowserve.cli.doctor import storage as node
+from shadowserve.cli.doctor.access import access
 from shadowserve.cli.doctor.certificates import certificates
 from shadowserve.cli.doctor.finding import Finding, Machine, look
 from shadowserve.config import CONFIG_FILE_VARIABLE, Section
@@ -120,6 +121,8 @@ def _storage_checks(machine: Machine, file: str | None, storage: str | None, __:
     yield from _everywhere(configured)
     yield node.device_access
     yield partial(node.namespaces, machine)
+    yield partial(certificates, machine, _tls_files(config))
+    yield partial(access, machine, config)
     yield partial(_reach_storage, storage or f"{config.host}:{config.port}")
 
 
