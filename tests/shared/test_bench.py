@@ -28,6 +28,7 @@ SMALL = {
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
     "control": ["--requests", "4", "--prompt-chunks", "2"],
     "memory": [],
+    "isolation": ["--samples", "100"],
     "recovery": ["--objects", "2000", "--pairs", "1"],
     "interference": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
@@ -81,6 +82,7 @@ RATIOS = {
     "link": {"over_raw_peers_4", "over_compressing_peers_4", "raw_over_stored"},
     "control": {"iteration_over_0.2_ms", "lookup_over_20_ms", "lookup_round_trips"},
     "memory": {"resident_over_allowed"},
+    "isolation": {"guess_beyond_chance", "own_guess_beyond_chance"},
     "recovery": {"seconds_per_million_objects"},
     "interference": {
         "decode_step_slowdown",
