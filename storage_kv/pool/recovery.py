@@ -20,7 +20,6 @@ from storage_kv.pool.device import BlockDevice, Operation, OperationKind, Priori
 from storage_kv.pool.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
-    NAME_PIECE_BYTES,
     RECORD_BYTES,
     RECORDS_PER_BLOCK,
     SNAPSHOT_MAGIC,
@@ -32,10 +31,10 @@ from storage_kv.pool.format import (
     SnapshotHeader,
     Superblock,
     unpack_block,
-    unpack_name,
 )
 from storage_kv.pool.log import GROUP_BLOCKS_MAX
 from storage_kv.pool.pages import Pages
+from storage_kv.pool.texts import Key, TextReader, keys_of
 
 __all__ = ["ANSWER_S", "LogEnd", "Recovery", "Reader", "RecoveryReport", "read_superblocks"]
 
@@ -202,9 +201,7 @@ class Recovery:
     def __init__(self, reader: Reader, superblock: Superblock, index: Index, number: int) -> None:
         """Recover the volume of ``superblock`` as device ``number`` of ``index``."""
         self.report = RecoveryReport()
-        self.names: dict[tuple[int, bytes], bytes] = {}
-        self.tenants: dict[int, bytes] = {}
-        self.notes: dict[bytes, bytes] = {}
+        self.texts = TextReader()
         self.generation_last = 0
         self.generation_newest = 0
         """Of the newest snapshot that has a sound header; 0: there is none."""
@@ -215,7 +212,6 @@ class Recovery:
         self._index = index
         self._number = number
         self._blocks = superblock.layout.data_first + superblock.layout.data_blocks
-        self._texts: dict[tuple[RecordKind, int, bytes], dict[int, bytes]] = {}
 
     def run(self) -> LogEnd:
         """Replay the best snapshot and the log; return where the log goes on."""
@@ -285,7 +281,7 @@ class Recovery:
 
     def _forget(self) -> None:
         self._index.clear(-1, self._number)
-        self._texts.clear()
+        self.texts = TextReader()
         self.report.snapshot_records = 0
 
     # ---- The log
@@ -440,7 +436,7 @@ class Recovery:
             chosen = records.reshape(-1)
         else:
             chosen = records[np.arange(RECORDS_PER_BLOCK) < np.array(counts)[:, None]]
-        self._collect_texts(chosen[chosen["kind"] >= RecordKind.NAME])
+        self.texts.read(chosen[chosen["kind"] >= RecordKind.NAME])
         self._note_generation(chosen["generation"][chosen["kind"] == RecordKind.PUT])
         applied = self._index.replay(self._number, self._blocks, chosen)
         self.report.refused += applied.refused
@@ -453,33 +449,6 @@ class Recovery:
         ahead = (generations - np.uint32(self.generation_last)).view(np.int32).max()
         self.generation_last = (self.generation_last + max(int(ahead), 0)) & 0xFFFF_FFFF
 
-    def _collect_texts(self, records: npt.NDArray[Any]) -> None:
-        content = records.tobytes()
-        for at in range(0, len(content), RECORD_BYTES):
-            text = unpack_name(content[at : at + RECORD_BYTES])
-            if text is None:
-                self.report.refused += 1
-                continue
-            kind, tenant, key, start, length, piece = text
-            if length <= NAME_PIECE_BYTES:
-                self._keep_text(kind, tenant, key, piece)
-                continue
-            if start == 0:  # of a text that was changed, pieces of the old one are not to be taken for the new one's
-                self._texts[kind, tenant, key] = {}
-            pieces = self._texts.setdefault((kind, tenant, key), {})
-            pieces[start] = piece
-            if len(pieces) == -(-length // NAME_PIECE_BYTES):
-                self._keep_text(kind, tenant, key, b"".join(pieces[each] for each in sorted(pieces)))
-                del self._texts[kind, tenant, key]
-
-    def _keep_text(self, kind: RecordKind, tenant: int, key: bytes, text: bytes) -> None:
-        if kind is RecordKind.NAME:
-            self.names[tenant, key] = text
-        elif not any(key):
-            self.tenants[tenant] = text
-        else:
-            self.notes[key.rstrip(b"\0")] = text
-
     # ---- What cannot stay
 
     def _drop_unproven(self) -> None:
@@ -488,20 +457,22 @@ class Recovery:
 
     def drop_nameless(self) -> None:
         """Drop objects of named keys without a name and those of unknown tenants, and names without an object."""
-        self.report.unnamed += self._drop(self._nameless)
-        self.names = {of: name for of, name in self.names.items() if self._is_here(*of)}
+        present: set[Key] = set()
+        self.report.unnamed += self._drop(lambda records: self._nameless(records, present))
+        names = self.texts.names
+        if len(names) != len(present):
+            self.texts.names = {key: name for key, name in names.items() if key in present}
+        self.report.refused += self.texts.refused
 
-    def _is_here(self, tenant: int, key: bytes) -> bool:
-        slot = self._index.find(tenant, key)
-        return slot != 0 and self._index.read(slot).device == self._number
-
-    def _nameless(self, records: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        foreign = (records["tenant"] != 0) & ~np.isin(records["tenant"], np.array([*self.tenants], dtype=np.uint16))
-        for at in np.flatnonzero(records["flags"] & RecordFlag.NAMED != 0):
-            record = records[at]
-            if (int(record["tenant"]), record["key"].tobytes()) not in self.names:
-                foreign[at] = True
-        return np.asarray(foreign)
+    def _nameless(self, records: npt.NDArray[Any], present: set[Key]) -> npt.NDArray[np.bool_]:
+        tenants = np.array([0, *self.texts.tenants], dtype=np.uint16)
+        dropped = np.asarray(~np.isin(records["tenant"], tenants))
+        named = np.flatnonzero((records["flags"] & RecordFlag.NAMED != 0) & ~dropped)
+        keys = keys_of(records[named])
+        found = np.array([key in self.texts.names for key in keys], dtype=np.bool_)
+        present.update(key for key, there in zip(keys, found.tolist(), strict=True) if there)
+        dropped[named[~found]] = True
+        return dropped
 
     def _drop(self, chosen: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]]) -> int:
         """Remove the objects that ``chosen`` picks from PUT records; return how many."""

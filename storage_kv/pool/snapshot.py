@@ -32,6 +32,7 @@ from storage_kv.pool.format import (
 )
 from storage_kv.pool.log import Log, Submit
 from storage_kv.pool.pages import Pages
+from storage_kv.pool.texts import pack_names
 
 __all__ = ["SLICE_BLOCKS", "Snapshot"]
 
@@ -122,11 +123,9 @@ class Snapshot:
             records = self._slice[:count]
             records["device"] = 0  # a device's number is the pool's of today
             self._pending += records.tobytes()
-            for record in records[records["flags"] & RecordFlag.NAMED != 0]:
-                key = record["key"].tobytes()
-                name = self._names.get((int(record["tenant"]), key))
-                if name is not None:
-                    self._pending += pack_name(RecordKind.NAME, int(record["tenant"]), key, name)
+            named = records[records["flags"] & RecordFlag.NAMED != 0]
+            if len(named):
+                self._pending += pack_names(named, self._names)
         if self._pending:
             self._write_slice(room)
         else:

@@ -223,7 +223,8 @@ class Volume:
         assert recovery is not None, "a volume gets ready once"
         recovery.drop_nameless()
         self.report.overlapping = self._index.reserve(self.number, self._extents)
-        self.names, self.tenants, self.notes = recovery.names, recovery.tenants, recovery.notes
+        texts = recovery.texts
+        self.names, self.tenants, self.notes = texts.names, texts.tenants, texts.notes
         self.generation_last = recovery.generation_last
         self._name_records = sum(map(_name_records, self.names.values()))
         self.report.objects = self._index.totals(device=self.number).objects
