@@ -38,6 +38,7 @@ enum ss_result {
     SS_SKIPPED = 14,  /* not attempted, because an earlier chunk of the round failed */
     SS_OS_ERROR = 15, /* a system call failed; errno says why */
     SS_DEVICE = 16,   /* an accelerator failed, also when asked again, or cannot reach the memory any more */
+    SS_REDIRECTED = 17, /* another node of the cluster has it: the server's answer says which */
 };
 
 enum ss_codec { SS_CODEC_NONE = 0, SS_CODEC_DEFLATE = 1, SS_CODEC_LZ4 = 2, SS_CODEC_ZSTD = 3, SS_CODEC_KVRANS = 4 };
@@ -207,7 +208,10 @@ struct ss_chunk {
     uint64_t dequantization_offset; /* in the dequantization buffer: the sum of decoded_length (unused when fused) */
     uint32_t slice_first;           /* index into the round's slices */
     uint32_t slice_count;
+    uint32_t node;         /* of a fetch: whose sockets to ask; below the round's 'node_count' */
+    uint32_t asking;       /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
     enum ss_result result; /* out */
+    char error[256];       /* out, SS_REFUSED and SS_REDIRECTED of a fetch: the server's words, cut, with a zero */
 };
 
 /* Where memory is that rounds deliver to, or store from. */
@@ -229,9 +233,12 @@ struct ss_memory {
 
 struct ss_pipeline;
 struct ss_destination;
+struct ss_tls;
+struct ss_tls_session;
 
 /*
- * One round: chunks of one layout, from one storage server, to (or from) one destination; at most 16384 chunks. Set
+ * One round: chunks of one layout, from one storage server or the nodes of one cluster, to (or from) one destination; at
+ * most 16384 chunks. Set
  * everything but the fields marked 'out' to what they are and the rest to zero, and leave all of it alone until the
  * call that runs the round is back. That slices do not overlap in the destination is not checked.
  */
@@ -252,6 +259,8 @@ struct ss_round {
     uint64_t delivered_bytes;          /* out: into the destination */
     uint32_t cancelled;                /* set by ss_round_cancel(); 0 at first */
     uint32_t sockets_in_sync;          /* out: no socket holds half an answer, so all can be used again */
+    uint32_t node_count;               /* of a fetch: its sockets are those of so many nodes; 0: one */
+    struct ss_tls_session *const *sessions; /* of a fetch: for each socket, NULL for one without; NULL: no TLS at all */
 };
 
 enum ss_stage {
@@ -290,7 +299,7 @@ struct ss_pipeline_options {
     const int32_t *dequantize_cores; /* unused when fused */
     const int32_t *dma_cores;        /* unused when fused */
     const int32_t *store_cores;
-    uint32_t net_threads; /* also the number of connections that a round uses */
+    uint32_t net_threads; /* also the number of connections that a round uses to each node */
     uint32_t decompress_threads;
     uint32_t dequantize_threads;
     uint32_t dma_threads;
@@ -306,6 +315,7 @@ struct ss_pipeline_options {
     uint32_t memory_management;
     uint32_t trace_events;     /* room for so many in each thread's log, 56 bytes each; 0: no tracing */
     uint32_t poll_interval_us; /* between two looks at an engine that has nothing done; 0: no pause. At most 1 s */
+    uint32_t nodes_max;        /* of a cluster that one round may ask, at most 256; 0: one */
 };
 
 /* ---- Backends ------------------------------------------------------------------------------------------------ */
@@ -367,6 +377,10 @@ SS_API uint8_t *ss_destination_address(const struct ss_destination *destination)
  * storage server it asks for an equal share of every chunk's slices with GETRANGE, receives them straight into the
  * decompression buffer, and passes each slice on as soon as it is whole: checksum, decompress, dequantize, deliver.
  *
+ * With several nodes the sockets come node by node, as many for each, at most 'net_threads'; a chunk is asked for on
+ * those of its own node. One that a node answers MOVED or ASK for is SS_REDIRECTED, and its 'error' says where to: that
+ * is no failure to those behind it. Without the chunked pipeline it is one.
+ *
  * Blocks until the round is quiet, so that afterwards nothing touches the destination or the round any more: at the
  * latest a little after 'deadline_ns', sooner when cancelled. Every chunk has its own 'result': all before the first
  * failing one are SS_OK, later ones may be SS_OK, SS_SKIPPED or say what became of them. Returns SS_OK when all chunks
@@ -399,16 +413,55 @@ SS_API void ss_round_cancel(struct ss_round *round);
  */
 SS_API enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_round *round);
 
+/* ---- TLS to storage ------------------------------------------------------------------------------------------ */
+
+/* ss_tls_library() returns the library that does it and its version, NULL where this build has none. */
+SS_API const char *ss_tls_library(void);
+
+/*
+ * ss_tls_create() reads whom to trust and, unless both are NULL, what certificate to show: files, PEM. SS_BAD_DATA where
+ * one cannot be used, SS_NOT_SUPPORTED where this build has no TLS; 'error', cut to 'error_size' - 1 bytes, says more.
+ */
+SS_API enum ss_result ss_tls_create(const char *authorities, const char *certificate, const char *key,
+                                    struct ss_tls **tls, char *error, size_t error_size);
+
+/* ss_tls_destroy() may come before the sessions' end. NULL is allowed. */
+SS_API void ss_tls_destroy(struct ss_tls *tls);
+
+/*
+ * ss_tls_session_create() begins a session on a connected, non-blocking socket, which stays the caller's and must stay
+ * open until ss_tls_session_destroy(). The server's certificate must hold 'name', a host name or an IP address. One
+ * thread at a time uses a session, and no other bytes go over its socket.
+ */
+SS_API enum ss_result ss_tls_session_create(struct ss_tls *tls, int32_t socket, const char *name,
+                                            struct ss_tls_session **session);
+SS_API void ss_tls_session_destroy(struct ss_tls_session *session);
+
+/*
+ * These three never block. SS_OK with '*events' 0 is done; with POLLIN or POLLOUT call again, with the same arguments,
+ * once the socket is ready for that. Otherwise the session is over: SS_DISCONNECTED, or SS_PROTOCOL where the other side
+ * does not speak TLS, is not to be trusted, or its bytes were changed on the way; ss_tls_reason() says more.
+ */
+SS_API enum ss_result ss_tls_handshake(struct ss_tls_session *session, uint32_t *events);
+SS_API enum ss_result ss_tls_send(struct ss_tls_session *session, const void *data, size_t size, size_t *sent,
+                                  uint32_t *events);
+SS_API enum ss_result ss_tls_receive(struct ss_tls_session *session, void *data, size_t size, size_t *received,
+                                     uint32_t *events);
+SS_API const char *ss_tls_reason(const struct ss_tls_session *session);
+
+/* ss_tls_has_pending() returns whether bytes have arrived that nobody has read. */
+SS_API int ss_tls_has_pending(const struct ss_tls_session *session);
+
 /*
  * ss_pipeline_put() sends SET key head+body for one encoded chunk on one connected, non-blocking socket and waits for
  * the answer until 'deadline_ns'. The key is sent as it is. SS_REFUSED when the server answers an error; its text,
  * cut to 'error_size' - 1 bytes, is then in 'error'. After any other failure close the socket. A server may refuse
  * before it has read the value: then, too, the answer is SS_REFUSED, but the socket is disconnected. Runs on the
- * caller's thread; calls for different sockets may run at the same time.
+ * caller's thread; calls for different sockets may run at the same time. 'session': on the socket; NULL: no TLS.
  */
 SS_API enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_chunk *chunk, const void *head,
-                                      size_t head_size, int32_t socket, uint64_t deadline_ns, char *error,
-                                      size_t error_size);
+                                      size_t head_size, int32_t socket, struct ss_tls_session *session,
+                                      uint64_t deadline_ns, char *error, size_t error_size);
 
 /* ss_pipeline_statistics() copies the counters since creation into statistics[SS_STAGE_COUNT]. From any thread. */
 SS_API void ss_pipeline_statistics(const struct ss_pipeline *pipeline, struct ss_stage_statistics *statistics);

@@ -95,7 +95,7 @@ static int options_are_valid(const struct ss_pipeline_options *options) {
     }
     if (options->queue_depth == 0 || options->queue_depth > SS_QUEUE_DEPTH_MAX || options->requests_in_flight == 0 ||
         options->requests_in_flight > SS_REQUESTS_IN_FLIGHT_MAX || options->trace_events > SS_TRACE_EVENTS_MAX ||
-        options->poll_interval_us > SS_POLL_INTERVAL_US_MAX) {
+        options->poll_interval_us > SS_POLL_INTERVAL_US_MAX || options->nodes_max > SS_NODES_MAX) {
         return 0;
     }
     if (!cores_are_valid(options->net_cores, options->net_threads) ||
@@ -238,8 +238,8 @@ static enum ss_result create_worker_state(struct ss_worker *worker, uint8_t **sc
         if (worker->wake_event < 0) {
             return SS_OS_ERROR;
         }
-        worker->connection = ss_connection_create(pipeline->options.requests_in_flight);
-        return worker->connection != NULL ? SS_OK : SS_NO_MEMORY;
+        worker->connections = ss_connections_create(pipeline->options.nodes_max, pipeline->options.requests_in_flight);
+        return worker->connections != NULL ? SS_OK : SS_NO_MEMORY;
     case SS_STAGE_DECOMPRESS:
         worker->engine = ss_engine_create(pipeline, worker, pipeline->options.fused ? *scratch : NULL);
         if (pipeline->options.fused) {
@@ -374,6 +374,7 @@ enum ss_result ss_pipeline_create_with(const struct ss_pipeline_options *options
     }
     memset(pipeline, 0, size);
     pipeline->options = *options;
+    pipeline->options.nodes_max = options->nodes_max > 0 ? options->nodes_max : 1;
     pipeline->backend = backend;
     create_locks(pipeline);
     enum ss_result result = create_buffers(pipeline);
@@ -438,7 +439,7 @@ static void destroy_workers(struct ss_pipeline *pipeline) {
         if (worker->started) {
             pthread_join(worker->thread, NULL);
         }
-        ss_connection_destroy(worker->connection);
+        ss_connections_destroy(worker->connections, pipeline->options.nodes_max);
         ss_engine_destroy(worker->engine);
         free(worker->trace);
         if (worker->wake_event >= 0) {

@@ -4,7 +4,7 @@
  *
  *   pipeline.c         buffers, threads, the life of a round
  *   pipeline_round.c   checks a round before any byte moves; failures and their order
- *   pipeline_net.c     sockets to decompression buffer
+ *   pipeline_net.c     sockets to decompression buffer; what a socket is, with TLS or without, is in channel.h
  *   pipeline_stages.c  decompress, dequantize, DMA, or all of it fused
  *   pipeline_trace.c   what each thread did when, on request
  *   pipeline_ablation.c  what a round does instead where the chunked pipeline or memory management is switched off
@@ -36,6 +36,9 @@ enum { SS_ROUND_CHUNKS_MAX = 16384 };
 /* Limits on the options, so that a typing error is an error and not a machine that swaps. */
 enum { SS_THREADS_MAX = 256, SS_QUEUE_DEPTH_MAX = 1 << 20, SS_REQUESTS_IN_FLIGHT_MAX = 4096 };
 enum { SS_TRACE_EVENTS_MAX = 1 << 24, SS_POLL_INTERVAL_US_MAX = 1000000 };
+
+/* Nodes of one round: what one poll() of a network thread looks at. */
+enum { SS_NODES_MAX = 256 };
 
 /* Slices that a stage thread takes at a time at most; few, so that the other threads get theirs. */
 enum { SS_POP_MAX = 16 };
@@ -73,7 +76,8 @@ struct ss_chunk_state {
 struct ss_fetch {
     struct ss_round *round;
     const int32_t *sockets;
-    uint32_t socket_count;
+    uint32_t node_count;
+    uint32_t connections;          /* to each node, and so net threads that take part */
     uint32_t number;               /* of the round */
     uint32_t symbol_bytes;         /* dequantized bytes for each byte of symbols */
     _Atomic uint32_t first_failed; /* lowest failing chunk, chunk_count while there is none */
@@ -116,7 +120,7 @@ struct ss_worker {
     uint32_t started;
     pthread_t thread;
     int wake_event;                   /* net: eventfd that ends a poll */
-    struct ss_connection *connection; /* net */
+    struct ss_connection *connections; /* net: one for each of options.nodes_max */
     struct ss_engine *engine;         /* decompress, dma; store, where memory has to be collected */
     uint8_t *scratch;                 /* store: symbols of one slice */
     uint8_t *collected;               /* store, likewise: elements of one slice */
@@ -216,6 +220,12 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
 /* ss_fetch_fail() notes that 'chunk' failed; only its first failure counts. 'broken': of its connection, too. */
 void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t chunk, enum ss_result result, int broken);
 
+/*
+ * ss_fetch_refused() notes an error that a server answered for 'chunk': a redirection to another node leaves the chunks
+ * behind it alone (but without the chunked pipeline), anything else fails.
+ */
+void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t chunk, const char *text, size_t length);
+
 /* ss_fetch_abort() ends the round early with SS_DEADLINE or SS_CANCELLED; the first caller wins. */
 void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result);
 
@@ -245,11 +255,9 @@ enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const s
 
 /* ---- pipeline_net.c ---- */
 
-struct ss_connection *ss_connection_create(uint32_t requests_in_flight);
-void ss_connection_destroy(struct ss_connection *connection);
+struct ss_connection *ss_connections_create(uint32_t count, uint32_t requests_in_flight);
+void ss_connections_destroy(struct ss_connection *connections, uint32_t count);
 void *ss_net_thread(void *worker);
-void ss_socket_prepare(int socket);    /* no Nagle, no delayed acknowledgement, where there is such a thing */
-void ss_socket_disconnect(int socket); /* whatever uses it next finds it disconnected; the caller still closes it */
 
 /* ---- pipeline_stages.c ---- */
 

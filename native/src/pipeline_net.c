@@ -2,8 +2,8 @@
 /*
  * pipeline_net.c - the network stage: range requests out, stored bytes straight into the decompression buffer
  *
- * One thread drives one connection. It asks for its run of every chunk's slices, several requests ahead, and reads
- * the answers, which come in order. A body is received where it will be decompressed: one system call takes what is
+ * One thread drives one connection to each node; a storage server of its own is one node. On each it asks for its run of
+ * the slices of every chunk that the node has, several requests ahead, and reads the answers, which come in order. A body is received where it will be decompressed: one system call takes what is
  * left of the body into place and at most HEAD_BYTES behind it, the end of this answer and the head of the next, into
  * a small buffer. What little of the next body comes along is copied.
  *
@@ -14,15 +14,13 @@
  */
 #define _GNU_SOURCE 1
 #include <errno.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <poll.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "channel.h"
 #include "pipeline_internal.h"
 #include "resp.h"
 
@@ -41,17 +39,23 @@ enum { PUSH_MAX = 64, OUTPUT_BYTES = 16 * SS_RESP_REQUEST_MAX };
 enum phase { PHASE_HEAD, PHASE_BODY, PHASE_TAIL };
 
 /* What a step of the loop came to. */
-enum step { STEP_AGAIN, STEP_WAIT, STEP_FINISHED };
+enum step { STEP_AGAIN, STEP_WAIT, STEP_IDLE, STEP_FINISHED };
 
-/* A range that was asked for. */
+/* A range that was asked for; or the word before it, which is answered for itself. */
 struct request {
     struct ss_run run;
     uint32_t chunk;
+    uint32_t asking;
 };
 
 struct ss_connection {
+    struct ss_channel channel;
+    uint32_t node;
+    int over;                 /* nothing more is to be done on it in this round */
+    int failed;               /* since it broke, or is out of step */
     struct request *requests; /* a ring, oldest first: asked for, not answered */
-    uint32_t capacity;
+    uint32_t ahead_max;       /* ranges asked for ahead */
+    uint32_t capacity;        /* one more, for the last one's ASKING */
     uint32_t head;
     uint32_t count;
     uint32_t next_chunk; /* to ask for */
@@ -75,42 +79,40 @@ struct ss_connection {
     uint64_t slices;
 };
 
-struct ss_connection *ss_connection_create(uint32_t requests_in_flight) {
-    struct ss_connection *connection = calloc(1, sizeof *connection);
-    if (connection == NULL) {
+struct ss_connection *ss_connections_create(uint32_t count, uint32_t requests_in_flight) {
+    struct ss_connection *connections = calloc(count, sizeof *connections);
+    if (connections == NULL) {
         return NULL;
     }
-    connection->requests = calloc(requests_in_flight, sizeof *connection->requests);
-    connection->capacity = requests_in_flight;
-    if (connection->requests == NULL) {
-        free(connection);
-        return NULL;
+    for (uint32_t i = 0; i < count; i++) {
+        connections[i].ahead_max = requests_in_flight;
+        connections[i].capacity = requests_in_flight + 1;
+        connections[i].requests = calloc(connections[i].capacity, sizeof *connections[i].requests);
+        if (connections[i].requests == NULL) {
+            ss_connections_destroy(connections, count);
+            return NULL;
+        }
     }
-    return connection;
+    return connections;
 }
 
-void ss_connection_destroy(struct ss_connection *connection) {
-    if (connection != NULL) {
-        free(connection->requests);
-        free(connection);
+void ss_connections_destroy(struct ss_connection *connections, uint32_t count) {
+    for (uint32_t i = 0; connections != NULL && i < count; i++) {
+        free(connections[i].requests);
     }
+    free(connections);
 }
 
-void ss_socket_prepare(int socket) {
-    int on = 1; /* both fail on sockets that are not TCP, and nothing is lost */
-    (void)setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
-    (void)setsockopt(socket, IPPROTO_TCP, TCP_QUICKACK, &on, sizeof on);
-}
-
-/* Not shutdown(), after which what has arrived can still be read: this forgets it, and tells the server by a reset. */
-void ss_socket_disconnect(int socket) {
-    struct sockaddr nobody = {.sa_family = AF_UNSPEC};
-    if (connect(socket, &nobody, sizeof nobody) != 0) {
-        (void)shutdown(socket, SHUT_RDWR); /* not TCP */
-    }
-}
-
-static void connection_start(struct ss_connection *connection) {
+static void connection_start(struct ss_worker *worker, uint32_t node) {
+    struct ss_connection *connection = &worker->connections[node];
+    const struct ss_fetch *fetch = &worker->pipeline->fetch;
+    uint32_t index = node * fetch->connections + worker->index;
+    struct ss_tls_session *const *sessions = fetch->round->sessions;
+    connection->channel.socket = fetch->sockets[index];
+    connection->channel.session = sessions != NULL ? sessions[index] : NULL;
+    connection->node = node;
+    connection->over = 0;
+    connection->failed = 0;
     connection->head = 0;
     connection->count = 0;
     connection->next_chunk = 0;
@@ -122,6 +124,7 @@ static void connection_start(struct ss_connection *connection) {
     connection->body_bytes = 0;
     connection->slices = 0;
     ss_resp_head_start(&connection->reply);
+    ss_socket_prepare(connection->channel.socket);
 }
 
 static struct request *oldest(struct ss_connection *connection) {
@@ -129,11 +132,10 @@ static struct request *oldest(struct ss_connection *connection) {
 }
 
 /* The chunk that a failure of the connection itself counts against. */
-static void connection_fail(struct ss_worker *worker, enum ss_result result) {
-    struct ss_connection *connection = worker->connection;
+static void connection_fail(struct ss_worker *worker, struct ss_connection *connection, enum ss_result result) {
     struct ss_fetch *fetch = &worker->pipeline->fetch;
     uint32_t chunk = connection->count > 0 ? oldest(connection)->chunk : connection->next_chunk;
-    atomic_store(&fetch->out_of_sync, 1);
+    connection->failed = 1;
     if (chunk < fetch->round->chunk_count) {
         ss_fetch_fail(worker->pipeline, chunk, result, 1);
     }
@@ -144,14 +146,31 @@ static enum ss_result socket_error(struct ss_fetch *fetch, int error) {
         atomic_store(&fetch->os_error, error);
         return SS_OS_ERROR;
     }
-    return SS_DISCONNECTED;
+    return error == EPROTO ? SS_PROTOCOL : SS_DISCONNECTED;
 }
 
 /* ---- Requests ------------------------------------------------------------------------------------------------ */
 
+static void request_note(struct ss_connection *connection, struct request request) {
+    connection->requests[(connection->head + connection->count++) % connection->capacity] = request;
+}
+
+/* Appends a request for one run; SS_RESP_REQUEST_MAX has room for ASKING, too. */
+static void request_append(struct ss_worker *worker, struct ss_connection *connection, uint32_t index,
+                           struct ss_run run) {
+    const struct ss_chunk *chunk = &worker->pipeline->fetch.round->chunks[index];
+    if (chunk->asking) {
+        connection->output_end += ss_resp_asking(connection->output + connection->output_end);
+        request_note(connection, (struct request){.chunk = index, .asking = 1});
+    }
+    uint64_t first = chunk->record_offset + run.first_byte;
+    connection->output_end += ss_resp_getrange(connection->output + connection->output_end, chunk->key,
+                                               chunk->key_length, first, first + run.bytes - 1);
+    request_note(connection, (struct request){.run = run, .chunk = index});
+}
+
 /* Appends requests for this connection's runs while they are wanted and there is room for them; how many. */
-static uint32_t requests_fill(struct ss_worker *worker) {
-    struct ss_connection *connection = worker->connection;
+static uint32_t requests_fill(struct ss_worker *worker, struct ss_connection *connection) {
     struct ss_fetch *fetch = &worker->pipeline->fetch;
     uint32_t sound = atomic_load_explicit(&fetch->first_failed, memory_order_relaxed);
     uint32_t open = atomic_load(&fetch->open_chunks);
@@ -161,10 +180,13 @@ static uint32_t requests_fill(struct ss_worker *worker) {
         connection->output_begin = 0;
         connection->output_end = 0;
     }
-    while (connection->next_chunk < chunks && connection->count < connection->capacity &&
+    while (connection->next_chunk < chunks && connection->count < connection->ahead_max &&
            connection->output_end + SS_RESP_REQUEST_MAX <= OUTPUT_BYTES) {
         uint32_t index = connection->next_chunk++;
-        struct ss_run run = ss_chunk_run(fetch->round, index, worker->index, fetch->socket_count);
+        if (fetch->round->chunks[index].node != connection->node) {
+            continue;
+        }
+        struct ss_run run = ss_chunk_run(fetch->round, index, worker->index, fetch->connections);
         if (run.slice_count == 0) {
             continue;
         }
@@ -174,28 +196,23 @@ static uint32_t requests_fill(struct ss_worker *worker) {
             ss_fetch_wake_net(worker->pipeline);
             break;
         }
-        const struct ss_chunk *chunk = &fetch->round->chunks[index];
-        uint64_t first = chunk->record_offset + run.first_byte;
-        connection->output_end += ss_resp_getrange(connection->output + connection->output_end, chunk->key,
-                                                   chunk->key_length, first, first + run.bytes - 1);
-        uint32_t slot = (connection->head + connection->count++) % connection->capacity;
-        connection->requests[slot] = (struct request){.run = run, .chunk = index};
+        request_append(worker, connection, index, run);
         added++;
     }
     return added;
 }
 
-static void requests_send(struct ss_worker *worker, int socket) {
-    struct ss_connection *connection = worker->connection;
+static void requests_send(struct ss_connection *connection) {
     while (connection->output_begin < connection->output_end && !connection->send_failed) {
-        ssize_t sent = send(socket, connection->output + connection->output_begin,
-                            connection->output_end - connection->output_begin, MSG_DONTWAIT | MSG_NOSIGNAL);
+        const struct iovec part = {.iov_base = connection->output + connection->output_begin,
+                                   .iov_len = connection->output_end - connection->output_begin};
+        ssize_t sent = ss_channel_send(&connection->channel, &part, 1);
         if (sent >= 0) {
             connection->output_begin += (size_t)sent;
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
             return;
         } else if (errno != EINTR) {
-            connection->send_failed = 1; /* what was answered before is still read: recv() has the last word */
+            connection->send_failed = 1; /* what was answered before is still read: that has the last word */
         }
     }
 }
@@ -203,9 +220,10 @@ static void requests_send(struct ss_worker *worker, int socket) {
 /* ---- Answers ------------------------------------------------------------------------------------------------- */
 
 /* Hands whole slices on, unless they have to wait for the rest of their chunk. */
-static void slices_push(struct ss_worker *worker, const struct ss_item *items, uint32_t count) {
+static void slices_push(struct ss_worker *worker, struct ss_connection *connection, const struct ss_item *items,
+                        uint32_t count) {
     struct ss_pipeline *pipeline = worker->pipeline;
-    worker->connection->slices += count;
+    connection->slices += count;
     if (count > 0 && pipeline->options.chunked_pipeline) {
         atomic_fetch_add(&pipeline->fetch.work, count);
         ss_queue_push(&pipeline->decompress_queue, items, count);
@@ -213,8 +231,7 @@ static void slices_push(struct ss_worker *worker, const struct ss_item *items, u
 }
 
 /* Passes on every slice whose last byte has arrived. */
-static void slices_pass(struct ss_worker *worker) {
-    struct ss_connection *connection = worker->connection;
+static void slices_pass(struct ss_worker *worker, struct ss_connection *connection) {
     struct ss_fetch *fetch = &worker->pipeline->fetch;
     const struct request *request = oldest(connection);
     struct ss_item items[PUSH_MAX];
@@ -235,18 +252,20 @@ static void slices_pass(struct ss_worker *worker) {
         connection->decoded_passed += slice->decoded_length;
         connection->slices_passed++;
         if (count == PUSH_MAX) {
-            slices_push(worker, items, count);
+            slices_push(worker, connection, items, count);
             count = 0;
         }
     }
-    slices_push(worker, items, count);
+    slices_push(worker, connection, items, count);
 }
 
 /* Takes the head of an answer. Returns 0 where it breaks the connection. */
-static int answer_head(struct ss_worker *worker) {
-    struct ss_connection *connection = worker->connection;
+static int answer_head(struct ss_worker *worker, struct ss_connection *connection) {
     const struct request *request = oldest(connection);
     uint64_t expected = request->run.bytes;
+    if (request->asking && connection->reply.kind != SS_RESP_SIMPLE && connection->reply.kind != SS_RESP_ERROR) {
+        return 0;
+    }
     connection->body_length = 0;
     connection->body_received = 0;
     connection->tail_received = 0;
@@ -268,8 +287,13 @@ static int answer_head(struct ss_worker *worker) {
         ss_fetch_fail(worker->pipeline, request->chunk, SS_NOT_FOUND, 0);
         break;
     case SS_RESP_ERROR:
-        ss_fetch_fail(worker->pipeline, request->chunk, SS_REFUSED, 0);
+        ss_fetch_refused(worker->pipeline, request->chunk, connection->reply.text, connection->reply.text_length);
         break;
+    case SS_RESP_SIMPLE:
+        if (request->asking) {
+            break;
+        }
+        return 0;
     default:
         return 0;
     }
@@ -279,12 +303,13 @@ static int answer_head(struct ss_worker *worker) {
 }
 
 /* An answer is whole. It counts as work of its chunk, so that no chunk is done before its last CR LF. */
-static void answer_end(struct ss_worker *worker) {
-    struct ss_connection *connection = worker->connection;
-    uint32_t chunk = oldest(connection)->chunk;
-    ss_chunk_part_done(worker->pipeline, chunk);
-    if (!worker->pipeline->options.chunked_pipeline) {
-        ss_barrier_leave(worker->pipeline, SS_STAGE_NET, chunk);
+static void answer_end(struct ss_worker *worker, struct ss_connection *connection) {
+    const struct request *request = oldest(connection);
+    if (!request->asking) {
+        ss_chunk_part_done(worker->pipeline, request->chunk);
+        if (!worker->pipeline->options.chunked_pipeline) {
+            ss_barrier_leave(worker->pipeline, SS_STAGE_NET, request->chunk);
+        }
     }
     connection->head = (connection->head + 1) % connection->capacity;
     connection->count--;
@@ -292,26 +317,23 @@ static void answer_end(struct ss_worker *worker) {
     ss_resp_head_start(&connection->reply);
 }
 
-static uint8_t *body_place(struct ss_worker *worker) {
-    struct ss_connection *connection = worker->connection;
+static uint8_t *body_place(struct ss_worker *worker, struct ss_connection *connection) {
     const struct request *request = oldest(connection);
     return worker->pipeline->chunk_states[request->chunk].stored + request->run.first_byte + connection->body_received;
 }
 
 /* 'size' more bytes of the body are in place. */
-static void body_advance(struct ss_worker *worker, uint64_t size) {
-    struct ss_connection *connection = worker->connection;
+static void body_advance(struct ss_worker *worker, struct ss_connection *connection, uint64_t size) {
     connection->body_received += size;
     connection->body_bytes += size;
-    slices_pass(worker);
+    slices_pass(worker, connection);
     if (connection->body_received == connection->body_length) {
         connection->phase = PHASE_TAIL;
     }
 }
 
 /* Takes 'size' bytes that are not in place. Returns 0 where the server broke the protocol. */
-static int bytes_take(struct ss_worker *worker, const uint8_t *data, size_t size) {
-    struct ss_connection *connection = worker->connection;
+static int bytes_take(struct ss_worker *worker, struct ss_connection *connection, const uint8_t *data, size_t size) {
     while (size > 0) {
         size_t taken = 0;
         if (connection->count == 0) {
@@ -319,14 +341,14 @@ static int bytes_take(struct ss_worker *worker, const uint8_t *data, size_t size
         }
         if (connection->phase == PHASE_HEAD) {
             enum ss_resp_status status = ss_resp_head_feed(&connection->reply, data, size, &taken);
-            if (status == SS_RESP_INVALID || (status == SS_RESP_DONE && !answer_head(worker))) {
+            if (status == SS_RESP_INVALID || (status == SS_RESP_DONE && !answer_head(worker, connection))) {
                 return 0;
             }
         } else if (connection->phase == PHASE_BODY) {
             uint64_t left = connection->body_length - connection->body_received;
             taken = size < left ? size : (size_t)left;
-            memcpy(body_place(worker), data, taken);
-            body_advance(worker, taken);
+            memcpy(body_place(worker, connection), data, taken);
+            body_advance(worker, connection, taken);
         } else {
             taken = 1;
             if (data[0] != (connection->tail_received == 0 ? '\r' : '\n')) {
@@ -335,7 +357,7 @@ static int bytes_take(struct ss_worker *worker, const uint8_t *data, size_t size
             connection->tail_received++;
         }
         if (connection->phase == PHASE_TAIL && connection->tail_received == 2) {
-            answer_end(worker);
+            answer_end(worker, connection);
         }
         data += taken;
         size -= taken;
@@ -343,8 +365,8 @@ static int bytes_take(struct ss_worker *worker, const uint8_t *data, size_t size
     return 1;
 }
 
-static void trace_receive(struct ss_worker *worker, uint64_t begin_ns, uint64_t bytes) {
-    const struct ss_connection *connection = worker->connection;
+static void trace_receive(struct ss_worker *worker, const struct ss_connection *connection, uint64_t begin_ns,
+                          uint64_t bytes) {
     const struct ss_trace_work work = {
         .chunk = connection->count > 0 ? connection->requests[connection->head].chunk : connection->next_chunk,
         .slice = UINT32_MAX,
@@ -355,22 +377,21 @@ static void trace_receive(struct ss_worker *worker, uint64_t begin_ns, uint64_t 
 }
 
 /* One receive: the rest of a body into place, what follows it into the small buffer. */
-static enum step answers_receive(struct ss_worker *worker, int socket) {
-    struct ss_connection *connection = worker->connection;
+static enum step answers_receive(struct ss_worker *worker, struct ss_connection *connection) {
     uint8_t small[HEAD_BYTES];
     struct iovec parts[2];
-    struct msghdr message = {.msg_iov = parts};
+    size_t count = 0;
     size_t direct = 0;
     if (connection->count > 0 && connection->phase == PHASE_BODY) {
         uint64_t left = connection->body_length - connection->body_received;
         direct = left < RECEIVE_BYTES_MAX ? (size_t)left : RECEIVE_BYTES_MAX;
-        parts[message.msg_iovlen++] = (struct iovec){.iov_base = body_place(worker), .iov_len = direct};
+        parts[count++] = (struct iovec){.iov_base = body_place(worker, connection), .iov_len = direct};
     }
     if (direct < RECEIVE_BYTES_MAX) {
-        parts[message.msg_iovlen++] = (struct iovec){.iov_base = small, .iov_len = sizeof small};
+        parts[count++] = (struct iovec){.iov_base = small, .iov_len = sizeof small};
     }
     uint64_t begin = ss_trace_now(worker->pipeline);
-    ssize_t received = recvmsg(socket, &message, MSG_DONTWAIT);
+    ssize_t received = ss_channel_receive(&connection->channel, parts, count);
     if (received < 0) {
         if (errno == EINTR) {
             return STEP_AGAIN;
@@ -378,23 +399,24 @@ static enum step answers_receive(struct ss_worker *worker, int socket) {
         if ((errno == EAGAIN || errno == EWOULDBLOCK) && !connection->send_failed) {
             return STEP_WAIT;
         }
-        connection_fail(worker, socket_error(&worker->pipeline->fetch, errno == EAGAIN ? EPIPE : errno));
+        connection_fail(worker, connection,
+                        socket_error(&worker->pipeline->fetch, errno == EAGAIN ? EPIPE : errno));
         return STEP_FINISHED;
     }
     if (received == 0) {
-        connection_fail(worker, SS_DISCONNECTED);
+        connection_fail(worker, connection, SS_DISCONNECTED);
         return STEP_FINISHED;
     }
     connection->wire_bytes += (uint64_t)received;
     if (begin != 0) {
-        trace_receive(worker, begin, (uint64_t)received);
+        trace_receive(worker, connection, begin, (uint64_t)received);
     }
     size_t placed = (size_t)received < direct ? (size_t)received : direct;
     if (placed > 0) {
-        body_advance(worker, placed);
+        body_advance(worker, connection, placed);
     }
-    if (!bytes_take(worker, small, (size_t)received - placed)) {
-        connection_fail(worker, SS_PROTOCOL);
+    if (!bytes_take(worker, connection, small, (size_t)received - placed)) {
+        connection_fail(worker, connection, SS_PROTOCOL);
         return STEP_FINISHED;
     }
     return STEP_AGAIN;
@@ -403,8 +425,7 @@ static enum step answers_receive(struct ss_worker *worker, int socket) {
 /* ---- The thread ---------------------------------------------------------------------------------------------- */
 
 /* Whether the connection has done all it has to, or all that is of use. */
-static int connection_is_finished(struct ss_worker *worker) {
-    struct ss_connection *connection = worker->connection;
+static int connection_is_finished(const struct ss_worker *worker, struct ss_connection *connection) {
     struct ss_fetch *fetch = &worker->pipeline->fetch;
     uint32_t chunks = atomic_load(&fetch->first_failed);
     if (atomic_load(&fetch->abort_result) != SS_OK) {
@@ -416,50 +437,82 @@ static int connection_is_finished(struct ss_worker *worker) {
     return connection->next_chunk >= chunks;
 }
 
-/* Sleeps until something happens on the socket or the wake event; a socket of -1 is not looked at. */
-static void wait_for_socket(struct ss_worker *worker, int socket) {
-    struct ss_connection *connection = worker->connection;
-    int sending = connection->output_begin < connection->output_end;
-    struct pollfd polled[2] = {{.fd = socket, .events = (short)(POLLIN | (sending ? POLLOUT : 0))},
-                               {.fd = worker->wake_event, .events = POLLIN}};
-    if (socket >= 0) {
-        ss_socket_prepare(socket); /* the kernel leaves quick acknowledgement again by itself */
+/* One turn of a connection that is not finished. */
+static enum step connection_step(struct ss_worker *worker, struct ss_connection *connection) {
+    do {
+        requests_send(connection);
+    } while (requests_fill(worker, connection) > 0);
+    if (connection->count == 0) {
+        /* Wait for the next chunk to be opened; or the chunks that were left had no run for this connection. */
+        return connection->next_chunk >= atomic_load(&worker->pipeline->fetch.open_chunks) ? STEP_IDLE : STEP_AGAIN;
     }
-    (void)poll(polled, 2, -1); /* the round's owner keeps the time and writes the event */
-    if (polled[1].revents & POLLIN) {
-        uint64_t count;
-        ssize_t drained = read(worker->wake_event, &count, sizeof count);
+    return answers_receive(worker, connection);
+}
+
+/* Sleeps until something happens on a connection that is not over, or the wake event. */
+static void wait_for_sockets(struct ss_worker *worker, uint32_t nodes) {
+    struct pollfd polled[1 + SS_NODES_MAX];
+    nfds_t count = 1;
+    polled[0] = (struct pollfd){.fd = worker->wake_event, .events = POLLIN};
+    for (uint32_t i = 0; i < nodes; i++) {
+        struct ss_connection *connection = &worker->connections[i];
+        if (!connection->over && connection->count > 0) {
+            int sending = connection->output_begin < connection->output_end;
+            ss_socket_prepare(connection->channel.socket); /* the kernel leaves quick acknowledgement by itself */
+            polled[count++] = (struct pollfd){.fd = connection->channel.socket,
+                                              .events = ss_channel_events(&connection->channel, sending)};
+        }
+    }
+    (void)poll(polled, count, -1); /* the round's owner keeps the time and writes the event */
+    if (polled[0].revents & POLLIN) {
+        uint64_t events;
+        ssize_t drained = read(worker->wake_event, &events, sizeof events);
         (void)drained;
     }
 }
 
-static void connection_run(struct ss_worker *worker) {
-    struct ss_connection *connection = worker->connection;
+static void connection_end(struct ss_worker *worker, struct ss_connection *connection) {
     struct ss_fetch *fetch = &worker->pipeline->fetch;
-    int socket = fetch->sockets[worker->index];
-    enum step step = STEP_AGAIN;
-    connection_start(connection);
-    ss_socket_prepare(socket);
-    while (step != STEP_FINISHED && !connection_is_finished(worker)) {
-        do {
-            requests_send(worker, socket);
-        } while (requests_fill(worker) > 0);
-        if (connection->count == 0) {
-            if (connection->next_chunk >= atomic_load(&fetch->open_chunks) && !connection_is_finished(worker)) {
-                wait_for_socket(worker, -1); /* for the next chunk to be opened */
-            }
-            continue; /* the chunks that were left had no run for this connection */
-        }
-        step = answers_receive(worker, socket);
-        if (step == STEP_WAIT) {
-            wait_for_socket(worker, socket);
-        }
-    }
-    if (step == STEP_FINISHED || connection->count > 0 || connection->output_begin < connection->output_end) {
+    connection->over = 1;
+    if (connection->failed || connection->count > 0 || connection->output_begin < connection->output_end) {
         atomic_store(&fetch->out_of_sync, 1);
-        ss_socket_disconnect(socket);
+        ss_socket_disconnect(connection->channel.socket);
     }
     atomic_fetch_add(&fetch->received_bytes, connection->wire_bytes);
+}
+
+/* Gives each connection its turns until all are over. */
+static void connections_run(struct ss_worker *worker) {
+    uint32_t nodes = worker->pipeline->fetch.node_count;
+    for (uint32_t i = 0; i < nodes; i++) {
+        connection_start(worker, i);
+    }
+    for (;;) {
+        uint32_t running = 0;
+        int again = 0;
+        for (uint32_t i = 0; i < nodes; i++) {
+            struct ss_connection *connection = &worker->connections[i];
+            if (connection->over) {
+                continue;
+            }
+            enum step step = STEP_FINISHED;
+            if (!connection_is_finished(worker, connection)) {
+                step = connection_step(worker, connection);
+            }
+            if (step == STEP_FINISHED) {
+                connection_end(worker, connection);
+                continue;
+            }
+            running++;
+            again |= step == STEP_AGAIN || (step == STEP_IDLE && connection_is_finished(worker, connection));
+        }
+        if (running == 0) {
+            return;
+        }
+        if (!again) {
+            wait_for_sockets(worker, nodes);
+        }
+    }
 }
 
 void *ss_net_thread(void *argument) {
@@ -474,7 +527,8 @@ void *ss_net_thread(void *argument) {
         }
         generation = pipeline->fetch_generation;
         int stopping = pipeline->stopping;
-        int wanted = pipeline->fetch_active && worker->index < pipeline->fetch.socket_count;
+        int wanted = pipeline->fetch_active && worker->index < pipeline->fetch.connections;
+        uint32_t nodes = pipeline->fetch.node_count;
         pthread_mutex_unlock(&pipeline->lock);
         if (stopping) {
             return NULL;
@@ -483,9 +537,13 @@ void *ss_net_thread(void *argument) {
             continue;
         }
         uint64_t begin = ss_thread_ns();
-        connection_run(worker);
-        ss_counters_add(&worker->counters[0], worker->connection->slices, worker->connection->wire_bytes,
-                        worker->connection->body_bytes, ss_thread_ns() - begin);
+        connections_run(worker);
+        uint64_t busy = ss_thread_ns() - begin;
+        for (uint32_t i = 0; i < nodes; i++) {
+            const struct ss_connection *connection = &worker->connections[i];
+            ss_counters_add(&worker->counters[0], connection->slices, connection->wire_bytes, connection->body_bytes,
+                            i == 0 ? busy : 0);
+        }
         ss_fetch_done(pipeline, 1);
     }
 }

@@ -11,16 +11,16 @@
 #include <limits.h>
 #include <poll.h>
 #include <string.h>
-#include <sys/socket.h>
 #include <sys/uio.h>
 
+#include "channel.h"
 #include "pipeline_internal.h"
 #include "resp.h"
 
 enum { PUT_PARTS = 4 }; /* command, head, body, CR LF */
 
 struct put {
-    int socket;
+    struct ss_channel channel;
     uint64_t deadline_ns;
     struct iovec parts[PUT_PARTS];
     int first_part; /* PUT_PARTS once all is sent */
@@ -35,9 +35,8 @@ static int is_again(int error) {
 /* Sends what the socket takes. SS_OK also when it takes nothing now. */
 static enum ss_result put_send(struct put *put) {
     while (put->first_part < PUT_PARTS) {
-        struct msghdr message = {.msg_iov = &put->parts[put->first_part],
-                                 .msg_iovlen = (size_t)(PUT_PARTS - put->first_part)};
-        ssize_t sent = sendmsg(put->socket, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        ssize_t sent =
+            ss_channel_send(&put->channel, &put->parts[put->first_part], (size_t)(PUT_PARTS - put->first_part));
         if (sent < 0) {
             return is_again(errno) ? SS_OK : SS_DISCONNECTED;
         }
@@ -59,9 +58,10 @@ static enum ss_result put_send(struct put *put) {
 static enum ss_result put_receive(struct put *put) {
     while (put->reply.status == SS_RESP_MORE) {
         uint8_t data[SS_RESP_TEXT_MAX];
-        ssize_t received = recv(put->socket, data, sizeof data, MSG_DONTWAIT);
+        const struct iovec part = {.iov_base = data, .iov_len = sizeof data};
+        ssize_t received = ss_channel_receive(&put->channel, &part, 1);
         if (received < 0) {
-            return is_again(errno) ? SS_OK : SS_DISCONNECTED;
+            return is_again(errno) ? SS_OK : errno == EPROTO ? SS_PROTOCOL : SS_DISCONNECTED;
         }
         if (received == 0) {
             return SS_DISCONNECTED;
@@ -83,7 +83,7 @@ static enum ss_result put_wait(const struct put *put) {
     }
     uint64_t left_ms = (put->deadline_ns - now + 999999) / 1000000;
     int sending = put->first_part < PUT_PARTS;
-    struct pollfd polled = {.fd = put->socket, .events = (short)(POLLIN | (sending ? POLLOUT : 0))};
+    struct pollfd polled = {.fd = put->channel.socket, .events = ss_channel_events(&put->channel, sending)};
     int ready = poll(&polled, 1, left_ms > INT_MAX ? INT_MAX : (int)left_ms);
     if (ready < 0 && errno != EINTR) {
         return SS_OS_ERROR;
@@ -126,7 +126,8 @@ static enum ss_result put_outcome(const struct put *put, char *error, size_t err
 }
 
 enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_chunk *chunk, const void *head,
-                               size_t head_size, int32_t socket, uint64_t deadline_ns, char *error, size_t error_size) {
+                               size_t head_size, int32_t socket, struct ss_tls_session *session, uint64_t deadline_ns,
+                               char *error, size_t error_size) {
     if (error != NULL && error_size > 0) {
         error[0] = '\0';
     }
@@ -140,7 +141,7 @@ enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_chu
     uint8_t command[SS_RESP_REQUEST_MAX];
     size_t command_size = ss_resp_set(command, chunk->key, chunk->key_length, head_size + chunk->body_length);
     uint8_t end[2] = {'\r', '\n'};
-    struct put put = {.socket = socket, .deadline_ns = deadline_ns};
+    struct put put = {.channel = {.socket = socket, .session = session}, .deadline_ns = deadline_ns};
     put.parts[0] = (struct iovec){.iov_base = command, .iov_len = command_size};
     put.parts[1] = (struct iovec){.iov_base = (void *)(uintptr_t)head, .iov_len = head_size};
     put.parts[2] = (struct iovec){.iov_base = pipeline->store_buffer.data + chunk->decompression_offset,

@@ -8,6 +8,8 @@
  * Failure. Chunks are a prefix chain: a chunk is of use only if all before it arrived. So the lowest failing chunk
  * decides: everything before it is completed, everything behind it is dropped.
  */
+#include <string.h>
+
 #include "pipeline_internal.h"
 
 /* ---- Checks -------------------------------------------------------------------------------------------------- */
@@ -165,9 +167,21 @@ static int regions_fit(const struct ss_round *round, enum region region, uint32_
     return 1;
 }
 
-static int sockets_are_valid(const struct ss_pipeline *pipeline, const int32_t *sockets, uint32_t socket_count) {
-    if (sockets == NULL || socket_count == 0 || socket_count > pipeline->options.net_threads) {
+static uint32_t node_count(const struct ss_round *round) {
+    return round->node_count > 0 ? round->node_count : 1;
+}
+
+static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss_round *round, const int32_t *sockets,
+                             uint32_t socket_count) {
+    uint32_t nodes = node_count(round);
+    if (sockets == NULL || socket_count == 0 || nodes > pipeline->options.nodes_max || socket_count % nodes != 0 ||
+        socket_count / nodes > pipeline->options.net_threads) {
         return 0;
+    }
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        if (round->chunks[i].node >= nodes) {
+            return 0;
+        }
     }
     for (uint32_t i = 0; i < socket_count; i++) {
         for (uint32_t j = 0; j < i; j++) {
@@ -184,7 +198,7 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const int32_t *
 
 enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_round *round, const int32_t *sockets,
                               uint32_t socket_count) {
-    if (!layout_is_valid(round) || !sockets_are_valid(pipeline, sockets, socket_count)) {
+    if (!layout_is_valid(round) || !sockets_are_valid(pipeline, round, sockets, socket_count)) {
         return SS_BAD_ARGUMENT;
     }
     uint64_t dma_bytes = 0;
@@ -285,7 +299,8 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
     struct ss_fetch *fetch = &pipeline->fetch;
     fetch->round = round;
     fetch->sockets = sockets;
-    fetch->socket_count = socket_count;
+    fetch->node_count = node_count(round);
+    fetch->connections = socket_count / fetch->node_count;
     fetch->number++;
     fetch->symbol_bytes = symbol_bytes(round);
     atomic_store(&fetch->first_failed, round->chunk_count);
@@ -295,14 +310,15 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
     atomic_store(&fetch->os_error, 0);
     atomic_store(&fetch->received_bytes, 0);
     atomic_store(&fetch->delivered_bytes, 0);
-    atomic_store(&fetch->work, socket_count);
+    atomic_store(&fetch->work, fetch->connections);
     uint64_t dma_base = 0;
     for (uint32_t i = 0; i < round->chunk_count; i++) {
         struct ss_chunk_state *state = &pipeline->chunk_states[i];
         state->answers = 0;
-        for (uint32_t connection = 0; connection < socket_count; connection++) {
-            state->answers += ss_chunk_run(round, i, connection, socket_count).slice_count > 0;
+        for (uint32_t connection = 0; connection < fetch->connections; connection++) {
+            state->answers += ss_chunk_run(round, i, connection, fetch->connections).slice_count > 0;
         }
+        round->chunks[i].error[0] = '\0';
         atomic_store(&state->remaining, round->chunks[i].slice_count + state->answers);
         atomic_store(&state->result, SS_OK);
         state->symbols_bytes = region_length(round, &round->chunks[i], REGION_SYMBOLS);
@@ -327,6 +343,25 @@ void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t chunk, enum ss_result 
     if (broken) {
         atomic_store(&fetch->broken, 1);
         ss_fetch_wake_net(pipeline);
+    }
+}
+
+static int is_redirection(const char *text, size_t length) {
+    return (length > 6 && memcmp(text, "MOVED ", 6) == 0) || (length > 4 && memcmp(text, "ASK ", 4) == 0);
+}
+
+void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t chunk, const char *text, size_t length) {
+    struct ss_chunk *refused = &pipeline->fetch.round->chunks[chunk];
+    int redirected = pipeline->options.chunked_pipeline && is_redirection(text, length);
+    uint32_t expected = SS_OK;
+    if (atomic_compare_exchange_strong(&pipeline->chunk_states[chunk].result, &expected,
+                                       redirected ? SS_REDIRECTED : SS_REFUSED)) {
+        size_t kept = length < sizeof refused->error - 1 ? length : sizeof refused->error - 1;
+        memcpy(refused->error, text, kept);
+        refused->error[kept] = '\0';
+    }
+    if (!redirected) {
+        ss_fetch_fail(pipeline, chunk, SS_REFUSED, 0);
     }
 }
 

@@ -136,6 +136,12 @@ size_t ss_resp_getrange(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key
     return size;
 }
 
+size_t ss_resp_asking(uint8_t request[SS_RESP_REQUEST_MAX]) {
+    static const char command[] = "*1\r\n$6\r\nASKING\r\n";
+    memcpy(request, command, sizeof command - 1);
+    return sizeof command - 1;
+}
+
 size_t ss_resp_set(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key, uint32_t key_length,
                    uint64_t value_length) {
     size_t size = request_key(request, "*3\r\n$3\r\nSET\r\n", key, key_length);

@@ -11,7 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Bytes that hold any request that this file builds for a key of up to SS_RESP_KEY_MAX bytes. */
+/* Bytes that hold any request that this file builds for a key of up to SS_RESP_KEY_MAX bytes, and ASKING before it. */
 enum { SS_RESP_KEY_MAX = 96, SS_RESP_REQUEST_MAX = 256 };
 
 /* An error line longer than this is not one that a sane server sends; Redis's own are under 200 bytes. */
@@ -54,6 +54,9 @@ enum ss_resp_status ss_resp_head_feed(struct ss_resp_head *head, const uint8_t *
 /* ss_resp_getrange() writes "GETRANGE key first last" (last inclusive, as in Redis); returns its length. */
 size_t ss_resp_getrange(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key, uint32_t key_length, uint64_t first,
                         uint64_t last);
+
+/* ss_resp_asking() writes "ASKING"; with any request behind it, it is within SS_RESP_REQUEST_MAX. */
+size_t ss_resp_asking(uint8_t request[SS_RESP_REQUEST_MAX]);
 
 /* ss_resp_set() writes "SET key value" up to the first byte of the value; the caller sends value and CR LF. */
 size_t ss_resp_set(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key, uint32_t key_length,
