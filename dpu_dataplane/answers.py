@@ -10,9 +10,12 @@ from typing import Final, Literal, NamedTuple
 
 from shadowserve import resp
 from shadowserve.errors import ProtocolError
-from shadowserve.record import HEAD_BYTES_MAX
+from shadowserve.record import HEAD_BYTES_MAX, head_length
 
-__all__ = ["AnswerReader", "MetaAnswer", "Stored"]
+__all__ = ["HEAD_GUESS", "AnswerReader", "Found", "MetaAnswer", "Stored", "Unanswered", "head_size", "stored_of"]
+
+HEAD_GUESS: Final = 4096
+"""Bytes asked for where KV.META is unknown: the heads of chunks of up to 99 slices, such as 49 layers of K and V."""
 
 ITEMS_MAX: Final = 2048
 TOTAL_BYTES_MAX: Final = 96 << 20
@@ -36,6 +39,34 @@ class Stored(NamedTuple):
 
     length: int
     head: bytes
+
+
+class Unanswered(NamedTuple):
+    """What one node of a cluster did not say of a key: why, and whether it refused to."""
+
+    reason: str
+    refused: bool = False
+
+
+Found = Stored | Unanswered | None
+"""What storage says of one key; None where there is no record."""
+
+
+def head_size(stored: Stored) -> int:
+    """Return how long the head of a value is, 0 where it is no record or claims more than the value has."""
+    size = head_length(stored.head)
+    return size if size <= stored.length else 0
+
+
+def stored_of(length: object, head: object) -> Stored | None | Literal[False]:
+    """Return what answers to STRLEN and GETRANGE of HEAD_GUESS bytes say; False where they are no such answers."""
+    if isinstance(length, resp.ErrorReply) and length.code == "WRONGTYPE":
+        return Stored(0, b"")
+    if not isinstance(length, int) or not isinstance(head, bytes):
+        return False
+    stored = Stored(length, head)
+    size = head_size(stored)  # no need to keep the bytes behind it
+    return Stored(length, head[:size] if size else head) if length else None
 
 
 class MetaAnswer(list[Stored | None]):

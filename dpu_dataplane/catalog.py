@@ -12,10 +12,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dpu_dataplane.answers import Stored
+from dpu_dataplane.answers import Found, Stored, Unanswered
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
-from dpu_dataplane.storage import QUESTION_KEYS_MAX, StorageClient
+from dpu_dataplane.storage import QUESTION_KEYS_MAX, Storage
 from shadowserve import native
 from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError
 from shadowserve.proto import dataplane_pb2 as pb
@@ -103,7 +103,7 @@ class _HeadCache:
 class Catalog:
     """Answers what storage holds."""
 
-    def __init__(self, client: StorageClient, metrics: Metrics, config: DataPlaneConfig) -> None:
+    def __init__(self, client: Storage, metrics: Metrics, config: DataPlaneConfig) -> None:
         self._client = client
         self._metrics = metrics
         self.codecs = frozenset(native.codec_implementations())
@@ -144,7 +144,7 @@ class Catalog:
         self._metrics.lookup_hits += sum(hits)
         return hits
 
-    async def find(self, keys: Sequence[bytes], *, fresh: bool) -> list[tuple[Stored | None, bool]]:
+    async def find(self, keys: Sequence[bytes], *, fresh: bool) -> list[tuple[Found, bool]]:
         """Return what is stored under each of up to QUESTION_KEYS_MAX keys, and whether that is only remembered.
 
         Args:
@@ -219,8 +219,11 @@ class Catalog:
                     return keys[:index]
         return keys
 
-    def _is_sound(self, stored: Stored | None, key: bytes, namespace: bytes) -> bool:
+    def _is_sound(self, stored: Found, key: bytes, namespace: bytes) -> bool:
         """Judge what a lookup found, and remember it if it is sound. Unchanged since last time: no need to look."""
+        if isinstance(stored, Unanswered):
+            logger.debug("lookup of %s: %s", key.hex(), stored.reason)
+            return False
         if stored is None:
             self._cache.drop(key)
             return False

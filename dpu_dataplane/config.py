@@ -72,17 +72,32 @@ class DataPlaneConfig(Section):
     """Log lines as text, or as one JSON object a line, with the same events and fields."""
 
     storage: str = "127.0.0.1:6380"
-    """Storage server, host:port."""
+    """Storage server, host:port. Not used with ``storage_cluster``."""
+    storage_cluster: list[str] = []
+    """Some nodes of a Redis Cluster or Valkey Cluster, host:port each, to learn of the others from; empty for one
+    server. docs/scale.md says when to use which."""
+    storage_cluster_replicas: bool = False
+    """Read from the cluster's replicas, too."""
     storage_username: str = ""
     """User to authenticate as; empty for the server's default user."""
     storage_password: SecretStr = SecretStr("")
     """Password; empty for none. Better in SHADOWSERVE_DPU_STORAGE_PASSWORD than in a file."""
+    storage_tls_ca: str = ""
+    """File of the authorities that must have signed storage's certificate, PEM; empty for no TLS. Read again when it
+    changes."""
+    storage_tls_cert: str = ""
+    """File of the certificate to show storage, with those that signed it, PEM; empty for none."""
+    storage_tls_key: str = ""
+    """File of its private key, PEM, without a passphrase."""
+    storage_server_name: str = ""
+    """Name or IP address that storage's certificate must hold; empty for the one in ``storage``."""
     connect_timeout: Positive = 2.0
     """To connect and authenticate to storage."""
     command_timeout: Positive = 5.0
     """Silence of the storage server, while it owes an answer, after which its connection is given up."""
     connections: int = Field(2, ge=1, le=64)
-    """Data connections to storage, over which each round is spread; one network thread serves each."""
+    """Data connections to storage, over which each round is spread; one network thread serves each. To a cluster so
+    many to each node."""
 
     backend: Literal["software", "doca"] = "software"
     """What decompresses and delivers: CPU cores, or the engines of a BlueField DPU through DOCA. Where DOCA was not
@@ -170,6 +185,34 @@ class DataPlaneConfig(Section):
         if split_address(value)[1] == 0:
             raise ValueError(f"'{value}': the storage server cannot have port 0")
         return value
+
+    @field_validator("storage_cluster")
+    @classmethod
+    def _check_cluster(cls, value: list[str]) -> list[str]:
+        for address in value:
+            if split_address(address)[1] == 0:
+                raise ValueError(f"'{address}': a node of a cluster cannot have port 0")
+        return value
+
+    @model_validator(mode="after")
+    def _check_storage_tls(self) -> Self:
+        if bool(self.storage_tls_cert) != bool(self.storage_tls_key):
+            given, missing = ("cert", "key") if self.storage_tls_cert else ("key", "cert")
+            raise ValueError(
+                f"storage_tls_{given} is given without storage_tls_{missing}; a certificate and its private key go "
+                "together"
+            )
+        if (self.storage_tls_cert or self.storage_server_name) and not self.storage_tls_ca:
+            given = "storage_tls_cert" if self.storage_tls_cert else "storage_server_name"
+            raise ValueError(f"{given} is given without storage_tls_ca: there is no TLS without it")
+        if self.storage_server_name and self.storage_cluster:
+            raise ValueError(
+                "storage_server_name is one name, and a cluster has several nodes: their certificates must hold the "
+                "names or addresses that the nodes announce (cluster-announce-hostname, cluster-announce-ip)"
+            )
+        if self.storage_cluster_replicas and not self.storage_cluster:
+            raise ValueError("storage_cluster_replicas is given without storage_cluster: one server has no replicas")
+        return self
 
     @model_validator(mode="after")
     def _check_backend(self) -> Self:

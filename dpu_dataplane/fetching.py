@@ -3,7 +3,8 @@
 A fetch ends with the leading chunks that were delivered and verified, and one outcome. Two things are tried twice, once
 each: what does not pass its checks is read again, head and body, since it may have been replaced after its head was
 remembered, or damaged on the way; and connections that broke (an idle one that the server closed, a
-server that was restarted) are made again. Everything else is a miss with its reason.
+server that was restarted) are made again. In a cluster, what a replica does not have is asked of its master once more.
+Everything else is a miss with its reason.
 """
 
 import asyncio
@@ -18,8 +19,9 @@ from dpu_dataplane.destinations import Destination
 from dpu_dataplane.jobs import Job, Stop, Turnstile
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import Buffers, FetchPlan, plan_fetch
-from dpu_dataplane.storage import QUESTION_KEYS_MAX, DataSockets
+from dpu_dataplane.storage import QUESTION_KEYS_MAX, Storage
 from dpu_dataplane.tracing import Tracer
+from dpu_dataplane.transfer import Transfer, Transferred
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
@@ -28,11 +30,14 @@ from shadowserve.proto import dataplane_pb2 as pb
 __all__ = ["FetchRegion", "Fetcher"]
 
 _STALE_HINTS = (Result.CHECKSUM, Result.BAD_DATA, Result.NOT_FOUND, Result.PROTOCOL, Result.NOT_SUPPORTED)
+_PASSING = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
+"""Errors of a cluster's node that may be over when it is asked again, or another one is."""
 _OUTCOMES = {
     Result.CHECKSUM: pb.OUTCOME_CORRUPT,
     Result.BAD_DATA: pb.OUTCOME_CORRUPT,
     Result.NOT_FOUND: pb.OUTCOME_ABSENT,
     Result.REFUSED: pb.OUTCOME_STORAGE_REFUSED,
+    Result.REDIRECTED: pb.OUTCOME_STORAGE_REFUSED,
     Result.PROTOCOL: pb.OUTCOME_STORAGE_UNAVAILABLE,
     Result.DISCONNECTED: pb.OUTCOME_STORAGE_UNAVAILABLE,
     Result.DEADLINE: pb.OUTCOME_DEADLINE,
@@ -62,6 +67,7 @@ class _Progress:
     delivered_bytes: int = 0
     fresh: bool = False
     reconnected: bool = False
+    master: bool = False
     found: list[bool] = field(default_factory=list)  # of the keys of the plan in hand: was its head only remembered
 
 
@@ -70,20 +76,20 @@ class Fetcher:
 
     def __init__(
         self,
-        pipeline: native.Pipeline,
         executor: Executor,
         catalog: Catalog,
-        sockets: DataSockets,
+        storage: Storage,
+        transfer: Transfer,
         buffers: Buffers,
         metrics: Metrics,
         queue_max: int,
         tracer: Tracer,
     ) -> None:
-        self._pipeline = pipeline
         self._tracer = tracer
         self._executor = executor
         self._catalog = catalog
-        self._sockets = sockets
+        self._storage = storage
+        self._transfer = transfer
         self._buffers = buffers
         self._metrics = metrics
         self.queue = Turnstile(queue_max)
@@ -139,73 +145,75 @@ class Fetcher:
                     self._executor, plan_fetch, left, found, layout, self._buffers, self._catalog.codecs
                 )
             if len(plan.chunks):
-                result, count = await self._round(job, region, plan, progress)
-                if result is not Result.OK:
-                    if not self._try_again(result, left, count, progress):
-                        return self._failed(region, left[count], result)
+                done = await self._round(job, region, plan, left, progress)
+                if done.result is not Result.OK:
+                    if not await self._try_again(job, done, left, progress):
+                        return self._failed(region, left[done.count], done)
                     continue
-                progress.found = progress.found[count:]
-                left = left[count:]
+                progress.found = progress.found[done.count :]
+                left = left[done.count :]
             if plan.full:
                 return pb.OUTCOME_ROUND_FULL, "the buffers hold no more"
+            if plan.unanswered is not None:
+                refused = plan.unanswered.refused
+                outcome = pb.OUTCOME_STORAGE_REFUSED if refused else pb.OUTCOME_STORAGE_UNAVAILABLE
+                return outcome, f"chunk {left[0].hex()}: {plan.unanswered.reason}"
             if plan.absent or plan.fault is not None:
                 if not progress.found[0] or progress.fresh:
                     return self._ended(region, left[0], plan.fault)
                 progress.fresh = True
 
-    async def _round(self, job: Job, region: FetchRegion, plan: FetchPlan, progress: _Progress) -> tuple[Result, int]:
-        """Run a plan. Return its result and how many leading chunks were delivered."""
+    async def _round(
+        self, job: Job, region: FetchRegion, plan: FetchPlan, keys: Sequence[bytes], progress: _Progress
+    ) -> Transferred:
+        """Run a plan, and count what it delivered."""
         layout = region.destination.layout
-        sockets = await job.within(self._sockets.open(), "connecting to storage")
         begin = region.offset + progress.done * layout.raw_bytes
-        round_ = native.Round(
-            chunks=plan.chunks,
-            slices=plan.slices,
-            quantizer=layout.quantizer,
-            dtype=layout.dtype,
-            vector_length=layout.vector_length,
-            scale_vectors=layout.scale_tokens,
-            destination=region.destination.region(begin, len(plan.chunks) * layout.raw_bytes),
-            deadline_ns=job.deadline_ns,
-        )
-        try:
-            with self._tracer.step(job.owner, "round", len(plan.chunks)), job.interruptible(round_.cancel):
-                loop = asyncio.get_running_loop()
-                descriptors = [sock.fileno() for sock in sockets]
-                result = await loop.run_in_executor(self._executor, self._pipeline.fetch, round_, descriptors)
-        finally:
-            round_.release()
-            if not round_.sockets_in_sync:
-                self._sockets.close()
-        results = round_.results
-        count = next((index for index, each in enumerate(results) if each is not Result.OK), len(results))
-        self._metrics.rounds += 1
-        progress.done += count
-        progress.fetched_bytes += round_.received_bytes
-        progress.delivered_bytes += count * layout.raw_bytes
-        return result, count
+        with self._tracer.step(job.owner, "round", len(plan.chunks)):
+            done = await self._transfer.run(job, region.destination, begin, plan, keys, master=progress.master)
+        progress.done += done.count
+        progress.fetched_bytes += done.received_bytes
+        progress.delivered_bytes += done.count * layout.raw_bytes
+        if done.stop is not None:
+            raise done.stop
+        return done
 
-    def _try_again(self, result: Result, left: Sequence[bytes], count: int, progress: _Progress) -> bool:
-        """Decide whether a round that failed at ``left[count]`` is worth another try, and prepare it."""
+    async def _try_again(self, job: Job, done: Transferred, left: Sequence[bytes], progress: _Progress) -> bool:
+        """Decide whether what failed at ``left[done.count]`` is worth another try, and prepare it."""
+        result, count = done.result, done.count
         damaged = result in (Result.CHECKSUM, Result.BAD_DATA)  # perhaps only on the way here
         if result in _STALE_HINTS and (damaged or progress.found[count]) and not progress.fresh:
             self._catalog.forget(left[count:])
             progress.fresh = True
             return True
-        if result is Result.DISCONNECTED and not progress.reconnected:
+        if result is Result.NOT_FOUND and done.node is not None and done.node.replica and not progress.master:
+            progress.master = True
+            return True
+        passing = self._storage.clustered and result is Result.REFUSED and done.text.startswith(_PASSING)
+        if (result is Result.DISCONNECTED or passing) and not progress.reconnected:
             progress.reconnected = True
+            await job.within(self._storage.recover(done.node), "looking for a node of the cluster")
             return True
         return False
 
-    def _failed(self, region: FetchRegion, key: bytes, result: Result) -> tuple[pb.Outcome, str]:
+    def _failed(self, region: FetchRegion, key: bytes, done: Transferred) -> tuple[pb.Outcome, str]:
         """Return what a round's failure at ``key`` means, and see to it that a corrupt record is not offered again."""
+        result = done.result
+        self._catalog.forget([key])
+        if done.error is not None:
+            refused = isinstance(done.error, StorageRefusedError)
+            outcome = pb.OUTCOME_STORAGE_REFUSED if refused else pb.OUTCOME_STORAGE_UNAVAILABLE
+            return outcome, f"chunk {key.hex()}: {done.error}"
         outcome = _OUTCOMES.get(result, pb.OUTCOME_INTERNAL)
         detail = f"chunk {key.hex()}: {native.result_text(result)}"
+        if done.text:
+            detail += f" ({done.node}: {done.text})"
+        elif self._storage.clustered and result in (Result.DISCONNECTED, Result.PROTOCOL):
+            detail += f" ({done.node})"
         if outcome == pb.OUTCOME_CORRUPT:
             self._catalog.condemn(region.destination.layout.namespace, key, Fault(outcome, native.result_text(result)))
         elif outcome == pb.OUTCOME_INTERNAL:
             logger.error("a round failed with %s at %s", result.name, detail)
-        self._catalog.forget([key])
         return outcome, detail
 
     def _ended(self, region: FetchRegion, key: bytes, fault: Fault | None) -> tuple[pb.Outcome, str]:

@@ -59,6 +59,7 @@ class Metrics:
     stored_bytes: int = 0
     storage_connections: int = 0
     data_connections: int = 0
+    storage_redirections: int = 0
     deleted_records: int = 0
     stages: Callable[[], list[StageCount]] = list
     gauges: Gauges = field(default_factory=dict)
@@ -86,6 +87,7 @@ class Metrics:
             ("stored_bytes", "Bytes of stored chunks as records", self.stored_bytes),
             ("storage_connections", "Control connections made to storage", self.storage_connections),
             ("data_connections", "Data connections made to storage", self.data_connections),
+            ("storage_redirections", "Chunks that a cluster's node said another one has", self.storage_redirections),
             ("deleted_records", "Corrupt records deleted from storage", self.deleted_records),
         ):
             yield CounterMetricFamily(f"shadowserve_{name}", text, value=value)

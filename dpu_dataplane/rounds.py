@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dpu_dataplane.answers import Stored
+from dpu_dataplane.answers import Found, Stored, Unanswered
 from dpu_dataplane.catalog import Fault, fault_of
 from shadowserve import native
 from shadowserve.errors import RecordError
@@ -53,6 +53,7 @@ class FetchPlan:
         full: the buffers hold no more, though more chunks were asked for.
         fault: of the chunk behind the last, if that is why it is the last.
         absent: the chunk behind the last is not stored.
+        unanswered: why a cluster's node did not say what it holds of the chunk behind the last.
     """
 
     chunks: npt.NDArray[np.void]
@@ -60,6 +61,7 @@ class FetchPlan:
     full: bool = False
     fault: Fault | None = None
     absent: bool = False
+    unanswered: Unanswered | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def encoded_bound(layout: ChunkLayout, codec: native.Codec, slice_bytes: int = D
 
 def plan_fetch(
     keys: Sequence[bytes],
-    found: Sequence[tuple[Stored | None, bool]],
+    found: Sequence[tuple[Found, bool]],
     layout: ChunkLayout,
     buffers: Buffers,
     codecs: Collection[int],
@@ -126,8 +128,11 @@ def plan_fetch(
         CHUNKS_MAX if buffers.dequantization is None else buffers.dequantization // _align(decoded_bytes),
         CHUNKS_MAX if buffers.dma_source is None else buffers.dma_source // layout.raw_bytes,
     )
-    full, fault, absent = len(found) < len(keys), None, False
+    full, fault, absent, unanswered = len(found) < len(keys), None, False, None
     for key, (stored, _) in zip(keys, found, strict=False):
+        if isinstance(stored, Unanswered):
+            unanswered = stored
+            break
         if stored is None:
             absent = True
             break
@@ -143,7 +148,8 @@ def plan_fetch(
         offsets.append(position)
         position = _align(position + body)
     chunks, slices = _tables(keys, heads, offsets, layout, _align(decoded_bytes))
-    return FetchPlan(chunks, slices, full and not absent and fault is None, fault, absent)
+    ended = absent or fault is not None or unanswered is not None
+    return FetchPlan(chunks, slices, full and not ended, fault, absent, unanswered)
 
 
 def _judge(stored: Stored, key: bytes, layout: ChunkLayout, body_max: int, codecs: Collection[int]) -> Fault | Head:

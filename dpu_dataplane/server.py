@@ -13,17 +13,20 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dpu_dataplane.catalog import Catalog
+from dpu_dataplane.cluster import ClusterClient
 from dpu_dataplane.config import DataPlaneConfig, codec_name, split_address
 from dpu_dataplane.credentials import server_credentials
 from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable
+from dpu_dataplane.links import DataLinks
 from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
 from dpu_dataplane.rounds import Buffers
 from dpu_dataplane.service import DataPlaneService
-from dpu_dataplane.storage import DataSockets, StorageClient
+from dpu_dataplane.storage import Storage, StorageClient
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import Tracer
+from dpu_dataplane.transfer import NODES_MAX, Transfer
 from shadowserve import native
 from shadowserve.cores import confine
 from shadowserve.errors import ConfigurationError, NativeError
@@ -59,7 +62,7 @@ class Daemon:
         self.metrics = Metrics()
         self.metrics_port = 0
         self._loop: asyncio.AbstractEventLoop
-        self._client: StorageClient
+        self._client: Storage
         self._draining = False
         self._exit = contextlib.AsyncExitStack()
 
@@ -94,23 +97,24 @@ class Daemon:
             "Bytes of the buffers that are locked in memory",
             lambda: pipeline.locked_bytes,
         )
-        self._client = client = StorageClient(config, self.metrics)
+        kind = ClusterClient if config.storage_cluster else StorageClient
+        self._client = client = kind(config, self.metrics)
         await client.start()
         self._exit.push_async_callback(client.close)
         catalog = Catalog(client, self.metrics, config)
         self._exit.push_async_callback(catalog.close)
         destinations = DestinationTable(config, pipeline)
         self._exit.callback(destinations.close)
-        fetch_sockets = DataSockets(client, len(config.stage_cores()["net"]), self.metrics)
-        store_sockets = DataSockets(client, 1, self.metrics)
-        self._exit.callback(fetch_sockets.close)
-        self._exit.callback(store_sockets.close)
+        fetch_links = DataLinks(client.dialer, len(config.stage_cores()["net"]), self.metrics)
+        store_links = DataLinks(client.dialer, 1, self.metrics)
+        self._exit.callback(fetch_links.close)
+        self._exit.callback(store_links.close)
         tracer = Tracer(pipeline)
-        fetcher = Fetcher(
-            pipeline, self._executor("fetch"), catalog, fetch_sockets, buffers, self.metrics, config.fetch_queue, tracer
-        )
+        executor = self._executor("fetch")
+        transfer = Transfer(pipeline, executor, client, fetch_links, self.metrics)
+        fetcher = Fetcher(executor, catalog, client, transfer, buffers, self.metrics, config.fetch_queue, tracer)
         storer = Storer(
-            pipeline, self._executor("store"), catalog, client, store_sockets, buffers, self.metrics, codec,
+            pipeline, self._executor("store"), catalog, client, store_links, buffers, self.metrics, codec,
             int(config.slice_bytes), config.store_queue,
         )  # fmt: skip
         hosts = HostTable(config, destinations)
@@ -129,7 +133,7 @@ class Daemon:
 
     def _measure(
         self,
-        client: StorageClient,
+        client: Storage,
         catalog: Catalog,
         fetcher: Fetcher,
         storer: Storer,
@@ -160,13 +164,18 @@ class Daemon:
             raise ConfigurationError(f"metrics_port: cannot listen on {self.config.metrics_port}: {error}") from error
         self._exit.callback(endpoint.close)
 
+    @property
+    def storage_name(self) -> str:
+        """Storage, for people."""
+        return self._client.name
+
     def health(self) -> list[Check]:
         """Check that the event loop, on which all control runs, answers; from any thread but its own."""
         return [answers("event loop", self._loop.call_soon_threadsafe)]
 
     def readiness(self) -> list[Check]:
         """Check whether calls are taken. Without storage they are, and every one of them is a miss: a warning."""
-        where = self.config.storage
+        where = self._client.name
         connected = self._client.connected
         return [
             *self.health(),
@@ -276,6 +285,7 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
             chunked_pipeline=config.chunked_pipeline,
             memory_management=config.memory_management,
             trace_events=config.trace_events,
+            nodes_max=NODES_MAX if config.storage_cluster else 1,
         )
     except NativeError as error:
         raise ConfigurationError(f"the pipeline cannot be made: {error}") from error
@@ -323,7 +333,7 @@ async def _main(config: DataPlaneConfig) -> None:
     async with Daemon(config) as daemon:
         print(f"ready {daemon.address}", flush=True)
         backend = native.backends()[config.backend].label
-        logger.info("ready on %s (storage %s, backend %s)", daemon.address, config.storage, backend)
+        logger.info("ready on %s (storage %s, backend %s)", daemon.address, daemon.storage_name, backend)
         await stop.wait()
         logger.info("stopping")
     logger.info("stopped")

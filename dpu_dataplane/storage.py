@@ -1,4 +1,4 @@
-"""The way to the storage server: one control connection for questions, and data sockets for the C core.
+"""The way to one storage server: a control connection for questions; ``links.py`` has those for bytes.
 
 The control connection is pipelined: any number of callers ask at the same time. It is watched rather than each call:
 when the server owes an answer and is silent for ``command_timeout``, the connection is given up. While the server is
@@ -15,22 +15,20 @@ import logging
 import random
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, Protocol
 
-from dpu_dataplane.answers import AnswerReader, MetaAnswer, Stored
+from dpu_dataplane.answers import HEAD_GUESS, AnswerReader, Found, MetaAnswer, Stored, head_size, stored_of
 from dpu_dataplane.config import DataPlaneConfig, split_address
+from dpu_dataplane.links import Dialer, Node, refuse_error
 from dpu_dataplane.metrics import Metrics
 from shadowserve import resp
-from shadowserve.errors import ProtocolError, StorageError, StorageRefusedError, StorageUnavailableError
+from shadowserve.errors import ProtocolError, StorageError, StorageUnavailableError
 from shadowserve.keys import storage_key
-from shadowserve.record import head_length
 
-__all__ = ["QUESTION_KEYS_MAX", "DataSockets", "StorageClient"]
+__all__ = ["BACKOFF_FIRST", "BACKOFF_MAX", "QUESTION_KEYS_MAX", "Redirect", "Storage", "StorageClient"]
 
-HEAD_GUESS: Final = 4096
-"""Bytes asked for where KV.META is unknown: the heads of chunks of up to 99 slices, such as 49 layers of K and V."""
 META_KEYS_MAX: Final = 1024
 """Keys in one command: twice a prompt of 128K tokens, and some 3 MB of answer for 32 layers."""
 QUESTION_KEYS_MAX: Final = 8 * META_KEYS_MAX
@@ -42,6 +40,76 @@ STABLE_TIME: Final = 1.0
 
 
 logger = logging.getLogger(__name__)
+
+
+class Redirect(NamedTuple):
+    """Where a cluster's node sends us for a key; ``asking``: this once only, and with ASKING before the command."""
+
+    node: Node
+    asking: bool
+
+
+class Storage(Protocol):
+    """What the rest of the data plane knows of storage: one server, or the nodes of a cluster.
+
+    Attributes:
+        name: for people.
+        dialer: makes data connections.
+        clustered: keys are spread over nodes; otherwise there is one node, and no other to try.
+    """
+
+    name: str
+    dialer: Dialer
+    clustered: bool
+
+    @property
+    def connected(self) -> bool:
+        """Whether questions can be asked, as far as is known."""
+        ...
+
+    async def start(self) -> None:
+        """Begin to connect; does not wait for it, since storage may be absent when the daemon starts."""
+        ...
+
+    async def close(self) -> None:
+        """Close the connections and stop trying."""
+        ...
+
+    def check(self) -> None:
+        """Raise the StorageError of the current outage, if there is one."""
+        ...
+
+    async def meta(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Return what storage holds under each of up to QUESTION_KEYS_MAX keys.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: no key was answered for.
+        """
+        ...
+
+    async def delete(self, key: bytes) -> None:
+        """Delete a record.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: as for :meth:`meta`.
+        """
+        ...
+
+    def nodes(self) -> Sequence[Node]:
+        """Return all nodes that :meth:`route` may name."""
+        ...
+
+    def route(self, keys: Sequence[bytes], *, master: bool) -> list[Node | None]:
+        """Return who has each key: with ``master`` who takes its writes; ``None`` where nobody is known to have it."""
+        ...
+
+    def redirect(self, asked: Node, text: str) -> Redirect | None:
+        """Return where a node's error sends us, and remember it; ``None`` where it is no redirection."""
+        ...
+
+    async def recover(self, node: Node | None) -> None:
+        """Learn who has what now, after a node failed."""
+        ...
 
 
 @dataclass(slots=True)
@@ -142,13 +210,18 @@ class _Control(asyncio.Protocol):
 
 
 class StorageClient:
-    """Knows whether storage can be reached, asks it questions and opens data sockets to it."""
+    """Knows whether the storage server can be reached, and asks it questions.
+
+    Raises:
+        ConfigurationError: TLS is wanted and cannot be had.
+    """
+
+    clustered = False
 
     def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
         self.name = config.storage
-        self._host, self._port = split_address(config.storage)
-        self._username, self._password = config.storage_username, config.storage_password.get_secret_value()
-        self._connect_timeout, self._command_timeout = config.connect_timeout, config.command_timeout
+        self._node = Node(*split_address(config.storage))
+        self.dialer = Dialer(config)
         self._metrics = metrics
         self._control: _Control | None = None
         self._failure: StorageError | None = None
@@ -176,7 +249,7 @@ class StorageClient:
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
-    async def meta(self, keys: Sequence[bytes]) -> list[Stored | None]:
+    async def meta(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Return what storage holds under each of up to QUESTION_KEYS_MAX keys, in one round trip.
 
         Raises:
@@ -189,7 +262,7 @@ class StorageClient:
             parts = [names[first : first + META_KEYS_MAX] for first in range(0, len(names), META_KEYS_MAX)]
             answers = await control.ask([[b"KV.META", *part] for part in parts])
             if not any(_is_unknown_command(answer) for answer in answers):
-                found: list[Stored | None] = []
+                found: list[Found] = []
                 for part, answer in zip(parts, answers, strict=True):
                     found += self._check_meta(control, answer, len(part))
                 return found
@@ -205,81 +278,22 @@ class StorageClient:
         """
         control = await self._connected()
         [answer] = await control.ask([[b"DEL", storage_key(key)]])
-        _refuse_error("DEL", answer)
+        refuse_error("DEL", answer)
 
-    async def open_data_socket(self) -> socket.socket:
-        """Return a connected, authenticated, non-blocking socket.
+    def nodes(self) -> Sequence[Node]:
+        """Return the one there is."""
+        return [self._node]
 
-        Raises:
-            StorageUnavailableError, StorageRefusedError: within ``connect_timeout``.
-        """
-        self.check()
-        async with self._deadline("connect"):
-            loop = asyncio.get_running_loop()
-            sock = await self._open_socket()
-            try:
-                reader = AnswerReader()
-                commands = self._greeting()
-                await loop.sock_sendall(sock, b"".join(resp.encode_command(*command) for command in commands))
-                for command in commands:
-                    while (answer := reader.next_value()) is resp.NEED_DATA:
-                        data = await loop.sock_recv(sock, 4096)
-                        if not data:
-                            raise StorageUnavailableError(f"storage {self.name} closed the connection on greeting")
-                        reader.feed(data)
-                    _refuse_error(command[0].decode(), answer)
-            except BaseException:
-                sock.close()
-                raise
-        return sock
+    def route(self, keys: Sequence[bytes], *, master: bool) -> list[Node | None]:
+        """Return the one node for each key."""
+        return [self._node] * len(keys)
 
-    async def _open_socket(self) -> socket.socket:
-        loop = asyncio.get_running_loop()
-        failure: OSError = OSError("the name has no address")
-        for family, kind, protocol, _, address in await loop.getaddrinfo(
-            self._host, self._port, type=socket.SOCK_STREAM
-        ):
-            sock = socket.socket(family, kind, protocol)
-            try:
-                sock.setblocking(False)
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                await loop.sock_connect(sock, address)
-            except OSError as error:
-                sock.close()
-                failure = error
-            except BaseException:
-                sock.close()
-                raise
-            else:
-                return sock
-        raise failure
+    def redirect(self, asked: Node, text: str) -> Redirect | None:
+        """Return ``None``: who names one node of a cluster as ``storage`` gets its refusal."""
+        return None
 
-    @contextlib.asynccontextmanager
-    async def _deadline(self, operation: str) -> AsyncIterator[None]:
-        """Bound an attempt to connect, and turn what it raises into StorageError."""
-        try:
-            async with asyncio.timeout(self._connect_timeout):
-                yield
-        except TimeoutError as error:
-            raise StorageUnavailableError(
-                f"{operation} to storage {self.name}: no answer for {self._connect_timeout:g} s; is it stalled?"
-            ) from error
-        except OSError as error:
-            raise StorageUnavailableError(
-                f"{operation} to storage {self.name}: {error.strerror or error}; is it running?"
-            ) from error
-        except ProtocolError as error:
-            raise StorageUnavailableError(
-                f"{operation} to storage {self.name}: {error}; does a Redis-compatible server listen there?"
-            ) from error
-
-    def _greeting(self) -> list[list[bytes]]:
-        commands = [[b"PING"]]
-        if self._password:
-            user = [self._username.encode()] if self._username else []
-            commands.insert(0, [b"AUTH", *user, self._password.encode()])
-        return commands
+    async def recover(self, node: Node | None) -> None:
+        """Do nothing: the control connection is watched, and data connections are made when they are needed."""
 
     async def _connected(self) -> _Control:
         """Return the connection, waiting for the attempt in progress if there has been no failure since the last."""
@@ -331,14 +345,18 @@ class StorageClient:
 
     async def _connect(self) -> _Control:
         loop = asyncio.get_running_loop()
-        async with self._deadline("connect"):
+        dialer, (host, port, _) = self.dialer, self._node
+        async with dialer.deadline("connect", self.name):
+            context, name = None, None
+            if dialer.tls is not None:
+                context, name = dialer.tls.contexts()[0], dialer.tls.name_of(host)
             _, control = await loop.create_connection(
-                lambda: _Control(self.name, self._command_timeout), self._host, self._port
+                lambda: _Control(self.name, dialer.command_timeout), host, port, ssl=context, server_hostname=name
             )
             try:
-                commands = self._greeting()
+                commands = dialer.greeting()
                 for command, answer in zip(commands, await control.ask(commands), strict=True):
-                    _refuse_error(command[0].decode(), answer)
+                    refuse_error(command[0].decode(), answer)
             except BaseException:
                 control.abort("the greeting failed")
                 raise
@@ -347,7 +365,7 @@ class StorageClient:
     def _check_meta(self, control: _Control, answer: "resp.Value | MetaAnswer", count: int) -> list[Stored | None]:
         if isinstance(answer, MetaAnswer) and len(answer) == count:
             return answer
-        _refuse_error("KV.META", answer)
+        refuse_error("KV.META", answer)
         if isinstance(answer, list) and len(answer) == count:
             try:
                 return [None if entry is None else _stored(*entry) for entry in answer]  # type: ignore[misc]
@@ -357,7 +375,7 @@ class StorageClient:
         control.abort(reason)
         raise StorageUnavailableError(reason)
 
-    async def _meta_by_ranges(self, control: _Control, names: list[bytes]) -> list[Stored | None]:
+    async def _meta_by_ranges(self, control: _Control, names: list[bytes]) -> list[Found]:
         """Ask a server without KV.META: sizes and first bytes of all keys in one pipeline, rarely a second one."""
         commands = [
             command
@@ -365,29 +383,26 @@ class StorageClient:
             for command in ([b"STRLEN", name], [b"GETRANGE", name, b"0", b"%d" % (HEAD_GUESS - 1)])
         ]
         answers = await control.ask(commands)
-        found: list[Stored | None] = []
+        found: list[Found] = []
         for length, head in zip(answers[::2], answers[1::2], strict=True):
-            if isinstance(length, resp.ErrorReply) and length.code == "WRONGTYPE":
-                found.append(Stored(0, b""))
-                continue
-            _refuse_error("STRLEN", length)
-            _refuse_error("GETRANGE", head)
-            if not isinstance(length, int) or not isinstance(head, bytes):
+            if not (isinstance(length, resp.ErrorReply) and length.code == "WRONGTYPE"):
+                refuse_error("STRLEN", length)
+                refuse_error("GETRANGE", head)
+            entry = stored_of(length, head)
+            if entry is False:
                 raise StorageUnavailableError(f"storage {self.name} answered STRLEN or GETRANGE with another type")
-            stored = Stored(length, head)
-            size = _head_size(stored)  # no need to keep the bytes behind it
-            found.append(Stored(length, head[:size] if size else head) if length else None)
+            found.append(entry)
         longer = {
             index: size
             for index, entry in enumerate(found)
-            if entry is not None and (size := _head_size(entry)) > len(entry.head)
+            if isinstance(entry, Stored) and (size := head_size(entry)) > len(entry.head)
         }
         if longer:
             ranges = [[b"GETRANGE", names[index], b"0", b"%d" % (size - 1)] for index, size in longer.items()]
             for index, head in zip(longer, await control.ask(ranges), strict=True):
-                _refuse_error("GETRANGE", head)
+                refuse_error("GETRANGE", head)
                 known = found[index]
-                if known is not None and isinstance(head, bytes):
+                if isinstance(known, Stored) and isinstance(head, bytes):
                     found[index] = Stored(known.length, head)
         return found
 
@@ -398,64 +413,5 @@ def _stored(length: Any, head: Any) -> Stored:
     return Stored(length, head)
 
 
-def _head_size(stored: Stored) -> int:
-    """Return how long the head of a value is, 0 where it is no record or claims more than the value has."""
-    size = head_length(stored.head)
-    return size if size <= stored.length else 0
-
-
 def _is_unknown_command(answer: object) -> bool:
     return isinstance(answer, resp.ErrorReply) and answer.startswith(b"ERR unknown command")
-
-
-def _refuse_error(command: str, answer: object) -> None:
-    if isinstance(answer, resp.ErrorReply):
-        raise StorageRefusedError(f"storage refused {command}: {answer.decode('utf-8', 'replace')[:200]}")
-
-
-class DataSockets:
-    """The data sockets of one user (fetching, storing): opened at need, kept, and all re-made after a failure."""
-
-    def __init__(self, client: StorageClient, count: int, metrics: Metrics) -> None:
-        self._client = client
-        self._count = count
-        self._metrics = metrics
-        self._sockets: list[socket.socket] = []
-
-    async def open(self) -> list[socket.socket]:
-        """Return the sockets, those that died since they were last used replaced.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: one could not be opened.
-        """
-        self._client.check()
-        for sock in [sock for sock in self._sockets if not _is_quiet(sock)]:
-            self._sockets.remove(sock)
-            sock.close()
-        while len(self._sockets) < self._count:
-            self._sockets.append(await self._client.open_data_socket())
-            self._metrics.data_connections += 1
-        return list(self._sockets)
-
-    def shut_down(self) -> None:
-        """Make whatever thread waits on a socket return; the sockets stay open until :meth:`close`."""
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close all; the next :meth:`open` makes new ones."""
-        for sock in self._sockets:
-            sock.close()
-        self._sockets.clear()
-
-
-def _is_quiet(sock: socket.socket) -> bool:
-    """Return whether the connection stands and has nothing to say, as between two rounds."""
-    try:
-        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False

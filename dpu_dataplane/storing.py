@@ -5,20 +5,23 @@ takes, and put one after the other, so that what was stored when a job ends earl
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Final
 
-from dpu_dataplane.answers import Stored
+from dpu_dataplane.answers import Found, Stored, Unanswered
 from dpu_dataplane.catalog import Catalog, Fault, inspect_head
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.jobs import Job, Stop, Turnstile
+from dpu_dataplane.links import DataLinks, Link, Node
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
-from dpu_dataplane.storage import QUESTION_KEYS_MAX, DataSockets, StorageClient
+from dpu_dataplane.storage import QUESTION_KEYS_MAX, Storage
 from shadowserve import native
-from shadowserve.errors import StorageRefusedError, StorageUnavailableError
+from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import ChunkLayout, encode_head
@@ -28,6 +31,7 @@ __all__ = ["Storer"]
 _OUTCOMES = {
     Result.NOT_FINITE: pb.OUTCOME_NOT_STORABLE,
     Result.REFUSED: pb.OUTCOME_STORAGE_REFUSED,
+    Result.REDIRECTED: pb.OUTCOME_STORAGE_REFUSED,
     Result.PROTOCOL: pb.OUTCOME_STORAGE_UNAVAILABLE,
     Result.DISCONNECTED: pb.OUTCOME_STORAGE_UNAVAILABLE,
     Result.DEADLINE: pb.OUTCOME_DEADLINE,
@@ -35,6 +39,9 @@ _OUTCOMES = {
     Result.NOT_SUPPORTED: pb.OUTCOME_UNSUPPORTED_CODEC,
     Result.DEVICE: pb.OUTCOME_DEVICE,
 }
+
+_REDIRECTIONS_MAX: Final = 5
+"""Of one record: as for reading."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +55,27 @@ class _Progress:
     stored_bytes: int = 0
 
 
+@dataclass
+class _Put:
+    """A record to put: its chunk in an encoded round, and its head."""
+
+    round: native.Round
+    position: int
+    head: bytes
+    node: Node | None = None  # that was asked last
+
+
+def _answered(found: Sequence[tuple[Found, bool]]) -> int:
+    """Return how many leading chunks storage has said something of."""
+    return next((index for index, (each, _) in enumerate(found) if isinstance(each, Unanswered)), len(found))
+
+
+def _unanswered(key: bytes, found: Found) -> StorageError:
+    assert isinstance(found, Unanswered)
+    kind = StorageRefusedError if found.refused else StorageUnavailableError
+    return kind(f"chunk {key.hex()}: {found.reason}")
+
+
 class Storer:
     """Runs stores, one at a time."""
 
@@ -56,8 +84,8 @@ class Storer:
         pipeline: native.Pipeline,
         executor: Executor,
         catalog: Catalog,
-        client: StorageClient,
-        sockets: DataSockets,
+        storage: Storage,
+        links: DataLinks,
         buffers: Buffers,
         metrics: Metrics,
         codec: native.Codec,
@@ -67,8 +95,8 @@ class Storer:
         self._pipeline = pipeline
         self._executor = executor
         self._catalog = catalog
-        self._client = client
-        self._sockets = sockets
+        self._storage = storage
+        self._links = links
         self._buffers = buffers
         self._metrics = metrics
         self._codec = codec
@@ -114,12 +142,12 @@ class Storer:
         found = await job.within(self._catalog.find(keys, fresh=True), "asking storage what it holds")
         bound = encoded_bound(layout, self._codec, self._slice_bytes)
         batch_max = max(1, self._buffers.store // (-(-bound // ALIGNMENT) * ALIGNMENT))
-        index = 0
-        while index < len(keys):
+        index, answered = 0, _answered(found)
+        while index < answered:
             # Up to the next `batch_max` chunks that are not held, and the held ones between them.
             batch: list[int] = []
             held: dict[int, int] = {}
-            while index < len(keys) and len(batch) < batch_max:
+            while index < answered and len(batch) < batch_max:
                 length = await self._held_length(job, layout, keys[index], found[index][0])
                 if length is None:
                     batch.append(index)
@@ -127,14 +155,16 @@ class Storer:
                     held[index] = length
                 index += 1
             await self._encode_and_put(job, destination, offset, keys, batch, held, progress)
+        if answered < len(keys):
+            raise _unanswered(keys[answered], found[answered][0])
 
-    async def _held_length(self, job: Job, layout: ChunkLayout, key: bytes, stored: Stored | None) -> int | None:
+    async def _held_length(self, job: Job, layout: ChunkLayout, key: bytes, stored: Found) -> int | None:
         """Return the length of the record that storage holds, None where there is none that is any good.
 
         A faulty record would keep its place against a new one, records being immutable, so it is deleted first; unless
         it is good for others, which ends the job.
         """
-        if stored is None:
+        if not isinstance(stored, Stored):
             return None
         judged = inspect_head(stored, key, layout.namespace, self._catalog.codecs)
         suspect = self._catalog.is_quarantined(layout.namespace, key)
@@ -142,7 +172,7 @@ class Storer:
             return stored.length
         if isinstance(judged, Fault) and not judged.replaceable:
             raise Stop(judged.outcome, f"chunk {key.hex()} cannot be stored over what is there: {judged.reason}")
-        await job.within(self._client.delete(key), "deleting a faulty record")
+        await job.within(self._storage.delete(key), "deleting a faulty record")
         return None
 
     async def _encode_and_put(
@@ -204,20 +234,18 @@ class Storer:
     ) -> int:
         """Put one record; a connection that broke is made again once. Return the record's bytes."""
         head = encode_head(key, self._codec, layout, plan.manifest_of(position), parent=parent)
-        loop = asyncio.get_running_loop()
+        put = _Put(round_, position, head)
+        result, text = Result.CANCELLED, ""
         for last in (False, True):
-            [sock] = await job.within(self._sockets.open(), "connecting to storage")
-            result, text = Result.CANCELLED, ""
             try:
-                with job.interruptible(self._sockets.shut_down):
-                    result, text = await loop.run_in_executor(
-                        self._executor, self._pipeline.put, round_, position, head, sock.fileno(), job.deadline_ns
-                    )
-            finally:
-                if result not in (Result.OK, Result.REFUSED):
-                    self._sockets.close()
+                result, text = await self._put_where_it_belongs(job, put, key)
+            except StorageUnavailableError:
+                if last or not self._storage.clustered:
+                    raise
+                result = Result.DISCONNECTED
             if job.cancelled or result is not Result.DISCONNECTED or last:
                 break
+            await job.within(self._storage.recover(put.node), "looking for a node of the cluster")
         if result is not Result.OK:
             job.check()
             raise self._stop(key, result, text)
@@ -226,6 +254,50 @@ class Storer:
         self._metrics.stored_raw_bytes += layout.raw_bytes
         self._metrics.stored_bytes += size
         return size
+
+    async def _put_where_it_belongs(self, job: Job, put: _Put, key: bytes) -> tuple[Result, str]:
+        """Put one record on the node that takes it, going where a cluster's nodes send us."""
+        [node] = self._storage.route([key], master=True)
+        asking = False
+        for _ in range(_REDIRECTIONS_MAX + 1):
+            if node is None:
+                raise StorageUnavailableError(f"storage {self._storage.name}: no node has the slot of this key")
+            put.node = node
+            [link] = await job.within(self._links.open(node), "connecting to storage")
+            if asking:
+                await job.within(self._say_asking(link), "asking a node of the cluster")
+            result, text = await self._put_on(job, put, link)
+            redirect = self._storage.redirect(node, text) if result is Result.REFUSED else None
+            if redirect is None:
+                return result, text
+            self._metrics.storage_redirections += 1
+            node, asking = redirect
+        return Result.REFUSED, f"redirected {_REDIRECTIONS_MAX} times, last with: {text}"
+
+    async def _say_asking(self, link: Link) -> None:
+        async with self._storage.dialer.deadline("ASKING", str(link.node)):
+            await link.exchange([[b"ASKING"]])
+
+    async def _put_on(self, job: Job, put: _Put, link: Link) -> tuple[Result, str]:
+        result, text = Result.CANCELLED, ""
+        try:
+            with job.interruptible(link.shut_down):
+                result, text = await asyncio.get_running_loop().run_in_executor(
+                    self._executor,
+                    functools.partial(
+                        self._pipeline.put,
+                        put.round,
+                        put.position,
+                        put.head,
+                        link.fileno(),
+                        job.deadline_ns,
+                        session=link.session,
+                    ),
+                )
+        finally:
+            if result not in (Result.OK, Result.REFUSED):
+                self._links.close()
+        return result, text
 
     def _stop(self, key: bytes, result: Result, text: str) -> Stop:
         outcome = _OUTCOMES.get(result, pb.OUTCOME_INTERNAL)

@@ -72,8 +72,12 @@ def file_state(paths: tuple[str, ...]) -> FileState:
     return tuple(one(path) for path in paths)
 
 
-def read_key_pair(certificate: str, key: str) -> KeyPair:
+def read_key_pair(certificate: str, key: str, *, prefix: str = "") -> KeyPair:
     """Read a certificate (``tls_cert``) and its private key (``tls_key``), and check that they can be used now.
+
+    Args:
+        certificate, key: the files.
+        prefix: of the keys of the configuration, for messages.
 
     Raises:
         ConfigurationError: a file that cannot be read or is not PEM, a key with a passphrase or of another certificate,
@@ -81,27 +85,27 @@ def read_key_pair(certificate: str, key: str) -> KeyPair:
     """
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    chain, private = _read("tls_cert", certificate), _read("tls_key", key)
-    leaf = _certificates("tls_cert", certificate, chain)[0]
+    chain, private = _read(f"{prefix}tls_cert", certificate), _read(f"{prefix}tls_key", key)
+    leaf = _certificates(f"{prefix}tls_cert", certificate, chain)[0]
     try:
         loaded = load_pem_private_key(private, password=None)
     except TypeError:
         raise ConfigurationError(
-            f"tls_key: {key} is protected by a passphrase, which nobody is there to type; give it without one"
+            f"{prefix}tls_key: {key} is protected by a passphrase, which nobody is there to type; give it without one"
         ) from None
     except Exception as error:  # ValueError, or what the library makes of a kind of key that it does not know
-        raise ConfigurationError(f"tls_key: {key} holds no private key in PEM: {error}") from None
+        raise ConfigurationError(f"{prefix}tls_key: {key} holds no private key in PEM: {error}") from None
     if loaded.public_key() != leaf.public_key():
-        raise ConfigurationError(f"tls_key: {key} is not the key of the certificate {certificate}")
+        raise ConfigurationError(f"{prefix}tls_key: {key} is not the key of the certificate {certificate}")
     now = datetime.now(UTC)
     begins, expires = leaf.not_valid_before_utc, leaf.not_valid_after_utc
     if expires <= now:
         raise ConfigurationError(
-            f"tls_cert: the certificate {certificate} has expired on {expires:%Y-%m-%d %H:%M} UTC; renew it"
+            f"{prefix}tls_cert: the certificate {certificate} has expired on {expires:%Y-%m-%d %H:%M} UTC; renew it"
         )
     if begins > now:
         raise ConfigurationError(
-            f"tls_cert: the certificate {certificate} is not valid before {begins:%Y-%m-%d %H:%M} UTC; is this "
+            f"{prefix}tls_cert: the certificate {certificate} is not valid before {begins:%Y-%m-%d %H:%M} UTC; is this "
             "machine's clock right?"
         )
     return KeyPair(chain, private, expires)

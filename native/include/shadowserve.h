@@ -35,9 +35,9 @@ enum ss_result {
     SS_DISCONNECTED = 11, /* the connection broke */
     SS_DEADLINE = 12,
     SS_CANCELLED = 13,
-    SS_SKIPPED = 14,  /* not attempted, because an earlier chunk of the round failed */
-    SS_OS_ERROR = 15, /* a system call failed; errno says why */
-    SS_DEVICE = 16,   /* an accelerator failed, also when asked again, or cannot reach the memory any more */
+    SS_SKIPPED = 14,    /* not attempted, because an earlier chunk of the round failed */
+    SS_OS_ERROR = 15,   /* a system call failed; errno says why */
+    SS_DEVICE = 16,     /* an accelerator failed, also when asked again, or cannot reach the memory any more */
     SS_REDIRECTED = 17, /* another node of the cluster has it: the server's answer says which */
 };
 
@@ -208,7 +208,7 @@ struct ss_chunk {
     uint64_t dequantization_offset; /* in the dequantization buffer: the sum of decoded_length (unused when fused) */
     uint32_t slice_first;           /* index into the round's slices */
     uint32_t slice_count;
-    uint32_t node;         /* of a fetch: whose sockets to ask; below the round's 'node_count' */
+    uint32_t node;         /* of a fetch: whose sockets to ask, below the round's 'node_count' */
     uint32_t asking;       /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
     enum ss_result result; /* out */
     char error[256];       /* out, SS_REFUSED and SS_REDIRECTED of a fetch: the server's words, cut, with a zero */
@@ -237,10 +237,9 @@ struct ss_tls;
 struct ss_tls_session;
 
 /*
- * One round: chunks of one layout, from one storage server or the nodes of one cluster, to (or from) one destination; at
- * most 16384 chunks. Set
- * everything but the fields marked 'out' to what they are and the rest to zero, and leave all of it alone until the
- * call that runs the round is back. That slices do not overlap in the destination is not checked.
+ * One round: chunks of one layout, from one storage server or the nodes of one cluster, to (or from) one destination;
+ * at most 16384 chunks. Set everything but the fields marked 'out' to what they are and the rest to zero, and leave all
+ * of it alone until the call that runs the round is back. That slices do not overlap in the destination is not checked.
  */
 struct ss_round {
     struct ss_chunk *chunks;
@@ -419,8 +418,9 @@ SS_API enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss
 SS_API const char *ss_tls_library(void);
 
 /*
- * ss_tls_create() reads whom to trust and, unless both are NULL, what certificate to show: files, PEM. SS_BAD_DATA where
- * one cannot be used, SS_NOT_SUPPORTED where this build has no TLS; 'error', cut to 'error_size' - 1 bytes, says more.
+ * ss_tls_create() reads whom to trust and, unless both are NULL, what certificate to show: files, PEM. SS_BAD_DATA
+ * where one cannot be used, SS_NOT_SUPPORTED where this build has no TLS; 'error', cut to 'error_size' - 1 bytes, says
+ * more.
  */
 SS_API enum ss_result ss_tls_create(const char *authorities, const char *certificate, const char *key,
                                     struct ss_tls **tls, char *error, size_t error_size);
@@ -439,8 +439,8 @@ SS_API void ss_tls_session_destroy(struct ss_tls_session *session);
 
 /*
  * These three never block. SS_OK with '*events' 0 is done; with POLLIN or POLLOUT call again, with the same arguments,
- * once the socket is ready for that. Otherwise the session is over: SS_DISCONNECTED, or SS_PROTOCOL where the other side
- * does not speak TLS, is not to be trusted, or its bytes were changed on the way; ss_tls_reason() says more.
+ * once the socket is ready for that. Otherwise the session is over: SS_DISCONNECTED, or SS_PROTOCOL where the other
+ * side does not speak TLS, is not to be trusted, or its bytes were changed on the way; ss_tls_reason() says more.
  */
 SS_API enum ss_result ss_tls_handshake(struct ss_tls_session *session, uint32_t *events);
 SS_API enum ss_result ss_tls_send(struct ss_tls_session *session, const void *data, size_t size, size_t *sent,

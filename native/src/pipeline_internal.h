@@ -119,13 +119,13 @@ struct ss_worker {
     int32_t core;   /* -1: any */
     uint32_t started;
     pthread_t thread;
-    int wake_event;                   /* net: eventfd that ends a poll */
+    int wake_event;                    /* net: eventfd that ends a poll */
     struct ss_connection *connections; /* net: one for each of options.nodes_max */
-    struct ss_engine *engine;         /* decompress, dma; store, where memory has to be collected */
-    uint8_t *scratch;                 /* store: symbols of one slice */
-    uint8_t *collected;               /* store, likewise: elements of one slice */
-    struct ss_trace_log *trace;       /* NULL without room for events */
-    struct ss_counters counters[2];   /* the stage's; and dequantize's when fused, compress's for store threads */
+    struct ss_engine *engine;          /* decompress, dma; store, where memory has to be collected */
+    uint8_t *scratch;                  /* store: symbols of one slice */
+    uint8_t *collected;                /* store, likewise: elements of one slice */
+    struct ss_trace_log *trace;        /* NULL without room for events */
+    struct ss_counters counters[2];    /* the stage's; and dequantize's when fused, compress's for store threads */
 };
 
 struct ss_pipeline {

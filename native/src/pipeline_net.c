@@ -2,10 +2,11 @@
 /*
  * pipeline_net.c - the network stage: range requests out, stored bytes straight into the decompression buffer
  *
- * One thread drives one connection to each node; a storage server of its own is one node. On each it asks for its run of
- * the slices of every chunk that the node has, several requests ahead, and reads the answers, which come in order. A body is received where it will be decompressed: one system call takes what is
- * left of the body into place and at most HEAD_BYTES behind it, the end of this answer and the head of the next, into
- * a small buffer. What little of the next body comes along is copied.
+ * One thread drives one connection to each node; a storage server of its own is one node. On each it asks for its run
+ * of the slices of every chunk that the node has, several requests ahead, and reads the answers, which come in order. A
+ * body is received where it will be decompressed: one system call takes what is left of the body into place and at most
+ * HEAD_BYTES behind it, the end of this answer and the head of the next, into a small buffer. What little of the next
+ * body comes along is copied.
  *
  * Failure. What fails is the chunk of the oldest answer that is due; chunks before it have all their bytes from this
  * connection. A well-formed refusal leaves the connection in step, so after one the answers that are under way are
@@ -399,8 +400,7 @@ static enum step answers_receive(struct ss_worker *worker, struct ss_connection 
         if ((errno == EAGAIN || errno == EWOULDBLOCK) && !connection->send_failed) {
             return STEP_WAIT;
         }
-        connection_fail(worker, connection,
-                        socket_error(&worker->pipeline->fetch, errno == EAGAIN ? EPIPE : errno));
+        connection_fail(worker, connection, socket_error(&worker->pipeline->fetch, errno == EAGAIN ? EPIPE : errno));
         return STEP_FINISHED;
     }
     if (received == 0) {

@@ -130,9 +130,9 @@ static int context_fill(SSL_CTX *context, const char *authorities, const char *c
         explain(error, error_size, "the file of authorities cannot be used");
         return 0;
     }
-    if (certificate != NULL && (SSL_CTX_use_certificate_chain_file(context, certificate) != 1 ||
-                                SSL_CTX_use_PrivateKey_file(context, key, SSL_FILETYPE_PEM) != 1 ||
-                                SSL_CTX_check_private_key(context) != 1)) {
+    if (certificate != NULL &&
+        (SSL_CTX_use_certificate_chain_file(context, certificate) != 1 ||
+         SSL_CTX_use_PrivateKey_file(context, key, SSL_FILETYPE_PEM) != 1 || SSL_CTX_check_private_key(context) != 1)) {
         explain(error, error_size, "the certificate or its key cannot be used");
         return 0;
     }
@@ -229,7 +229,8 @@ static void note_reason(struct ss_tls_session *session) {
         ERR_clear_error();
         return;
     }
-    explain(session->reason, sizeof session->reason, session->ended ? "the server closed the connection" : "TLS failed");
+    explain(session->reason, sizeof session->reason,
+            session->ended ? "the server closed the connection" : "TLS failed");
 }
 
 /* What a call that returned 'returned' came to. SS_OK: nothing now, see '*events'. */
@@ -338,8 +339,8 @@ ssize_t ss_tls_session_send(struct ss_tls_session *session, const struct iovec *
         while (part < parts[i].iov_len) {
             size_t sent;
             uint32_t events;
-            result = ss_tls_send(session, (const char *)parts[i].iov_base + part, parts[i].iov_len - part, &sent,
-                                 &events);
+            result =
+                ss_tls_send(session, (const char *)parts[i].iov_base + part, parts[i].iov_len - part, &sent, &events);
             if (sent == 0) {
                 ssize_t taken = as_call(result, done);
                 if (taken == 0) {
@@ -365,8 +366,8 @@ ssize_t ss_tls_session_receive(struct ss_tls_session *session, const struct iove
         while (part < parts[i].iov_len && done < SS_TLS_BATCH_BYTES) {
             size_t received;
             uint32_t events;
-            enum ss_result result = ss_tls_receive(session, (char *)parts[i].iov_base + part, parts[i].iov_len - part,
-                                                   &received, &events);
+            enum ss_result result =
+                ss_tls_receive(session, (char *)parts[i].iov_base + part, parts[i].iov_len - part, &received, &events);
             if (received == 0) {
                 return as_call(result, done);
             }

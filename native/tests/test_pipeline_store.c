@@ -85,8 +85,8 @@ static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, en
     int32_t socket = server_connect(server);
     char error[64];
     for (uint32_t i = 0; i < encoded->chunk_count; i++) {
-        CHECK_EQUAL(ss_pipeline_put(pipeline, &encoded->chunks[i], head, sizeof head, socket, NULL, after_patience(), error,
-                                    sizeof error),
+        CHECK_EQUAL(ss_pipeline_put(pipeline, &encoded->chunks[i], head, sizeof head, socket, NULL, after_patience(),
+                                    error, sizeof error),
                     SS_OK);
         CHECK_EQUAL(error[0], '\0');
     }
@@ -167,7 +167,8 @@ static void test_put_failures(void) {
     wrong.key_length = 97;
     CHECK_EQUAL(ss_pipeline_put(pipeline, &wrong, head, sizeof head, socket, NULL, after_patience(), NULL, 0),
                 SS_BAD_ARGUMENT);
-    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, -1, NULL, after_patience(), NULL, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, -1, NULL, after_patience(), NULL, 0),
+                SS_BAD_ARGUMENT);
     CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, now_ns() - 1, NULL, 0), SS_DEADLINE);
     close(socket);
     round_free(round);
@@ -194,12 +195,14 @@ static void test_refused_before_the_value_was_read(void) {
     chunk->key_length = 5;
     int32_t socket = server_connect(server);
     char error[64];
-    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, after_patience(), error, sizeof error),
-                SS_REFUSED);
+    CHECK_EQUAL(
+        ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, after_patience(), error, sizeof error),
+        SS_REFUSED);
     CHECK(strcmp(error, "ERR Protocol error: invalid bulk length") == 0);
     /* Half a request was sent, so the connection must not be usable for another. */
-    CHECK_EQUAL(ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, after_patience(), error, sizeof error),
-                SS_DISCONNECTED);
+    CHECK_EQUAL(
+        ss_pipeline_put(pipeline, chunk, head, sizeof head, socket, NULL, after_patience(), error, sizeof error),
+        SS_DISCONNECTED);
     close(socket);
     round_free(round);
     ss_pipeline_destroy(pipeline);

@@ -76,6 +76,7 @@ from shadowserve.native._pipeline import (
     StageStatistics,
     backends,
 )
+from shadowserve.native._tls import Tls, TlsSession, TlsWant, tls_library
 
 __all__ = [
     "ANY",
@@ -115,6 +116,9 @@ __all__ = [
     "Round",
     "Stage",
     "StageStatistics",
+    "Tls",
+    "TlsSession",
+    "TlsWant",
     "backends",
     "block_access_available",
     "block_access_built",
@@ -139,5 +143,6 @@ __all__ = [
     "object_units",
     "quantize",
     "result_text",
+    "tls_library",
     "seal_object",
 ]

@@ -53,6 +53,7 @@ class Result(enum.IntEnum):
     SKIPPED = 14
     OS_ERROR = 15
     DEVICE = 16
+    REDIRECTED = 17
 
 
 class Codec(enum.IntEnum):
@@ -163,6 +164,10 @@ _RESULT_TEXTS: Final[dict[Result, tuple[str, str]]] = {
     Result.DEVICE: (
         "the accelerator failed, also when asked again, or cannot reach the memory any more",
         "register the memory again; if that does not help, see 'shadowserve doctor' and the kernel's log",
+    ),
+    Result.REDIRECTED: (
+        "another node of a cluster has it",
+        "name the cluster's nodes in storage_cluster instead of one of them in storage",
     ),
 }
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from shadowserve.errors import NativeError
 from shadowserve.native._library import DType, MemoryKind, Quantizer, Result, Stage, check, ffi, lib
 from shadowserve.native._memory import Region
+from shadowserve.native._tls import TlsSession
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -30,6 +31,8 @@ __all__ = [
 
 KEY_SIZE_MAX: Final = 96
 """Bytes of the longest key that a chunk can hold (``struct ss_chunk``)."""
+ERROR_SIZE: Final = 256
+"""Bytes of the server's words that are kept of an error about a chunk."""
 _ERROR_TEXT_SIZE: Final = 512
 
 
@@ -72,7 +75,10 @@ CHUNK_DTYPE: Final = _numpy_dtype(
         "dequantization_offset": "u8",
         "slice_first": "u4",
         "slice_count": "u4",
+        "node": "u4",
+        "asking": "u4",
         "result": "u4",
+        "error": f"S{ERROR_SIZE}",
     },
 )
 """``struct ss_chunk`` as a numpy dtype. ``key`` is padded with zero bytes, so ``key_length`` is what counts."""
@@ -255,7 +261,7 @@ class Pipeline:
         dequantization_bytes: size of the buffer for decoded slices; 0 when fused.
         dma_source_bytes: size of the buffer that is delivered from; 0 when fused.
         store_bytes: size of the buffer that stored chunks are encoded into.
-        net_cores: one entry for each network thread, and so for each connection; -1 leaves a thread unpinned.
+        net_cores: one entry for each network thread, and so for each connection to a node; -1 leaves a thread unpinned.
         decompress_cores: likewise.
         dequantize_cores: likewise; unused when fused.
         dma_cores: likewise; unused when fused.
@@ -264,6 +270,7 @@ class Pipeline:
         memory_management: False to measure what it is good for: each chunk's buffers are mapped, touched, locked and
             unmapped within the round; the sizes then only limit a round.
         trace_events: events that each thread has room to record; 0 for none.
+        nodes_max: of a cluster that one round may ask.
 
     Raises:
         NativeError: options that do not fit each other, an unknown backend or one without a device that can do its
@@ -292,6 +299,7 @@ class Pipeline:
         chunked_pipeline: bool = True,
         memory_management: bool = True,
         trace_events: int = 0,
+        nodes_max: int = 1,
     ) -> None:
         self._pipeline: Any = ffi.NULL
         self.backend = backend
@@ -313,6 +321,7 @@ class Pipeline:
         options.chunked_pipeline = chunked_pipeline
         options.memory_management = memory_management
         options.trace_events = trace_events
+        options.nodes_max = nodes_max
         alive = [backend_text, device_text]
         core_lists = (net_cores, decompress_cores, dequantize_cores, dma_cores, store_cores)
         for name, cores in zip(_CORE_LISTS, core_lists, strict=True):
@@ -348,8 +357,16 @@ class Pipeline:
             raise NativeError("the pipeline is closed; create another one", Result.BAD_ARGUMENT)
         return self._pipeline
 
-    def fetch(self, round: Round, sockets: Sequence[int]) -> Result:
+    def fetch(
+        self, round: Round, sockets: Sequence[int], *, sessions: Sequence[TlsSession | None] = (), nodes: int = 1
+    ) -> Result:
         """Fetch a round over connected, authenticated, non-blocking sockets (their file descriptors); blocks.
+
+        Args:
+            round: to fetch.
+            sockets: node by node, as many for each.
+            sessions: with TLS, that of each socket.
+            nodes: that the sockets are of; a chunk's ``node`` counts them from 0.
 
         Returns:
             ``Result.OK``, or the result of the first chunk that is not. Nothing is raised for a chunk's failure. Close
@@ -360,7 +377,13 @@ class Pipeline:
         """
         if not round.writable:
             raise NativeError("fetching into a read-only destination", Result.BAD_ARGUMENT)
+        if sessions and len(sessions) != len(sockets):
+            raise NativeError(f"{len(sessions)} TLS sessions for {len(sockets)} sockets", Result.BAD_ARGUMENT)
         descriptors = ffi.new("int32_t[]", list(sockets))
+        handles = [ffi.NULL if session is None else session.handle for session in sessions]
+        table = ffi.new("struct ss_tls_session *[]", handles) if handles else ffi.NULL
+        round._round.sessions = table
+        round._round.node_count = nodes
         return Result(lib.ss_pipeline_fetch(self._open(), round._round, descriptors, len(sockets)))
 
     def encode(self, round: Round) -> Result:
@@ -372,7 +395,14 @@ class Pipeline:
         return Result(lib.ss_pipeline_encode(self._open(), round._round))
 
     def put(
-        self, round: Round, chunk_index: int, head: "ReadableBuffer", socket: int, deadline_ns: int
+        self,
+        round: Round,
+        chunk_index: int,
+        head: "ReadableBuffer",
+        socket: int,
+        deadline_ns: int,
+        *,
+        session: TlsSession | None = None,
     ) -> tuple[Result, str]:
         """Send ``head`` and one encoded chunk's body as a SET on a connected, non-blocking socket; blocks.
 
@@ -389,6 +419,7 @@ class Pipeline:
                 head_bytes,
                 len(head_bytes),
                 socket,
+                ffi.NULL if session is None else session.handle,
                 deadline_ns,
                 error,
                 _ERROR_TEXT_SIZE,

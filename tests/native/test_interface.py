@@ -51,7 +51,7 @@ def test_numpy_dtypes_are_the_structs(dtype: np.dtype[np.void], struct: str) -> 
     assert list(dtype.names or ()) == fields and dtype.itemsize == ffi.sizeof(struct)
     array = np.zeros(3, dtype)
     pointer = ffi.cast(struct + " *", array.ctypes.data)
-    for number, field in enumerate(fields[1:] if struct.endswith("chunk") else fields):
+    for number, field in enumerate(field for field in fields if dtype[field].kind != "S"):
         array[2][field] = 1000 + number
         assert getattr(pointer[2], field) == 1000 + number
 

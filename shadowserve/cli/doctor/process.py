@@ -54,6 +54,9 @@ def native_core() -> Iterator[Finding]:
             yield Finding("codec deflate", "warning", implementation, mend)
         else:
             yield Finding(f"codec {codec.name.lower()}", "ok", implementation)
+    library = native.tls_library()
+    mend = "" if library else "install libssl-dev, then 'make setup', to encrypt the way to storage (storage_tls_ca)"
+    yield Finding("TLS to storage", "ok" if library else "warning", library or "not built in", mend)
     for backend in native.backends().values():
         imitation = "; it decodes and copies on CPU cores: for trying and testing, no DPU takes part"
         found = backend.description + (imitation if backend.emulated else "")

@@ -1,0 +1,306 @@
+"""Data connections to storage: made and greeted here, driven by the C core, encrypted or not.
+
+A link is made in two steps that never block the event loop: the connection, by Python, and with TLS the handshake, by
+the C core, which then also deciphers what arrives; so the greeting goes through the same session as the bytes.
+"""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Final, NamedTuple
+
+from dpu_dataplane.answers import AnswerReader, MetaAnswer
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.storage_tls import StorageTls, distrust
+from shadowserve import native, resp
+from shadowserve.errors import ProtocolError, StorageError, StorageRefusedError, StorageUnavailableError
+
+__all__ = ["DataLinks", "Dialer", "Link", "Node", "refuse_error"]
+
+_RECEIVE_BYTES: Final = 4096
+
+
+class Node(NamedTuple):
+    """Where a storage server listens; ``replica``: it answers reads of a cluster, told so with READONLY."""
+
+    host: str
+    port: int
+    replica: bool = False
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def refuse_error(command: str, answer: object) -> None:
+    """Raise StorageRefusedError if ``answer`` is an error."""
+    if isinstance(answer, resp.ErrorReply):
+        raise StorageRefusedError(f"storage refused {command}: {answer.decode('utf-8', 'replace')[:200]}")
+
+
+class Link:
+    """One data connection: a connected, non-blocking socket, and with TLS the session on it."""
+
+    def __init__(self, node: Node, sock: socket.socket) -> None:
+        self.node = node
+        self.sock = sock
+        self.session: native.TlsSession | None = None
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self.sock.fileno()
+
+    def is_quiet(self) -> bool:
+        """Return whether the connection stands and has nothing to say, as between two rounds."""
+        if self.session is not None and self.session.has_pending:
+            return False
+        try:
+            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def shut_down(self) -> None:
+        """Make whatever thread waits on it return; it stays open until :meth:`close`."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close it. No thread may use it."""
+        if self.session is not None:
+            self.session.close()
+            self.session = None
+        self.sock.close()
+
+    async def encrypt(self, tls: native.Tls, name: str) -> None:
+        """Shake hands; the server's certificate must hold ``name``.
+
+        Raises:
+            StorageUnavailableError: it does not, or the other side does not speak TLS.
+        """
+        session = self.session = native.TlsSession(tls, self.fileno(), name)
+        while True:
+            result, want = session.handshake()
+            if result is not native.Result.OK:
+                raise StorageUnavailableError(f"connect to storage {self.node}: {distrust(session.reason, name)}")
+            if want is native.TlsWant.NOTHING:
+                return
+            await self._ready(want)
+
+    async def exchange(self, commands: Sequence[Sequence[bytes]]) -> "list[resp.Value | MetaAnswer]":
+        """Send commands and return their answers.
+
+        Raises:
+            StorageUnavailableError, OSError: the connection broke.
+            ProtocolError: the answer is none.
+        """
+        await self._send(b"".join(resp.encode_command(*command) for command in commands))
+        reader = AnswerReader()
+        answers: list[resp.Value | MetaAnswer] = []
+        while len(answers) < len(commands):
+            answer = reader.next_value()
+            if answer is not resp.NEED_DATA:
+                answers.append(answer)
+                continue
+            data = await self._receive()
+            if not data:
+                raise StorageUnavailableError(f"storage {self.node} closed the connection on greeting")
+            reader.feed(data)
+        return answers
+
+    async def _send(self, data: bytes) -> None:
+        if self.session is None:
+            await asyncio.get_running_loop().sock_sendall(self.sock, data)
+            return
+        while data:
+            result, want, sent = self.session.send(data)
+            self._check(result)
+            data = data[sent:]
+            if want is not native.TlsWant.NOTHING:
+                await self._ready(want)
+
+    async def _receive(self) -> bytes:
+        if self.session is None:
+            return await asyncio.get_running_loop().sock_recv(self.sock, _RECEIVE_BYTES)
+        while True:
+            result, want, data = self.session.receive(_RECEIVE_BYTES)
+            self._check(result)
+            if data:
+                return data
+            await self._ready(want)
+
+    def _check(self, result: native.Result) -> None:
+        if result is not native.Result.OK:
+            assert self.session is not None
+            raise StorageUnavailableError(f"connect to storage {self.node}: {distrust(self.session.reason, '')}")
+
+    async def _ready(self, want: native.TlsWant) -> None:
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[None] = loop.create_future()
+        watch: Callable[..., object] = loop.add_reader if want is native.TlsWant.READ else loop.add_writer
+        forget: Callable[..., object] = loop.remove_reader if want is native.TlsWant.READ else loop.remove_writer
+
+        def wake() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        watch(self.sock, wake)
+        try:
+            await ready
+        finally:
+            forget(self.sock)
+
+
+class Dialer:
+    """Makes connections to storage servers: with TLS if so configured, greeted, within ``connect_timeout``.
+
+    Raises:
+        ConfigurationError: TLS is wanted and cannot be had.
+    """
+
+    def __init__(self, config: DataPlaneConfig) -> None:
+        self.username, self.password = config.storage_username, config.storage_password.get_secret_value()
+        self.connect_timeout, self.command_timeout = config.connect_timeout, config.command_timeout
+        self.tls = StorageTls(config) if config.storage_tls_ca else None
+
+    async def open(self, node: Node) -> Link:
+        """Return a link that is ready for the C core.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: within ``connect_timeout``.
+        """
+        async with self.deadline("connect", str(node)):
+            link = Link(node, await self._connect(node))
+            try:
+                if self.tls is not None:
+                    await link.encrypt(self.tls.contexts()[1], self.tls.name_of(node.host))
+                commands = self.greeting(replica=node.replica)
+                for command, answer in zip(commands, await link.exchange(commands), strict=True):
+                    refuse_error(command[0].decode(), answer)
+            except BaseException:
+                link.close()
+                raise
+        return link
+
+    async def _connect(self, node: Node) -> socket.socket:
+        loop = asyncio.get_running_loop()
+        failure: OSError = OSError("the name has no address")
+        for family, kind, protocol, _, address in await loop.getaddrinfo(node.host, node.port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.setblocking(False)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                await loop.sock_connect(sock, address)
+            except OSError as error:
+                sock.close()
+                failure = error
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return sock
+        raise failure
+
+    @contextlib.asynccontextmanager
+    async def deadline(self, operation: str, name: str) -> AsyncIterator[None]:
+        """Bound an attempt to connect, and turn what it raises into StorageError."""
+        try:
+            async with asyncio.timeout(self.connect_timeout):
+                yield
+        except TimeoutError as error:
+            raise StorageUnavailableError(
+                f"{operation} to storage {name}: no answer for {self.connect_timeout:g} s; is it stalled?"
+            ) from error
+        except ssl.SSLError as error:
+            host = name.rpartition(":")[0].strip("[]")
+            expected = self.tls.name_of(host) if self.tls is not None else host
+            raise StorageUnavailableError(f"{operation} to storage {name}: {distrust(str(error), expected)}") from error
+        except OSError as error:
+            raise StorageUnavailableError(
+                f"{operation} to storage {name}: {error.strerror or error}; is it running?{self._hint(error)}"
+            ) from error
+        except StorageUnavailableError as error:  # it closed the connection on greeting
+            if hint := self._hint(error):
+                raise StorageUnavailableError(f"{error}{hint}") from error
+            raise
+        except ProtocolError as error:
+            raise StorageUnavailableError(
+                f"{operation} to storage {name}: {error}; does a Redis-compatible server listen there"
+                + ("?" if self.tls is not None else ", and without TLS (storage_tls_ca)?")
+            ) from error
+
+    def _hint(self, error: Exception) -> str:
+        """Return what else may be wrong where a connection breaks: TLS tells a client so only after its handshake."""
+        if (
+            self.tls is None
+            or self.tls.certificate
+            or "TLS: " in str(error)
+            or isinstance(error, ConnectionRefusedError)
+        ):
+            return ""
+        return " Over TLS: does it want a certificate of its clients (storage_tls_cert, storage_tls_key)?"
+
+    def greeting(self, *, replica: bool = False) -> list[list[bytes]]:
+        """Return the commands that a connection begins with."""
+        commands = [[b"READONLY"]] if replica else [[b"PING"]]
+        if self.password:
+            user = [self.username.encode()] if self.username else []
+            commands.insert(0, [b"AUTH", *user, self.password.encode()])
+        return commands
+
+
+class DataLinks:
+    """The links of one user (fetching, storing), so many to each node: opened at need and kept."""
+
+    def __init__(self, dialer: Dialer, count: int, metrics: Metrics) -> None:
+        self._dialer = dialer
+        self._count = count
+        self._metrics = metrics
+        self._links: dict[Node, list[Link]] = {}
+
+    async def open(self, node: Node) -> list[Link]:
+        """Return the links to a node, those that died since they were last used replaced.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: one could not be opened.
+        """
+        links = self._links.setdefault(node, [])
+        for link in [link for link in links if not link.is_quiet()]:
+            links.remove(link)
+            link.close()
+        while len(links) < self._count:
+            links.append(await self._dialer.open(node))
+            self._metrics.data_connections += 1
+        return list(links)
+
+    async def open_all(self, nodes: Sequence[Node]) -> list[list[Link] | StorageError]:
+        """Return the links to each of some different nodes, or why there are none."""
+
+        async def one(node: Node) -> list[Link] | StorageError:
+            try:
+                return await self.open(node)
+            except StorageError as error:
+                return error
+
+        return list(await asyncio.gather(*(one(node) for node in nodes)))
+
+    def shut_down(self) -> None:
+        """Make whatever thread waits on a link return; they stay open until :meth:`close`."""
+        for links in self._links.values():
+            for link in links:
+                link.shut_down()
+
+    def keep(self, nodes: Sequence[Node]) -> None:
+        """Close the links to all other nodes."""
+        for node in [node for node in self._links if node not in nodes]:
+            for link in self._links.pop(node):
+                link.close()
+
+    def close(self) -> None:
+        """Close all; the next :meth:`open` makes new ones."""
+        self.keep(())

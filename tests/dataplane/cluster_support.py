@@ -1,0 +1,233 @@
+"""A real cluster for the data plane's tests: redis-server processes on free ports, or another server's."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dataplane_support import SMALL_BUFFERS
+from machine import NEVER_MS, PATIENCE_MS, PATIENCE_S, free_port, frozen, wait_for
+from redis import Redis
+from redis.crc import key_slot
+from redis.exceptions import ConnectionError as Lost
+from redis.exceptions import RedisError
+
+from dpu_dataplane.config import DataPlaneConfig
+from shadowserve.keys import storage_key
+
+PASSWORD = "cluster-secret"
+SERVER = os.environ.get("SHADOWSERVE_CLUSTER_SERVER") or shutil.which("redis-server") or "redis-server"
+"""The program that nodes are: SHADOWSERVE_CLUSTER_SERVER names another one, such as a valkey-server."""
+NODE_TIMEOUT_MS = 2000
+"""After which a node is taken for dead, and so how soon nodes hear of each other."""
+BUS = 10_000
+"""How far above its port a node talks to the others."""
+
+
+def free_pair(taken: Sequence[int]) -> int:
+    """A free port whose bus port is free, too."""
+    while True:
+        port = free_port()
+        if port + BUS > 32_767 or port in taken or any(abs(port - other) == BUS for other in taken):
+            continue
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port + BUS))
+            except OSError:
+                continue
+        return port
+
+
+class ClusterNode:
+    """One node: a process."""
+
+    def __init__(self, port: int, directory: Path, options: Sequence[str], certificates: Path | None) -> None:
+        self.port, self.directory, self.options = port, directory, options
+        self.process: subprocess.Popen[bytes] | None = None
+        self._tls = certificates is not None
+        files = {"ssl": True, "ssl_ca_certs": str(certificates / "ca.crt")} if certificates else {}
+        self.redis: Any = Redis(port=port, host="127.0.0.1", password=PASSWORD, socket_timeout=PATIENCE_S, **files)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        command = [SERVER, "--tls-port" if self._tls else "--port", str(self.port)]
+        command += ["--bind", "127.0.0.1", "--dir", str(self.directory), *(["--port", "0"] if self._tls else [])]
+        command += ["--cluster-enabled", "yes", "--save", "", "--appendonly", "no"]
+        command += ["--requirepass", PASSWORD, "--masterauth", PASSWORD, *self.options]
+        with open(self.directory / "node.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        wait_for(self._answers)
+
+    def _answers(self) -> bool:
+        assert self.process is not None and self.process.poll() is None, (self.directory / "node.log").read_text()
+        try:
+            return bool(self.redis.ping())
+        except (Lost, RedisError):
+            return False
+
+    @property
+    def id(self) -> str:
+        return str(self.redis.execute_command("CLUSTER MYID").decode())
+
+    def freeze(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: self.process is not None and frozen(self.process.pid))
+
+    def thaw(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self.redis.close()
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+
+class Cluster:
+    """Masters with as many replicas each, all slots covered."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        masters: int = 3,
+        replicas: int = 1,
+        options: Sequence[str] = (),
+        certificates: Path | None = None,
+    ) -> None:
+        self._flags: list[str] = []
+        if certificates is not None:
+            self._flags = ["--tls", "--cacert", str(certificates / "ca.crt")]
+            files = {"cert": "server.crt", "key": "server.key", "ca-cert": "ca.crt"}
+            files |= {"client-cert": "client.crt", "client-key": "client.key"}  # to each other
+            options = [
+                word for name, file in files.items() for word in (f"--tls-{name}-file", str(certificates / file))
+            ]
+            options += ["--tls-cluster", "yes", "--tls-replication", "yes", "--tls-auth-clients", "no"]
+        options = ["--cluster-node-timeout", str(NODE_TIMEOUT_MS), *options]
+        self.nodes: list[ClusterNode] = []
+        for number in range(masters * (1 + replicas)):
+            folder = directory / str(number)
+            folder.mkdir()
+            port = free_pair([node.port for node in self.nodes])
+            self.nodes.append(ClusterNode(port, folder, options, certificates))
+        self._replicas = replicas
+
+    def start(self) -> "Cluster":
+        for node in self.nodes:
+            node.start()
+        command = ["redis-cli", "-a", PASSWORD, "--no-auth-warning", *self._flags, "--cluster", "create"]
+        command += [node.address for node in self.nodes]
+        command += ["--cluster-replicas", str(self._replicas), "--cluster-yes"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        for node in self.nodes:
+            wait_for(lambda node=node: node.redis.cluster("INFO").get("cluster_state") == "ok")
+        for node in self.masters():  # a replica is shown to clients once it has something
+            own = next(
+                each
+                for each in node.redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
+                if each[2][1] == node.port
+            )
+            name = next(b"warm:%d" % n for n in range(1 << 20) if own[0] <= key_slot(b"warm:%d" % n) <= own[1])
+            node.redis.set(name, b"")
+        wait_for(self.is_whole)
+        return self
+
+    def never_fail_over(self) -> None:
+        """Let no node take another one for dead: it may only stand still for a while."""
+        for node in self.nodes:
+            node.redis.config_set("cluster-node-timeout", NEVER_MS)
+
+    def is_whole(self) -> bool:
+        """Whether every node sees every slot served, and every replica follows its master."""
+        return all(
+            node.redis.cluster("INFO").get("cluster_state") == "ok"
+            and all(
+                len(each) == 3 + self._replicas
+                for each in node.redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
+            )
+            and node.redis.info("replication").get("master_link_status", "up") == "up"
+            for node in self.nodes
+            if node.process is not None
+        )
+
+    def masters(self) -> list[ClusterNode]:
+        return [node for node in self.nodes if node.process and node.redis.info("replication")["role"] == "master"]
+
+    def replicas(self) -> list[ClusterNode]:
+        return [node for node in self.nodes if node.process and node.redis.info("replication")["role"] == "slave"]
+
+    def master_of(self, key: bytes) -> ClusterNode:
+        """The node that has a chunk's slot, as the nodes see it."""
+        slot = slot_of(key)
+        for begin, end, master, *_ in self.masters()[0].redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True):
+            if begin <= slot <= end:
+                return self.at(int(master[1]))
+        raise AssertionError(f"nobody has slot {slot}")
+
+    def at(self, port: int) -> ClusterNode:
+        return next(node for node in self.nodes if node.port == port)
+
+    def replica_of(self, master: ClusterNode) -> ClusterNode:
+        return next(node for node in self.replicas() if node.redis.info("replication")["master_port"] == master.port)
+
+    def put(self, key: bytes, value: bytes) -> None:
+        """Store a value under a chunk's key, whatever was there, and wait for the replicas."""
+        master = self.master_of(key)
+        assert master.redis.set(storage_key(key), value)
+        if self._replicas:
+            master.redis.execute_command("WAIT", self._replicas, PATIENCE_MS)
+
+    def clear(self) -> None:
+        for node in self.masters():
+            node.redis.flushall()
+
+    # ---- Slots on their way
+
+    def begin_to_move(self, slot: int, source: ClusterNode, target: ClusterNode) -> None:
+        target.redis.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
+        source.redis.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
+
+    def move_keys(self, slot: int, source: ClusterNode, target: ClusterNode) -> int:
+        names = source.redis.execute_command("CLUSTER GETKEYSINSLOT", slot, 1000)
+        for name in names:
+            source.redis.execute_command(
+                "MIGRATE", "127.0.0.1", target.port, name, 0, PATIENCE_MS, "REPLACE", "AUTH", PASSWORD
+            )
+        return len(names)
+
+    def end_move(self, slot: int, target: ClusterNode) -> None:
+        for node in [target, *(node for node in self.masters() if node is not target)]:
+            node.redis.execute_command("CLUSTER SETSLOT", slot, "NODE", target.id)
+
+    def move(self, slot: int, source: ClusterNode, target: ClusterNode) -> None:
+        self.begin_to_move(slot, source, target)
+        self.move_keys(slot, source, target)
+        self.end_move(slot, target)
+
+    def kill(self) -> None:
+        for node in self.nodes:
+            node.kill()
+
+
+def slot_of(key: bytes) -> int:
+    return int(key_slot(storage_key(key)))
+
+
+def cluster_config(cluster: "Cluster | Sequence[str]", **changes: Any) -> DataPlaneConfig:
+    """A configuration of a daemon that knows two of the nodes."""
+    addresses = [node.address for node in cluster.nodes[:2]] if isinstance(cluster, Cluster) else list(cluster)
+    values: dict[str, Any] = {"listen": "127.0.0.1:0", "storage_cluster": addresses, "storage_password": PASSWORD}
+    values |= {"connect_timeout": PATIENCE_S, "command_timeout": PATIENCE_S, "shutdown_time": 2.0}
+    return DataPlaneConfig.model_validate(values | SMALL_BUFFERS | changes)

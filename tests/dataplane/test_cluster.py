@@ -1,0 +1,311 @@
+"""The data plane over a real cluster: every chunk from the node that has it, slots on their way, nodes that go."""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_support import PASSWORD, Cluster, ClusterNode, cluster_config, slot_of
+from dataplane_support import Client, expected, keys_of, kv, layout, make_record
+from machine import PATIENCE_S, free_port, until, wait_for
+from redis.exceptions import RedisError
+
+from dpu_dataplane.server import Daemon
+from shadowserve.errors import ConfigurationError
+from shadowserve.keys import storage_key
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 24)
+RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
+
+
+@pytest.fixture(scope="module")
+def module_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"), options=("--cluster-replica-no-failover", "yes"))
+    try:
+        cluster.start().never_fail_over()
+        yield cluster
+    finally:
+        cluster.kill()
+
+
+@pytest.fixture
+def cluster(module_cluster: Cluster) -> Cluster:
+    """The shared cluster with a record under each key."""
+    module_cluster.clear()
+    for key, record in zip(KEYS, RECORDS, strict=True):
+        module_cluster.put(key, record)
+    return module_cluster
+
+
+@contextlib.asynccontextmanager
+async def serving(cluster: Any, chunks: int = len(KEYS), **changes: Any) -> AsyncIterator[tuple[Daemon, Client]]:
+    async with Daemon(cluster_config(cluster, **changes)) as daemon:
+        client = Client(daemon.address)
+        try:
+            await client.register(SHAPE, chunks)
+            yield daemon, client
+        finally:
+            await client.close()
+
+
+def assert_delivered(client: Client, count: int) -> None:
+    for index in range(count):
+        assert client.chunk(index) == expected(SHAPE, KEYS[index], RECORDS[index]), index
+
+
+def another(cluster: Cluster, than: ClusterNode) -> ClusterNode:
+    return next(node for node in cluster.masters() if node is not than)
+
+
+async def test_every_chunk_comes_from_the_node_that_has_it(cluster: Cluster) -> None:
+    assert len({cluster.master_of(key).port for key in KEYS}) == 3
+    async with serving(cluster) as (daemon, client):
+        assert (await client.lookup(KEYS)).hits == [len(KEYS)]
+        answer = await client.fetch(KEYS)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+        assert_delivered(client, len(KEYS))
+        assert daemon.metrics.storage_redirections == 0
+        assert daemon.metrics.rounds == 1
+
+
+async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster) -> None:
+    cluster.clear()
+    async with serving(cluster) as (_, client):
+        data = b"".join(kv(SHAPE, seed) for seed in range(len(KEYS)))
+        client.segment.memory[:] = memoryview(data)
+        stored = await client.store(KEYS)
+        assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), stored.detail
+        client.segment.memory[:] = 0
+        for key in KEYS:
+            assert cluster.master_of(key).redis.exists(storage_key(key))
+        answer = await client.fetch(KEYS)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+        assert client.segment.memory.tobytes() == data
+
+
+async def test_a_chunk_that_nobody_has_ends_the_prefix(cluster: Cluster) -> None:
+    cluster.master_of(KEYS[7]).redis.delete(storage_key(KEYS[7]))
+    async with serving(cluster) as (_, client):
+        assert (await client.lookup(KEYS)).hits == [7]
+        answer = await client.fetch(KEYS)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_ABSENT, 7)
+        assert_delivered(client, 7)
+
+
+async def test_a_slot_that_has_moved_is_followed_and_remembered(cluster: Cluster) -> None:
+    async with serving(cluster) as (daemon, client):
+        await client.lookup(KEYS)  # heads are remembered, so that the bytes' own connections meet the redirection
+        moved = KEYS[5]
+        source = cluster.master_of(moved)
+        target = another(cluster, source)
+        cluster.move(slot_of(moved), source, target)
+        for redirections in (1, 1):  # the second fetch knows
+            answer = await client.fetch(KEYS)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+            assert_delivered(client, len(KEYS))
+            assert daemon.metrics.storage_redirections == redirections
+            client.segment.memory[:] = 0
+        cluster.move(slot_of(moved), target, source)
+        assert (await client.store([moved])).chunks == 1  # skipped or stored, both by asking the right node
+        assert (await client.fetch(KEYS)).chunks == len(KEYS)
+
+
+async def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster: Cluster) -> None:
+    async with serving(cluster) as (daemon, client):
+        await client.lookup(KEYS)
+        moving = [KEYS[2], KEYS[9], KEYS[10]]
+        ways = []
+        for key in moving:
+            source = cluster.master_of(key)
+            ways.append((slot_of(key), source, another(cluster, source)))
+            cluster.begin_to_move(*ways[-1])
+            assert cluster.move_keys(*ways[-1]) == 1
+        try:
+            answer = await client.fetch(KEYS)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+            assert_delivered(client, len(KEYS))
+            assert daemon.metrics.storage_redirections == len(moving)
+            answer = await client.fetch(KEYS)  # ASK is for once: nothing was remembered of it
+            assert answer.chunks == len(KEYS)
+            assert daemon.metrics.storage_redirections == 2 * len(moving)
+            assert (await client.lookup(KEYS)).hits == [len(KEYS)]  # heads go the same way, through redis-py
+        finally:
+            for slot, source, target in ways:
+                cluster.end_move(slot, target)
+                cluster.move(slot, target, source)
+
+
+async def test_a_chunk_of_a_slot_on_its_way_is_stored_where_it_goes(cluster: Cluster) -> None:
+    key = KEYS[3]
+    source = cluster.master_of(key)
+    target = another(cluster, source)
+    source.redis.delete(storage_key(key))
+    cluster.begin_to_move(slot_of(key), source, target)
+    try:
+        async with serving(cluster) as (_, client):
+            client.segment.memory[: SHAPE.raw_bytes] = memoryview(kv(SHAPE, 3))
+            stored = await client.store([key])
+            assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 1), stored.detail
+            assert not source.redis.execute_command("CLUSTER COUNTKEYSINSLOT", slot_of(key))
+            assert target.redis.execute_command("CLUSTER COUNTKEYSINSLOT", slot_of(key)) == 1
+    finally:
+        cluster.end_move(slot_of(key), target)
+        cluster.move(slot_of(key), target, source)
+
+
+async def test_nodes_that_send_us_in_circles_cost_one_chunk_and_its_successors(cluster: Cluster) -> None:
+    key = KEYS[4]
+    source = cluster.master_of(key)
+    target = another(cluster, source)
+    async with serving(cluster) as (_, client):
+        await client.lookup(KEYS)
+        source.redis.execute_command("CLUSTER SETSLOT", slot_of(key), "MIGRATING", target.id)
+        source.redis.delete(storage_key(key))  # so it says ASK, and the other one, which expects nothing, MOVED
+        try:
+            answer = await client.fetch(KEYS)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_REFUSED, 4)
+            assert "redirected 5 times" in answer.detail
+            assert_delivered(client, 4)
+        finally:
+            source.redis.execute_command("CLUSTER SETSLOT", slot_of(key), "STABLE")
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
+
+
+async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster) -> None:
+    stop = asyncio.Event()
+
+    async def move_about() -> int:
+        moves = 0
+        while not stop.is_set() or moves < 3:
+            key = KEYS[moves % len(KEYS)]
+            source = await asyncio.to_thread(cluster.master_of, key)
+            await asyncio.to_thread(cluster.move, slot_of(key), source, another(cluster, source))
+            moves += 1
+        return moves
+
+    async with serving(cluster, head_cache_bytes=0) as (_, client):
+        mover = asyncio.create_task(move_about())
+        try:
+            for _ in range(10):
+                client.segment.memory[:] = 0
+                answer = await client.fetch(KEYS)
+                assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+                assert_delivered(client, len(KEYS))
+        finally:
+            stop.set()
+            await mover
+
+
+async def test_replicas_take_their_share(cluster: Cluster) -> None:
+    for node in cluster.nodes:
+        node.redis.config_resetstat()
+    async with serving(cluster, storage_cluster_replicas=True) as (_, client):
+        for _ in range(4):
+            client.segment.memory[:] = 0
+            answer = await client.fetch(KEYS)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+            assert_delivered(client, len(KEYS))
+    reads = {node.port: node.redis.info("commandstats").get("cmdstat_getrange", {"calls": 0}) for node in cluster.nodes}
+    assert all(read["calls"] > 0 for read in reads.values()), reads
+
+
+async def test_what_has_not_reached_a_replica_comes_from_its_master(cluster: Cluster) -> None:
+    replicas = cluster.replicas()
+    for replica in replicas:
+        replica.redis.config_set("masterauth", "wrong")
+    for master in cluster.masters():
+        master.redis.execute_command("CLIENT KILL TYPE replica")
+    try:
+        for replica in replicas:
+            wait_for(lambda replica=replica: replica.redis.info("replication")["master_link_status"] == "down")
+        fresh = keys_of(SHAPE, 6, seed=77)
+        for seed, key in enumerate(fresh):
+            assert cluster.master_of(key).redis.set(storage_key(key), make_record(SHAPE, key, seed))
+        async with serving(cluster, storage_cluster_replicas=True) as (_, client):
+            for _ in range(2):
+                answer = await client.fetch(fresh)
+                assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 6), answer.detail
+    finally:
+        for replica in replicas:
+            replica.redis.config_set("masterauth", PASSWORD)
+        wait_for(cluster.is_whole)
+
+
+async def test_a_wrong_password_is_refused_and_said(cluster: Cluster) -> None:
+    async with serving(cluster, storage_password="wrong") as (daemon, client):
+        answer = await client.fetch(KEYS)
+        assert answer.chunks == 0
+        assert answer.outcome in (pb.OUTCOME_STORAGE_REFUSED, pb.OUTCOME_STORAGE_UNAVAILABLE)
+        assert "password" in answer.detail
+        assert not daemon._client.connected
+
+
+async def test_a_cluster_that_is_not_there_is_a_miss_until_it_comes(tmp_path: Path) -> None:
+    async with serving([f"127.0.0.1:{free_port()}"], connect_timeout=0.5) as (_, client):
+        answer = await client.fetch(KEYS)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+
+
+async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    try:
+        cluster.start()
+        for key, record in zip(KEYS, RECORDS, strict=True):
+            cluster.put(key, record)
+        async with serving(cluster) as (daemon, client):
+            await client.lookup(KEYS)
+            first = next(
+                index
+                for index in range(1, len(KEYS))
+                if cluster.master_of(KEYS[index]) is not cluster.master_of(KEYS[0])
+            )
+            victim = cluster.master_of(KEYS[first])
+            victim.kill()
+            answer = await client.fetch(KEYS)
+            if answer.outcome != pb.OUTCOME_COMPLETE:  # the replica has not taken over yet, which takes it seconds
+                assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, first), answer.detail
+                assert_delivered(client, first)
+                assert str(victim.port) in answer.detail
+                assert daemon._client.connected  # to the others
+
+            async def whole() -> bool:
+                return (await client.fetch(KEYS)).chunks == len(KEYS)
+
+            async with asyncio.timeout(PATIENCE_S):
+                while not await whole():
+                    await asyncio.sleep(0.1)
+            assert_delivered(client, len(KEYS))
+            more = keys_of(SHAPE, 12, seed=5)
+            stored = await client.store(more)
+            assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 12), stored.detail
+            for node in cluster.nodes:
+                node.kill()
+            answer = await client.fetch(KEYS)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+            await until(lambda: not daemon._client.connected)
+    finally:
+        cluster.kill()
+
+
+def test_without_redis_py_the_daemon_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dpu_dataplane.cluster import ClusterClient
+    from dpu_dataplane.metrics import Metrics
+
+    monkeypatch.setitem(sys.modules, "redis.asyncio.cluster", None)
+    with pytest.raises(ConfigurationError, match=r"shadowserve\[cluster\]"):
+        ClusterClient(cluster_config(["127.0.0.1:7000"]), Metrics())
+
+
+def test_clusters_are_reached_by_what_their_nodes_announce() -> None:
+    assert RedisError  # redis-py's own errors are what the client turns into ours
+    with pytest.raises(ValueError, match="announce"):
+        cluster_config(["127.0.0.1:7000"], storage_tls_ca="ca.crt", storage_server_name="storage")
+    with pytest.raises(ValueError, match="no replicas"):
+        cluster_config([], storage_cluster_replicas=True)
+    with pytest.raises(ValueError, match="host:port"):
+        cluster_config(["127.0.0.1"])

@@ -1,0 +1,426 @@
+"""TLS from the data plane to storage: over real servers, and what does not come about says why."""
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import ssl
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_support import Cluster, cluster_config
+from dataplane_support import (
+    WAYS,
+    Client,
+    Server,
+    config,
+    expected,
+    keys_of,
+    kv,
+    layout,
+    make_record,
+    running,
+    way_name,
+)
+from machine import NEVER_S, PATIENCE_S, until
+
+from dpu_dataplane.server import Daemon
+from shadowserve import native, resp
+from shadowserve.errors import ConfigurationError
+from shadowserve.keys import storage_key
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout(layers=8)
+KEYS = keys_of(SHAPE, 12)
+RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
+
+
+class TlsServer(Server):
+    """A storage server that speaks TLS."""
+
+    def __init__(self, kind: str, directory: Path, folder: Path, *, mutual: bool = False, password: str = "") -> None:
+        self.context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        files = {"cert": folder / "server.crt", "key": folder / "server.key"}
+        if mutual:
+            self.context.load_cert_chain(folder / "client.crt", folder / "client.key")
+        if kind == "redis":
+            flags = {
+                "tls-cert-file": files["cert"],
+                "tls-key-file": files["key"],
+                "tls-ca-cert-file": folder / "ca.crt",
+            }
+            options = [word for name, path in flags.items() for word in (f"--{name}", str(path))]
+            options += ["--tls-auth-clients", "yes" if mutual else "no"]
+        else:
+            options = ["--tls-cert", str(files["cert"]), "--tls-key", str(files["key"])]
+            options += ["--tls-client-ca", str(folder / "ca.crt")] if mutual else []
+        super().__init__(kind, directory, password=password, options=tuple(options))
+        if kind == "redis":
+            self.options += ("--tls-port", str(self.port), "--port", "0")
+
+    def command(self, *words: bytes) -> bytes:
+        with (
+            socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as plain,
+            self.context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
+        ):
+            for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:
+                sock.sendall(resp.encode_command(*command))
+                answer = b""
+                while not answer.endswith(b"\r\n"):
+                    data = sock.recv(65536)
+                    if not data:
+                        raise ConnectionResetError
+                    answer += data
+            return answer.split(b"\r\n")[0]
+
+
+class Proxy:
+    """A TLS server in front of a plain one, that cuts answers off without a farewell."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self._context.load_cert_chain(folder / "server.crt", folder / "server.key")
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._listener.getsockname()[1])
+        self.cut_after = 0  # bytes of one connection's answers; 0: never
+        self.cuts_left = 0
+        self.cuts = 0
+        self._threads = [threading.Thread(target=self._accept)]
+        self._open: list[socket.socket] = []
+        self._threads[0].start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                plain, _ = self._listener.accept()
+                self._threads.append(threading.Thread(target=self._serve, args=(plain,)))
+                self._threads[-1].start()
+
+    def _serve(self, plain: socket.socket) -> None:
+        with contextlib.suppress(OSError), plain, socket.create_connection(("127.0.0.1", self._target)) as behind:
+            with self._context.wrap_socket(plain, server_side=True, suppress_ragged_eofs=True) as front:
+                self._open += [front, behind]
+                there = threading.Thread(target=self._relay, args=(front, behind))
+                there.start()
+                self._answer(behind, front)
+                behind.close()
+                there.join()
+
+    def _relay(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def _answer(self, behind: socket.socket, front: ssl.SSLSocket) -> None:
+        total = 0
+        while data := behind.recv(65536):
+            if self.cut_after and self.cuts_left and total + len(data) > self.cut_after:
+                front.sendall(data[: self.cut_after - total])
+                self.cuts_left -= 1
+                self.cuts += 1
+                front.shutdown(socket.SHUT_RDWR)  # the socket's, not TLS's: no close_notify
+                return
+            total += len(data)
+            front.sendall(data)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for sock in self._open:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+
+@pytest.fixture(scope="module")
+def encrypted(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[TlsServer]:
+    """Our storage server with TLS and a password, holding the records."""
+    server = TlsServer("storage_kv", tmp_path_factory.mktemp("tls"), certificates, password="of tls")
+    server.start()
+    try:
+        for key, record in zip(KEYS, RECORDS, strict=True):
+            assert server.command(b"SET", storage_key(key), record) == b"+OK"
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def proxy(storage: Server, certificates: Path) -> Iterator[Proxy]:
+    for key, record in zip(KEYS, RECORDS, strict=True):
+        storage.put(key, record)
+    proxy = Proxy(certificates, storage.port)
+    yield proxy
+    proxy.close()
+
+
+def trusting(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {"storage_tls_ca": str(folder / "ca.crt")} | changes
+
+
+def showing(folder: Path) -> dict[str, Any]:
+    return {"storage_tls_cert": str(folder / "client.crt"), "storage_tls_key": str(folder / "client.key")}
+
+
+def assert_delivered(client: Client, count: int) -> None:
+    for index in range(count):
+        assert client.chunk(index) == expected(SHAPE, KEYS[index], RECORDS[index]), index
+
+
+async def fails(server: "Server | str", *words: str, **changes: Any) -> None:
+    """A fetch is a miss whose reason holds these words, and so it is said to a lookup."""
+    async with running(server, **changes) as (daemon, client):
+        await client.register(SHAPE, len(KEYS))
+        answer = await client.fetch(KEYS)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+        assert all(word in answer.detail for word in words), answer.detail
+        assert not daemon._client.connected
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+async def test_bytes_come_encrypted_and_arrive_as_they_were(
+    encrypted: TlsServer, certificates: Path, way: dict[str, Any]
+) -> None:
+    async with running(encrypted, **trusting(certificates), **way) as (_, client):
+        await client.register(SHAPE, len(KEYS))
+        assert (await client.lookup(KEYS)).hits == [len(KEYS)]
+        for _ in range(2):
+            client.segment.memory[:] = 0
+            answer = await client.fetch(KEYS)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+            assert_delivered(client, len(KEYS))
+
+
+@pytest.mark.parametrize("kind", ["storage_kv", "redis"])
+async def test_both_sides_may_have_to_show_a_certificate(tmp_path: Path, certificates: Path, kind: str) -> None:
+    server = TlsServer(kind, tmp_path, certificates, mutual=True, password="both")
+    try:
+        server.start()
+        async with running(server, **trusting(certificates), **showing(certificates)) as (_, client):
+            await client.register(SHAPE, len(KEYS))
+            data = b"".join(kv(SHAPE, seed) for seed in range(len(KEYS)))
+            client.segment.memory[:] = memoryview(data)
+            stored = await client.store(KEYS)
+            assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), stored.detail
+            client.segment.memory[:] = 0
+            answer = await client.fetch(KEYS)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+            assert client.segment.memory.tobytes() == data
+        await fails(server, "storage_tls_cert", **trusting(certificates))  # and without one there is nothing
+    finally:
+        server.kill()
+
+
+async def test_a_server_of_another_authority_is_not_trusted(encrypted: TlsServer, foreign: Path) -> None:
+    await fails(encrypted, "not signed by an authority in storage_tls_ca", **trusting(foreign))
+
+
+async def test_a_server_of_another_name_is_not_trusted(encrypted: TlsServer, certificates: Path) -> None:
+    name = "another.example"
+    await fails(encrypted, "is not for", name, **trusting(certificates, storage_server_name=name))
+    async with running(encrypted, **trusting(certificates, storage_server_name="localhost")) as (_, client):
+        await client.register(SHAPE, len(KEYS))
+        assert (await client.fetch(KEYS)).chunks == len(KEYS)
+
+
+async def test_a_certificate_that_has_expired_is_not_trusted(
+    storage: Server, expired: Path, certificates: Path
+) -> None:
+    proxy = Proxy(expired, storage.port)
+    try:
+        await fails(proxy.address, "expired", **trusting(certificates))
+    finally:
+        proxy.close()
+
+
+async def test_the_data_connections_check_for_themselves(
+    encrypted: TlsServer, certificates: Path, foreign: Path, expired: Path, storage: Server
+) -> None:
+    """What the control connection would have found first, the C core finds as well."""
+    from dpu_dataplane.links import Dialer, Node
+    from shadowserve.errors import StorageUnavailableError
+
+    proxy = Proxy(expired, storage.port)
+    try:
+        for folder, name, port, words in (
+            (foreign, "", encrypted.port, "not signed"),
+            (certificates, "another.example", encrypted.port, "is not for 'another.example'"),
+            (certificates, "10.0.0.1", encrypted.port, "is not for '10.0.0.1'"),
+            (certificates, "", proxy.port, "expired"),
+            (certificates, "", storage.port, "does not speak TLS"),
+        ):
+            dialer = Dialer(config(encrypted, **trusting(folder, storage_server_name=name)))
+            with pytest.raises(StorageUnavailableError, match=words):
+                await dialer.open(Node("127.0.0.1", port))
+    finally:
+        proxy.close()
+
+
+async def test_a_server_without_tls_is_told_apart(storage: Server, certificates: Path) -> None:
+    await fails(storage, "does not speak TLS", **trusting(certificates))
+
+
+async def test_a_server_with_tls_is_told_apart_from_one_that_stalls(encrypted: TlsServer) -> None:
+    await fails(encrypted, "storage")
+
+
+@pytest.mark.parametrize("after", [1, 5, 5000, 40_000])
+async def test_a_stream_that_is_cut_off_is_never_taken_for_a_whole_one(
+    proxy: Proxy, certificates: Path, after: int
+) -> None:
+    async with running(proxy.address, connections=1, **trusting(certificates)) as (_, client):
+        await client.register(SHAPE, len(KEYS))
+        await client.lookup(KEYS)
+        proxy.cut_after, proxy.cuts_left = len(b"+PONG\r\n") + after, 1
+        answer = await client.fetch(KEYS)  # once: the connection is made again
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+        assert_delivered(client, len(KEYS))
+        assert proxy.cuts == 1
+    async with running(proxy.address, connections=1, **trusting(certificates)) as (_, client):
+        await client.register(SHAPE, len(KEYS))
+        await client.lookup(KEYS)
+        proxy.cuts_left = 1000
+        answer = await client.fetch(KEYS)  # for good
+        assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+        assert answer.chunks < len(KEYS)
+        assert_delivered(client, answer.chunks)
+
+
+@contextlib.asynccontextmanager
+async def silent() -> AsyncIterator[str]:
+    """Something that takes connections and never says a word."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.close()
+
+
+async def test_a_handshake_that_does_not_come_to_an_end_is_given_up(certificates: Path) -> None:
+    async with silent() as address:
+        await fails(address, "no answer for 0.2 s", connect_timeout=0.2, **trusting(certificates))
+
+
+async def test_a_handshake_does_not_outlive_the_call_that_waits_for_it(
+    encrypted: TlsServer, certificates: Path
+) -> None:
+    """The data connections' own one: the control connection stands."""
+    async with running(encrypted, connect_timeout=PATIENCE_S, **trusting(certificates)) as (daemon, client):
+        await client.register(SHAPE, len(KEYS))
+        await client.lookup(KEYS)
+        encrypted.freeze()
+        try:
+            late = await client.fetch(KEYS, timeout_ms=300)
+            assert (late.outcome, late.chunks) == (pb.OUTCOME_DEADLINE, 0)
+            request = client.fetch_request(KEYS, timeout_ms=int(1000 * NEVER_S))
+            call = asyncio.ensure_future(client.stub.Fetch(request))
+            await until(encrypted.asked)
+            await client.stub.Cancel(pb.CancelRequest(job_id=request.job_id))
+            assert (await call).outcome == pb.OUTCOME_CANCELLED
+        finally:
+            encrypted.thaw()
+        answer = await client.fetch(KEYS)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+        assert daemon._client.connected
+
+
+async def test_an_authority_that_is_replaced_is_read_again(
+    encrypted: TlsServer, certificates: Path, foreign: Path, tmp_path: Path
+) -> None:
+    shutil.copy(foreign / "ca.crt", tmp_path / "ca.crt")
+    async with running(encrypted, **trusting(tmp_path)) as (daemon, client):
+        await client.register(SHAPE, len(KEYS))
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+        (tmp_path / "ca.crt").write_text("nothing of the kind")
+        assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
+        shutil.copy(certificates / "ca.crt", tmp_path / "new")
+        (tmp_path / "new").replace(tmp_path / "ca.crt")
+        await until(lambda: daemon._client.connected)
+        assert (await client.fetch(KEYS)).chunks == len(KEYS)
+
+
+async def test_a_user_and_a_password_go_over_tls_as_without_it(encrypted: TlsServer, certificates: Path) -> None:
+    changes = trusting(certificates, storage_username="default")
+    async with running(encrypted, **changes) as (_, client):
+        await client.register(SHAPE, len(KEYS))
+        assert (await client.fetch(KEYS)).chunks == len(KEYS)
+    async with running(encrypted, **changes, storage_password="not that") as (_, client):
+        await client.register(SHAPE, len(KEYS))
+        answer = await client.fetch(KEYS)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_REFUSED, 0)
+
+
+async def test_a_cluster_may_speak_tls_too(tmp_path: Path, certificates: Path) -> None:
+    cluster = Cluster(tmp_path, replicas=0, certificates=certificates)
+    try:
+        cluster.start().never_fail_over()
+        for key, record in zip(KEYS, RECORDS, strict=True):
+            cluster.put(key, record)
+        async with Daemon(cluster_config(cluster, **trusting(certificates), **showing(certificates))) as daemon:
+            client = Client(daemon.address)
+            try:
+                await client.register(SHAPE, len(KEYS))
+                answer = await client.fetch(KEYS)
+                assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+                assert_delivered(client, len(KEYS))
+            finally:
+                await client.close()
+    finally:
+        cluster.kill()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"storage_tls_ca": "/nowhere/ca.crt"}, "storage_tls_ca: cannot read"),
+        ({"storage_tls_ca": "{folder}/ca.key"}, "storage_tls_ca: .* holds no certificate"),
+        (
+            {"storage_tls_ca": "{folder}/ca.crt", "storage_tls_cert": "{folder}/client.crt",
+             "storage_tls_key": "{folder}/server.key"},
+            "storage_tls_key: .* is not the key",
+        ),
+    ],
+)  # fmt: skip
+async def test_files_that_cannot_be_used_stop_the_daemon(
+    storage: Server, certificates: Path, changes: dict[str, str], words: str
+) -> None:
+    changes = {key: value.format(folder=certificates) for key, value in changes.items()}
+    with pytest.raises(ConfigurationError, match=words):
+        async with Daemon(config(storage, **changes)):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"storage_tls_ca": "ca.crt", "storage_tls_cert": "a"}, "storage_tls_cert is given without storage_tls_key"),
+        ({"storage_tls_cert": "a", "storage_tls_key": "b"}, "without storage_tls_ca"),
+        ({"storage_server_name": "storage"}, "without storage_tls_ca"),
+    ],
+)
+def test_keys_of_the_configuration_that_need_each_other_say_so(
+    storage: Server, changes: dict[str, str], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        config(storage, **changes)
+
+
+async def test_a_build_without_tls_says_what_it_lacks(
+    storage: Server, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent: Callable[[], str] = str
+    monkeypatch.setattr(native, "tls_library", absent)
+    with pytest.raises(ConfigurationError, match="libssl-dev"):
+        async with Daemon(config(storage, **trusting(certificates))):
+            pass
