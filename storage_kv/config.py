@@ -21,11 +21,13 @@ LIVE: Final = (
     "stall_timeout_s",
     "shutdown_timeout_s",
     "drain_delay_s",
+    "scrub_bytes_per_s",
+    "devices",
     "tenants",
     "log_level",
     "log_format",
 )
-"""Keys that can change while the node runs. All others are read once, at the start."""
+"""Keys that can change while the node runs; of ``devices``, their budgets. All others are read once, at the start."""
 
 _TENANT_NAME_BYTES_MAX: Final = 128
 

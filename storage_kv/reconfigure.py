@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
@@ -18,10 +18,13 @@ from storage_kv.access.limits import RateLimiter
 from storage_kv.config import LIVE, StorageConfig, TenantLimits
 from storage_kv.engine import DEFAULT_TENANT
 from storage_kv.node import Node
+from storage_kv.pool.engine import PoolEngine
 
 __all__ = ["Reconfiguration", "Reload"]
 
 _log = logging.getLogger(__name__)
+
+_BUDGETS: Final = ("bytes_max", "objects_max", "write_bytes_per_day")
 
 Hook = Callable[[StorageConfig], None]
 
@@ -51,6 +54,8 @@ class Reconfiguration:
             "log_format": _follow_log,
             "memory_budget_bytes": self._follow_budget,
             "tenants": self._follow_tenants,
+            "devices": self._follow_devices,
+            "scrub_bytes_per_s": self._follow_scrub,
         }
         self._tenants = node.config.tenants
         node.change_configuration = self.change
@@ -82,6 +87,17 @@ class Reconfiguration:
         for session in node.sessions.values():
             node.limit(session)
 
+    def _follow_devices(self, config: StorageConfig) -> None:
+        engine = self._node.engine
+        if isinstance(engine, PoolEngine):
+            for device in config.devices:
+                budgets = (device.bytes_max, device.objects_max, device.write_bytes_per_day)
+                engine.set_device_budget(str(device.path), *budgets)
+
+    def _follow_scrub(self, config: StorageConfig) -> None:
+        if isinstance(self._node.engine, PoolEngine):
+            self._node.engine.set_scrub_rate(int(config.scrub_bytes_per_s))
+
     def change(self, values: Mapping[str, Any]) -> None:
         """Change keys, all or none; with the node's lock held.
 
@@ -96,6 +112,8 @@ class Reconfiguration:
             new = type(old).model_validate({**old.model_dump(), **values})
         except ValidationError as error:
             raise ConfigurationError("; ".join(_explain(detail) for detail in error.errors())) from None
+        if not _same_devices(old, new):
+            raise ConfigurationError(f"devices: of these, only {', '.join(_BUDGETS)} can change while the server runs")
         self._adopt(new, [key for key in values if getattr(new, key) != getattr(old, key)])
 
     def reload(self) -> Reload:
@@ -110,9 +128,9 @@ class Reconfiguration:
         with self._node.lock:
             old = self._node.config
             differing = [key for key in type(old).model_fields if getattr(wanted, key) != getattr(old, key)]
-            applied = [key for key in differing if key in LIVE]
+            applied = [key for key in differing if key in LIVE and (key != "devices" or _same_devices(old, wanted))]
             self._adopt(old.model_copy(update={key: getattr(wanted, key) for key in applied}), applied)
-        return Reload(applied, [key for key in differing if key not in LIVE])
+        return Reload(applied, [key for key in differing if key not in applied])
 
     def _adopt(self, new: StorageConfig, changed: Iterable[str]) -> None:
         old = self._node.config
@@ -128,6 +146,14 @@ class Reconfiguration:
             for hook in done:
                 hook(old)
             raise ConfigurationError(str(error)) from error
+
+
+def _same_devices(old: StorageConfig, new: StorageConfig) -> bool:
+    """Return whether two configurations have the same devices, but for their budgets."""
+    without = dict.fromkeys(_BUDGETS)
+    return [each.model_copy(update=without) for each in old.devices] == [
+        each.model_copy(update=without) for each in new.devices
+    ]
 
 
 def _follow_log(config: StorageConfig) -> None:

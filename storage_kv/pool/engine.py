@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Final, Self
 
@@ -607,8 +608,20 @@ class PoolEngine:
             self._space.budget_bytes = self._space.memory_max
         self._space.trim()
 
-    def set_device_budget(self, name: str, bytes_max: int | None, objects_max: int | None) -> None:
+    def set_scrub_rate(self, bytes_per_s: int) -> None:
+        """Change how much of each device is checked in the background a second; 0 for nothing."""
+        self._scrubber.bytes_per_s = bytes_per_s
+
+    def set_device_budget(
+        self, name: str, bytes_max: int | None, objects_max: int | None, write_bytes_per_day: int | None = None
+    ) -> None:
         """Change what a device may hold; None for all that it has room for. What is beyond it goes bit by bit.
+
+        Args:
+            name: its path.
+            bytes_max: of objects.
+            objects_max: how many.
+            write_bytes_per_day: most that is written in a day; None for no limit.
 
         Raises:
             ConfigurationError: there is no such device.
@@ -616,6 +629,7 @@ class PoolEngine:
         for disk in self._core.disks:
             if disk.name == name:
                 disk.set_budget(bytes_max, objects_max)
+                disk.wear.budget_bytes = write_bytes_per_day
                 return
         raise ConfigurationError(f"there is no device {name}; there are {[disk.name for disk in self._core.disks]}")
 
@@ -628,7 +642,8 @@ class PoolEngine:
         now_s = self._core.now_s()
         if tenant is None:
             pinned = sum(until_s > now_s for until_s in self._core.pins.values())
-            return pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes, pinned)
+            found = pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes, pinned)
+            return replace(found, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found)
         pinned = 0
         for slot, until_s in self._core.pins.items():
             pinned += until_s > now_s and self._index.read(slot).tenant == tenant

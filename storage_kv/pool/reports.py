@@ -108,6 +108,8 @@ def _device_statistics(core: Core, homes: Homes, disk: Disk) -> DeviceStatistics
         quarantined_bytes=disk.quarantined_bytes,
         scrubbed_bytes=disk.scrubbed_bytes,
         wear_refused=disk.wear.refused,
+        wear_budget_bytes=disk.wear.budget_bytes,
+        latencies=getattr(disk.volume.device, "latencies", {}),
     )
 
 

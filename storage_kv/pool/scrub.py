@@ -52,6 +52,7 @@ class Scrubber:
     """Checks devices in the background. turn() with the node's lock held, verify() without, finish() with it again.
 
     Attributes:
+        bytes_per_s: of each device, that are read; 0 for none.
         rounds: times that all entries were passed.
         found: objects that were not what had been stored.
     """
@@ -59,7 +60,7 @@ class Scrubber:
     def __init__(self, core: Core, bytes_per_s: int) -> None:
         """Make one that has read nothing yet; 0 reads nothing ever."""
         self._core = core
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._slot = 0
         self._credit = [0.0] * len(core.disks)
         self._last_ms: int | None = None
@@ -71,14 +72,14 @@ class Scrubber:
 
     def turn(self, now_ms: int) -> None:
         """Begin as many reads as the time since the last turn allows."""
-        if not self._bytes_per_s:
+        if not self.bytes_per_s:
             return
         elapsed_ms = 0 if self._last_ms is None else min(max(now_ms - self._last_ms, 0), 1_000)
         self._last_ms = now_ms
         for disk in self._core.disks:
             # What was not used is not saved up: the rate is a bound, not a plan.
-            credit = self._credit[disk.number] + self._bytes_per_s * elapsed_ms / 1000
-            self._credit[disk.number] = min(credit, self._bytes_per_s)
+            credit = self._credit[disk.number] + self.bytes_per_s * elapsed_ms / 1000
+            self._credit[disk.number] = min(credit, self.bytes_per_s)
             if disk.gone is None:
                 self._test_quarantined(disk, now_ms)
         for _ in range(_PASSED_PER_TURN):

@@ -1,7 +1,9 @@
 """What the pool tells of itself beyond what every engine does."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shadowserve.latency import LatencyHistogram
 from storage_kv.engine import EngineStatistics
 
 __all__ = ["DeviceStatistics", "PoolStatistics"]
@@ -30,6 +32,8 @@ class DeviceStatistics:
         quarantined_bytes: of extents that are kept out of use.
         scrubbed_bytes: checked in the background.
         wear_refused: objects that went elsewhere because of write_bytes_per_day.
+        wear_budget_bytes: that may be written in a day; None for no limit.
+        latencies: of its operations, by ``read``, ``write``..., where the device counts them.
     """
 
     name: str
@@ -50,6 +54,8 @@ class DeviceStatistics:
     quarantined_bytes: int
     scrubbed_bytes: int
     wear_refused: int
+    wear_budget_bytes: int | None = None
+    latencies: Mapping[str, LatencyHistogram] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +86,8 @@ class PoolStatistics(EngineStatistics):
         lookups: keys looked up.
         shared_reads: requests that another one's read served.
         partial_reads: reads of parts of objects.
+        scrub_passes: times that the scrub passed all entries.
+        scrub_rotten: objects that it found not to be what had been stored.
     """
 
     devices: tuple[DeviceStatistics, ...] = field(compare=False, default=())
@@ -105,3 +113,5 @@ class PoolStatistics(EngineStatistics):
     lookups: int = field(compare=False, default=0)
     shared_reads: int = field(compare=False, default=0)
     partial_reads: int = field(compare=False, default=0)
+    scrub_passes: int = field(compare=False, default=0)
+    scrub_rotten: int = field(compare=False, default=0)

@@ -206,3 +206,28 @@ def test_a_server_without_a_way_to_read_again_says_so() -> None:
 
 def test_every_key_that_can_change_is_one() -> None:
     assert set(LIVE) <= set(StorageConfig.model_fields)
+
+
+def test_a_device_s_budget_and_the_scrub_follow_and_its_metrics_are_there(
+    launch: Callable[..., Child], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "device")
+    config = tmp_path / "storage.yaml"
+    config.write_text(f"storage: {{devices: [{{path: {path}, size: 64 MiB, bandwidth: 100 MiB}}], metrics_port: 0}}\n")
+    child = launch("--config", str(config))
+    with child.client() as client:
+        assert client.call("SET", "a", b"x" * MIB) == b"OK"
+        assert client.call("CONFIG", "SET", "scrub_bytes_per_s", "0") == b"OK"
+        refused = client.call("CONFIG", "SET", "devices", "[]")
+        assert isinstance(refused, ErrorReply) and b"only bytes_max" in refused
+        budget = f"{{path: {path}, size: 64 MiB, bandwidth: 100 MiB, bytes_max: 8 MiB, write_bytes_per_day: 1 GiB}}"
+        config.write_text(f"storage: {{devices: [{budget}], metrics_port: 0}}\n")
+        assert "applied='devices,scrub_bytes_per_s'" in reload(child, "configuration_reloaded")
+        label = f'device="{path}"'
+        samples = child.samples()
+        assert samples[f"shadowserve_storage_device_capacity_bytes{{{label}}}"] == 8 * MIB
+        assert samples[f"shadowserve_storage_device_wear_budget_bytes{{{label}}}"] == 1 << 30
+        assert samples[f"shadowserve_storage_device_healthy{{{label}}}"] == 1
+        name = "shadowserve_storage_device_operation_duration_seconds_count"
+        assert samples[f'{name}{{{label},operation="write"}}'] > 0
+        assert child.http("/readyz")[0] == 200
