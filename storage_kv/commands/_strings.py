@@ -9,7 +9,7 @@ from shadowserve.keys import KEY_BYTES
 from shadowserve.resp import encode_array_header, encode_null
 from storage_kv.commands._arguments import OK, OUT_OF_MEMORY, OldValue, as_integer, bulk_of, settled, syntax_error
 from storage_kv.engine import KEY_BYTES_MAX, BusyError, OutOfBudgetError
-from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
+from storage_kv.node import REFERENCE_BYTES_MIN, Argument, CommandError, Later, Node, Part, Reply, Session
 
 __all__ = ["get", "getrange", "mget", "set_", "strlen"]
 
@@ -22,9 +22,13 @@ _TIME_MS_MAX = (1 << 63) - 1
 
 def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """GET key."""
-    item = node.read(session.qualify(arguments[1]))
-    null = encode_null(session.protocol)
-    return null if item is None else bulk_of(node, item, missing=null)
+    item = node.read(session.prefix + arguments[1])
+    if item is None:
+        return encode_null(session.protocol)
+    value = item.value
+    if isinstance(value, bytes) and len(value) < REFERENCE_BYTES_MIN:  # most often, and worth no more calls
+        return b"$%d\r\n%b\r\n" % (len(value), value)
+    return bulk_of(node, item, missing=encode_null(session.protocol))
 
 
 def getrange(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -110,6 +114,12 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         raise CommandError(f"ERR key is too long: {len(key)} bytes, and at most {KEY_BYTES_MAX} are allowed")
     options = _SetOptions.parse(node, arguments[3:]) if len(arguments) > 3 else _PLAIN
     if value[:4] != record.MAGIC:
+        if options is _PLAIN:  # most often, and worth no more calls
+            try:
+                ticket = node.engine.put(session.prefix + key, value)
+            except OutOfBudgetError:
+                raise CommandError(OUT_OF_MEMORY) from None
+            return OK if ticket is None else settled(node, ticket, "SET", OK)
         return _store(node, session, key, value, options, _NO_CHUNK)
     if len(value) <= _VERIFY_INLINE_BYTES_MAX:
         return _store_verified(node, session, key, value, options, _verify(key, value))

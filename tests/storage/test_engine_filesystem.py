@@ -1,13 +1,19 @@
 """The engine that keeps values in files: as every engine, and what is left of it after its end."""
 
+import contextlib
+import itertools
 import signal
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from engine_conformance import EngineConformance
 from engine_driver import Clock, Driver
-from storage_support import Child, make_record
+from machine import NEVER_S, wait_for
+from storage_support import Child, Client, make_record
+from test_io_threads import work_against_a_model
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import object_bytes
@@ -171,6 +177,45 @@ def test_acknowledged_writes_outlive_a_killed_server(start: Callable[..., Child]
         assert 0 < int(str(client.call("TTL", "a"))) <= 500
         (meta,) = client.call("KV.META", key)  # type: ignore[misc]
         assert meta[0] == len(record)  # type: ignore[index]
+
+
+def test_clients_at_once_each_see_their_own_writes(start: Callable[..., Child], tmp_path: Path) -> None:
+    child = start("--engine", "filesystem", "--filesystem-path", str(tmp_path), "--memory-budget-bytes", "1 GiB")
+    clients = [child.client() for _ in range(4)]
+    with ThreadPoolExecutor(len(clients)) as pool:
+        works = [
+            pool.submit(work_against_a_model, client, f"client{number}", number, 40)
+            for number, client in enumerate(clients)
+        ]
+        for done in works:
+            done.result()
+    info = clients[0].info()
+    assert info["lost_values"] == "0" and info["protocol_errors"] == "0"
+    assert clients[0].call("FLUSHALL") == b"OK" and clients[0].info()["used_memory"] == "0"
+    assert not object_files(tmp_path)  # answered when the files are gone
+    assert child.stop() == 0
+
+
+def test_what_was_acknowledged_before_a_signal_is_there_after_it(start: Callable[..., Child], tmp_path: Path) -> None:
+    flags = ("--engine", "filesystem", "--filesystem-path", str(tmp_path), "--shutdown-timeout-s", str(NEVER_S))
+    child = start(*flags)
+    acknowledged: list[str] = []
+
+    def write_on(number: int, client: Client) -> None:
+        with contextlib.suppress(ConnectionError, EOFError):
+            for step in itertools.count():
+                if client.call("SET", f"{number}:{step}", f"{number}:{step}" * 1000) == b"OK":
+                    acknowledged.append(f"{number}:{step}")
+
+    writers = [threading.Thread(target=write_on, args=(number, child.client())) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    wait_for(lambda: len(acknowledged) > 50)
+    assert child.stop(signal.SIGTERM) == 0
+    for writer in writers:
+        writer.join()
+    with start(*flags).client() as client:
+        assert all(client.call("GET", key) == key.encode() * 1000 for key in acknowledged)
 
 
 def test_the_engine_filesystem_needs_a_folder(start: Callable[..., Child]) -> None:
