@@ -161,6 +161,7 @@ class NodeCollector:
             ("connections_max", node.config.connections_max, "Clients that may be connected."),
             ("replies_waiting_bytes", waiting_bytes, "Bytes of replies that clients have not taken yet."),
             ("up_seconds", time.monotonic() - node.started_s, "Time since the start."),
+            ("tls_certificate_expiry_timestamp_seconds", node.certificate_expires_s, "When it ends; 0 without TLS."),
             ("recovered", condition.recovered, "Whether the engine has found again what it kept: 1 or 0."),
             ("recovery_seconds", condition.recovery_s, "What finding everything again took at the start."),
             ("recovered_keys", condition.recovered_keys, "Keys found again at the start."),

@@ -323,6 +323,7 @@ class Node:
     port: int = 0
     change_configuration: Callable[[Mapping[str, Any]], None] = _refuse_change
     audit: AuditLog = field(default_factory=AuditLog)
+    certificate_expires_s: float = 0.0
     attempts: Attempts = field(default_factory=Attempts)
     users: Users = field(init=False)
     limiters: dict[str, RateLimiter] = field(init=False)

@@ -127,6 +127,7 @@ class StorageServer:
     async def _start_serving(self, config: StorageConfig) -> None:
         if config.tls_cert:
             self._certificates = Certificates(config)
+            self.node.certificate_expires_s = self._certificates.expires
         self._connections_max = _raise_descriptor_limit(config.connections_max)
         try:
             self._listeners = await self._listen(config.host, config.port)
@@ -253,7 +254,11 @@ class StorageServer:
         thread.adopt(transport, session)
 
     def _transport(self, sock: socket.socket) -> Transport:
-        return TlsTransport(sock, self._certificates.context()) if self._certificates else PlainTransport(sock)
+        if self._certificates is None:
+            return PlainTransport(sock)
+        context = self._certificates.context()
+        self.node.certificate_expires_s = self._certificates.expires
+        return TlsTransport(sock, context)
 
     def _refuse(self, sock: socket.socket, text: str) -> None:
         """Send one error and close, a little later: at once, a reset might overtake the error."""
