@@ -138,7 +138,8 @@ class Copies:
             buffer = queue.pop(slot)
             if queue is self._probation:
                 self._probation_bytes -= buffer.size
-                self._remember(slot)
+                if buffer.hits:  # what nobody has asked for has had no first hit
+                    self._remember(slot)
             else:
                 self._main_bytes -= buffer.size
             self.dropped += 1

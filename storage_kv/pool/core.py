@@ -126,7 +126,8 @@ class Core:
     """The pool's state.
 
     Attributes:
-        cancel_write: takes back the write of a slot; set by the writer. None: none is under way.
+        cancel_write: takes back the write of a slot, whose entry goes or is replaced (True); set by the writer. None:
+            none is under way.
         names: texts of named keys by slot.
         pins: until when entries are pinned (Unix time in s), by slot; those of this run.
     """
@@ -146,7 +147,7 @@ class Core:
         self.names_bytes = 0
         self.generation = 1
         self.pins: dict[int, int] = {}
-        self.cancel_write: Callable[[int], Cancelled | None] = lambda slot: None
+        self.cancel_write: Callable[[int, bool], Cancelled | None] = lambda slot, replaced: None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         for disk in disks:
             disk.wake = self.wake
@@ -205,7 +206,7 @@ class Core:
             quarantine: why its extent must not be used again before it was tested; None for no reason.
         """
         disk = self.disk_of(entry)
-        write = self.cancel_write(entry.slot)
+        write = self.cancel_write(entry.slot, False)
         if disk is not None and disk.gone is None:
             place = (entry.extent, entry.size)
             if write is None or write.submitted or write.replaced is not None:
@@ -229,7 +230,7 @@ class Core:
             What lies on ``disk`` under the key, for the log's record of the new object to free.
         """
         self._take_leave(old)
-        write = self.cancel_write(old.slot)
+        write = self.cancel_write(old.slot, True)
         home = self.disk_of(old)
         if home is None or home.gone is not None:
             return None

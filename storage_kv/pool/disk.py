@@ -22,6 +22,9 @@ _log = logging.getLogger(__name__)
 _GONE_ERRORS: Final = frozenset({errno.ENODEV, errno.ENXIO, errno.ENOMEDIUM, errno.ESHUTDOWN, errno.EBADF})
 _AVOIDED_FIRST_MS: Final = 1_000
 _AVOIDED_LONGEST_MS: Final = 600_000
+_WEAR_NOTE: Final = b"wear"
+_WEAR_STEP_BYTES: Final = 64 << 20
+"""Written between two notes of it: what a crash may forget of the day's budget."""
 
 Place = tuple[int, int]
 """First block, and bytes of the object."""
@@ -89,6 +92,8 @@ class Disk:
         self._freeable: deque[Place] = deque()
         self._unlogged: deque[bytes] = deque()
         self._noted_bytes = self._written_bytes()
+        wear.unpack(volume.notes.get(_WEAR_NOTE, b""))
+        self._logged_bytes = wear.day_bytes
 
     def set_budget(self, bytes_max: int | None, objects_max: int | None) -> None:
         """Bound what it holds; None for all that it has room for."""
@@ -134,11 +139,25 @@ class Disk:
             self.volume.free(*self._freeable.popleft())
         if self.gone is None and self.volume.error is not None:
             self.give_up(str(self.volume.error))
+        self._note_wear(now_ms)
+        return calls
+
+    def _note_wear(self, now_ms: int) -> None:
+        """Count what was written, and have the log remember it every now and then."""
         written = self._written_bytes()
         if written != self._noted_bytes:
             self.wear.note(written - self._noted_bytes, now_ms)
             self._noted_bytes = written
-        return calls
+        if abs(self.wear.day_bytes - self._logged_bytes) >= _WEAR_STEP_BYTES and self.gone is None:
+            self.remember_wear()
+
+    def remember_wear(self) -> None:
+        """Have the log remember what was written today."""
+        try:
+            self.volume.note(_WEAR_NOTE, self.wear.pack())
+        except BusyError:
+            return
+        self._logged_bytes = self.wear.day_bytes
 
     def _written_bytes(self) -> int:
         found = self.volume.statistics()

@@ -140,11 +140,12 @@ class PoolEngine:
         self._core.calm()
         with lock:
             began = self._core.ticks()
-            calls = self._step_devices()
-            ended, unsealed, scrubbed = reader.take_ended(), writer.take_unsealed(), self._scrubber.take_read()
-            self._core.counters.grouping_ns += self._core.ticks() - began
+            calls, unsealed = self._step_devices(), writer.take_unsealed()
         for call in calls:
             call()
+        ended, scrubbed = reader.take_ended(), self._scrubber.take_read()
+        if ended:
+            self._core.counters.grouping_ns += self._core.ticks() - began
         reader.verify(ended)
         self._scrubber.verify(scrubbed)
         writer.seal(unsealed)
@@ -164,6 +165,8 @@ class PoolEngine:
                 self._core.wake()
         for call in calls:
             call()
+        if reader.has_ended:
+            self._core.wake()
         for done, lease in tell:
             done(lease)
         for ticket, error in settled:
@@ -198,6 +201,7 @@ class PoolEngine:
         with lock:
             waiting = self.barrier()
             for disk in self._core.disks:
+                disk.remember_wear()
                 disk.volume.snapshot()
         self._drain_until(ends, lambda: waiting is None or waiting.settled)
         self._drain_until(ends, lambda: all(disk.gone or disk.volume.idle for disk in self._core.disks))
@@ -415,6 +419,7 @@ class PoolEngine:
         core.copies.keep(slot, buffer)
         self._peak_bytes = max(self._peak_bytes, self._used_bytes())
         if disk is None:
+            self._writer.settle_inherited(slot)
             return None
         entry = Entry(slot, self._index.read(slot))
         return self._writer.begin(entry, disk, buffer, name, placed=home.placed, replaced=replaced)
@@ -630,6 +635,7 @@ class PoolEngine:
             if disk.name == name:
                 disk.set_budget(bytes_max, objects_max)
                 disk.wear.budget_bytes = write_bytes_per_day
+                self._space.keep_headroom()
                 return
         raise ConfigurationError(f"there is no device {name}; there are {[disk.name for disk in self._core.disks]}")
 

@@ -51,7 +51,9 @@ class _Read:
     buffer: Buffer | None = None
     left: int = 0
     depth: int = 0
+    begun: bool = False
     failure: str | None = None
+    error: OSError | None = None
 
 
 class Reader:
@@ -129,6 +131,7 @@ class Reader:
                 return False
         read.left = len(parts)
         read.disk.reading += 1
+        read.begun = True
         read.depth = read.disk.reading
         address = read.buffer.address
 
@@ -143,24 +146,25 @@ class Reader:
     def _end_operation(self, read: _Read, operation: Operation) -> None:
         disk = read.disk
         if operation.error is not None:
-            disk.note_error(operation.error, self._core.clock_ms(), writing=False)
-            read.failure = "io_error" if disk.gone is None else "device_gone"
+            read.failure, read.error = "io_error", operation.error
         else:
             disk.read_bytes += operation.length
             disk.reads += 1
             disk.meter.note(operation.length, operation.begin_ns, operation.end_ns, read.depth)
         read.left -= 1
         if read.left == 0:
-            disk.reading -= 1
             self._ended.append(read)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._ended_operations or self._ended)
+
     def take_ended(self) -> list[_Read]:
-        """Return reads that have ended, to be verified."""
+        """Return reads that have ended, to be verified; in the engine's thread, with the lock or without."""
         for _ in range(len(self._ended_operations)):
             self._end_operation(*self._ended_operations.popleft())
-        ended = list(self._ended)
-        self._ended.clear()
-        return ended
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def verify(self, reads: list[_Read]) -> None:
         """Check what was read; without the node's lock."""
@@ -183,6 +187,10 @@ class Reader:
         for read in reads:
             self.under_way -= 1
             entry, buffer = read.entry, read.buffer
+            read.disk.reading -= read.begun
+            if read.error is not None:
+                read.disk.note_error(read.error, self._core.clock_ms(), writing=False)
+                read.failure = "io_error" if read.disk.gone is None else "device_gone"
             read.disk.unuse(entry.extent)
             if read.whole and self._whole.get(entry.slot) is read:
                 del self._whole[entry.slot]

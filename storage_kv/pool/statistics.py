@@ -26,7 +26,7 @@ class DeviceStatistics:
         reads: operations for clients.
         read_bytes: that they brought.
         reading: reads under way.
-        written_bytes: since the pool was opened.
+        written_bytes: since the volume was made, log and snapshots included.
         written_today_bytes: since midnight, UTC.
         errors: operations that failed.
         quarantined_bytes: of extents that are kept out of use.

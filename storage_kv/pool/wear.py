@@ -5,11 +5,13 @@ cache from using it up early: beyond it the device takes no more objects, and pl
 Everything that is written counts, log and snapshots too. The count survives a restart: it is kept with the volume.
 """
 
+import struct
 from dataclasses import dataclass
 from typing import Final
 
 __all__ = ["Wear"]
 
+_STATE: Final = struct.Struct("<QQQ")
 _DAY_MS: Final = 24 * 3600 * 1000
 
 
@@ -43,6 +45,15 @@ class Wear:
             return True
         self._turn(now_ms)
         return self.day_bytes + length <= self.budget_bytes
+
+    def pack(self) -> bytes:
+        """Return what a restart needs to know."""
+        return _STATE.pack(self.day, self.day_bytes, self.total_bytes)
+
+    def unpack(self, state: bytes) -> None:
+        """Go on from what pack() returned; from anything else as if new."""
+        if len(state) == _STATE.size:
+            self.day, self.day_bytes, self.total_bytes = _STATE.unpack(state)
 
     def _turn(self, now_ms: int) -> None:
         """Begin a new day if it is one. A clock that was set back does not give a second budget for a day."""

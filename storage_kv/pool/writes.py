@@ -30,6 +30,8 @@ class _Write:
 
     Attributes:
         replaced: what lies on the same device under the same key: free when this is durable.
+        ticket: its own.
+        tickets: to settle with it: also those of puts that it replaced before they were durable.
     """
 
     entry: Entry
@@ -39,6 +41,7 @@ class _Write:
     placed: bool
     replaced: Place | None
     ticket: Ticket
+    tickets: list[Ticket]
     submitted: bool = False
     cancelled: bool = False
     error: Exception | None = None
@@ -58,6 +61,7 @@ class Writer:
         self._unsealed: deque[_Write] = deque()
         self._sealed: deque[_Write] = deque()
         self._ended: deque[_Write] = deque()
+        self._inherited: dict[int, list[Ticket]] = {}
         self._settled: deque[tuple[Ticket, Exception | None]] = deque()
         self._count = 0
         self.bytes_under_way = 0
@@ -82,7 +86,9 @@ class Writer:
         """Take note of an object to write; the buffer gets a user more."""
         buffer.users += 1
         disk.use(entry.extent)
-        write = _Write(entry, disk, buffer, name, placed, replaced, Ticket())
+        ticket = Ticket()
+        tickets = [*self._inherited.pop(entry.slot, ()), ticket]
+        write = _Write(entry, disk, buffer, name, placed, replaced, ticket, tickets)
         self._writes[entry.slot] = write
         self._unsealed.append(write)
         self._count += 1
@@ -95,12 +101,18 @@ class Writer:
         write = self._writes.get(slot)
         return write is not None and not write.submitted
 
-    def cancel(self, slot: int) -> Cancelled | None:
-        """Take note that an entry goes, or is replaced; see :attr:`Core.cancel_write`."""
+    def cancel(self, slot: int, replaced: bool) -> Cancelled | None:
+        """Take note that an entry goes, or is replaced; see :attr:`Core.cancel_write`.
+
+        Who stored what is replaced hears when the new value is durable: were it earlier, a crash could take both.
+        """
         write = self._writes.pop(slot, None)
         if write is None:
             return None
         write.cancelled = True
+        if replaced:
+            self._inherited.setdefault(slot, []).extend(write.tickets)
+            write.tickets = []
         return Cancelled(write.submitted, None if write.submitted else write.replaced)
 
     # ---- In the engine's thread
@@ -175,7 +187,13 @@ class Writer:
                 core.forget(entry, quarantine="write_error")
         core.arenas.release(write.buffer)
         write.disk.unuse(entry.extent)
-        self.settle_later(write.ticket, None if write.cancelled else write.error)
+        for ticket in write.tickets:
+            self.settle_later(ticket, None if write.cancelled else write.error)
+
+    def settle_inherited(self, slot: int) -> None:
+        """Tell those whose values were replaced by one that is in memory alone."""
+        for ticket in self._inherited.pop(slot, ()):
+            self.settle_later(ticket)
 
     def settle_later(self, ticket: Ticket, error: Exception | None = None) -> None:
         """Have a ticket settled by poll(), without the lock. From any thread."""

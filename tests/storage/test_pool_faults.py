@@ -1,0 +1,271 @@
+"""Devices that fail, lie, or vanish: what was stored is served right or missed with a reason, never wrong."""
+
+import errno
+import random
+from typing import Any
+
+import pytest
+from engine_driver import Change, Clock, Driver
+from pool_support import DEVICE_BYTES, MIB, configuration, pool_statistics, simulated_pool
+from simulated_device import SimulatedDevice
+
+from shadowserve.block import OperationKind
+from shadowserve.errors import ConfigurationError
+from storage_kv.engine import qualified
+from storage_kv.pool.engine import PoolEngine, PoolItem
+
+
+def start(count: int = 1, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
+    given = [SimulatedDevice(DEVICE_BYTES, seed=number, name=f"simulated{number}") for number in range(count)]
+    keys.setdefault("clock_ms", Clock())
+    return Driver(simulated_pool(given, **keys)), given
+
+
+def cool(driver: Driver) -> None:
+    copies = driver.engine._core.copies  # type: ignore[attr-defined]
+    with driver.lock:
+        while copies.make_room():
+            pass
+
+
+def place_of(driver: Driver, key: bytes) -> tuple[int, int]:
+    """Return the device of an object, and where on it its value begins."""
+    item = driver.peek(key)
+    assert isinstance(item, PoolItem)
+    return item.entry.device, item.entry.extent * 4096 + 2048
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("rot", "rotten"), ("header", "rotten"), ("misdirected", "misdirected"), ("eio", "io_error")]
+)
+def test_what_cannot_be_read_right_is_missed_dropped_and_counted_and_its_extent_is_not_used(
+    fault: str, reason: str
+) -> None:
+    pool, devices = start()
+    for key in (b"a", b"b"):
+        pool.put(key, key * 100_000)
+    cool(pool)
+    _, offset = place_of(pool, b"a")
+    if fault == "rot":
+        devices[0].rot(offset + 77_777)
+    elif fault == "header":
+        devices[0].rot(offset - 2_000)
+    elif fault == "misdirected":
+        _, other = place_of(pool, b"b")
+        devices[0].fail(OperationKind.READ, error=0, moved_blocks=(other - offset) // 4096)
+    else:
+        devices[0].fail(OperationKind.READ)
+    assert pool.value(b"a") is None and pool.peek(b"a") is None
+    assert pool.value(b"b") == b"b" * 100_000
+    found = pool_statistics(pool)
+    assert found.lost == {reason: 1} and found.lost_keys == 1
+    assert found.devices[0].quarantined_bytes == 102_400 + (0 if 2048 + 100_000 <= 102_400 else 4096)
+    for number in range(50):
+        pool.put(b"new%d" % number, b"x" * 100_000)
+        assert place_of(pool, b"new%d" % number)[1] != offset
+    pool.stop()
+    pool = Driver(simulated_pool([devices[0].restart()], clock_ms=Clock()))
+    assert pool.peek(b"a") is None and pool.value(b"b") == b"b" * 100_000  # the loss is durable
+    pool.stop()
+
+
+def test_rot_in_a_part_that_nobody_reads_does_not_spoil_the_others() -> None:
+    pool, devices = start()
+    value = bytes(range(250)) * 4_000
+    pool.put(b"a", value)
+    cool(pool)
+    devices[0].rot(place_of(pool, b"a")[1] + 900_000)
+    assert pool.value(b"a", 1_000, 50_000) == value[1_000:50_000]
+    assert pool.value(b"a", 899_000, 901_000) is None
+    assert pool_statistics(pool).lost == {"rotten": 1}
+    pool.stop()
+
+
+def test_a_write_that_was_lost_never_brings_back_what_was_there_before() -> None:
+    pool, devices = start()
+    pool.put(b"a", b"old" * 10_000)
+    first = place_of(pool, b"a")[1]
+    pool.remove(b"a")
+    pool.pump(lambda: not pool.engine._core.disks[0].is_freeing)  # type: ignore[attr-defined]
+    data = pool.engine._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    devices[0].fail(OperationKind.WRITE, error=0, lost=True, first_block=data)
+    pool.put(b"a", b"new" * 10_000)  # the same key, length and place: all that tells is the number of the put
+    assert place_of(pool, b"a")[1] == first
+    cool(pool)
+    assert pool.value(b"a") is None and pool_statistics(pool).lost == {"misdirected": 1}
+    pool.stop()
+
+
+def test_a_write_that_a_device_refuses_is_an_error_to_the_writer_and_the_key_is_absent() -> None:
+    pool, devices = start()
+    data = pool.engine._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    devices[0].fail(OperationKind.WRITE, error=errno.ENOSPC, first_block=data)
+    error = pool.put_soon(b"a", b"x" * 10_000).wait()
+    assert error is not None and "simulated0" in str(error)
+    assert pool.peek(b"a") is None and pool.statistics().failed_writes == 1
+    pool.stop()
+
+
+def test_a_pool_goes_on_without_a_device_that_is_gone() -> None:
+    pool, devices = start(2)
+    for number in range(40):
+        pool.put(b"%d" % number, b"%d" % number * 20_000)
+    cool(pool)
+    homes = [place_of(pool, b"%d" % number)[0] for number in range(40)]
+    assert set(homes) == {0, 1}
+    devices[0].remove()
+    values = [pool.value(b"%d" % number) for number in range(40)]
+    assert values == [b"%d" % number * 20_000 if home else None for number, home in enumerate(homes)]
+    for number in range(40, 60):
+        pool.put(b"%d" % number, b"%d" % number * 20_000)
+        assert place_of(pool, b"%d" % number)[0] == 1
+    found = pool_statistics(pool)
+    assert [device.state for device in found.devices] == ["gone", "ok"] and found.devices[0].reason
+    assert found.lost == {"device_gone": homes.count(0)}
+    assert pool.remove(b"50") and pool.call(pool.engine.barrier) is None
+    pool.clear()
+    pool.stop()
+
+
+def test_memory_serves_what_it_has_of_a_device_that_is_gone() -> None:
+    pool, devices = start()
+    pool.put(b"warm", b"x" * 1000)
+    pool.put(b"cold", b"x" * 1000)
+    cool(pool)
+    assert pool.value(b"warm") is not None
+    devices[0].remove()
+    assert pool.value(b"cold") is None
+    assert pool.value(b"warm") == b"x" * 1000
+    pool.put(b"new", b"y")  # in memory alone: there is nothing else
+    assert pool.value(b"new") == b"y" and place_of(pool, b"new")[0] == 255
+    pool.stop()
+
+
+def test_the_scrubber_finds_rot_and_tests_extents_before_they_are_used_again() -> None:
+    clock = Clock()
+    pool, devices = start(clock_ms=clock, scrub_bytes_per_s=64 * MIB)
+    for number in range(30):
+        pool.put(b"%d" % number, b"%d" % number * 30_000)
+    devices[0].rot(place_of(pool, b"7")[1] + 12_345)
+    scrubber = pool.engine._scrubber  # type: ignore[attr-defined]
+
+    def turn() -> bool:
+        clock.now_ms += 200
+        return bool(scrubber.rounds >= 2 and scrubber.found)
+
+    pool.pump(turn)
+    assert pool.peek(b"7") is None and pool_statistics(pool).lost == {"rotten": 1}
+    found = pool_statistics(pool).devices[0]
+    assert found.quarantined_bytes and found.scrubbed_bytes and found.reads == 0
+
+    def over() -> bool:
+        clock.now_ms += 10_000
+        return not pool_statistics(pool).devices[0].quarantined_bytes
+
+    pool.pump(over)  # what was written to it could be read back
+    pool.put(b"8", b"y")
+    place = place_of(pool, b"9")
+    devices[0].fail(OperationKind.READ, times=None, first_block=place[1] // 4096, last_block=place[1] // 4096 + 4)
+    cool(pool)
+    assert pool.value(b"9") is None
+    for _ in range(50):
+        clock.now_ms += 10_000
+        pool.engine.poll()
+    assert pool_statistics(pool).devices[0].quarantined_bytes  # it never passes
+    pool.stop()
+
+
+def test_a_pool_that_cannot_be_opened_says_what_to_do() -> None:
+    foreign = SimulatedDevice(DEVICE_BYTES)
+    foreign.poke(1024 + 56, b"\x53\xef")  # the mark of an ext4
+    with pytest.raises(ConfigurationError, match="simulated"):
+        Driver(simulated_pool([foreign]))
+    one, two = start()[1][0].restart(), start()[1][0].restart()
+    with pytest.raises(ConfigurationError, match="belongs to pool"):
+        Driver(simulated_pool([one, two]))
+    with pytest.raises(ConfigurationError, match="opening device"):
+        Driver(PoolEngine(configuration(devices=["/nowhere/to/be/found"])))
+
+
+def test_a_device_that_is_missing_at_the_start_is_done_without(tmp_path: Any) -> None:
+    devices = [{"path": str(tmp_path / "there"), "size": 8 * MIB}, {"path": str(tmp_path / "not there")}]
+    pool = Driver(PoolEngine(configuration(devices=devices), measure=False))
+    pool.put(b"a", b"x")
+    assert [device.state for device in pool_statistics(pool).devices] == ["ok", "gone"]
+    pool.stop()
+
+
+def test_objects_of_a_tenant_that_another_device_knows_by_another_name_are_dropped() -> None:
+    pool, (first, second) = start(2)
+    pool.stop()
+    for device, name in ((first, "one"), (second, "other")):  # each while the other one is away
+        pool = Driver(simulated_pool([device.restart()], clock_ms=Clock()))
+        tenant = pool.call(pool.engine.tenant, name)
+        pool.put(b"secret of " + name.encode(), b"x", tenant)
+        pool.stop()
+        survivor = pool.engine._core.disks[0].volume.device  # type: ignore[attr-defined]
+        if device is first:
+            first = survivor
+        else:
+            second = survivor
+    pool = Driver(simulated_pool([first.restart(), second.restart()], clock_ms=Clock()))
+    assert pool.keys(tenant) == {b"secret of one"} and pool_statistics(pool).lost == {"stranger": 1}
+    pool.stop()
+
+
+class Oracle:
+    """What reads may return: of each key what was done, in order, and how long ago it was certain."""
+
+    def __init__(self) -> None:
+        self.done: dict[bytes, list[tuple[bytes | None, Change | None]]] = {}
+
+    def note(self, key: bytes, value: bytes | None, change: Change | None) -> None:
+        self.done.setdefault(key, [(None, None)]).append((value, change))
+
+    def now(self, key: bytes) -> bytes | None:
+        return self.done.get(key, [(None, None)])[-1][0]
+
+    def after_crash(self, pool: Driver) -> None:
+        """Check every key: the last acknowledged value, or what was done later; of what was being replaced, or nothing.
+
+        A record may survive whose object did not: data and record go with one flush.
+        """
+        for key, done in self.done.items():
+            certain = max(
+                at for at, (_, change) in enumerate(done) if at == 0 or (change and change.outcomes == [None])
+            )
+            found = pool.value(key)
+            later = done[certain + 1 :]
+            assert found in [done[certain][0], *(value for value, _ in later)] or (found is None and later)
+            self.done[key] = [(found, None)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_crash_takes_nothing_that_was_acknowledged_and_brings_nothing_back(seed: int) -> None:
+    chance, oracle, clock = random.Random(seed), Oracle(), Clock()
+    devices = [SimulatedDevice(8 * MIB, seed=seed * 10 + each, name=f"simulated{each}") for each in range(2)]
+    for _ in range(4):
+        pool = Driver(
+            simulated_pool(devices, options=[{"objects_max": 256}] * 2, clock_ms=clock, memory_budget_bytes=2 * MIB)
+        )
+        oracle.after_crash(pool)
+        for _ in range(60):
+            key = b"%d" % chance.randrange(25)
+            action = chance.random()
+            if action < 0.5:
+                value = b"%d" % chance.randrange(10**6) * chance.choice((10, 500, 9_000))
+                oracle.note(key, value, pool.put_soon(key, value))
+            elif action < 0.55:
+                pool.call(pool.engine.remove, qualified(0, key))
+                oracle.note(key, None, None)
+            elif action < 0.6:
+                pool.remove(key)  # and waits
+                certain = Change(pool, None)
+                oracle.note(key, None, certain)
+            elif action < 0.9:
+                assert pool.value(key) == oracle.now(key)
+            elif action < 0.95:
+                cool(pool)
+            else:
+                pool.engine.poll()
+        devices = [device.crash() for device in devices]
