@@ -315,7 +315,7 @@ def test_what_was_denied_is_in_the_log(start: Callable[..., Child], users_file: 
 def test_too_many_wrong_passwords_are_not_even_looked_at(start: Callable[..., Child]) -> None:
     """Guesses sent in parallel wait for each other; those that would wait for too long are refused."""
     child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": "right"})
-    clients = [child.client() for _ in range(60)]
+    clients = [child.client() for _ in range(150)]
     for client in clients:
         client.send("AUTH", "wrong")
     answers = [client.receive() for client in clients]
