@@ -43,6 +43,7 @@ struct connection {
     struct server *server;
     int socket;
     pthread_t thread;
+    int asking; /* the command before was ASKING */
     uint8_t input[INPUT_BYTES];
     size_t begin;
     size_t end;
@@ -212,6 +213,11 @@ static int answer_range(struct connection *connection, const struct value *value
         return output_bulk(connection, data - 1, size + 1, SIZE_MAX, "\r\n");
     case FAULT_ERROR:
         return output_text(connection, "-ERR the test wants it so\r\n");
+    case FAULT_MOVED:
+        return output_text(connection, "-MOVED 7 127.0.0.1:7001\r\n");
+    case FAULT_ASK:
+        return connection->asking ? output_bulk(connection, data, size, SIZE_MAX, "\r\n")
+                                  : output_text(connection, "-ASK 7 127.0.0.1:7001\r\n");
     case FAULT_GARBAGE:
         return output_text(connection, "HTTP/1.1 400 Bad Request\r\n\r\n");
     case FAULT_NO_TAIL:
@@ -318,7 +324,10 @@ static void *serve(void *argument) {
             break;
         }
         size_t count = input_request(connection, arguments);
-        if (count == 4 && strcmp((char *)arguments[0].data, "GETRANGE") == 0) {
+        if (count == 1 && strcmp((char *)arguments[0].data, "ASKING") == 0) {
+            going = output_text(connection, "+OK\r\n");
+            connection->asking = 2; /* for the next one alone */
+        } else if (count == 4 && strcmp((char *)arguments[0].data, "GETRANGE") == 0) {
             going = serve_getrange(connection, arguments);
         } else if (count == 3 && strcmp((char *)arguments[0].data, "SET") == 0) {
             going = serve_set(connection, arguments);
@@ -326,6 +335,7 @@ static void *serve(void *argument) {
             CHECK_EQUAL(count, 0);
             going = 0;
         }
+        connection->asking -= connection->asking > 0;
         for (size_t i = 0; i < ARGUMENTS_MAX; i++) {
             free(arguments[i].data);
         }

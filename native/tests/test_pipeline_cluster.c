@@ -1,0 +1,208 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* test_pipeline_cluster.c - rounds over the nodes of a cluster: each chunk from its own, redirections, nodes that go */
+#include <string.h>
+#include <unistd.h>
+
+#include "pipeline_support.h"
+
+enum { NODES = 3, CONNECTIONS = 2, SOCKETS = NODES * CONNECTIONS };
+
+struct bench {
+    struct fixture *fixture;
+    struct server *servers[NODES];
+    struct ss_pipeline *pipeline;
+    int32_t sockets[SOCKETS];
+};
+
+static void connect_all(struct bench *bench) {
+    for (int i = 0; i < SOCKETS; i++) {
+        bench->sockets[i] = server_connect(bench->servers[i / CONNECTIONS]);
+    }
+}
+
+static void close_all(struct bench *bench) {
+    for (int i = 0; i < SOCKETS; i++) {
+        close(bench->sockets[i]);
+    }
+}
+
+static void fault(struct bench *bench, uint32_t node, uint32_t chunk, enum fault fault) {
+    const struct ss_chunk *known = &bench->fixture->chunks[chunk];
+    server_fault(bench->servers[node], known->key, known->key_length, fault);
+}
+
+/* Chunk i is node i % NODES'; the others would send us there. */
+static struct bench bench_make(int mode, uint32_t requests_in_flight) {
+    struct shape shape = default_shape();
+    shape.chunks = 10;
+    shape.slices = 5;
+    struct bench bench = {.fixture = fixture_make(&shape)};
+    for (uint32_t node = 0; node < NODES; node++) {
+        bench.servers[node] = server_start();
+        fixture_serve(bench.fixture, bench.servers[node]);
+        for (uint32_t chunk = 0; chunk < shape.chunks; chunk++) {
+            fault(&bench, node, chunk, chunk % NODES == node ? FAULT_NONE : FAULT_MOVED);
+        }
+    }
+    struct ss_pipeline_options options = pipeline_options(bench.fixture, mode);
+    options.nodes_max = NODES;
+    options.requests_in_flight = requests_in_flight;
+    CHECK_EQUAL(ss_pipeline_create(&options, &bench.pipeline), SS_OK);
+    connect_all(&bench);
+    return bench;
+}
+
+static void bench_free(struct bench *bench) {
+    close_all(bench);
+    ss_pipeline_destroy(bench->pipeline);
+    for (int node = 0; node < NODES; node++) {
+        server_stop(bench->servers[node]);
+    }
+    fixture_free(bench->fixture);
+}
+
+static struct ss_round *round_make(const struct bench *bench) {
+    struct ss_round *round = fixture_round(bench->fixture);
+    round->node_count = NODES;
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        round->chunks[i].node = i % NODES;
+    }
+    return round;
+}
+
+static enum ss_result fetch(struct bench *bench, struct ss_round *round) {
+    return pipeline_fetch(bench->pipeline, round, bench->sockets, SOCKETS);
+}
+
+static void test_every_chunk_comes_from_its_node(int mode, uint32_t requests_in_flight) {
+    struct bench bench = bench_make(mode, requests_in_flight);
+    for (int repeat = 0; repeat < 2; repeat++) {
+        struct ss_round *round = round_make(&bench);
+        CHECK_EQUAL(fetch(&bench, round), SS_OK);
+        for (uint32_t i = 0; i < round->chunk_count; i++) {
+            CHECK_EQUAL(round->chunks[i].result, SS_OK);
+            CHECK(fixture_matches(bench.fixture, round, i));
+        }
+        CHECK_EQUAL(round->sockets_in_sync, 1);
+        round_free(round);
+    }
+    bench_free(&bench);
+}
+
+/* A chunk that has moved is no failure to those behind it, and is fetched alone from where it went. */
+static void test_redirections(int mode, enum fault kind, const char *words) {
+    struct bench bench = bench_make(mode, 4);
+    fault(&bench, 1, 4, kind);
+    fault(&bench, 2, 4, FAULT_NONE);
+    struct ss_round *round = round_make(&bench);
+    int chunked = (mode & MODE_NOT_CHUNKED) == 0;
+    CHECK_EQUAL(fetch(&bench, round), chunked ? SS_REDIRECTED : SS_REFUSED);
+    CHECK_EQUAL(strncmp(round->chunks[4].error, words, strlen(words)), 0);
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        enum ss_result behind = chunked ? SS_OK : SS_SKIPPED;
+        CHECK_EQUAL(round->chunks[i].result, i < 4 ? SS_OK : i > 4 ? behind : chunked ? SS_REDIRECTED : SS_REFUSED);
+        CHECK(round->chunks[i].result != SS_OK || fixture_matches(bench.fixture, round, i));
+    }
+    CHECK_EQUAL(round->sockets_in_sync, 1);
+    struct ss_chunk alone = round->chunks[4];
+    alone.node = 2;
+    struct ss_chunk *all = round->chunks;
+    uint32_t count = round->chunk_count;
+    round->chunks = &alone;
+    round->chunk_count = 1;
+    CHECK_EQUAL(fetch(&bench, round), SS_OK);
+    CHECK_EQUAL(alone.error[0], '\0');
+    round->chunks = all;
+    round->chunk_count = count;
+    CHECK(fixture_matches(bench.fixture, round, 4));
+    round_free(round);
+    bench_free(&bench);
+}
+
+static void test_asking(int mode, uint32_t requests_in_flight) {
+    struct bench bench = bench_make(mode, requests_in_flight);
+    struct ss_round *round = round_make(&bench);
+    for (uint32_t i = 0; i < round->chunk_count; i += 2) {
+        fault(&bench, i % NODES, i, FAULT_ASK);
+        round->chunks[i].asking = 1;
+    }
+    CHECK_EQUAL(fetch(&bench, round), SS_OK);
+    for (uint32_t i = 0; i < round->chunk_count; i++) {
+        CHECK(fixture_matches(bench.fixture, round, i));
+    }
+    CHECK_EQUAL(round->sockets_in_sync, 1);
+    round_free(round);
+    bench_free(&bench);
+}
+
+/* What lies before the failing node's first chunk that is not there is delivered, by all nodes. */
+static void test_a_node_that_goes(int mode, enum fault kind, enum ss_result expected) {
+    struct bench bench = bench_make(mode, 4);
+    fault(&bench, 2, 5, kind);
+    struct ss_round *round = round_make(&bench);
+    CHECK_EQUAL(fetch(&bench, round), expected);
+    for (uint32_t i = 0; i < 5; i++) {
+        CHECK_EQUAL(round->chunks[i].result, SS_OK);
+        CHECK(fixture_matches(bench.fixture, round, i));
+    }
+    CHECK_EQUAL(round->chunks[5].result, expected);
+    round_free(round);
+    close_all(&bench);
+    fault(&bench, 2, 5, FAULT_NONE);
+    connect_all(&bench);
+    round = round_make(&bench);
+    CHECK_EQUAL(fetch(&bench, round), SS_OK);
+    round_free(round);
+    bench_free(&bench);
+}
+
+static void test_a_node_that_stalls_ends_at_the_deadline(int mode) {
+    struct bench bench = bench_make(mode, 4);
+    fault(&bench, 0, 3, FAULT_STALL);
+    struct ss_round *round = round_make(&bench);
+    round->deadline_ns = after_ms(200);
+    CHECK_EQUAL(fetch(&bench, round), SS_DEADLINE);
+    round_free(round);
+    bench_free(&bench);
+}
+
+static void test_what_does_not_fit(void) {
+    struct bench bench = bench_make(MODE_FUSED, 4);
+    struct ss_round *round = round_make(&bench);
+    round->chunks[3].node = NODES;
+    CHECK_EQUAL(fetch(&bench, round), SS_BAD_ARGUMENT);
+    round->chunks[3].node = 0;
+    round->node_count = NODES + 1;
+    CHECK_EQUAL(fetch(&bench, round), SS_BAD_ARGUMENT);
+    round->node_count = NODES;
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, round, bench.sockets, SOCKETS - 1), SS_BAD_ARGUMENT);
+    round->node_count = 1; /* as many connections to one node as there are no threads for */
+    CHECK_EQUAL(fetch(&bench, round), SS_BAD_ARGUMENT);
+    round_free(round);
+    struct ss_pipeline_options options = pipeline_options(bench.fixture, MODE_FUSED);
+    options.nodes_max = 257;
+    struct ss_pipeline *pipeline;
+    CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_BAD_ARGUMENT);
+    bench_free(&bench);
+}
+
+int main(void) {
+    for (int mode = 0; mode < MODE_COUNT; mode++) {
+        if (!mode_is_possible(mode)) {
+            continue;
+        }
+        test_every_chunk_comes_from_its_node(mode, 1);
+        test_every_chunk_comes_from_its_node(mode, 8);
+        test_redirections(mode, FAULT_MOVED, "MOVED 7 127.0.0.1:7001");
+        test_redirections(mode, FAULT_ASK, "ASK 7 127.0.0.1:7001");
+        test_asking(mode, 1);
+        test_asking(mode, 3);
+        test_a_node_that_goes(mode, FAULT_DISCONNECT, SS_DISCONNECTED);
+        test_a_node_that_goes(mode, FAULT_RESET, SS_DISCONNECTED);
+        test_a_node_that_goes(mode, FAULT_ERROR, SS_REFUSED);
+        test_a_node_that_goes(mode, FAULT_GARBAGE, SS_PROTOCOL);
+        test_a_node_that_stalls_ends_at_the_deadline(mode);
+    }
+    test_what_does_not_fit();
+    return 0;
+}
