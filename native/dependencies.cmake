@@ -90,13 +90,19 @@ message(STATUS "io_uring: ${SHADOWSERVE_HAVE_URING}")
 
 library_find(OPENSSL openssl/ssl.h ssl)
 library_find(CRYPTO openssl/crypto.h crypto)
+# What differs between architectures lies in a folder of its own, which only a compiler of this machine looks into.
+find_path(OPENSSL_CONFIGURATION openssl/opensslconf.h PATH_SUFFIXES ${CMAKE_LIBRARY_ARCHITECTURE}
+          ${CMAKE_SYSTEM_PROCESSOR}-linux-gnu)
+mark_as_advanced(OPENSSL_CONFIGURATION)
 set(SHADOWSERVE_HAVE_TLS FALSE)
 string(TOLOWER "${SHADOWSERVE_TLS}" wanted)
 if(wanted STREQUAL "auto" OR SHADOWSERVE_TLS)
-    if(OPENSSL_FOUND AND CRYPTO_FOUND)
+    if(OPENSSL_FOUND AND CRYPTO_FOUND AND OPENSSL_CONFIGURATION)
         set(SHADOWSERVE_HAVE_TLS TRUE)
         library_use(OPENSSL)
         library_use(CRYPTO)
+        set_property(TARGET shadowserve_OPENSSL
+                     APPEND PROPERTY INTERFACE_INCLUDE_DIRECTORIES "${OPENSSL_CONFIGURATION}")
     elseif(NOT wanted STREQUAL "auto")
         message(FATAL_ERROR "SHADOWSERVE_TLS is ON, but OpenSSL was not found (Debian: libssl-dev)")
     endif()
