@@ -43,8 +43,8 @@ enum fault {
     FAULT_SHORT,        /* half of the range, well formed */
     FAULT_LONG,         /* one byte more than was asked for */
     FAULT_ERROR,        /* -ERR */
-    FAULT_MOVED, /* -MOVED */
-    FAULT_ASK,   /* -ASK, unless ASKING went before */
+    FAULT_MOVED,        /* -MOVED */
+    FAULT_ASK,          /* -ASK, unless ASKING went before */
     FAULT_GARBAGE,
     FAULT_NO_TAIL,    /* the body is not followed by CR LF */
     FAULT_DISCONNECT, /* half of the body, then the connection closes */

@@ -192,7 +192,7 @@ static struct ss_round *round_make(const struct fixture *fixture, struct link *l
 static void test_rounds(struct ss_tls *tls, SSL_CTX *context, int mode) {
     struct shape shape = default_shape();
     shape.chunks = 6;
-    shape.vectors = 512;
+    shape.vectors = 128; /* several of TLS's records in a chunk */
     struct fixture *fixture = fixture_make(&shape);
     struct server *server = server_start();
     fixture_serve(fixture, server);
@@ -241,7 +241,7 @@ static void test_cut_off(struct ss_tls *tls, SSL_CTX *context) {
     struct ss_pipeline_options options = pipeline_options(fixture, MODE_FUSED);
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
-    for (uint64_t part = 1; part < 8; part++) {
+    for (uint64_t part = 1; part < 8; part += 2) {
         struct relay relay;
         relay_start(&relay, context, server, 1 + fixture->stored_bytes * part / 16);
         struct link link;
@@ -363,11 +363,11 @@ int main(void) {
     SSL_CTX *context = make_server_context(path, 30);
     struct ss_tls *tls;
     CHECK_EQUAL(ss_tls_create(path, NULL, NULL, &tls, NULL, 0), SS_OK);
-    for (int mode = 0; mode < MODE_COUNT; mode++) {
-        if (mode_is_possible(mode)) {
-            test_rounds(tls, context, mode);
-        }
+    test_rounds(tls, context, 0);
+    if (mode_is_possible(MODE_FUSED)) {
+        test_rounds(tls, context, MODE_FUSED);
     }
+    test_rounds(tls, context, MODE_NOT_CHUNKED);
     test_cut_off(tls, context);
     test_put(tls, context);
     test_distrust(tls, context, folder);
