@@ -3,6 +3,7 @@
 Everything here is called with the node's lock held.
 """
 
+import hashlib
 import os
 import time
 from collections import defaultdict
@@ -21,7 +22,7 @@ __all__ = ["MEMORY_ONLY", "Cancelled", "Core", "Counters", "Entry", "TenantCount
 MEMORY_ONLY: Final = 255
 """The index's number of the device of objects that are in memory alone."""
 
-_NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stranger"})
+_NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stale", "stranger"})
 """Reasons for which an object was dropped, but which say nothing against its extent."""
 
 
@@ -45,7 +46,8 @@ class Counters:
         lookups: keys looked up.
         lookup_ns: time spent in finding keys in the index and in memory.
         placement_ns: time spent in choosing devices and extents, evictions for them included.
-        grouping_ns: time spent in handing reads to the devices and taking them back.
+        grouping_ns: time spent in planning reads, finding memory for them, and taking them back.
+        submission_ns: time spent in handing them to the devices: calls into the kernel.
         verify_ns: time spent in checking what was read; apart from the node's lock.
         shared_reads: requests that were served by another one's read.
         partial_reads: reads of a part of an object.
@@ -58,6 +60,7 @@ class Counters:
     lookup_ns: int = 0
     placement_ns: int = 0
     grouping_ns: int = 0
+    submission_ns: int = 0
     verify_ns: int = 0
     shared_reads: int = 0
     partial_reads: int = 0
@@ -151,6 +154,7 @@ class Core:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         for disk in disks:
             disk.wake = self.wake
+            disk.on_gone = self.begin_session
 
     # ---- The engine's thread
 
@@ -173,6 +177,24 @@ class Core:
     def close(self) -> None:
         """Give the descriptor back."""
         os.close(self._wake)
+
+    # ---- Devices that miss something
+
+    def begin_session(self) -> None:
+        """Begin a new session on all devices that are there.
+
+        A device that was away, or was given up, does not hear of what is removed or replaced meanwhile. When it comes
+        back, its log knows another session than the others': what is on it may be stale, and is dropped. A session is
+        a number and a digest of who takes part when, so that two that went on without each other are told apart.
+        """
+        present = [disk for disk in self.disks if disk.gone is None]
+        newest = max((disk.session for disk in self.disks), default=b"")
+        parts = hashlib.sha256(self.clock_ms().to_bytes(8, "big", signed=True))
+        for disk in present:
+            parts.update(disk.volume.superblock.volume_id)
+        number = int.from_bytes(newest[:8], "big") + 1
+        for disk in present:
+            disk.enter_session(number.to_bytes(8, "big") + parts.digest()[:8])
 
     # ---- Entries
 

@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 _GONE_ERRORS: Final = frozenset({errno.ENODEV, errno.ENXIO, errno.ENOMEDIUM, errno.ESHUTDOWN, errno.EBADF})
 _AVOIDED_FIRST_MS: Final = 1_000
 _AVOIDED_LONGEST_MS: Final = 600_000
+_SESSION_NOTE: Final = b"session"
 _WEAR_NOTE: Final = b"wear"
 _WEAR_STEP_BYTES: Final = 64 << 20
 """Written between two notes of it: what a crash may forget of the day's budget."""
@@ -48,6 +49,8 @@ class Disk:
         name: its path.
         gone: why no more is asked of it; None while it works.
         wake: has step() called soon.
+        on_gone: called once when it is given up.
+        session: of the pool, as the log knows it: a device with an older one has missed changes.
         reading: foreground reads under way.
         reads: reads for clients that it has done.
         read_bytes: that they brought.
@@ -76,6 +79,7 @@ class Disk:
         self.set_budget(bytes_max, objects_max)
         self.gone: str | None = None
         self.wake: Callable[[], None] = lambda: None
+        self.on_gone: Callable[[], None] = lambda: None
         self.reading = 0
         self.reads = 0
         self.read_bytes = 0
@@ -92,6 +96,8 @@ class Disk:
         self._freeable: deque[Place] = deque()
         self._unlogged: deque[bytes] = deque()
         self._noted_bytes = self._written_bytes()
+        self.session = volume.notes.get(_SESSION_NOTE, b"")
+        self._session_wanted = self.session
         wear.unpack(volume.notes.get(_WEAR_NOTE, b""))
         self._logged_bytes = wear.day_bytes
 
@@ -139,8 +145,24 @@ class Disk:
             self.volume.free(*self._freeable.popleft())
         if self.gone is None and self.volume.error is not None:
             self.give_up(str(self.volume.error))
+        self._note_session()
         self._note_wear(now_ms)
         return calls
+
+    def enter_session(self, session: bytes) -> None:
+        """Have the log know a new session of the pool."""
+        self._session_wanted = session
+        self._note_session()
+        self.wake()
+
+    def _note_session(self) -> None:
+        if self.session == self._session_wanted or self.gone is not None:
+            return
+        try:
+            self.volume.note(_SESSION_NOTE, self._session_wanted)
+        except BusyError:
+            return
+        self.session = self._session_wanted
 
     def _note_wear(self, now_ms: int) -> None:
         """Count what was written, and have the log remember it every now and then."""
@@ -197,7 +219,7 @@ class Disk:
     @property
     def is_logging(self) -> bool:
         """Whether records wait for room in the log."""
-        return bool(self._unlogged)
+        return self.gone is None and (bool(self._unlogged) or self.session != self._session_wanted)
 
     def _log(self, record: bytes) -> None:
         if self._unlogged or not self._append(record):
@@ -270,3 +292,4 @@ class Disk:
             self.gone = why
             self._unlogged.clear()
             _log.error("device_gone device=%s reason=%r", self.name, why)
+            self.on_gone()

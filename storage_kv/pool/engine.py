@@ -35,6 +35,7 @@ from storage_kv.pool.reads import Reader
 from storage_kv.pool.reports import pool_statistics, tenant_statistics
 from storage_kv.pool.scrub import Scrubber
 from storage_kv.pool.space import Quota, Space
+from storage_kv.pool.volume import VolumeError
 from storage_kv.pool.writes import Writer, joined
 
 __all__ = ["PoolEngine", "PoolItem", "open_pool"]
@@ -526,7 +527,12 @@ class PoolEngine:
 
     def barrier(self) -> Ticket | None:
         """See :meth:`Engine.barrier`."""
-        if any(disk.is_logging for disk in self._core.disks):  # some are not even in a log
+        disks = self._core.disks
+        if disks and all(disk.gone is not None for disk in disks):
+            ticket = Ticket()
+            self._writer.settle_later(ticket, VolumeError(f"no device is left to log it: {disks[0].gone}"))
+            return ticket
+        if any(disk.is_logging for disk in disks):  # some are not even in a log
             ticket = Ticket()
             self._barriers.append(ticket)
             self._core.wake()

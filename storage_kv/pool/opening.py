@@ -168,6 +168,8 @@ def open_parts(
     tenants = Tenants(disks)
     space.tenants |= tenants.ids()
     _drop_strangers(core, tenants)
+    _drop_stale(core)
+    core.begin_session()
     homes = Homes(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
     opened = Opened(core, space, homes, tenants, absent, time.monotonic() - began)
     _log.info("pool_opened devices=%d objects=%d seconds=%.2f", len(disks), len(index), opened.seconds)
@@ -246,6 +248,24 @@ def _drop_strangers(core: Core, tenants: Tenants) -> None:
             if entry is not None and entry.device == disk.number and entry.tenant == tenant:
                 core.lose(entry, "stranger")
             slot = following
+
+
+def _drop_stale(core: Core) -> None:
+    """Drop what lies on devices that were away in the last session: it may have been removed or replaced meanwhile."""
+    newest = max((disk.session for disk in core.disks), default=b"")
+    for disk in core.disks:
+        if disk.session == newest:
+            continue
+        slot, count = core.index.next(), 0
+        while slot:
+            following = core.index.next(slot)
+            entry = core.entry(slot)
+            if entry is not None and entry.device == disk.number:
+                core.lose(entry, "stale")
+                count += 1
+            slot = following
+        if count:
+            _log.warning("device_was_away device=%s objects_dropped=%d", disk.name, count)
 
 
 # ---- Bandwidth

@@ -95,10 +95,12 @@ class Reader:
 
     def pump(self) -> None:
         """Begin reads that had to wait, in their order, as far as there is memory now."""
-        while self._waiting:
-            if not self._begin(self._waiting[0]):
-                return
+        if not self._waiting:
+            return
+        began = self._core.ticks()
+        while self._waiting and self._begin(self._waiting[0]):
             self._waiting.popleft()
+        self._core.counters.grouping_ns += self._core.ticks() - began
 
     def _plan(self, entry: Entry, start: int, end: int) -> _Read:
         disk = self._core.disks[entry.device]
@@ -138,9 +140,13 @@ class Reader:
         def done(operation: Operation) -> None:
             self._ended_operations.append((read, operation))  # in the engine's thread, without the lock
 
+        began = self._core.ticks()
         for offset, length in parts:
             read.disk.volume.read(entry.extent, offset, length, address, Priority.FOREGROUND, done)
             address += length
+        took = self._core.ticks() - began
+        self._core.counters.submission_ns += took
+        self._core.counters.grouping_ns -= took  # the calls into the kernel are I/O, not orchestration
         return True
 
     def _end_operation(self, read: _Read, operation: Operation) -> None:

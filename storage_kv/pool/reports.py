@@ -79,6 +79,7 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
         lookup_ns=counters.lookup_ns,
         placement_ns=counters.placement_ns,
         grouping_ns=counters.grouping_ns,
+        submission_ns=counters.submission_ns,
         verify_ns=counters.verify_ns,
         lookups=counters.lookups,
         shared_reads=counters.shared_reads,

@@ -81,7 +81,8 @@ class PoolStatistics(EngineStatistics):
         orchestration_ns: time spent in looking up, placing and grouping, without any I/O: the three that follow.
         lookup_ns: in finding keys.
         placement_ns: in choosing homes, and evicting for them.
-        grouping_ns: in handing reads to devices and taking them back.
+        grouping_ns: in planning reads, finding memory for them, and taking them back.
+        submission_ns: in handing reads to devices: calls into the kernel, which count as I/O.
         verify_ns: in checking what was read, apart from the lock.
         lookups: keys looked up.
         shared_reads: requests that another one's read served.
@@ -109,6 +110,7 @@ class PoolStatistics(EngineStatistics):
     lookup_ns: int = field(compare=False, default=0)
     placement_ns: int = field(compare=False, default=0)
     grouping_ns: int = field(compare=False, default=0)
+    submission_ns: int = field(compare=False, default=0)
     verify_ns: int = field(compare=False, default=0)
     lookups: int = field(compare=False, default=0)
     shared_reads: int = field(compare=False, default=0)
