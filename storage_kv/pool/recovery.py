@@ -133,12 +133,19 @@ class Reader:
         """Yield (number of its first block, bytes), in order; what cannot be read is zeros. Good until the next one."""
         starts = list(range(first, first + count, _PIECE_BLOCKS))
         waiting: list[Operation] = []
-        for turn in range(len(starts) + _DEPTH - 1):
-            if turn < len(starts):
-                blocks = min(_PIECE_BLOCKS, first + count - starts[turn])
-                waiting.append(self._read(starts[turn], blocks, self._buffers[turn % _DEPTH].address))
-            if turn >= _DEPTH - 1 and waiting:
-                yield self._take(waiting.pop(0), turn - _DEPTH + 1)
+        try:
+            for turn in range(len(starts) + _DEPTH - 1):
+                if turn < len(starts):
+                    blocks = min(_PIECE_BLOCKS, first + count - starts[turn])
+                    waiting.append(self._read(starts[turn], blocks, self._buffers[turn % _DEPTH].address))
+                if turn >= _DEPTH - 1 and waiting:
+                    yield self._take(waiting.pop(0), turn - _DEPTH + 1)
+        except GeneratorExit:
+            # Whoever has seen enough leaves reads behind: into buffers that the next ones use, and under identities
+            # that the next ones may be given.
+            for operation in waiting:
+                self._wait(operation)
+            raise
 
     def _take(self, operation: Operation, turn: int) -> tuple[int, Bytes]:
         self._wait(operation)

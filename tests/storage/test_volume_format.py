@@ -32,6 +32,7 @@ from storage_kv.pool.format import (
     unpack_block,
     unpack_name,
 )
+from storage_kv.pool.recovery import Reader
 from storage_kv.pool.verification import verify_volume
 from storage_kv.pool.volume import Volume
 
@@ -164,6 +165,18 @@ def test_a_device_that_is_too_small_cannot_be_formatted(capacity: int) -> None:
 
 
 # ---- Damaged
+
+
+def test_a_reader_that_stops_early_does_not_take_old_reads_for_new_ones() -> None:
+    """Symptom: verify told of a sound object, the first behind the log's end, that it was not there."""
+    device = SimulatedDevice(4096 * BLOCK_BYTES)
+    for number in range(4096):
+        device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
+    reader = Reader(device)
+    for number in range(2048, 2112):
+        next(iter(reader.pieces(0, 2048)))  # the end of the log was in its first piece
+        [(first, data)] = reader.pieces(number, 1)
+        assert first == number and data.tobytes()[:8] == number.to_bytes(8, "little")
 
 
 @pytest.mark.parametrize("copy", [0, 1])
