@@ -219,19 +219,22 @@ class Core:
         """Return the device that holds an object; None for memory alone."""
         return None if entry.device == MEMORY_ONLY else self.disks[entry.device]
 
-    def forget(self, entry: Entry, *, remember: bool = False, quarantine: str | None = None) -> None:
+    def forget(
+        self, entry: Entry, *, remember: bool = False, quarantine: str | None = None, logged: bool = False
+    ) -> None:
         """Remove an entry: from the log of its device, its extent, its memory, its name, the index.
 
         Args:
             entry: what the index has now.
             remember: put it into the ghost queue.
             quarantine: why its extent must not be used again before it was tested; None for no reason.
+            logged: whether the log says so already.
         """
         disk = self.disk_of(entry)
         write = self.cancel_write(entry.slot, False)
         if disk is not None and disk.gone is None:
             place = (entry.extent, entry.size)
-            if write is None or write.submitted or write.replaced is not None:
+            if not logged and (write is None or write.submitted or write.replaced is not None):
                 disk.log_removal(entry.tenant, entry.key)
             if write is not None and write.replaced is not None:
                 disk.free(write.replaced)

@@ -10,7 +10,7 @@ from typing import Final
 from shadowserve.native import IndexEntry
 from storage_kv.engine import BusyError, Ticket
 from storage_kv.pool.arena import BLOCK_BYTES
-from storage_kv.pool.format import RecordKind, pack_record
+from storage_kv.pool.format import RecordFlag, RecordKind, pack_record
 from storage_kv.pool.organizer import BandwidthMeter
 from storage_kv.pool.volume import Volume
 from storage_kv.pool.wear import Wear
@@ -197,6 +197,12 @@ class Disk:
         """Log that an object is gone."""
         if self.gone is None:
             self._log(pack_record(RecordKind.REMOVE, tenant, key))
+
+    def log_clear(self, tenant: int | None) -> None:
+        """Log that everything of a tenant is gone, or of all."""
+        if self.gone is None:
+            flags = RecordFlag.EVERY_TENANT if tenant is None else 0
+            self._log(pack_record(RecordKind.CLEAR, tenant or 0, b"", flags=flags))
 
     def log_expiry(self, tenant: int, key: bytes, expires_at_ms: int) -> None:
         """Log a new expiry."""

@@ -517,12 +517,14 @@ class PoolEngine:
 
     def clear(self, tenant: int | None) -> None:
         """See :meth:`Engine.clear`."""
+        for disk in self._core.disks:
+            disk.log_clear(tenant)
         slot = self._index.next()
         while slot:
             following = self._index.next(slot)
             entry = self._core.entry(slot)
             if entry is not None and (tenant is None or entry.tenant == tenant):
-                self._core.forget(entry)
+                self._core.forget(entry, logged=True)
             slot = following
 
     def barrier(self) -> Ticket | None:

@@ -92,6 +92,24 @@ def test_what_was_acknowledged_survives_a_crash_and_the_memory_fills_by_use() ->
     pool.stop()
 
 
+def test_what_was_cleared_is_gone_after_a_restart_and_what_came_later_is_not() -> None:
+    pool, devices = start(DEVICE_BYTES, DEVICE_BYTES)
+    one = pool.call(pool.engine.tenant, "one")
+    for number in range(20):
+        pool.put(b"%d" % number, b"x" * 5_000, one if number % 2 else 0)
+    late = pool.put_soon(b"on its way", b"x" * 5_000, one)
+    pool.engine.poll()
+    pool.clear(one)
+    assert late.wait() is None
+    pool.put(b"1", b"later", one)
+    pool = again(devices)
+    assert pool.keys(one) == {b"1"} and pool.count() == 10 and pool.value(b"1", tenant=one) == b"later"
+    pool.clear()
+    pool = again([disk.volume.device for disk in pool.engine._core.disks])  # type: ignore[attr-defined]
+    assert pool.count() == pool.count(one) == 0
+    pool.stop()
+
+
 def test_a_file_pool_comes_back_warm(tmp_path: Path) -> None:
     paths = [tmp_path / "one", tmp_path / "two"]
     pool = Driver(file_pool(paths))
