@@ -97,6 +97,7 @@ class PoolEngine:
         self._barriers: list[Ticket] = []
         self._next_turn_ms = 0
         self._peak_bytes = 0
+        self._closed = False
         self._opened: Opened
 
     @classmethod
@@ -220,8 +221,9 @@ class PoolEngine:
 
     def close(self) -> None:
         """See :meth:`Engine.close`. Twice is harmless."""
-        opened, self._closed = self._opened, True
-        opened.close()
+        if not self._closed:
+            self._closed = True
+            self._opened.close()
 
     # ---- Reading
 

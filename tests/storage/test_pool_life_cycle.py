@@ -108,6 +108,7 @@ def test_what_was_cleared_is_gone_after_a_restart_and_what_came_later_is_not() -
     pool = again([disk.volume.device for disk in pool.engine._core.disks])  # type: ignore[attr-defined]
     assert pool.count() == pool.count(one) == 0
     pool.stop()
+    pool.engine.close()
 
 
 def test_a_file_pool_comes_back_warm(tmp_path: Path) -> None:
