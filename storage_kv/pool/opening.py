@@ -25,6 +25,7 @@ from storage_kv.pool.format import FormatError
 from storage_kv.pool.homes import Homes
 from storage_kv.pool.organizer import BUSY_DEPTH, BandwidthMeter
 from storage_kv.pool.recovery import Reader, read_superblocks
+from storage_kv.pool.registration import Registration
 from storage_kv.pool.space import Space
 from storage_kv.pool.tenants import Tenants
 from storage_kv.pool.volume import Volume
@@ -66,10 +67,12 @@ class Opened:
     homes: Homes
     tenants: Tenants
     absent: list[tuple[str, str]]
+    registration: Registration
     seconds: float
 
     def close(self) -> None:
         """Give everything back."""
+        self.registration.stop()
         for disk in self.core.disks:
             disk.volume.device.close()
         for disk in self.core.disks:
@@ -143,9 +146,6 @@ def open_parts(
             device.close()
         raise ConfigurationError(f"the pool cannot be opened: {error}") from error
     memory = BandwidthMeter(None if config.memory_bandwidth is None else float(config.memory_bandwidth))
-    for disk in disks:
-        for arena in arenas.arenas:
-            disk.volume.device.register(arena.memory)
     if measure:
         arenas.measure()
         memory.sample(sum(arena.bytes_per_s for arena in arenas.arenas))
@@ -171,7 +171,8 @@ def open_parts(
     _drop_stale(core)
     core.begin_session()
     homes = Homes(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
-    opened = Opened(core, space, homes, tenants, absent, time.monotonic() - began)
+    registration = Registration(arenas.arenas, [disk.volume.device for disk in disks])
+    opened = Opened(core, space, homes, tenants, absent, registration, time.monotonic() - began)
     _log.info("pool_opened devices=%d objects=%d seconds=%.2f", len(disks), len(index), opened.seconds)
     return opened
 

@@ -1,11 +1,13 @@
 """What happens to objects between being stored and being gone: memory, eviction, restarts, back-pressure."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_driver import Clock, Driver
+from machine import wait_for
 from pool_support import DEVICE_BYTES, MIB, chunk, file_pool, key_of, pool_statistics, simulated_pool
 from simulated_device import SimulatedDevice
 
@@ -125,6 +127,23 @@ def test_a_file_pool_comes_back_warm(tmp_path: Path) -> None:
     found = pool_statistics(pool)
     assert found.partial_reads and found.orchestration_ns and all(device.read_bytes for device in found.devices)
     pool.stop()
+
+
+def test_memory_is_made_known_to_the_devices_while_the_pool_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "storage_kv.pool.registration")
+    pool = Driver(file_pool([tmp_path / "one", tmp_path / "two"]))
+    pool.put(b"a", b"x" * 300_000)
+    message = wait_for(lambda: [record.getMessage() for record in caplog.records])[0]
+    assert message.startswith(("memory_registered", "memory_not_registered"))  # the latter where little may be locked
+    assert pool.value(b"a") == b"x" * 300_000
+    pool.stop()
+
+
+def test_a_pool_can_be_closed_before_its_memory_is_known(tmp_path: Path) -> None:
+    for _ in range(3):
+        Driver(file_pool([tmp_path / "one"], memory_budget_bytes=256 * MIB)).stop()
 
 
 def test_gets_of_one_object_share_one_read_and_the_copy_stays() -> None:
