@@ -95,7 +95,7 @@ class Disk:
         self._freed_later: dict[int, int] = {}
         self._freeable: deque[Place] = deque()
         self._unlogged: deque[bytes] = deque()
-        self._noted_bytes = self._written_bytes()
+        self._noted_bytes = self.volume.written_bytes
         self.session = volume.notes.get(_SESSION_NOTE, b"")
         self._session_wanted = self.session
         wear.unpack(volume.notes.get(_WEAR_NOTE, b""))
@@ -166,7 +166,7 @@ class Disk:
 
     def _note_wear(self, now_ms: int) -> None:
         """Count what was written, and have the log remember it every now and then."""
-        written = self._written_bytes()
+        written = self.volume.written_bytes
         if written != self._noted_bytes:
             self.wear.note(written - self._noted_bytes, now_ms)
             self._noted_bytes = written
@@ -180,10 +180,6 @@ class Disk:
         except BusyError:
             return
         self._logged_bytes = self.wear.day_bytes
-
-    def _written_bytes(self) -> int:
-        found = self.volume.statistics()
-        return found.written_bytes + found.log_written_bytes + found.snapshot_written_bytes
 
     # ---- The log
 

@@ -141,17 +141,18 @@ class PoolEngine:
         assert lock is not None, "start() comes first"
         self._core.calm()
         with lock:
-            began = self._core.ticks()
+            began, reading = self._core.ticks(), reader.under_way > 0
             calls, unsealed = self._step_devices(), writer.take_unsealed()
         for call in calls:
             call()
         ended, scrubbed = reader.take_ended(), self._scrubber.take_read()
-        if ended:
+        if reading:
             self._core.counters.grouping_ns += self._core.ticks() - began
         reader.verify(ended)
         self._scrubber.verify(scrubbed)
         writer.seal(unsealed)
         with lock:
+            began = self._core.ticks()
             tell = reader.finish(ended)
             self._scrubber.finish(scrubbed)
             writer.submit(unsealed)
@@ -160,6 +161,8 @@ class PoolEngine:
             self._pass_barriers()
             self._core.arenas.settle()
             self._turn()
+            if reading:
+                self._core.counters.grouping_ns += self._core.ticks() - began
             reader.pump()
             settled = [*writer.take_settled(), *((ticket, None) for ticket in self._take_busy())]
             ready = self._take_ready()
@@ -622,6 +625,11 @@ class PoolEngine:
         if not self._core.disks:
             self._space.budget_bytes = self._space.memory_max
         self._space.trim()
+
+    def drop_copies(self) -> None:
+        """Forget what memory holds of what devices have, as far as nobody uses it: to measure reads of devices."""
+        while self._core.copies.make_room():
+            pass
 
     def set_scrub_rate(self, bytes_per_s: int) -> None:
         """Change how much of each device is checked in the background a second; 0 for nothing."""

@@ -232,9 +232,17 @@ class Space:
             tries -= 1
             if first_homeless and self.evict(device=MEMORY_ONLY):
                 continue
-            if not core.copies.make_room() and not self.evict(device=MEMORY_ONLY):
+            if not core.copies.make_room() and not (self._is_all_kept() and self.evict(device=MEMORY_ONLY)):
                 return None
         return buffer
+
+    def _is_all_kept(self) -> bool:
+        """Return whether waiting would free no memory: none is a copy, is read into, or is being sent.
+
+        What is in memory alone is not evicted for a moment's need: a request for a long prefix has it all in use.
+        """
+        arenas = self._core.arenas
+        return not self._core.disks or arenas.used_bytes - arenas.lent_bytes <= self._core.copies.kept_bytes
 
     def _take(self, blocks: int, parent: bytes, key: bytes) -> Buffer | None:
         arenas = self._core.arenas

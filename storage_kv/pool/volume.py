@@ -446,6 +446,12 @@ class Volume:
         """Begin a snapshot with the next step although the log has room: the next start is then quicker."""
         self._snapshot_wanted = True
 
+    @property
+    def written_bytes(self) -> int:
+        """Bytes that were written since it was opened: objects, both copies of the log, snapshots."""
+        counters = self._counters
+        return counters.written_bytes + self._log.written_bytes + counters.snapshot_written_bytes
+
     def statistics(self) -> VolumeStatistics:
         """Return counters and sizes."""
         counters, log = self._counters, self._log

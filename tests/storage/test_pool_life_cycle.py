@@ -13,7 +13,7 @@ from simulated_device import SimulatedDevice
 
 from shadowserve.block import OperationKind
 from storage_kv.engine import BusyError, OutOfBudgetError, qualified
-from storage_kv.pool.engine import PoolItem
+from storage_kv.pool.engine import PoolEngine, PoolItem
 
 
 def start(*sizes: int, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
@@ -38,10 +38,8 @@ def in_memory(driver: Driver, key: bytes) -> bool:
 
 def cool(driver: Driver) -> None:
     """Drop all copies that nobody uses."""
-    copies = driver.engine._core.copies  # type: ignore[attr-defined]
-    with driver.lock:
-        while copies.make_room():
-            pass
+    assert isinstance(driver.engine, PoolEngine)
+    driver.call(driver.engine.drop_copies)
 
 
 def reads_of(driver: Driver) -> int:
@@ -328,6 +326,22 @@ def test_memory_that_everybody_uses_makes_readers_wait_not_fail() -> None:
     for number, reading in enumerate(readings):
         assert reading is not None and reading.wait() == b"%d" % number * 1_000_000
         reading.release()
+    pool.stop()
+
+
+def test_a_long_prefix_that_has_all_memory_in_use_evicts_nothing_that_lies_in_memory_alone() -> None:
+    """Which would take the rest of its chain along, from devices too."""
+    pool, _ = start(bandwidths=[3 * MIB], memory_bandwidth=MIB, memory_homes=True)
+    for number in range(16):
+        value = bytes([number]) * 1_000_000
+        pool.put(key_of(chunk(number)), value, parent=chunk(number - 1) if number else b"")
+    assert pool_statistics(pool).devices[0].objects == 12
+    cool(pool)
+    readings = [pool.open(key_of(chunk(number))) for number in range(16)]
+    for number, reading in enumerate(readings):
+        assert reading is not None and reading.wait() == bytes([number]) * 1_000_000
+        reading.release()
+    assert pool.statistics().evicted_keys == 0
     pool.stop()
 
 
