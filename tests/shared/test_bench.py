@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from machine import NEVER_S
 
 from shadowserve import native
 from shadowserve.cli import main
+from shadowserve.cli.bench.disks import Disks
 from shadowserve.cli.bench.peers.network import linked
 from shadowserve.cli.bench.report import verdict
 from shadowserve.errors import ShadowServeError
@@ -30,6 +32,7 @@ SMALL = {
     "memory": [],
     "isolation": ["--samples", "100"],
     "recovery": ["--objects", "2000", "--pairs", "1"],
+    "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "80,40", "--memory", "20", "--repeats", "1"],
     "interference": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--lengths", "4", "--rates", "0.5", "--curve-output", "4", "--requests", "2"),
@@ -44,6 +47,14 @@ SMALL = {
         *("--kv-rate", "1", "--repeats", "1"),
     ],
 }
+PARTS = ("pool", "passthrough")
+
+
+def may_cap() -> bool:
+    with tempfile.TemporaryDirectory() as folder, Disks(Path(folder)) as disks:
+        return not disks.why_not
+
+
 RATIOS = {
     "fetch": {
         "cpu_over_best_raw_peer",
@@ -84,6 +95,16 @@ RATIOS = {
     "memory": {"resident_over_allowed"},
     "isolation": {"guess_beyond_chance", "own_guess_beyond_chance"},
     "recovery": {"seconds_per_million_objects"},
+    "pool": {
+        "aggregate_over_sum",
+        "devices_over_sum",
+        "placement_error",
+        "orchestration_share",
+        "cpu_gain_over_filesystem",
+        "pool_only_over_full",
+        "passthrough_only_over_full",
+        *(["organizer_error", *(f"{part}_only_over_full_uncapped" for part in PARTS)] if may_cap() else []),
+    },
     "interference": {
         "decode_step_slowdown",
         "decode_step_slowdown_in_engine",

@@ -28,6 +28,7 @@ BENCHES: Final = (
     "control",
     "memory",
     "recovery",
+    "pool",
     "isolation",
     "gpu",
 )

@@ -1,0 +1,229 @@
+"""Devices to measure on: loop devices over files in memory, their reads capped, or plain files without the rights.
+
+A cap is blk-throttle's of cgroup v1: this process is moved into a group of its own, in which each device reads so many
+bytes a second. It accounts in slices of 100 ms, so what is measured should take a second or more.
+"""
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shadowserve.errors import ShadowServeError
+from storage_kv.buffers import allocate
+
+__all__ = ["Disk", "Disks", "drop_cached", "plain_rate", "working_folder"]
+
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108
+_BLKIO: Final = Path("/sys/fs/cgroup/blkio")
+_PIECE_BYTES: Final = 256 << 10
+"""Of a plain read. The kernel splits larger ones, and blk-throttle may then count them twice."""
+_READ_AHEAD_KB: Final = 256
+"""Likewise, for reads through the page cache."""
+_LET_GO_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Disk:
+    """One device.
+
+    Attributes:
+        path: a block device, or a file.
+        number: major and minor number as the kernel writes them; empty for a file.
+        cap: bytes a second that it reads while caps hold.
+    """
+
+    path: Path
+    number: str
+    cap: int
+
+    @property
+    def read_bytes(self) -> int | None:
+        """Bytes that it has read since it was made; None for a file, of which nobody knows."""
+        if not self.number:
+            return None
+        return int(Path("/sys/dev/block", self.number, "stat").read_text().split()[2]) * 512
+
+
+@contextmanager
+def working_folder(bytes_needed: int, folder: Path | None) -> Iterator[Path]:
+    """Make a folder that has so much room: in memory if it fits there twice, else where temporary files go."""
+    if folder is None and _SHARED_MEMORY.is_dir():
+        available = int(_meminfo()["MemAvailable"]) << 10
+        if min(available // 2, shutil.disk_usage(_SHARED_MEMORY).free) >= bytes_needed:
+            folder = _SHARED_MEMORY
+    with tempfile.TemporaryDirectory(prefix="shadowserve-bench-", dir=folder) as name:
+        if shutil.disk_usage(name).free < bytes_needed:
+            raise ShadowServeError(
+                f"{name} has no room for {bytes_needed >> 20} MiB; name another folder with --folder, or ask for fewer "
+                "or smaller chunks"
+            )
+        yield Path(name)
+
+
+def _meminfo() -> dict[str, str]:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
+
+
+class Disks:
+    """Makes devices in a folder and takes them apart.
+
+    Attributes:
+        why_not: why there are only files, without caps; empty if there are devices.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Find out what may be done here."""
+        self._folder = folder
+        self._stack = ExitStack()
+        self._group: Path | None = None
+        self._made: list[Disk] = []
+        self.why_not = ""
+
+    def __enter__(self) -> "Disks":
+        try:
+            self._group = self._stack.enter_context(_own_group())
+            probe = self._folder / "probe"
+            probe.write_bytes(bytes(1 << 20))
+            with _loop(probe):
+                pass
+            probe.unlink()
+        except (OSError, ShadowServeError) as error:
+            self._stack.close()
+            self._group = None
+            self.why_not = str(error)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def make(self, name: str, size: int, cap: int) -> Disk:
+        """Make a device, or a file that is not there yet and may have ``size`` bytes."""
+        image = self._folder / f"{name}.img"
+        if self._group is None:
+            return Disk(image, "", cap)
+        with image.open("wb") as file:
+            file.truncate(size)
+        path = self._stack.enter_context(_loop(image))
+        queue = Path("/sys/block", path.name)
+        (queue / "queue" / "read_ahead_kb").write_text(str(_READ_AHEAD_KB))
+        disk = Disk(path, (queue / "dev").read_text().strip(), cap)
+        self._made.append(disk)
+        return disk
+
+    def make_folder(self, name: str, size: int, cap: int) -> tuple[Path, Disk]:
+        """Make a folder on a file system on a device of its own; without devices, just a folder."""
+        disk = self.make(name, size, cap)
+        folder = self._folder / name
+        folder.mkdir()
+        if disk.number:
+            _run("mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", str(disk.path))
+            _run("mount", "-o", "noatime", str(disk.path), str(folder))
+            self._stack.callback(_unmount, folder)
+        return folder, disk
+
+    @contextmanager
+    def capped(self) -> Iterator[None]:
+        """Have the devices read no faster than their caps, by this process."""
+        self._throttle(on=True)
+        try:
+            yield
+        finally:
+            self._throttle(on=False)
+
+    def _throttle(self, *, on: bool) -> None:
+        if self._group is not None:
+            for disk in self._made:
+                limit = disk.cap if on else 0
+                (self._group / "blkio.throttle.read_bps_device").write_text(f"{disk.number} {limit}")
+
+
+@contextmanager
+def _own_group() -> Iterator[Path]:
+    """Move this process into a group of its own, and back."""
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    found = [line.split(":", 2)[2] for line in lines if "blkio" in line.split(":", 2)[1].split(",")]
+    if not found or not _BLKIO.is_dir():
+        raise ShadowServeError("there is no cgroup v1 with blkio")
+    before = _BLKIO / found[0].lstrip("/")
+    group = before / f"shadowserve-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            yield group
+        finally:
+            (before / "cgroup.procs").write_text(str(os.getpid()))
+    finally:
+        _retried(group.rmdir)
+
+
+@contextmanager
+def _loop(image: Path) -> Iterator[Path]:
+    path = Path(_run("losetup", "--find", "--show", "--direct-io=on", str(image)).strip())
+    try:
+        yield path
+    finally:
+        _run("losetup", "--detach", str(path))
+
+
+def _run(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except FileNotFoundError as error:
+        raise ShadowServeError(f"there is no {command[0]}") from error
+    except subprocess.CalledProcessError as error:
+        raise ShadowServeError(f"{' '.join(command)}: {error.stderr.strip()}") from error
+    return done.stdout
+
+
+def _unmount(folder: Path) -> None:
+    _run("umount", str(folder))
+
+
+def _retried(function: Callable[[], None]) -> None:
+    """Call a function until the kernel has let go of what it needs."""
+    until = time.monotonic() + _LET_GO_S
+    while True:
+        try:
+            function()
+            return
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
+
+
+def plain_rate(disk: Disk, size: int) -> float:
+    """Return the bytes a second that a device gives to one who just reads ``size`` bytes from its begin, in order."""
+    memory = allocate(1 << 20)[2048:]  # which is a page's begin
+    piece = memory[:_PIECE_BYTES]
+    descriptor = os.open(disk.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        end = os.lseek(descriptor, 0, os.SEEK_END) // _PIECE_BYTES * _PIECE_BYTES
+        done = 0
+        begin = time.perf_counter()
+        while done < size:
+            done += os.preadv(descriptor, [piece], done % end)
+        return done / (time.perf_counter() - begin)
+    finally:
+        os.close(descriptor)
+
+
+def drop_cached(folder: Path) -> None:
+    """Have the page cache forget the files in a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fdatasync(descriptor)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(descriptor)
