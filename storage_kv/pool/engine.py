@@ -29,10 +29,11 @@ from storage_kv.engine import (
 from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
 from storage_kv.pool.core import MEMORY_ONLY, Core, Entry
 from storage_kv.pool.homes import Home, Homes
-from storage_kv.pool.keys import ParsedKey, chunk_key, parse_key
+from storage_kv.pool.keys import ParsedKey, parse_key
 from storage_kv.pool.opening import Found, Opened, open_devices, open_parts
 from storage_kv.pool.reads import Reader
 from storage_kv.pool.reports import pool_statistics, tenant_statistics
+from storage_kv.pool.scanning import scan_keys
 from storage_kv.pool.scrub import Scrubber
 from storage_kv.pool.space import Quota, Space
 from storage_kv.pool.volume import VolumeError
@@ -40,8 +41,6 @@ from storage_kv.pool.writes import Writer, joined
 
 __all__ = ["PoolEngine", "PoolItem", "open_pool"]
 
-_SCAN_ENTRIES_MAX: Final = 10_000
-"""Entries of other tenants that one SCAN passes over: about 10 ms."""
 _TURN_MS: Final = 100
 _WRITABLE_SHARE: Final = 2
 """Of the memory, at most a half receives values and waits to be written: the other half is for readers."""
@@ -575,25 +574,7 @@ class PoolEngine:
 
     def scan(self, tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """See :meth:`Engine.scan`: the cursor is the slot that came last."""
-        found: list[bytes] = []
-        now_ms = self._clock_ms()
-        slot = self._index.next(cursor) if cursor < 1 << 32 else 0
-        for _ in range(_SCAN_ENTRIES_MAX):
-            if not slot:
-                return 0, found
-            fields = self._index.read(slot)
-            if fields.tenant == tenant:
-                if fields.expires_at_ms and fields.expires_at_ms <= now_ms:
-                    self._core.expire(Entry(slot, fields))
-                else:
-                    name = self._core.names.get(slot)
-                    found.append(chunk_key(fields.key) if name is None else name)
-                    if len(found) >= count:
-                        break
-            slot, last = self._index.next(slot), slot
-        else:
-            return last, found
-        return (slot if self._index.next(slot) else 0), found
+        return scan_keys(self._core, tenant, cursor, count)
 
     def count(self, tenant: int) -> int:
         """See :meth:`Engine.count`."""
