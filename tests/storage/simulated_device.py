@@ -92,6 +92,7 @@ class SimulatedDevice:
         automatic: completed() first ends everything that is under way, in a random order: for opening and formatting.
         faults: those that are in force; append to it.
         trace: (kind, first block, blocks) of each operation, in the order in which they ended.
+        submitted: called with how many operations were queued.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class SimulatedDevice:
         self.automatic = automatic
         self.faults: list[Fault] = []
         self.trace: list[tuple[OperationKind, int, int]] = []
+        self.submitted: Callable[[int], None] = lambda count: None
         self.random = random.Random(seed)
         self._operations_max = operations_max
         self._clock_ns = clock_ns or (lambda: self._completions)
@@ -140,6 +142,7 @@ class SimulatedDevice:
             if operation.kind is OperationKind.WRITE:
                 content = ctypes.string_at(operation.address, operation.length)
             self._waiting.append((operation, self._completions, content))
+        self.submitted(len(operations))
 
     def completed(self) -> list[Operation]:
         """Take back what has ended."""

@@ -1,0 +1,8 @@
+"""Makes the modules beside this file, and those of the storage tests, importable."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent / "storage", HERE.parent):
+    sys.path.insert(0, str(folder))

@@ -1,0 +1,225 @@
+"""What a store may answer: every read is held against all that clients were told.
+
+Clients overlap, replies get lost, servers die. So the model keeps, for each key, every change with the time between
+which it must have happened: from when its client sent it to when the client was told or, without an answer, to when the
+server can no longer have executed it. A read may return a value that was set by a change that can have come before it,
+and that no acknowledged change is known to have replaced in between. It may miss where the value can have been removed
+or have expired; any other miss has to be paid for by an eviction or a loss that the engine has counted.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+__all__ = ["FOREVER", "Change", "Key", "Model", "Violation", "Write"]
+
+FOREVER: Final = 1 << 62
+Key = tuple[str, bytes]
+"""A tenant's name and a key as clients know it."""
+
+
+class Violation(AssertionError):
+    """The store did what it must never do."""
+
+
+@dataclass(eq=False)
+class Change:
+    """A change of one key, or of all of a tenant's (with an empty key).
+
+    Attributes:
+        kind: ``set``, ``remove``, or ``expiry``.
+        begin_ns: it cannot have happened before.
+        end: returns until when it must have happened, if ever.
+        acknowledged: whether its client knows that it has.
+        rejected: whether it is known not to have happened.
+        expires: a set's and an expiry's: from when to when on the wall clock the value ends; None for never.
+        reset_ns: of a set without an answer: the store may have dropped what was there instead.
+    """
+
+    kind: str
+    begin_ns: int
+    end: Callable[[], int]
+    acknowledged: bool = False
+    rejected: bool = False
+    expires: tuple[int, int] | None = None
+    keeps_expiry: bool = False
+    failed: bool = False
+
+
+@dataclass(eq=False)
+class Write(Change):
+    """A set, and its value.
+
+    Attributes:
+        value: made from the number, so that no two are alike.
+        is_record: of two of these the store keeps the first.
+        lost: somebody has missed it, for a reason that was paid for or is none of the model's.
+    """
+
+    number: int = 0
+    value: bytes = b""
+    is_record: bool = False
+    head_bytes: int = 0
+    lost: bool = False
+
+
+def text_of(key: Key, number: int, size: int) -> bytes:
+    """Return a value of ``size`` bytes, 32 at least, that no other write has."""
+    head = f"<{key[0]}|{key[1].decode()[:12]}|{number:08x}|".encode()
+    return (head + random.Random(number).randbytes(max(size - len(head), 8)))[: max(size, 32)]
+
+
+@dataclass
+class _History:
+    changes: list[Change] = field(default_factory=list)
+
+
+class Model:
+    """All keys of all tenants.
+
+    Attributes:
+        unpaid: keys that were missed although they should have been there.
+        must_hit: every such miss is a violation: nothing may be evicted or lost.
+        reads: that returned a value.
+        misses: that did not.
+    """
+
+    def __init__(self, must_hit: bool) -> None:
+        self.must_hit = must_hit
+        self.unpaid: list[tuple[Key, int]] = []
+        self.reads = 0
+        self.misses = 0
+        self._histories: defaultdict[Key, _History] = defaultdict(_History)
+
+    def add(self, key: Key, change: Change) -> None:
+        """Take note of a change that a client is about to ask for."""
+        self._histories[key].changes.append(change)
+
+    def keys(self) -> list[Key]:
+        """Return every key that was ever set."""
+        return [key for key in self._histories if key[1]]
+
+    def writes(self, key: Key) -> list[Write]:
+        """Return every set of a key that may have happened."""
+        return [each for each in self._histories[key].changes if isinstance(each, Write) and not each.rejected]
+
+    def lose_all(self) -> None:
+        """Take note that all may be gone: a store in memory has ended."""
+        for history in self._histories.values():
+            for change in history.changes:
+                if isinstance(change, Write):
+                    change.lost = True
+
+    def doubt_all(self) -> None:
+        """Take note that all changes so far may be undone."""
+        for history in self._histories.values():
+            for change in history.changes:
+                change.acknowledged = False
+
+    # ---- Reads
+
+    def check_value(
+        self, key: Key, matches: Callable[[Write], bool], begin_ns: int, end_ns: int, wall: tuple[int, int], what: str
+    ) -> None:
+        """Check that a read may have returned what ``matches`` says of a write."""
+        self.reads += 1
+        reasons = []
+        for write in reversed(self.writes(key)):
+            if not matches(write):
+                continue
+            reason = self._stale(key, write, begin_ns, end_ns, wall)
+            if reason is None:
+                return
+            reasons.append(f"write {write.number}: {reason}")
+        if reasons:
+            raise Violation(f"stale: {what} of {key} returned what it must not any more: {'; '.join(reasons)}")
+        others = [
+            (other, write.number)
+            for other, history in self._histories.items()
+            for write in history.changes
+            if isinstance(write, Write) and matches(write)
+        ]
+        raise Violation(f"wrong: {what} of {key} returned bytes that nobody stored there; they are of {others}")
+
+    def _stale(self, key: Key, write: Write, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> str | None:
+        if write.begin_ns > end_ns:
+            return "it was written later"
+        after = write.end()
+        for change in self._changes(key):
+            if not change.acknowledged or change is write or change.kind == "expiry":
+                continue
+            if change.begin_ns > after and change.end() < begin_ns:
+                if isinstance(change, Write) and change.is_record and write.is_record:
+                    continue
+                number = f" {change.number}" if isinstance(change, Write) else ""
+                return f"a {change.kind}{number} at {change.begin_ns} came after it and was acknowledged"
+        ends = [last for _, last in self._expiries(key, write, begin_ns, end_ns)]
+        if ends and max(ends) <= wall[0]:
+            return f"it expired at {max(ends)}, and it was {wall[0]}"
+        return None
+
+    def _changes(self, key: Key) -> Iterable[Change]:
+        yield from self._histories[key].changes
+        if key[1]:
+            yield from self._histories[key[0], b""].changes
+
+    def _expiries(self, key: Key, write: Write, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
+        """Return what the expiry of a write may be at a read; FOREVER for none."""
+        kinds: list[Change] = [write]
+        for change in self._changes(key):
+            if change.rejected or change.begin_ns > end_ns or change is write:
+                continue
+            if change.kind == "expiry" and change.end() > write.begin_ns:
+                kinds.append(change)
+        found = []
+        for each in kinds:
+            if any(
+                other.acknowledged and other.begin_ns > each.end() and other.end() < begin_ns
+                for other in kinds
+                if other is not each
+            ):
+                continue
+            if each.keeps_expiry:
+                return [(0, FOREVER)]  # whatever the one before it had
+            found.append(each.expires or (FOREVER, FOREVER))
+        return found
+
+    def check_miss(self, key: Key, begin_ns: int, end_ns: int, wall: tuple[int, int], what: str) -> None:
+        """Check that a read may have found nothing, or note that it has to be paid for."""
+        self.misses += 1
+        sure = self._surely_there(key, begin_ns, end_ns, wall)
+        if sure is None:
+            return
+        if self.must_hit:
+            raise Violation(f"lost: {what} of {key} missed write {sure.number}, acknowledged and never removed")
+        self.unpaid.append((key, sure.number))
+        for write in self.writes(key):
+            if write.begin_ns < end_ns:
+                write.lost = True
+
+    def _surely_there(self, key: Key, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> Write | None:
+        """Return a write that guarantees that the key is there, if one does."""
+        changes = list(self._changes(key))
+        for write in reversed(self.writes(key)):
+            if not write.acknowledged or write.lost or write.end() >= begin_ns:
+                continue
+            removed = any(
+                change is not write
+                and not change.rejected
+                and change.begin_ns < end_ns
+                and change.end() > write.begin_ns
+                and (change.kind == "remove" or change.failed or (isinstance(change, Write) and change.lost))
+                for change in changes
+            )
+            expired = any(
+                not other.rejected
+                and other.begin_ns < end_ns
+                and (other.end() > write.begin_ns or write.is_record)  # it may be the first that was kept
+                and (other.keeps_expiry or (other.expires is not None and other.expires[0] <= wall[1]))
+                for other in changes
+            )
+            if not removed and not expired:
+                return write
+        return None

@@ -1,0 +1,414 @@
+"""One simulation, all of it from a seed: what is served from, who asks for what, and what goes wrong."""
+
+import gc
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from reference_model import Model, Violation
+from simulated_client import SimulatedClient
+from simulated_device import SimulatedDevice
+from simulated_server import SimulatedServer
+from workload import Workload
+from world import MS, S, World, virtual_time
+
+from shadowserve.block import OperationKind
+from storage_kv.access.rules import hash_password
+from storage_kv.config import DeviceConfig, StorageConfig
+from storage_kv.engine import Engine
+from storage_kv.memory_engine import MemoryEngine
+from storage_kv.pool.engine import PoolEngine
+
+__all__ = ["Result", "TENANTS", "simulate"]
+
+TENANTS: Final = ("", "one", "two")
+_CAPACITY: Final = 24 << 20
+_QUIET_S: Final = 400
+_PASSWORD: Final = "sesame"
+
+
+@dataclass
+class Result:
+    """What came of a seed."""
+
+    trace: str
+    events: int
+    reads: int
+    misses: int
+    lives: int
+    profile: str
+    log: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.profile}, {self.lives} lives, {self.events} events, {self.reads} reads, {self.misses} misses, "
+            f"{self.trace}"
+        )
+
+
+@dataclass
+class Plan:
+    """What kind of run this is.
+
+    Attributes:
+        engine: ``memory`` or ``pool``.
+        tight: objects have to be evicted.
+        crashes: the server dies, and comes back.
+        network: links break, or go silent.
+        disks: devices fail, rot and misdirect.
+        clocks: the wall clock jumps.
+    """
+
+    engine: str
+    devices: int
+    tight: bool
+    crashes: bool
+    network: bool
+    disks: bool
+    clocks: bool
+    quota: bool
+
+    @classmethod
+    def of(cls, world: World) -> "Plan":
+        chance = world.chance
+        engine = "memory" if chance(0.2) else "pool"
+        calm = chance(0.25)
+        return cls(
+            engine=engine,
+            devices=0 if engine == "memory" else world.random.choice((1, 1, 2, 3)),
+            tight=chance(0.4),
+            crashes=not calm and chance(0.6),
+            network=not calm and chance(0.4),
+            disks=not calm and engine == "pool" and chance(0.35),
+            clocks=not calm and chance(0.15),
+            quota=chance(0.25),
+        )
+
+    def __str__(self) -> str:
+        marks = [name for name in ("tight", "crashes", "network", "disks", "clocks", "quota") if getattr(self, name)]
+        return " ".join([self.engine, *([str(self.devices)] if self.devices else []), *marks])
+
+
+class _Problems(logging.Handler):
+    """Collects what the product logs with a traceback: a bug that it survived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.found.append(record)
+
+    def check(self) -> None:
+        """Raise the first one."""
+        if self.found:
+            record = self.found[0]
+            assert record.exc_info is not None
+            raise Violation(f"logged: {record.getMessage()}") from record.exc_info[1]
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, seed: int, folder: Path, verbose: bool = False) -> None:
+        self.world = World(seed)
+        self.world.log = [] if verbose else None
+        self.plan = Plan.of(self.world)
+        self.config = _configuration(self.world, self.plan, folder)
+        self.devices = [
+            SimulatedDevice(
+                _CAPACITY,
+                seed=self.world.random.randrange(1 << 32),
+                name=f"disk{number}",
+                clock_ns=lambda: self.world.now_ns,
+            )
+            for number in range(self.plan.devices)
+        ]
+        self.model = Model(must_hit=not (self.plan.tight or self.plan.disks or self.plan.quota))
+        self.lives = 0
+        self.paid = 0
+        self.trusts_counts = not self.plan.disks
+        self.server: SimulatedServer
+        self.workload = Workload(self.world, self.model, lambda: self.server, self._client, clocks=self.plan.clocks)
+        self._clients: list[SimulatedClient] = []
+        self._over = False
+
+    def _client(self, number: int, tenant: str) -> SimulatedClient:
+        login = ("AUTH", f"user{TENANTS.index(tenant)}", _PASSWORD)
+        client = SimulatedClient(self.world, lambda: self.server, f"client {number} {tenant}", login)
+        self._clients.append(client)
+        return client
+
+    # ---- The server's lives
+
+    def start_server(self) -> None:
+        """Start a server on what the devices hold."""
+        self.lives += 1
+        for device in self.devices:
+            device.automatic = True
+        self.server = SimulatedServer(self.world, self.config, self._engine(), self.devices)
+        self.server.start()
+        self.world.note(f"server {self.lives} starts")
+
+    def _engine(self) -> Engine:
+        if self.plan.engine == "memory":
+            return MemoryEngine(int(self.config.memory_budget_bytes), self.world.wall_ms)
+        entries = [(entry, device) for entry, device in zip(self.config.devices, self.devices, strict=True)]
+        return PoolEngine(
+            self.config,
+            devices=lambda: list(entries),
+            clock_ms=self.world.wall_ms,
+            seed=self.world.random.randrange(1 << 32),
+            measure=False,
+        )
+
+    def _count_losses(self) -> None:
+        found = self.server.statistics()
+        self.paid += found.evicted_keys + found.lost_keys + found.failed_writes
+
+    def _forgive(self) -> None:
+        """Expect less if a device has failed for good: what is on it then is what was, and it may come back."""
+        if isinstance(self.server.engine, PoolEngine):
+            failed = [disk for disk in self.server.engine._core.disks if disk.gone is not None or disk.volume.error]
+            if failed:
+                self.world.note("a device has failed")
+                self.model.doubt_all()
+
+    def _end_life(self, how: str) -> None:
+        """End the server: by the power, by SIGKILL, or in order."""
+        self.world.note(f"server ends: {how}")
+        if how == "stop":
+            self.server.stop()
+        else:
+            self.server.die()
+        self._count_losses()
+        self._forgive()
+        after = []
+        for device in self.devices:
+            if how == "kill":  # what the kernel has been given it does
+                while device.waiting and self.world.chance(0.8):
+                    device.complete()
+            after.append(device.crash() if how == "power" else device.restart())
+        for old, new in zip(self.devices, after, strict=True):
+            new.faults = [fault for fault in old.faults if fault.times is None or fault.met < fault.times]
+        self.devices = after
+        self.server.engine.close()
+        if self.plan.engine == "memory":
+            self.model.lose_all()
+
+    def restart_server(self, how: str) -> None:
+        """End the server and start it again."""
+        self._end_life(how)
+        for device in self.devices:
+            device.faults.clear()
+        self.start_server()
+
+    # ---- What goes wrong
+
+    def misfortune(self) -> None:
+        """Let something go wrong, now and then."""
+        if self._over:
+            return
+        chance, plan = self.world.random, self.plan
+        choices: list[Callable[[], None]] = []
+        if plan.crashes:
+            choices += [self._crash] * 2
+        if plan.network:
+            choices += [self._break_link] * 3
+        if plan.disks:
+            choices += [self._harm_device] * 3
+        if plan.clocks:
+            choices += [self._jump]
+        if choices:
+            chance.choice(choices)()
+            self.world.after(chance.expovariate(1 / (100 * MS)), "world", self.misfortune)
+
+    def _crash(self) -> None:
+        self.restart_server(self.world.random.choice(("power", "power", "kill", "kill", "stop")))
+
+    def _break_link(self) -> None:
+        links = [client.link for client in self._clients if client.link is not None]
+        if not links:
+            return
+        link = self.world.random.choice(links)
+        if self.world.chance(0.7):
+            self.world.note("link breaks")
+            link.break_()
+        else:
+            self.world.note("link goes silent")
+            link.half_open = True
+            self.workload.silent.append(link)
+
+    def _harm_device(self) -> None:
+        chance = self.world.random
+        device = chance.choice(self.devices)
+        what = chance.choice(("read error", "write error", "flush error", "rot", "misread", "miswrite", "lost"))
+        self.world.note(f"{device.name}: {what}")
+        after = chance.randrange(4)
+        if what == "read error":
+            device.fail(OperationKind.READ, times=chance.randint(1, 3))
+        elif what == "write error":
+            device.fail(OperationKind.WRITE, after=after)
+        elif what == "flush error":
+            device.fail(OperationKind.FLUSH, after=after)
+        elif what == "misread":
+            device.fail(OperationKind.READ, error=0, moved_blocks=chance.choice((-1, 1, 5)), first_block=64)
+        elif what == "miswrite":
+            device.fail(OperationKind.WRITE, error=0, moved_blocks=chance.choice((1, 3)), after=after, **self._data())
+        elif what == "lost":
+            device.fail(OperationKind.WRITE, error=0, lost=True, after=after, **self._data())
+        else:
+            first = self._data()["first_block"] * 4096
+            written = [block for block, _ in device.blocks() if block * 4096 >= first]
+            if written:
+                device.rot(chance.choice(written) * 4096 + chance.randrange(4096), bit=chance.randrange(8))
+
+    def _data(self) -> dict[str, Any]:
+        """Return where objects lie: what is written there is checked by itself; the log trusts its two copies."""
+        disks = self.server.engine._core.disks  # type: ignore[attr-defined]
+        return {"first_block": disks[0].volume.superblock.layout.data_first}
+
+    def _jump(self) -> None:
+        chance = self.world.random
+        self.world.wall_offset_ns += chance.choice((-1, 1)) * chance.choice((100 * MS, 2 * S, 3600 * S))
+        self.workload.note_wall()
+        self.world.note("the clock jumps")
+
+    # ---- The run
+
+    def run(self) -> Result:
+        """Run it; raises what is wrong."""
+        world = self.world
+        with _problems() as problems, virtual_time(world):
+            self.start_server()
+            self.workload.begin(TENANTS)
+            world.after(world.random.expovariate(1 / (80 * MS)), "world", self.misfortune)
+            self._go_on(problems, lambda: self.workload.finished)
+            self._calm_down(problems)
+            self._check_end(problems)
+        return Result(
+            world.trace, world.events, self.model.reads, self.model.misses, self.lives, str(self.plan), world.log or []
+        )
+
+    def _go_on(self, problems: _Problems, condition: Callable[[], bool]) -> None:
+        def step() -> bool:
+            self.server.look()
+            problems.check()
+            return condition()
+
+        if not self.world.run(step, _QUIET_S):
+            raise Violation(f"hang: {self.workload.describe()} have not ended after {_QUIET_S} s")
+
+    def _calm_down(self, problems: _Problems) -> None:
+        """Let nothing go wrong any more, and read all."""
+        self._over = True
+        self.world.note("calm")
+        for device in self.devices:
+            device.faults.clear()
+        self.workload.read_all()
+        self._go_on(problems, lambda: self.workload.finished)
+        if self.devices and self.world.chance(0.5):
+            self.restart_server(self.world.random.choice(("stop", "power", "kill")))
+            self.workload.read_all()
+            self._go_on(problems, lambda: self.workload.finished)
+
+    def _check_end(self, problems: _Problems) -> None:
+        """Check that nothing is left behind once all clients have gone."""
+        for client in self._clients:
+            client.close()
+        node = self.server.node
+        self._go_on(problems, lambda: not node.sessions)
+        self.world.run(lambda: False, 2.0)
+        problems.check()
+        self._count_losses()
+        if self.trusts_counts and len(self.model.unpaid) > self.paid:
+            raise Violation(f"lost: {len(self.model.unpaid)} misses, {self.paid} counted: {self.model.unpaid}")
+        found = self.server.statistics()
+        if found.held_bytes:
+            raise Violation(f"leak: {found.held_bytes} bytes are held for nobody")
+        engine = self.server.engine
+        if isinstance(engine, PoolEngine):
+            gc.collect(0)
+            if engine.busy:
+                raise Violation("leak: the engine is still busy")
+            engine._core.arenas.settle()
+            if engine._core.arenas.lent_bytes:
+                raise Violation(f"leak: {engine._core.arenas.lent_bytes} bytes are lent to nobody")
+        self.server.stop()
+        self.server.engine.close()
+
+
+@contextmanager
+def _problems() -> Iterator[_Problems]:
+    handler = _Problems()
+    logger = logging.getLogger("storage_kv")
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _configuration(world: World, plan: Plan, folder: Path) -> StorageConfig:
+    users = folder / "users"
+    if not users.exists():
+        lines = [
+            f"user user{number} on #{hash_password(_PASSWORD.encode()).decode()} ~* +@all"
+            + (f" tenant={name}" if name else "")
+            for number, name in enumerate(TENANTS)
+        ]
+        users.write_text("\n".join(lines) + "\n")
+    chance = world.random
+    keys: dict[str, Any] = {
+        "engine": plan.engine,
+        "users_file": str(users),
+        "memory_budget_bytes": chance.choice((2, 4)) << 20 if plan.engine == "pool" or plan.tight else 64 << 20,
+        "scrub_bytes_per_s": chance.choice((0, 16 << 20)),
+        "idle_timeout_s": 60,
+        "stall_timeout_s": 10,
+        "output_buffer_bytes_max": chance.choice((4 << 10, 1 << 20)),
+        "read_ahead_bytes_max": chance.choice((4 << 10, 32 << 20)),
+        "pipeline_commands_max": chance.choice((1, 4, 1024)),
+    }
+    if plan.quota:
+        keys["tenants"] = {"one": {"keys_max": chance.randint(3, 10)}, "two": {"bytes_max": 1 << 20}}
+    if plan.engine == "pool":
+        keys |= {
+            "memory_bandwidth": chance.choice((1, 1 << 30)),
+            "eviction": chance.choice(("lru", "s3fifo")),
+            "write_bytes_under_way_max": chance.choice((1 << 20, 256 << 20)),
+        }
+        keys["devices"] = [
+            DeviceConfig(
+                path=Path(f"disk{number}"),
+                bandwidth=chance.choice((1, 2, 4)) << 30,
+                objects_max=chance.choice((64, 256)),
+                bytes_max=(1 << 20) if plan.tight else None,
+            )
+            for number in range(plan.devices)
+        ]
+    return StorageConfig.load(flags=keys, environment={})
+
+
+def simulate(seed: int, *, verbose: bool = False, folder: Path | None = None) -> Result:
+    """Run a seed; raises what is wrong with the store, saying how to see it again."""
+    with tempfile.TemporaryDirectory() as temporary:
+        simulation = Simulation(seed, folder or Path(temporary), verbose)
+        try:
+            return simulation.run()
+        except BaseException as error:
+            again = f".venv/bin/python tests/simulation/simulate.py {seed}"
+            error.add_note(f"seed {seed} ({simulation.plan}); to see it again: {again}")
+            if simulation.world.log is not None:
+                error.add_note("".join(simulation.world.log[-200:]))
+            raise

@@ -1,0 +1,44 @@
+#!/usr/bin/env python3
+"""Replays seeds of the simulation: ``tests/simulation/simulate.py SEED...``, or ``FIRST-LAST``; -v for the trace."""
+
+import sys
+import time
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent / "storage", HERE.parent, HERE.parents[1]):
+    sys.path.insert(0, str(folder))
+
+from scenario import simulate  # noqa: E402
+
+
+def main(arguments: list[str]) -> int:
+    """Run them; return how many have failed."""
+    verbose = "-v" in arguments
+    failures = 0
+    for argument in arguments:
+        if argument.startswith("-"):
+            continue
+        first, _, last = argument.partition("-")
+        for seed in range(int(first), int(last or first) + 1):
+            began = time.perf_counter()
+            try:
+                result = simulate(seed, verbose=verbose)
+            except Exception as error:
+                failures += 1
+                if "-q" in arguments:
+                    print(f"seed {seed}: {error} {error.__notes__[0][:90]}", flush=True)
+                else:
+                    traceback.print_exc()
+                continue
+            if verbose:
+                print("".join(result.log))
+            if "-q" not in arguments:
+                spent = time.perf_counter() - began
+                print(f"seed {seed}: {result}, {spent:.3f} s", flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(sys.argv[1:]) else 0)

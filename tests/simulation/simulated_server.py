@@ -1,0 +1,286 @@
+"""The storage node under simulation: its real connections, commands and engines, with a loop and threads of the world.
+
+What is simulated here is what ``server.py``, ``io_threads.py``, ``event_loop.py`` and ``engine_thread.py`` do with
+threads and descriptors: waiting, and calling in some order. Nothing else of the product is replaced.
+"""
+
+import heapq
+import itertools
+import select
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, Final
+
+from simulated_device import SimulatedDevice
+from simulated_network import Link, ServerSocket
+from world import MS, US, S, SimulatedLock, World
+
+from storage_kv.config import StorageConfig
+from storage_kv.connection import Connection
+from storage_kv.engine import Engine, EngineStatistics
+from storage_kv.event_loop import READ, WRITE
+from storage_kv.node import Node, Session
+
+__all__ = ["SimulatedServer"]
+
+_ENGINE_INTERVAL_NS: Final = 100 * MS
+_SWEEP_KEYS_MAX: Final = 2_000
+
+
+class SimulatedLoop:
+    """What ``EventLoop`` is to connections: readiness of sockets, levels and not edges, and functions handed over."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self._world = world
+        self._name = name
+        self._sockets: dict[int, ServerSocket] = {}
+        self._handlers: dict[int, tuple[int, Callable[[int], None]]] = {}
+        self._soon: deque[Callable[[], None]] = deque()
+        self._later: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._scheduled = False
+        self.closed = False
+
+    def know(self, socket: ServerSocket) -> None:
+        """Take note of what is behind a descriptor."""
+        self._sockets[socket.fileno()] = socket
+        socket.link.on_server = self.wake
+
+    # ---- As EventLoop
+
+    def add(self, descriptor: int, events: int, handler: Callable[[int], None]) -> None:
+        """See :meth:`EventLoop.add`."""
+        assert descriptor not in self._handlers
+        self._handlers[descriptor] = events, handler
+        self.wake()
+
+    def modify(self, descriptor: int, events: int) -> None:
+        """See :meth:`EventLoop.modify`."""
+        self._handlers[descriptor] = events, self._handlers[descriptor][1]
+        self.wake()
+
+    def remove(self, descriptor: int) -> None:
+        """See :meth:`EventLoop.remove`."""
+        del self._handlers[descriptor]
+
+    def call_soon(self, function: Callable[[], None]) -> None:
+        """See :meth:`EventLoop.call_soon`."""
+        self._soon.append(function)
+        self.wake()
+
+    def call_threadsafe(self, function: Callable[[], None]) -> None:
+        """See :meth:`EventLoop.call_threadsafe`."""
+        self.call_soon(function)
+
+    def call_at(self, time_s: float, function: Callable[[], None]) -> None:
+        """See :meth:`EventLoop.call_at`."""
+        heapq.heappush(self._later, (time_s, next(self._numbers), function))
+        self._world.after(time_s * S - self._world.now_ns - 1000 * S, self._name, self.wake)
+
+    # ---- As the thread in EventLoop.run()
+
+    def wake(self) -> None:
+        """Have a turn soon."""
+        if not self._scheduled and not self.closed:
+            self._scheduled = True
+            self._world.soon(self._name, self._turn)
+
+    def _ready(self) -> list[tuple[int, int]]:
+        found = []
+        for descriptor, (events, _) in self._handlers.items():
+            socket = self._sockets[descriptor]
+            now = (READ if socket.readable else 0) | (WRITE if socket.writable else 0)
+            ready = now & events
+            if socket.link.reset:
+                ready = now | select.EPOLLERR | select.EPOLLHUP
+            if ready:
+                found.append((descriptor, ready))
+        self._world.random.shuffle(found)
+        return found
+
+    def _turn(self) -> None:
+        self._scheduled = False
+        if self.closed:
+            return
+        for descriptor, events in self._ready():
+            handler = self._handlers.get(descriptor)
+            if handler is not None:
+                handler[1](events)
+        now_s = self._world.now_ns / S + 1000
+        while self._later and self._later[0][0] <= now_s:
+            heapq.heappop(self._later)[2]()
+        for _ in range(len(self._soon)):
+            self._soon.popleft()()
+        if self._soon or self._ready():
+            self.wake()
+
+
+class _Workers(Executor):
+    """Threads that check large records."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def submit(self, work: Callable[..., Any], /, *arguments: Any, **named: Any) -> "Future[Any]":
+        """Do it later."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            future.set_result(work(*arguments, **named))
+
+        self._world.soon(f"worker {self._world.random.random()}", run, 2 * MS)
+        return future
+
+
+class SimulatedServer:
+    """One life of a server process, from its start to its stop or its death.
+
+    Attributes:
+        engine: what it serves from.
+        problems: exceptions that the product would have logged and survived.
+    """
+
+    def __init__(self, world: World, config: StorageConfig, engine: Engine, devices: list[SimulatedDevice]) -> None:
+        self.world = world
+        self.engine = engine
+        self.devices = devices
+        self.alive = True
+        self.lock = SimulatedLock(world)
+        self.workers: Executor = _Workers(world)
+        self.node = Node(config, engine, world.wall_ms, lock=self.lock, run_id="0" * 40)  # type: ignore[arg-type]
+        self._loops = [SimulatedLoop(world, f"loop {number}") for number in range(world.random.randint(1, 2))]
+        self._connections: dict[Connection, SimulatedLoop] = {}
+        self._links: list[Link] = []
+        self._ids = itertools.count(1)
+        self._poll_due = False
+        self._slowness = {id(device): world.random.choice((1, 1, 5, 50)) for device in devices}
+        self._poller = select.poll()
+
+    def start(self) -> None:
+        """Open the engine, which recovers what devices hold, and begin to serve."""
+        self.engine.start(self.lock)  # type: ignore[arg-type]
+        self.node.apply_quotas()
+        own = {device.fileno() for device in self.devices}
+        for descriptor in self.engine.descriptors():
+            if descriptor not in own:
+                self._poller.register(descriptor, select.POLLIN)
+        for device in self.devices:
+            device.automatic = False
+            device.submitted = lambda count, device=device: self._schedule(device, count)  # type: ignore[misc]
+            self._schedule(device, len(device.waiting))
+        self._poll_always()
+        self._watch()
+
+    # ---- The network
+
+    def connect(self, link: Link) -> None:
+        """Accept a client."""
+        if not self.alive:
+            link.break_()
+            return
+        number = next(self._ids)
+        socket = ServerSocket(link, 1000 + number)
+        self._links.append(link)
+        loop = self._loops[number % len(self._loops)]
+        loop.know(socket)
+        address = f"10.0.0.{number % 250}:{number}"
+        session = Session(number, address=address, local_address="10.0.0.254:6380", file_descriptor=socket.fileno())
+        with self.lock:
+            self.node.begin(session)
+            self.node.sessions[session.id] = session
+        loop.call_threadsafe(lambda: self._adopt(socket, session, loop))
+
+    def _adopt(self, socket: ServerSocket, session: Session, loop: SimulatedLoop) -> None:
+        self._connections[Connection(self, socket, session, loop)] = loop  # type: ignore[arg-type]
+
+    def forget(self, connection: Connection) -> None:
+        """Take note that a connection has ended."""
+        self._connections.pop(connection, None)
+        with self.lock:
+            self.node.sessions.pop(connection.session.id, None)
+
+    def _each(self, action: Callable[[Connection], None]) -> None:
+        for connection, loop in list(self._connections.items()):
+            loop.call_threadsafe(lambda connection=connection: action(connection))  # type: ignore[misc]
+
+    # ---- The engine's thread, and the main one
+
+    def _schedule(self, device: SimulatedDevice, count: int) -> None:
+        slowness, chance = self._slowness[id(device)], self.world.random
+        for _ in range(count):
+            delay = slowness * chance.randrange(10 * US, 150 * US)
+            if chance.random() < 0.01:
+                delay += chance.randrange(100 * MS)
+            self.world.after(delay, f"device {device.name}", lambda: self._complete(device))
+
+    def _complete(self, device: SimulatedDevice) -> None:
+        if self.alive and device.complete() is not None:
+            self._poll_soon()
+
+    def _poll_soon(self) -> None:
+        if not self._poll_due:
+            self._poll_due = True
+            self.world.soon("engine", self._poll)
+
+    def _poll(self) -> None:
+        self._poll_due = False
+        if self.alive:
+            self.engine.poll()
+            self.look()
+
+    def look(self) -> None:
+        """Have the engine's thread woken if it would be; after each event."""
+        if self.alive and not self._poll_due and self._poller.poll(0):
+            self._poll_soon()
+
+    def _poll_always(self) -> None:
+        if self.alive:
+            self._poll_soon()
+            self.world.after(_ENGINE_INTERVAL_NS, "engine timer", self._poll_always)
+
+    def _watch(self) -> None:
+        if not self.alive:
+            return
+        with self.lock:
+            self.engine.sweep(_SWEEP_KEYS_MAX)
+        now_s = self.world.now_ns / S + 1000
+        self._each(lambda connection: connection.check_time(now_s))
+        self.world.after(100 * MS, "main", self._watch)
+
+    # ---- The end
+
+    def statistics(self) -> EngineStatistics:
+        """Return the engine's."""
+        return self.engine.statistics()
+
+    def die(self) -> None:
+        """End as a process does that is killed: at once, with nothing done any more."""
+        self.alive = False
+        for loop in self._loops:
+            loop.closed = True
+        for device in self.devices:
+            device.submitted = lambda count: None
+        for link in self._links:
+            if link.server_gone_ns is None:
+                link.server_gone_ns = self.world.now_ns
+            link.break_()
+
+    def stop(self) -> None:
+        """Stop in order, as on SIGTERM; the engine is left to be closed."""
+        self._each(Connection.finish)
+        self.world.run(lambda: not self.node.sessions, self.node.config.shutdown_timeout_s)
+        self._each(Connection.abort)
+        self.world.run(lambda: not self.node.sessions, 1.0)
+        self.alive = False
+        for device in self.devices:
+            device.automatic = True
+            device.submitted = lambda count: None
+        self.world.creeps = True
+        try:
+            self.engine.drain(self.node.config.shutdown_timeout_s)
+        finally:
+            self.world.creeps = False
+        self.die()
