@@ -19,9 +19,13 @@ def exists(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def delete(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """DEL key [key ...], UNLINK likewise: memory is freed by the last reply that uses it."""
+    """DEL key [key ...], UNLINK likewise: memory is freed by the last reply that uses it.
+
+    That a key is absent is a promise, too: another's removal of it may not be durable yet, or it may lie on a device
+    that is gone, while those that are left have not noted that.
+    """
     removed = sum(node.engine.remove(session.qualify(key)) for key in arguments[1:])
-    return settled(node, node.engine.barrier() if removed else None, "DEL", b":%d\r\n" % removed)
+    return settled(node, node.engine.barrier(), "DEL", b":%d\r\n" % removed)
 
 
 def expire(node: Node, session: Session, arguments: list[Argument]) -> Reply:

@@ -175,6 +175,23 @@ def test_a_write_is_answered_when_it_is_durable(served: Served) -> None:
             assert client.receive() == answer
 
 
+def test_a_removed_key_does_not_return_after_del_has_said_that_it_is_absent(served: Served) -> None:
+    """Another's removal of it may not be durable yet: after a crash it would be there again."""
+    engine = served.engine
+    with served.client() as client, served.client() as other:
+        client.call("SET", "a", "1")
+        engine.lazy = True
+        client.send("DEL", "a")
+        wait_for(lambda: engine.tickets)
+        other.send("DEL", "a")
+        wait_for(lambda: len(engine.tickets) == 2)
+        assert nothing_arrives(other)
+        engine.settle()
+        assert client.receive() == 1
+        engine.settle()
+        assert other.receive() == 0
+
+
 def test_a_write_that_fails_is_an_error_to_its_writer(served: Served) -> None:
     engine = served.engine
     with served.client() as client:
