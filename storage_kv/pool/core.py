@@ -16,6 +16,7 @@ from storage_kv.pool.admission import Admission
 from storage_kv.pool.arena import BLOCK_BYTES, Arenas, object_blocks
 from storage_kv.pool.copies import Copies
 from storage_kv.pool.disk import Disk, Place, Quarantined
+from storage_kv.pool.volume import VolumeError
 
 __all__ = ["MEMORY_ONLY", "Cancelled", "Core", "Counters", "Entry", "TenantCounters"]
 
@@ -195,6 +196,12 @@ class Core:
         number = int.from_bytes(newest[:8], "big") + 1
         for disk in present:
             disk.enter_session(number.to_bytes(8, "big") + parts.digest()[:8])
+
+    def refusal(self) -> VolumeError | None:
+        """Return why nothing can be changed: there were devices, and none is left. None if it can."""
+        if not self.disks or any(disk.gone is None for disk in self.disks):
+            return None
+        return VolumeError(f"no device is left to write to: {self.disks[0].gone}")
 
     # ---- Entries
 

@@ -127,9 +127,12 @@ class Disk:
         """Whether extents of evicted objects will be free soon."""
         return self.gone is None and (self.volume.freeing_blocks > 0 or bool(self._freed_later or self._freeable))
 
-    def takes_objects(self, size: int, now_ms: int) -> bool:
-        """Return whether an object of so many bytes may be put here now, if there is room."""
-        if self.gone is not None or now_ms < self.avoided_until_ms:
+    def takes_objects(self, size: int, now_ms: int, *, avoided: bool = False) -> bool:
+        """Return whether an object of so many bytes may be put here now, if there is room.
+
+        With ``avoided`` also where a write has failed lately.
+        """
+        if self.gone is not None or (now_ms < self.avoided_until_ms and not avoided):
             return False
         if not self.wear.allows(size, now_ms):
             self.wear.refused += 1

@@ -36,7 +36,6 @@ from storage_kv.pool.reports import pool_statistics, tenant_statistics
 from storage_kv.pool.scanning import scan_keys
 from storage_kv.pool.scrub import Scrubber
 from storage_kv.pool.space import Quota, Space
-from storage_kv.pool.volume import VolumeError
 from storage_kv.pool.writes import Writer, joined
 
 __all__ = ["PoolEngine", "PoolItem", "open_pool"]
@@ -344,6 +343,8 @@ class PoolEngine:
         """See :meth:`Engine.put`."""
         core = self._core
         began = core.ticks()
+        if (refusal := core.refusal()) is not None:  # after a restart, what was there before would be there again
+            return self._writer.refused(refusal)
         parsed = parse_key(key)
         old = self._present(parsed)
         blocks = object_blocks(len(value))
@@ -425,7 +426,8 @@ class PoolEngine:
         self._peak_bytes = max(self._peak_bytes, self._used_bytes())
         if disk is None:
             self._writer.settle_inherited(slot)
-            return None
+            # A crash must not bring back what it replaces on a device.
+            return None if old is None or old.device == MEMORY_ONLY else self.barrier()
         entry = Entry(slot, self._index.read(slot))
         return self._writer.begin(entry, disk, buffer, name, placed=home.placed, replaced=replaced)
 
@@ -533,12 +535,9 @@ class PoolEngine:
 
     def barrier(self) -> Ticket | None:
         """See :meth:`Engine.barrier`."""
-        disks = self._core.disks
-        if disks and all(disk.gone is not None for disk in disks):
-            ticket = Ticket()
-            self._writer.settle_later(ticket, VolumeError(f"no device is left to log it: {disks[0].gone}"))
-            return ticket
-        if any(disk.is_logging for disk in disks):  # some are not even in a log
+        if (refusal := self._core.refusal()) is not None:
+            return self._writer.refused(refusal)
+        if any(disk.is_logging for disk in self._core.disks):  # some are not even in a log
             ticket = Ticket()
             self._barriers.append(ticket)
             self._core.wake()

@@ -64,6 +64,8 @@ class Homes:
         size = object_blocks(length) * BLOCK_BYTES
         now_ms = core.clock_ms()
         may = [disk.takes_objects(size, now_ms) for disk in core.disks]
+        if not any(may):  # an error tells the writer more than an OK that the next start knows nothing of
+            may = [disk.takes_objects(size, now_ms, avoided=True) for disk in core.disks]
         if not any(may):
             return Home(None, 0, True)
         available = [True, *may]

@@ -195,6 +195,12 @@ class Writer:
         for ticket in self._inherited.pop(slot, ()):
             self.settle_later(ticket)
 
+    def refused(self, error: Exception) -> Ticket:
+        """Return a ticket that poll() settles with an error."""
+        ticket = Ticket()
+        self.settle_later(ticket, error)
+        return ticket
+
     def settle_later(self, ticket: Ticket, error: Exception | None = None) -> None:
         """Have a ticket settled by poll(), without the lock. From any thread."""
         self._settled.append((ticket, error))

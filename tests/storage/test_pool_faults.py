@@ -137,11 +137,44 @@ def test_memory_serves_what_it_has_of_a_device_that_is_gone() -> None:
     devices[0].remove()
     assert pool.value(b"cold") is None
     assert pool.value(b"warm") == b"x" * 1000
-    pool.put(b"new", b"y")  # in memory alone: there is nothing else
-    assert pool.value(b"new") == b"y" and place_of(pool, b"new")[0] == 255
     with pytest.raises(VolumeError, match="no device is left"):  # a restart would bring it back
         pool.remove(b"warm")
     pool.stop()
+
+
+def test_an_old_value_does_not_return_after_a_restart_where_every_device_was_gone_as_it_was_replaced() -> None:
+    pool, devices = start(2)
+    pool.put(b"a", b"old")
+    for device in devices:
+        device.remove()
+    for key in (b"a", b"b"):
+        errors = [pool.put_soon(key, b"new").wait() for _ in range(3)]  # the first ones find out
+        assert None not in errors and "no device is left" in str(errors[-1])
+    pool.engine.close()
+    again = Driver(simulated_pool([device.restart() for device in devices], clock_ms=Clock()))
+    assert again.value(b"a") in (b"old", None) and again.value(b"b") is None
+    again.stop()
+
+
+def test_a_write_after_a_failed_one_is_tried_and_not_just_kept_in_memory() -> None:
+    pool, devices = start()
+    devices[0].fail(OperationKind.WRITE, times=1)
+    assert pool.put_soon(b"a", b"x").wait() is not None
+    pool.put(b"b", b"y")
+    assert place_of(pool, b"b")[0] == 0
+    pool.stop()
+
+
+def test_what_is_kept_in_memory_alone_does_not_let_the_value_before_it_return_after_a_crash() -> None:
+    pool, devices = start(options=[{"write_bytes_per_day": MIB}])
+    pool.put(b"a", b"old")
+    while not pool_statistics(pool).devices[0].wear_refused:
+        pool.put(b"filler", b"x" * 4000)  # all that may be written today
+    pool.put(b"a", b"new")
+    assert pool.value(b"a") == b"new" and place_of(pool, b"a")[0] == 255
+    again = Driver(simulated_pool([devices[0].crash()], clock_ms=Clock()))
+    assert again.value(b"a") is None
+    again.stop()
 
 
 def test_the_scrubber_finds_rot_and_tests_extents_before_they_are_used_again() -> None:
