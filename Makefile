@@ -2,6 +2,8 @@
 # make demo ARGS="--json out.json" the same, and its table as data
 # make test                        all tests
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
+# make failure-matrix              faults of all kinds, every answer judged; writes docs/failure-matrix.md and .json
+# make soak SOAK_HOURS=1           leaks over time, a crash loop, the simulation; writes soak.json
 # make bench                       every benchmark; its data, plot and tables go to docs/benchmarks/
 # make bench BENCH="codecs fetch"  some of them
 # make lint                        formatting, linting, types
@@ -12,12 +14,13 @@ VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
 BENCH ?=
+SOAK_HOURS ?= 1
 export VENV PYTHON
 
 native_sources := $(shell find native CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu bench lint format setup clean
+.PHONY: demo test test-dpu failure-matrix soak bench lint format setup clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -28,6 +31,12 @@ test: $(ready)
 
 test-dpu: $(ready)
 	scripts/test-dpu $(ARGS)
+
+failure-matrix: $(ready)
+	$(VENV)/bin/python scripts/failure-matrix --output docs $(ARGS)
+
+soak: $(ready)
+	$(VENV)/bin/python scripts/soak --hours $(SOAK_HOURS) $(ARGS)
 
 bench: $(ready)
 	scripts/bench $(BENCH)

@@ -1,0 +1,327 @@
+"""Who uses a store while faults happen, and judges what comes back: redis-py, and the host's client of a data plane."""
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import redis
+from machine import PATIENCE_S
+from outcomes import ABSENT, BOUND_S, Expected, Outcome, Tally
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from host_control.client import ChunkShape, DataPlaneClient
+from host_control.destination import Destination
+from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.keys import KVNamespace, chunk_keys
+
+_PAUSE_S: Final = 0.02
+"""After a refusal, before the next try: clients that find nobody do not spin."""
+
+
+class Caller:
+    """A client of the storage server, redis-py's, whose every answer is judged. One thread at a time."""
+
+    def __init__(
+        self,
+        port: int,
+        expected: Expected,
+        tally: Tally,
+        *,
+        deadline_s: float = PATIENCE_S,
+        silence: str = "",
+        **options: Any,
+    ) -> None:
+        """Make one that connects when it is first needed.
+
+        Args:
+            port: of the server, or of a proxy.
+            expected: the state that the store should be in.
+            tally: where outcomes are noted.
+            deadline_s: of each answer.
+            silence: why an answer may fail to come, so that the client's own deadline has to end the call; empty where
+                it may not: then it is a hang.
+            options: of redis-py.
+        """
+        self.expected, self.tally, self.silence = expected, tally, silence
+        self._deadline_s = deadline_s
+        self.redis = redis.Redis(
+            host="127.0.0.1",
+            port=port,
+            socket_timeout=deadline_s,
+            socket_connect_timeout=deadline_s,
+            retry=Retry(NoBackoff(), 0),
+            single_connection_client=False,
+            **options,
+        )
+
+    def close(self) -> None:
+        self.redis.close()
+
+    def reconnect(self) -> None:
+        """Forget connections: the next call makes one."""
+        self.redis.connection_pool.disconnect()
+
+    def _call(self, what: str, call: Callable[[], Any]) -> tuple[bool, Any]:
+        """Return whether there was an answer that is no error, and the answer."""
+        began = time.monotonic()
+        try:
+            answer = call()
+        except redis.exceptions.TimeoutError:
+            answered, answer = False, None
+            if self.silence:
+                self.tally.note(Outcome.REFUSED, f"{what}: the client's deadline passed: {self.silence}")
+            else:
+                self.tally.note(Outcome.HANG, f"{what}: no answer in {self._deadline_s:g} s")
+                return False, None
+        except redis.exceptions.ResponseError as error:
+            answered, answer = False, None
+            self.tally.note(Outcome.REFUSED, f"{what}: {type(error).__name__}: {_generic(str(error))}")
+        except (redis.exceptions.RedisError, OSError, ValueError) as error:  # ValueError: what came is no RESP at all
+            answered, answer = False, None
+            self.tally.note(Outcome.REFUSED, f"{what}: {type(error).__name__}: {_generic(str(error))}")
+            self.reconnect()
+        else:
+            answered = True
+        if time.monotonic() - began > self._deadline_s + BOUND_S:
+            self.tally.note(Outcome.HANG, f"{what}: an end after {time.monotonic() - began:.1f} s")
+        return answered, answer
+
+    def set(self, key: str, **options: Any) -> bool:
+        """Store the next version of a key; return whether that was acknowledged."""
+        return self._set(key, self.expected.begin(key), options)
+
+    def set_to(self, key: str, value: bytes) -> bool:
+        """Store a value under a key that never has another; return whether that was acknowledged."""
+        return self._set(key, self.expected.begin_with(key, value), {})
+
+    def _set(self, key: str, version: int, options: dict[str, Any]) -> bool:
+        value = self.expected.value(key, version)
+        answered, _ = self._call("SET", lambda: self.redis.set(key, value, **options))
+        if answered:
+            self.expected.acknowledged(key, version)
+            self.tally.note(Outcome.RIGHT)
+        else:
+            self.expected.unknown(key)
+            if self.silence:
+                self.expected.may_come_late(key, version)
+        return answered
+
+    def delete(self, key: str) -> bool:
+        self.expected.removing(key)
+        answered, _ = self._call("DEL", lambda: self.redis.delete(key))
+        if answered:
+            self.expected.acknowledged(key, ABSENT)
+            self.tally.note(Outcome.RIGHT)
+        elif self.silence:
+            self.expected.may_come_late(key, ABSENT)
+        return answered
+
+    def get(self, key: str) -> Outcome:
+        answered, value = self._call("GET", lambda: self.redis.get(key))
+        if not answered:
+            return Outcome.REFUSED
+        outcome, reason = self.expected.judge(key, value)
+        self.tally.note(outcome, f"GET: {reason}" if reason else "")
+        return outcome
+
+    def ping(self) -> bool:
+        """Ask for nothing; return whether there was an answer."""
+        answered, _ = self._call("PING", self.redis.ping)
+        if answered:
+            self.tally.note(Outcome.RIGHT)
+        return answered
+
+    def verify(self, keys: Sequence[str] | None = None) -> list[str]:
+        """Read keys, by default all; return those that were not served right."""
+        chosen = self.expected.keys if keys is None else keys
+        return [key for key in chosen if self.get(key) is not Outcome.RIGHT]
+
+    def step(self, key: str, chance: random.Random) -> None:
+        """Do one thing with a key."""
+        luck = chance.random()
+        if luck < 0.5:
+            served = self.set(key)
+        elif luck < 0.95:
+            served = self.get(key) is not Outcome.REFUSED
+        else:
+            served = self.delete(key)
+        if not served:
+            time.sleep(_PAUSE_S)
+
+
+@contextlib.contextmanager
+def load(callers: Sequence[Caller], keys: Sequence[str], seed: int) -> Iterator[None]:
+    """Have callers work at random, each with keys of its own, in threads; end them all at the end."""
+    stopped = threading.Event()
+    failures: list[BaseException] = []
+
+    def work(number: int, caller: Caller) -> None:
+        chance = random.Random(f"{seed}/{number}")
+        own = keys[number :: len(callers)]
+        try:
+            while not stopped.is_set():
+                caller.step(chance.choice(own), chance)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(callers)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join(2 * PATIENCE_S + BOUND_S)
+    if failures:
+        raise failures[0]
+    for caller, thread in zip(callers, threads, strict=True):
+        if thread.is_alive():
+            caller.tally.note(Outcome.HANG, "a client's thread does not end")
+
+
+def _generic(text: str) -> str:
+    """Return an error's text without ports and addresses, so that equal reasons count as one."""
+    words = [word for word in text.replace("\n", " ").split() if not any(letter.isdigit() for letter in word)]
+    return " ".join(words)[:120]
+
+
+# ---- Over a data plane
+
+SHAPE: Final = ChunkShape(
+    namespace=KVNamespace(
+        model="failures", dtype="bfloat16", layers=4, kv_heads=2, head_size=32, attention="gqa", quantizer="lossless"
+    ).digest(),
+    dtype="bfloat16",
+    layers=4,
+    kinds=2,
+    vector_length=64,
+    chunk_tokens=64,
+    quantizer="lossless",
+)
+"""64 KiB a chunk."""
+
+
+class Prompt:
+    """A chain of chunks, and the bytes of each."""
+
+    def __init__(self, seed: str, chunks: int) -> None:
+        chance = random.Random(seed)
+        tokens = [chance.randrange(1000) for _ in range(chunks * SHAPE.chunk_tokens)]
+        self.keys = chunk_keys(SHAPE.namespace, tokens, chunk_tokens=SHAPE.chunk_tokens)
+        # Exponents near one another and noise in the fraction, as KV has them.
+        self.chunks = [_floats(f"{seed}/{number}") for number in range(chunks)]
+        self.parents = [b"", *self.keys[:-1]]
+
+
+def _floats(seed: str) -> bytes:
+    noise = bytearray(random.Random(seed).randbytes(SHAPE.chunk_bytes))
+    noise[1::2] = bytes(0x3F if byte & 1 else 0xBF for byte in noise[1::2])
+    return bytes(noise)
+
+
+class Host:
+    """The host's client of a data plane, whose every answer is judged. One thread at a time."""
+
+    def __init__(self, address: str, tally: Tally, *, deadline_s: float = 3.0, chunks: int = 8) -> None:
+        self.tally, self._deadline_s, self._chunks = tally, deadline_s, chunks
+        self.client = DataPlaneClient(address, connect_timeout=deadline_s, backoff=0.02, backoff_max=0.2)
+        self._destination = Destination(self.client, SHAPE, chunks * SHAPE.chunk_bytes, connect_timeout=deadline_s)
+        self._jobs = 0
+
+    def close(self) -> None:
+        self._destination.retire(release=False)
+        self.client.close()
+
+    def _memory(self) -> memoryview | None:
+        try:
+            memory = self._destination.acquire(self._deadline_s)
+        except (DataPlaneError, ConfigurationError) as error:
+            reason = getattr(error, "outcome", "configuration")
+            self.tally.note(Outcome.REFUSED, f"register: {reason}")
+            time.sleep(_PAUSE_S)
+            return None
+        found: memoryview = memory.memory
+        return found
+
+    def _next_job(self) -> str:
+        self._jobs += 1
+        return f"{id(self):x}-{self._jobs}"
+
+    def _check_time(self, what: str, began: float) -> None:
+        if time.monotonic() - began > self._deadline_s + BOUND_S:
+            self.tally.note(Outcome.HANG, f"{what}: an end after {time.monotonic() - began:.1f} s")
+
+    def store(self, prompt: Prompt) -> int:
+        """Store a prompt's chunks; return how many were acknowledged."""
+        memory = self._memory()
+        if memory is None:
+            return 0
+        for number, data in enumerate(prompt.chunks):
+            memory[number * len(data) : (number + 1) * len(data)] = data
+        began = time.monotonic()
+        answer = self.client.store(
+            self._next_job(), self._destination.destination_id, 0, prompt.keys, prompt.parents, self._deadline_s
+        )
+        self._check_time("store", began)
+        self._settle(answer.reason, answer.quiet)
+        if answer.chunks:
+            self.tally.note(Outcome.RIGHT)
+        if answer.reason != "complete":
+            self.tally.note(Outcome.REFUSED, f"store: {answer.reason}")
+        return answer.chunks
+
+    def fetch(self, prompt: Prompt, *, stored: int = 0, losable: str = "") -> int:
+        """Fetch a prompt's chunks and look at each byte; return how many came.
+
+        Args:
+            prompt: which.
+            stored: leading chunks that were acknowledged, and have to be there unless another reason is given.
+            losable: why they may be absent.
+        """
+        memory = self._memory()
+        if memory is None:
+            return 0
+        memory[:] = b"\xee" * len(memory)
+        began = time.monotonic()
+        try:
+            call = self.client.start_fetch(
+                self._next_job(),
+                self._destination.destination_id,
+                0,
+                len(prompt.keys) * SHAPE.chunk_bytes,
+                prompt.keys,
+                self._deadline_s,
+            )
+            answer = call.result()
+        except DataPlaneError as error:
+            self.tally.note(Outcome.REFUSED, f"fetch: {error.outcome}")
+            time.sleep(_PAUSE_S)
+            return 0
+        self._check_time("fetch", began)
+        size = SHAPE.chunk_bytes
+        for number in range(answer.chunks):
+            if bytes(memory[number * size : (number + 1) * size]) != prompt.chunks[number]:
+                self.tally.note(Outcome.WRONG, f"fetch: chunk {number} of {answer.chunks} has other bytes")
+                break
+        else:
+            if answer.chunks:
+                self.tally.note(Outcome.RIGHT)
+        if answer.chunks < len(prompt.keys):
+            if answer.reason == "absent" and answer.chunks < stored and not losable:
+                self.tally.note(Outcome.WRONG, f"fetch: {stored} chunks were acknowledged, {answer.chunks} are there")
+            else:
+                self.tally.note(Outcome.MISSED, f"fetch: {answer.reason}{f': {losable}' if losable else ''}")
+        self._settle(answer.reason, answer.quiet)
+        return answer.chunks
+
+    def _settle(self, reason: str, quiet: bool) -> None:
+        if not quiet or reason == "unknown_destination":
+            self._destination.retire(release=not quiet)
+
+
+__all__ = ["SHAPE", "Caller", "Host", "Prompt", "load"]

@@ -1,0 +1,199 @@
+"""What a case of the failure matrix is, and all that there are."""
+
+import contextlib
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from callers import Caller, Host, load
+from nodes import DataPlane, Storage
+from outcomes import Expected, Outcome, Tally
+from proxy import Proxy
+
+KEYS: Final = [f"key {number}" for number in range(36)]
+
+
+class Unavailable(Exception):
+    """The machine lacks what a case needs; the text says what."""
+
+
+class Context:
+    """One repetition of a case: its seed, its folder, what it has started, its oracle and its tally."""
+
+    def __init__(self, seed: int, engine: str, folder: Path, tally: Tally) -> None:
+        self.seed, self.engine, self.folder, self.tally = seed, engine, folder, tally
+        self.chance = random.Random(seed)
+        self.expected = Expected(seed)
+        self.complaints: list[str] = []
+        self._stack = contextlib.ExitStack()
+        self._nodes: list[Storage | DataPlane] = []
+
+    def storage(self, **options: Any) -> Storage:
+        """Start a server of the case's engine."""
+        node = Storage(self.engine, self.folder / f"storage{len(self._nodes)}", **options)
+        self._nodes.append(node)
+        self._stack.callback(node.close)
+        return node.start()
+
+    def data_plane(self, port: int, **options: Any) -> DataPlane:
+        """Start a data plane over the storage that answers at a port."""
+        node = DataPlane(port, self.folder / f"dataplane{len(self._nodes)}", **options)
+        self._nodes.append(node)
+        self._stack.callback(node.close)
+        return node.start()
+
+    def proxy(self, port: int) -> Proxy:
+        proxy = Proxy(port, self.seed)
+        self._stack.callback(proxy.close)
+        return proxy
+
+    def caller(self, port: int, **options: Any) -> Caller:
+        caller = Caller(port, self.expected, self.tally, **options)
+        self._stack.callback(caller.close)
+        return caller
+
+    def host(self, address: str, **options: Any) -> Host:
+        host = Host(address, self.tally, **options)
+        self._stack.callback(host.close)
+        return host
+
+    @contextlib.contextmanager
+    def load(self, port: int, *, threads: int = 3, keys: Sequence[str] = KEYS, **options: Any) -> Iterator[None]:
+        """Have so many clients work at random for as long as the context lasts."""
+        callers = [self.caller(port, **options) for _ in range(threads)]
+        with load(callers, keys, self.seed):
+            yield
+
+    def fill(self, storage: Storage, keys: Sequence[str] = KEYS) -> None:
+        """Store each key once, and check that no fault has begun yet."""
+        caller = self.caller(storage.port)
+        for key in keys:
+            assert caller.set(key), "a healthy server refused a value"
+
+    def verify(self, storage: Storage, keys: Sequence[str] | None = None) -> list[str]:
+        """Read all keys; return those that were not served right."""
+        return self.caller(storage.port).verify(keys)
+
+    def pause(self, least_s: float, most_s: float) -> None:
+        """Let things happen for a time that the seed chooses."""
+        time.sleep(self.chance.uniform(least_s, most_s))
+
+    def restart(self, storage: Storage) -> None:
+        """Start a server that has ended; what it held in memory alone may be gone."""
+        if self.engine == "memory":
+            self.expected.all_may_be_lost("the engine memory ends with its process")
+        storage.start()
+
+    def close(self) -> None:
+        """Stop what runs, in order; what does not stop is a hang."""
+        for node in self._nodes:
+            if isinstance(node, Storage) and node.alive and not node.stop():
+                self.tally.note(Outcome.HANG, "the server does not stop on SIGTERM")
+            self.complaints += node.complaints()
+        self._stack.close()
+
+
+Run = Callable[[Context], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the matrix.
+
+    Attributes:
+        fault: what happens, as the matrix calls it.
+        what: in words: where, when, and who uses the store meanwhile.
+        engine: of the storage server.
+        repetitions: with as many seeds.
+        run: does one.
+        short: it is part of the tests.
+    """
+
+    fault: str
+    what: str
+    engine: str
+    repetitions: int
+    run: Run
+    short: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.__name__}-{self.engine}"
+
+
+CASES: list[Case] = []
+
+
+def case(
+    fault: str, what: str, *, engines: Sequence[str], repetitions: int = 3, short: Sequence[str] = ()
+) -> Callable[[Run], Run]:
+    """Register a function as a case, once for each engine; ``short`` are the engines that tests take it with."""
+
+    def register(run: Run) -> Run:
+        for engine in engines:
+            CASES.append(
+                Case(fault=fault, what=what, engine=engine, repetitions=repetitions, run=run, short=engine in short)
+            )
+        return run
+
+    return register
+
+
+@dataclass
+class Row:
+    """What a case came to.
+
+    Attributes:
+        broken: why the case itself failed; empty for not at all.
+        unavailable: why it could not be tried here.
+        complaints: lines of logs that no fault should bring about.
+    """
+
+    case: Case
+    tally: Tally = field(default_factory=Tally)
+    repetitions: int = 0
+    seconds: float = 0.0
+    broken: str = ""
+    unavailable: str = ""
+    complaints: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return self.tally.failed or bool(self.broken) or bool(self.complaints)
+
+
+def run_case(chosen: Case, folder: Path, *, seed: int = 0, repetitions: int | None = None) -> Row:
+    """Run a case with as many seeds as it has repetitions."""
+    row = Row(chosen)
+    began = time.monotonic()
+    for number in range(chosen.repetitions if repetitions is None else repetitions):
+        place = folder / f"{chosen.name}-{seed + number}"
+        place.mkdir(parents=True)
+        context = Context(seed + number, chosen.engine, place, row.tally)
+        try:
+            try:
+                chosen.run(context)
+            finally:
+                context.close()
+        except Unavailable as error:
+            row.unavailable = str(error)
+            break
+        except Exception as error:
+            traceback.print_exc(limit=-3, file=sys.stderr)
+            row.broken = f"seed {seed + number}: {type(error).__name__}: {str(error)[:300]}"
+            break
+        finally:
+            row.complaints += context.complaints
+        row.repetitions += 1
+        if row.tally.failed:
+            break
+    row.seconds = time.monotonic() - began
+    return row
+
+
+__all__ = ["CASES", "KEYS", "Case", "Context", "Row", "Unavailable", "case", "run_case"]

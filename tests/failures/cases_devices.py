@@ -1,0 +1,410 @@
+"""Devices that fail: errors, disappearance, no room, torn and rotten objects, reads that go elsewhere."""
+
+import contextlib
+import errno
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import images
+from cases import KEYS, Context, Unavailable, case
+from faults import is_root
+from images import StoredObject
+from nodes import MIB, Storage
+
+from storage_kv.pool.format import BLOCK_BYTES
+
+_DURABLE = ("pool", "filesystem")
+
+
+def _cold(context: Context, **options: object) -> Storage:
+    """Return a server that holds every key, none of them in memory."""
+    storage = context.storage(**options)
+    context.fill(storage)
+    assert storage.stop()
+    return storage.start()
+
+
+def _during(context: Context, why: str) -> None:
+    """From now on, any key may be missed for this reason."""
+    context.expected.losable = why
+
+
+def _after(context: Context) -> None:
+    """The fault is over: what is written from now on has to stay; of what was there before nobody knows."""
+    context.expected.all_may_be_lost(context.expected.losable)
+    context.expected.losable = ""
+
+
+@case(
+    "device I/O error",
+    "one read in three fails with EIO, of values that are not in memory",
+    engines=_DURABLE,
+    repetitions=3,
+)
+def reads_fail(context: Context) -> None:
+    storage = _cold(context, faulty=True)
+    assert storage.faults is not None
+    storage.faults.set(read_error=errno.EIO, one_in=3)
+    _during(context, "the device fails to read")
+    context.verify(storage)
+    with context.load(storage.port):
+        context.pause(0.3, 0.6)
+    assert storage.faults.met, "no read has failed"
+    storage.faults.clear()
+    _after(context)
+    context.verify(storage)
+    with context.load(storage.port):
+        context.pause(0.1, 0.2)
+
+
+def _failing_writes(context: Context, **faults: int) -> None:
+    """Write while that fails, then restart with a sound device: whatever was acknowledged is there.
+
+    But for what lies on a device that was given up while another went on: it is dropped, since it may be stale.
+    """
+    alone = bool(context.seed % 2)
+    storage = context.storage(faulty=True, devices=1 if alone else 2)
+    assert storage.faults is not None
+    with context.load(storage.port):
+        context.pause(0.1, 0.3)
+        storage.faults.set(**faults)
+        context.expected.losable = "the device that has it was given up, until the next start"
+        context.pause(0.4, 0.8)
+    assert storage.faults.met, "nothing has failed"
+    storage.kill()
+    storage.faults.clear()
+    strict = alone or context.engine != "pool"
+    context.expected.losable = "" if strict else "stale: its device was given up while the other went on"
+    storage.start()
+    context.verify(storage)
+    if not strict:
+        context.expected.all_may_be_lost(context.expected.losable)
+        context.expected.losable = ""
+    with context.load(storage.port):
+        context.pause(0.1, 0.2)
+
+
+@case(
+    "device I/O error",
+    "one write in four fails with EIO; then a restart",
+    engines=_DURABLE,
+    repetitions=4,
+    short=("pool",),
+)
+def writes_fail(context: Context) -> None:
+    _failing_writes(context, write_error=errno.EIO, one_in=4)
+
+
+@case("device I/O error", "one write in two hundred fails with EIO; then a restart", engines=_DURABLE, repetitions=4)
+def writes_fail_rarely(context: Context) -> None:
+    _failing_writes(context, write_error=errno.EIO, one_in=200)
+
+
+@case("device I/O error", "every flush fails; then a restart", engines=_DURABLE, repetitions=2)
+def flushes_fail(context: Context) -> None:
+    _failing_writes(context, flush_error=errno.EIO)
+
+
+@case("disk full", "every write fails with ENOSPC; then a restart", engines=_DURABLE, repetitions=2)
+def no_space(context: Context) -> None:
+    _failing_writes(context, write_error=errno.ENOSPC)
+
+
+@case("disk full", "a file system of 8 MiB is full (tmpfs); then it has room again", engines=("filesystem",))
+def small_file_system(context: Context) -> None:
+    with _mounted(context.folder / "small", "-t", "tmpfs", "-o", "size=8m", "tmpfs") as folder:
+        storage = context.storage(paths=[folder / "values"])
+        _during(context, "evicted, or its write found no room")
+        with context.load(storage.port, keys=[f"key {number}" for number in range(300)]):
+            context.pause(0.5, 1.0)
+        _after(context)
+        context.verify(storage)
+        assert storage.stop()
+        storage.start()
+        context.verify(storage)
+        assert storage.stop()
+
+
+@case("disk full", "the devices are full: what was used longest ago goes", engines=_DURABLE, repetitions=2)
+def evicting(context: Context) -> None:
+    storage = context.storage(device_bytes=16 * MIB)
+    _during(context, "evicted to make room")
+    context.expected.sizes = (150, 300_000, 900_000)
+    with context.load(storage.port, keys=[f"key {number}" for number in range(300)], threads=4):
+        context.pause(1.5, 2.5)
+    context.verify(storage)
+    storage.kill()
+    storage.start()
+    context.verify(storage)
+
+
+@case(
+    "device gone",
+    "every operation fails with ENODEV, under load; then a restart with it",
+    engines=("pool",),
+    repetitions=4,
+)
+def vanished(context: Context) -> None:
+    _failing_writes(context, read_error=errno.ENODEV, write_error=errno.ENODEV, flush_error=errno.ENODEV)
+
+
+@case(
+    "device gone",
+    "a loop device's backing file is cut to nothing under load, which fails its I/O; then a restart without it",
+    engines=("pool",),
+    repetitions=2,
+)
+def cut_loop_device(context: Context) -> None:
+    with _loop_devices(context.folder, 2) as pairs:
+        storage = context.storage(paths=[device for device, _ in pairs])
+        context.fill(storage)
+        assert list(images.objects([pairs[0][1]])), "nothing lies on the device that will be gone"
+        with context.load(storage.port):
+            context.pause(0.1, 0.3)
+            _during(context, "its device is gone")
+            pairs[0][1].write_bytes(b"")
+            context.pause(0.5, 0.8)
+        context.verify(storage)
+        storage.kill()
+        _after(context)
+        storage.devices = storage.devices[1:]
+        storage.start()
+        context.verify(storage)
+        with context.load(storage.port):
+            context.pause(0.1, 0.3)
+        assert storage.stop()
+
+
+@case("device gone", "one of two files is removed and replaced by an empty one, between two runs", engines=("pool",))
+def replaced(context: Context) -> None:
+    storage = context.storage()
+    context.fill(storage)
+    assert storage.stop()
+    for entry in images.objects([storage.paths[0]]):
+        context.expected.may_be_lost(_name(storage, entry), "its device was replaced by an empty one")
+    storage.paths[0].unlink()
+    storage.start()
+    context.verify(storage)
+
+
+@case("device gone", "the folder's files are removed while it serves", engines=("filesystem",))
+def files_removed(context: Context) -> None:
+    storage = context.storage()
+    context.fill(storage)
+    _during(context, "its file was removed")
+    with context.load(storage.port):
+        context.pause(0.1, 0.2)
+        shutil.rmtree(storage.paths[0] / "objects", ignore_errors=True)
+        context.pause(0.3, 0.5)
+    _after(context)
+    context.verify(storage)
+
+
+def _damaged_while_down(context: Context, damage: Callable[[Sequence[StoredObject]], Sequence[StoredObject]]) -> None:
+    """Damage objects between a SIGKILL and the next start: those may be missed, no others."""
+    storage = context.storage()
+    context.fill(storage)
+    storage.kill()
+    _harm(context, storage, damage)
+    storage.start()
+    context.verify(storage)
+    with context.load(storage.port):
+        context.pause(0.1, 0.3)
+    context.verify(storage)
+
+
+def _damaged_while_up(context: Context, damage: Callable[[Sequence[StoredObject]], Sequence[StoredObject]]) -> None:
+    """Damage objects that are not in memory while clients read them: those may be missed, no others."""
+    storage = _cold(context)
+    _harm(context, storage, damage)
+    context.verify(storage)
+    with context.load(storage.port):
+        context.pause(0.1, 0.3)
+    context.verify(storage)
+
+
+def _harm(
+    context: Context, storage: Storage, damage: Callable[[Sequence[StoredObject]], Sequence[StoredObject]]
+) -> None:
+    whole = storage.objects()
+    assert len(whole) >= len(KEYS)
+    harmed = damage(context.chance.sample(whole, 12))
+    assert harmed
+    for chosen in harmed:
+        context.expected.may_be_lost(_name(storage, chosen), "damaged on its device")
+
+
+def _name(storage: Storage, chosen: StoredObject) -> str:
+    """Return the client's key of one of KEYS: a file has it behind attributes, a device only its digest."""
+    if storage.engine == "filesystem":
+        return chosen.name[chosen.name.rindex(b"key ") :].decode()
+    return _DIGESTS[chosen.key]
+
+
+_DIGESTS = {hashlib.sha256(key.encode()).digest(): key for key in KEYS}
+
+
+def _tear(context: Context) -> Callable[[Sequence[StoredObject]], Sequence[StoredObject]]:
+    def damage(chosen: Sequence[StoredObject]) -> Sequence[StoredObject]:
+        for entry in chosen:
+            images.tear(entry, context.chance)
+        return chosen
+
+    return damage
+
+
+def _rot(context: Context) -> Callable[[Sequence[StoredObject]], Sequence[StoredObject]]:
+    def damage(chosen: Sequence[StoredObject]) -> Sequence[StoredObject]:
+        for entry in chosen:
+            images.rot(entry, context.chance)
+        return chosen
+
+    return damage
+
+
+def _exchange(chosen: Sequence[StoredObject]) -> Sequence[StoredObject]:
+    ordered = sorted(chosen, key=lambda entry: entry.size)
+    for one, other in zip(ordered[::2], ordered[1::2], strict=True):
+        images.exchange(one, other)
+    return chosen
+
+
+@case(
+    "torn write",
+    "twelve objects keep only some of their sectors after a SIGKILL, as if their writes had been cut off",
+    engines=_DURABLE,
+    short=("pool",),
+)
+def torn(context: Context) -> None:
+    _damaged_while_down(context, _tear(context))
+
+
+@case("torn write", "the log's last block is torn in one of its two copies after a SIGKILL", engines=("pool",))
+def torn_log(context: Context) -> None:
+    storage = context.storage()
+    with context.load(storage.port):
+        context.pause(0.2, 0.5)
+        storage.kill()
+    for path in storage.paths:
+        blocks = _log_blocks(path, context.chance.randrange(2))
+        last = max(blocks, default=None, key=lambda block: block[1])
+        if last is not None:
+            images.write(path, last[0] + 512 * context.chance.randrange(1, 7), context.chance.randbytes(512))
+    storage.start()
+    context.verify(storage)
+
+
+@case("bit rot on disk", "a bit of each of twelve objects, while the server is down", engines=_DURABLE)
+def rotten_while_down(context: Context) -> None:
+    _damaged_while_down(context, _rot(context))
+
+
+@case("bit rot on disk", "a bit of each of twelve objects, while the server runs", engines=_DURABLE, short=("pool",))
+def rotten_while_up(context: Context) -> None:
+    _damaged_while_up(context, _rot(context))
+
+
+@case(
+    "bit rot on disk",
+    "twenty bits of the log and a superblock, each in one of two copies, while the server is down",
+    engines=("pool",),
+)
+def rotten_log(context: Context) -> None:
+    storage = context.storage()
+    context.fill(storage)
+    storage.kill()
+    for path in storage.paths:
+        copy = context.chance.randrange(2)
+        images.flip(path, copy << 20 | context.chance.randrange(BLOCK_BYTES), context.chance.randrange(8))
+        for offset, _ in context.chance.choices(_log_blocks(path, copy) or [(copy << 20, 0)], k=20):
+            images.flip(path, offset + context.chance.randrange(BLOCK_BYTES), context.chance.randrange(8))
+            break
+    storage.start()
+    context.verify(storage)
+
+
+@case("bit rot on disk", "anything outside of objects: bits of log, snapshots, superblocks", engines=("pool",))
+def rotten_metadata(context: Context) -> None:
+    storage = context.storage()
+    context.fill(storage)
+    assert storage.stop()
+    for path in storage.paths:
+        first = min(entry.offset for entry in images.objects([path]))
+        for _ in range(context.chance.randint(1, 40)):
+            images.flip(path, context.chance.randrange(1 << 20, first), context.chance.randrange(8))
+    _during(context, "log or snapshot rotten beyond repair")
+    storage.start()
+    _after(context)
+    context.verify(storage)
+    with context.load(storage.port):
+        context.pause(0.1, 0.3)
+    assert storage.stop()
+
+
+@case("misdirected read", "twelve objects lie in each other's places, after a SIGKILL", engines=_DURABLE)
+def exchanged_while_down(context: Context) -> None:
+    _damaged_while_down(context, _exchange)
+
+
+@case(
+    "misdirected read",
+    "twelve objects lie in each other's places, while the server runs",
+    engines=_DURABLE,
+    short=("filesystem",),
+)
+def exchanged_while_up(context: Context) -> None:
+    _damaged_while_up(context, _exchange)
+
+
+# ---- What devices are made of
+
+
+def _log_blocks(path: Path, copy: int) -> list[tuple[int, int]]:
+    """Return offset and sequence of each written block of one copy of the log, as the superblock says it lies."""
+    data = path.read_bytes()
+    begins = [int.from_bytes(data[at : at + 8], "little") for at in (80, 88)]
+    blocks = int.from_bytes(data[96:104], "little")
+    found = []
+    for number in range(blocks):
+        offset = (begins[copy] + number) * BLOCK_BYTES
+        if data[offset : offset + 4] == b"SSLG":
+            found.append((offset, int.from_bytes(data[offset + 32 : offset + 40], "little")))
+    return found
+
+
+@contextlib.contextmanager
+def _mounted(folder: Path, *arguments: str) -> Iterator[Path]:
+    if not is_root():
+        raise Unavailable("mounting needs root")
+    folder.mkdir(parents=True)
+    done = subprocess.run(["mount", *arguments, folder], capture_output=True, text=True)
+    if done.returncode:
+        raise Unavailable(f"mount: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=False)
+
+
+@contextlib.contextmanager
+def _loop_devices(folder: Path, count: int, size: int = 48 * MIB) -> Iterator[list[tuple[Path, Path]]]:
+    """Yield loop devices and their backing files."""
+    if not is_root() or shutil.which("losetup") is None:
+        raise Unavailable("loop devices need root and losetup")
+    pairs: list[tuple[Path, Path]] = []
+    try:
+        for number in range(count):
+            file = folder / f"loop{number}.img"
+            with open(file, "wb") as image:
+                image.truncate(size)
+            done = subprocess.run(["losetup", "--find", "--show", file], capture_output=True, text=True)
+            if done.returncode:
+                raise Unavailable(f"losetup: {done.stderr.strip()}")
+            pairs.append((Path(done.stdout.strip()), file))
+        yield pairs
+    finally:
+        for device, _ in pairs:
+            subprocess.run(["losetup", "--detach", device], check=False)

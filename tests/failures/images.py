@@ -1,0 +1,120 @@
+"""Objects where they lie, in a device's image or in files: found, damaged, exchanged behind the server's back."""
+
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+BLOCK: Final = 4096
+SECTOR: Final = 512
+HEADER: Final = 2048
+_MAGIC: Final = b"SSOBJECT"
+_FIELDS: Final = struct.Struct("<8sIIHHIII32sQII")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One object of docs/storage-format.md; those that were removed are found as well, until they are written over.
+
+    Attributes:
+        file: that it is in.
+        offset: of its header.
+        length: bytes of the value.
+        key: 32 bytes.
+        generation: number of the put.
+        name: the client's key; empty where the key says it all.
+    """
+
+    file: Path
+    offset: int
+    length: int
+    key: bytes
+    generation: int
+    name: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes that its header, its value and its name take."""
+        return HEADER + self.length + len(self.name)
+
+
+def objects(files: list[Path]) -> Iterator[StoredObject]:
+    """Yield what lies in images of devices, or in one object's file each, in order."""
+    for file in files:
+        data = file.read_bytes()
+        offset = data.find(_MAGIC)
+        while offset >= 0:
+            if offset % BLOCK == 0 and offset + HEADER <= len(data):
+                fields = _FIELDS.unpack_from(data, offset)
+                length, key, generation, name_length = fields[6], fields[8], fields[9], fields[10]
+                begin = offset + HEADER + length
+                yield StoredObject(file, offset, length, key, generation, data[begin : begin + name_length])
+            offset = data.find(_MAGIC, offset + 1)
+
+
+def files_of(paths: list[Path]) -> list[Path]:
+    """Return the files in which objects lie: images as they are, folders' own objects."""
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found += sorted(file for file in (path / "objects").rglob("*") if file.is_file())
+        elif path.exists():
+            found.append(path)
+    return found
+
+
+def write(file: Path, offset: int, data: bytes) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(offset)
+        opened.write(data)
+
+
+def flip(file: Path, offset: int, bit: int) -> None:
+    """Invert one bit."""
+    with open(file, "r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)
+        opened.seek(offset)
+        opened.write(bytes([byte[0] ^ 1 << bit]))
+
+
+def rot(chosen: StoredObject, chance: random.Random) -> None:
+    """Invert one bit of an object: its header, its value or its name."""
+    flip(chosen.file, chosen.offset + chance.randrange(chosen.size), chance.randrange(8))
+
+
+def tear(chosen: StoredObject, chance: random.Random) -> None:
+    """Leave of an object only some of its sectors, as if its write had been cut off."""
+    sectors = -(-chosen.size // SECTOR)
+    for number in sorted(chance.sample(range(sectors), chance.randint(1, sectors))):
+        begin = number * SECTOR
+        size = min(SECTOR, chosen.size - begin)
+        write(chosen.file, chosen.offset + begin, chance.choice([bytes(size), chance.randbytes(size)]))
+
+
+def exchange(one: StoredObject, other: StoredObject) -> None:
+    """Put each of two objects where the other is, as far as both have room: what a misdirected read brings."""
+    size = min(one.size, other.size)
+    with open(one.file, "rb") as first, open(other.file, "rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        data, replacement = first.read(size), second.read(size)
+    write(one.file, one.offset, replacement)
+    write(other.file, other.offset, data)
+
+
+__all__ = [
+    "BLOCK",
+    "HEADER",
+    "SECTOR",
+    "StoredObject",
+    "exchange",
+    "files_of",
+    "flip",
+    "objects",
+    "rot",
+    "tear",
+    "write",
+]

@@ -1,0 +1,157 @@
+"""The failure matrix: every case run for real, its outcomes counted, a table and a JSON file written."""
+
+import argparse
+import fnmatch
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cases_clients
+import cases_dataplane
+import cases_devices
+import cases_processes
+import cases_resources
+import cases_wire
+from cases import CASES, Row, run_case
+from nodes import REPOSITORY
+from outcomes import Outcome
+
+_PARTS = (cases_processes, cases_devices, cases_wire, cases_clients, cases_resources, cases_dataplane)
+"""Importing them has filled CASES."""
+
+_FAILED = (Outcome.WRONG, Outcome.HANG)
+
+
+def as_json(rows: Sequence[Row], seconds: float, seed: int) -> dict[str, Any]:
+    """Return the matrix as data."""
+    return {
+        "counts": {outcome.value: sum(row.tally.counts[outcome] for row in rows) for outcome in Outcome},
+        "seed": seed,
+        "seconds": round(seconds),
+        "command": "make failure-matrix",
+        "cases": [
+            {
+                "fault": row.case.fault,
+                "what": row.case.what,
+                "engine": row.case.engine,
+                "name": row.case.name,
+                "repetitions": row.repetitions,
+                "seconds": round(row.seconds, 1),
+                "outcomes": row.tally.as_json(),
+                "reasons": {
+                    outcome.value: row.tally.examples(outcome) for outcome in Outcome if row.tally.examples(outcome)
+                },
+                "example reason": next(
+                    (
+                        row.tally.examples(outcome)[0]
+                        for outcome in (*_FAILED, Outcome.MISSED, Outcome.REFUSED)
+                        if row.tally.examples(outcome)
+                    ),
+                    "",
+                ),
+                **({"not tried": row.unavailable} if row.unavailable else {}),
+                **({"broken": row.broken} if row.broken else {}),
+                **({"complaints": row.complaints[:5]} if row.complaints else {}),
+            }
+            for row in rows
+        ],
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """Return docs/failure-matrix.md."""
+    counts = found["counts"]
+    lines = [
+        "# The failure matrix",
+        "",
+        "Written by `make failure-matrix`, which makes each of these faults happen to real processes, several times",
+        "with other seeds, while real clients work: redis-py at the storage server, the host's own client at a data",
+        "plane. Every answer is compared with what was stored. tests/failures/ has what each fault is made of.",
+        "",
+        "- **right**: the bytes that were stored, or an acknowledgement.",
+        "- **missed**: a miss that the fault explains. A miss that nothing explains counts as wrong: it would be an",
+        "  acknowledged write that is lost.",
+        "- **refused**: an error or a closed connection within the deadline.",
+        "- **wrong**: other bytes. **hang**: no end within the deadline and 30 s. The matrix fails on either.",
+        "",
+        f"In all: {counts['right']:,} right, {counts['missed']:,} missed, {counts['refused']:,} refused, "
+        f"{counts['wrong']} wrong, {counts['hang']} hangs; {found['seconds']} s, seed {found['seed']}.",
+        "",
+        "| fault | what happens | engine | times | right | missed | refused | wrong | hang | an example of a reason |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in found["cases"]:
+        outcomes = row["outcomes"]
+        reason = row.get("not tried") and f"not tried: {row['not tried']}" or row["example reason"]
+        reason = reason.replace("|", "\\|")
+        numbers = " | ".join(f"{outcomes[outcome.value]:,}" for outcome in Outcome)
+        lines.append(
+            f"| {row['fault']} | {row['what']} | {row['engine']} | {row['repetitions']} | {numbers} | {reason} |"
+        )
+    lines += [
+        "",
+        "Missed and refused count single operations: how many fall into the time of a fault depends on the machine.",
+        "It says nothing. That wrong and hang are zero is what the matrix is for.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases; return 1 if any is wrong, hangs or could not be run."""
+    parser = argparse.ArgumentParser(description="Make faults happen and judge every answer.")
+    parser.add_argument("names", nargs="*", help="cases, with wildcards; by default all")
+    parser.add_argument("--list", action="store_true", help="say which cases there are")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--repetitions", type=int, help="of each case, in place of its own number")
+    parser.add_argument("--output", type=Path, help="folder of failure-matrix.md and .json; none writes nothing")
+    parser.add_argument("--keep", action="store_true", help="keep what the processes wrote")
+    options = parser.parse_args(arguments)
+    chosen = [
+        case
+        for case in CASES
+        if not options.names or any(fnmatch.fnmatch(case.name, f"{name}*") for name in options.names)
+    ]
+    if options.list:
+        for case in chosen:
+            print(f"{case.name:34} {case.fault}: {case.what}")
+        return 0
+    began = time.monotonic()
+    place = Path(tempfile.mkdtemp(prefix="failure-matrix-"))
+    rows: list[Row] = []
+    try:
+        for case in chosen:
+            rows.append(run_case(case, place, seed=options.seed, repetitions=options.repetitions))
+            _tell(rows[-1])
+    finally:
+        if options.keep:
+            print(f"what the processes wrote is in {place}")
+        else:
+            shutil.rmtree(place, ignore_errors=True)
+    found = as_json(rows, time.monotonic() - began, options.seed)
+    print(json.dumps(found["counts"]), f"{found['seconds']} s")
+    if options.output is not None:
+        (options.output / "failure-matrix.json").write_text(json.dumps(found, indent=1) + "\n")
+        (options.output / "failure-matrix.md").write_text(as_text(found))
+    return int(any(row.failed for row in rows))
+
+
+def _tell(row: Row) -> None:
+    counts = " ".join(f"{outcome.value} {row.tally.counts[outcome]}" for outcome in Outcome)
+    print(f"{row.case.name:34} {row.seconds:5.1f} s  {counts}", flush=True)
+    for outcome in (*_FAILED, Outcome.MISSED, Outcome.REFUSED):
+        for reason in row.tally.examples(outcome)[:3]:
+            print(f"    {outcome.value}: {reason}", flush=True)
+    for problem in [row.broken, row.unavailable, *row.complaints[:3]]:
+        if problem:
+            print(f"    ! {problem[:400]}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+__all__ = ["REPOSITORY", "as_json", "as_text", "main"]

@@ -1,0 +1,51 @@
+"""A part of the failure matrix, one seed of each case; ``make failure-matrix`` has the whole of it."""
+
+from pathlib import Path
+
+import matrix
+import pytest
+from cases import CASES, Case, Row, run_case
+from outcomes import Expected, Outcome, Tally
+
+SHORT = [case for case in CASES if case.short]
+
+
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.name)
+def test_a_fault_ends_in_what_was_stored_a_miss_or_an_error(case: Case, tmp_path: Path) -> None:
+    row = run_case(case, tmp_path, seed=1, repetitions=1)
+    assert not row.unavailable and not row.broken and not row.complaints
+    assert not row.tally.failed, {outcome.value: row.tally.examples(outcome) for outcome in Outcome}
+    assert row.tally.counts[Outcome.RIGHT] > 0
+
+
+def test_every_case_has_a_name_of_its_own() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_other_bytes_and_lost_writes_are_wrong() -> None:
+    expected = Expected(1)
+    first = expected.begin("key")
+    assert expected.judge("key", None)[0] is Outcome.MISSED
+    expected.acknowledged("key", first)
+    value = expected.value("key", first)
+    assert expected.judge("key", value)[0] is Outcome.RIGHT
+    assert expected.judge("key", None)[0] is Outcome.WRONG
+    assert expected.judge("key", value[:-1])[0] is Outcome.WRONG
+    second = expected.begin("key")
+    assert expected.judge("key", value)[0] is Outcome.RIGHT
+    assert expected.judge("key", expected.value("key", second))[0] is Outcome.RIGHT
+    expected.acknowledged("key", second)
+    assert expected.judge("key", value)[0] is Outcome.WRONG
+    expected.may_be_lost("key", "a fault")
+    assert expected.judge("key", None) == (Outcome.MISSED, "a fault")
+    assert expected.judge("key", value)[0] is Outcome.WRONG
+
+
+def test_a_wrong_answer_and_a_hang_fail_the_matrix() -> None:
+    for outcome in Outcome:
+        row = Row(CASES[0], Tally())
+        row.tally.note(outcome, "a reason")
+        assert row.failed is (outcome in (Outcome.WRONG, Outcome.HANG))
+        found = matrix.as_json([row], 1.0, 0)
+        assert found["counts"][outcome.value] == 1
+        assert "a reason" in matrix.as_text(found) or outcome is Outcome.RIGHT
