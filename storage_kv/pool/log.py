@@ -49,12 +49,23 @@ class Log:
     """
 
     def __init__(
-        self, superblock: Superblock, submit: Submit, *, epoch: int, previous_epoch: int, first: int, sequence: int
+        self,
+        superblock: Superblock,
+        submit: Submit,
+        *,
+        epoch: int,
+        previous_epoch: int,
+        first: int,
+        sequence: int,
+        durable: int,
     ) -> None:
-        """Go on with block ``sequence`` behind one of the run ``previous_epoch``; from ``first`` on all are needed."""
+        """Go on with block ``sequence`` behind one of the run ``previous_epoch``; from ``first`` on all are needed.
+
+        Up to ``durable`` blocks may be believed: this run's say so.
+        """
         self.error: Exception | None = None
         self.sequence = sequence
-        self.durable = sequence - 1
+        self.durable = durable
         self.first = first
         self.records = 0
         self.groups = 0

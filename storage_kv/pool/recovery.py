@@ -6,6 +6,8 @@ are missing that somebody relies on. Replay goes on behind the gap, and of what 
 stay that carry their own proof: records, whose key says what their bytes are. Values of other keys may have been
 replaced or removed in the gap, so they are dropped and counted. The same holds where a snapshot has to be taken that
 the log does not reach back to any more.
+
+Of the last group nothing says that its flush was complete: what it put is read before it is believed (tail.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +36,7 @@ from storage_kv.pool.format import (
 )
 from storage_kv.pool.log import GROUP_BLOCKS_MAX
 from storage_kv.pool.pages import Pages
+from storage_kv.pool.tail import Tail
 from storage_kv.pool.texts import Key, TextReader, keys_of
 
 __all__ = ["ANSWER_S", "LogEnd", "Recovery", "Reader", "RecoveryReport", "read_superblocks"]
@@ -71,6 +74,7 @@ class RecoveryReport:
         unnamed: objects dropped because the text of their key is not there.
         overlapping: objects dropped because another one, stored later, lies where they lay.
         refused: records with impossible fields.
+        torn: puts of the last group whose bytes are not there: their writers were never told that they are.
         notes: what went wrong, in words.
     """
 
@@ -87,6 +91,7 @@ class RecoveryReport:
     unnamed: int = 0
     overlapping: int = 0
     refused: int = 0
+    torn: int = 0
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -97,11 +102,18 @@ class RecoveryReport:
 
 @dataclass(slots=True, kw_only=True)
 class LogEnd:
-    """Where the log goes on: ``sequence`` is the next block's, ``epoch`` the last one's, ``first`` still needed."""
+    """Where the log goes on: ``sequence`` is the next block's, ``epoch`` the last one's, ``first`` still needed.
+
+    Attributes:
+        durable: the last block that may be believed without looking.
+        torn: keys of puts that are not to be believed: the log's next records say so.
+    """
 
     first: int
     sequence: int
     epoch: int
+    durable: int
+    torn: tuple[Key, ...] = ()
 
 
 class Reader:
@@ -209,6 +221,7 @@ class Recovery:
         """Recover the volume of ``superblock`` as device ``number`` of ``index``."""
         self.report = RecoveryReport()
         self.texts = TextReader()
+        self._tail = Tail()
         self.generation_last = 0
         self.generation_newest = 0
         """Of the newest snapshot that has a sound header; 0: there is none."""
@@ -306,9 +319,13 @@ class Recovery:
     def _replay(self, sequence: int, epoch: int, durable: int) -> LogEnd:
         """Replay the log from a block on, and behind gaps."""
         first = sequence
+        tail = self._tail
+        tail.proven = max(tail.proven, durable)
         sequence, epoch = self._replay_chain(sequence, epoch)
         while (after := self._after_gap(sequence, durable)) is not None:
             self.report.log_blocks_damaged += after - sequence
+            tail.proven = max(tail.proven, after - 1)
+            self.report.log_records += self._apply_records(tail.take_proven())
             self.report.notes.append(f"blocks {sequence} to {after - 1} of the log are damaged in both copies")
             self._drop_unproven()
             found = self._log_block(after)
@@ -318,7 +335,9 @@ class Recovery:
             self.report.notes.append(f"blocks {sequence} to {durable} of the log are damaged in both copies")
             self._drop_unproven()
             sequence = durable + 1
-        return LogEnd(first=first, sequence=sequence, epoch=epoch)
+        self._judge_tail()
+        durable = tail.proven if tail.torn else sequence - 1
+        return LogEnd(first=first, sequence=sequence, epoch=epoch, durable=durable, torn=tuple(tail.torn))
 
     def _replay_chain(self, sequence: int, epoch: int) -> tuple[int, int]:
         """Replay blocks while each is the successor of the one before; return the next sequence and the last epoch."""
@@ -338,6 +357,7 @@ class Recovery:
         return sequence, epoch
 
     def _replay_piece(self, data: Bytes, sequence: int, epoch: int) -> tuple[int, int]:
+        tail = self._tail
         data = data.copy()  # a mended block is read into the same buffers
         view = memoryview(data)
         counts: list[int] = []
@@ -352,9 +372,23 @@ class Recovery:
             assert header is not None
             epoch = header.epoch
             counts.append(header.count)
+            tail.proven = max(tail.proven, header.durable)
         self.report.log_blocks += len(counts)
-        self.report.log_records += self._apply(data[: len(counts) * BLOCK_BYTES], counts)
+        self.report.log_records += self._apply_records(tail.take_proven())
+        proven = min(max(tail.proven + 1 - sequence, 0), len(counts))
+        self.report.log_records += self._apply(data[: proven * BLOCK_BYTES], counts[:proven])
+        for at in range(proven, len(counts)):
+            block = data[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES]
+            tail.hold(sequence + at, _chosen(block, counts[at : at + 1]))
         return sequence + len(counts), epoch
+
+    def _judge_tail(self) -> None:
+        """Replay what nothing has proven, as far as it is there."""
+        self.report.log_records += self._apply_records(self._tail.judge(self._blocks, self._read_blocks))
+        self.report.torn = len(self._tail.torn)
+
+    def _read_blocks(self, first: int, count: int) -> Bytes:
+        return np.concatenate([data.copy() for _, data in self._reader.pieces(first, count)])
 
     def _after_gap(self, sequence: int, durable: int) -> int | None:
         """Return the next block of the log behind a gap at ``sequence``; None if the log ends there."""
@@ -411,7 +445,7 @@ class Recovery:
         known = self._ring()
         if not known:
             self._drop_unproven()
-            return LogEnd(first=durable + 1, sequence=durable + 1, epoch=0)
+            return LogEnd(first=durable + 1, sequence=durable + 1, epoch=0, durable=durable)
         first = max(known, key=lambda block: (known[block].durable, block))
         while first - 1 in known and known[first - 1].epoch == known[first].previous_epoch:
             first -= 1
@@ -437,12 +471,11 @@ class Recovery:
         """Replay the first so many records of each block; return how many."""
         if not any(counts):
             return 0
-        blocks = data.reshape(-1, BLOCK_BYTES)[: len(counts), _RECORDS_OFFSET:]
-        records = np.ascontiguousarray(blocks).view(INDEX_RECORD_DTYPE).reshape(len(counts), RECORDS_PER_BLOCK)
-        if min(counts) == RECORDS_PER_BLOCK:
-            chosen = records.reshape(-1)
-        else:
-            chosen = records[np.arange(RECORDS_PER_BLOCK) < np.array(counts)[:, None]]
+        return self._apply_records(_chosen(data, counts))
+
+    def _apply_records(self, chosen: npt.NDArray[Any]) -> int:
+        if not len(chosen):
+            return 0
         self.texts.read(chosen[chosen["kind"] >= RecordKind.NAME])
         self._note_generation(chosen["generation"][chosen["kind"] == RecordKind.PUT])
         applied = self._index.replay(self._number, self._blocks, chosen)
@@ -495,6 +528,15 @@ class Recovery:
             dropped += len(going)
             if not cursor:
                 return dropped
+
+
+def _chosen(data: Bytes, counts: list[int]) -> npt.NDArray[Any]:
+    """Return the first so many records of each block."""
+    blocks = data.reshape(-1, BLOCK_BYTES)[: len(counts), _RECORDS_OFFSET:]
+    records = np.ascontiguousarray(blocks).view(INDEX_RECORD_DTYPE).reshape(len(counts), RECORDS_PER_BLOCK)
+    if min(counts) == RECORDS_PER_BLOCK:
+        return records.reshape(-1)
+    return records[np.arange(RECORDS_PER_BLOCK) < np.array(counts)[:, None]]
 
 
 def _follows(header: BlockHeader | None, sequence: int, epoch: int) -> bool:

@@ -108,6 +108,10 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
     found.objects = index.totals().objects
     found.object_bytes = index.totals().bytes
     if objects:
+        for tenant, key in end.torn:
+            where = f"key {key.hex()} of tenant {tenant}"
+            problem = "its bytes are not those that were stored, or a crash cut them short; opening the volume drops it"
+            found.findings.append(Finding("object", where, problem))
         _check_objects(found, reader, index, progress or (lambda _done, _total: None))
     return found
 

@@ -146,6 +146,7 @@ class Volume:
         self._extents = Extents(self._layout.data_first + self._layout.data_blocks)
         self._extents.reserve(0, self._layout.data_first)
         self._log: Log
+        self._torn: tuple[Key, ...] = ()
         self._recovery: Recovery | None = None
         self._snapshot: Snapshot | None = None
         self._snapshot_generation = 1
@@ -208,7 +209,9 @@ class Volume:
             previous_epoch=end.epoch,
             first=end.first,
             sequence=end.sequence,
+            durable=end.durable,
         )
+        volume._torn = end.torn
         volume._snapshot_generation = recovery.generation_next
         volume._snapshot_wanted = bool(recovery.report.notes)
         # Whatever was read may have been in a cache only: from here on it is built upon.
@@ -227,8 +230,19 @@ class Volume:
         self.names, self.tenants, self.notes = texts.names, texts.tenants, texts.notes
         self.generation_last = recovery.generation_last
         self._name_records = sum(map(_name_records, self.names.values()))
+        self._mend(self._torn)
         self.report.objects = self._index.totals(device=self.number).objects
         self.report.seconds += time.perf_counter() - begin
+
+    def _mend(self, torn: tuple[Key, ...]) -> None:
+        """Log what is so of keys whose last put in the log never was, before anything else."""
+        for key in torn:
+            slot = self._index.find(*key)
+            entry = self._index.read(slot) if slot else None
+            if entry is not None and entry.device == self.number:
+                self._log.append(_anonymous(entry.pack()))
+            else:
+                self._log.append(pack_record(RecordKind.REMOVE, *key))
 
     # ---- Room
 

@@ -423,6 +423,8 @@ def test_records_with_extents_that_cannot_be_are_dropped() -> None:
         record = pack_record(RecordKind.PUT, 0, KEYS[number], extent=extent, length=9000, generation=number + 1)
         store.volume.log(record)
     store.drain()
+    store.volume.log(pack_record(RecordKind.REMOVE, 0, KEYS[5]))  # behind which those before are believed
+    store.drain()
     after = store.crashed()
     assert [after.entry(KEYS[number]) is not None for number in range(4)] == [False, False, False, True]
     assert after.volume.report.refused == 1 and after.volume.report.overlapping == 2
