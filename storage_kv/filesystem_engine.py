@@ -16,6 +16,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,10 @@ _WRITERS: Final = 8
 
 _WRITING_BYTES_MAX: Final = 64 << 20
 """Of values that are being written; beyond it writers wait. More would only lie in memory."""
+
+_READING_BYTES_MAX: Final = 256 << 20
+"""Of values that are being read, or wait for their clients to take them; beyond it reads wait. Each client may have
+``read_ahead_bytes_max`` of them, however slowly it takes them, and there may be thousands of clients."""
 
 _KEY_ROOM: Final = 512
 """Bytes behind a buffer that a value is received in, for the name; with a longer key the value is copied once."""
@@ -109,6 +114,8 @@ class FilesystemEngine(MemoryEngine):
         self._generations = itertools.count(1)
         self._writing_bytes = 0
         self._waiting: list[Callable[[], None]] = []  # for room to write
+        self._unread: deque[tuple[int, Callable[[], None]]] = deque()  # reads that wait for memory
+        self._reading_bytes = 0
         self._buffers: dict[int, tuple[memoryview, memoryview]] = {}  # by id: what was given out, and all of it
         self._changes: dict[int, None] = {}  # under way, oldest first
         self._change_numbers = itertools.count(1)
@@ -189,7 +196,22 @@ class FilesystemEngine(MemoryEngine):
         """See :meth:`Engine.read`."""
         assert isinstance(item, FileItem)
         item.reads += 1
-        self._readers.submit(lambda: self._read(item, start, end, done))
+        self._unread.append((end - start, lambda: self._read(item, start, end, done)))
+        self._begin_reads()
+
+    def _begin_reads(self) -> None:
+        """Hand reads to the readers as far as there is memory for them; one always may."""
+        while self._unread:
+            size, call = self._unread[0]
+            if self._reading_bytes and self._reading_bytes + size > _READING_BYTES_MAX:
+                return
+            self._unread.popleft()
+            self._reading_bytes += size
+            self._readers.submit(call)
+
+    def _end_read(self, size: int) -> None:
+        self._reading_bytes -= size
+        self._begin_reads()
 
     def _read(self, item: FileItem, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
         data: memoryview | None = None
@@ -201,13 +223,15 @@ class FilesystemEngine(MemoryEngine):
             _log.warning("read_failed file=%s error=%r", item.name.digest.hex(), str(error))
         with self._lock:
             item.reads -= 1
+            if data is None:
+                self._end_read(end - start)
             if data is None and lost:
                 self._lost_keys += 1
                 _log.warning("value_lost file=%s reason='not what was written'", item.name.digest.hex())
                 if item.stored:
                     self._drop(item.key, item)
             self._remove_if_unused(item)
-        done(None if data is None else Lease(data))
+        done(None if data is None else Lease(data, lambda: self._end_read(end - start)))
 
     # ---- Writing
 

@@ -234,7 +234,13 @@ class Host:
         self._jobs = 0
 
     def close(self) -> None:
+        """Go without a word, as a host does that is lost."""
         self._destination.retire(release=False)
+        self.client.close()
+
+    def leave(self) -> None:
+        """Have the data plane forget this host's memory, and go."""
+        self._destination.close()
         self.client.close()
 
     def _memory(self) -> memoryview | None:

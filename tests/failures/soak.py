@@ -92,10 +92,10 @@ def _host_work(address: str, tally: Tally, seed: int, stopped: threading.Event) 
         else:
             host.fetch(chance.choice(recent), losable="evicted to make room")
         if number % 50 == 49:  # a host that goes and comes again
-            host.close()
+            host.leave()
             host, number = Host(address, tally, deadline_s=60), number + 1
         time.sleep(_PAUSE_S)
-    host.close()
+    host.leave()
 
 
 def leak_soak(folder: Path, seconds: float, seed: int) -> dict[str, Any]:

@@ -221,3 +221,22 @@ def test_what_was_acknowledged_before_a_signal_is_there_after_it(start: Callable
 def test_the_engine_filesystem_needs_a_folder(start: Callable[..., Child]) -> None:
     with pytest.raises(AssertionError, match="filesystem_path"):
         start("--engine", "filesystem")
+
+
+def test_clients_that_do_not_take_what_they_asked_for_hold_no_more_than_so_much_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("storage_kv.filesystem_engine._READING_BYTES_MAX", 250_000)
+    driver = opened(tmp_path, Clock())
+    for number in range(5):
+        driver.put(b"%d" % number, b"%d" % number * 100_000)
+    readings = [reading for number in range(5) if (reading := driver.open(b"%d" % number)) is not None]
+    assert [reading.wait() for reading in readings[:2]] == [b"0" * 100_000, b"1" * 100_000]
+    assert [reading.finished for reading in readings[2:]] == [False] * 3
+    for number, reading in enumerate(readings):  # each that is released makes room for another
+        assert reading.wait() == b"%d" % number * 100_000
+        reading.release()
+    object_files(tmp_path)[0].write_bytes(b"")
+    assert [driver.value(b"%d" % number) is None for number in range(5)].count(True) == 1
+    assert driver.engine._reading_bytes == 0  # type: ignore[attr-defined]
+    driver.stop()
