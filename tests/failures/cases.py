@@ -130,7 +130,7 @@ CASES: list[Case] = []
 
 
 def case(
-    fault: str, what: str, *, engines: Sequence[str], repetitions: int = 3, short: Sequence[str] = ()
+    fault: str, what: str, *, engines: Sequence[str], repetitions: int = 2, short: Sequence[str] = ()
 ) -> Callable[[Run], Run]:
     """Register a function as a case, once for each engine; ``short`` are the engines that tests take it with."""
 

@@ -68,7 +68,7 @@ class _Work:
     "server SIGKILL",
     "while hosts store and fetch through a data plane; restarted",
     engines=("memory", "pool"),
-    repetitions=3,
+    repetitions=2,
     short=("pool",),
 )
 def storage_killed_under_hosts(context: Context) -> None:
@@ -97,7 +97,7 @@ def _await_storage(context: Context, address: str) -> None:
         quiet.close()
 
 
-@case("daemon loss", "SIGKILL while hosts store and fetch; restarted", engines=("memory", "pool"), repetitions=3)
+@case("daemon loss", "SIGKILL while hosts store and fetch; restarted", engines=("memory", "pool"), repetitions=2)
 def daemon_killed(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port)
@@ -144,7 +144,7 @@ def _be_a_host(address: str, seed: int) -> None:
     "host loss",
     "a host's process is killed while it stores and fetches; another host goes on, and finds sound chunks or none",
     engines=("memory", "pool"),
-    repetitions=3,
+    repetitions=2,
     short=("memory",),
 )
 def host_killed(context: Context) -> None:

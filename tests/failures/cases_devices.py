@@ -42,7 +42,7 @@ def _after(context: Context) -> None:
     "device I/O error",
     "one read in three fails with EIO, of values that are not in memory",
     engines=_DURABLE,
-    repetitions=3,
+    repetitions=2,
 )
 def reads_fail(context: Context) -> None:
     storage = _cold(context, faulty=True)
@@ -91,14 +91,14 @@ def _failing_writes(context: Context, **faults: int) -> None:
     "device I/O error",
     "one write in four fails with EIO; then a restart",
     engines=_DURABLE,
-    repetitions=4,
+    repetitions=3,
     short=("pool",),
 )
 def writes_fail(context: Context) -> None:
     _failing_writes(context, write_error=errno.EIO, one_in=4)
 
 
-@case("device I/O error", "one write in two hundred fails with EIO; then a restart", engines=_DURABLE, repetitions=4)
+@case("device I/O error", "one write in two hundred fails with EIO; then a restart", engines=_DURABLE, repetitions=2)
 def writes_fail_rarely(context: Context) -> None:
     _failing_writes(context, write_error=errno.EIO, one_in=200)
 
@@ -145,7 +145,7 @@ def evicting(context: Context) -> None:
     "device gone",
     "every operation fails with ENODEV, under load; then a restart with it",
     engines=("pool",),
-    repetitions=4,
+    repetitions=3,
 )
 def vanished(context: Context) -> None:
     _failing_writes(context, read_error=errno.ENODEV, write_error=errno.ENODEV, flush_error=errno.ENODEV)

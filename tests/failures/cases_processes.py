@@ -11,7 +11,7 @@ from nodes import ENGINES
     "server SIGKILL",
     "at a random moment while three clients store, fetch and remove; restarted on the same devices",
     engines=ENGINES,
-    repetitions=5,
+    repetitions=4,
     short=("filesystem",),
 )
 def killed(context: Context) -> None:
@@ -28,7 +28,7 @@ def killed(context: Context) -> None:
     "server SIGKILL",
     "while snapshots are written all the time: short values fill a small log",
     engines=("pool",),
-    repetitions=4,
+    repetitions=3,
 )
 def killed_in_a_snapshot(context: Context) -> None:
     storage = context.storage(devices=1)
@@ -41,7 +41,7 @@ def killed_in_a_snapshot(context: Context) -> None:
         context.verify(storage)
 
 
-@case("server SIGKILL", "while it recovers from the SIGKILL before", engines=("pool", "filesystem"), repetitions=3)
+@case("server SIGKILL", "while it recovers from the SIGKILL before", engines=("pool", "filesystem"), repetitions=2)
 def killed_in_recovery(context: Context) -> None:
     storage = context.storage()
     with context.load(storage.port):
@@ -59,7 +59,7 @@ def killed_in_recovery(context: Context) -> None:
     "restart under load",
     "SIGTERM while three clients store, fetch and remove, who go on when it is back",
     engines=ENGINES,
-    repetitions=3,
+    repetitions=2,
 )
 def restarted(context: Context) -> None:
     storage = context.storage()
