@@ -16,27 +16,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so tha
 from storage_support import Child, Client
 
 
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Child]]:
-    """Start servers with flags; they end with the test."""
-    children: list[Child] = []
-
-    def start_child(*flags: str, environment: dict[str, str] | None = None) -> Child:
-        children.append(Child("--io-threads", str(request.param), *flags, environment=environment))
-        return children[-1]
-
-    yield start_child
-    for child in children:
-        child.kill()
-
-
 @pytest.fixture
-def launch() -> Iterator[Callable[..., Child]]:
-    """Start servers with flags where the number of threads makes no difference; they end with the test."""
+def start() -> Iterator[Callable[..., Child]]:
+    """Start servers with flags; they end with the test.."""
     with contextlib.ExitStack() as children:
 
         def start_child(*flags: str, environment: dict[str, str] | None = None) -> Child:
-            return children.enter_context(Child("--io-threads", "1", *flags, environment=environment))
+            return children.enter_context(Child("--io-threads", "2", *flags, environment=environment))
 
         yield start_child
 

@@ -41,8 +41,8 @@ def failed(found: Condition) -> list[str]:
     return [check.name for check in found.readiness() if check.failed]
 
 
-def test_a_server_that_runs_is_well_and_ready(launch: Callable[..., Child]) -> None:
-    child = launch("--metrics-port", "0")
+def test_a_server_that_runs_is_well_and_ready(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
     status, text = child.http("/healthz")
     assert status == 200
     assert re.search(
@@ -75,8 +75,8 @@ def test_a_loop_or_a_lock_that_stands_still_is_found_out_within_the_bound() -> N
         assert [check.name for check in found.health(timeout_s=0.01) if check.failed] == ["stuck", "lock"]
 
 
-def test_while_draining_clients_are_served_and_probes_say_so(launch: Callable[..., Child]) -> None:
-    child = launch("--metrics-port", "0", "--drain-delay-s", str(NEVER_S))
+def test_while_draining_clients_are_served_and_probes_say_so(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0", "--drain-delay-s", str(NEVER_S))
     assert child.http("/readyz")[0] == 200
     child.process.send_signal(signal.SIGTERM)
     wait_for(lambda: child.http("/readyz")[0] == 503)
@@ -89,20 +89,20 @@ def test_while_draining_clients_are_served_and_probes_say_so(launch: Callable[..
     assert child.wait() == 0 and any(" draining delay_s=" in line for line in child.log)
 
 
-def test_what_was_found_again_is_told(launch: Callable[..., Child], tmp_path: Path) -> None:
+def test_what_was_found_again_is_told(start: Callable[..., Child], tmp_path: Path) -> None:
     flags = ("--engine", "filesystem", "--filesystem-path", str(tmp_path / "files"), "--metrics-port", "0")
-    first = launch(*flags)
+    first = start(*flags)
     with first.client() as client:
         assert client.call("SET", "a", "1") == b"OK"
     assert first.stop() == 0
-    second = launch(*flags)
+    second = start(*flags)
     samples = second.samples()
     assert samples["shadowserve_storage_recovered_keys"] == 1 and samples["shadowserve_storage_recovery_seconds"] > 0
     assert any(" recovered keys=1 seconds=" in line for line in second.log)
 
 
-def test_the_delay_ends_by_itself(launch: Callable[..., Child]) -> None:
-    assert launch("--drain-delay-s", "0.05").stop() == 0
+def test_the_delay_ends_by_itself(start: Callable[..., Child]) -> None:
+    assert start("--drain-delay-s", "0.05").stop() == 0
 
 
 @pytest.fixture
@@ -123,10 +123,10 @@ def told(manager: socket.socket, what: str) -> str:
 
 
 def test_systemd_hears_of_readiness_life_reloads_and_the_end(
-    launch: Callable[..., Child], manager: socket.socket
+    start: Callable[..., Child], manager: socket.socket
 ) -> None:
     environment = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "100000"}
-    child = launch(environment=environment)
+    child = start(environment=environment)
     assert told(manager, "READY=1") == f"READY=1\nSTATUS=serving on 127.0.0.1:{child.port}"
     told(manager, "WATCHDOG=1")
     child.process.send_signal(signal.SIGHUP)
@@ -137,8 +137,8 @@ def test_systemd_hears_of_readiness_life_reloads_and_the_end(
     assert child.wait() == 0
 
 
-def test_probes_do_not_wait_for_each_other(launch: Callable[..., Child]) -> None:
-    child = launch("--metrics-port", "0")
+def test_probes_do_not_wait_for_each_other(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
     statuses: list[int] = []
     askers = [threading.Thread(target=lambda: statuses.append(child.http("/readyz")[0])) for _ in range(8)]
     for asker in askers:

@@ -67,8 +67,8 @@ def exported(node: Node) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
-def test_what_a_server_does_is_counted(launch: Callable[..., Child]) -> None:
-    child = launch("--metrics-port", "0")
+def test_what_a_server_does_is_counted(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
     with child.client() as client:
         key, value = make_record(b"a" * 32)
         client.call("SET", key, value)
@@ -91,8 +91,8 @@ def test_what_a_server_does_is_counted(launch: Callable[..., Child]) -> None:
 
 
 @needs_promtool
-def test_promtool_has_nothing_to_say_of_a_scrape(launch: Callable[..., Child]) -> None:
-    child = launch("--metrics-port", "0")
+def test_promtool_has_nothing_to_say_of_a_scrape(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
     with child.client() as client:
         client.call("SET", "a", "1")
         text = child.http("/metrics")[1]
@@ -112,8 +112,8 @@ def test_promtool_has_nothing_to_say_of_devices_either() -> None:
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-def test_no_label_holds_a_key_or_a_client(launch: Callable[..., Child]) -> None:
-    child = launch("--metrics-port", "0")
+def test_no_label_holds_a_key_or_a_client(start: Callable[..., Child]) -> None:
+    child = start("--metrics-port", "0")
     with child.client() as client:
         client.call("CLIENT", "SETNAME", "somebody")
         client.call("SET", "secret-key", "1")
@@ -198,8 +198,8 @@ def test_a_histogram_sorts_by_upper_bounds_and_finds_quantiles() -> None:
     assert 1_000_000 < histogram.quantile_ns(0.5) < 10_000_000 and histogram.quantile_ns(0.99) == 10_000_000
 
 
-def test_info_has_the_commands_as_redis_has_them(launch: Callable[..., Child]) -> None:
-    with launch().client() as client:
+def test_info_has_the_commands_as_redis_has_them(start: Callable[..., Child]) -> None:
+    with start().client() as client:
         client.call("SET", "a", "1")
         client.call("SET", "a")
         info = client.info("commandstats")
@@ -229,9 +229,9 @@ def families(text: str) -> set[str]:
 
 
 @pytest.fixture
-def exported_names(launch: Callable[..., Child]) -> set[str]:
+def exported_names(start: Callable[..., Child]) -> set[str]:
     """What a running storage server exports."""
-    return families(launch("--metrics-port", "0").http("/metrics")[1])
+    return families(start("--metrics-port", "0").http("/metrics")[1])
 
 
 def alerts() -> dict[str, dict[str, Any]]:

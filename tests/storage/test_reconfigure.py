@@ -27,8 +27,8 @@ def get(client: Client, name: str) -> str:
     return found[1].decode()
 
 
-def test_a_smaller_budget_evicts_at_once(launch: Callable[..., Child]) -> None:
-    with launch("--memory-budget-bytes", "8 MiB").client() as client:
+def test_a_smaller_budget_evicts_at_once(start: Callable[..., Child]) -> None:
+    with start("--memory-budget-bytes", "8 MiB").client() as client:
         for number in range(6):
             assert client.call("SET", f"k{number}", b"x" * MIB) == b"OK"
         assert client.call("CONFIG", "SET", "maxmemory", "3mb") == b"OK"
@@ -39,8 +39,8 @@ def test_a_smaller_budget_evicts_at_once(launch: Callable[..., Child]) -> None:
         assert client.call("SET", "k6", b"x" * 4 * MIB) == b"OK"
 
 
-def test_fewer_connections_are_let_in_from_then_on(launch: Callable[..., Child]) -> None:
-    child = launch()
+def test_fewer_connections_are_let_in_from_then_on(start: Callable[..., Child]) -> None:
+    child = start()
     with child.client() as client:
         assert client.call("CONFIG", "SET", "maxclients", "1") == b"OK"
         with child.client() as second:
@@ -54,8 +54,8 @@ def test_fewer_connections_are_let_in_from_then_on(launch: Callable[..., Child])
         assert let_in()
 
 
-def test_the_level_and_the_form_of_the_log_follow(launch: Callable[..., Child]) -> None:
-    child = launch("--log-level", "ERROR")
+def test_the_level_and_the_form_of_the_log_follow(start: Callable[..., Child]) -> None:
+    child = start("--log-level", "ERROR")
     with child.client() as client:
         assert get(client, "loglevel") == "warning"
         assert client.call("CONFIG", "SET", "loglevel", "notice", "log_format", "json") == b"OK"
@@ -66,8 +66,8 @@ def test_the_level_and_the_form_of_the_log_follow(launch: Callable[..., Child]) 
     assert line["event"] == "client_refused" and "Protocol error" in line["reason"]
 
 
-def test_a_tenant_s_limits_follow(launch: Callable[..., Child]) -> None:
-    with launch("--tenants", "{'': {keys_max: 2}}").client() as client:
+def test_a_tenant_s_limits_follow(start: Callable[..., Child]) -> None:
+    with start("--tenants", "{'': {keys_max: 2}}").client() as client:
         for number in range(3):
             client.call("SET", f"k{number}", "x")
         assert client.call("DBSIZE") == 2
@@ -80,8 +80,8 @@ def test_a_tenant_s_limits_follow(launch: Callable[..., Child]) -> None:
         assert isinstance(client.call("CONFIG", "SET", "tenants", "{'': {keys_max: none}}"), ErrorReply)
 
 
-def test_timeouts_follow(launch: Callable[..., Child]) -> None:
-    child = launch()
+def test_timeouts_follow(start: Callable[..., Child]) -> None:
+    child = start()
     with child.client() as client:
         assert client.call("CONFIG", "SET", "timeout", "1", "stall_timeout_s", "0.5") == b"OK"
         assert get(client, "timeout") == "1" and get(client, "idle_timeout_s") == "1.0"
@@ -153,10 +153,10 @@ def reload(child: Child, event: str) -> str:
     return lines[0]
 
 
-def test_a_signal_has_the_file_read_again(launch: Callable[..., Child], tmp_path: Path) -> None:
+def test_a_signal_has_the_file_read_again(start: Callable[..., Child], tmp_path: Path) -> None:
     path = tmp_path / "storage.yaml"
     path.write_text("storage: {memory_budget_bytes: 8 MiB, stall_timeout_s: 7}\n")
-    child = launch("--config", str(path), "--connections-max", "9")
+    child = start("--config", str(path), "--connections-max", "9")
     with child.client() as client:
         path.write_text("storage: {memory_budget_bytes: 4 MiB, connections_max: 5, bulk_bytes_max: 1 MiB}\n")
         line = reload(child, "configuration_reloaded")
@@ -166,10 +166,10 @@ def test_a_signal_has_the_file_read_again(launch: Callable[..., Child], tmp_path
 
 
 @pytest.mark.parametrize("text", ["storage: {nosuch: 1}", "storage: {port: [", "storage: {memory_budget_bytes: 1}"])
-def test_a_file_that_cannot_be_used_changes_nothing(launch: Callable[..., Child], tmp_path: Path, text: str) -> None:
+def test_a_file_that_cannot_be_used_changes_nothing(start: Callable[..., Child], tmp_path: Path, text: str) -> None:
     path = tmp_path / "storage.yaml"
     path.write_text("storage: {memory_budget_bytes: 8 MiB}\n")
-    child = launch("--config", str(path))
+    child = start("--config", str(path))
     path.write_text(text)
     assert "nothing has changed" in reload(child, "configuration_refused")
     with child.client() as client:
@@ -209,12 +209,12 @@ def test_every_key_that_can_change_is_one() -> None:
 
 
 def test_a_device_s_budget_and_the_scrub_follow_and_its_metrics_are_there(
-    launch: Callable[..., Child], tmp_path: Path
+    start: Callable[..., Child], tmp_path: Path
 ) -> None:
     path = str(tmp_path / "device")
     config = tmp_path / "storage.yaml"
     config.write_text(f"storage: {{devices: [{{path: {path}, size: 64 MiB, bandwidth: 100 MiB}}], metrics_port: 0}}\n")
-    child = launch("--config", str(config))
+    child = start("--config", str(config))
     with child.client() as client:
         assert client.call("SET", "a", b"x" * MIB) == b"OK"
         assert client.call("CONFIG", "SET", "scrub_bytes_per_s", "0") == b"OK"

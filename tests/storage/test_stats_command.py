@@ -32,8 +32,8 @@ def used(child: Child) -> None:
 
 
 @pytest.fixture
-def server(launch: Callable[..., Child]) -> Child:
-    child = launch()
+def server(start: Callable[..., Child]) -> Child:
+    child = start()
     used(child)
     return child
 
@@ -73,8 +73,8 @@ def test_watching_ends_in_order_on_an_interrupt(server: Child) -> None:
     assert watching.returncode in (0, 1) and "Traceback" not in errors
 
 
-def test_a_password_is_given_by_the_environment_or_a_flag(launch: Callable[..., Child]) -> None:
-    child = launch(environment={"SHADOWSERVE_STORAGE_PASSWORD": PASSWORD})
+def test_a_password_is_given_by_the_environment_or_a_flag(start: Callable[..., Child]) -> None:
+    child = start(environment={"SHADOWSERVE_STORAGE_PASSWORD": PASSWORD})
     refused = stats("--port", str(child.port))
     assert refused.exit_code == 1 and "NOAUTH" in refused.output and "--password" in refused.output
     wrong = stats("--port", str(child.port), "--password", "wrong")
@@ -83,8 +83,8 @@ def test_a_password_is_given_by_the_environment_or_a_flag(launch: Callable[..., 
     assert stats("--port", str(child.port), "--user", "default", "--password", PASSWORD).exit_code == 0
 
 
-def test_it_speaks_tls(launch: Callable[..., Child], certificates: Path) -> None:
-    child = launch(
+def test_it_speaks_tls(start: Callable[..., Child], certificates: Path) -> None:
+    child = start(
         *("--tls-cert", str(certificates / "server.crt"), "--tls-key", str(certificates / "server.key")),
         *("--tls-client-ca", str(certificates / "ca.crt")),
     )
