@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import cases_devices
 import cases_processes
 import cases_resources
 import cases_wire
-from cases import CASES, Row, run_case
+from cases import CASES, Case, Row, run_case
 from nodes import REPOSITORY
 from outcomes import Outcome
 
@@ -108,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="say which cases there are")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--repetitions", type=int, help="of each case, in place of its own number")
+    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--output", type=Path, help="folder of failure-matrix.md and .json; none writes nothing")
     parser.add_argument("--keep", action="store_true", help="keep what the processes wrote")
     options = parser.parse_args(arguments)
@@ -122,11 +124,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     began = time.monotonic()
     place = Path(tempfile.mkdtemp(prefix="failure-matrix-"))
-    rows: list[Row] = []
+
+    def run(case: Case) -> Row:
+        row = run_case(case, place, seed=options.seed, repetitions=options.repetitions)
+        print(_told(row), flush=True)
+        return row
+
     try:
-        for case in chosen:
-            rows.append(run_case(case, place, seed=options.seed, repetitions=options.repetitions))
-            _tell(rows[-1])
+        with ThreadPoolExecutor(options.jobs) as pool:
+            rows = list(pool.map(run, chosen))
     finally:
         if options.keep:
             print(f"what the processes wrote is in {place}")
@@ -140,15 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(row.failed for row in rows))
 
 
-def _tell(row: Row) -> None:
+def _told(row: Row) -> str:
     counts = " ".join(f"{outcome.value} {row.tally.counts[outcome]}" for outcome in Outcome)
-    print(f"{row.case.name:34} {row.seconds:5.1f} s  {counts}", flush=True)
+    lines = [f"{row.case.name:34} {row.seconds:5.1f} s  {counts}"]
     for outcome in (*_FAILED, Outcome.MISSED, Outcome.REFUSED):
-        for reason in row.tally.examples(outcome)[:3]:
-            print(f"    {outcome.value}: {reason}", flush=True)
-    for problem in [row.broken, row.unavailable, *row.complaints[:3]]:
-        if problem:
-            print(f"    ! {problem[:400]}", flush=True)
+        lines += [f"    {outcome.value}: {reason}" for reason in row.tally.examples(outcome)[:3]]
+    lines += [f"    ! {problem[:400]}" for problem in [row.broken, row.unavailable, *row.complaints[:3]] if problem]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
