@@ -359,7 +359,7 @@ size_t ss_block_completions(struct ss_block *block, struct ss_block_completion *
 
     pthread_mutex_lock(&block->lock);
     size_t count = ss_schedule_take(&block->schedule, completions, max);
-    if (block->schedule.completed.count == 0) {
+    if (count > 0 && block->schedule.completed.count == 0) {
         (void)!eventfd_read(block->completion_fd, &ignored);
     }
     pthread_mutex_unlock(&block->lock);

@@ -215,6 +215,12 @@ class Index:
             raise KeyError(slot)
         return IndexEntry._make(_RECORD.unpack_from(self._buffer))
 
+    def holds(self, slot: int, key: bytes, generation: int) -> bool:
+        """Return whether at a slot is an object with this key, of this put: sooner told than read."""
+        if lib.ss_index_read(self._index, slot, self._record):
+            return False
+        return bool(self._record.generation == generation and ffi.buffer(self._record.key)[:] == key)
+
     def insert(
         self,
         tenant: int,

@@ -48,7 +48,7 @@ class Counters:
         lookup_ns: time spent in finding keys in the index and in memory.
         placement_ns: time spent in choosing devices and extents, evictions for them included.
         grouping_ns: time spent in planning reads, finding memory for them, and taking them back.
-        submission_ns: time spent in handing them to the devices: calls into the kernel.
+        submission_ns: time spent in handing them to the devices and back: calls into the kernel.
         verify_ns: time spent in checking what was read; apart from the node's lock.
         shared_reads: requests that were served by another one's read.
         partial_reads: reads of a part of an object.
@@ -146,6 +146,7 @@ class Core:
         self.disks = disks
         self.admission = admission
         self.clock_ms = clock_ms
+        self.ticks: Callable[[], int] = time.perf_counter_ns
         self.counters = Counters()
         self.names: dict[int, bytes] = {}
         self.names_bytes = 0
@@ -214,8 +215,7 @@ class Core:
 
     def is_current(self, entry: Entry) -> bool:
         """Return whether the index still has what ``entry`` was read from."""
-        now = self.entry(entry.slot)
-        return now is not None and now.generation == entry.generation and now.key == entry.key
+        return self.index.holds(entry.slot, entry.key, entry.generation)
 
     def next_generation(self) -> int:
         """Return the number of the next put."""
@@ -311,8 +311,3 @@ class Core:
     def now_s(self) -> int:
         """Return Unix time in seconds, as the index has it."""
         return self.clock_ms() // 1000
-
-    @staticmethod
-    def ticks() -> int:
-        """Return the clock that the counters of time are by, in ns."""
-        return time.perf_counter_ns()

@@ -148,8 +148,10 @@ class Disk:
             self.volume.free(*self._freeable.popleft())
         if self.gone is None and self.volume.error is not None:
             self.give_up(str(self.volume.error))
-        self._note_session()
-        self._note_wear(now_ms)
+        if self.session != self._session_wanted:
+            self._note_session()
+        if self._noted_bytes != self.volume.written_bytes:
+            self._note_wear(now_ms)
         return calls
 
     def enter_session(self, session: bytes) -> None:

@@ -71,6 +71,7 @@ class PoolEngine:
         clock_ms: Callable[[], int] = wall_clock_ms,
         seed: int | None = None,
         measure: bool = True,
+        ticks: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         """Make an engine that start() opens.
 
@@ -81,6 +82,7 @@ class PoolEngine:
             clock_ms: Unix time.
             seed: of the index; by default random.
             measure: whether to measure bandwidths; else all are the same but for configured ones.
+            ticks: clock of the counters of time, in ns.
         """
         self._config = config
         self._devices = devices
@@ -88,6 +90,7 @@ class PoolEngine:
         self._clock_ms = clock_ms
         self._seed = seed
         self._measure = measure
+        self._ticks = ticks
         self._lock: threading.Lock | None = None
         self._ready: deque[Callable[[], None]] = deque()
         self._busy: list[Ticket] = []
@@ -120,6 +123,7 @@ class PoolEngine:
         )
         self._opened = opened
         self._core: Core = opened.core
+        self._core.ticks = self._ticks
         self._index = opened.core.index
         self._space: Space = opened.space
         self._space.budget_bytes = self._budget_bytes
@@ -138,30 +142,37 @@ class PoolEngine:
         lock, reader, writer = self._lock, self._reader, self._writer
         assert lock is not None, "start() comes first"
         self._core.calm()
+        counters, reading = self._core.counters, reader.under_way > 0
         with lock:
-            began, reading = self._core.ticks(), reader.under_way > 0
+            began = self._core.ticks()
             calls, unsealed = self._step_devices(), writer.take_unsealed()
         for call in calls:
             call()
+        if reading:
+            counters.submission_ns += self._core.ticks() - began
+            began = self._core.ticks()
         ended, scrubbed = reader.take_ended(), self._scrubber.take_read()
         if reading:
-            self._core.counters.grouping_ns += self._core.ticks() - began
+            counters.grouping_ns += self._core.ticks() - began
         reader.verify(ended)
         self._scrubber.verify(scrubbed)
         writer.seal(unsealed)
         with lock:
             began = self._core.ticks()
+            # Where nothing but sound reads has ended, there is nothing to hand on, and no memory has become free yet.
+            changed = bool(scrubbed or len(writer) or self._barriers) or any(read.failure for read in ended)
             tell = reader.finish(ended)
             self._scrubber.finish(scrubbed)
             writer.submit(unsealed)
-            calls = self._step_devices()
+            calls = self._step_devices() if changed else []
             writer.finish()
             self._pass_barriers()
             self._core.arenas.settle()
-            self._turn()
+            changed |= self._turn()
             if reading:
-                self._core.counters.grouping_ns += self._core.ticks() - began
-            reader.pump()
+                counters.grouping_ns += self._core.ticks() - began
+            if changed:
+                reader.pump()
             settled = [*writer.take_settled(), *((ticket, None) for ticket in self._take_busy())]
             ready = self._take_ready()
             if writer.waiting:
@@ -185,15 +196,16 @@ class PoolEngine:
             calls += disk.step(now_ms)
         return calls
 
-    def _turn(self) -> None:
-        """Do what is to be done ten times a second."""
+    def _turn(self) -> bool:
+        """Do what is to be done ten times a second; return whether it was time."""
         now_ms = self._clock_ms()
         if now_ms < self._next_turn_ms and now_ms > self._next_turn_ms - 10 * _TURN_MS:
-            return
+            return False
         self._next_turn_ms = now_ms + _TURN_MS
         self._homes.update()
         self._space.keep_headroom()
         self._scrubber.turn(now_ms)
+        return True
 
     def drain(self, timeout_s: float) -> None:
         """See :meth:`Engine.drain`."""

@@ -227,8 +227,8 @@ class Space:
         while (buffer := self._take(blocks, parent, key)) is None:
             if not tries:
                 return None
-            homeless = core.index.totals(device=MEMORY_ONLY).bytes
-            first_homeless = homeless > self._memory_only_max - blocks * BLOCK_BYTES
+            bound = self._memory_only_max - blocks * BLOCK_BYTES
+            first_homeless = core.copies.kept_bytes > bound and core.index.totals(device=MEMORY_ONLY).bytes > bound
             tries -= 1
             if first_homeless and self.evict(device=MEMORY_ONLY):
                 continue

@@ -444,15 +444,17 @@ class Volume:
 
     def step(self) -> list[Call]:
         """Take what the device has completed and go on; return what to call without the lock, in this order."""
-        for operation in self.device.completed():
+        completed = self.device.completed()
+        for operation in completed:
             operation.done(operation)
-        self._log.step()
-        self._step_snapshot()
-        self._log.step()
-        self._send()
-        if self._room is not None and (self.error is not None or self._has_room()):
-            room, self._room = self._room, None
-            self._calls.append(room.settle)
+        if completed or not self.idle or self._snapshot_wanted or self._room is not None:
+            self._log.step()
+            self._step_snapshot()
+            self._log.step()
+            self._send()
+            if self._room is not None and (self.error is not None or self._has_room()):
+                room, self._room = self._room, None
+                self._calls.append(room.settle)
         calls, self._calls = self._calls, []
         return calls
 

@@ -258,6 +258,12 @@ def test_what_expires_is_found_in_time_and_evicted_first(index: Index) -> None:
     assert index.find(0, KEYS[1]) not in index.expired(1 << 60, 100)
 
 
+def test_a_slot_holds_an_object_until_it_is_put_anew(index: Index) -> None:
+    slot = index.insert(0, KEYS[0], device=0, length=1, now_s=1, generation=7)
+    assert index.holds(slot, KEYS[0], 7)
+    assert not index.holds(slot, KEYS[0], 8) and not index.holds(slot, KEYS[1], 7)
+
+
 def test_a_slot_without_an_object_is_nothing(index: Index) -> None:
     slot = index.insert(0, KEYS[0], device=0, length=1, now_s=1)
     index.remove(slot)
@@ -269,6 +275,7 @@ def test_a_slot_without_an_object_is_nothing(index: Index) -> None:
         index.set_expiry(nothing, 5)
         with pytest.raises(KeyError):
             index.read(nothing)
+        assert not index.holds(nothing, KEYS[0], 0)
     assert len(index) == 0 and index.next() == 0 and index.victim(9) == 0
 
 
