@@ -100,6 +100,7 @@ RATIOS = {
         "devices_over_sum",
         "placement_error",
         "orchestration_share",
+        "control_share",
         "cpu_gain_over_filesystem",
         "pool_only_over_full",
         "passthrough_only_over_full",

@@ -9,6 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -44,7 +45,7 @@ class Prefix:
 
     def __init__(self, chunks: int, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
-        self.names = [np.random.default_rng([1, number]).bytes(32) for number in range(chunks)]
+        self.names: list[bytes] = [np.random.default_rng([1, number]).bytes(32) for number in range(chunks)]
         self._block = np.random.default_rng(2).bytes(chunk_bytes)
         self._sums: dict[int, int] = {}
 
@@ -52,6 +53,12 @@ class Prefix:
     def size(self) -> int:
         """Bytes of all chunks."""
         return len(self.names) * self.chunk_bytes
+
+    def beginning(self, chunks: int) -> "Prefix":
+        """Return its first chunks."""
+        part = copy(self)
+        part.names = self.names[:chunks]
+        return part
 
     def key(self, number: int) -> bytes:
         """Return a chunk's key, as engines take it."""
@@ -79,16 +86,20 @@ class Retrieval:
     """What taking a prefix back took.
 
     Attributes:
+        size: bytes of it.
         wall_s: from the first question to the last chunk.
         cpu_s: of this process, user and system, all its threads.
         device_bytes: that came from devices; the others were in memory.
-        orchestration_s: what the pool counts as looking up and grouping.
+        orchestration_s: CPU seconds of what the pool counts as looking up, planning and finding memory.
+        control_s: that, and handing reads to devices and taking them back.
     """
 
+    size: int
     wall_s: float
     cpu_s: float
     device_bytes: int
     orchestration_s: float = 0.0
+    control_s: float = 0.0
 
 
 class Store(ABC):
@@ -146,7 +157,7 @@ class Pool(Store):
             }
         )
         self._lock = threading.Lock()
-        self._engine = PoolEngine(config)
+        self._engine = PoolEngine(config, ticks=time.thread_time_ns)  # this thread's: others use the machine, too
         self._engine.start(self._lock)
         self._poll = select.poll()
         for descriptor in self._engine.descriptors():
@@ -241,7 +252,8 @@ class Pool(Store):
         _check_all(missing)
         orchestration_s = (after.orchestration_ns - before.orchestration_ns) / 1e9
         read = sum(device.read_bytes for device in after.devices) - sum(device.read_bytes for device in before.devices)
-        return Retrieval(cost.wall_s, cost.cpu_s, read, orchestration_s)
+        control_s = orchestration_s + (after.submission_ns - before.submission_ns) / 1e9
+        return Retrieval(prefix.size, cost.wall_s, cost.cpu_s, read, orchestration_s, control_s)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Drive the engine until something is so."""
@@ -352,7 +364,7 @@ class Files(Store):
                 f"of {wanted} bytes {after - before} came from the devices, the others from the page cache: it could "
                 "not be emptied"
             )
-        return Retrieval(cost.wall_s, cost.cpu_s, wanted)
+        return Retrieval(prefix.size, cost.wall_s, cost.cpu_s, wanted)
 
     def _read_bytes(self) -> int | None:
         counts = [disk.read_bytes for disk in self._disks]
