@@ -112,12 +112,6 @@ class Model:
                 if isinstance(change, Write):
                     change.lost = True
 
-    def doubt_all(self) -> None:
-        """Take note that all changes so far may be undone."""
-        for history in self._histories.values():
-            for change in history.changes:
-                change.acknowledged = False
-
     # ---- Reads
 
     def check_value(
@@ -189,7 +183,7 @@ class Model:
     def check_miss(self, key: Key, begin_ns: int, end_ns: int, wall: tuple[int, int], what: str) -> None:
         """Check that a read may have found nothing, or note that it has to be paid for."""
         self.misses += 1
-        sure = self._surely_there(key, begin_ns, end_ns, wall)
+        sure = self.surely_there(key, begin_ns, end_ns, wall)
         if sure is None:
             return
         if self.must_hit:
@@ -199,7 +193,7 @@ class Model:
             if write.begin_ns < end_ns:
                 write.lost = True
 
-    def _surely_there(self, key: Key, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> Write | None:
+    def surely_there(self, key: Key, begin_ns: int, end_ns: int, wall: tuple[int, int]) -> Write | None:
         """Return a write that guarantees that the key is there, if one does."""
         changes = list(self._changes(key))
         for write in reversed(self.writes(key)):

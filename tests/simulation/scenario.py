@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from invariants import Invariants
 from reference_model import Model, Violation
 from simulated_client import SimulatedClient
 from simulated_device import SimulatedDevice
@@ -23,11 +24,12 @@ from storage_kv.engine import Engine
 from storage_kv.memory_engine import MemoryEngine
 from storage_kv.pool.engine import PoolEngine
 
-__all__ = ["Result", "TENANTS", "simulate"]
+__all__ = ["TENANTS", "Plan", "Result", "plan_of", "simulate"]
 
 TENANTS: Final = ("", "one", "two")
 _CAPACITY: Final = 24 << 20
 _QUIET_S: Final = 400
+_LOOK_EVENTS: Final = 100
 _PASSWORD: Final = "sesame"
 
 
@@ -136,7 +138,9 @@ class Simulation:
         self.server: SimulatedServer
         self.workload = Workload(self.world, self.model, lambda: self.server, self._client, clocks=self.plan.clocks)
         self._clients: list[SimulatedClient] = []
+        self.invariants = Invariants(self.world, self.model, TENANTS)
         self._over = False
+        self._crash_armed = False
 
     def _client(self, number: int, tenant: str) -> SimulatedClient:
         login = ("AUTH", f"user{TENANTS.index(tenant)}", _PASSWORD)
@@ -171,14 +175,6 @@ class Simulation:
         found = self.server.statistics()
         self.paid += found.evicted_keys + found.lost_keys + found.failed_writes
 
-    def _forgive(self) -> None:
-        """Expect less if a device has failed for good: what is on it then is what was, and it may come back."""
-        if isinstance(self.server.engine, PoolEngine):
-            failed = [disk for disk in self.server.engine._core.disks if disk.gone is not None or disk.volume.error]
-            if failed:
-                self.world.note("a device has failed")
-                self.model.doubt_all()
-
     def _end_life(self, how: str) -> None:
         """End the server: by the power, by SIGKILL, or in order."""
         self.world.note(f"server ends: {how}")
@@ -187,7 +183,6 @@ class Simulation:
         else:
             self.server.die()
         self._count_losses()
-        self._forgive()
         after = []
         for device in self.devices:
             if how == "kill":  # what the kernel has been given it does
@@ -229,7 +224,14 @@ class Simulation:
             self.world.after(chance.expovariate(1 / (100 * MS)), "world", self.misfortune)
 
     def _crash(self) -> None:
-        self.restart_server(self.world.random.choice(("power", "power", "kill", "kill", "stop")))
+        if self.world.chance(0.5):
+            self._crash_armed = True
+        else:
+            self.restart_server(self.world.random.choice(("power", "power", "kill", "kill", "stop")))
+
+    def _is_flushing(self) -> bool:
+        """Whether a device has been asked to make durable what it has, and has not yet: the worst moment of all."""
+        return any(operation.kind is OperationKind.FLUSH for device in self.devices for operation in device.waiting)
 
     def _break_link(self) -> None:
         links = [client.link for client in self._clients if client.link is not None]
@@ -299,6 +301,11 @@ class Simulation:
         def step() -> bool:
             self.server.look()
             problems.check()
+            if self.world.events % _LOOK_EVENTS == 0:
+                self.invariants.check(self.server, loses=self.plan.disks)
+            if self._crash_armed and self._is_flushing() and self.world.chance(0.3):
+                self._crash_armed = False
+                self.restart_server("power")
             return condition()
 
         if not self.world.run(step, _QUIET_S):
@@ -307,6 +314,7 @@ class Simulation:
     def _calm_down(self, problems: _Problems) -> None:
         """Let nothing go wrong any more, and read all."""
         self._over = True
+        self._crash_armed = False
         self.world.note("calm")
         for device in self.devices:
             device.faults.clear()
@@ -398,6 +406,11 @@ def _configuration(world: World, plan: Plan, folder: Path) -> StorageConfig:
             for number in range(plan.devices)
         ]
     return StorageConfig.load(flags=keys, environment={})
+
+
+def plan_of(seed: int) -> Plan:
+    """Return what kind of run a seed makes."""
+    return Plan.of(World(seed))
 
 
 def simulate(seed: int, *, verbose: bool = False, folder: Path | None = None) -> Result:

@@ -312,8 +312,10 @@ class SimulatedDevice:
                 self._write(block, content, self._completions)
         elif operation.kind is OperationKind.READ and not error and not lost:
             count = operation.length // BLOCK_BYTES
-            read = b"".join(self._current(block + each) for each in range(count))
-            ctypes.memmove(operation.address, read, len(read))
+            ctypes.memset(operation.address, 0, operation.length)
+            for each in range(count):
+                if (content := self._current(block + each)) is not _ZEROS:
+                    ctypes.memmove(operation.address + each * BLOCK_BYTES, content, BLOCK_BYTES)
         elif operation.kind is OperationKind.FLUSH and not error and not lost:
             self._flush(submitted)
         return error

@@ -1,0 +1,80 @@
+"""What holds in an engine at every moment, whatever was asked of it: quotas, budgets, and the rule of prefixes."""
+
+from reference_model import Model, Violation
+from simulated_server import SimulatedServer
+from world import World
+
+from shadowserve.native import NO_PARENT
+from storage_kv.engine import Engine
+from storage_kv.memory_engine import MemoryEngine
+from storage_kv.pool.engine import PoolEngine
+
+__all__ = ["Invariants"]
+
+_Chunk = tuple[int, bytes]
+_Present = dict[_Chunk, tuple[object, _Chunk | None]]
+"""Chunks that are there: what tells one put of them from the next, and the chunk before."""
+
+
+class Invariants:
+    """Looks at a server's engine now and then."""
+
+    def __init__(self, world: World, model: Model, tenants: tuple[str, ...]) -> None:
+        self._world = world
+        self._model = model
+        self._tenants = tenants
+        self._server: SimulatedServer | None = None
+        self._before: _Present = {}
+
+    def check(self, server: SimulatedServer, *, loses: bool) -> None:
+        """Raise Violation if something does not hold; ``loses``: devices fail, so that chunks may go for that."""
+        engine = server.engine
+        self._check_bounds(server)
+        present = _chunks(engine)
+        if server is self._server and not loses:
+            for child, (put, parent) in present.items():
+                if parent is None or parent in present or parent not in self._before:
+                    continue
+                if child in self._before and self._before[child][0] == put:
+                    self._check_gone(engine, parent, child)
+        self._server, self._before = server, present
+
+    def _check_bounds(self, server: SimulatedServer) -> None:
+        found = server.engine.statistics()
+        if found.used_bytes > found.budget_bytes:
+            raise Violation(f"budget: {found.used_bytes} bytes are used of {found.budget_bytes}")
+        for name, limits in server.node.config.tenants.items():
+            of = server.engine.statistics(server.engine.tenant(name))
+            if limits.keys_max is not None and of.keys > limits.keys_max:
+                raise Violation(f"quota: tenant {name} has {of.keys} keys of {limits.keys_max}")
+            if limits.bytes_max is not None and of.used_bytes - of.held_bytes > limits.bytes_max:
+                raise Violation(f"quota: tenant {name} has {of.used_bytes} bytes of {limits.bytes_max}")
+
+    def _check_gone(self, engine: Engine, parent: _Chunk, child: _Chunk) -> None:
+        """A chunk is not there although the one behind it is: somebody has to have removed it."""
+        names = {engine.tenant(name): name for name in self._tenants}
+        key = names[parent[0]], b"kv:" + parent[1].hex().encode()
+        now, wall = self._world.now_ns, self._world.wall_ms()
+        sure = self._model.surely_there(key, now, now, (wall, wall))
+        if sure is not None:
+            raise Violation(f"prefix: {key} was evicted before chunk {child[1].hex()} that follows it")
+
+
+def _chunks(engine: Engine) -> _Present:
+    found: _Present = {}
+    if isinstance(engine, PoolEngine):
+        slot = engine._index.next()
+        while slot:
+            entry = engine._index.read(slot)
+            if entry.head_length:
+                parent = None if entry.parent == NO_PARENT else (entry.tenant, entry.parent)
+                found[entry.tenant, entry.key] = entry.generation, parent
+            slot = engine._index.next(slot)
+    elif isinstance(engine, MemoryEngine):
+        for prefix, account in engine._accounts.items():
+            tenant = int.from_bytes(prefix, "big")
+            for key, item in account.items.items():
+                if item.head_bytes:
+                    parent = (tenant, item.parent) if item.parent else None
+                    found[tenant, bytes.fromhex(key[5:].decode())] = id(item), parent
+    return found

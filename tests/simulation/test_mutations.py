@@ -1,0 +1,91 @@
+"""Products that are broken on purpose: the simulation has to see each of them within the thousand seeds of CI."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from reference_model import Violation
+from scenario import Plan, plan_of, simulate
+
+from storage_kv.node import Session
+from storage_kv.pool import reads, tail
+from storage_kv.pool.disk import Disk
+from storage_kv.pool.engine import PoolEngine
+from storage_kv.pool.format import BLOCK_BYTES
+from storage_kv.pool.log import Log
+from storage_kv.pool.space import Space
+from storage_kv.pool.volume import Volume
+
+_SEEDS = 1000
+
+
+def seen(may_show: Callable[[Plan], bool]) -> str:
+    """Return how the first seed that sees it fails; runs only those in which it can show."""
+    for seed in range(1, _SEEDS + 1):
+        if may_show(plan_of(seed)):
+            try:
+                simulate(seed)
+            except (Violation, AssertionError) as error:
+                return f"{error} (seed {seed})"
+    return "nothing"
+
+
+def in_a_crash(plan: Plan) -> bool:
+    return plan.engine == "pool" and plan.crashes and not plan.disks
+
+
+def test_a_checksum_that_is_not_looked_at_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "failure_of", lambda *arguments: None)
+    assert seen(lambda plan: plan.disks).startswith(("wrong", "stale"))
+
+
+def test_an_answer_before_the_flush_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Log, "when_durable", lambda self, callback: callback(None))
+    assert seen(in_a_crash).startswith(("lost", "stale"))
+
+
+def test_a_tenant_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Session, "qualify", lambda self, argument: b"\0\0" + argument)
+    assert seen(lambda plan: True).startswith(("wrong", "stale", "lost"))
+
+
+def test_an_extent_that_is_used_again_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def free(self: Volume, extent: int, length: int) -> None:
+        self._extents.free(extent, -(-length // BLOCK_BYTES))
+
+    monkeypatch.setattr(Volume, "free", free)
+    assert seen(in_a_crash) != "nothing"
+
+
+def test_a_removal_that_is_not_logged_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Disk, "log_removal", lambda self, tenant, key: None)
+    assert seen(in_a_crash).startswith("stale")
+
+
+def test_a_log_that_is_believed_to_its_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tail, "_is_there", lambda entry, blocks, read: True)
+    assert seen(in_a_crash).startswith("lost")
+
+
+def test_an_expiry_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = PoolEngine.put
+
+    def forget(self: PoolEngine, key: bytes, value: Any, **named: Any) -> Any:
+        return put(self, key, value, **{**named, "expires_at_ms": None})
+
+    monkeypatch.setattr(PoolEngine, "put", forget)
+    assert seen(lambda plan: plan.engine == "pool").startswith("stale")
+
+
+def test_an_eviction_that_nobody_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    evict = Space.evict
+
+    def quietly(self: Space, **named: int) -> bool:
+        before = {tenant: (each.evicted_keys, each) for tenant, each in self._core.counters.tenants.items()}
+        found = evict(self, **named)
+        for count, each in before.values():
+            each.evicted_keys = count
+        return found
+
+    monkeypatch.setattr(Space, "evict", quietly)
+    assert seen(lambda plan: plan.engine == "pool" and plan.tight and not plan.disks).startswith("lost")
