@@ -187,16 +187,16 @@ class Core:
 
         A device that was away, or was given up, does not hear of what is removed or replaced meanwhile. When it comes
         back, its log knows another session than the others': what is on it may be stale, and is dropped. A session is
-        a number and a digest of who takes part when, so that two that went on without each other are told apart.
+        a number and a digest of who takes part when, so that two that went on without each other are told apart; and
+        who takes part, since a loss of power may come when only some logs know of it.
         """
         present = [disk for disk in self.disks if disk.gone is None]
         newest = max((disk.session for disk in self.disks), default=b"")
-        parts = hashlib.sha256(self.clock_ms().to_bytes(8, "big", signed=True))
-        for disk in present:
-            parts.update(disk.volume.superblock.volume_id)
+        members = b"".join(member for disk in present for member in disk.memberships)
+        parts = hashlib.sha256(self.clock_ms().to_bytes(8, "big", signed=True) + members)
         number = int.from_bytes(newest[:8], "big") + 1
         for disk in present:
-            disk.enter_session(number.to_bytes(8, "big") + parts.digest()[:8])
+            disk.enter_session(number.to_bytes(8, "big") + parts.digest()[:8] + members)
 
     def refusal(self) -> VolumeError | None:
         """Return why nothing can be changed: there were devices, and none is left. None if it can."""

@@ -23,6 +23,7 @@ _GONE_ERRORS: Final = frozenset({errno.ENODEV, errno.ENXIO, errno.ENOMEDIUM, err
 _AVOIDED_FIRST_MS: Final = 1_000
 _AVOIDED_LONGEST_MS: Final = 600_000
 _SESSION_NOTE: Final = b"session"
+_SESSION_BYTES: Final = 16
 _WEAR_NOTE: Final = b"wear"
 _WEAR_STEP_BYTES: Final = 64 << 20
 """Written between two notes of it: what a crash may forget of the day's budget."""
@@ -50,7 +51,7 @@ class Disk:
         gone: why no more is asked of it; None while it works.
         wake: has step() called soon.
         on_gone: called once when it is given up.
-        session: of the pool, as the log knows it: a device with an older one has missed changes.
+        session: of the pool, as the log has been told: a device with an older one has missed changes.
         reading: foreground reads under way.
         reads: reads for clients that it has done.
         read_bytes: that they brought.
@@ -98,6 +99,7 @@ class Disk:
         self._noted_bytes = self.volume.written_bytes
         self.session = volume.notes.get(_SESSION_NOTE, b"")
         self._session_wanted = self.session
+        self._sessions = [self.session]  # of these, the log knows one of the last that is durable
         wear.unpack(volume.notes.get(_WEAR_NOTE, b""))
         self._logged_bytes = wear.day_bytes
 
@@ -161,13 +163,41 @@ class Disk:
         self.wake()
 
     def _note_session(self) -> None:
-        if self.session == self._session_wanted or self.gone is not None:
+        session = self._session_wanted
+        if self.session == session or self.gone is not None:
             return
         try:
-            self.volume.note(_SESSION_NOTE, self._session_wanted)
+            self.volume.note(_SESSION_NOTE, session)
         except BusyError:
             return
-        self.session = self._session_wanted
+        self.session = session
+        self._sessions.append(session)
+        ticket = self.volume.barrier()
+        if ticket is not None:
+            ticket.then(lambda error: self._session_is_durable(session, error))
+
+    def _session_is_durable(self, session: bytes, error: Exception | None) -> None:
+        if error is None:
+            self._sessions = self._sessions[self._sessions.index(session) :]
+
+    @property
+    def memberships(self) -> list[bytes]:
+        """What says that this device takes part in a session: its id, with each session that its log may know."""
+        return [self._membership(session) for session in self._sessions]
+
+    def took_part(self, session: bytes) -> bool:
+        """Return whether nothing was done in a session without this device, as far as its log goes."""
+        members = session[_SESSION_BYTES:]
+        own = self._membership(self.session)
+        listed = any(members.startswith(own, at) for at in range(0, len(members), len(own)))
+        return self.session == session or listed
+
+    def leave_sessions(self) -> None:
+        """Take note that what is on it is stale, until the log knows a session in which it was dropped."""
+        self._sessions.clear()
+
+    def _membership(self, session: bytes) -> bytes:
+        return self.volume.superblock.volume_id + session[:_SESSION_BYTES].ljust(_SESSION_BYTES, b"\0")
 
     def _note_wear(self, now_ms: int) -> None:
         """Count what was written, and have the log remember it every now and then."""

@@ -255,8 +255,9 @@ def _drop_stale(core: Core) -> None:
     """Drop what lies on devices that were away in the last session: it may have been removed or replaced meanwhile."""
     newest = max((disk.session for disk in core.disks), default=b"")
     for disk in core.disks:
-        if disk.session == newest:
+        if disk.took_part(newest):
             continue
+        disk.leave_sessions()
         slot, count = core.index.next(), 0
         while slot:
             following = core.index.next(slot)

@@ -260,6 +260,25 @@ def test_a_device_that_was_away_never_brings_back_what_was_removed_meanwhile(whe
     pool.stop()
 
 
+def test_power_that_fails_at_the_start_does_not_cost_a_device_all_of_its_objects() -> None:
+    """Some logs knew of the new session, one did not yet: its device was taken for one that had been away."""
+    pool, _ = start(2)
+    for number in range(20):
+        pool.put(b"%d" % number, b"%d" % number)
+    pool.stop()
+    for _ in range(3):  # once more before the other log has heard of it
+        devices = [disk.volume.device.restart() for disk in pool.engine._core.disks]  # type: ignore[attr-defined]
+        pool = Driver(simulated_pool(devices, clock_ms=Clock()))
+        devices[1].automatic = False
+        for _ in range(8):
+            pool.engine.poll()
+        devices = [device.crash(torn=False) for device in devices]
+        pool = Driver(simulated_pool(devices, clock_ms=Clock()))
+        assert pool.keys() == {b"%d" % number for number in range(20)}
+        devices[0].automatic = devices[1].automatic = False
+    pool.engine.close()
+
+
 def test_objects_of_a_tenant_that_another_device_knows_by_another_name_are_dropped() -> None:
     pool, (first, second) = start(2)
     pool.stop()
