@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
@@ -62,13 +63,14 @@ class Writer:
         self._sealed: deque[_Write] = deque()
         self._ended: deque[_Write] = deque()
         self._inherited: dict[int, list[Ticket]] = {}
+        self._removed: deque[_Write] = deque()
         self._settled: deque[tuple[Ticket, Exception | None]] = deque()
         self._count = 0
         self.bytes_under_way = 0
         core.cancel_write = self.cancel
 
     def __len__(self) -> int:
-        return self._count
+        return self._count + len(self._removed)
 
     @property
     def waiting(self) -> bool:
@@ -174,6 +176,7 @@ class Writer:
                 self._core.counters.tenants[write.entry.tenant].failed_writes += 1
                 write.disk.note_error(write.error, self._core.clock_ms(), writing=True)
             self._end(write)
+        self._settle_removed()
 
     def _end(self, write: _Write) -> None:
         entry, core = write.entry, self._core
@@ -187,8 +190,28 @@ class Writer:
                 core.forget(entry, quarantine="write_error")
         core.arenas.release(write.buffer)
         write.disk.unuse(entry.extent)
+        if write.cancelled and not write.submitted and write.tickets:
+            self._removed.append(write)
+            return
         for ticket in write.tickets:
             self.settle_later(ticket, None if write.cancelled else write.error)
+
+    def _settle_removed(self) -> None:
+        """Tell whose values were removed before they were written, once the removal is durable.
+
+        Were it earlier, a crash could bring back what such a value was to replace.
+        """
+        for _ in range(len(self._removed)):
+            write = self._removed.popleft()
+            if write.disk.is_logging:
+                self._removed.append(write)
+                continue
+            durable = write.disk.barrier()
+            for ticket in write.tickets:
+                if durable is None:
+                    self.settle_later(ticket)
+                else:
+                    durable.then(partial(self.settle_later, ticket))
 
     def settle_inherited(self, slot: int) -> None:
         """Tell those whose values were replaced by one that is in memory alone."""

@@ -260,6 +260,24 @@ def test_a_device_that_was_away_never_brings_back_what_was_removed_meanwhile(whe
     pool.stop()
 
 
+def test_a_value_removed_before_it_was_written_is_acknowledged_with_its_removal() -> None:
+    """Acknowledged at once, it could be followed by a crash that brought back the value before both."""
+    pool, (device,) = start()
+    pool.put(b"key", b"old")
+    device.automatic = False
+    change = pool.put_soon(b"key", b"new")
+    assert pool.call(pool.engine.remove, qualified(0, b"key"))
+    for _ in range(8):
+        pool.engine.poll()
+    assert not change.outcomes
+    device.automatic = True
+    assert change.wait() is None
+    after = Driver(simulated_pool([device.crash()], clock_ms=Clock()))
+    assert after.value(b"key") is None
+    after.stop()
+    pool.engine.close()
+
+
 def test_power_that_fails_at_the_start_does_not_cost_a_device_all_of_its_objects() -> None:
     """Some logs knew of the new session, one did not yet: its device was taken for one that had been away."""
     pool, _ = start(2)
