@@ -112,6 +112,12 @@ class Model:
                 if isinstance(change, Write):
                     change.lost = True
 
+    def doubt_all(self) -> None:
+        """Take note that all changes so far may be undone."""
+        for history in self._histories.values():
+            for change in history.changes:
+                change.acknowledged = False
+
     # ---- Reads
 
     def check_value(
