@@ -1,5 +1,6 @@
 """A part of the failure matrix, one seed of each case; ``make failure-matrix`` has the whole of it."""
 
+import json
 from pathlib import Path
 
 import matrix
@@ -7,6 +8,7 @@ import pytest
 from cases import CASES, Case, Row, run_case
 from outcomes import Expected, Outcome, Tally
 
+REPOSITORY = Path(__file__).parents[2]
 SHORT = [case for case in CASES if case.short]
 
 
@@ -20,6 +22,13 @@ def test_a_fault_ends_in_what_was_stored_a_miss_or_an_error(case: Case, tmp_path
 
 def test_every_case_has_a_name_of_its_own() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_every_fault_of_the_kept_matrix_was_tried_and_none_was_wrong_or_hung() -> None:
+    kept = json.loads((REPOSITORY / "docs" / "failure-matrix.json").read_text())
+    assert kept["counts"]["wrong"] == kept["counts"]["hang"] == 0
+    assert {case["fault"] for case in kept["cases"]} == {case.fault for case in CASES}
+    assert (REPOSITORY / "docs" / "failure-matrix.md").read_text() == matrix.as_text(kept)
 
 
 def test_other_bytes_and_lost_writes_are_wrong() -> None:
