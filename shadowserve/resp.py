@@ -50,6 +50,7 @@ from shadowserve._resp_values import (
     encode_null,
 )
 from shadowserve.errors import ProtocolError
+from shadowserve.native import BATCH_ARGUMENTS_MAX, BATCH_BULK_BYTES_MAX, read_commands
 
 __all__ = [
     "NEED_DATA",
@@ -129,11 +130,6 @@ DEFAULT_LIMITS: Final = Limits()
 # Lengths on the wire are mostly small. A table look-up is a third of the cost of checking and converting, and what it
 # holds is canonical by construction: no sign, blank, underscore or leading zero, all of which int() would accept.
 _SMALL_LENGTHS: Final = {b"%d" % number: number for number in range(2048)}
-_BATCH_BULK_BYTES_MAX: Final = 2048
-_BATCH_PIECES_MAX: Final = 256  # bounds the work on values that are full of CRLFs
-_BATCH_COUNTS: Final = {b"*%d" % count: count for count in range(1, 64)}
-_BATCH_SIZES: Final = {b"$%d" % size: size for size in range(_BATCH_BULK_BYTES_MAX)}
-_BATCH_TOTAL_BYTES_MAX: Final = 64 * _BATCH_BULK_BYTES_MAX
 _INTEGER: Final = re.compile(rb"-?(?:0|[1-9][0-9]*)\Z")
 _REPLY_INTEGER: Final = re.compile(rb"[+-]?[0-9]+\Z")
 _DOUBLE: Final = re.compile(rb"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|inf|nan)\Z")
@@ -275,11 +271,12 @@ class _Reader:
 class CommandReader(_Reader):
     """Reads commands, as a server does."""
 
-    __slots__ = ("_arguments", "_bulk_size", "_ready", "_remaining")
+    __slots__ = ("_arguments", "_batch_bulk_bytes_max", "_batch_items_max", "_bulk_size", "_ready", "_remaining")
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         """Make a reader that holds its peer to ``limits``."""
         super().__init__(limits)
+        self.limits = limits
         self._ready: deque[list[bytes | memoryview]] = deque()  # whole commands, read in one go
         self._arguments: list[bytes | memoryview] = []
         self._remaining = 0  # arguments still to come of the command in progress
@@ -293,6 +290,12 @@ class CommandReader(_Reader):
     @limits.setter
     def limits(self, limits: Limits) -> None:
         self._limits = limits
+        self._batch_items_max = min(limits.items_max, BATCH_ARGUMENTS_MAX)
+        # No command of so few and such small arguments can be one too much in all.
+        self._batch_bulk_bytes_max = min(
+            *(limits.bulk_bytes_max, limits.large_bulk_bytes - 1, BATCH_BULK_BYTES_MAX),
+            limits.total_bytes_max // BATCH_ARGUMENTS_MAX,
+        )
 
     @property
     def in_progress(self) -> bool:
@@ -318,7 +321,7 @@ class CommandReader(_Reader):
         self._check_failure()
         while True:
             if self._remaining == 0:
-                if self._read_batch():
+                if self.ready():
                     return self._ready.popleft()
                 started = self._start_command()
                 if started is NEED_DATA:
@@ -332,31 +335,20 @@ class CommandReader(_Reader):
             self._arguments = []
             return arguments
 
-    def _read_batch(self) -> bool:
-        """Read as many whole commands of small arguments as follow each other; return whether there are any.
+    def ready(self) -> deque[list[bytes | memoryview]]:
+        """Return the queue of whole commands of small arguments; what is taken off it has been read.
 
-        Pipelines of small commands are what costs a server in Python most. Splitting at every CRLF is done in C, and
-        right wherever the pieces have the lengths that their headers say. Whatever is unusual - long, incomplete,
-        wrong, holding a CRLF - ends the batch, and is left to the general way.
+        For servers: it is what next_command() would return first, without a call for each. An empty queue says nothing.
         """
-        limits = self._limits
-        if limits.bulk_bytes_max < _BATCH_BULK_BYTES_MAX or limits.total_bytes_max < _BATCH_TOTAL_BYTES_MAX:
-            return False
-        pieces = self._buffer[self._position :].split(CRLF, _BATCH_PIECES_MAX)
-        last = len(pieces) - 1  # what follows the last CRLF is no whole piece
-        start = 0
-        while start < last:
-            count = _BATCH_COUNTS.get(pieces[start], 0)
-            stop = start + 1 + 2 * count
-            if not 0 < count <= limits.items_max or stop > last:
-                break
-            arguments = pieces[start + 2 : stop : 2]
-            if list(map(_BATCH_SIZES.get, pieces[start + 1 : stop : 2])) != list(map(len, arguments)):
-                break
-            self._ready.append(arguments)  # type: ignore[arg-type]  # a list of bytes only
-            self._position += sum(map(len, pieces[start:stop])) + 2 * (stop - start)
-            start = stop
-        return start > 0
+        ready, buffer, position = self._ready, self._buffer, self._position
+        if not ready and not self._remaining and position < len(buffer) and self._failure is None:
+            # Pipelines of small commands are what costs a server in Python most, so they are read in C. Whatever is
+            # unusual - long, incomplete, wrong - ends that, and is left to the general way.
+            commands, self._position = read_commands(
+                buffer, position, self._batch_items_max, self._batch_bulk_bytes_max
+            )
+            ready.extend(commands)
+        return ready
 
     def _start_command(self) -> list[bytes | memoryview] | None | Literal[NeedData.NEED_DATA]:
         """Read up to the first argument. Return None when one follows, a whole inline command, or NEED_DATA."""

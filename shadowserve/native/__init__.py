@@ -21,6 +21,7 @@ from shadowserve.native._block import (
     object_units,
     seal_object,
 )
+from shadowserve.native._commands import BATCH_ARGUMENTS_MAX, BATCH_BULK_BYTES_MAX, read_commands
 from shadowserve.native._index import (
     ANY,
     INDEX_KEY_BYTES,
@@ -94,6 +95,8 @@ __all__ = [
     "blocks_of",
     "ABI_VERSION",
     "BACKENDS",
+    "BATCH_ARGUMENTS_MAX",
+    "BATCH_BULK_BYTES_MAX",
     "CHUNK_DTYPE",
     "KEY_SIZE_MAX",
     "OBJECT_HEADER_BYTES",
@@ -142,6 +145,7 @@ __all__ = [
     "object_unit",
     "object_units",
     "quantize",
+    "read_commands",
     "result_text",
     "tls_library",
     "seal_object",

@@ -1,0 +1,63 @@
+"""Reading the commands of a server's clients, many at a time."""
+
+from struct import unpack_from
+from typing import Final
+
+from shadowserve.native._library import ffi, lib
+
+__all__ = ["BATCH_ARGUMENTS_MAX", "BATCH_BULK_BYTES_MAX", "read_commands"]
+
+BATCH_ARGUMENTS_MAX: Final = lib.SS_COMMANDS_ARGUMENTS_MAX
+"""Of all commands that are read at a time."""
+
+BATCH_BULK_BYTES_MAX: Final = 0xFFFF
+"""Of one argument of theirs."""
+
+
+_read = lib.ss_commands_read
+_string = ffi.string
+
+
+class _Room:
+    """What one call writes to, and how it is read."""
+
+    __slots__ = ("arguments", "commands", "layout")
+
+    def __init__(self) -> None:
+        self.commands = ffi.new("struct ss_commands *")
+        self.arguments = ffi.buffer(self.commands.arguments)
+        self.layout = self.commands.layout
+
+
+_rooms: Final[list[_Room]] = []  # not in use; as many as threads have ever read at the same time
+
+
+def read_commands(
+    data: bytes, offset: int, arguments_max: int, bytes_max: int
+) -> tuple[list[list[bytes | memoryview]], int]:
+    """Return the whole commands that begin at ``offset``, each a list of its arguments, and where they end.
+
+    At most some hundred; commands of more arguments, longer arguments, or written in any unusual way end the list.
+    """
+    try:
+        room = _rooms.pop()
+    except IndexError:
+        room = _Room()
+    commands = room.commands
+    count = _read(data, offset, len(data), arguments_max, bytes_max, commands)
+    if count == 0:
+        _rooms.append(room)
+        return [], offset
+    # C cannot make Python's objects without its headers, but can say where they are: struct cuts them all in one call.
+    found = list(unpack_from(_string(room.layout), data, offset))
+    end = commands.end
+    if count == 1:  # most often
+        _rooms.append(room)
+        return [found], end
+    read: list[list[bytes | memoryview]] = []
+    first = 0
+    for arguments in room.arguments[:count]:
+        read.append(found[first : first + arguments])
+        first += arguments
+    _rooms.append(room)
+    return read, end
