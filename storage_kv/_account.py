@@ -70,6 +70,7 @@ class Account:
         "evicted_keys",
         "expired_keys",
         "expiring_keys",
+        "has_quota",
         "held_bytes",
         "index",
         "items",
@@ -89,6 +90,7 @@ class Account:
         self.children: dict[bytes, int] = {}
         self.quota_bytes: int | None = None
         self.quota_keys: int | None = None
+        self.has_quota = False
         self.used_bytes = self.held_bytes = self.peak_bytes = 0
         self.records = self.record_bytes = 0
         self.evicted_keys = self.evicted_bytes = self.expired_keys = 0

@@ -12,8 +12,8 @@ but for at most ``_RECEIVE_BYTES`` of its start, which may have arrived together
 
 Some parts of replies are not known yet when their command has been executed (``Pending``): a value that is on its way
 from a device, an OK that waits until a write is durable. They keep their place; the commands behind them are executed,
-within limits, and nothing behind a pending part is sent before it. So there are two queues: ``_out``, what may be
-sent, and ``_waiting``, which begins with a pending part. Word that one is known comes from other threads, through the
+within limits, and nothing behind a pending part is sent before it. So there are two queues (_replies.py): what
+may be sent, and what begins with a pending part. Word that one is known comes from other threads, through the
 connection's :class:`~storage_kv._signal.Signal`.
 
 An engine may have no room: for a buffer to receive a value in, or for one more write. Then the connection reads and
@@ -29,7 +29,6 @@ does not read stops itself, and holds at most that much and one reply.
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -38,15 +37,15 @@ from typing import Any, Final, Literal, TypeAlias
 from shadowserve.errors import ProtocolError
 from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, NeedData, encode_error
 from storage_kv import buffers
-from storage_kv._gather import gather
 from storage_kv._host import Host
+from storage_kv._replies import Replies
 from storage_kv._requests import limits_of, with_bytes
 from storage_kv._signal import Signal
 from storage_kv.access.limits import RateLimiter
-from storage_kv.commands import execute
+from storage_kv.commands import execute, execute_plain
 from storage_kv.engine import BusyError
 from storage_kv.event_loop import READ, WRITE, EventLoop
-from storage_kv.node import Argument, Later, Outgoing, Part, Pending, Ready, Reply, Session
+from storage_kv.node import Argument, Later, Outgoing, Part, Pending, Reply, Session
 from storage_kv.transport import Transport
 
 __all__ = ["Connection"]
@@ -54,7 +53,10 @@ __all__ = ["Connection"]
 _log = logging.getLogger(__name__)
 
 _RECEIVE_BYTES: Final = 64 << 10
-"""Asked of the kernel for small things at a time: 2,000 small commands, and below what malloc maps anew each time."""
+"""Asked of the kernel at most for small things at a time: 2,000 commands, and below what malloc maps anew each time."""
+
+_RECEIVE_FEW_BYTES: Final = 4 << 10
+"""Asked of a client that sends less than this at a time: giving back most of 64 KiB takes malloc a while."""
 
 _LINGER_S: Final = 1.0
 """How long a closed connection still reads and drops, so that the last reply is not lost to a reset (RFC 1122)."""
@@ -82,6 +84,7 @@ class Connection:
         "_buffer",
         "_closed",
         "_descriptor",
+        "_ends_turn",
         "_engine",
         "_holds_replies",
         "_host",
@@ -91,22 +94,18 @@ class Connection:
         "_loop",
         "_more",
         "_node",
-        "_offset",
-        "_out",
-        "_out_bytes",
         "_paused",
-        "_pendings",
         "_reader",
+        "_receive_bytes",
         "_received_bytes",
         "_received_in_place",
+        "_replies",
         "_retry",
         "_room",
         "_scheduled",
         "_signal",
         "_socket",
         "_transport",
-        "_waiting",
-        "_waiting_bytes",
         "_wanted_bytes",
         "_working",
         "session",
@@ -125,12 +124,7 @@ class Connection:
         self._reader = CommandReader(limits_of(host.node, session))
         self._signal = Signal(loop, self._on_signal)
         self._room = Signal(loop, self._on_room)
-        self._out: deque[Ready] = deque()
-        self._out_bytes = 0
-        self._waiting: deque[Part] = deque()  # the first of it is pending
-        self._waiting_bytes = 0
-        self._pendings = 0  # in _waiting
-        self._offset = 0  # bytes of the first part that are sent
+        self._replies = Replies(host.node, self._signal.send)
         self._interest = 0  # what the loop waits for
         self._begun = False  # something has been read
         self._paused = False  # nothing is read or executed before a certain time
@@ -143,7 +137,9 @@ class Connection:
         self._wanted_bytes = -1  # of a large argument for which there is no buffer yet
         self._buffer: memoryview | None = None  # the engine's, of the command in progress
         self._scheduled = False  # the next turn will come without any event
+        self._ends_turn = False  # this turn's end is still to come
         self._received_in_place = False
+        self._receive_bytes = _RECEIVE_FEW_BYTES
         self._received_bytes = 0  # not yet in the node's counters
         self._at_end = False  # the client has finished sending
         self._lingering = False
@@ -157,28 +153,38 @@ class Connection:
     def _on_event(self, events: int) -> None:
         """Read or write; an error or the peer's end wakes whatever waits, to find it out for itself."""
         interest = self._interest
-        if events & ~WRITE and interest & READ:
-            self._guarded(self._on_lingering if self._lingering else self._on_readable)
-        if events & ~READ and interest & WRITE and not self._closed:
-            self._guarded(self._on_writable)
+        try:
+            if events & ~WRITE and interest & READ:
+                if self._lingering:
+                    self._on_lingering()
+                else:
+                    self._on_readable()
+            if events & ~READ and interest & WRITE and not self._closed:
+                self._on_writable()
+        except Exception:
+            self._fail_by_bug()
 
     def _guarded(self, step: Callable[[], None]) -> None:
         """Do a step. A bug of ours must cost this client its connection, not all of them the server."""
         try:
             step()
         except Exception:
-            _log.exception("connection_failed address=%s", self.session.address)
-            self.abort()
+            self._fail_by_bug()
+
+    def _fail_by_bug(self) -> None:
+        _log.exception("connection_failed address=%s", self.session.address)
+        self.abort()
 
     def _on_readable(self) -> None:
         try:
-            view = self._reader.get_buffer()
+            view = self._reader.get_buffer() if self._received_in_place else None
             if view is not None:
                 size = self._transport.recv_into(view)
                 self._reader.advance(size)
             else:
-                data = self._transport.recv(_RECEIVE_BYTES)
+                data = self._transport.recv(self._receive_bytes)
                 size = len(data)
+                self._receive_bytes = _RECEIVE_BYTES if size >= _RECEIVE_FEW_BYTES else _RECEIVE_FEW_BYTES
                 if not self._begun:
                     self._begun = True
                     if data[:2] == _TLS_GREETING:
@@ -198,11 +204,16 @@ class Connection:
             self.session.closing = True
             self._after_step()
             return
-        self._process()
+        self._execute()
+        # Sending wakes a client that sleeps, which costs as much as a few commands and takes the core from this thread
+        # where there is no other. So all clients that have sent something are served first.
+        if not self._ends_turn:
+            self._ends_turn = True
+            self._loop.call_soon(self._end_turn)
 
     def _refuse_tls(self) -> None:  # the client's library says 'wrong version number'
         with self._node.lock:
-            self._append(self._give_up(ProtocolError("the client speaks TLS, this server does not")))
+            self._replies.append(self._give_up(ProtocolError("the client speaks TLS, this server does not")))
         self._after_step()
 
     # ---- Turns
@@ -225,6 +236,13 @@ class Connection:
             self._process()
 
     def _process(self) -> None:
+        """Execute commands, and send."""
+        if self._closed or self._working or self._lingering:
+            return
+        self._execute()
+        self._after_step()
+
+    def _execute(self) -> None:
         """Execute commands until the reader has none, the client's turn is over or its replies are too many."""
         if self._closed or self._working or self._lingering:
             return
@@ -237,7 +255,6 @@ class Connection:
                     self._execute_within(session.limiter)
             if session.pause_until_s:
                 self._pause()
-        self._after_step()
 
     def _execute_within(self, limiter: RateLimiter) -> None:
         """Execute and charge the tenant for it; beyond its rates, its clients first wait until they have earned it."""
@@ -255,40 +272,35 @@ class Connection:
         node.counters.input_bytes += self._received_bytes
         self._received_bytes = 0
         output_max = node.config.output_buffer_bytes_max
+        left = node.config.pipeline_commands_max
         small: list[bytes] = []
         small_bytes = 0
         self._more = True
-        for _ in range(node.config.pipeline_commands_max):
+        while left > 0:
             if session.pause_until_s:
                 break
-            is_full = self._out_bytes + small_bytes >= output_max or (self._pendings and self._is_far_ahead())
-            if session.closing or is_full:
+            room = output_max - self._replies.out_bytes - small_bytes
+            if session.closing or room <= 0 or (self._replies.pendings and self._is_far_ahead()):
                 self._more = reader.in_progress or self._retry is not None
                 break
-            was_authenticated = session.authenticated
-            try:
-                if self._retry is not None:
-                    reply = self._try_again()
-                else:
-                    command = reader.next_command() if self._wanted_bytes < 0 else LargeBulk(self._wanted_bytes)
-                    if isinstance(command, LargeBulk) or self._received_in_place:
-                        command = self._take_large(command)
-                    if not isinstance(command, list):
-                        # The next argument may be large as well, or there is no buffer for this one.
-                        self._more = self._blocked or isinstance(command, LargeBulk)
-                        break
-                    reply = execute(node, session, command)
-            except (ProtocolError, MemoryError) as error:
-                small.append(self._give_up(error))
-                break
-            except BusyError as error:
-                if self._retry is None:
-                    assert isinstance(command, list)
-                    self._retry = partial(execute, node, session, command)
-                self._block(error)
-                break
-            if session.authenticated is not was_authenticated:
-                reader.limits = limits_of(node, session)
+            reply: Reply | None = None
+            ready = reader.ready()
+            if ready and self._retry is None:
+                count = len(ready)
+                size, reply = execute_plain(node, session, ready, small, left, room)
+                executed = count - len(ready)
+                left -= executed
+                small_bytes += size
+                if executed and reply is None:
+                    if reader.in_progress:
+                        continue
+                    self._more = False  # most often
+                    break
+            if reply is None:
+                left -= 1
+                reply = self._execute_next(small)
+                if reply is None:
+                    break
             if isinstance(reply, Later):
                 self._start_work(reply)
                 break
@@ -296,21 +308,54 @@ class Connection:
                 self._discard_buffer()
             if not session.replies or session.skip:
                 self._swallow(reply)
-                continue
-            if isinstance(reply, bytes):
+            elif isinstance(reply, bytes):
                 small.append(reply)
                 small_bytes += len(reply)
-                continue
-            if small:
-                self._append(b"".join(small))
-                small, small_bytes = [], 0
-            self._enqueue(reply)
+            else:
+                if small:
+                    self._replies.append(b"".join(small))
+                    small, small_bytes = [], 0
+                self._replies.extend(reply)
         if small:
-            self._append(b"".join(small))
+            self._replies.append(b"".join(small))
+
+    def _execute_next(self, small: list[bytes]) -> Reply | None:
+        """Execute one command, whatever it is; None if nothing more is to be executed now.
+
+        Last words to a client that is given up are added to ``small``.
+        """
+        session, reader = self.session, self._reader
+        was_authenticated = session.authenticated
+        try:
+            if self._retry is not None:
+                return self._try_again()
+            command = reader.next_command() if self._wanted_bytes < 0 else LargeBulk(self._wanted_bytes)
+            if isinstance(command, LargeBulk) or self._received_in_place:
+                command = self._take_large(command)
+            if not isinstance(command, list):
+                # The next argument may be large as well, or there is no buffer for this one.
+                self._more = self._blocked or isinstance(command, LargeBulk)
+                return None
+            reply = execute(self._node, session, command)
+        except (ProtocolError, MemoryError) as error:
+            small.append(self._give_up(error))
+            return None
+        except BusyError as error:
+            if self._retry is None:
+                assert isinstance(command, list)
+                self._retry = partial(execute, self._node, session, command)
+            self._block(error)
+            return None
+        if session.authenticated is not was_authenticated:
+            reader.limits = limits_of(self._node, session)
+        return reply
 
     def _is_far_ahead(self) -> bool:
         """Return whether as much waits behind pending parts as may."""
-        return self._pendings >= _PENDING_MAX or self._waiting_bytes >= self._node.config.read_ahead_bytes_max
+        return (
+            self._replies.pendings >= _PENDING_MAX
+            or self._replies.waiting_bytes >= self._node.config.read_ahead_bytes_max
+        )
 
     def _take_large(self, command: _Event) -> _Event:
         """Provide for a large argument, or return the command that had one."""
@@ -366,7 +411,7 @@ class Connection:
         _log.info("client_refused address=%s reason='no room in the engine'", self.session.address)
         with self._node.lock:
             if self._retry is None:
-                self._append(self._give_up(MemoryError(_NO_ROOM)))
+                self._replies.append(self._give_up(MemoryError(_NO_ROOM)))
             else:
                 self._retry = None
                 self._discard_buffer()
@@ -417,7 +462,7 @@ class Connection:
         if self._closed or not self.session.replies or self.session.skip:
             self._swallow(reply)
         else:
-            self._enqueue([reply] if isinstance(reply, bytes) else reply)
+            self._replies.extend([reply] if isinstance(reply, bytes) else reply)
 
     def _swallow(self, reply: bytes | list[Part]) -> None:
         """Drop a reply that the client does not want."""
@@ -429,69 +474,6 @@ class Connection:
 
     # ---- Replies
 
-    def _enqueue(self, parts: list[Part]) -> None:
-        """Append parts to what waits to be sent, joining the small ones and holding the items of the others."""
-        small: list[bytes] = []
-        for part in parts:
-            if isinstance(part, bytes):
-                small.append(part)
-                continue
-            if small:
-                self._append(b"".join(small))
-                small = []
-            if isinstance(part, Pending):
-                self._wait_for(part)
-            else:
-                part.hold(self._engine)
-                self._append(part)
-        if small:
-            self._append(b"".join(small))
-
-    def _append(self, part: Ready) -> None:
-        size = len(part) if isinstance(part, bytes) else len(part.view)
-        if self._waiting:
-            self._waiting.append(part)
-            self._waiting_bytes += size
-        else:
-            self._out.append(part)
-            self._out_bytes += size
-
-    def _wait_for(self, pending: Pending) -> None:
-        self._waiting.append(pending)
-        self._waiting_bytes += pending.expects
-        self._pendings += 1
-        if pending.parts is None:
-            pending.attach(self._signal.send)
-        self._advance()
-
-    def _advance(self) -> None:
-        """Move what is known from the queue of what waits to that of what is sent; with the node's lock held."""
-        waiting = self._waiting
-        while waiting:
-            first = waiting[0]
-            if not isinstance(first, Pending):
-                size = len(first) if isinstance(first, bytes) else len(first.view)
-                self._waiting_bytes -= size
-                self._out_bytes += size
-                self._out.append(first)
-            elif first.parts is None:
-                return
-            else:
-                self._pendings -= 1
-                self._waiting_bytes -= first.expects
-                self._count(first)
-                self._out.extend(first.parts)
-                self._out_bytes += sum(len(part) if isinstance(part, bytes) else len(part.view) for part in first.parts)
-            waiting.popleft()
-
-    def _count(self, pending: Pending) -> None:
-        counters = self._node.counters
-        if pending.lost:  # it was not a hit after all
-            counters.hits -= 1
-            counters.misses += 1
-            counters.lost += 1
-        counters.errors += pending.failed
-
     def _on_signal(self) -> None:
         """Send what is known by now."""
         self._guarded(self._resume)
@@ -500,7 +482,7 @@ class Connection:
         if self._closed or self._lingering:
             return
         with self._node.lock:
-            self._advance()
+            self._replies.advance()
         self._last_progress_s = time.monotonic()
         if self._working:
             self._after_step()
@@ -511,24 +493,18 @@ class Connection:
         """Send what the kernel takes."""
         if self._holds_replies:
             return
-        out, transport = self._out, self._transport
+        replies = self._replies
         sent_bytes = 0
         sent_parts: list[Outgoing] = []
-        while out:
-            first = out[0]
-            try:
-                if len(out) == 1 and isinstance(first, bytes) and self._offset == 0:
-                    sent = transport.send(first)
-                else:
-                    sent = transport.sendmsg(gather(out, self._offset))
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                self.abort()
-                break
-            sent_bytes += sent
-            if self._consume(sent, sent_parts):
-                break
+        try:
+            while replies.out:
+                sent_bytes += replies.send_to(self._transport, sent_parts)
+                if replies.out and replies.is_cut:
+                    break
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self.abort()
         if sent_bytes:
             self._last_progress_s = time.monotonic()
             with self._node.lock:
@@ -538,32 +514,11 @@ class Connection:
                 for part in sent_parts:
                     part.release(self._engine)
 
-    def _consume(self, sent: int, whole: list[Outgoing]) -> bool:
-        """Take ``sent`` bytes off the front, adding what has been sent of values as whole parts to ``whole``.
-
-        Returns:
-            Whether a part is left half sent: the kernel is full.
-        """
-        self._out_bytes -= sent
-        sent += self._offset
-        out = self._out
-        while out:
-            first = out[0]
-            size = len(first) if isinstance(first, bytes) else len(first.view)
-            if sent < size:
-                break
-            sent -= size
-            out.popleft()
-            if not isinstance(first, bytes):
-                whole.append(first)
-        self._offset = sent
-        return sent > 0
-
     def _on_writable(self) -> None:
         self._flush()
         if self._closed:
             return
-        self.session.pending_output_bytes = self._out_bytes
+        self.session.pending_output_bytes = self._replies.out_bytes
         if self._may_execute():
             self._process()
         else:
@@ -572,31 +527,43 @@ class Connection:
 
     # ---- Turns and the end
 
+    def _end_turn(self) -> None:
+        self._ends_turn = False
+        if not self._closed:
+            try:
+                self._after_step()
+            except Exception:
+                self._fail_by_bug()
+
     def _after_step(self) -> None:
         """Send what there is, then wait for what is missing: bytes, room, or the next turn."""
-        self._flush()
-        if self._closed:
-            return
-        self.session.pending_output_bytes = self._out_bytes
+        if self._replies.out:
+            self._flush()
+            if self._closed:
+                return
+        self.session.pending_output_bytes = self._replies.out_bytes
         if self._more and not self._scheduled and self._may_execute():
             self._scheduled = True
             self._loop.call_soon(self._take_turn)
         self._update_interest()
-        self._close_if_done()
+        if self.session.closing:
+            self._close_if_done()
 
     def _may_execute(self) -> bool:
         """Return whether there may be a command, and nothing keeps it from being executed."""
         if not self._more or self.session.closing or self._working or self._blocked or self._paused:
             return False
-        return self._out_bytes < self._node.config.output_buffer_bytes_max and not self._is_far_ahead()
+        return self._replies.out_bytes < self._node.config.output_buffer_bytes_max and not self._is_far_ahead()
 
     def _update_interest(self) -> None:
         """Tell the event loop what to wait for."""
-        self._watch(self._interest_now())
+        interest = self._interest_now()
+        if interest != self._interest:
+            self._watch(interest)
 
     def _interest_now(self) -> int:
         reads = self._lingering or not (self._more or self._working or self._paused or self.session.closing)
-        return (READ if reads else 0) | (WRITE if self._out and not self._holds_replies else 0)
+        return (READ if reads else 0) | (WRITE if self._replies.out and not self._holds_replies else 0)
 
     def _watch(self, interest: int) -> None:
         if interest == self._interest:
@@ -610,7 +577,14 @@ class Connection:
         self._interest = interest
 
     def _close_if_done(self) -> None:
-        if not self.session.closing or self._out or self._waiting or self._working or self._lingering or self._closed:
+        if (
+            not self.session.closing
+            or self._replies.out
+            or self._replies.waiting
+            or self._working
+            or self._lingering
+            or self._closed
+        ):
             return
         if self._at_end:
             self.abort()
@@ -661,14 +635,10 @@ class Connection:
         self._room.cut()
         with self._node.lock:
             self._node.counters.input_bytes += self._received_bytes
-            self._node.drop(self._out)
-            self._node.drop(self._waiting)
+            self._replies.drop()
             if not self._working:  # else its end does
                 self._discard_buffer()
         self._retry = None
-        self._out.clear()
-        self._waiting.clear()
-        self._out_bytes = self._waiting_bytes = self._pendings = 0
         self._host.forget(self)
 
     def check_time(self, now_s: float) -> None:
@@ -686,14 +656,14 @@ class Connection:
                 self._guarded(self._stop_waiting_for_room)
             return
         # What waits for a device, and what is not read for that reason, is not the client's fault.
-        if self._out or (self._reader.in_progress and self._interest & READ):
+        if self._replies.out or (self._reader.in_progress and self._interest & READ):
             if still_s > config.stall_timeout_s:
                 with self._node.lock:
                     counters.stalled_clients += 1
-                what = "reading its replies" if self._out else "sending its request"
+                what = "reading its replies" if self._replies.out else "sending its request"
                 _log.info("client_stalled address=%s still_s=%.1f while=%r", self.session.address, still_s, what)
                 self.abort()
-        elif config.idle_timeout_s and not self._waiting and still_s > config.idle_timeout_s:
+        elif config.idle_timeout_s and not self._replies.waiting and still_s > config.idle_timeout_s:
             with self._node.lock:
                 counters.idle_clients += 1
             _log.info("client_idle address=%s idle_s=%.1f", self.session.address, still_s)

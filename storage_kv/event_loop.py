@@ -21,7 +21,8 @@ _log = logging.getLogger(__name__)
 
 READ: Final = select.EPOLLIN
 WRITE: Final = select.EPOLLOUT
-_EVENTS_PER_TURN: Final = 256
+_EVENTS_PER_TURN: Final = 64
+"""Of sockets; what they have answered is sent when all of them have been dealt with, so it is not for long."""
 
 
 class EventLoop:
@@ -64,7 +65,7 @@ class EventLoop:
         self._epoll.unregister(descriptor)
 
     def call_soon(self, function: Callable[[], None]) -> None:
-        """Call ``function`` after the handlers of the present events."""
+        """Call ``function`` after the handlers of the present events; from a handler, in the same turn."""
         self._soon.append(function)
 
     def call_at(self, time_s: float, function: Callable[[], None]) -> None:
@@ -86,11 +87,18 @@ class EventLoop:
             for descriptor, events in self._epoll.poll(patience_s, _EVENTS_PER_TURN):
                 handler = handlers.get(descriptor)  # none if a handler before it has removed this one
                 if handler is not None:
-                    _guarded(handler, events)
+                    try:  # as _guarded() does: this is where most calls are made
+                        handler(events)
+                    except Exception:
+                        _log.exception("callback_failed function=%r", handler)
             while later and later[0][0] <= time.monotonic():
                 _guarded(heapq.heappop(later)[2])
             for _ in range(len(soon)):  # what these add has its turn after the next events
-                _guarded(soon.popleft())
+                function = soon.popleft()
+                try:
+                    function()
+                except Exception:
+                    _log.exception("callback_failed function=%r", function)
 
     def _on_wake(self, events: int) -> None:
         os.eventfd_read(self._wake)
@@ -105,9 +113,9 @@ class EventLoop:
         os.close(self._wake)
 
 
-def _guarded(function: Callable[..., None], *arguments: int) -> None:
+def _guarded(function: Callable[[], None]) -> None:
     """Call a function; a bug in it must not end the thread."""
     try:
-        function(*arguments)
+        function()
     except Exception:
         _log.exception("callback_failed function=%r", function)

@@ -158,7 +158,12 @@ Reply: TypeAlias = bytes | list[Part] | Later
 
 @dataclass(slots=True)
 class Counters:
-    """What the node has done since it started, or since CONFIG RESETSTAT."""
+    """What the node has done since it started, or since CONFIG RESETSTAT.
+
+    Attributes:
+        by_command: by full names.
+        plain: what commands.execute_plain() remembers of commands, these counters included.
+    """
 
     connections: int = 0
     connections_rejected: int = 0
@@ -185,6 +190,7 @@ class Counters:
     unknown_commands: int = 0
     busy: int = 0
     by_command: dict[str, CommandStatistics] = field(default_factory=dict)
+    plain: dict[Argument, Any] = field(default_factory=dict)
 
     def of(self, command: str) -> CommandStatistics:
         """Return the statistics of a command, by its full name."""

@@ -79,6 +79,8 @@ class SecureConnection(Connection):
         self._scheduled = False
         if not self._closed:
             self._guarded(self._on_lingering if self._lingering else self._on_readable)
+        if not self._closed and not self._lingering:
+            self._guarded(self._after_step)  # not in the next turn, before which there may be events
 
     def _shake_hands(self) -> None:
         try:

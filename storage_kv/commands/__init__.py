@@ -4,6 +4,7 @@ Each command is one row of :data:`TABLE`, which also answers COMMAND. A handler 
 :class:`~storage_kv.node.CommandError` to answer an error; nothing has changed then.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -14,9 +15,9 @@ from storage_kv.commands import _acl, _config, _connection, _keys, _kv, _permiss
 from storage_kv.commands._arguments import OK, quote
 from storage_kv.commands._table import Command
 from storage_kv.engine import BusyError
-from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
+from storage_kv.node import Argument, CommandError, Counters, Later, Node, Part, Reply, Session
 
-__all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute"]
+__all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute", "execute_plain"]
 
 
 def _command(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -312,6 +313,77 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if isinstance(reply, Later):
         return _guarded(node, reply, statistics)
     return reply
+
+
+def execute_plain(
+    node: Node, session: Session, commands: deque[list[Argument]], replies: list[bytes], count_max: int, bytes_max: int
+) -> tuple[int, Reply | None]:
+    """Execute the first of ``commands``, as far as they are plain, taking them off the queue.
+
+    Plain ones are those on keys that the session may execute: they change nothing of the session. They are most of what
+    clients send, and small ones cost less than execute() would, so this does the same for many at a time. It stops
+    before a command that is not plain, for execute(), and behind a reply that is more than a few bytes.
+
+    Args:
+        node: the node.
+        session: the client's.
+        commands: with all their arguments as bytes.
+        replies: what they are answered is appended to it.
+        count_max: how many to execute at most.
+        bytes_max: replies to stop behind.
+
+    Returns:
+        How many bytes were appended, and the last command's reply if it was not appended.
+    """
+    if not session.authenticated or session.skip or not session.replies:
+        return 0, None
+    counters, user = node.counters, session.user
+    plain = counters.plain
+    size = executed = 0
+    command: Command | None = None
+    try:
+        while commands and executed < count_max and size < bytes_max:
+            arguments = commands[0]
+            found = plain.get(arguments[0]) or _make_plain(counters, arguments[0])
+            if found is None:
+                break
+            command, statistics, arity = found
+            if len(arguments) != arity and (arity > 0 or len(arguments) < -arity):
+                break
+            if not user.unrestricted and _permissions.forbidden(user, command, arguments):
+                break
+            calls = statistics.calls = statistics.calls + 1
+            try:
+                if calls % SAMPLE_EVERY == 1:
+                    reply = statistics.timed(command.handler, node, session, arguments)
+                else:
+                    reply = command.handler(node, session, arguments)
+            except CommandError as error:
+                statistics.failed += 1
+                reply = _refuse(node, error)
+            except BusyError:  # execute() will meet it, too
+                statistics.calls -= 1
+                break
+            commands.popleft()
+            executed += 1
+            if not isinstance(reply, bytes):
+                return size, _guarded(node, reply, statistics) if isinstance(reply, Later) else reply
+            replies.append(reply)
+            size += len(reply)
+    finally:
+        if executed and command is not None:
+            counters.commands += executed
+            session.last_command = command.full_name
+    return size, None
+
+
+def _make_plain(counters: Counters, name: Argument) -> tuple[Command, CommandStatistics, int] | None:
+    """Return what execute_plain() needs of a command and remember it, or None if it is not plain."""
+    command = _FAST.get(bytes(name))
+    if command is None or not command.keys[0] or command.is_audited:
+        return None
+    found = counters.plain[bytes(name)] = command, counters.of(command.full_name), command.arity
+    return found
 
 
 def _check_arity(command: Command, arguments: list[Argument]) -> None:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
-from shadowserve.resp import encode_array_header, encode_null
+from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
 from storage_kv.commands._arguments import OK, OUT_OF_MEMORY, OldValue, as_integer, bulk_of, settled, syntax_error
 from storage_kv.engine import KEY_BYTES_MAX, BusyError, OutOfBudgetError
-from storage_kv.node import REFERENCE_BYTES_MIN, Argument, CommandError, Later, Node, Part, Reply, Session
+from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
 
 __all__ = ["get", "getrange", "mget", "set_", "strlen"]
 
@@ -17,17 +17,21 @@ _VERIFY_INLINE_BYTES_MAX = 128 << 10
 """Checking this much takes about 0.1 ms: less than handing it to another thread and back would disturb."""
 
 _EXPIRY_UNITS = {b"EX": (1000, True), b"PX": (1, True), b"EXAT": (1000, False), b"PXAT": (1, False)}
+_MAGIC = record.MAGIC
 _TIME_MS_MAX = (1 << 63) - 1
+_SMALL_HEADERS = tuple(encode_bulk_header(size) for size in range(1024))  # formatting them takes longer than the rest
 
 
 def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """GET key."""
-    item = node.read(session.prefix + arguments[1])
+    item = node.engine.get(session.prefix + arguments[1])
     if item is None:
+        node.counters.misses += 1
         return encode_null(session.protocol)
+    node.counters.hits += 1
     value = item.value
-    if isinstance(value, bytes) and len(value) < REFERENCE_BYTES_MIN:  # most often, and worth no more calls
-        return b"$%d\r\n%b\r\n" % (len(value), value)
+    if isinstance(value, bytes) and len(value) < len(_SMALL_HEADERS):  # most often, and worth no more calls
+        return b"".join((_SMALL_HEADERS[len(value)], value, b"\r\n"))
     return bulk_of(node, item, missing=encode_null(session.protocol))
 
 
@@ -113,7 +117,7 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if len(key) > KEY_BYTES_MAX:
         raise CommandError(f"ERR key is too long: {len(key)} bytes, and at most {KEY_BYTES_MAX} are allowed")
     options = _SetOptions.parse(node, arguments[3:]) if len(arguments) > 3 else _PLAIN
-    if value[:4] != record.MAGIC:
+    if value[:4] != _MAGIC:
         if options is _PLAIN:  # most often, and worth no more calls
             try:
                 ticket = node.engine.put(session.prefix + key, value)
