@@ -26,6 +26,7 @@ SMALL = {
     "stages": ["--largest", "64", "--mebibytes", "1", "--repeats", "1"],
     "codecs": ["--layers", "1", "--mebibytes", "1", "--repeats", "1"],
     "storage": ["--sizes", "1,2", "--connections", "1,2", "--mebibytes", "8", "--repeats", "1"],
+    "commands": ["--count", "500", "--repeats", "1"],
     "index": ["--objects", "200000", "--repeats", "1"],
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
     "control": ["--requests", "4", "--prompt-chunks", "2"],
@@ -83,6 +84,7 @@ RATIOS = {
         "getrange_over_socket_floor",
         *(["get_cpu_gain_over_redis", "getrange_cpu_gain_over_redis"] if shutil.which("redis-server") else []),
     },
+    "commands": {"set_1_over_redis", "get_1_over_redis", "set_16_over_redis", "get_16_over_redis"},
     "index": {
         "resident_bytes_each",
         "counted_bytes_each",
@@ -137,6 +139,12 @@ def may_link() -> bool:
         return False
 
 
+LACKING = {
+    *(() if may_link() else ("link",)),
+    *(() if shutil.which("redis-server") and shutil.which("redis-benchmark") else ("commands",)),
+}
+
+
 def run(tmp_path: Path, name: str) -> dict[str, Any]:
     file, plot = tmp_path / f"{name}.json", tmp_path / f"{name}.svg"
     result = CliRunner().invoke(main, ["bench", name, *SMALL[name], "--json", str(file), "--plot", str(plot)])
@@ -147,7 +155,7 @@ def run(tmp_path: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")  # vLLM's imports warn
-@pytest.mark.parametrize("name", sorted(set(SMALL) - (set() if may_link() else {"link"})))
+@pytest.mark.parametrize("name", sorted(set(SMALL) - LACKING))
 def test_a_small_run_writes_what_it_promises(tmp_path: Path, name: str) -> None:
     content = run(tmp_path, name)
     assert content["bench"] == name

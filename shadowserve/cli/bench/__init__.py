@@ -20,6 +20,7 @@ BENCHES: Final = (
     "pipeline",
     "codecs",
     "storage",
+    "commands",
     "index",
     "fetch",
     "link",

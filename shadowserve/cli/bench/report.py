@@ -26,7 +26,19 @@ from shadowserve import native
 from shadowserve.cli.bench.charts import Chart, draw, require_matplotlib
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["Chart", "Cost", "Output", "Report", "machine", "measure", "output_options", "repeat", "tracked", "verdict"]
+__all__ = [
+    "Chart",
+    "Cost",
+    "Output",
+    "Report",
+    "cpu_s",
+    "machine",
+    "measure",
+    "output_options",
+    "repeat",
+    "tracked",
+    "verdict",
+]
 
 Item = TypeVar("Item")
 
@@ -87,14 +99,14 @@ class Cost:
 def measure(run: Callable[[], object], processes: Iterable[psutil.Process] = ()) -> Cost:
     """Run something and return its cost: this process's CPU time, and that of the given ones."""
     parties = [psutil.Process(), *processes]
-    cpu = sum(_cpu_s(party) for party in parties)
+    cpu = sum(cpu_s(party) for party in parties)
     begin = time.perf_counter()
     run()
     wall = time.perf_counter() - begin
-    return Cost(wall, sum(_cpu_s(party) for party in parties) - cpu)
+    return Cost(wall, sum(cpu_s(party) for party in parties) - cpu)
 
 
-def _cpu_s(process: psutil.Process) -> float:
+def cpu_s(process: psutil.Process) -> float:
     """Return CPU seconds of all threads, those that have ended included, in nanoseconds' grain.
 
     From the process's own CPU clock, whose number is what ``clock_getcpuclockid()`` makes of its id; the kernel's ticks
