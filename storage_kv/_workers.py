@@ -24,15 +24,22 @@ class Workers:
         self._name = name
         self._threads: list[threading.Thread] = []
         self._under_way = 0  # calls, about: it decides nothing but when to start a thread
+        self._add_thread()  # one there must be; where it cannot be had, whoever makes the group hears of it
 
     def submit(self, call: Callable[[], None]) -> None:
         """Have ``call`` made, soon, by one of the threads; from one thread at a time."""
         self._calls.put(call)
         self._under_way += 1
         if self._under_way > len(self._threads) < self._count:
-            name = f"{self._name}-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
-            self._threads[-1].start()
+            try:
+                self._add_thread()
+            except RuntimeError as error:  # no memory for one more; those that there are do it
+                _log.warning("thread_not_started group=%s error=%r", self._name, str(error))
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     def stop(self, timeout_s: float) -> bool:
         """End the threads when everything submitted so far is done; return whether they ended in time."""
