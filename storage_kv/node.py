@@ -19,9 +19,9 @@ from storage_kv.access.audit import AuditLog
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.rules import User
 from storage_kv.access.users import Denial, Users
-from storage_kv.command_statistics import CommandStatistics
 from storage_kv.config import StorageConfig
 from storage_kv.engine import DEFAULT_TENANT, TENANT_BYTES, Engine, Item, Lease
+from storage_kv.operate.command_statistics import CommandStatistics
 
 __all__ = [
     "REFERENCE_BYTES_MIN",

@@ -22,16 +22,16 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
 from shadowserve.resp import encode_error
 from storage_kv.access.audit import AuditLog
-from storage_kv.certificates import Certificates
+from storage_kv.clients.certificates import Certificates
+from storage_kv.clients.connection import Connection
+from storage_kv.clients.io_threads import IoThread, threads_for
+from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
 from storage_kv.config import StorageConfig
-from storage_kv.connection import Connection
 from storage_kv.engine import Engine, wall_clock_ms
-from storage_kv.engine_thread import EngineThread
 from storage_kv.engines import open_engine
-from storage_kv.io_threads import IoThread, threads_for
+from storage_kv.engines.thread import EngineThread
 from storage_kv.node import Node, Session
-from storage_kv.operations import Operations
-from storage_kv.transport import PlainTransport, TlsTransport, Transport
+from storage_kv.operate.operations import Operations
 
 __all__ = ["StorageServer", "run"]
 

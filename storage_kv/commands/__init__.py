@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from shadowserve.resp import Map, SimpleString, Value, encode, encode_bulk, encode_error
 from storage_kv.access.rules import CATEGORIES
-from storage_kv.command_statistics import SAMPLE_EVERY, CommandStatistics
 from storage_kv.commands import _acl, _config, _connection, _keys, _kv, _permissions, _server, _strings
 from storage_kv.commands._arguments import OK, quote
 from storage_kv.commands._table import Command
 from storage_kv.engine import BusyError
 from storage_kv.node import Argument, CommandError, Counters, Later, Node, Part, Reply, Session
+from storage_kv.operate.command_statistics import SAMPLE_EVERY, CommandStatistics
 
 __all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute", "execute_plain"]
 

@@ -11,7 +11,7 @@ from shadowserve import __version__
 from shadowserve.resp import Verbatim, encode
 from storage_kv.commands._connection import REDIS_VERSION
 from storage_kv.node import Argument, Node, Reply, Session
-from storage_kv.observation import observe
+from storage_kv.operate.observation import observe
 
 __all__ = ["info"]
 

@@ -6,7 +6,7 @@ from world import World
 
 from shadowserve.native import NO_PARENT
 from storage_kv.engine import Engine
-from storage_kv.memory_engine import MemoryEngine
+from storage_kv.engines.memory import MemoryEngine
 from storage_kv.pool.engine import PoolEngine
 
 __all__ = ["Invariants"]

@@ -21,7 +21,7 @@ from shadowserve.block import OperationKind
 from storage_kv.access.rules import hash_password
 from storage_kv.config import DeviceConfig, StorageConfig
 from storage_kv.engine import Engine
-from storage_kv.memory_engine import MemoryEngine
+from storage_kv.engines.memory import MemoryEngine
 from storage_kv.pool.engine import PoolEngine
 
 __all__ = ["TENANTS", "Plan", "Result", "plan_of", "simulate"]

@@ -16,10 +16,10 @@ from simulated_device import SimulatedDevice
 from simulated_network import Link, ServerSocket
 from world import MS, US, S, SimulatedLock, World
 
+from storage_kv.clients.connection import Connection
+from storage_kv.clients.event_loop import READ, WRITE
 from storage_kv.config import StorageConfig
-from storage_kv.connection import Connection
 from storage_kv.engine import Engine, EngineStatistics
-from storage_kv.event_loop import READ, WRITE
 from storage_kv.node import Node, Session
 
 __all__ = ["SimulatedServer"]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from storage_kv.engine import TENANT_BYTES, Engine, OutOfBudgetError
-from storage_kv.memory_engine import ENTRY_OVERHEAD_BYTES
+from storage_kv.engines.memory import ENTRY_OVERHEAD_BYTES
 
 
 class EngineConformance(ABC):

@@ -10,7 +10,7 @@ from storage_support import Client
 
 from storage_kv.config import StorageConfig
 from storage_kv.engine import BusyError, Item, Lease, Ticket
-from storage_kv.memory_engine import MemoryEngine
+from storage_kv.engines.memory import MemoryEngine
 from storage_kv.server import StorageServer
 
 

@@ -18,7 +18,7 @@ from test_io_threads import work_against_a_model
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import object_bytes
 from storage_kv.engine import KEY_BYTES_MAX, Engine
-from storage_kv.filesystem_engine import FilesystemEngine
+from storage_kv.engines.filesystem import FilesystemEngine
 
 ATTRIBUTES_BYTES = 48
 BUDGET = 1 << 26
@@ -226,7 +226,7 @@ def test_the_engine_filesystem_needs_a_folder(start: Callable[..., Child]) -> No
 def test_clients_that_do_not_take_what_they_asked_for_hold_no_more_than_so_much_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("storage_kv.filesystem_engine._READING_BYTES_MAX", 250_000)
+    monkeypatch.setattr("storage_kv.engines.filesystem._READING_BYTES_MAX", 250_000)
     driver = opened(tmp_path, Clock())
     for number in range(5):
         driver.put(b"%d" % number, b"%d" % number * 100_000)

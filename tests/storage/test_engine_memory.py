@@ -9,9 +9,9 @@ from engine_conformance import EngineConformance
 from engine_driver import Clock
 from machine import NEVER_S
 
-from storage_kv.buffers import MAPPED_BYTES_MIN, allocate
 from storage_kv.engine import Engine, OutOfBudgetError
-from storage_kv.memory_engine import ENTRY_OVERHEAD_BYTES, MemoryEngine
+from storage_kv.engines.buffers import MAPPED_BYTES_MIN, allocate
+from storage_kv.engines.memory import ENTRY_OVERHEAD_BYTES, MemoryEngine
 
 
 class TestMemoryEngine(EngineConformance):
@@ -55,7 +55,7 @@ class TestMemoryEngine(EngineConformance):
 
 MEASURE = """
 import os
-from storage_kv.memory_engine import MemoryEngine
+from storage_kv.engines.memory import MemoryEngine
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -14,9 +14,9 @@ from storage_support import Child
 
 from storage_kv.config import StorageConfig
 from storage_kv.engine import wall_clock_ms
-from storage_kv.health import Condition
 from storage_kv.node import Node
-from storage_kv.observation import DeviceObservation, Observation
+from storage_kv.operate.health import Condition
+from storage_kv.operate.observation import DeviceObservation, Observation
 
 
 class DeviceEngine:

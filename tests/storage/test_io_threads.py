@@ -13,8 +13,8 @@ import pytest
 from machine import NEVER_S
 from storage_support import TIMEOUT_S, Child, Client
 
-from storage_kv import io_threads
-from storage_kv.event_loop import READ, EventLoop
+from storage_kv.clients import io_threads
+from storage_kv.clients.event_loop import READ, EventLoop
 
 MIB = 1 << 20
 THREADS = 4

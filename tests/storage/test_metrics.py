@@ -16,14 +16,14 @@ from storage_support import REPOSITORY, Child, Client, make_record
 
 from dpu_dataplane.metrics import Metrics
 from shadowserve.latency import LatencyHistogram
-from storage_kv.command_statistics import SAMPLE_EVERY, CommandStatistics
 from storage_kv.commands import execute
 from storage_kv.config import StorageConfig
 from storage_kv.engine import wall_clock_ms
-from storage_kv.health import Condition
-from storage_kv.metrics import NodeCollector
 from storage_kv.node import CommandError, Node, Session
-from storage_kv.observation import (
+from storage_kv.operate.command_statistics import SAMPLE_EVERY, CommandStatistics
+from storage_kv.operate.health import Condition
+from storage_kv.operate.metrics import NodeCollector
+from storage_kv.operate.observation import (
     ArenaObservation,
     DeviceObservation,
     Observation,

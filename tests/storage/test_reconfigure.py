@@ -13,9 +13,9 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.resp import ErrorReply
 from storage_kv.config import LIVE, StorageConfig
 from storage_kv.engine import wall_clock_ms
-from storage_kv.memory_engine import MemoryEngine
+from storage_kv.engines.memory import MemoryEngine
 from storage_kv.node import Node
-from storage_kv.reconfigure import Reconfiguration
+from storage_kv.operate.reconfigure import Reconfiguration
 
 MIB = 1 << 20
 FAILED = b"ERR CONFIG SET failed (possibly related to argument '%s') - %s"

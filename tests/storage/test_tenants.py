@@ -13,7 +13,7 @@ from storage_kv.access.limits import RateLimiter
 from storage_kv.commands import execute
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.engine import wall_clock_ms
-from storage_kv.memory_engine import MemoryEngine
+from storage_kv.engines.memory import MemoryEngine
 from storage_kv.node import Node, Session
 
 USERS = """user root on >r ~* &* +@all

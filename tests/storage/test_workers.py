@@ -5,7 +5,7 @@ import threading
 import pytest
 from machine import PATIENCE_S, wait_for
 
-from storage_kv._workers import Workers
+from storage_kv.engines.workers import Workers
 
 
 def test_a_write_is_not_left_behind_where_no_further_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 
-from storage_kv.buffers import allocate
+from storage_kv.engines.buffers import allocate
 
 __all__ = ["REQUEST_BYTES", "main"]
 

@@ -23,7 +23,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
 from storage_kv.config import DeviceConfig, StorageConfig
 from storage_kv.engine import BusyError, Item, Lease, qualified
-from storage_kv.filesystem_engine import FilesystemEngine
+from storage_kv.engines.filesystem import FilesystemEngine
 from storage_kv.pool.engine import PoolEngine
 from storage_kv.pool.placement import Interleaver
 from storage_kv.pool.statistics import PoolStatistics

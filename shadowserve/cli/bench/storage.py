@@ -22,7 +22,7 @@ from shadowserve.cli.bench.report import Chart, Cost, Output, Report, measure, o
 from shadowserve.cli.processes import Child, free_port, start_storage, started
 from shadowserve.errors import ShadowServeError
 from shadowserve.resp import encode_bulk_header, encode_command
-from storage_kv.buffers import allocate
+from storage_kv.engines.buffers import allocate
 
 __all__ = ["storage"]
 

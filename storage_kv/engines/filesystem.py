@@ -1,6 +1,6 @@
 """The engine that keeps each value in a file: for people without a device to spare, and as a measure for the pool.
 
-The table of entries is in memory, as :class:`~storage_kv.memory_engine.MemoryEngine` has it; the values are in files
+The table of entries is in memory, as :class:`~storage_kv.engines.memory.MemoryEngine` has it; the values are in files
 (``_object_files.py``) and, while they are being written, in memory as well. The kernel's page cache holds what is read
 often. The budget counts the files' bytes.
 
@@ -24,10 +24,6 @@ from typing import Final
 
 from shadowserve.errors import NativeError
 from shadowserve.native import OBJECT_HEADER_BYTES
-from storage_kv import buffers
-from storage_kv._account import Account, MemoryItem
-from storage_kv._object_files import Attributes, FoundObject, ObjectFiles, ObjectName
-from storage_kv._workers import Workers
 from storage_kv.engine import (
     TENANT_BYTES,
     BusyError,
@@ -39,7 +35,11 @@ from storage_kv.engine import (
     tenant_of,
     wall_clock_ms,
 )
-from storage_kv.memory_engine import MemoryEngine
+from storage_kv.engines import buffers
+from storage_kv.engines.account import Account, MemoryItem
+from storage_kv.engines.memory import MemoryEngine
+from storage_kv.engines.object_files import Attributes, FoundObject, ObjectFiles, ObjectName
+from storage_kv.engines.workers import Workers
 
 __all__ = ["FilesystemEngine"]
 

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from typing import Final
 
-from storage_kv.connection import Connection
-from storage_kv.event_loop import EventLoop
+from storage_kv.clients.connection import Connection
+from storage_kv.clients.event_loop import EventLoop
+from storage_kv.clients.secure_connection import SecureConnection
+from storage_kv.clients.transport import Transport
 from storage_kv.node import Node, Session
-from storage_kv.secure_connection import SecureConnection
-from storage_kv.transport import Transport
 
 __all__ = ["IoThread", "threads_for"]
 

@@ -12,12 +12,12 @@ import time
 from typing import Final
 
 from shadowserve.resp import encode_error
-from storage_kv._host import Host
-from storage_kv._requests import limits_of
-from storage_kv.connection import Connection
-from storage_kv.event_loop import READ, WRITE, EventLoop
+from storage_kv.clients.connection import Connection
+from storage_kv.clients.event_loop import READ, WRITE, EventLoop
+from storage_kv.clients.host import Host
+from storage_kv.clients.requests import limits_of
+from storage_kv.clients.transport import PlainClientError, Transport
 from storage_kv.node import Session
-from storage_kv.transport import PlainClientError, Transport
 
 __all__ = ["SecureConnection"]
 

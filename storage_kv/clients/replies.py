@@ -3,9 +3,9 @@
 from collections import deque
 from collections.abc import Callable
 
-from storage_kv._gather import gather
+from storage_kv.clients.gather import gather
+from storage_kv.clients.transport import Transport
 from storage_kv.node import Node, Outgoing, Part, Pending, Ready
-from storage_kv.transport import Transport
 
 __all__ = ["Replies"]
 

@@ -15,10 +15,10 @@ from shadowserve import systemd
 from shadowserve.errors import ConfigurationError
 from shadowserve.health import Endpoint, Watchdog
 from storage_kv.config import StorageConfig
-from storage_kv.health import Condition
-from storage_kv.metrics import NodeCollector
 from storage_kv.node import Node
-from storage_kv.reconfigure import Reconfiguration
+from storage_kv.operate.health import Condition
+from storage_kv.operate.metrics import NodeCollector
+from storage_kv.operate.reconfigure import Reconfiguration
 
 __all__ = ["Operations"]
 

@@ -35,7 +35,7 @@ from shadowserve.native import (
     object_units,
     seal_object,
 )
-from storage_kv import buffers
+from storage_kv.engines import buffers
 
 __all__ = ["Attributes", "FoundObject", "ObjectFiles", "ObjectName"]
 

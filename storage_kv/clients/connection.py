@@ -14,7 +14,7 @@ Some parts of replies are not known yet when their command has been executed (``
 from a device, an OK that waits until a write is durable. They keep their place; the commands behind them are executed,
 within limits, and nothing behind a pending part is sent before it. So there are two queues (_replies.py): what
 may be sent, and what begins with a pending part. Word that one is known comes from other threads, through the
-connection's :class:`~storage_kv._signal.Signal`.
+connection's :class:`~storage_kv.clients.signal.Signal`.
 
 An engine may have no room: for a buffer to receive a value in, or for one more write. Then the connection reads and
 executes nothing until the engine says when to try again, which the client feels as TCP's back-pressure; after
@@ -36,17 +36,17 @@ from typing import Any, Final, Literal, TypeAlias
 
 from shadowserve.errors import ProtocolError
 from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, NeedData, encode_error
-from storage_kv import buffers
-from storage_kv._host import Host
-from storage_kv._replies import Replies
-from storage_kv._requests import limits_of, with_bytes
-from storage_kv._signal import Signal
 from storage_kv.access.limits import RateLimiter
+from storage_kv.clients.event_loop import READ, WRITE, EventLoop
+from storage_kv.clients.host import Host
+from storage_kv.clients.replies import Replies
+from storage_kv.clients.requests import limits_of, with_bytes
+from storage_kv.clients.signal import Signal
+from storage_kv.clients.transport import Transport
 from storage_kv.commands import execute, execute_plain
 from storage_kv.engine import BusyError
-from storage_kv.event_loop import READ, WRITE, EventLoop
+from storage_kv.engines import buffers
 from storage_kv.node import Argument, Later, Outgoing, Part, Pending, Reply, Session
-from storage_kv.transport import Transport
 
 __all__ = ["Connection"]
 

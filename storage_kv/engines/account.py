@@ -3,8 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from storage_kv._key_index import KeyIndex
 from storage_kv.engine import Item
+from storage_kv.engines.key_index import KeyIndex
 
 __all__ = ["Account", "MemoryItem", "Walk"]
 

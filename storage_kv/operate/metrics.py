@@ -19,10 +19,10 @@ from prometheus_client.core import (
 
 from shadowserve import __version__
 from shadowserve.latency import LatencyHistogram
-from storage_kv.command_statistics import SAMPLE_EVERY
-from storage_kv.health import Condition
 from storage_kv.node import Node
-from storage_kv.observation import ArenaObservation, DeviceObservation, Observation, observe
+from storage_kv.operate.command_statistics import SAMPLE_EVERY
+from storage_kv.operate.health import Condition
+from storage_kv.operate.observation import ArenaObservation, DeviceObservation, Observation, observe
 
 __all__ = ["NodeCollector"]
 

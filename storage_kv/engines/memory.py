@@ -9,8 +9,6 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from storage_kv import buffers
-from storage_kv._account import Account, MemoryItem, Walk
 from storage_kv.engine import (
     DEFAULT_TENANT,
     TENANT_BYTES,
@@ -22,6 +20,8 @@ from storage_kv.engine import (
     Ticket,
     wall_clock_ms,
 )
+from storage_kv.engines import buffers
+from storage_kv.engines.account import Account, MemoryItem, Walk
 
 __all__ = ["ENTRY_OVERHEAD_BYTES", "MemoryEngine"]
 

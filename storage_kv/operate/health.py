@@ -7,7 +7,7 @@ from typing import Any
 
 from shadowserve.health import HEALTH_TIMEOUT_S, Check, answers, check
 from storage_kv.node import Node
-from storage_kv.observation import observe
+from storage_kv.operate.observation import observe
 
 __all__ = ["Condition"]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 from storage_kv.node import Node
 
 if TYPE_CHECKING:
-    from storage_kv.connection import Connection
+    from storage_kv.clients.connection import Connection
 
 __all__ = ["Host"]
 

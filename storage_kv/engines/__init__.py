@@ -6,8 +6,8 @@ from typing import cast
 from shadowserve.errors import ConfigurationError
 from storage_kv.config import StorageConfig
 from storage_kv.engine import Engine, wall_clock_ms
-from storage_kv.filesystem_engine import FilesystemEngine
-from storage_kv.memory_engine import MemoryEngine
+from storage_kv.engines.filesystem import FilesystemEngine
+from storage_kv.engines.memory import MemoryEngine
 
 __all__ = ["engine_kind", "open_engine"]
 

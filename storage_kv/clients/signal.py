@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from storage_kv.event_loop import EventLoop
+from storage_kv.clients.event_loop import EventLoop
 
 __all__ = ["Signal"]
 

@@ -1,0 +1,3 @@
+"""The clients of the storage node: their sockets, the threads that serve them, and TLS."""
+
+__all__: list[str] = []
