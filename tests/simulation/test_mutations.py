@@ -11,10 +11,8 @@ from storage_kv.node import Session
 from storage_kv.pool import reads, tail
 from storage_kv.pool.disk import Disk
 from storage_kv.pool.engine import PoolEngine
-from storage_kv.pool.format import BLOCK_BYTES
 from storage_kv.pool.log import Log
 from storage_kv.pool.space import Space
-from storage_kv.pool.volume import Volume
 
 _SEEDS = 1000
 
@@ -47,14 +45,6 @@ def test_an_answer_before_the_flush_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_tenant_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "qualify", lambda self, argument: b"\0\0" + argument)
     assert seen(lambda plan: True).startswith(("wrong", "stale", "lost"))
-
-
-def test_an_extent_that_is_used_again_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    def free(self: Volume, extent: int, length: int) -> None:
-        self._extents.free(extent, -(-length // BLOCK_BYTES))
-
-    monkeypatch.setattr(Volume, "free", free)
-    assert seen(in_a_crash) != "nothing"
 
 
 def test_a_removal_that_is_not_logged_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
