@@ -11,13 +11,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from machine import NEVER_S
 from machines import bluefield
-from throwaway import Throwaway, make_wheels, throwaway
+from throwaway import Throwaway
 
 from shadowserve.cli.processes import started
 
@@ -31,27 +30,6 @@ needs_shellcheck = pytest.mark.skipif(
     shutil.which("shellcheck", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") is None,
     reason="shellcheck is not installed",
 )
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_wheels(tmp_path_factory.mktemp("wheels"))
-
-
-@pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Throwaway]:
-    """This machine's system, to be thrown away; a card is added by :func:`card`."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    question = f"import ensurepip, sys; sys.exit(sys.version[:{len(version)}] != '{version}')"
-    if not Path("/usr/bin/apt-get").exists() or shutil.which("systemctl") is None:
-        pytest.skip("this is no Debian or Ubuntu with systemd's tools")
-    if subprocess.run(["/usr/bin/python3", "-c", question], capture_output=True, check=False).returncode != 0:
-        pytest.skip(f"the system's own Python is not {version} with venv, which the wheels made here are for")
-    try:
-        with throwaway(tmp_path_factory.mktemp("system")) as made:
-            yield made
-    except PermissionError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

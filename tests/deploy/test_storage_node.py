@@ -8,12 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from machine import NEVER_S, PATIENCE_S, free_port, wait_for
-from throwaway import Throwaway, make_wheels, throwaway
+from throwaway import Throwaway
 
 from shadowserve.cli.processes import started
 
@@ -136,27 +135,6 @@ def test_what_the_container_runs_works_and_its_health_check_tells(tmp_path: Path
 def test_a_command_line_that_cannot_be_used_ends_with_2(arguments: list[str]) -> None:
     done = subprocess.run([INSTALL, *arguments], capture_output=True, text=True, timeout=NEVER_S, check=False)
     assert done.returncode == 2 and done.stderr.startswith("install: ")
-
-
-@pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_wheels(tmp_path_factory.mktemp("wheels"))
-
-
-@pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Throwaway]:
-    """This machine's system, to be thrown away."""
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    question = f"import ensurepip, sys; sys.exit(sys.version[:{len(version)}] != '{version}')"
-    if not Path("/usr/bin/apt-get").exists() or shutil.which("systemctl") is None:
-        pytest.skip("this is no Debian or Ubuntu with systemd's tools")
-    if subprocess.run(["/usr/bin/python3", "-c", question], capture_output=True, check=False).returncode != 0:
-        pytest.skip(f"the system's own Python is not {version} with venv, which the wheels made here are for")
-    try:
-        with throwaway(tmp_path_factory.mktemp("system")) as made:
-            yield made
-    except PermissionError as error:
-        pytest.skip(str(error))
 
 
 def test_the_installer_from_the_first_look_to_the_last_trace(system: Throwaway, wheels: Path, tmp_path: Path) -> None:
