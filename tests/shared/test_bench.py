@@ -25,7 +25,10 @@ SMALL = {
     "pipeline": ["--chunks", "2", "--layers", "1", "--long", "4", "--long-layers", "1", "--repeats", "1"],
     "stages": ["--largest", "64", "--mebibytes", "1", "--repeats", "1"],
     "codecs": ["--layers", "1", "--mebibytes", "1", "--repeats", "1"],
-    "storage": ["--sizes", "1,2", "--connections", "1,2", "--mebibytes", "8", "--repeats", "1"],
+    "storage": [
+        *("--sizes", "1,2", "--connections", "1,2", "--mebibytes", "8", "--repeats", "1"),
+        *("--engines", "memory,pool,filesystem"),
+    ],
     "commands": ["--count", "500", "--repeats", "1"],
     "index": ["--objects", "200000", "--repeats", "1"],
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
@@ -49,6 +52,7 @@ SMALL = {
     ],
 }
 PARTS = ("pool", "passthrough")
+REDIS_RATIOS = ("cpu_gain_over_redis", "cpu_gain_over_redis_pool", "cpu_gain_over_redis_filesystem")
 
 
 def may_cap() -> bool:
@@ -80,9 +84,13 @@ RATIOS = {
         *(["kvrans_avx2_over_zstd"] if native.isa_available(native.Isa.AVX2) else []),
     },
     "storage": {
-        "get_over_socket_floor",
-        "getrange_over_socket_floor",
-        *(["get_cpu_gain_over_redis", "getrange_cpu_gain_over_redis"] if shutil.which("redis-server") else []),
+        f"{verb}_{ratio}"
+        for verb in ("get", "getrange")
+        for ratio in (
+            *("over_socket_floor", "over_socket_floor_pool", "over_socket_floor_filesystem"),
+            *("cpu_gain_over_memory_pool", "cpu_gain_over_memory_filesystem"),
+            *(REDIS_RATIOS if shutil.which("redis-server") else ()),
+        )
     },
     "commands": {"set_1_over_redis", "get_1_over_redis", "set_16_over_redis", "get_16_over_redis"},
     "index": {

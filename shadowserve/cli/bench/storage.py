@@ -1,5 +1,6 @@
 """``shadowserve bench storage``: large values out of the storage server, against Redis and against bare sockets."""
 
+import json
 import re
 import shutil
 import socket
@@ -19,6 +20,7 @@ import psutil
 from shadowserve import native
 from shadowserve.cli.bench.plain_sender import REQUEST_BYTES
 from shadowserve.cli.bench.report import Chart, Cost, Output, Report, measure, output_options, tracked
+from shadowserve.cli.bench.workload import client
 from shadowserve.cli.processes import Child, free_port, start_storage, started
 from shadowserve.errors import ShadowServeError
 from shadowserve.resp import encode_bulk_header, encode_command
@@ -26,7 +28,8 @@ from storage_kv.engines.buffers import allocate
 
 __all__ = ["storage"]
 
-OURS: Final = "shadowserve"
+OURS: Final = {"memory": "shadowserve", "pool": "shadowserve, pool", "filesystem": "shadowserve, files"}
+"""Our server by its engine."""
 FLOOR: Final = "plain socket"
 REDIS: Final = "redis"
 TUNED: Final = "redis tuned"
@@ -36,6 +39,11 @@ _TUNING: Final = {"MALLOC_CONF": "oversize_threshold:0,dirty_decay_ms:-1,muzzy_d
 _REDIS_READY: Final = re.compile(r"Ready to accept connections")
 _MEMORY_BYTES: Final = 64 << 20
 """Of distinct values, and of memory that a client receives into: twice this machine's last cache."""
+_ROOM: Final = 4
+"""Times the bytes of all values that our engines have room for, in memory and on devices: nothing is evicted."""
+_ROOM_MIN: Final = 256 << 20
+"""Of the pool's memory no value may take more than half."""
+_POOL_DEVICES: Final = 2
 
 
 @dataclass(frozen=True)
@@ -160,13 +168,20 @@ class LeanClient:
 @click.option("--mebibytes", default=512, show_default=True, type=click.IntRange(1, 1 << 16), help="Moved in a run.")
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
 @click.option("--io-threads", default=0, show_default=True, type=click.IntRange(0, 128), help="Of our server.")
+@click.option("--engines", default="memory,pool", show_default=True, help=f"Of our server: of {', '.join(OURS)}.")
 @output_options
-def storage(sizes: str, connections: str, mebibytes: int, repeats: int, io_threads: int, output: Output) -> None:
+def storage(
+    sizes: str, connections: str, mebibytes: int, repeats: int, io_threads: int, engines: str, output: Output
+) -> None:
     """GET whole values, and GETRANGE pieces of the largest as the data plane does, on loopback.
 
     Against redis-server as it comes and with allocator settings that suit large values, and against a program that only
-    sends. All are asked for one answer after the other by the same client, whose CPU time is counted apart.
+    sends. All are asked for one answer after the other by the same client, whose CPU time is counted apart. Our server
+    takes part once with each engine; the pool has its devices on files, and all values in its memory.
     """
+    chosen = list(dict.fromkeys(engines.split(",")))
+    if not set(chosen) <= set(OURS):
+        raise click.BadParameter(f"{engines!r} is no list of {', '.join(OURS)}", param_hint="--engines")
     mebi_sizes = _numbers(sizes, "--sizes")
     cases = [Case(f"GET {size} MiB", size << 20, size << 20) for size in mebi_sizes]
     largest, smallest = max(mebi_sizes), min(mebi_sizes)
@@ -176,18 +191,21 @@ def storage(sizes: str, connections: str, mebibytes: int, repeats: int, io_threa
     measured: dict[tuple[str, int, str], list[Run]] = {}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        systems = stack.enter_context(_systems(logs, io_threads))
+        systems = stack.enter_context(_systems(logs, io_threads, chosen, _ROOM * _MEMORY_BYTES * len(mebi_sizes)))
         for case in tracked(cases, "storing"):
             _store(systems, case)
         for case in tracked(cases, "measuring"):
             for number in _numbers(connections, "--connections"):
                 answers = max(1, (mebibytes << 20) // case.piece_bytes)
+                read_before = _read_from_devices(systems)
                 for name, taken in _take_turns(systems, case, number, answers, repeats).items():
                     measured[case.name, number, name] = taken
+                if _read_from_devices(systems) != read_before:
+                    raise ShadowServeError(f"the pool read values of {case.name} from its devices; please report this")
     for (case_name, number, name), runs in measured.items():
         medians = {field: statistics.median(getattr(run, field) for run in runs) for field in Run.__annotations__}
         report.row(case=case_name, connections=number, system=name, **medians)
-    _add_ratios(report, measured)
+    _add_ratios(report, measured, chosen)
     _add_charts(report, [system.name for system in systems])
     report.finish(output)
 
@@ -203,13 +221,13 @@ def _numbers(text: str, option: str) -> list[int]:
 
 
 @contextmanager
-def _systems(logs: Path, io_threads: int) -> Iterator[list[System]]:
+def _systems(logs: Path, io_threads: int, engines: Sequence[str], room: int) -> Iterator[list[System]]:
     with ExitStack() as stack:
-        ours = stack.enter_context(start_storage(logs, "--io-threads", str(io_threads)))
+        ours = [_start_ours(stack, logs / engine, engine, io_threads, room) for engine in engines]
         sender = [sys.executable, "-m", "shadowserve.cli.bench.plain_sender", str(_MEMORY_BYTES >> 20)]
         floor = stack.enter_context(started("plain_sender", sender, logs))
         systems = [
-            System(OURS, ours, _address(ours.address)),
+            *(System(OURS[engine], own, _address(own.address)) for engine, own in zip(engines, ours, strict=True)),
             System(FLOOR, floor, _address(floor.address), speaks_resp=False),
         ]
         if program := shutil.which("redis-server"):
@@ -223,6 +241,29 @@ def _systems(logs: Path, io_threads: int) -> Iterator[list[System]]:
         else:
             click.echo("redis-server is not installed: its rows and get_cpu_gain_over_redis are left out", err=True)
         yield systems
+
+
+def _start_ours(stack: ExitStack, folder: Path, engine: str, io_threads: int, room: int) -> Child:
+    """Run our server with an engine that has ``room`` bytes, in a folder of its own."""
+    folder.mkdir()
+    flags = ["--io-threads", str(io_threads), "--engine", engine, "--memory-budget-bytes", str(max(room, _ROOM_MIN))]
+    if engine == "pool":
+        devices = [{"path": str(folder / f"{number}.pool"), "size": room} for number in range(_POOL_DEVICES)]
+        flags += ["--devices", json.dumps(devices)]
+    elif engine == "filesystem":
+        flags += ["--filesystem-path", str(folder / "objects")]
+    return stack.enter_context(start_storage(folder, *flags))
+
+
+def _read_from_devices(systems: Sequence[System]) -> int:
+    """Return the bytes that our servers have read from devices for clients."""
+    total = 0
+    for system in systems:
+        if system.name == OURS["pool"]:
+            with client(":".join(map(str, system.address))) as server:
+                devices = server.info("devices")
+            total += sum(int(devices[f"device{number}"]["read_bytes"]) for number in range(_POOL_DEVICES))
+    return total
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -289,12 +330,12 @@ Measured = Mapping[tuple[str, int, str], Sequence[Run]]
 """Runs by case, number of connections and system; all of one case and number took turns."""
 
 
-def _add_ratios(report: Report, measured: Measured) -> None:
-    def pairs(verb: str, other: str, ratio: Callable[[Run, Run], float]) -> list[float]:
+def _add_ratios(report: Report, measured: Measured, engines: Sequence[str]) -> None:
+    def pairs(verb: str, ours: str, other: str, ratio: Callable[[Run, Run], float]) -> list[float]:
         """For each round, the geometric mean over all cases of a verb of what ``ratio`` makes of ours and another's."""
-        settings = [key[:2] for key in measured if key[2] == OURS and key[0].startswith(f"{verb} ")]
+        settings = [key[:2] for key in measured if key[2] == ours and key[0].startswith(f"{verb} ")]
         rounds: list[list[float]] = [
-            [ratio(own, theirs) for own, theirs in zip(measured[*key, OURS], measured[*key, other], strict=True)]
+            [ratio(own, theirs) for own, theirs in zip(measured[*key, ours], measured[*key, other], strict=True)]
             for key in settings
         ]
         return [statistics.geometric_mean(values) for values in zip(*rounds, strict=True)]
@@ -306,14 +347,21 @@ def _add_ratios(report: Report, measured: Measured) -> None:
         return own.GB_per_s / theirs.GB_per_s
 
     systems = {key[2] for key in measured}
-    ranges = any(key[0].startswith("GETRANGE ") for key in measured)
-    if TUNED in systems:
-        report.ratio("get_cpu_gain_over_redis", pairs("GET", TUNED, gain), "at least 1.2")
-        if ranges:
-            report.ratio("getrange_cpu_gain_over_redis", pairs("GETRANGE", TUNED, gain), "at least 1.2")
-    report.ratio("get_over_socket_floor", pairs("GET", FLOOR, speed), "at least 0.85")
-    if ranges:
-        report.ratio("getrange_over_socket_floor", pairs("GETRANGE", FLOOR, speed), "at least 0.85")
+    verbs = [verb for verb in ("GET", "GETRANGE") if any(key[0].startswith(f"{verb} ") for key in measured)]
+    for engine in engines:
+        ours, suffix = OURS[engine], "" if engine == "memory" else f"_{engine}"
+        if TUNED in systems:
+            for verb in verbs:
+                name = f"{verb.lower()}_cpu_gain_over_redis{suffix}"
+                report.ratio(name, pairs(verb, ours, TUNED, gain), "at least 1.2")
+        for verb in verbs:
+            name = f"{verb.lower()}_over_socket_floor{suffix}"
+            report.ratio(name, pairs(verb, ours, FLOOR, speed), "at least 0.85")
+    for engine in engines:
+        if engine != "memory" and "memory" in engines:
+            for verb in verbs:
+                name = f"{verb.lower()}_cpu_gain_over_memory_{engine}"
+                report.ratio(name, pairs(verb, OURS[engine], OURS["memory"], gain), "none; the engine alone")
 
 
 def _add_charts(report: Report, systems: Sequence[str]) -> None:
