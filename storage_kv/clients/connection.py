@@ -639,6 +639,7 @@ class Connection:
             if not self._working:  # else its end does
                 self._discard_buffer()
         self._retry = None
+        self.session.finish = lambda: None  # it led back here: nothing but a full collection would have freed the two
         self._host.forget(self)
 
     def check_time(self, now_s: float) -> None:

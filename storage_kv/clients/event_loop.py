@@ -84,6 +84,7 @@ class EventLoop:
             patience_s: float = 0 if soon else -1
             if later:
                 patience_s = 0 if soon else max(0, later[0][0] - time.monotonic())
+            handler = function = None  # or what they belong to would be kept for as long as nothing happens
             for descriptor, events in self._epoll.poll(patience_s, _EVENTS_PER_TURN):
                 handler = handlers.get(descriptor)  # none if a handler before it has removed this one
                 if handler is not None:

@@ -36,19 +36,26 @@ class Transport(Protocol):
     """What a connection does with its socket. All calls raise BlockingIOError where they would have to wait.
 
     Attributes:
-        recv_into, recv, send, sendmsg: as of a socket.
         is_secure: whether this is TLS.
         read_wants_write: reading has stopped until the socket can be written.
         write_wants_read: writing has stopped until the socket can be read.
     """
 
-    recv_into: Callable[[memoryview], int]
-    recv: Callable[[int], bytes]
-    send: Callable[[bytes], int]
-    sendmsg: Callable[[Sequence[bytes | memoryview]], int]
     is_secure: bool
     read_wants_write: bool
     write_wants_read: bool
+
+    def recv_into(self, view: memoryview, /) -> int:
+        """Read into ``view``; return how many bytes, 0 at the client's end."""
+
+    def recv(self, size_max: int, /) -> bytes:
+        """Return what has arrived, of ``size_max`` bytes at most; nothing at the client's end."""
+
+    def send(self, data: bytes, /) -> int:
+        """Send what the kernel takes; return how many bytes."""
+
+    def sendmsg(self, parts: Sequence[bytes | memoryview], /) -> int:
+        """Send parts in order, as far as the kernel takes them; return how many bytes."""
 
     @property
     def socket(self) -> _Socket:
@@ -105,17 +112,7 @@ class TlsTransport:
         socket: the one to close at the end: wrapping has taken the descriptor from the one that was given.
     """
 
-    __slots__ = (
-        "_begun",
-        "is_secure",
-        "read_wants_write",
-        "recv",
-        "recv_into",
-        "send",
-        "sendmsg",
-        "socket",
-        "write_wants_read",
-    )
+    __slots__ = ("_begun", "is_secure", "read_wants_write", "socket", "write_wants_read")
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext) -> None:
         """Take a non-blocking socket over; its handshake is still to come.
@@ -127,10 +124,6 @@ class TlsTransport:
         self._begun = False
         self.is_secure = True
         self.read_wants_write = self.write_wants_read = False
-        self.recv_into: Callable[[memoryview], int] = self._recv_into
-        self.recv: Callable[[int], bytes] = self._recv
-        self.send: Callable[[bytes], int] = self._send
-        self.sendmsg: Callable[[Sequence[bytes | memoryview]], int] = self._sendmsg
 
     def shake_hands(self) -> bool:
         """Go on with the handshake; return whether it is over.
@@ -159,7 +152,7 @@ class TlsTransport:
         """Return how many decrypted bytes wait to be read."""
         return self.socket.pending()
 
-    def _recv_into(self, view: memoryview) -> int:
+    def recv_into(self, view: memoryview, /) -> int:
         """Fill ``view`` as far as records have arrived; 0 at the client's end."""
         self.read_wants_write = False
         size = 0
@@ -176,7 +169,7 @@ class TlsTransport:
                 raise BlockingIOError from None
         return size
 
-    def _recv(self, size_max: int) -> bytes:
+    def recv(self, size_max: int, /) -> bytes:
         """Return what has arrived, of ``size_max`` bytes at most; nothing at the client's end."""
         self.read_wants_write = False
         pieces: list[bytes] = []
@@ -196,10 +189,11 @@ class TlsTransport:
                 raise BlockingIOError from None
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _send(self, data: bytes) -> int:
-        return self._sendmsg((data,))
+    def send(self, data: bytes, /) -> int:
+        """Encrypt and send, as far as the kernel takes it."""
+        return self.sendmsg((data,))
 
-    def _sendmsg(self, parts: Sequence[bytes | memoryview]) -> int:
+    def sendmsg(self, parts: Sequence[bytes | memoryview], /) -> int:
         """Encrypt and send parts in order, as far as the kernel takes them.
 
         OpenSSL, once it has had to wait, wants to see the same bytes again, or the same and more. What waits for a

@@ -137,9 +137,12 @@ class Served:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._clients: list[Client] = []
 
+    def make_server(self) -> StorageServer:
+        return StorageServer(self._config, self.engine)
+
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self.server = StorageServer(self._config, self.engine)
+        self.server = self.make_server()
         await self.server.start()
         self._ready.set()
         await self.server.wait_stopped()

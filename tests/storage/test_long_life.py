@@ -1,0 +1,303 @@
+"""What a server still has of clients that have gone, and of names that came once: nothing, or a bounded table.
+
+The collector of cycles hardly ever looks at what has lived for a while (server.run says why), so what a connection was
+must go with its last reference. The tests switch it off.
+"""
+
+import contextlib
+import gc
+import socket
+import ssl
+import struct
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import PATIENCE_S, wait_for
+from slow_engine import Served
+from storage_support import make_record
+
+from shadowserve.resp import CommandReader, encode_command
+from storage_kv.access import attempts
+from storage_kv.clients.connection import Connection
+from storage_kv.clients.replies import Replies
+from storage_kv.clients.secure_connection import SecureConnection
+from storage_kv.clients.signal import Signal
+from storage_kv.clients.transport import PlainTransport, TlsTransport
+from storage_kv.node import Session
+from storage_kv.pool import copies, placement
+from storage_kv.server import StorageServer
+
+_OF_A_CONNECTION = frozenset(
+    {Connection, SecureConnection, Session, CommandReader, Replies, Signal, PlainTransport, TlsTransport}
+)
+_CONNECTIONS = 5
+_NAMES = 120
+_BOUND = 16
+
+
+class Lasting(Served):
+    """A server of any engine in this process, which can read its configuration again."""
+
+    server: StorageServer
+
+    def make_server(self) -> StorageServer:
+        return StorageServer(self._config, load=lambda: self._config)
+
+    @property
+    def port(self) -> int:
+        return self.server.addresses[0][1]
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), PATIENCE_S)
+
+
+def _reset(sock: socket.socket) -> None:
+    """Have the socket's end be a reset, as of a client whose process was killed."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _ask(sock: socket.socket, *arguments: str | bytes, expected: bytes) -> None:
+    sock.sendall(encode_command(*arguments))
+    found = b""
+    while len(found) < len(expected) and (data := sock.recv(1 << 16)):
+        found += data
+    assert found == expected
+
+
+# ---- Ends of a connection
+
+
+def _in_order(sock: socket.socket) -> None:
+    _ask(sock, "SET", "a", "1", expected=b"+OK\r\n")
+    _ask(sock, "GET", "a", expected=b"$1\r\n1\r\n")
+
+
+def _by_quit(sock: socket.socket) -> None:
+    _ask(sock, "QUIT", expected=b"+OK\r\n")
+    assert sock.recv(1) == b""
+
+
+def _half_a_large_value(sock: socket.socket) -> None:
+    sock.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nb\r\n$3000000\r\n" + bytes(2_000_000))
+
+
+def _half_a_command(sock: socket.socket) -> None:
+    sock.sendall(b"*3\r\n$3\r\nSET\r\n$1")
+    _reset(sock)
+
+
+def _replies_that_nobody_reads(sock: socket.socket) -> None:
+    value = bytes(1_000_000)
+    _ask(sock, "SET", "c", value, expected=b"+OK\r\n")
+    sock.sendall(20 * encode_command("GET", "c"))
+    _reset(sock)
+
+
+def _nonsense(sock: socket.socket) -> None:
+    sock.sendall(b"*nonsense\r\n")
+    assert sock.recv(1) == b"-"
+
+
+def _tls_where_none_is_spoken(sock: socket.socket) -> None:
+    sock.sendall(b"\x16\x03\x01\x02\x00\x01")
+    assert sock.recv(1) == b"-"
+
+
+def _wrong_password(sock: socket.socket) -> None:
+    sock.sendall(encode_command("AUTH", "nobody", "guessed"))
+
+
+ENDS = (
+    _in_order,
+    _by_quit,
+    _half_a_large_value,
+    _half_a_command,
+    _replies_that_nobody_reads,
+    _nonsense,
+    _tls_where_none_is_spoken,
+    _wrong_password,
+)
+
+
+def _half_a_handshake(sock: socket.socket, context: ssl.SSLContext) -> None:
+    sock.sendall(b"\x16\x03\x01\x02\x00\x01")
+
+
+def _a_handshake_cut_off(sock: socket.socket, context: ssl.SSLContext) -> None:
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = context.wrap_bio(incoming, outgoing, server_hostname="localhost")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.do_handshake()
+    sock.sendall(outgoing.read())
+    assert sock.recv(1)  # the server's part
+    _reset(sock)
+
+
+def _a_certificate_that_is_not_trusted(sock: socket.socket, context: ssl.SSLContext) -> None:
+    with pytest.raises(ssl.SSLError):
+        ssl.create_default_context().wrap_socket(sock, server_hostname="localhost").close()
+
+
+def _no_tls_at_all(sock: socket.socket, context: ssl.SSLContext) -> None:
+    sock.sendall(b"PING\r\n")
+    assert sock.recv(1) == b"-"
+
+
+def _over_tls(sock: socket.socket, context: ssl.SSLContext) -> None:
+    with context.wrap_socket(sock, server_hostname="localhost") as secure:
+        _ask(secure, "SET", "a", "1", expected=b"+OK\r\n")
+        secure.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nb\r\n$3000000\r\n" + bytes(1_000_000))
+
+
+TLS_ENDS = (
+    _half_a_handshake,
+    _a_handshake_cut_off,
+    _a_certificate_that_is_not_trusted,
+    _no_tls_at_all,
+    _over_tls,
+)
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()  # what other tests have left
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _left() -> Counter[str]:
+    """Return what there is of connections in this process."""
+    return Counter(type(each).__name__ for each in gc.get_objects() if type(each) in _OF_A_CONNECTION)
+
+
+def _check_nothing_is_left(served: Lasting, end: Callable[[socket.socket], None]) -> None:
+    before = _left()
+    for _ in range(_CONNECTIONS):
+        with served.connect() as sock:
+            end(sock)
+    wait_for(lambda: not served.server.node.sessions)
+    left: Counter[str] = Counter()
+
+    def gone() -> bool:
+        left.clear()
+        left.update(_left() - before)
+        return not left
+
+    with contextlib.suppress(AssertionError):
+        wait_for(gone)
+    assert not left
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__.strip("_"))
+def test_of_a_connection_that_has_ended_nothing_waits_for_the_collector(
+    end: Callable[[socket.socket], None], without_collector: None
+) -> None:
+    """The session led back to its connection: 6 KB were left of each, and megabytes of a value that came half way."""
+    with Lasting(io_threads=1) as served:
+        _check_nothing_is_left(served, end)
+
+
+@pytest.mark.parametrize("end", TLS_ENDS, ids=lambda end: end.__name__.strip("_"))
+def test_of_a_handshake_that_failed_and_of_tls_nothing_waits_for_the_collector(
+    end: Callable[[socket.socket, ssl.SSLContext], None], certificates: Path, without_collector: None
+) -> None:
+    context = ssl.create_default_context(cafile=f"{certificates}/ca.crt")
+    files = {"tls_cert": f"{certificates}/server.crt", "tls_key": f"{certificates}/server.key"}
+    with Lasting(io_threads=1, **files) as served:
+        _check_nothing_is_left(served, lambda sock: end(sock, context))
+
+
+# ---- Ever new names
+
+
+def _sizes(root: object) -> Counter[str]:
+    """Return how much is in the containers that an object leads to, by the attributes that lead there."""
+    found: Counter[str] = Counter()
+    seen: set[int] = set()
+    waiting: deque[tuple[str, object]] = deque([("", root)])
+    while waiting:
+        path, each = waiting.popleft()
+        if id(each) in seen or isinstance(each, type) or callable(each):
+            continue
+        seen.add(id(each))
+        if isinstance(each, dict | list | tuple | set | frozenset | deque):
+            if not isinstance(each, tuple):
+                found[path] += len(each)
+            parts = [*each.keys(), *each.values()] if isinstance(each, dict) else [*each]
+            waiting.extend((f"{path}[]", part) for part in parts)
+        elif isinstance(each, bytearray):
+            found[path] += len(each)
+        elif type(each).__module__.startswith(("storage_kv", "shadowserve")):
+            names = {name for kind in type(each).__mro__ for name in getattr(kind, "__slots__", ())}
+            attributes = {**{name: getattr(each, name, None) for name in names}, **getattr(each, "__dict__", {})}
+            waiting.extend((f"{path}.{name}", value) for name, value in attributes.items())
+    return found
+
+
+def _use_new_names(served: Lasting, numbers: range) -> None:
+    node = served.server.node
+    with served.client() as client:
+        asked = 0
+        for number in numbers:
+            key, record = make_record(number.to_bytes(32, "little"), body_bytes=256)
+            commands: list[tuple[str | bytes | int, ...]] = [
+                ("SET", f"key {number}", bytes(9000)),
+                ("SET", f"brief {number}", "1", "PX", "1"),
+                ("SET", key, record),
+                ("KV.PIN", key, 1),
+                ("GET", f"key {number - 40}"),
+                ("DEL", f"key {number - 60}"),
+                ("CLIENT", "SETNAME", f"client-{number}"),
+                (f"UNKNOWN{number}", "a"),
+                ("CONFIG", "SET", f"unknown{number}", "1"),
+            ]
+            for command in commands:
+                client.send(*command)
+            asked += len(commands)
+        for _ in range(asked):
+            client.receive()
+    for number in numbers[:: _NAMES // 4]:
+        with served.client() as client:
+            user = f"user{number}"
+            assert client.call("ACL", "SETUSER", user, "on", f">{number}", "~*", "+@all") == b"OK"
+            assert client.call("AUTH", user, str(number)) == b"OK"
+            assert client.call("CONFIG", "SET", "maxclients", number + 100) == b"OK"
+        with served.client() as client:
+            assert client.call("ACL", "DELUSER", user) == 1
+        served.server.operations.reconfiguration.reload()
+    with node.lock:
+        for number in numbers:
+            node.attempts.wait_until(f"10.0.{number >> 8}.{number & 255}:1", float(number), accepted=False)
+            session = Session(0, address=f"client {number}", local_address="", file_descriptor=-1)
+            node.deny(session, "key", b"key %d" % number, b"client %d" % number)
+
+
+@pytest.mark.parametrize("engine", ["memory", "pool", "filesystem"])
+def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys, users, clients, commands, addresses: whatever remembers them has a bound, here a small one."""
+    for module, bound in ((placement, "_CHAINS_MAX"), (copies, "_GHOSTS_MAX"), (attempts, "_ADDRESSES_MAX")):
+        monkeypatch.setattr(module, bound, _BOUND)
+    config: dict[str, Any] = {"memory_budget_bytes": 8 << 20, "audit_log": str(tmp_path / "audit"), "engine": engine}
+    if engine == "pool":
+        device = {"size": 48 << 20, "objects_max": 64, "bandwidth": 1 << 30}
+        config["devices"] = [{**device, "path": str(tmp_path / f"disk{number}")} for number in range(2)]
+    elif engine == "filesystem":
+        config |= {"filesystem_path": str(tmp_path / "values"), "memory_budget_bytes": 1 << 20}
+    else:
+        config |= {"memory_budget_bytes": 1 << 20}
+    with Lasting(io_threads=1, **config) as served:
+        found: list[Counter[str]] = []
+        for turn in range(6):
+            _use_new_names(served, range(turn * _NAMES, (turn + 1) * _NAMES))
+            wait_for(lambda: not served.server.node.sessions)
+            with served.server.node.lock:
+                found.append(_sizes(served.server))
+    # The first two turns fill what has a bound. What has none has one more for each name of the four that follow; what
+    # closes its holes from time to time, as the key index does, goes up and down by less.
+    grown = {path: size - found[1][path] for path, size in found[5].items()}
+    assert {path: more for path, more in grown.items() if more >= 2 * _NAMES} == {}
+    assert any(path.endswith("attempts._lines") for path in grown), "the walk finds the tables"
