@@ -22,8 +22,8 @@ enum ss_index_record_kind {
     SS_INDEX_EXPIRE = 3, /* tenant, key, expires_at_ms */
     SS_INDEX_PIN = 4,    /* tenant, key, pinned_until_s */
     SS_INDEX_CLEAR = 5,  /* all of the tenant's on this device; with SS_INDEX_EVERY_TENANT everyone's */
-    SS_INDEX_NAME = 6,   /* the volume's own: the index passes over it */
-    SS_INDEX_TENANT = 7  /* likewise */
+    SS_INDEX_NAME = 6,   /* a piece of a key's text, laid out otherwise (docs/storage-format.md) */
+    SS_INDEX_TENANT = 7  /* the volume's own: the index passes over it */
 };
 enum ss_index_flags { SS_INDEX_RECORD = 1, SS_INDEX_NAMED = 2, SS_INDEX_EVERY_TENANT = 0x80 };
 struct ss_index_record {
@@ -51,6 +51,7 @@ struct ss_index_totals {
     uint64_t bytes; /* with headers, rounded up to blocks of 4 KiB each */
     uint64_t records;
     uint64_t expiring;
+    uint64_t name_records; /* that their names take in a log or a snapshot */
 };
 /* What became of records that were replayed. */
 struct ss_index_counts {
@@ -93,6 +94,15 @@ SS_API enum ss_result ss_index_insert(struct ss_index *index, const struct ss_in
 
 /* ss_index_read() describes the object as a PUT; SS_NOT_FOUND for a slot without one. */
 SS_API enum ss_result ss_index_read(const struct ss_index *index, uint32_t slot, struct ss_index_record *record);
+
+/*
+ * ss_index_set_name() gives an object put with SS_INDEX_NAMED its key's text, at most 64 KiB, which
+ * the index keeps until the object goes or another without a name replaces it. ss_index_name() returns it and stores
+ * its length; NULL where there is none. SS_NOT_FOUND for a slot without an object, SS_BAD_ARGUMENT for one that is not
+ * named.
+ */
+SS_API enum ss_result ss_index_set_name(struct ss_index *index, uint32_t slot, const uint8_t *text, uint32_t length);
+SS_API const uint8_t *ss_index_name(const struct ss_index *index, uint32_t slot, uint32_t *length);
 
 /*
  * ss_index_remove() forgets an object, ss_index_evict() too, but remembers in the ghost queue that it was there. Of the
@@ -148,7 +158,8 @@ SS_API uint32_t ss_index_blocks(uint32_t length, uint32_t name_length);
  * their order, and adds to '*counts'. Every field is checked; the record's own device is not looked at. Records are
  * about objects on this device only; a put whose key another device has put later (by generation) is ignored. After the
  * last record of the last device ss_index_replayed() puts the queues in order. SS_NO_SPACE, with the rest not applied,
- * when there are too many objects.
+ * when there are too many objects. The pieces of a name follow each other; it belongs to the object that has its key,
+ * or to the put that comes next.
  */
 SS_API enum ss_result ss_index_replay(struct ss_index *index, uint8_t device, uint32_t blocks,
                                       const struct ss_index_record *records, size_t count,
@@ -161,6 +172,20 @@ SS_API enum ss_result ss_index_replayed(struct ss_index *index);
  */
 SS_API size_t ss_index_dump(const struct ss_index *index, int32_t device, uint32_t *cursor,
                             struct ss_index_record *records, size_t max);
+
+/*
+ * ss_index_dump_names() stores the NAME records of those of 'count' objects, as PUTs, that have names, and returns how
+ * many these are; none beyond 'max' is stored.
+ */
+SS_API size_t ss_index_dump_names(const struct ss_index *index, const struct ss_index_record *puts, size_t count,
+                                  struct ss_index_record *records, size_t max);
+
+/*
+ * ss_index_sift() removes those objects on 'device' that cannot stay, and returns how many: SS_INDEX_UNPROVEN all but
+ * records, SS_INDEX_NAMELESS those that are named and have no name.
+ */
+enum ss_index_sift { SS_INDEX_UNPROVEN = 0, SS_INDEX_NAMELESS = 1 };
+SS_API uint64_t ss_index_sift(struct ss_index *index, uint8_t device, enum ss_index_sift what);
 
 struct ss_extents;
 /*

@@ -16,6 +16,10 @@ static uint64_t entries_bytes(const struct ss_index *index) {
     return ((uint64_t)index->slots_max + 1) * sizeof(struct entry);
 }
 
+static uint64_t names_bytes(const struct ss_index *index) {
+    return ((uint64_t)index->slots_max + 1) * sizeof(struct name *);
+}
+
 static void *reserve(uint64_t bytes, bool huge) {
     void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) {
@@ -60,12 +64,14 @@ enum ss_result ss_index_open(uint32_t objects_max, enum ss_index_policy policy, 
     }
     made->entries = reserve(entries_bytes(made), true);
     made->lines = reserve(made->line_count * sizeof(struct line), true);
+    made->names = reserve(names_bytes(made), false);
     made->heap = reserve(heap_bytes(made), false);
     made->ghosts = reserve(made->ghost_sets * GHOST_WAYS * sizeof(uint16_t), false);
     made->cell_room = 8;
     made->cells = calloc(made->cell_room + 1, sizeof *made->cells);
     made->cell_table = calloc((size_t)made->cell_room * 2, sizeof *made->cell_table);
-    if (!made->entries || !made->lines || !made->heap || !made->ghosts || !made->cells || !made->cell_table) {
+    if (!made->entries || !made->names || !made->lines || !made->heap || !made->ghosts || !made->cells ||
+        !made->cell_table) {
         ss_index_close(made);
         return SS_NO_MEMORY;
     }
@@ -77,6 +83,8 @@ void ss_index_close(struct ss_index *index) {
     if (index == NULL) {
         return;
     }
+    ss_index_close_names(index);
+    unmap(index->names, names_bytes(index));
     unmap(index->entries, entries_bytes(index));
     unmap(index->lines, index->line_count * sizeof(struct line));
     unmap(index->heap, heap_bytes(index));
@@ -87,7 +95,8 @@ void ss_index_close(struct ss_index *index) {
 }
 
 uint64_t ss_index_memory(const struct ss_index *index) {
-    return sizeof *index + (uint64_t)(index->slots_used + 1) * sizeof(struct entry) +
+    uint64_t pointers = index->names_size != 0 ? (uint64_t)(index->slots_used + 1) * sizeof(struct name *) : 0;
+    return sizeof *index + pointers + index->names_size + (uint64_t)(index->slots_used + 1) * sizeof(struct entry) +
            index->line_count * sizeof(struct line) + (uint64_t)(index->heap_count + 1) * sizeof(struct expiry) +
            index->ghost_sets * GHOST_WAYS * sizeof(uint16_t) +
            (uint64_t)index->cell_room * (sizeof(struct cell) + 2 * sizeof(uint32_t));
@@ -219,19 +228,20 @@ uint32_t ss_index_blocks(uint32_t length, uint32_t name_length) {
     return (uint32_t)(ss_object_bytes(length, name_length) / BLOCK_SIZE);
 }
 
-static void add(struct ss_index_totals *totals, const struct entry *entry, int64_t sign) {
+static void add(struct ss_index_totals *totals, const struct entry *entry, int64_t sign, uint64_t name_records) {
     totals->objects += (uint64_t)sign;
     totals->bytes += (uint64_t)(sign * (int64_t)ss_index_entry_blocks(entry) * BLOCK_SIZE);
     totals->records += (entry->flags & SS_INDEX_RECORD) != 0 ? (uint64_t)sign : 0;
     totals->expiring += entry->expiry != 0 ? (uint64_t)sign : 0;
+    totals->name_records += (uint64_t)sign * name_records;
 }
 
-/* count() adds the object to all totals that it is in, or takes it away. */
-static void count(struct ss_index *index, const struct entry *entry, int64_t sign) {
-    add(&index->totals, entry, sign);
-    add(&index->devices[entry->device], entry, sign);
-    add(&ss_index_cell(index, entry->tenant, ANY_DEVICE)->totals, entry, sign);
-    add(&ss_index_cell(index, entry->tenant, entry->device)->totals, entry, sign);
+void ss_index_count(struct ss_index *index, const struct entry *entry, int64_t sign) {
+    uint64_t names = ss_index_name_records(index, entry);
+    add(&index->totals, entry, sign, names);
+    add(&index->devices[entry->device], entry, sign, names);
+    add(&ss_index_cell(index, entry->tenant, ANY_DEVICE)->totals, entry, sign, names);
+    add(&ss_index_cell(index, entry->tenant, entry->device)->totals, entry, sign, names);
 }
 
 bool ss_index_valid(const struct ss_index_record *record, uint32_t blocks) {
@@ -268,7 +278,7 @@ enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struc
     }
     if (replaces) {
         struct entry *entry = &index->entries[found];
-        count(index, entry, -1);
+        ss_index_count(index, entry, -1);
         ss_index_dequeue(index, ss_index_cell(index, entry->tenant, entry->device), found);
     } else if (found != 0) {
         ss_index_phantom_pull(index, found);
@@ -282,9 +292,12 @@ enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struc
         }
     }
     struct entry *entry = &index->entries[found];
+    if ((record->flags & SS_INDEX_NAMED) == 0) {
+        ss_index_drop_name(index, found);
+    }
     fill(entry, record, accessed_s);
     ss_index_set_expiry(index, found, record->expires_at_ms);
-    count(index, entry, 1);
+    ss_index_count(index, entry, 1);
     ss_index_enqueue(index, ss_index_cell(index, entry->tenant, entry->device), found,
                      index->policy == SS_INDEX_S3FIFO && ss_index_haunted(index, hash));
     ss_index_adopt(index, found, record->parent);
@@ -327,7 +340,8 @@ enum ss_result ss_index_read(const struct ss_index *index, uint32_t slot, struct
 
 void ss_index_forget(struct ss_index *index, uint32_t slot, bool remember) {
     struct entry *entry = &index->entries[slot];
-    count(index, entry, -1);
+    ss_index_count(index, entry, -1);
+    ss_index_drop_name(index, slot);
     ss_index_set_expiry(index, slot, 0);
     ss_index_dequeue(index, ss_index_cell(index, entry->tenant, entry->device), slot);
     if (remember) {
@@ -352,9 +366,9 @@ enum ss_result ss_index_expire(struct ss_index *index, uint32_t slot, uint64_t e
     if (!ss_index_is_object(index, slot)) {
         return SS_NOT_FOUND;
     }
-    count(index, &index->entries[slot], -1);
+    ss_index_count(index, &index->entries[slot], -1);
     ss_index_set_expiry(index, slot, expires_at_ms);
-    count(index, &index->entries[slot], 1);
+    ss_index_count(index, &index->entries[slot], 1);
     return SS_OK;
 }
 

@@ -8,6 +8,9 @@
  * pages when they are first written to. So nothing is ever moved, and a slot is an object's number for as long as it is
  * there.
  *
+ * The texts of named keys lie apart, each in memory of its own that an array by slots points to; where no key is named,
+ * no page of that is ever touched.
+ *
  * A phantom is an entry without an object: the place of a parent that is not here, for its children's sake. It is in
  * the table, in no cell, and in the list of phantoms; one that loses its last child goes.
  */
@@ -28,7 +31,9 @@ enum {
     GHOST_WAYS = 8,
     FREQUENCY_MAX = 3,
     HEAD_LENGTH_MAX = (1 << 21) - 1,
-    NAME_BLOCKS_MAX = 31
+    NAME_BLOCKS_MAX = 31,
+    NAME_PIECE_SIZE = 80,
+    NAME_SIZE_MAX = 64 << 10
 };
 
 enum list { LIST_NONE = 0, LIST_SMALL = 1, LIST_MAIN = 2, LIST_BLOCKED = 3, LIST_COUNT = 4 };
@@ -84,13 +89,31 @@ struct expiry {
     uint32_t high;
 };
 
+struct name {
+    uint32_t length;
+    uint8_t text[];
+};
+
+/* The text of a key as records bring it, piece by piece; whole when 'filled' is its length. */
+struct replayed_name {
+    uint8_t key[KEY_SIZE];
+    uint16_t tenant;
+    uint8_t device;
+    uint32_t length;
+    uint32_t filled;
+    uint8_t text[NAME_SIZE_MAX];
+};
+
 struct ss_index {
     struct entry *entries; /* from 1 */
+    struct name **names;   /* by slots */
     struct line *lines;
     struct expiry *heap; /* from 1 */
     uint16_t *ghosts;
     struct cell *cells; /* from 1 */
     uint32_t *cell_table;
+    struct replayed_name *replayed_name; /* NULL: none has come */
+    uint64_t names_size;                 /* of all texts, with what malloc() adds */
     uint64_t seed[4];
     uint64_t line_count;
     uint64_t ghost_sets;
@@ -127,6 +150,15 @@ enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struc
                               uint32_t accessed_s, uint32_t *slot);
 bool ss_index_valid(const struct ss_index_record *record, uint32_t blocks);
 void ss_index_forget(struct ss_index *index, uint32_t slot, bool remember);
+void ss_index_count(struct ss_index *index, const struct entry *entry, int64_t sign); /* in all totals that it is in */
+
+/* index_names.c */
+uint64_t ss_index_name_records(const struct ss_index *index, const struct entry *entry);
+void ss_index_drop_name(struct ss_index *index, uint32_t slot); /* of an object that is not counted */
+void ss_index_close_names(struct ss_index *index);
+enum ss_result ss_index_take_name(struct ss_index *index, uint32_t slot); /* the replayed one, if it is this object's */
+uint64_t *ss_index_replay_name(struct ss_index *index, uint8_t device, const struct ss_index_record *record,
+                               struct ss_index_counts *counts, enum ss_result *result);
 
 /* index_links.c */
 void ss_index_adopt(struct ss_index *index, uint32_t slot, const uint8_t *parent);

@@ -30,6 +30,9 @@ static uint64_t *put(struct ss_index *index, uint8_t device, uint32_t blocks, co
     }
     own.device = device;
     *result = ss_index_store(index, hash, &own, record->accessed_s, &slot);
+    if (*result == SS_OK && (own.flags & SS_INDEX_NAMED) != 0 && index->names[slot] == NULL) {
+        *result = ss_index_take_name(index, slot);
+    }
     return &counts->applied;
 }
 
@@ -68,6 +71,7 @@ static uint64_t *replay(struct ss_index *index, uint8_t device, uint32_t blocks,
         ss_index_clear(index, (record->flags & SS_INDEX_EVERY_TENANT) != 0 ? -1 : record->tenant, device);
         return &counts->applied;
     case SS_INDEX_NAME:
+        return ss_index_replay_name(index, device, record, counts, result);
     case SS_INDEX_TENANT:
         return &counts->ignored;
     default:
@@ -155,9 +159,25 @@ enum ss_result ss_index_replayed(struct ss_index *index) {
         }
     }
     free(items);
+    free(index->replayed_name);
+    index->replayed_name = NULL;
     index->replaying = false;
     ss_index_drop_phantoms(index, index->phantoms_max);
     return SS_OK;
+}
+
+uint64_t ss_index_sift(struct ss_index *index, uint8_t device, enum ss_index_sift what) {
+    uint64_t removed = 0;
+    for (uint32_t slot = 0; (slot = ss_index_next(index, slot)) != 0;) {
+        const struct entry *entry = &index->entries[slot];
+        bool goes = what == SS_INDEX_UNPROVEN ? (entry->flags & SS_INDEX_RECORD) == 0
+                                              : (entry->flags & SS_INDEX_NAMED) != 0 && index->names[slot] == NULL;
+        if (goes && entry->device == device) {
+            ss_index_remove(index, slot);
+            removed++;
+        }
+    }
+    return removed;
 }
 
 enum ss_result ss_index_reserve(struct ss_index *index, uint8_t device, struct ss_extents *extents, uint64_t *dropped) {

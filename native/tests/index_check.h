@@ -60,7 +60,8 @@ static inline uint64_t lines_behind(const struct ss_index *index, uint32_t slot)
 }
 
 static inline void check_whole(const struct ss_index *index) {
-    uint64_t objects = 0, bytes = 0, expiring = 0, phantoms = 0, overflow = 0, tags = 0, listed = 0, behind = 0;
+    uint64_t names = 0, objects = 0, bytes = 0, expiring = 0, phantoms = 0, overflow = 0, tags = 0, listed = 0,
+             behind = 0;
     for (uint32_t slot = 1; slot <= index->slots_used; slot++) {
         const struct entry *entry = &index->entries[slot];
         if (entry->used) {
@@ -70,7 +71,10 @@ static inline void check_whole(const struct ss_index *index) {
             objects += !entry->phantom;
             bytes += entry->phantom ? 0 : (uint64_t)ss_index_entry_blocks(entry) * BLOCK_SIZE;
             expiring += entry->expiry != 0;
+            names += ss_index_name_records(index, entry);
         }
+        CHECK(index->names[slot] == NULL || (ss_index_is_object(index, slot) && (entry->flags & SS_INDEX_NAMED) != 0),
+              "slot %u has a name", slot);
     }
     for (uint32_t position = 2; position <= index->heap_count; position++) {
         CHECK(ss_index_expires_at(index, index->heap[position].slot) >=
@@ -94,6 +98,7 @@ static inline void check_whole(const struct ss_index *index) {
     }
     CHECK(check_list(index, &index->phantoms, 0, true) == phantoms, "phantoms");
     CHECK(objects == index->totals.objects && bytes == index->totals.bytes && listed == objects, "totals");
+    CHECK(names == index->totals.name_records && (names == 0) == (index->names_size == 0), "names");
     CHECK(expiring == index->heap_count && expiring == index->totals.expiring, "expiring");
     CHECK(tags == objects + phantoms && overflow == behind, "the table");
     CHECK(objects <= index->objects_max && (index->replaying || phantoms <= index->phantoms_max), "bounds");

@@ -377,7 +377,7 @@ static void test_refused_records(void) {
     good.kind = SS_INDEX_REMOVE;
     expect_counts(index, 1, &good, 0, 1, 0); /* it speaks of its own */
     expect_counts(index, 0, &good, 1, 0, 0);
-    good.kind = SS_INDEX_NAME;
+    good.kind = SS_INDEX_TENANT;
     expect_counts(index, 0, &good, 0, 1, 0);
     ss_index_close(index);
 }
@@ -435,7 +435,127 @@ static void test_replay_and_dump(void) {
     ss_index_close(index);
 }
 
+/* name_make() stores the pieces of a text of which every byte is its number, and returns how many they are. */
+static size_t name_make(struct ss_index_record *records, uint32_t number, uint32_t length) {
+    size_t count = 0;
+    for (uint32_t start = 0; start < length || start == 0; start += 80) {
+        uint8_t *record = (uint8_t *)&records[count++];
+        uint16_t piece = (uint16_t)(length - start < 80 ? length - start : 80);
+        memset(record, 0, sizeof *records);
+        record[0] = SS_INDEX_NAME;
+        memcpy(record + 6, &piece, sizeof piece);
+        memcpy(record + 8, &start, sizeof start);
+        memcpy(record + 12, &length, sizeof length);
+        key_make(record + 16, number);
+        memset(record + 48, (int)number, piece);
+    }
+    return count;
+}
+
+static struct ss_index_record named_put(uint32_t number, uint32_t generation) {
+    struct ss_index_record put = {.kind = SS_INDEX_PUT, .flags = SS_INDEX_NAMED, .generation = generation};
+    key_make(put.key, number);
+    return put;
+}
+
+/* Checks the text of an object; -1: it has none. */
+static void check_name(struct ss_index *index, uint32_t number, int64_t expected) {
+    uint8_t key[KEY_SIZE];
+    uint32_t length;
+    key_make(key, number);
+    const uint8_t *text = ss_index_name(index, ss_index_find(index, 0, key), &length);
+    CHECK((text != NULL) == (expected >= 0) && (text == NULL || length == expected), "name of %u", number);
+    for (uint32_t at = 0; at < length; at++) {
+        CHECK(text[at] == (uint8_t)number, "byte %u of the name of %u", at, number);
+    }
+}
+
+enum { LONG = 65536, PIECES = 820, ROOM = 2 * PIECES };
+static const uint32_t lengths[] = {0, 1, 80, 81, 5000, LONG};
+static struct ss_index_record records[ROOM], again[ROOM];
+
+/* Puts objects 1 to 6 with their names: before its put as in a log, or behind it as in a snapshot. */
+static void put_named(struct ss_index *index) {
+    for (uint32_t number = 1; number <= 6; number++) {
+        struct ss_index_record put = named_put(number, number);
+        size_t count = name_make(records, number, lengths[number - 1]);
+        if (number % 2 == 0) {
+            expect_counts(index, 1, &put, 1, 0, 0);
+        }
+        for (size_t at = 0; at < count; at++) {
+            expect_counts(index, 1, &records[at], 1, 0, 0);
+        }
+        if (number % 2 != 0) {
+            expect_counts(index, 1, &put, 1, 0, 0);
+        }
+        check_name(index, number, lengths[number - 1]);
+        check_whole(index);
+    }
+}
+
+static void test_names(void) {
+    struct ss_index *index = open_index(64, SS_INDEX_LRU);
+    uint64_t before = ss_index_memory(index);
+    put_named(index);
+    CHECK(ss_index_memory(index) > before + LONG, "memory");
+    /* A put that replaces it keeps the name; one that another device put later is not touched by this one's. */
+    struct ss_index_record put = named_put(2, 7), older = named_put(2, 1);
+    expect_counts(index, 1, &put, 1, 0, 0);
+    expect_counts(index, 0, &older, 0, 1, 0);
+    name_make(records, 2, 40);
+    expect_counts(index, 0, records, 1, 0, 0);
+    check_name(index, 2, 1);
+    put.flags = 0;
+    put.generation++;
+    expect_counts(index, 1, &put, 1, 0, 0);
+    check_name(index, 2, -1);
+    /* A text that lacks a piece is none, and no other's. */
+    put = named_put(8, 1);
+    name_make(records, 8, 200);
+    expect_counts(index, 1, &records[0], 1, 0, 0);
+    expect_counts(index, 1, &records[2], 0, 0, 1);
+    expect_counts(index, 1, &put, 1, 0, 0);
+    check_name(index, 8, -1);
+    uint32_t slot = ss_index_find(index, 0, put.key);
+    CHECK(ss_index_set_name(index, slot, records->key, LONG + 1) == SS_BAD_ARGUMENT, "a name that is too long");
+    CHECK(ss_index_sift(index, 0, SS_INDEX_NAMELESS) == 0, "another device's");
+    CHECK(ss_index_sift(index, 1, SS_INDEX_NAMELESS) == 1 && ss_index_find(index, 0, put.key) == 0, "nameless");
+    CHECK(ss_index_replayed(index) == SS_OK, "replayed");
+    check_whole(index);
+    ss_index_clear(index, 0, 1);
+    check_whole(index);
+    CHECK(ss_index_memory(index) <= before, "memory");
+    ss_index_close(index);
+}
+
+/* What is dumped says the same again. */
+static void test_dumped_names(void) {
+    struct ss_index *index = open_index(64, SS_INDEX_LRU);
+    struct ss_index_totals totals;
+    put_named(index);
+    CHECK(ss_index_replayed(index) == SS_OK, "replayed");
+    uint32_t cursor = 0;
+    size_t count = ss_index_dump(index, 1, &cursor, again, 64);
+    size_t names = ss_index_dump_names(index, again, count, NULL, 0);
+    ss_index_totals(index, -1, 1, &totals);
+    CHECK(count == 6 && names == 1 + 1 + 1 + 2 + 63 + PIECES && names == totals.name_records, "%zu names", names);
+    CHECK(ss_index_dump_names(index, again, count, again + count, ROOM - count) == names, "dumped");
+    struct ss_index *copy = open_index(64, SS_INDEX_LRU);
+    struct ss_index_counts counts = {0};
+    CHECK(ss_index_replay(copy, 1, UINT32_MAX, again, count + names, &counts) == SS_OK, "replay");
+    CHECK(counts.applied == count + names, "%u applied", (unsigned)counts.applied);
+    for (uint32_t number = 1; number <= 6; number++) {
+        check_name(copy, number, lengths[number - 1]);
+    }
+    CHECK(ss_index_sift(copy, 1, SS_INDEX_UNPROVEN) == 6, "all but records");
+    check_whole(copy);
+    ss_index_close(copy);
+    ss_index_close(index);
+}
+
 int main(void) {
+    test_names();
+    test_dumped_names();
     test_lru();
     test_pins();
     test_s3fifo();

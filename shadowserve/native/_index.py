@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from shadowserve.errors import NativeError
 from shadowserve.native._library import check, ffi, lib
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = [
     "IndexFlag",
     "IndexPolicy",
     "IndexRecordKind",
+    "IndexSift",
     "IndexTotals",
     "ReplayCounts",
     "blocks_of",
@@ -86,6 +88,13 @@ class IndexFlag(enum.IntFlag):
     """Of a CLEAR record only."""
 
 
+class IndexSift(enum.IntEnum):
+    """Which objects cannot stay (``enum ss_index_sift``)."""
+
+    UNPROVEN = 0
+    NAMELESS = 1
+
+
 class IndexEntry(NamedTuple):
     """What is known of an object. Its fields are those of a PUT record, in its order."""
 
@@ -132,6 +141,8 @@ class IndexTotals(NamedTuple):
     """With headers, each object rounded up to 4 KiB."""
     records: int
     expiring: int
+    name_records: int
+    """That their names take in a log or a snapshot."""
 
 
 class ReplayCounts(NamedTuple):
@@ -231,7 +242,8 @@ class Index:
         length: int,
         now_s: int,
         head_length: int = 0,
-        name_length: int = 0,
+        name: bytes | None = None,
+        name_blocks: int = 0,
         flags: int = 0,
         expires_at_ms: int = 0,
         pinned_until_s: int = 0,
@@ -240,14 +252,17 @@ class Index:
     ) -> int:
         """Put an object in, or replace the one with its key; return its slot.
 
+        With a ``name``, its key's text, it has the flag NAMED as well; ``name_blocks`` are those that the text takes on
+        the device.
+
         Raises:
             NativeError: with ``Result.NO_SPACE`` when there are ``objects_max`` objects.
         """
         self._buffer[:] = _RECORD.pack(
             IndexRecordKind.PUT,
-            flags,
+            flags if name is None else flags | IndexFlag.NAMED,
             device,
-            blocks_of(length, name_length) - blocks_of(length) if name_length else 0,
+            name_blocks,
             tenant,
             extent,
             length,
@@ -262,7 +277,27 @@ class Index:
         code = lib.ss_index_insert(self._index, self._record, now_s, self._slot)
         if code:
             check(code, f"putting an object into an index of at most {self.objects_max}")
-        return int(self._slot[0])
+        slot = int(self._slot[0])
+        if name is not None:
+            try:
+                self.set_name(slot, name)
+            except NativeError:
+                self.remove(slot)
+                raise
+        return slot
+
+    def set_name(self, slot: int, name: bytes) -> None:
+        """Keep the text of an object's key, which has the flag NAMED.
+
+        Raises:
+            NativeError: there is no memory for it, or no such object.
+        """
+        check(lib.ss_index_set_name(self._index, slot, name, len(name)), f"keeping a key of {len(name)} bytes")
+
+    def name(self, slot: int) -> bytes | None:
+        """Return the text of an object's key; None for one that is not named, or has none."""
+        text = lib.ss_index_name(self._index, slot, self._slot)
+        return None if text == ffi.NULL else ffi.buffer(text, self._slot[0])[:]
 
     def remove(self, slot: int) -> None:
         """Forget an object. Its children keep its place, and it may come back."""
@@ -313,7 +348,7 @@ class Index:
         """Sum up a tenant's objects on a device."""
         totals = ffi.new("struct ss_index_totals *")
         lib.ss_index_totals(self._index, tenant, device, totals)
-        return IndexTotals(totals.objects, totals.bytes, totals.records, totals.expiring)
+        return IndexTotals(totals.objects, totals.bytes, totals.records, totals.expiring, totals.name_records)
 
     def memory_bytes(self) -> int:
         """Return the memory in use."""
@@ -343,6 +378,10 @@ class Index:
         """Put the queues in order, after the last record of the last device."""
         check(lib.ss_index_replayed(self._index), "ordering the queues of the index")
 
+    def sift(self, device: int, what: IndexSift) -> int:
+        """Remove the objects on a device that cannot stay; return how many."""
+        return int(lib.ss_index_sift(self._index, device, what))
+
     def reserve(self, device: int, extents: "Extents") -> int:
         """Reserve the extents of all objects on a device; return how many were dropped since they overlap."""
         dropped = ffi.new("uint64_t *")
@@ -361,6 +400,15 @@ class Index:
         pointer = ffi.cast("struct ss_index_record *", content)
         count = lib.ss_index_dump(self._index, device, self._slot, pointer, len(records))
         return int(self._slot[0]), int(count)
+
+    def dump_names(self, puts: "NDArray[np.void]") -> bytes:
+        """Return the NAME records of those objects, as dump() stored them, that have names."""
+        content = ffi.cast("struct ss_index_record *", ffi.from_buffer("uint8_t[]", puts))
+        count = lib.ss_index_dump_names(self._index, content, len(puts), ffi.NULL, 0)
+        records = bytearray(count * INDEX_RECORD_DTYPE.itemsize)
+        pointer = ffi.cast("struct ss_index_record *", ffi.from_buffer("uint8_t[]", records))
+        lib.ss_index_dump_names(self._index, content, len(puts), pointer, count)
+        return bytes(records)
 
 
 class Extents:

@@ -132,7 +132,6 @@ class Core:
     Attributes:
         cancel_write: takes back the write of a slot, whose entry goes or is replaced (True); set by the writer. None:
             none is under way.
-        names: texts of named keys by slot.
         pins: until when entries are pinned (Unix time in s), by slot; those of this run.
     """
 
@@ -148,8 +147,6 @@ class Core:
         self.clock_ms = clock_ms
         self.ticks: Callable[[], int] = time.perf_counter_ns
         self.counters = Counters()
-        self.names: dict[int, bytes] = {}
-        self.names_bytes = 0
         self.generation = 1
         self.pins: dict[int, int] = {}
         self.cancel_write: Callable[[int, bool], Cancelled | None] = lambda slot, replaced: None
@@ -229,7 +226,7 @@ class Core:
     def forget(
         self, entry: Entry, *, remember: bool = False, quarantine: str | None = None, logged: bool = False
     ) -> None:
-        """Remove an entry: from the log of its device, its extent, its memory, its name, the index.
+        """Remove an entry: from the log of its device, its extent, its memory, the index.
 
         Args:
             entry: what the index has now.
@@ -278,7 +275,6 @@ class Core:
 
     def _take_leave(self, entry: Entry) -> None:
         self.copies.drop(entry.slot)
-        self.forget_name(entry.slot)
         self.pins.pop(entry.slot, None)
         if entry.fields.head_length:
             self.counters.tenants[entry.tenant].record_bytes -= entry.length
@@ -293,18 +289,6 @@ class Core:
         self.counters.lost[reason] = self.counters.lost.get(reason, 0) + 1
         self.counters.tenants[entry.tenant].lost_keys += 1
         self.forget(entry, quarantine=None if reason in _NOT_THE_EXTENTS else reason)
-
-    def remember_name(self, slot: int, name: bytes) -> None:
-        """Keep the text of a key."""
-        self.forget_name(slot)
-        self.names[slot] = name
-        self.names_bytes += len(name)
-
-    def forget_name(self, slot: int) -> None:
-        """Forget the text of a key, if there is one."""
-        name = self.names.pop(slot, None)
-        if name is not None:
-            self.names_bytes -= len(name)
 
     # ---- Time
 

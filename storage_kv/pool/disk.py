@@ -222,7 +222,7 @@ class Disk:
         """Write a sealed object and its record; see :meth:`Volume.write`."""
         if self._unlogged:
             raise BusyError(f"the log of device {self.name} is full", Ticket())
-        return self.volume.write(address, fields.extent, fields.pack(), name=name or b"")
+        return self.volume.write(address, fields.extent, fields.pack(), name=name)
 
     def log_removal(self, tenant: int, key: bytes) -> None:
         """Log that an object is gone."""

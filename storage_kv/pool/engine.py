@@ -277,7 +277,8 @@ class PoolEngine:
         if not slot:
             return None
         entry = Entry(slot, self._index.read(slot))
-        if self._core.names.get(slot) != parsed.name:  # a chunk's key made from another key's digest, or the reverse
+        # A chunk's key may be made from another key's digest, or the reverse.
+        if (entry.fields.flags & IndexFlag.NAMED == 0) != (parsed.name is None):
             return None
         expires_at_ms = entry.fields.expires_at_ms
         if expires_at_ms and expires_at_ms <= self._clock_ms():
@@ -408,7 +409,6 @@ class PoolEngine:
         old = self._present(parsed)  # making room may have evicted it
         home = self._home(parsed, length, parent, old)
         disk = home.disk
-        flags = (IndexFlag.RECORD if head_bytes else 0) | (IndexFlag.NAMED if name is not None else 0)
         generation = core.next_generation()
         try:
             slot = self._index.insert(
@@ -419,7 +419,8 @@ class PoolEngine:
                 length=length,
                 now_s=core.now_s(),
                 head_length=head_bytes,
-                flags=flags,
+                name=name,
+                flags=IndexFlag.RECORD if head_bytes else 0,
                 expires_at_ms=expires_at_ms or 0,
                 generation=generation,
                 parent=parent or NO_PARENT,
@@ -429,8 +430,6 @@ class PoolEngine:
                 disk.free((home.extent, object_blocks(length) * BLOCK_BYTES))
             raise
         replaced = None if old is None else core.replace(old, disk)
-        if name is not None:
-            core.remember_name(slot, name)
         if head_bytes:
             core.counters.tenants[tenant].record_bytes += length
         self._space.tenants.add(tenant)
@@ -485,7 +484,7 @@ class PoolEngine:
             parent=fields.parent,
         )
         moved = Entry(entry.slot, self._index.read(entry.slot))
-        name = self._core.names.get(entry.slot)
+        name = self._index.name(entry.slot)
         self._writer.begin(moved, home.disk, buffer, name, placed=home.placed, replaced=None)
 
     def settling(self, key: bytes) -> Ticket | None:

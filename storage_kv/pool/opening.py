@@ -153,11 +153,6 @@ def open_parts(
             _measure(disk, arenas)
     core = Core(index, arenas, disks, Admission(config.admission, index), clock_ms)
     core.generation = max((disk.volume.generation_last for disk in disks), default=0)
-    for disk in disks:
-        for (tenant, key), name in disk.volume.names.items():
-            slot = index.find(tenant, key)
-            if slot:
-                core.remember_name(slot, name)
     _take_census(core)
     space = Space(
         core,

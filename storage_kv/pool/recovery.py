@@ -10,14 +10,14 @@ the log does not reach back to any more.
 Of the last group nothing says that its flush was complete: what it put is read before it is believed (tail.py).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.native import INDEX_RECORD_DTYPE, Index
+from shadowserve.native import INDEX_RECORD_DTYPE, Index, IndexSift
 from storage_kv.pool.device import BlockDevice, Operation, OperationKind, Priority, wait_for_operations
 from storage_kv.pool.format import (
     BLOCK_BYTES,
@@ -28,7 +28,6 @@ from storage_kv.pool.format import (
     SUPERBLOCK_OFFSETS,
     BlockHeader,
     FormatError,
-    RecordFlag,
     RecordKind,
     SnapshotHeader,
     Superblock,
@@ -36,8 +35,8 @@ from storage_kv.pool.format import (
 )
 from storage_kv.pool.log import GROUP_BLOCKS_MAX
 from storage_kv.pool.pages import Pages
-from storage_kv.pool.tail import Tail
-from storage_kv.pool.texts import Key, TextReader, keys_of
+from storage_kv.pool.tail import Key, Tail
+from storage_kv.pool.texts import TextReader
 
 __all__ = ["ANSWER_S", "LogEnd", "Recovery", "Reader", "RecoveryReport", "read_superblocks"]
 
@@ -49,7 +48,7 @@ _DEPTH: Final = 4
 _WINDOW_BLOCKS: Final = 4 * GROUP_BLOCKS_MAX
 """How far behind the log's end is looked for blocks that say it is none: what rots is a page or an erase block."""
 
-_DROP_RECORDS: Final = 8192
+_TENANTS: Final = 1 << 16
 _SEQUENCE_OFFSET: Final = 32
 _RECORDS_OFFSET: Final = BLOCK_BYTES - RECORDS_PER_BLOCK * RECORD_BYTES
 
@@ -476,7 +475,7 @@ class Recovery:
     def _apply_records(self, chosen: npt.NDArray[Any]) -> int:
         if not len(chosen):
             return 0
-        self.texts.read(chosen[chosen["kind"] >= RecordKind.NAME])
+        self.texts.read(chosen[chosen["kind"] == RecordKind.TENANT])
         self._note_generation(chosen["generation"][chosen["kind"] == RecordKind.PUT])
         applied = self._index.replay(self._number, self._blocks, chosen)
         self.report.refused += applied.refused
@@ -493,41 +492,18 @@ class Recovery:
 
     def _drop_unproven(self) -> None:
         """Drop what a gap may have replaced or removed: all but records, whose key says what their bytes are."""
-        self.report.unproven += self._drop(lambda records: records["flags"] & RecordFlag.RECORD == 0)
+        self.report.unproven += self._index.sift(self._number, IndexSift.UNPROVEN)
 
     def drop_nameless(self) -> None:
-        """Drop objects of named keys without a name and those of unknown tenants, and names without an object."""
-        present: set[Key] = set()
-        self.report.unnamed += self._drop(lambda records: self._nameless(records, present))
-        names = self.texts.names
-        if len(names) != len(present):
-            self.texts.names = {key: name for key, name in names.items() if key in present}
+        """Drop objects of named keys without a name, and those of unknown tenants."""
+        known = {0, *self.texts.tenants}
+        objects = self._index.totals(device=self._number).objects
+        if sum(self._index.totals(tenant, self._number).objects for tenant in known) < objects:
+            for tenant in range(_TENANTS):
+                if tenant not in known:
+                    self.report.unnamed += self._index.clear(tenant, self._number)
+        self.report.unnamed += self._index.sift(self._number, IndexSift.NAMELESS)
         self.report.refused += self.texts.refused
-
-    def _nameless(self, records: npt.NDArray[Any], present: set[Key]) -> npt.NDArray[np.bool_]:
-        tenants = np.array([0, *self.texts.tenants], dtype=np.uint16)
-        dropped = np.asarray(~np.isin(records["tenant"], tenants))
-        named = np.flatnonzero((records["flags"] & RecordFlag.NAMED != 0) & ~dropped)
-        keys = keys_of(records[named])
-        found = np.array([key in self.texts.names for key in keys], dtype=np.bool_)
-        present.update(key for key, there in zip(keys, found.tolist(), strict=True) if there)
-        dropped[named[~found]] = True
-        return dropped
-
-    def _drop(self, chosen: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]]) -> int:
-        """Remove the objects that ``chosen`` picks from PUT records; return how many."""
-        records = np.zeros(_DROP_RECORDS, INDEX_RECORD_DTYPE)
-        cursor, dropped = 0, 0
-        while True:
-            cursor, count = self._index.dump(cursor, records, self._number)
-            found = records[:count][chosen(records[:count])]
-            going = np.zeros(len(found), INDEX_RECORD_DTYPE)
-            going["kind"], going["tenant"], going["key"] = RecordKind.REMOVE, found["tenant"], found["key"]
-            if len(going):
-                self._index.replay(self._number, self._blocks, going)
-            dropped += len(going)
-            if not cursor:
-                return dropped
 
 
 def _chosen(data: Bytes, counts: list[int]) -> npt.NDArray[Any]:

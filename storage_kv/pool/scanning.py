@@ -25,7 +25,7 @@ def scan_keys(core: Core, tenant: int, cursor: int, count: int) -> tuple[int, li
             if fields.expires_at_ms and fields.expires_at_ms <= now_ms:
                 core.expire(Entry(slot, fields))
             else:
-                name = core.names.get(slot)
+                name = index.name(slot)
                 found.append(chunk_key(fields.key) if name is None else name)
                 if len(found) >= count:
                     break

@@ -23,7 +23,6 @@ from storage_kv.pool.format import (
     RECORDS_PER_BLOCK,
     SNAPSHOT_MAGIC,
     BlockHeader,
-    RecordFlag,
     RecordKind,
     SnapshotHeader,
     Superblock,
@@ -32,7 +31,6 @@ from storage_kv.pool.format import (
 )
 from storage_kv.pool.log import Log, Submit
 from storage_kv.pool.pages import Pages
-from storage_kv.pool.texts import pack_names
 
 __all__ = ["SLICE_BLOCKS", "Snapshot"]
 
@@ -58,7 +56,6 @@ class Snapshot:
         number: int,
         generation: int,
         *,
-        names: dict[tuple[int, bytes], bytes],
         tenants: dict[int, bytes],
         notes: dict[bytes, bytes],
         settle_writes: Callable[[Callable[[], None]], None],
@@ -73,7 +70,6 @@ class Snapshot:
             index: that holds the volume's objects.
             number: of the device, in the index.
             generation: of this snapshot.
-            names: texts of named keys, by tenant and key.
             tenants: names by id.
             notes: of the pool, by name.
             settle_writes: calls back when all writes that are under way now have their record in the log.
@@ -89,7 +85,6 @@ class Snapshot:
         self._index = index
         self._number = number
         self._generation = generation
-        self._names = names
         self._settle_writes = settle_writes
         self._clock_ms = clock_ms
         self._log_first, self._log_epoch = log.sequence, log.epoch
@@ -123,9 +118,7 @@ class Snapshot:
             records = self._slice[:count]
             records["device"] = 0  # a device's number is the pool's of today
             self._pending += records.tobytes()
-            named = records[records["flags"] & RecordFlag.NAMED != 0]
-            if len(named):
-                self._pending += pack_names(named, self._names)
+            self._pending += self._index.dump_names(records)
         if self._pending:
             self._write_slice(room)
         else:

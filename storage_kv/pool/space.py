@@ -158,7 +158,7 @@ class Space:
         return True
 
     def _key_bytes(self, entry: Entry) -> int:
-        name = self._core.names.get(entry.slot)
+        name = self._core.index.name(entry.slot)
         return TENANT_BYTES + (len(name) if name is not None else CHUNK_KEY_BYTES)
 
     def _heaviest(self, device: int) -> int | None:

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from shadowserve.native import INDEX_RECORD_DTYPE, IndexEntry, ObjectFields, Result, check_object, object_units
 from storage_kv.pool.format import BLOCK_BYTES, OBJECT_HEADER_BYTES, RecordFlag, RecordKind, blocks_of
-from storage_kv.pool.texts import Key
 
-__all__ = ["Tail"]
+__all__ = ["Key", "Tail"]
 
+Key = tuple[int, bytes]
+"""Tenant and key, as the index has them."""
 Records = npt.NDArray[Any]
 ReadBlocks = Callable[[int, int], npt.NDArray[np.uint8]]
 """Returns so many blocks of the device from one on."""

@@ -97,7 +97,7 @@ class _Write:
 
     key: Key
     record: bytes
-    name: bytes
+    name: bytes | None
     size: int
     ticket: Ticket
     followers: list[bytes] = field(default_factory=list)
@@ -124,7 +124,6 @@ class Volume:
         number: of the device in the index.
         superblock: what it is.
         report: what opening it found.
-        names: texts of its named keys, by tenant and key; the volume keeps them up itself.
         tenants: names by id, as the volume knows them.
         notes: the pool's own, by name, as note() left them.
         generation_last: of the newest put that it knows of.
@@ -136,7 +135,6 @@ class Volume:
         self.number = number
         self.superblock = superblock
         self.report = RecoveryReport()
-        self.names: dict[Key, bytes] = {}
         self.tenants: dict[int, bytes] = {}
         self.notes: dict[bytes, bytes] = {}
         self.generation_last = 0
@@ -160,7 +158,6 @@ class Volume:
         self._outbox: deque[Operation] = deque()
         self._calls: list[Call] = []
         self._room: Ticket | None = None
-        self._name_records = 0
         self._counters = _Counters()
 
     # ---- Making and opening
@@ -227,9 +224,8 @@ class Volume:
         recovery.drop_nameless()
         self.report.overlapping = self._index.reserve(self.number, self._extents)
         texts = recovery.texts
-        self.names, self.tenants, self.notes = texts.names, texts.tenants, texts.notes
+        self.tenants, self.notes = texts.tenants, texts.notes
         self.generation_last = recovery.generation_last
-        self._name_records = sum(map(_name_records, self.names.values()))
         self._mend(self._torn)
         self.report.objects = self._index.totals(device=self.number).objects
         self.report.seconds += time.perf_counter() - begin
@@ -240,7 +236,7 @@ class Volume:
             slot = self._index.find(*key)
             entry = self._index.read(slot) if slot else None
             if entry is not None and entry.device == self.number:
-                self._log.append(_anonymous(entry.pack()))
+                self._log.append(_texts(key, self._index.name(slot)) + _anonymous(entry.pack()))
             else:
                 self._log.append(pack_record(RecordKind.REMOVE, *key))
 
@@ -305,7 +301,7 @@ class Volume:
         extent: int,
         record: bytes,
         *,
-        name: bytes = b"",
+        name: bytes | None = None,
     ) -> Ticket:
         """Write an object and then its record; the ticket is settled when both are durable, or with the error.
 
@@ -333,15 +329,14 @@ class Volume:
             self._counters.busy += 1
             raise BusyError(f"the log of device {self.device.name} is nearly full", self._room_ticket())
         key = _key_of(record)
-        records = self._index.totals(device=self.number).objects + self._name_records + _name_records(name)
-        if records > self._layout.records_max:
+        totals = self._index.totals(device=self.number)
+        if totals.objects + totals.name_records > self._layout.records_max:
             raise OutOfBudgetError(
                 f"device {self.device.name} has as many objects and names as it was formatted for "
                 f"({self._layout.objects_max} objects); evict some, or format it with a larger objects_max"
             )
         size = blocks_of(int.from_bytes(record[12:16], "little"), record[3]) * BLOCK_BYTES
         write = _Write(key, _anonymous(record), name, size, Ticket())
-        self._name(key, name)
         self._reserved_blocks += need
         self._writing.setdefault(key, []).append(write)
         self._write_number += 1
@@ -369,14 +364,13 @@ class Volume:
         """
         if self.error is not None:
             return
-        self._need_room(b"")
+        self._need_room(None)
         kind, key = record[0], _key_of(record)
         if kind in (RecordKind.EXPIRE, RecordKind.PIN) and key in self._writing:
             self._reserved_blocks += 1
             self._writing[key][-1].followers.append(_anonymous(record))
             return
         if kind == RecordKind.REMOVE:
-            self._name(key, b"")
             for write in self._writing.get(key, ()):
                 write.superseded = True
         elif kind == RecordKind.CLEAR:
@@ -528,8 +522,7 @@ class Volume:
                 each.superseded = True
             self._counters.writes += 1
             self._counters.written_bytes += write.size
-            text = pack_name(RecordKind.NAME, *write.key, write.name) if write.name else b""
-            self._log.append(text + write.record + b"".join(write.followers))
+            self._log.append(_texts(write.key, write.name) + write.record + b"".join(write.followers))
             self._log.when_durable(self._settling(write.ticket))
         del self._in_flight[number]
         oldest = next(iter(self._in_flight), self._write_number + 1)
@@ -545,21 +538,13 @@ class Volume:
 
         return settle
 
-    def _name(self, key: Key, name: bytes) -> None:
-        old = self.names.pop(key, b"")
-        if name:
-            self.names[key] = name
-        self._name_records += _name_records(name) - _name_records(old)
-
     def _cleared(self, tenant: int | None) -> None:
         for key, writes in self._writing.items():
             if tenant is None or key[0] == tenant:
                 for write in writes:
                     write.superseded = True
-        for key in [key for key in self.names if tenant is None or key[0] == tenant]:
-            self._name(key, b"")
 
-    def _need_room(self, text: bytes) -> None:
+    def _need_room(self, text: bytes | None) -> None:
         """Raise BusyError unless the log takes one more record, or that of a text, beside what it must take anyway."""
         if self._log.blocks_free - self._reserved_blocks <= _log_blocks(text):
             self._counters.busy += 1
@@ -571,7 +556,7 @@ class Volume:
         return self._room
 
     def _has_room(self) -> bool:
-        return self._log.blocks_free - self._reserved_blocks - _log_blocks(b"") >= self._layout.log_blocks // 8
+        return self._log.blocks_free - self._reserved_blocks - _log_blocks(None) >= self._layout.log_blocks // 8
 
     def _step_snapshot(self) -> None:
         snapshot = self._snapshot
@@ -603,7 +588,6 @@ class Volume:
             self._index,
             self.number,
             self._snapshot_generation,
-            names=self.names,
             tenants=self.tenants,
             notes=self.notes,
             settle_writes=self._after_writes,
@@ -627,10 +611,12 @@ def _anonymous(record: bytes) -> bytes:
     return record if record[2] == 0 else record[:2] + b"\0" + record[3:]
 
 
-def _name_records(name: bytes) -> int:
-    return -(-len(name) // NAME_PIECE_BYTES)
+def _texts(key: Key, name: bytes | None) -> bytes:
+    """Return the records of a key's text, if it has one."""
+    return b"" if name is None else pack_name(RecordKind.NAME, *key, name)
 
 
-def _log_blocks(name: bytes) -> int:
+def _log_blocks(name: bytes | None) -> int:
     """Return how many blocks of the log an object's records may take at most, in a group of their own."""
-    return -(-(1 + _name_records(name)) // RECORDS_PER_BLOCK)
+    pieces = 0 if name is None else max(-(-len(name) // NAME_PIECE_BYTES), 1)
+    return -(-(1 + pieces) // RECORDS_PER_BLOCK)

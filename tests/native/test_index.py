@@ -159,7 +159,7 @@ class LruModel(RuleBasedStateMachine):
                     if tenant in (native.ANY, entry.tenant) and device in (native.ANY, entry.device)
                 ]
                 size = sum(entry.blocks for entry in matching) * 4096
-                assert self.index.totals(tenant, device) == (len(matching), size, len(matching), 0)
+                assert self.index.totals(tenant, device) == (len(matching), size, len(matching), 0, 0)
 
 
 LruModel.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -226,7 +226,7 @@ def test_a_record_has_the_same_bytes_by_struct_numpy_and_c(index: Index) -> None
         length=70_000,
         head_length=2048,
         flags=IndexFlag.RECORD | IndexFlag.NAMED,
-        name_length=5000,
+        name_blocks=native.blocks_of(70_000, 5000) - native.blocks_of(70_000),
         expires_at_ms=1 << 41,
         pinned_until_s=77,
         generation=0xFFFFFFFE,

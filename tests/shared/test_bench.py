@@ -104,7 +104,7 @@ RATIOS = {
     "control": {"iteration_over_0.2_ms", "lookup_over_20_ms", "lookup_round_trips"},
     "memory": {"resident_over_allowed"},
     "isolation": {"guess_beyond_chance", "own_guess_beyond_chance"},
-    "recovery": {"seconds_per_million_objects"},
+    "recovery": {"seconds_per_million_objects", "seconds_per_million_named_objects"},
     "pool": {
         "aggregate_over_sum",
         "devices_over_sum",

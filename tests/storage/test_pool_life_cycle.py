@@ -54,6 +54,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
         pool.put(key_of(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
     pool.put(b"name \xff", b"of the default tenant", head_bytes=3)
     pool.put(b"name", b"of one", one)
+    pool.put(b"", b"of the empty key")
     pool.put(b"short", b"x", expires_at_ms=clock.now_ms + 100)
     pool.put(b"long", b"x", expires_at_ms=clock.now_ms + 100)
     pool.set_expiry(b"long", clock.now_ms + 10**9)
@@ -71,6 +72,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     assert pool.call(pool.engine.tenant, "one") == one and pool.call(pool.engine.tenant, "two") != one
     assert pool.value(b"name", tenant=one) == b"of one" and pool.value(b"twice") == b"second"
     assert pool.value(b"name \xff") == b"of the default tenant" and pool.statistics().record_bytes == 21
+    assert pool.value(b"") == b"of the empty key"
     for number in range(20):
         assert pool.value(key_of(chunk(number))) == b"%d" % number * 5_000
     item = pool.peek(b"long")

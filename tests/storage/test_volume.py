@@ -78,7 +78,7 @@ def test_names_tenants_and_notes_come_back_from_log_and_snapshot() -> None:
         store.drain()
         store = store.crashed()
         assert store.volume.report.snapshot_records > 0 if snapshot else store.volume.report.log_records > 0
-        assert store.volume.names == {(5, index_key(long)): long, (0, index_key(b"short")): b"short"}
+        assert store.names() == {(5, index_key(long)): long, (0, index_key(b"short")): b"short"}
         assert store.volume.tenants == {5: b"blue"} and store.volume.notes == {b"wear": b"%d" % snapshot * 100}
         assert store.get(index_key(long), tenant=5) == b"of a long name"
         assert store.get(index_key(long)) is None

@@ -77,7 +77,7 @@ class Driver:
 
     def put(self, key: bytes) -> None:
         value = self.random.randbytes(8) * self.random.randrange(1, 1200)
-        name = b"name of " + key if self.random.random() < 0.3 and key[0] != key[1] else b""
+        name = b"name of " + key if self.random.random() < 0.3 and key[0] != key[1] else None
         what = key, len(self.model.done[key])
         if self.store.put(key, value, what=[what], name=name) is not None:
             assert self.model.do(key, value) == what
@@ -103,7 +103,7 @@ class Driver:
             self.model.check(key, self.store.get(key))
             entry = self.store.entry(key)
             if entry is not None and entry.flags & 2:
-                assert self.store.volume.names[0, key] == b"name of " + key
+                assert self.store.names()[0, key] == b"name of " + key
         used = sum(-(-(2048 + entry.length) // 4096) for key in self.keys if (entry := self.store.entry(key)))
         assert self.store.volume.data_blocks - self.store.volume.free_blocks == used
 

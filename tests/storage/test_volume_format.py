@@ -66,7 +66,7 @@ def test_the_golden_volume_is_opened_for_ever(golden: SimulatedDevice) -> None:
     store = Store(golden)
     check_all(store)
     assert not store.volume.report.notes and store.volume.report.objects == 41
-    assert store.volume.names == {(5, index_key(NAME)): NAME}
+    assert store.names() == {(5, index_key(NAME)): NAME}
     assert store.volume.tenants == {5: b"five"} and store.volume.notes == {b"wear": b"12345"}
     assert store.get(index_key(NAME), tenant=5) == b"named" and store.get(bytes(32)) is None
     first, second = store.entry(KEYS[0]), store.entry(KEYS[1])

@@ -75,14 +75,21 @@ class Store:
         self.generation = self.volume.generation_last
 
     def put(
-        self, key: bytes, value: bytes, *, what: object = None, tenant: int = 0, flags: int = 0, name: bytes = b""
+        self,
+        key: bytes,
+        value: bytes,
+        *,
+        what: object = None,
+        tenant: int = 0,
+        flags: int = 0,
+        name: bytes | None = None,
     ) -> Ticket | None:
         """Write a value; None if there is no room."""
         extent = self.volume.reserve(HEADER + len(value))
         if extent is None:
             return None
         self.generation += 1
-        flags |= RecordFlag.NAMED if name else 0
+        flags |= 0 if name is None else RecordFlag.NAMED
         entry = IndexEntry(
             RecordKind.PUT, flags, 3, 0, tenant, extent, len(value), 0, 7, 0, self.generation, 0, key, NO_PARENT
         )
@@ -97,7 +104,15 @@ class Store:
         slot = self.index.find(tenant, key)
         old = self.index.read(slot) if slot else None
         self.index.insert(
-            tenant, key, device=3, extent=extent, length=len(value), now_s=7, flags=flags, generation=self.generation
+            tenant,
+            key,
+            device=3,
+            extent=extent,
+            length=len(value),
+            now_s=7,
+            name=name,
+            flags=flags,
+            generation=self.generation,
         )
         if old is not None:
             self.volume.free(old.extent, HEADER + old.length)
@@ -145,6 +160,16 @@ class Store:
         """Return what the index knows."""
         slot = self.index.find(tenant, key)
         return self.index.read(slot) if slot else None
+
+    def names(self) -> dict[tuple[int, bytes], bytes]:
+        """Return the texts of keys."""
+        found: dict[tuple[int, bytes], bytes] = {}
+        slot = 0
+        while slot := self.index.next(slot):
+            entry, name = self.index.read(slot), self.index.name(slot)
+            if name is not None:
+                found[entry.tenant, entry.key] = name
+        return found
 
     def get(self, key: bytes, *, tenant: int = 0) -> bytes | None:
         """Return a value; None if it is absent, or not what was sealed."""

@@ -11,13 +11,15 @@ import numpy as np
 
 from shadowserve.cli.bench.report import Chart, Output, Report, output_options, tracked
 from shadowserve.errors import ShadowServeError
-from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index
+from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index, IndexFlag, IndexRecordKind
 
 __all__ = ["build", "recovery"]
 
 _OBJECT_BYTES: Final = 4096
 _LOGGED_SHARE: Final = 0.1
 _POOL: Final = bytes(16)
+_NAMED: Final = "named"
+_KINDS: Final = {"records": "seconds_per_million_objects", _NAMED: "seconds_per_million_named_objects"}
 
 
 @click.command()
@@ -30,34 +32,30 @@ _POOL: Final = bytes(16)
 def recovery(objects: int, pairs: int, directory: Path | None, output: Output) -> None:
     """Open volumes of a quarter, half and all of so many objects: read the snapshot, replay the log, be ready.
 
+    Once with records, whose keys need no text, once with values of other keys, whose texts of 32 bytes the volume has.
     A tenth as many changes as there are objects lie in the log behind the snapshot. The file is read past the page
     cache. The objects' bytes are not there: recovery does not read them.
     """
-    report = Report("recovery", ["objects", "log_records", "metadata_MB", "seconds", "us_per_object"])
-    seconds: dict[int, list[float]] = {}
-    for count in sorted({max(objects // 4, 1), max(objects // 2, 1), objects}):
-        with tempfile.TemporaryDirectory(dir=directory) as folder:
-            path = Path(folder, "volume")
-            build(path, count)
-            taken = [_open(path, count) for _ in tracked(range(pairs), f"recovering {count:,} objects")]
-        seconds[count] = [each.seconds for each in taken]
-        middle = sorted(seconds[count])[pairs // 2]
-        report.row(
-            objects=count,
-            log_records=taken[0].log_records,
-            metadata_MB=(taken[0].snapshot_records + taken[0].log_records) * 132 / 1e6,
-            seconds=middle,
-            us_per_object=middle / count * 1e6,
-        )
-    report.ratio("seconds_per_million_objects", [each / objects * 1e6 for each in seconds[objects]], "at most 2")
-    report.charts.append(
-        Chart(
-            "Recovery over the number of objects",
-            x="objects",
-            y="s",
-            series={"recovery": [(float(row["objects"]), float(row["seconds"])) for row in report.rows]},
-        )
-    )
+    report = Report("recovery", ["keys", "objects", "log_records", "metadata_MB", "seconds", "us_per_object"])
+    series: dict[str, list[tuple[float, float]]] = {}
+    for kind, ratio in _KINDS.items():
+        for count in sorted({max(objects // 4, 1), max(objects // 2, 1), objects}):
+            with tempfile.TemporaryDirectory(dir=directory) as folder:
+                path = Path(folder, "volume")
+                build(path, count, named=kind == _NAMED)
+                taken = [_open(path, count) for _ in tracked(range(pairs), f"recovering {count:,} {kind}")]
+            middle = sorted(each.seconds for each in taken)[pairs // 2]
+            report.row(
+                keys=kind,
+                objects=count,
+                log_records=taken[0].log_records,
+                metadata_MB=(taken[0].snapshot_records + taken[0].log_records) * 132 / 1e6,
+                seconds=middle,
+                us_per_object=middle / count * 1e6,
+            )
+            series.setdefault(kind, []).append((float(count), middle))
+        report.ratio(ratio, [each.seconds / objects * 1e6 for each in taken], "at most 2")
+    report.charts.append(Chart("Recovery over the number of objects", x="objects", y="s", series=series))
     report.finish(output)
 
 
@@ -87,7 +85,7 @@ def _open(path: Path, objects: int) -> _Opened:
     return _Opened(seconds, found.snapshot_records, found.log_records)
 
 
-def build(path: Path, objects: int) -> None:
+def build(path: Path, objects: int, *, named: bool = False) -> None:
     """Make a volume that knows of so many objects, without their bytes: a sparse file."""
     from storage_kv.pool.format import RecordKind, pack_record
     from storage_kv.pool.volume import Volume
@@ -102,16 +100,7 @@ def build(path: Path, objects: int) -> None:
         volume = Volume.open(device, index, 0)
         index.replayed()
         volume.ready()
-        keys = np.random.default_rng(0).bytes(32 * objects)
-        records = np.zeros(objects, INDEX_RECORD_DTYPE)
-        records["kind"], records["flags"] = RecordKind.PUT, 1
-        records["extent"] = superblock.layout.data_first + np.arange(objects)
-        records["length"] = _OBJECT_BYTES - 2048
-        records["generation"] = np.arange(objects)
-        records["accessed_s"] = np.random.default_rng(1).permutation(objects)
-        records["key"] = np.frombuffer(keys, np.uint8).reshape(objects, 32)
-        index.replay(0, superblock.layout.data_first + superblock.layout.data_blocks, records)
-        index.replayed()
+        keys = _fill(index, objects, superblock.layout.data_first, named=named)
         volume.snapshot()
         for step in range(10**9):
             for call in volume.step():
@@ -125,3 +114,21 @@ def build(path: Path, objects: int) -> None:
                 call()
         volume.close()
         index.close()
+
+
+def _fill(index: Index, objects: int, first: int, *, named: bool) -> bytes:
+    """Put objects into an index, whose places on the device begin with ``first``; return their keys."""
+    keys = np.random.default_rng(0).bytes(32 * objects)
+    records = np.zeros(objects, INDEX_RECORD_DTYPE)
+    records["kind"], records["flags"] = IndexRecordKind.PUT, IndexFlag.NAMED if named else IndexFlag.RECORD
+    records["extent"] = first + np.arange(objects)
+    records["length"] = _OBJECT_BYTES - 2048
+    records["generation"] = np.arange(objects)
+    records["accessed_s"] = np.random.default_rng(1).permutation(objects)
+    records["key"] = np.frombuffer(keys, np.uint8).reshape(objects, 32)
+    index.replay(0, first + objects, records)
+    if named:
+        for slot in range(1, objects + 1):
+            index.set_name(slot, b"%032d" % slot)
+    index.replayed()
+    return keys
