@@ -11,13 +11,13 @@ import logging
 import random
 import time
 from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from dpu_dataplane.answers import HEAD_GUESS, Found, Stored, Unanswered, head_size, stored_of
 from dpu_dataplane.config import DataPlaneConfig, split_address
 from dpu_dataplane.links import Dialer, Node
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.storage import BACKOFF_FIRST, BACKOFF_MAX, Redirect
+from dpu_dataplane.storage import BACKOFF_FIRST, BACKOFF_MAX, REDIRECTIONS_MAX, Redirect
 from shadowserve import resp
 from shadowserve.errors import ConfigurationError, StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.keys import storage_key
@@ -37,6 +37,14 @@ _HEADS: Final = 2
 _T = TypeVar("_T")
 
 logger = logging.getLogger(__name__)
+
+
+class _Question(NamedTuple):
+    """A command on its way; ``asking``: it goes with ASKING before it."""
+
+    position: int
+    command: Sequence[Any]
+    asking: bool = False
 
 
 class ClusterClient:
@@ -165,8 +173,9 @@ class ClusterClient:
         if client is None:
             return
         async with self._explained():
-            self._moved.clear()
+            told = dict(self._moved)  # counts until the new map is there, and what is told meanwhile after it
             await client.nodes_manager.initialize()
+            self._moved = {slot: node for slot, node in self._moved.items() if told.get(slot) != node}
 
     @contextlib.asynccontextmanager
     async def _explained(self) -> Any:
@@ -319,56 +328,75 @@ class ClusterClient:
         """Ask one node, in one pipeline. Never raises: what goes wrong is what is found."""
         questions: list[Sequence[Any]] = [("STRLEN", names[index]) for index in group]
         questions += [("GETRANGE", names[index], 0, size - 1) for index in group]
-        try:
-            answers = await self._pipeline(client, node, questions)
-        except Exception as error:  # of redis-py, or what it stumbles over
-            self._note_failure(node)
-            for index in group:
-                found[index] = Unanswered(f"{node.host}:{node.port} does not answer: {error or type(error).__name__}")
-            return
+        answers = await self._pipeline(client, node, questions)
         for index, length, head in zip(group, answers[: len(group)], answers[len(group) :], strict=True):
             found[index] = self._judge(node, length, head)
 
     async def _pipeline(self, client: "RedisCluster", node: Any, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Send commands to a node in one go and return their answers; errors are values.
 
-        Keys of a slot that is on its way are asked for again where it goes. redis-py does that, too, but sends ASKING
-        over one connection of its pool and the command over another one.
+        What another node has is asked for there at once, as a chunk's bytes are: the map, which is read again behind a
+        MOVED, may come from a node that has not heard of it yet. redis-py follows ASK, too, but sends ASKING over one
+        connection of its pool and the command over another one.
         """
-        from redis.asyncio.cluster import PipelineCommand
-        from redis.exceptions import AskError, MovedError
-
-        sent = [PipelineCommand(position, *command) for position, command in enumerate(commands)]
-        await node.execute_pipeline(sent)
-        answers = [command.result for command in sent]
-        asked: dict[tuple[str, int], list[int]] = {}
-        for position, answer in enumerate(answers):
-            if isinstance(answer, AskError) and not isinstance(answer, MovedError):
-                asked.setdefault((answer.host, answer.port), []).append(position)
-        for (host, port), positions in asked.items():
-            target = client.get_node(host=host, port=port)
-            if target is not None:
-                again = [PipelineCommand(i, *each) for i in positions for each in (("ASKING",), commands[i])]
-                await target.execute_pipeline(again)
-                for position, command in zip(positions, again[1::2], strict=True):
-                    answers[position] = command.result
+        answers: list[Any] = [None] * len(commands)
+        asked = {node: [_Question(position, command) for position, command in enumerate(commands)]}
+        for _ in range(REDIRECTIONS_MAX + 1):
+            sent = await asyncio.gather(*(self._send(*group) for group in asked.items()))
+            redirected: dict[Any, list[_Question]] = {}
+            for (target, questions), results in zip(asked.items(), sent, strict=True):
+                for question, answer in zip(questions, results, strict=True):
+                    answers[question.position] = answer
+                    redirect = self._redirected(target, answer)
+                    known = redirect and client.get_node(host=redirect.node.host, port=redirect.node.port)
+                    if redirect and known:  # else the map is read again
+                        redirected.setdefault(known, []).append(question._replace(asking=redirect.asking))
+            if not redirected:
+                break
+            asked = redirected
         return answers
 
-    def _judge(self, node: Any, length: Any, head: Any) -> Found:
+    async def _send(self, node: Any, questions: "Sequence[_Question]") -> list[Any]:
+        """Return one node's answers; a StorageUnavailableError for each that does not come."""
+        from redis.asyncio.cluster import PipelineCommand
         from redis.exceptions import ConnectionError as Lost
-        from redis.exceptions import MovedError, RedisError
         from redis.exceptions import TimeoutError as Late
 
+        sent = [PipelineCommand(each.position, *each.command) for each in questions]
+        between = [[PipelineCommand(each.position, "ASKING")] if each.asking else [] for each in questions]
+        try:
+            await node.execute_pipeline(
+                [one for pair in zip(between, sent, strict=True) for one in (*pair[0], pair[1])]
+            )
+            answers = [command.result for command in sent]
+        except Exception as error:  # of redis-py, or what it stumbles over
+            answers = [Lost(str(error) or type(error).__name__)] * len(sent)
+        for position, answer in enumerate(answers):
+            if isinstance(answer, Lost | Late | OSError):
+                self._note_failure(node)
+                answers[position] = StorageUnavailableError(f"{node.host}:{node.port} does not answer: {answer}")
+        return answers
+
+    def _redirected(self, node: Any, answer: Any) -> Redirect | None:
+        from redis.exceptions import AskError, MovedError
+
+        if not isinstance(answer, AskError):  # of which MovedError is one
+            return None
+        word = "MOVED" if isinstance(answer, MovedError) else "ASK"
+        text = f"{word} {answer.slot_id} {_bracket(answer.host)}:{answer.port}"
+        return self.redirect(Node(node.host, int(node.port)), text)
+
+    def _judge(self, node: Any, length: Any, head: Any) -> Found:
+        from redis.exceptions import AskError, RedisError
+
         error = length if isinstance(length, Exception) else head
-        where = f"{node.host}:{node.port}"
         if isinstance(error, RedisError) and str(error).startswith("WRONGTYPE"):
             return stored_of(resp.ErrorReply(b"WRONGTYPE"), b"") or None
-        if isinstance(error, MovedError):
-            self.redirect(Node(node.host, int(node.port)), f"MOVED {error.slot_id} {_bracket(error.host)}:{error.port}")
-            return Unanswered(f"{where} says that {error.host}:{error.port} has the slot of this key")
-        if isinstance(error, Lost | Late | OSError):
-            self._note_failure(node)
-            return Unanswered(f"{where} does not answer: {error}")
+        where = f"{node.host}:{node.port}"
+        if isinstance(error, AskError):
+            return Unanswered(f"{where} and its like send us on, last to {error.host}:{error.port}")
+        if isinstance(error, StorageError):
+            return Unanswered(str(error))
         if isinstance(error, Exception):
             return Unanswered(f"{where} refused STRLEN or GETRANGE: {error}", refused=True)
         entry = stored_of(length, head)

@@ -27,17 +27,26 @@ from shadowserve import resp
 from shadowserve.errors import ProtocolError, StorageError, StorageUnavailableError
 from shadowserve.keys import storage_key
 
-__all__ = ["BACKOFF_FIRST", "BACKOFF_MAX", "QUESTION_KEYS_MAX", "Redirect", "Storage", "StorageClient"]
+__all__ = [
+    "BACKOFF_FIRST",
+    "BACKOFF_MAX",
+    "QUESTION_KEYS_MAX",
+    "REDIRECTIONS_MAX",
+    "Redirect",
+    "Storage",
+    "StorageClient",
+]
 
 META_KEYS_MAX: Final = 1024
 """Keys in one command: twice a prompt of 128K tokens, and some 3 MB of answer for 32 layers."""
 QUESTION_KEYS_MAX: Final = 8 * META_KEYS_MAX
 """Keys in one round trip: 16 ranks' chains of 128K tokens."""
+REDIRECTIONS_MAX: Final = 5
+"""Of one key in one plan: as many as a slot that moves, and moves on, makes of it; Redis's own clients take 16."""
 BACKOFF_FIRST: Final = 0.05
 BACKOFF_MAX: Final = 0.5
 STABLE_TIME: Final = 1.0
 """Seconds that a connection must have held for the next failure not to count as the same outage."""
-
 
 logger = logging.getLogger(__name__)
 

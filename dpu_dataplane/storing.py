@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Final
 
 from dpu_dataplane.answers import Found, Stored, Unanswered
 from dpu_dataplane.catalog import Catalog, Fault, inspect_head
@@ -19,7 +18,7 @@ from dpu_dataplane.jobs import Job, Stop, Turnstile
 from dpu_dataplane.links import DataLinks, Link, Node
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
-from dpu_dataplane.storage import QUESTION_KEYS_MAX, Storage
+from dpu_dataplane.storage import QUESTION_KEYS_MAX, REDIRECTIONS_MAX, Storage
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
@@ -39,9 +38,6 @@ _OUTCOMES = {
     Result.NOT_SUPPORTED: pb.OUTCOME_UNSUPPORTED_CODEC,
     Result.DEVICE: pb.OUTCOME_DEVICE,
 }
-
-_REDIRECTIONS_MAX: Final = 5
-"""Of one record: as for reading."""
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +255,7 @@ class Storer:
         """Put one record on the node that takes it, going where a cluster's nodes send us."""
         [node] = self._storage.route([key], master=True)
         asking = False
-        for _ in range(_REDIRECTIONS_MAX + 1):
+        for _ in range(REDIRECTIONS_MAX + 1):
             if node is None:
                 raise StorageUnavailableError(f"storage {self._storage.name}: no node has the slot of this key")
             put.node = node
@@ -272,7 +268,7 @@ class Storer:
                 return result, text
             self._metrics.storage_redirections += 1
             node, asking = redirect
-        return Result.REFUSED, f"redirected {_REDIRECTIONS_MAX} times, last with: {text}"
+        return Result.REFUSED, f"redirected {REDIRECTIONS_MAX} times, last with: {text}"
 
     async def _say_asking(self, link: Link) -> None:
         async with self._storage.dialer.deadline("ASKING", str(link.node)):

@@ -19,7 +19,7 @@ from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.links import DataLinks, Link, Node
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import FetchPlan
-from dpu_dataplane.storage import Storage
+from dpu_dataplane.storage import REDIRECTIONS_MAX, Storage
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.native import Result
@@ -28,8 +28,6 @@ __all__ = ["NODES_MAX", "Transfer", "Transferred"]
 
 NODES_MAX: Final = 256
 """Of a cluster, in one round: the C core's limit. What more nodes have is fetched in the next one."""
-_REDIRECTIONS_MAX: Final = 5
-"""Of one chunk in one plan: as many as a slot that moves, and moves on, makes of it; Redis's own clients take 16."""
 
 
 @dataclass
@@ -164,8 +162,8 @@ class Transfer:
         asked = course.nodes[index]
         assert asked is not None
         course.redirections[index] += 1
-        if course.redirections[index] > _REDIRECTIONS_MAX:
-            course.texts[index] = f"redirected {_REDIRECTIONS_MAX} times, last with: {course.texts[index]}"
+        if course.redirections[index] > REDIRECTIONS_MAX:
+            course.texts[index] = f"redirected {REDIRECTIONS_MAX} times, last with: {course.texts[index]}"
             return False
         redirect = self._storage.redirect(asked, course.texts[index])
         if redirect is None:

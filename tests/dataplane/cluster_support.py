@@ -182,6 +182,17 @@ class Cluster:
     def replica_of(self, master: ClusterNode) -> ClusterNode:
         return next(node for node in self.replicas() if node.redis.info("replication")["master_port"] == master.port)
 
+    def all_know(self, slot: int, master: ClusterNode) -> bool:
+        """Whether every node has heard that a slot is a master's: a client asks any of them for the map."""
+        return all(
+            any(
+                each[0] <= slot <= each[1] and each[2][1] == master.port
+                for each in node.redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
+            )
+            for node in self.nodes
+            if node.process is not None
+        )
+
     def put(self, key: bytes, value: bytes) -> None:
         """Store a value under a chunk's key, whatever was there, and wait for the replicas."""
         master = self.master_of(key)

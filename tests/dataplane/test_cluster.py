@@ -11,6 +11,7 @@ import pytest
 from cluster_support import PASSWORD, Cluster, ClusterNode, cluster_config, slot_of
 from dataplane_support import Client, expected, keys_of, kv, layout, make_record
 from machine import PATIENCE_S, free_port, until, wait_for
+from redis.asyncio.cluster import NodesManager
 from redis.exceptions import RedisError
 
 from dpu_dataplane.server import Daemon
@@ -104,6 +105,7 @@ async def test_a_slot_that_has_moved_is_followed_and_remembered(cluster: Cluster
         source = cluster.master_of(moved)
         target = another(cluster, source)
         cluster.move(slot_of(moved), source, target)
+        await until(lambda: cluster.all_know(slot_of(moved), target))
         for redirections in (1, 1):  # the second fetch knows
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
@@ -174,6 +176,24 @@ async def test_nodes_that_send_us_in_circles_cost_one_chunk_and_its_successors(c
         finally:
             source.redis.execute_command("CLUSTER SETSLOT", slot_of(key), "STABLE")
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
+
+
+async def test_heads_are_found_while_the_map_is_behind_what_nodes_say(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(cluster, head_cache_bytes=0) as (_, client):
+        assert (await client.lookup(KEYS)).hits == [len(KEYS)]
+
+        async def of_a_node_that_has_not_heard(_: NodesManager) -> None: ...
+
+        monkeypatch.setattr(NodesManager, "initialize", of_a_node_that_has_not_heard)
+        for key in KEYS[2:4]:
+            source = await asyncio.to_thread(cluster.master_of, key)
+            await asyncio.to_thread(cluster.move, slot_of(key), source, another(cluster, source))
+        for _ in range(2):
+            assert (await client.lookup(KEYS)).hits == [len(KEYS)]
+            answer = await client.fetch(KEYS)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
 
 
 async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster) -> None:
