@@ -8,8 +8,12 @@ it was submitted. Whoever wants order waits for completions and flushes.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-__all__ = ["BlockStatistics", "Operation", "OperationKind", "Priority"]
+if TYPE_CHECKING:
+    from shadowserve.native import Result
+
+__all__ = ["BlockStatistics", "ObjectFields", "Operation", "OperationKind", "Priority"]
 
 
 class OperationKind(IntEnum):
@@ -30,6 +34,29 @@ class Priority(IntEnum):
     BACKGROUND = 2
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectFields:
+    """What an object's header says.
+
+    Attributes:
+        key: 32 bytes.
+        tenant: whose it is.
+        length: bytes of the value.
+        generation: of the write that made it. Where it is expected: 0 for any.
+        head_length: bytes of a record's head; 0 for what is no record.
+        name_length: bytes of the key's text behind the value.
+        flags: of the index.
+    """
+
+    key: bytes
+    tenant: int
+    length: int
+    generation: int = 0
+    head_length: int = 0
+    name_length: int = 0
+    flags: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Operation:
     """One read or write, a flush, or a discard.
@@ -42,9 +69,13 @@ class Operation:
             or a discard.
         priority: whose turn it is.
         done: called with the operation by whoever takes it back from the device.
+        expected: of a read that begins with an object's header: what must have come. A device may check that, in a
+            thread of its own, and tell by ``verdict``; who reads checks what the device has not.
+        expected_units: how many units of the value, from the first on, come with the header.
         error: why it failed; None if it did not.
         begin_ns: monotonic clock when the device got its first part.
-        end_ns: when it was complete.
+        end_ns: when it was complete, but for a check.
+        verdict: what ``check_object`` says of what came; None where the device did not check it, or failed.
     """
 
     kind: OperationKind
@@ -53,9 +84,12 @@ class Operation:
     address: int
     priority: Priority
     done: Callable[["Operation"], None]
+    expected: ObjectFields | None = None
+    expected_units: int = 0
     error: OSError | None = None
     begin_ns: int = 0
     end_ns: int = 0
+    verdict: "Result | None" = None
 
 
 @dataclass(frozen=True, slots=True)

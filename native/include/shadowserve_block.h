@@ -10,6 +10,54 @@
 #include "shadowserve.h"
 
 /* cffi:begin */
+/* ---- Objects ------------------------------------------------------------------------------------------------- */
+
+/*
+ * An object is how a value lies on a device, and in memory that is written there: a header of 2048 bytes, the value,
+ * its key's text where it has a name, zeros up to a multiple of 4096. docs/storage-format.md has every field.
+ */
+struct ss_object_fields {
+    uint8_t key[32];
+    uint64_t generation;  /* of the write that made it */
+    uint32_t length;      /* bytes of the value */
+    uint32_t head_length; /* of a record's head, the first bytes of the value; 0: no record */
+    uint32_t name_length; /* bytes of text behind the value */
+    uint16_t tenant;
+    uint16_t flags; /* of the index; not interpreted here */
+};
+
+enum { SS_OBJECT_HEADER_BYTES = 2048 };
+
+/* ss_object_bytes() returns the size of an object; a multiple of 4096. */
+SS_API uint64_t ss_object_bytes(uint32_t length, uint32_t name_length);
+
+/* ss_object_unit() returns how many bytes of a value of that length have one checksum; the last ones may be fewer. */
+SS_API uint32_t ss_object_unit(uint32_t length);
+
+/*
+ * ss_object_seal() writes header and padding around a value that is in place at object + 2048 and a name behind it.
+ * SS_BAD_ARGUMENT where 'size' is less than ss_object_bytes() says, or head_length more than length.
+ */
+SS_API enum ss_result ss_object_seal(void *object, uint64_t size, const struct ss_object_fields *fields);
+
+/*
+ * ss_object_read() reads a header's fields. SS_BAD_DATA: no header of an object, or of another version; SS_CHECKSUM:
+ * not the header that was written.
+ */
+SS_API enum ss_result ss_object_read(const void *header, struct ss_object_fields *fields);
+
+/*
+ * ss_object_check() tells whether 'header' (2048 bytes) is that of the expected object, by key, tenant, length and,
+ * unless 0, generation, and whether 'data' are 'count' units of its value from unit 'first' on (count 0: only the
+ * header). SS_OK; SS_BAD_DATA and SS_CHECKSUM as above, or 'data' is not what was sealed; SS_NOT_FOUND: another sound
+ * object (a read or a write that went elsewhere); SS_BAD_ARGUMENT: there are no such units.
+ */
+SS_API enum ss_result ss_object_check(const void *header, const struct ss_object_fields *expected, uint32_t first,
+                                      uint32_t count, const void *data);
+
+/* ss_object_check_name() does the same for the name: 'name' has header's name_length bytes. SS_OK or SS_CHECKSUM. */
+SS_API enum ss_result ss_object_check_name(const void *header, const void *name);
+
 /* ---- Block devices ------------------------------------------------------------------------------------------- */
 
 enum ss_block_access {
@@ -50,6 +98,9 @@ struct ss_block_options {
  *
  * Operations are not ordered among each other. A flush makes durable what was written by operations that had been
  * completed before it was submitted.
+ *
+ * A read of an object, or of its first units, may be checked by the thread that read it before it is completed: so
+ * devices check beside each other, and whoever takes completions only looks at verdicts.
  */
 struct ss_block_operation {
     enum ss_block_kind kind;
@@ -58,14 +109,18 @@ struct ss_block_operation {
     uint64_t length;
     void *memory; /* at a multiple of 512; the caller's alone to keep, and to leave alone, until completion */
     uint64_t tag; /* returned with the completion */
+    struct ss_object_fields
+        expected;            /* where it is checked: what must be in 'memory' then, as ss_object_check() says */
+    uint32_t expected_units; /* from the first on; 0: the header alone */
+    uint32_t is_checked;     /* 1: a read that is checked, of as many bytes as these units and the header */
 };
 
 struct ss_block_completion {
     uint64_t tag;
     uint64_t begin_ns; /* CLOCK_MONOTONIC: when its first request went to the device; of one that never did, end_ns */
-    uint64_t end_ns;
-    int32_t error; /* errno, 0: all of it was done; ECANCELED: stopped before it began */
-    uint32_t reserved;
+    uint64_t end_ns;   /* when the device had done all of it: what checking took comes later */
+    int32_t error;     /* errno, 0: all of it was done; ECANCELED: stopped before it began */
+    enum ss_result verdict; /* of ss_object_check(); SS_NOT_SUPPORTED: was not to be checked, or failed */
 };
 
 struct ss_block_statistics {
@@ -138,51 +193,6 @@ SS_API enum ss_result ss_block_stop(struct ss_block *block, uint32_t timeout_ms)
 /* ss_block_close() stops it, unless that was done, for at most 10 s, and lets the device go. NULL is allowed. */
 SS_API void ss_block_close(struct ss_block *block);
 
-/* ---- Objects ------------------------------------------------------------------------------------------------- */
-
-/*
- * An object is how a value lies on a device, and in memory that is written there: a header of 2048 bytes, the value,
- * its key's text where it has a name, zeros up to a multiple of 4096. docs/storage-format.md has every field.
- */
-struct ss_object_fields {
-    uint8_t key[32];
-    uint64_t generation;  /* of the write that made it */
-    uint32_t length;      /* bytes of the value */
-    uint32_t head_length; /* of a record's head, the first bytes of the value; 0: no record */
-    uint32_t name_length; /* bytes of text behind the value */
-    uint16_t tenant;
-    uint16_t flags; /* of the index; not interpreted here */
-};
-
-/* ss_object_bytes() returns the size of an object; a multiple of 4096. */
-SS_API uint64_t ss_object_bytes(uint32_t length, uint32_t name_length);
-
-/* ss_object_unit() returns how many bytes of a value of that length have one checksum; the last ones may be fewer. */
-SS_API uint32_t ss_object_unit(uint32_t length);
-
-/*
- * ss_object_seal() writes header and padding around a value that is in place at object + 2048 and a name behind it.
- * SS_BAD_ARGUMENT where 'size' is less than ss_object_bytes() says, or head_length more than length.
- */
-SS_API enum ss_result ss_object_seal(void *object, uint64_t size, const struct ss_object_fields *fields);
-
-/*
- * ss_object_read() reads a header's fields. SS_BAD_DATA: no header of an object, or of another version; SS_CHECKSUM:
- * not the header that was written.
- */
-SS_API enum ss_result ss_object_read(const void *header, struct ss_object_fields *fields);
-
-/*
- * ss_object_check() tells whether 'header' (2048 bytes) is that of the expected object, by key, tenant, length and,
- * unless 0, generation, and whether 'data' are 'count' units of its value from unit 'first' on (count 0: only the
- * header). SS_OK; SS_BAD_DATA and SS_CHECKSUM as above, or 'data' is not what was sealed; SS_NOT_FOUND: another sound
- * object (a read or a write that went elsewhere); SS_BAD_ARGUMENT: there are no such units.
- */
-SS_API enum ss_result ss_object_check(const void *header, const struct ss_object_fields *expected, uint32_t first,
-                                      uint32_t count, const void *data);
-
-/* ss_object_check_name() does the same for the name: 'name' has header's name_length bytes. SS_OK or SS_CHECKSUM. */
-SS_API enum ss_result ss_object_check_name(const void *header, const void *name);
 /* cffi:end */
 
 #endif /* SHADOWSERVE_BLOCK_H */

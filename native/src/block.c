@@ -2,11 +2,12 @@
 /*
  * block.c - a block device: its life, and the way of an operation through it
  *
- *     submit -> [schedule] -> a driver's thread -> kernel -> the thread -> [completed] -> eventfd, completions
+ *     submit -> [schedule] -> a driver's thread -> kernel -> the thread, check -> [completed] -> eventfd, completions
  *
  * Who submits and who takes completions only queues and takes, under one lock that is never held during a system call
  * that may wait. Drivers: block_uring.c and block_nvme.c have one thread with a ring, block_threads.c one thread for
- * each request in flight. Each asks ss_schedule_next() for requests and reports them with ss_block_finish_request().
+ * each request in flight. Each asks ss_schedule_next() for requests, reports them with ss_block_finish_request(), and
+ * checks with ss_block_check_next() what is to be checked, once the device has something to do again.
  */
 #include "block.h"
 
@@ -286,8 +287,20 @@ int ss_block_access_available(enum ss_block_access access) {
 
 /* ---- Operations ------------------------------------------------------------------------------------------------ */
 
+/* Whether what is to be checked is all there. */
+static int check_is_valid(const struct ss_block_operation *operation) {
+    uint64_t value = (uint64_t)operation->expected_units * ss_object_unit(operation->expected.length);
+    uint64_t length = operation->expected.length;
+
+    return operation->kind == SS_BLOCK_READ &&
+           operation->length >= SS_OBJECT_HEADER_BYTES + (value < length ? value : length);
+}
+
 static int is_valid(const struct ss_block *block, const struct ss_block_operation *operation) {
     if ((unsigned)operation->kind > SS_BLOCK_DISCARD || (unsigned)operation->priority >= SS_PRIORITIES) {
+        return 0;
+    }
+    if (operation->is_checked && !check_is_valid(operation)) {
         return 0;
     }
     if (operation->kind == SS_BLOCK_FLUSH) {
@@ -352,6 +365,24 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
     ss_schedule_done(&block->schedule, request, error, ss_block_now());
     announce(block, completed);
     return 0;
+}
+
+int ss_block_check_next(struct ss_block *block) {
+    struct ss_entry *entry = ss_schedule_unchecked(&block->schedule);
+
+    if (entry == NULL) {
+        return 0;
+    }
+    pthread_mutex_unlock(&block->lock);
+    const struct ss_block_operation *operation = &entry->operation;
+    const uint8_t *object = operation->memory;
+    enum ss_result verdict =
+        ss_object_check(object, &operation->expected, 0, operation->expected_units, object + SS_OBJECT_HEADER_BYTES);
+    pthread_mutex_lock(&block->lock);
+    uint32_t completed = block->schedule.completed.count;
+    ss_schedule_checked(&block->schedule, entry, verdict);
+    announce(block, completed);
+    return 1;
 }
 
 size_t ss_block_completions(struct ss_block *block, struct ss_block_completion *completions, size_t max) {

@@ -18,7 +18,8 @@ struct ss_block_driver {
     const char *name;
     /* Makes what it needs and starts threads that run ss_block_run(). SS_NOT_SUPPORTED: the kernel refuses it. */
     enum ss_result (*start)(struct ss_block *block);
-    /* One of its threads: returns, with the lock held as before, when 'stopping' is set and it has no request. */
+    /* One of its threads: returns, with the lock held as before, when 'stopping' is set and it has no request, and
+     * nothing that it finished is left to be checked. */
     void (*run)(struct ss_block *block);
     /* There may be requests to start, or 'stopping' was set. */
     void (*wake)(struct ss_block *block);
@@ -71,6 +72,10 @@ enum ss_result ss_block_open_with(const struct ss_block_options *options, const 
 /* ss_block_finish_request() tells what became of a request: bytes done or -errno. Returns whether it is to be tried
  * again, or its rest is. With the lock held. */
 int ss_block_finish_request(struct ss_block *block, struct ss_request *request, int64_t outcome);
+
+/* ss_block_check_next() checks one read that is done, and completes it; returns whether there was one. With the lock
+ * held, which it lets go of in between. A driver's threads call it at least once for each request that they finish. */
+int ss_block_check_next(struct ss_block *block);
 
 /* ss_block_start_thread() runs driver->run() in a new thread. */
 enum ss_result ss_block_start_thread(struct ss_block *block, uint32_t number);

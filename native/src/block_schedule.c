@@ -97,13 +97,14 @@ enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_
         struct ss_entry *entry = schedule->free_entries;
         schedule->free_entries = entry->next;
         schedule->free_count--;
-        *entry = (struct ss_entry){.operation = operations[index], .submitted_ns = now_ns, .is_queued = 1};
+        *entry = (struct ss_entry){
+            .operation = operations[index], .submitted_ns = now_ns, .verdict = SS_NOT_SUPPORTED, .is_queued = 1};
         queue_push(&schedule->waiting[operations[index].priority], entry);
     }
     return SS_OK;
 }
 
-/* Of an operation that ended: no request of it is in flight, and it is in no queue. */
+/* Of an operation that the device has done: no request of it is in flight, and it is in no queue. */
 static void complete(struct ss_schedule *schedule, struct ss_entry *entry, uint64_t now_ns) {
     struct ss_block_statistics *statistics = &schedule->statistics;
     const struct ss_block_operation *operation = &entry->operation;
@@ -123,6 +124,30 @@ static void complete(struct ss_schedule *schedule, struct ss_entry *entry, uint6
         statistics->last_error = entry->error;
         statistics->gone |= entry->error == ENODEV || entry->error == ENXIO;
     }
+    int is_unchecked = entry->error == 0 && operation->is_checked;
+    queue_push(is_unchecked ? &schedule->unchecked[operation->priority] : &schedule->completed, entry);
+}
+
+struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule) {
+    struct ss_entry *entry = NULL;
+
+    for (uint32_t priority = 0; priority < SS_PRIORITIES && entry == NULL; priority++) {
+        entry = queue_pop(&schedule->unchecked[priority]);
+    }
+    return entry;
+}
+
+int ss_schedule_has_unchecked(const struct ss_schedule *schedule) {
+    uint32_t count = 0;
+
+    for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
+        count += schedule->unchecked[priority].count;
+    }
+    return count > 0;
+}
+
+void ss_schedule_checked(struct ss_schedule *schedule, struct ss_entry *entry, enum ss_result verdict) {
+    entry->verdict = verdict;
     queue_push(&schedule->completed, entry);
 }
 
@@ -171,8 +196,11 @@ size_t ss_schedule_take(struct ss_schedule *schedule, struct ss_block_completion
     struct ss_entry *entry;
 
     while (count < max && (entry = queue_pop(&schedule->completed)) != NULL) {
-        completions[count++] = (struct ss_block_completion){
-            .tag = entry->operation.tag, .begin_ns = entry->begin_ns, .end_ns = entry->end_ns, .error = entry->error};
+        completions[count++] = (struct ss_block_completion){.tag = entry->operation.tag,
+                                                            .begin_ns = entry->begin_ns,
+                                                            .end_ns = entry->end_ns,
+                                                            .error = entry->error,
+                                                            .verdict = entry->verdict};
         entry->next = schedule->free_entries;
         schedule->free_entries = entry;
         schedule->free_count++;

@@ -21,6 +21,7 @@ struct ss_entry {
     uint64_t started;   /* bytes that were given out in requests */
     uint32_t in_flight; /* requests */
     int32_t error;
+    enum ss_result verdict;
     int is_queued; /* in a queue: not all of it was given out */
     struct ss_entry *next;
 };
@@ -50,6 +51,7 @@ struct ss_schedule {
     struct ss_entry *free_entries;
     uint32_t free_count;
     struct ss_entry_queue waiting[SS_PRIORITIES];
+    struct ss_entry_queue unchecked[SS_PRIORITIES]; /* done, but for the check */
     struct ss_entry_queue completed;
     struct ss_request *requests;
     struct ss_request *free_requests;
@@ -80,6 +82,15 @@ struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_n
 
 /* A request ended; the operation is completed with the last one of its requests. */
 void ss_schedule_done(struct ss_schedule *schedule, struct ss_request *request, int32_t error, uint64_t now_ns);
+
+/* Gives out a read that is done and has to be checked, the most urgent first; NULL: there is none. */
+struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule);
+
+/* Whether there is one. */
+int ss_schedule_has_unchecked(const struct ss_schedule *schedule);
+
+/* It was checked, and so is completed. */
+void ss_schedule_checked(struct ss_schedule *schedule, struct ss_entry *entry, enum ss_result verdict);
 
 /* Ends what has not begun with ECANCELED, and lets nothing else begin. */
 void ss_schedule_stop(struct ss_schedule *schedule, uint64_t now_ns);

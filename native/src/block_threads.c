@@ -64,6 +64,7 @@ static void threads_run(struct ss_block *block) {
             outcome = perform(block, request);
             pthread_mutex_lock(&block->lock);
         } while (ss_block_finish_request(block, request, outcome));
+        (void)ss_block_check_next(block); /* this one's operation, if that is done, or another thread's */
     }
 }
 

@@ -2,8 +2,9 @@
 /*
  * block_uring.c - a device through io_uring: one thread, one ring, the file and the arenas registered with it
  *
- * The thread fills the ring with what the schedule gives, submits, and waits for completions. One of these is of a read
- * of an eventfd, by which others wake it. It is woken only while it waits, so a busy device costs no extra calls.
+ * The thread fills the ring with what the schedule gives, submits, checks one read that is done or, where there is
+ * none, waits for completions. One of these is of a read of an eventfd, by which others wake it. It is woken only while
+ * it waits, so a busy device costs no extra calls.
  *
  * Neither a polling thread of the kernel (SQPOLL) nor polling for completions (IOPOLL) is used: docs/storage-devices.md
  * says what was found.
@@ -238,6 +239,14 @@ void ss_ring_run(struct ss_block *block) {
     for (;;) {
         while ((request = ss_schedule_next(&block->schedule, ss_block_now())) != NULL) {
             start_request(block, request);
+        }
+        if (ss_schedule_has_unchecked(&block->schedule)) {
+            pthread_mutex_unlock(&block->lock);
+            (void)io_uring_submit(&ring->ring); /* first the device; what it does not take now stays in the ring */
+            pthread_mutex_lock(&block->lock);
+            (void)ss_block_check_next(block);
+            reap(block);
+            continue;
         }
         if (block->stopping && block->schedule.statistics.in_flight == 0) {
             return; /* the read of the eventfd ends with the ring */

@@ -11,7 +11,7 @@
 
 #include <string.h>
 
-#define HEADER_BYTES 2048u
+#define HEADER_BYTES SS_OBJECT_HEADER_BYTES
 #define ALIGNMENT 4096u
 #define UNIT_BYTES_MIN 65536u
 #define UNITS_MAX 448u

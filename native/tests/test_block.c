@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * Block devices, over each access that there is: what was written is read, from several threads, out of registered
- * memory and other; and what cannot be is refused.
+ * memory and other, and checked on request; and what cannot be is refused.
  *
  * Without arguments on files in this folder and in memory. 'test_block ACCESS PATH' does the first part on a device,
  * and destroys what is on it.
@@ -133,6 +133,126 @@ static void test_on(const char *path, enum ss_block_access access, uint64_t size
     ss_block_close(block);
     munmap(memory, HALF);
     free(expected);
+}
+
+enum { OBJECTS = 24, VALUE_MAX = 300000 };
+
+struct stored {
+    struct ss_object_fields fields;
+    uint64_t offset, size;
+    enum ss_result verdict; /* that is right */
+};
+
+/* Seals objects one after the other, and spoils some of them, or what is expected of them. */
+static void objects_make(struct stored *objects, uint8_t *memory) {
+    uint64_t offset = 0;
+
+    random_fill(memory, HALF);
+    for (uint32_t index = 0; index < OBJECTS; index++) {
+        struct ss_object_fields fields = {.generation = 1 + index, .length = (uint32_t)random_below(VALUE_MAX) + 70000};
+        random_fill(fields.key, sizeof fields.key);
+        uint64_t size = ss_object_bytes(fields.length, 0);
+        uint8_t *object = memory + offset;
+        CHECK(ss_object_seal(object, size, &fields) == SS_OK, "seal");
+        objects[index] = (struct stored){.fields = fields, .offset = offset, .size = size, .verdict = SS_OK};
+        offset += size;
+        switch (index % 6) {
+        case 1: /* rot in the last unit */
+            object[SS_OBJECT_HEADER_BYTES + fields.length - 1] ^= 1;
+            objects[index].verdict = SS_CHECKSUM;
+            break;
+        case 2:
+            object[100] ^= 1;
+            objects[index].verdict = SS_CHECKSUM;
+            break;
+        case 3: /* an earlier put */
+            objects[index].fields.generation++;
+            objects[index].verdict = SS_NOT_FOUND;
+            break;
+        case 4:
+            memset(object, 0, PAGE);
+            objects[index].verdict = SS_BAD_DATA;
+            break;
+        }
+    }
+}
+
+static struct ss_block_operation checked_read(const struct stored *object, uint8_t *memory, uint64_t tag) {
+    return (struct ss_block_operation){.kind = SS_BLOCK_READ,
+                                       .priority = (enum ss_block_priority)(tag % 3),
+                                       .offset = object->offset,
+                                       .length = object->size,
+                                       .memory = memory + object->offset,
+                                       .tag = tag,
+                                       .expected = object->fields,
+                                       .expected_units = (object->fields.length + 65535) / 65536,
+                                       .is_checked = 1};
+}
+
+/* Takes all completions that are there, and notes their verdicts by tag. */
+static size_t verdicts_take(struct ss_block *block, enum ss_result *verdicts, int32_t *errors) {
+    struct ss_block_completion completions[OBJECTS];
+    size_t taken = ss_block_completions(block, completions, OBJECTS);
+
+    for (size_t index = 0; index < taken; index++) {
+        verdicts[completions[index].tag] = completions[index].verdict;
+        errors[completions[index].tag] = completions[index].error;
+    }
+    return taken;
+}
+
+static void test_reads_are_checked(const char *path, enum ss_block_access access) {
+    struct ss_block *block = device_open(path, access, SIZE);
+    struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
+    uint8_t *memory = memory_make(HALF);
+    struct stored objects[OBJECTS];
+    struct ss_block_operation operations[OBJECTS];
+    enum ss_result verdicts[OBJECTS];
+    int32_t errors[OBJECTS];
+
+    objects_make(objects, memory);
+    perform(block, SS_BLOCK_WRITE, 0, HALF, memory, 0);
+    for (int how = 0; how < 3; how++) { /* whole; only the first unit; not at all */
+        memset(memory, 0, HALF);
+        for (size_t index = 0; index < OBJECTS; index++) {
+            operations[index] = checked_read(&objects[index], memory, index);
+            operations[index].is_checked = how < 2;
+            if (how == 1) {
+                operations[index].expected_units = 1;
+                operations[index].length = (uint64_t)17 * PAGE;
+            }
+        }
+        CHECK(ss_block_submit(block, operations, OBJECTS) == SS_OK, "submit");
+        for (size_t count = 0; count < OBJECTS; count += verdicts_take(block, verdicts, errors)) {
+            CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1, "nothing ended");
+        }
+        for (size_t index = 0; index < OBJECTS; index++) {
+            enum ss_result right = how == 2                     ? SS_NOT_SUPPORTED
+                                   : how == 1 && index % 6 == 1 ? SS_OK /* the rot is further on */
+                                                                : objects[index].verdict;
+            CHECK(verdicts[index] == right && errors[index] == 0, "object %zu: %d, not %d", index, (int)verdicts[index],
+                  (int)right);
+        }
+    }
+    struct ss_block_operation wrong = checked_read(&objects[0], memory, 0);
+    wrong.length = wrong.length / PAGE / 2 * PAGE;
+    CHECK(ss_block_submit(block, &wrong, 1) == SS_BAD_ARGUMENT, "less than what is to be checked");
+    wrong = checked_read(&objects[0], memory, 0);
+    wrong.kind = SS_BLOCK_WRITE;
+    CHECK(ss_block_submit(block, &wrong, 1) == SS_BAD_ARGUMENT, "a write");
+    /* What ends with the device is either checked or cancelled. */
+    for (size_t index = 0; index < OBJECTS; index++) {
+        operations[index] = checked_read(&objects[index], memory, index);
+    }
+    CHECK(ss_block_submit(block, operations, OBJECTS) == SS_OK, "submit");
+    CHECK(ss_block_stop(block, PATIENCE_MS) == SS_OK, "stop");
+    CHECK(verdicts_take(block, verdicts, errors) == OBJECTS, "all of them ended");
+    for (size_t index = 0; index < OBJECTS; index++) {
+        enum ss_result right = errors[index] == 0 ? objects[index].verdict : SS_NOT_SUPPORTED;
+        CHECK(verdicts[index] == right && (errors[index] == 0 || errors[index] == ECANCELED), "object %zu", index);
+    }
+    ss_block_close(block);
+    munmap(memory, HALF);
 }
 
 /* Submits 'count' operations, and returns the errno of the last one that failed. */
@@ -331,6 +451,7 @@ int main(int argc, char **argv) {
                 continue;
             }
             test_on(paths[which], accesses[index], SIZE);
+            test_reads_are_checked(paths[which], accesses[index]);
             test_several_threads(paths[which], accesses[index]);
             test_a_file_that_was_cut_off_is_an_error(paths[which], accesses[index]);
             test_closing_ends_everything(paths[which], accesses[index]);

@@ -269,6 +269,44 @@ static void test_stopping_ends_what_has_not_begun(void) {
     ss_schedule_free(&schedule);
 }
 
+static enum ss_result submit_checked(enum ss_block_priority priority) {
+    struct ss_block_operation operation = {.kind = SS_BLOCK_READ,
+                                           .priority = priority,
+                                           .length = 4096,
+                                           .memory = memory,
+                                           .tag = ++next_tag,
+                                           .is_checked = 1};
+    return ss_schedule_submit(&schedule, &operation, 1, now_ns);
+}
+
+static void test_what_is_to_be_checked_ends_with_its_check(void) {
+    struct ss_block_completion completion;
+    start(8);
+    CHECK(submit_checked(SS_BLOCK_PRIORITY_BACKGROUND) == SS_OK, "scrub");
+    done(given(1), 0);
+    CHECK(submit_checked(SS_BLOCK_PRIORITY_FOREGROUND) == SS_OK, "read");
+    CHECK(submit_checked(SS_BLOCK_PRIORITY_FOREGROUND) == SS_OK, "read");
+    struct ss_request *second = given(2), *third = given(3);
+    done(second, 0);
+    done(third, EIO);
+    taken(3, EIO); /* there is nothing to check */
+    nothing_taken();
+    CHECK(ss_schedule_has_unchecked(&schedule), "two are left");
+    struct ss_entry *first = ss_schedule_unchecked(&schedule);
+    CHECK(first != NULL && first->operation.tag == 2, "what a client waits for comes first");
+    struct ss_entry *scrub = ss_schedule_unchecked(&schedule);
+    CHECK(scrub != NULL && scrub->operation.tag == 1, "then others");
+    CHECK(ss_schedule_unchecked(&schedule) == NULL && !ss_schedule_has_unchecked(&schedule), "no more");
+    nothing_taken();
+    ss_schedule_checked(&schedule, scrub, SS_CHECKSUM);
+    CHECK(ss_schedule_take(&schedule, &completion, 1) == 1 && completion.tag == 1 && completion.error == 0 &&
+              completion.verdict == SS_CHECKSUM,
+          "its verdict");
+    ss_schedule_checked(&schedule, first, SS_OK);
+    CHECK(ss_schedule_take(&schedule, &completion, 1) == 1 && completion.verdict == SS_OK, "its verdict");
+    ss_schedule_free(&schedule);
+}
+
 static void test_times_are_counted(void) {
     struct ss_block_statistics statistics;
     start(4);
@@ -298,6 +336,7 @@ int main(void) {
     test_after_a_failure_nothing_more_of_an_operation_begins();
     test_what_is_submitted_is_bounded();
     test_stopping_ends_what_has_not_begun();
+    test_what_is_to_be_checked_ends_with_its_check();
     test_times_are_counted();
     return 0;
 }

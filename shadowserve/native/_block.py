@@ -11,11 +11,10 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from shadowserve.block import BlockStatistics, Operation
+from shadowserve.block import BlockStatistics, ObjectFields, Operation
 from shadowserve.errors import BusyError, DeviceError, NativeError
 from shadowserve.latency import LatencyHistogram
 from shadowserve.native._library import Result, check, ffi, lib
@@ -68,7 +67,7 @@ def block_access_available(access: BlockAccess) -> bool:
 
 
 class BlockDevice:
-    """A file or device that is this process' alone.
+    """A file or device that is this process' alone. It checks what operations say that they expect.
 
     Safe to use from several threads. After :meth:`close` only :meth:`completed` gives anything.
 
@@ -174,7 +173,8 @@ class BlockDevice:
         Raises:
             BusyError: there are too many already.
             DeviceError: the device is closed.
-            NativeError: with ``Result.BAD_ARGUMENT``, one is not within the device, or not aligned.
+            NativeError: with ``Result.BAD_ARGUMENT``, one is not within the device, not aligned, or too short for what
+                it expects.
         """
         described = ffi.new("struct ss_block_operation[]", len(operations))
         tags = list(itertools.islice(self._tags, len(operations)))
@@ -183,6 +183,9 @@ class BlockDevice:
             entry.offset, entry.length = operation.offset, operation.length
             entry.memory = ffi.cast("void *", operation.address)
             entry.tag = tag
+            if operation.expected is not None:
+                _describe(entry.expected, operation.expected)
+                entry.expected_units, entry.is_checked = operation.expected_units, 1
         with self._lock:
             block = self._open()
             self._operations.update(zip(tags, operations, strict=True))
@@ -213,6 +216,8 @@ class BlockDevice:
                 self.latencies[_KINDS[operation.kind]].add(completion.end_ns - completion.begin_ns)
                 if completion.error:
                     operation.error = self._error(completion.error, operation)
+                elif operation.expected is not None:
+                    operation.verdict = Result(completion.verdict)
                 ended.append(operation)
         return ended
 
@@ -338,29 +343,6 @@ def _refused(code: int, name: str, operations: Sequence[Operation]) -> None:
 # ---- Objects --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectFields:
-    """What an object's header says.
-
-    Attributes:
-        key: 32 bytes.
-        tenant: whose it is.
-        length: bytes of the value.
-        generation: of the write that made it. Where it is expected: 0 for any.
-        head_length: bytes of a record's head; 0 for what is no record.
-        name_length: bytes of the key's text behind the value.
-        flags: of the index.
-    """
-
-    key: bytes
-    tenant: int
-    length: int
-    generation: int = 0
-    head_length: int = 0
-    name_length: int = 0
-    flags: int = 0
-
-
 def object_bytes(length: int, name: bytes = b"") -> int:
     """Return the size of an object with a value of ``length`` bytes and the key's text ``name``; a multiple of 4096."""
     return int(lib.ss_object_bytes(length, len(name)))
@@ -455,11 +437,15 @@ def check_object_name(header: "ReadableBuffer", name: "ReadableBuffer") -> Resul
 
 def _described(fields: ObjectFields) -> Any:
     described = ffi.new("struct ss_object_fields *")
+    _describe(described, fields)
+    return described
+
+
+def _describe(described: Any, fields: ObjectFields) -> None:
     described.key = fields.key
     described.tenant, described.flags = fields.tenant, fields.flags
     described.generation, described.length = fields.generation, fields.length
     described.head_length, described.name_length = fields.head_length, fields.name_length
-    return described
 
 
 def _has_header(size: int) -> None:

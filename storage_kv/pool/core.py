@@ -49,7 +49,7 @@ class Counters:
         placement_ns: time spent in choosing devices and extents, evictions for them included.
         grouping_ns: time spent in planning reads, finding memory for them, and taking them back.
         submission_ns: time spent in handing them to the devices and back: calls into the kernel.
-        verify_ns: time spent in checking what was read; apart from the node's lock.
+        verify_ns: time spent in checking what was read and its device had not checked; apart from the node's lock.
         shared_reads: requests that were served by another one's read.
         partial_reads: reads of a part of an object.
         copied_bytes: of values that were stored from other memory than the pool's.

@@ -27,7 +27,10 @@ _SLICE_S = 0.05
 
 
 class BlockDevice(Protocol):
-    """A block device or a preallocated file, for one process."""
+    """A block device or a preallocated file, for one process.
+
+    It may check what operations say that they expect, and set ``verdict``; one that does not leaves it None.
+    """
 
     name: str
     capacity_bytes: int

@@ -3,9 +3,11 @@
 A read of a whole object becomes a copy in memory without being copied. Requests for one object while it is being read
 wait for that read. A small part of a large object (a record's head) is read alone: header and the units around it.
 
-What comes back is checked outside of the node's lock, in the engine's thread: that it is the object that was asked for,
-of that very put, and that each unit has its checksum. What fails is dropped, its extent kept out of use, the reason
-counted, and whoever asked gets None: a miss.
+What comes back is checked outside of the node's lock: that it is the object that was asked for, of that very put, and
+that each unit has its checksum. The device's own thread does that, so that reads of several devices are checked beside
+each other. What a device has not checked, because the bytes come in two operations or it is one that never does, the
+engine's thread checks. What fails is dropped, its extent kept out of use, the reason counted, and whoever asked gets
+None: a miss.
 """
 
 from collections import deque
@@ -52,6 +54,7 @@ class _Read:
     left: int = 0
     depth: int = 0
     begun: bool = False
+    verdict: Result | None = None
     failure: str | None = None
     error: OSError | None = None
 
@@ -141,9 +144,13 @@ class Reader:
             self._ended_operations.append((read, operation))  # in the engine's thread, without the lock
 
         began = self._core.ticks()
-        for offset, length in parts:
-            read.disk.volume.read(entry.extent, offset, length, address, Priority.FOREGROUND, done)
-            address += length
+        volume, expected = read.disk.volume, entry.header
+        if len(parts) == 1:
+            volume.read(entry.extent, 0, parts[0][1], address, Priority.FOREGROUND, done, expected, read.units)
+        else:  # what the device checks is one operation's
+            for offset, length in parts:
+                volume.read(entry.extent, offset, length, address, Priority.FOREGROUND, done)
+                address += length
         took = self._core.ticks() - began
         self._core.counters.submission_ns += took
         self._core.counters.grouping_ns -= took  # the calls into the kernel are I/O, not orchestration
@@ -154,6 +161,7 @@ class Reader:
         if operation.error is not None:
             read.failure, read.error = "io_error", operation.error
         else:
+            read.verdict = operation.verdict
             disk.read_bytes += operation.length
             disk.reads += 1
             disk.meter.note(operation.length, operation.begin_ns, operation.end_ns, read.depth)
@@ -173,7 +181,7 @@ class Reader:
         return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def verify(self, reads: list[_Read]) -> None:
-        """Check what was read; without the node's lock."""
+        """Check what was read and was not checked by its device; without the node's lock."""
         for read in reads:
             if read.failure is None:
                 began = self._core.ticks()
@@ -185,7 +193,7 @@ class Reader:
         entry, buffer = read.entry, read.buffer
         assert buffer is not None
         data = buffer.view(HEADER_BYTES if read.first_unit == 0 else BLOCK_BYTES + HEADER_BYTES, buffer.size)
-        return failure_of(entry, buffer.view(0, HEADER_BYTES), read.first_unit, read.units, data)
+        return failure_of(entry, read.verdict, buffer.view(0, HEADER_BYTES), read.first_unit, read.units, data)
 
     def finish(self, reads: list[_Read]) -> list[tuple[Done, Lease | None]]:
         """Make copies and leases of what was read; return who is to be told, without the lock."""
@@ -231,9 +239,14 @@ class Reader:
         self.pump()
 
 
-def failure_of(entry: Entry, header: memoryview, first_unit: int, units: int, data: memoryview) -> str | None:
-    """Return why bytes in memory are not what ``entry`` says; None if they are."""
-    result = check_object(header, entry.header, data, first_unit, units)
+def failure_of(
+    entry: Entry, verdict: Result | None, header: memoryview, first_unit: int, units: int, data: memoryview
+) -> str | None:
+    """Return why bytes in memory are not what ``entry`` says; None if they are.
+
+    They are checked here unless the device that read them has: then ``verdict`` is what it found.
+    """
+    result = check_object(header, entry.header, data, first_unit, units) if verdict is None else verdict
     if result is Result.OK:
         return None
     return "misdirected" if result is Result.NOT_FOUND else "rotten"

@@ -12,7 +12,7 @@ from typing import Final
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import ShadowServeError
-from shadowserve.native import object_unit
+from shadowserve.native import Result, object_unit
 from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
 from storage_kv.pool.core import Core, Entry
 from storage_kv.pool.disk import Disk, Quarantined
@@ -34,6 +34,7 @@ class _Check:
     disk: Disk
     entry: Entry
     buffer: Buffer
+    verdict: Result | None = None
     failure: str | None = None
     error: Exception | None = None
 
@@ -112,28 +113,29 @@ class Scrubber:
 
     def _begin(self, check: _Check) -> None:
         def done(operation: Operation) -> None:
-            check.error = operation.error
+            check.error, check.verdict = operation.error, operation.verdict
             self._read.append(check)
 
         self._under_way += 1
         check.disk.use(check.entry.extent)
-        check.disk.volume.read(check.entry.extent, 0, check.entry.size, check.buffer.address, Priority.BACKGROUND, done)
+        entry, address = check.entry, check.buffer.address
+        check.disk.volume.read(
+            entry.extent, 0, entry.size, address, Priority.BACKGROUND, done, entry.header, _units(entry)
+        )
 
     def take_read(self) -> list[_Check]:
         """Return what has been read, to be verified."""
         return [self._read.popleft() for _ in range(len(self._read))]
 
     def verify(self, checks: list[_Check]) -> None:
-        """Check what was read; without the node's lock."""
+        """Check what was read and was not checked by its device; without the node's lock."""
         for check in checks:
             if check.error is not None:
                 check.failure = "io_error"
                 continue
             entry, buffer = check.entry, check.buffer
-            units = -(-entry.length // object_unit(entry.length))
-            check.failure = failure_of(
-                entry, buffer.view(0, HEADER_BYTES), 0, units, buffer.view(HEADER_BYTES, buffer.size)
-            )
+            header, data = buffer.view(0, HEADER_BYTES), buffer.view(HEADER_BYTES, buffer.size)
+            check.failure = failure_of(entry, check.verdict, header, 0, _units(entry), data)
 
     def finish(self, checks: list[_Check]) -> None:
         """Drop what was not what had been stored; free what passed its test."""
@@ -206,3 +208,7 @@ class Scrubber:
         whole = _PATTERN * (test.buffer.size // len(_PATTERN) + 1)
         test.passed = operation.error is None and test.buffer.view(0, test.buffer.size) == whole[: test.buffer.size]
         self._tests.append(test)
+
+
+def _units(entry: Entry) -> int:
+    return -(-entry.length // object_unit(entry.length))

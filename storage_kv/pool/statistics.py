@@ -83,7 +83,7 @@ class PoolStatistics(EngineStatistics):
         placement_ns: in choosing homes, and evicting for them.
         grouping_ns: in planning reads, finding memory for them, and taking them back.
         submission_ns: in handing reads to devices and taking them back: calls into the kernel, which count as I/O.
-        verify_ns: in checking what was read, apart from the lock.
+        verify_ns: in checking what was read and its device had not checked, apart from the lock.
         lookups: keys looked up.
         shared_reads: requests that another one's read served.
         partial_reads: reads of parts of objects.

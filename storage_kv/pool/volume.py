@@ -17,7 +17,7 @@ from typing import Final
 
 from shadowserve.errors import BusyError as DeviceBusyError
 from shadowserve.errors import ShadowServeError
-from shadowserve.native import Extents, Index
+from shadowserve.native import Extents, Index, ObjectFields
 from storage_kv.engine import BusyError, OutOfBudgetError, Ticket, wall_clock_ms
 from storage_kv.pool.device import BlockDevice, Operation, OperationKind, Priority
 from storage_kv.pool.format import (
@@ -418,8 +418,13 @@ class Volume:
         address: int,
         priority: Priority,
         done: Callable[[Operation], None],
+        expected: ObjectFields | None = None,
+        expected_units: int = 0,
     ) -> None:
-        """Read bytes of an object, header included, in whole blocks; step() returns the call of ``done``."""
+        """Read bytes of an object in whole blocks; step() returns the call of ``done``.
+
+        ``expected`` and ``expected_units`` are :class:`Operation`'s, for bytes from the header on.
+        """
         begin = extent * BLOCK_BYTES + offset
         self._submit(
             [
@@ -430,6 +435,8 @@ class Volume:
                     address,
                     priority,
                     lambda operation: self._calls.append(lambda: done(operation)),
+                    expected,
+                    expected_units,
                 )
             ]
         )

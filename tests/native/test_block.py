@@ -362,6 +362,31 @@ def test_an_object_says_what_it_is() -> None:
     assert caught.value.result == Result.BAD_DATA
 
 
+def test_a_device_checks_what_is_expected_of_a_read(device: BlockDevice, memory: Memory) -> None:
+    content, expected = sealed(200_000, generation=7)
+    memory.view[: len(content)] = content
+    perform(device, operation(OperationKind.WRITE, 4096, len(content), memory.address, Priority.WRITE))
+    content[2048 + 150_000] ^= 1
+    memory.view[: len(content)] = content
+    perform(device, operation(OperationKind.WRITE, 1 << 20, len(content), memory.address, Priority.WRITE))
+
+    def verdict(offset: int, fields: ObjectFields | None, units: int, length: int = len(content)) -> Result | None:
+        read = operation(OperationKind.READ, offset, length, memory.address)
+        read.expected, read.expected_units = fields, units
+        (ended,) = perform(device, read)
+        assert ended.error is None
+        return ended.verdict
+
+    assert verdict(4096, expected, 4) is Result.OK
+    assert verdict(4096, None, 0) is None
+    assert verdict(4096, dataclasses.replace(expected, generation=8), 4) is Result.NOT_FOUND
+    assert verdict(1 << 20, expected, 4) is Result.CHECKSUM
+    assert verdict(1 << 20, expected, 2, 36 * 4096) is Result.OK
+    assert verdict(8192, expected, 4) is Result.BAD_DATA
+    with pytest.raises(NativeError, match="submitting"):
+        verdict(4096, expected, 4, 36 * 4096)
+
+
 def test_the_checksum_is_the_one_that_is_documented() -> None:
     memory, expected = sealed(100_000)
     assert [int.from_bytes(memory[256 + 4 * i : 260 + 4 * i], "little") for i in range(3)] == [

@@ -2,16 +2,19 @@
 
 import errno
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_driver import Change, Clock, Driver
-from pool_support import DEVICE_BYTES, MIB, configuration, pool_statistics, simulated_pool
+from pool_support import DEVICE_BYTES, MIB, configuration, file_pool, pool_statistics, simulated_pool
 from simulated_device import SimulatedDevice
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
+from shadowserve.native import Result, check_object
 from storage_kv.engine import qualified
+from storage_kv.pool import reads
 from storage_kv.pool.engine import PoolEngine, PoolItem
 from storage_kv.pool.volume import VolumeError
 
@@ -79,6 +82,35 @@ def test_rot_in_a_part_that_nobody_reads_does_not_spoil_the_others() -> None:
     assert pool.value(b"a", 1_000, 50_000) == value[1_000:50_000]
     assert pool.value(b"a", 899_000, 901_000) is None
     assert pool_statistics(pool).lost == {"rotten": 1}
+    pool.stop()
+
+
+def test_a_real_device_checks_reads_itself_and_the_engine_what_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = Driver(file_pool([tmp_path / "device"]))
+    checked: list[int] = []
+
+    def checking(header: Any, expected: Any, data: Any, first: int, count: int) -> Result:
+        checked.append(first)
+        return check_object(header, expected, data, first, count)
+
+    monkeypatch.setattr(reads, "check_object", checking)
+    value = bytes(range(250)) * 4_000
+    for key in (b"sound", b"rotten", b"part"):
+        pool.put(key, value)
+    with (tmp_path / "device").open("r+b") as file:
+        for key in (b"rotten", b"part"):
+            file.seek(place_of(pool, key)[1] + 900_000)
+            file.write(b"\xff")  # never a byte of the value
+    cool(pool)
+    assert pool.value(b"sound") == value and pool.value(b"rotten") is None
+    assert pool.value(b"part", 0, 50_000) == value[:50_000]
+    assert checked == []
+    assert pool.value(b"part", 400_000, 450_000) == value[400_000:450_000]
+    assert pool.value(b"part", 890_000, 910_000) is None
+    assert checked == [6, 13]  # parts behind the header, which come in two operations
+    assert pool_statistics(pool).lost == {"rotten": 2}
     pool.stop()
 
 
