@@ -11,8 +11,8 @@ can choose the first two, so that another tenant's key is to every engine simply
 
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from shadowserve import errors
@@ -161,9 +161,13 @@ class EngineStatistics:
         records: entries that are valid records.
         record_bytes: bytes of their values.
         evicted_keys: removed to make room.
+        evictions: of these, how many for each cause: ``quota``, a tenant has more than its quota; ``budget``, all have
+            more than the engine may hold; of an engine with devices also ``device``, one is full or has as much as it
+            may, and ``memory``, of what lies in memory alone.
         evicted_bytes: bytes of their keys and values.
         expired_keys: removed because their time had come.
         lost_keys: dropped because their bytes could not be read, or were not what had been stored.
+        lost: of these, how many for each reason; of an engine as a whole only.
         failed_writes: values that could not be made durable; their writers have been told.
     """
 
@@ -181,6 +185,8 @@ class EngineStatistics:
     pinned_keys: int = 0
     lost_keys: int = 0
     failed_writes: int = 0
+    evictions: Mapping[str, int] = field(compare=False, default_factory=dict)
+    lost: Mapping[str, int] = field(compare=False, default_factory=dict)
 
 
 class Engine(Protocol):

@@ -113,6 +113,8 @@ class Sample:
             "records": int(self.number("records")),
             "evicted_keys": int(self.number("evicted_keys")),
             "evictions": _pairs(self.fields.get("evictions", "")),
+            "lost_objects": _pairs(self.fields.get("lost_objects", "")),
+            "expired_keys": int(self.number("expired_keys")),
             "scrub_rotten": int(self.number("scrub_rotten")),
             "writing_bytes": int(self.number("writing_bytes")),
             "devices": self.groups("device"),
@@ -172,11 +174,20 @@ def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableT
         ("commands", f"{view['commands_per_s']:,.0f} /s", "commands_per_s"),
         ("memory", used, "memory_used_bytes"),
         ("evicted", f"{view['evicted_keys_per_s']:,.1f} /s, {_size(view['evicted_bytes_per_s'])}/s", ""),
+        ("gone", _gone(view), ""),
         ("clients", f"{view['clients']:,}", ""),
         ("records", f"{view['records']:,}", ""),
     ):
         table.add_row(title, text, watcher.line(line))
     return Group(table, *_devices(view), *_commands(view))
+
+
+def _gone(view: Mapping[str, Any]) -> str:
+    """Return why keys went since the server's start, the most frequent cause first."""
+    causes = {**view["evictions"], **view["lost_objects"], "expired": view["expired_keys"]}
+    return ", ".join(
+        f"{cause} {count:,}" for cause, count in sorted(causes.items(), key=lambda each: -each[1]) if count
+    )
 
 
 def _devices(view: Mapping[str, Any]) -> list[RenderableType]:

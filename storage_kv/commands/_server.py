@@ -4,7 +4,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from shadowserve import __version__
@@ -134,6 +134,8 @@ def _info_shadowserve(node: Node) -> _Fields:
         ("meta_keys", counters.meta_keys),
         ("lost_values", counters.lost),
         ("evicted_bytes", engine.evicted_bytes),
+        ("evictions", _counts(engine.evictions)),
+        ("lost_objects", _counts(engine.lost)),
         ("held_bytes", engine.held_bytes),
         ("connections_denied", counters.connections_denied),
         ("idle_clients_closed", counters.idle_clients),
@@ -144,6 +146,10 @@ def _info_shadowserve(node: Node) -> _Fields:
         ("audit_lines", node.audit.written),
         ("audit_lines_lost", node.audit.lost),
     ]
+
+
+def _counts(found: Mapping[str, int]) -> str:
+    return ",".join(f"{name}={count}" for name, count in sorted(found.items()))
 
 
 def _info_commandstats(node: Node) -> _Fields:
@@ -178,7 +184,6 @@ def _info_devices(node: Node) -> _Fields:
         ("quarantined_bytes", seen.quarantined_bytes),
         ("scrub_bytes", seen.scrub.bytes),
         ("scrub_rotten", seen.scrub.rotten),
-        ("evictions", ",".join(f"{cause}={count}" for cause, count in sorted(seen.evictions.items()))),
     ]
     for number, device in enumerate(seen.devices):
         shown = {

@@ -57,6 +57,7 @@ class Account:
     """What one tenant has.
 
     Attributes:
+        evicted_for_quota: of the evicted keys those that went because of its own quota.
         items: by qualified key, the least recently used first.
         index: clients' keys in the order of their creation.
         children: how many present entries name a chunk as their parent, by the name; only for those with any.
@@ -67,6 +68,7 @@ class Account:
     __slots__ = (
         "children",
         "evicted_bytes",
+        "evicted_for_quota",
         "evicted_keys",
         "expired_keys",
         "expiring_keys",
@@ -93,7 +95,7 @@ class Account:
         self.has_quota = False
         self.used_bytes = self.held_bytes = self.peak_bytes = 0
         self.records = self.record_bytes = 0
-        self.evicted_keys = self.evicted_bytes = self.expired_keys = 0
+        self.evicted_keys = self.evicted_for_quota = self.evicted_bytes = self.expired_keys = 0
         self.expiring_keys = self.pinned_keys = 0
 
     def adopt(self, parent: bytes) -> None:
@@ -124,12 +126,18 @@ class Walk:
 
     Nothing is changed; what was taken counts as gone. An entry that had to stay for its children's sake is named as
     soon as the last of them has been taken: then it is the oldest again.
+
+    Attributes:
+        account: whose.
+        taken: with their keys.
+        taken_bytes: what they cost.
+        for_quota: how many of them, the first ones, were taken because of the tenant's own quota.
     """
 
     def __init__(self, account: Account, now_ms: int, spared: MemoryItem | None) -> None:
         """Begin at the oldest. ``spared`` is passed over, for it is being replaced."""
         self.account = account
-        self.taken_bytes = 0
+        self.taken_bytes = self.for_quota = 0
         self.taken: list[tuple[bytes, MemoryItem]] = []
         self._now_ms = now_ms
         self._spared = spared

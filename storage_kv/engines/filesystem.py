@@ -122,7 +122,8 @@ class FilesystemEngine(MemoryEngine):
         self._queue: list[tuple[int, FileItem]] = []  # of them, what the thread can begin
         self._barriers: list[tuple[int, Ticket]] = []
         self._failed_changes: list[tuple[int, Exception]] = []
-        self._lost_keys = self._failed_writes = 0
+        self._lost = {"io_error": 0, "rotten": 0}
+        self._failed_writes = 0
         self._idle = threading.Condition()
 
     # ---- Life
@@ -215,19 +216,20 @@ class FilesystemEngine(MemoryEngine):
 
     def _read(self, item: FileItem, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
         data: memoryview | None = None
-        lost = True
+        lost: str | None = "rotten"
         try:
             data = self._files.read(item.name, start, end)
         except Exception as error:  # whatever it was, the reader hears of it
-            lost = not isinstance(error, MemoryError) and getattr(error, "errno", None) not in _PASSING
+            passing = isinstance(error, MemoryError) or getattr(error, "errno", None) in _PASSING
+            lost = None if passing else "io_error"
             _log.warning("read_failed file=%s error=%r", item.name.digest.hex(), str(error))
         with self._lock:
             item.reads -= 1
             if data is None:
                 self._end_read(end - start)
-            if data is None and lost:
-                self._lost_keys += 1
-                _log.warning("value_lost file=%s reason='not what was written'", item.name.digest.hex())
+            if data is None and lost is not None:
+                self._lost[lost] += 1
+                _log.warning("value_lost file=%s reason=%s", item.name.digest.hex(), lost)
                 if item.stored:
                     self._drop(item.key, item)
             self._remove_if_unused(item)
@@ -345,7 +347,8 @@ class FilesystemEngine(MemoryEngine):
         found = super().statistics(tenant)
         if tenant is not None:
             return found
-        return replace(found, lost_keys=self._lost_keys, failed_writes=self._failed_writes)
+        lost = dict(self._lost)
+        return replace(found, lost_keys=sum(lost.values()), lost=lost, failed_writes=self._failed_writes)
 
     # ---- Changes: removed files, changed attributes
 

@@ -271,6 +271,7 @@ class MemoryEngine:
         walk = Walk(account, self._clock_ms(), None)
         while self._beyond_quota(account, 0, 0, walk) and walk.peek() is not None:
             walk.take()
+        walk.for_quota = len(walk.taken)
         self._evict(walk)
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -288,6 +289,8 @@ class MemoryEngine:
             found = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big")) or Account()
             accounts, peak_bytes = [found], found.peak_bytes
             budget_bytes = min(budget_bytes, budget_bytes if found.quota_bytes is None else found.quota_bytes)
+        evicted = sum(account.evicted_keys for account in accounts)
+        for_quota = sum(account.evicted_for_quota for account in accounts)
         return EngineStatistics(
             keys=sum(len(account.items) for account in accounts),
             expiring_keys=sum(account.expiring_keys for account in accounts),
@@ -297,7 +300,8 @@ class MemoryEngine:
             peak_bytes=peak_bytes,
             records=sum(account.records for account in accounts),
             record_bytes=sum(account.record_bytes for account in accounts),
-            evicted_keys=sum(account.evicted_keys for account in accounts),
+            evicted_keys=evicted,
+            evictions={"budget": evicted - for_quota, "quota": for_quota},
             evicted_bytes=sum(account.evicted_bytes for account in accounts),
             expired_keys=sum(account.expired_keys for account in accounts),
             pinned_keys=sum(account.pinned_keys for account in accounts),
@@ -343,6 +347,7 @@ class MemoryEngine:
                 if own.peek() is None:
                     raise OutOfBudgetError("the tenant's quota is used up, and nothing of it may be evicted")
                 missing -= own.take()
+            own.for_quota = len(own.taken)
         walks, missing = self._plan(missing, old, account, cost - freed, own)
         if missing > 0:
             raise OutOfBudgetError(f"{missing} bytes are missing: the rest of the budget is held by replies under way")
@@ -402,6 +407,7 @@ class MemoryEngine:
 
     def _evict(self, walk: Walk) -> None:
         account = walk.account
+        account.evicted_for_quota += walk.for_quota
         for key, item in walk.taken:
             account.evicted_keys += 1
             account.evicted_bytes += len(key) + item.length

@@ -101,6 +101,7 @@ _ARENA_GAUGES: Final[_Table] = (
 )
 _ARENA_COUNTERS: Final[_Table] = (
     ("arena_promotions", "promoted", "Objects copied into an arena because they were hot."),
+    ("arena_copies_dropped", "dropped", "Copies in an arena that went to make room; their devices have the objects."),
 )
 _OBSERVED_GAUGES: Final[_Table] = (
     ("quarantined_bytes", "quarantined_bytes", "Bytes of extents kept out of use because they are faulty."),

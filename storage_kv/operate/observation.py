@@ -64,6 +64,7 @@ class ArenaObservation:
         used_bytes: of it in use.
         copies: objects that it holds a copy of.
         promoted: objects that were copied in because they were hot.
+        dropped: copies that went to make room.
     """
 
     name: str
@@ -71,6 +72,7 @@ class ArenaObservation:
     used_bytes: int = 0
     copies: int = 0
     promoted: int = 0
+    dropped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ class Observation:
     Attributes:
         devices: one for each.
         arenas: one for each.
-        evictions: keys that went, by cause, such as ``budget``, ``quota``, ``device``.
+        evictions: keys removed to make room, by cause: ``budget``, ``quota``, ``device``, ``memory``.
         admission: values by what became of them, such as ``stored``, ``held_back``.
         scrub: the background scrub.
         lost: entries dropped because of their bytes, by reason.
@@ -124,7 +126,9 @@ def observe(engine: object) -> Observation:
         return found
     statistics = getattr(engine, "statistics", None)
     totals = statistics() if statistics is not None else None
-    return _of_totals(totals) if hasattr(totals, "devices") else Observation()
+    if hasattr(totals, "devices"):
+        return _of_totals(totals)
+    return Observation() if totals is None else Observation(evictions=totals.evictions, lost=totals.lost)
 
 
 def _of_totals(totals: Any) -> Observation:
@@ -155,9 +159,10 @@ def _of_totals(totals: Any) -> Observation:
                 used_bytes=totals.memory_used_bytes,
                 copies=totals.memory_objects,
                 promoted=totals.promotions,
+                dropped=totals.copies_dropped,
             )
         ],
-        evictions={"budget": totals.evicted_keys, "memory": totals.copies_dropped},
+        evictions=totals.evictions,
         admission={
             "held_back": totals.held_back,
             "wear_refused": sum(each.wear_refused for each in devices),
@@ -167,7 +172,7 @@ def _of_totals(totals: Any) -> Observation:
             rotten=getattr(totals, "scrub_rotten", 0),
             passes=getattr(totals, "scrub_passes", 0),
         ),
-        lost=dict(totals.lost),
+        lost=totals.lost,
         quarantined_bytes=sum(each.quarantined_bytes for each in devices),
         writing_bytes=totals.writing_bytes,
         reads_pending=totals.waiting_reads,

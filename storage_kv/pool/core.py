@@ -6,7 +6,7 @@ Everything here is called with the node's lock held.
 import hashlib
 import os
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
@@ -31,7 +31,7 @@ _NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stale", "stran
 class TenantCounters:
     """What has become of a tenant's objects, and the bytes of those that are records."""
 
-    evicted_keys: int = 0
+    evictions: Counter[str] = field(default_factory=Counter)
     evicted_bytes: int = 0
     expired_keys: int = 0
     lost_keys: int = 0

@@ -1,11 +1,12 @@
 """What the pool says of itself."""
 
 from storage_kv.engine import EngineStatistics
-from storage_kv.pool.core import Core
+from storage_kv.pool.core import Core, TenantCounters
 from storage_kv.pool.disk import Disk
 from storage_kv.pool.homes import Homes
 from storage_kv.pool.opening import Opened
 from storage_kv.pool.reads import Reader
+from storage_kv.pool.space import EVICTION_CAUSES
 from storage_kv.pool.statistics import DeviceStatistics, PoolStatistics
 from storage_kv.pool.writes import Writer
 
@@ -26,7 +27,8 @@ def tenant_statistics(core: Core, tenant: int, budget_bytes: int, pinned: int) -
         peak_bytes=totals.bytes,
         records=totals.records,
         record_bytes=counters.record_bytes,
-        evicted_keys=counters.evicted_keys,
+        evicted_keys=counters.evictions.total(),
+        evictions=_by_cause(counters),
         evicted_bytes=counters.evicted_bytes,
         expired_keys=counters.expired_keys,
         lost_keys=counters.lost_keys,
@@ -52,7 +54,8 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
         peak_bytes=max(peak_bytes, totals.bytes + held),
         records=totals.records,
         record_bytes=summed.record_bytes,
-        evicted_keys=summed.evicted_keys,
+        evicted_keys=summed.evictions.total(),
+        evictions=_by_cause(summed),
         evicted_bytes=summed.evicted_bytes,
         expired_keys=summed.expired_keys,
         lost_keys=summed.lost_keys,
@@ -85,6 +88,10 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
         shared_reads=counters.shared_reads,
         partial_reads=counters.partial_reads,
     )
+
+
+def _by_cause(counters: TenantCounters) -> dict[str, int]:
+    return {cause: counters.evictions[cause] for cause in EVICTION_CAUSES}
 
 
 def _device_statistics(core: Core, homes: Homes, disk: Disk) -> DeviceStatistics:

@@ -14,8 +14,10 @@ from storage_kv.pool.core import MEMORY_ONLY, Core, Entry
 from storage_kv.pool.disk import Disk
 from storage_kv.pool.keys import CHUNK_KEY_BYTES
 
-__all__ = ["Quota", "Space"]
+__all__ = ["EVICTION_CAUSES", "Quota", "Space"]
 
+EVICTION_CAUSES: Final = ("budget", "device", "memory", "quota")
+"""Why an object goes: all have too much, a device is full, memory alone has it and is full, its tenant has too much."""
 _TRIES_MAX: Final = 4_096
 """Copies dropped for one object: as many of 4 KiB as one of 16 MiB takes."""
 _HEADROOM_SHARE: Final = 0.01
@@ -36,6 +38,11 @@ class Quota:
 
     bytes_max: int | None = None
     keys_max: int | None = None
+
+    def is_exceeded(self, used_bytes: int, keys: int) -> bool:
+        """Return whether so much is too much."""
+        too_large = self.bytes_max is not None and used_bytes > self.bytes_max
+        return too_large or (self.keys_max is not None and keys > self.keys_max)
 
 
 class Space:
@@ -97,17 +104,18 @@ class Space:
             while True:
                 totals = index.totals(tenant=tenant)
                 freed_bytes, freed_keys = self._freed(old)
-                if totals.bytes - freed_bytes + size <= bytes_max and totals.objects - freed_keys < keys_max:
+                if not quota.is_exceeded(totals.bytes - freed_bytes + size, totals.objects - freed_keys + 1):
                     break
-                if not self.evict(tenant=tenant):
+                if not self.evict(cause="quota", tenant=tenant):
                     raise OutOfBudgetError("the tenant's quota is used up by pinned objects")
         while True:
             totals = index.totals()
             freed_bytes, freed_keys = self._freed(old)
             used = totals.bytes - freed_bytes + held
-            if used + size <= self.capacity_bytes and totals.objects - freed_keys < self.objects_max:
+            fits = used + size <= self.capacity_bytes
+            if fits and totals.objects - freed_keys < self.objects_max:
                 return
-            if not self.evict():
+            if not self.evict(cause="budget" if fits else self._shortage):
                 raise OutOfBudgetError("the budget is used up by pinned objects")
 
     def _freed(self, old: Entry | None) -> tuple[int, int]:
@@ -126,16 +134,18 @@ class Space:
         for tenant, quota in self.quotas.items():
             while True:
                 totals = index.totals(tenant=tenant)
-                over = (quota.bytes_max is not None and totals.bytes > quota.bytes_max) or (
-                    quota.keys_max is not None and totals.objects > quota.keys_max
-                )
-                if not over or not self.evict(tenant=tenant):
+                if not quota.is_exceeded(totals.bytes, totals.objects) or not self.evict(cause="quota", tenant=tenant):
                     break
-        while index.totals().bytes > self.capacity_bytes and self.evict():
+        while index.totals().bytes > self.capacity_bytes and self.evict(cause=self._shortage):
             pass
 
-    def evict(self, *, device: int = -1, tenant: int = -1) -> bool:
-        """Evict one object; return whether there was one that may go."""
+    @property
+    def _shortage(self) -> str:
+        """Why objects go that take more than the pool's capacity."""
+        return "device" if self._core.disks and self.budget_bytes is None else "budget"
+
+    def evict(self, *, cause: str, device: int = -1, tenant: int = -1) -> bool:
+        """Evict one object, of a device or of a tenant or any; return whether there was one that may go."""
         core = self._core
         now_s = core.now_s()
         for _ in range(_EVICTIONS_PER_TURN):
@@ -152,7 +162,7 @@ class Space:
         else:
             return False
         counters = core.counters.tenants[entry.tenant]
-        counters.evicted_keys += 1
+        counters.evictions[cause] += 1
         counters.evicted_bytes += entry.length + self._key_bytes(entry)
         core.forget(entry, remember=True)
         return True
@@ -197,7 +207,7 @@ class Space:
                 extent = disk.volume.reserve(size)
                 if extent is not None or disk.volume.freeing_blocks >= _PIECES * blocks:
                     return extent
-            if not self.evict(device=disk.number):
+            if not self.evict(cause="device", device=disk.number):
                 return None
 
     def keep_headroom(self) -> None:
@@ -215,7 +225,7 @@ class Space:
                 within = self._core.index.totals(device=disk.number).objects <= disk.objects_max
                 if size - used >= headroom and disk.free_bytes >= headroom and within:
                     break
-                if not self.evict(device=disk.number):
+                if not self.evict(cause="device", device=disk.number):
                     break
 
     # ---- Memory
@@ -230,9 +240,11 @@ class Space:
             bound = self._memory_only_max - blocks * BLOCK_BYTES
             first_homeless = core.copies.kept_bytes > bound and core.index.totals(device=MEMORY_ONLY).bytes > bound
             tries -= 1
-            if first_homeless and self.evict(device=MEMORY_ONLY):
+            if first_homeless and self.evict(cause="memory", device=MEMORY_ONLY):
                 continue
-            if not core.copies.make_room() and not (self._is_all_kept() and self.evict(device=MEMORY_ONLY)):
+            if not core.copies.make_room() and not (
+                self._is_all_kept() and self.evict(cause="memory", device=MEMORY_ONLY)
+            ):
                 return None
         return buffer
 

@@ -76,7 +76,6 @@ class PoolStatistics(EngineStatistics):
         copies_dropped: copies that went to make room.
         waiting_reads: reads that wait for memory or their device.
         writing_bytes: of objects that are not durable yet.
-        lost: entries dropped because of their bytes, by reason.
         held_back: objects that were stored in memory alone (admission).
         orchestration_ns: time spent in looking up, placing and grouping, without any I/O: the three that follow.
         lookup_ns: in finding keys.
@@ -104,7 +103,6 @@ class PoolStatistics(EngineStatistics):
     copies_dropped: int = field(compare=False, default=0)
     waiting_reads: int = field(compare=False, default=0)
     writing_bytes: int = field(compare=False, default=0)
-    lost: dict[str, int] = field(compare=False, default_factory=dict)
     held_back: int = field(compare=False, default=0)
     orchestration_ns: int = field(compare=False, default=0)
     lookup_ns: int = field(compare=False, default=0)

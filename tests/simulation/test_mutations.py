@@ -70,11 +70,11 @@ def test_an_expiry_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_eviction_that_nobody_counts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     evict = Space.evict
 
-    def quietly(self: Space, **named: int) -> bool:
-        before = {tenant: (each.evicted_keys, each) for tenant, each in self._core.counters.tenants.items()}
+    def quietly(self: Space, **named: Any) -> bool:
+        before = {tenant: (each.evictions.copy(), each) for tenant, each in self._core.counters.tenants.items()}
         found = evict(self, **named)
-        for count, each in before.values():
-            each.evicted_keys = count
+        for counts, each in before.values():
+            each.evictions = counts
         return found
 
     monkeypatch.setattr(Space, "evict", quietly)

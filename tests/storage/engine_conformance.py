@@ -68,6 +68,7 @@ class EngineConformance(ABC):
         assert all(engine.peek(key) is not None for key in (b"a", b"c", b"d"))
         statistics = engine.statistics()
         assert statistics.evicted_keys == 1 and statistics.evicted_bytes == 103
+        assert statistics.evictions["quota"] == 0 and sum(statistics.evictions.values()) == 1
 
     def test_a_large_value_evicts_as_many_as_it_needs(self) -> None:
         engine = self.drive(4 * self.cost(b"a", 8000), Clock())
@@ -235,6 +236,7 @@ class EngineConformance(ABC):
         engine.put(b"e", b"x", one)
         assert engine.keys(one) == {b"c", b"e"} and engine.keys() == {b"a"}
         assert engine.statistics(one).evicted_keys == 3 and engine.statistics(0).evicted_keys == 0
+        assert {cause: count for cause, count in engine.statistics().evictions.items() if count} == {"quota": 3}
 
     def test_beyond_the_budget_whoever_has_most_gives_first(self) -> None:
         engine = self.drive(6 * self.cost(b"a", 1000), Clock())

@@ -47,7 +47,7 @@ def observed() -> Observation:
             DeviceObservation(name="nvme0n1", read_bytes=7, latencies=latencies, wear_budget_bytes=100),
             DeviceObservation(name="nvme1n1", healthy=False, errors=3),
         ],
-        arenas=[ArenaObservation(name="node0", capacity_bytes=1 << 20, promoted=2)],
+        arenas=[ArenaObservation(name="node0", capacity_bytes=1 << 20, promoted=2, dropped=3)],
         evictions={"budget": 5, "quota": 1},
         admission={"stored": 4},
         scrub=ScrubObservation(bytes=1000, rotten=1),
@@ -119,7 +119,7 @@ def test_no_label_holds_a_key_or_a_client(start: Callable[..., Child]) -> None:
         client.call("SET", "secret-key", "1")
         text = child.http("/metrics")[1]
     labels = set(re.findall(r'[{,](\w+)="', text))
-    assert labels <= {"command", "le", "version", "engine"} and "secret" not in text and "somebody" not in text
+    assert labels <= {"cause", "command", "le", "version", "engine"} and "secret" not in text and "somebody" not in text
 
 
 class ObservedEngine:
@@ -145,7 +145,7 @@ def test_devices_arenas_and_causes_are_metrics() -> None:
     assert own[bucket % "5e-05"] == 0 and own[bucket % "0.0001"] == 1 and own[bucket % "+Inf"] == 1
     assert own['evictions_total{cause="quota"}'] == 1 and own['admissions_total{outcome="stored"}'] == 4
     assert own["scrub_rotten_total"] == own["quarantined_bytes"] == 1 and own["writing_bytes"] == 2
-    assert own['arena_promotions_total{arena="node0"}'] == 2
+    assert own['arena_promotions_total{arena="node0"}'] == 2 and own['arena_copies_dropped_total{arena="node0"}'] == 3
 
 
 def test_while_the_engine_recovers_nothing_is_asked_of_it() -> None:

@@ -13,7 +13,7 @@ from machine import PATIENCE_S, free_port
 from storage_support import REPOSITORY, Child, make_record
 
 from shadowserve.cli import main
-from shadowserve.cli.stats import Sample, Watcher
+from shadowserve.cli.stats import Sample, Watcher, _gone
 
 PASSWORD = "correct horse"
 
@@ -114,11 +114,14 @@ def test_devices_and_causes_are_read() -> None:
         "device0": "name=nvme0n1,healthy=0,used_bytes=5,read_p99_usec=90",
         "device1": "name=nvme1n1,healthy=1",
         "arena0": "name=node0,used_bytes=1",
-        "evictions": "budget=5,quota=1",
+        "evictions": "budget=0,quota=1",
+        "lost_objects": "rotten=3",
+        "expired_keys": "2",
     }
     view = Sample(fields, 1.0).view()
+    assert _gone(view) == "rotten 3, expired 2, quota 1"
     assert [each["name"] for each in view["devices"]] == ["nvme0n1", "nvme1n1"] and not view["devices"][0]["healthy"]
-    assert view["evictions"] == {"budget": 5, "quota": 1} and view["arenas"][0]["name"] == "node0"
+    assert view["evictions"] == {"budget": 0, "quota": 1} and view["arenas"][0]["name"] == "node0"
 
 
 def test_a_restart_in_between_begins_the_rates_anew() -> None:

@@ -187,6 +187,8 @@ def test_quotas_bound_what_a_tenant_holds_and_only_its_own_is_evicted(start: Cal
     assert ann.call("DBSIZE") == 10 and ann.call("GET", 49) == b"x"
     held = bob.call("DBSIZE")
     assert isinstance(held, int) and 10 < held < 21 and bob.call("EXISTS", 49) == 1
+    info = login(child, "root").info()
+    assert info["evictions"] == f"budget=0,quota={40 + 50 - held}" and info["lost_objects"] == ""
 
 
 @pytest.mark.parametrize(
