@@ -204,6 +204,7 @@ class _Reader:
         self._large[:filled] = memoryview(self._buffer)[self._position : self._position + filled]
         self._large_filled = filled
         self._position += filled
+        self._let_go()
 
     def get_buffer(self) -> memoryview | None:
         """Return where the next bytes of the large bulk in progress belong, or None if there is none: then feed()."""
@@ -221,6 +222,11 @@ class _Reader:
         if not 0 <= size <= self._large_size - self._large_filled:
             raise ValueError(f"advance({size}) goes beyond the buffer; this is a bug in the caller")
         self._large_filled += size
+
+    def _let_go(self) -> None:
+        """Keep no bytes that have all been used: a peer that says nothing more may stay for days."""
+        if self._position == len(self._buffer):
+            self._buffer, self._position = b"", 0
 
     def _fail(self, reason: str) -> ProtocolError:
         """Remember that the stream cannot be followed any further, and return what to raise."""
@@ -327,12 +333,14 @@ class CommandReader(_Reader):
                 if started is NEED_DATA:
                     return NEED_DATA
                 if isinstance(started, list):
+                    self._let_go()
                     return started
             event = self._read_arguments()
             if event is not None:
                 return event
             arguments = self._arguments
             self._arguments = []
+            self._let_go()
             return arguments
 
     def ready(self) -> deque[list[bytes | memoryview]]:
@@ -348,6 +356,7 @@ class CommandReader(_Reader):
                 buffer, position, self._batch_items_max, self._batch_bulk_bytes_max
             )
             ready.extend(commands)
+            self._let_go()
         return ready
 
     def _start_command(self) -> list[bytes | memoryview] | None | Literal[NeedData.NEED_DATA]:

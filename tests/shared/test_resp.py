@@ -1,6 +1,7 @@
 """The RESP codec: one table in both directions, every split, hostile bytes, and bulks received in place."""
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -235,6 +236,28 @@ def test_a_command_whose_bulks_together_are_too_large_is_refused() -> None:
         read_all(reader, encode_command("SET", b"a" * 50, b"b" * 60), 1 << 20)
     reader = CommandReader(Limits(total_bytes_max=100))
     assert len(read_all(reader, encode_command("SET", b"a" * 50) * 10, 1 << 20)) == 10
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode_command("SET", "a", b"x" * 500) * 20,
+        encode_command("SET", "a", b"x" * 30_000),
+        b"SET a " + b"x" * 500 + b"\r\n",
+        b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$100000\r\n" + b"x" * 50_000,
+    ],
+    ids=["pipeline", "one", "inline", "large"],
+)
+def test_a_reader_keeps_nothing_of_what_has_been_read(data: bytes) -> None:
+    """A client that had sent much at a time, and then said nothing for days, held 64 KiB of the server's memory."""
+    reader = CommandReader()
+    kept = sys.getrefcount(data)
+    reader.feed(data)
+    while (event := reader.next_command()) is not NEED_DATA:
+        if isinstance(event, LargeBulk):
+            reader.provide(memoryview(bytearray(event.size)))
+    del event
+    assert sys.getrefcount(data) == kept
 
 
 def test_limits_before_authentication_say_so() -> None:
