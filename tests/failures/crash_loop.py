@@ -82,7 +82,7 @@ def _provoke(storage: Storage, callers: Sequence[Caller], keys: Sequence[str], c
 
 
 def run(folder: Path, kills: int, seed: int, ends: float | None = None) -> dict[str, Any]:
-    """Kill a server so many times, or until a time of the monotonic clock; return the report."""
+    """Kill a server so many times, or until a time of the monotonic clock, but once at least; return the report."""
     chance = random.Random(seed)
     tally = Tally()
     expected = Journal(folder / "expected", seed, sizes=(9, 150, 4_000, 70_000, 300_000))
@@ -92,7 +92,7 @@ def run(folder: Path, kills: int, seed: int, ends: float | None = None) -> dict[
     began = time.monotonic()
     callers = [Caller(storage.port, expected, tally) for _ in range(_CLIENTS)]
     try:
-        while done < kills and not tally.failed and (ends is None or time.monotonic() < ends):
+        while done < kills and not tally.failed and (not done or ends is None or time.monotonic() < ends):
             since = time.monotonic()
             storage.start()
             starts.append(time.monotonic() - since)

@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Replays seeds of the simulation: ``tests/simulation/simulate.py SEED...``, or ``FIRST-LAST``; -v for the trace."""
+"""Replays seeds of the simulation: ``tests/simulation/simulate.py SEED...``, or ``FIRST-LAST``; -v for the trace.
+
+With -q only those that fail are told of, each in one line, with the command that shows it again.
+"""
 
 import sys
 import time
@@ -7,6 +10,7 @@ import traceback
 from pathlib import Path
 
 HERE = Path(__file__).parent
+AGAIN = ".venv/bin/python tests/simulation/simulate.py"
 for folder in (HERE, HERE.parent / "storage", HERE.parent, HERE.parents[1]):
     sys.path.insert(0, str(folder))
 
@@ -28,7 +32,8 @@ def main(arguments: list[str]) -> int:
             except Exception as error:
                 failures += 1
                 if "-q" in arguments:
-                    print(f"seed {seed}: {error} {error.__notes__[0][:90]}", flush=True)
+                    what = " ".join(f"{type(error).__name__}: {error}".split())
+                    print(f"seed {seed}: {what[:300]}; again: {AGAIN} {seed}", flush=True)
                 else:
                     traceback.print_exc()
                 continue
