@@ -1,4 +1,4 @@
-"""Certificates for all tests that need some; and ``machine``, which all can import.
+"""Certificates for all tests that need some; how Hypothesis works; and ``machine``, which all can import.
 
 pytest imports by path, so that folders need no __init__.py.
 """
@@ -10,10 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.append(str(Path(__file__).parent))
 
 MAKE = Path(__file__).parents[1] / "scripts" / "make-certificates"
+
+# An example may take as long as the machine stands still. And they are the same each time, so that a suite that has
+# passed passes again; --hypothesis-profile=search tries those that nobody has tried yet.
+settings.register_profile(
+    "steady", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", settings.get_profile("steady"), derandomize=False)
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")

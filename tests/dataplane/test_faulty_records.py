@@ -112,7 +112,7 @@ async def test_faulty_record_is_a_miss_with_its_reason(
             assert where.has(KEYS[1])
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(position=st.integers(0, len(GOOD[1]) * 8 - 1))
 def test_a_flipped_bit_anywhere_is_never_delivered(flips: "Flips", position: int) -> None:
     flips.check(position)

@@ -49,7 +49,7 @@ def test_crc32_takes_any_buffer(make: Callable[[bytes], bytes]) -> None:
 
 @pytest.mark.parametrize("codec", BUILT_IN)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_was_compressed_comes_back(codec: Codec, data: st.DataObject) -> None:
     plain = blocks(data)
     stream = native.compress(codec, plain)
@@ -58,7 +58,7 @@ def test_what_was_compressed_comes_back(codec: Codec, data: st.DataObject) -> No
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_zlib_inflates_our_deflate(data: st.DataObject) -> None:
     plain = blocks(data)
     decoder = zlib.decompressobj(-15)
@@ -118,7 +118,7 @@ def test_zstd_takes_one_frame_and_nothing_more() -> None:
 
 @pytest.mark.parametrize("codec", BUILT_IN)
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_damaged_streams_end_in_bad_data_or_other_bytes(codec: Codec, data: st.DataObject) -> None:
     stream = bytearray(native.compress(codec, kv_symbols(2000, seed=data.draw(st.integers(0, 5)))))
     for _ in range(data.draw(st.integers(1, 4))):

@@ -162,7 +162,7 @@ class LruModel(RuleBasedStateMachine):
                 assert self.index.totals(tenant, device) == (len(matching), size, len(matching), 0, 0)
 
 
-LruModel.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+LruModel.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 TestLru = LruModel.TestCase
 
 
@@ -204,7 +204,7 @@ class ExtentsModel(RuleBasedStateMachine):
         assert self.extents.free_blocks == len(self.free)
 
 
-ExtentsModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ExtentsModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestExtents = ExtentsModel.TestCase
 
 

@@ -38,7 +38,7 @@ def test_the_example_in_the_documentation_decodes() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_second_decoder_reads_what_the_encoder_writes(data: st.DataObject) -> None:
     rows, columns = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 40))
     limit, tail = data.draw(st.sampled_from([1, 15, 31, 127])), data.draw(st.integers(0, columns - 1))
@@ -49,7 +49,7 @@ def test_the_second_decoder_reads_what_the_encoder_writes(data: st.DataObject) -
 
 
 @given(data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_both_decoders_accept_the_same_streams(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["listed", "lanes_128", "stored"]))
     size = int(STORED[name]["size"])

@@ -73,7 +73,7 @@ def test_decoding_is_decompressing_and_dequantizing(isa: Isa, codec: Codec, scal
 @pytest.mark.parametrize("quantizer", EXACT)
 @pytest.mark.parametrize("dtype", list(DType))
 @given(vectors=st.integers(0, 20), vector_length=st.integers(0, 150), seed=st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_exact_quantizers_give_back_every_bit(
     quantizer: Quantizer, dtype: DType, vectors: int, vector_length: int, seed: int
 ) -> None:

@@ -125,7 +125,7 @@ def test_no_quantizer_parameters_are_the_same_as_empty_ones() -> None:
     assert without.digest() == replace(NAMESPACE, quantizer_parameters={}).digest()
 
 
-@settings(derandomize=True, database=None, max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.lists(st.integers(0, 2**32 - 1), max_size=70),
     chunk_tokens=st.integers(1, 20),
@@ -142,7 +142,7 @@ def test_keys_equal_the_definition_and_extend_those_of_every_prefix(
         assert shorter == keys[: length // chunk_tokens]
 
 
-@settings(derandomize=True, database=None, max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(position=st.integers(0, 8 * 16 - 1), token=st.integers(0, 2**32 - 1))
 def test_a_changed_token_changes_its_chunk_and_all_later_ones_only(position: int, token: int) -> None:
     tokens = list(range(8 * 16))

@@ -184,7 +184,7 @@ ROUNDING = {DType.FLOAT8_E4M3: 2**-4, DType.FLOAT16: 2**-11, DType.BFLOAT16: 2**
 
 
 @pytest.mark.parametrize(("codec", "quantizer", "dtype"), TREATMENTS)
-@settings(derandomize=True, database=None, max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     layers=st.integers(1, 3),
     kinds=st.integers(1, 2),
@@ -268,7 +268,7 @@ def test_where_a_writer_cuts_changes_no_value() -> None:
         assert all(tokens % 16 == 0 for tokens in cut[:-1]), "tokens of one scale were parted"
 
 
-@settings(derandomize=True, database=None, max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     quantizer=st.sampled_from(Quantizer),
     dtype=st.sampled_from([DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32]),

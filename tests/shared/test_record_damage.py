@@ -113,7 +113,7 @@ def test_a_record_of_another_version_is_none_that_we_know(version: int) -> None:
         verify(forge(make_record(), version=version), KEY)
 
 
-@settings(derandomize=True, database=None, max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rest=st.binary(max_size=400))
 def test_arbitrary_bytes_behind_the_magic_end_as_a_record_error(rest: bytes) -> None:
     with pytest.raises(RecordError):
@@ -441,7 +441,7 @@ INTERESTING = st.one_of(
 )
 
 
-@settings(derandomize=True, database=None, max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     changes=st.lists(st.tuples(st.integers(0, (HEADER_BYTES + 4 * 40) // 4 - 1), INTERESTING), min_size=1, max_size=6),
     relative=st.booleans(),

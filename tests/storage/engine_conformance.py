@@ -375,7 +375,7 @@ class EngineConformance(ABC):
             suite = self
 
         test = Machine.TestCase  # type: ignore[attr-defined]
-        test.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+        test.settings = settings(max_examples=30, stateful_step_count=40)
         test("runTest").debug()
 
 

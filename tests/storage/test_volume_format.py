@@ -336,7 +336,7 @@ def test_parsers_take_the_kept_corpus(number: int) -> None:
     parse(kept()[number])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @example(seed=0, changes=[])
 @given(
     seed=st.integers(0, 200),
@@ -350,7 +350,7 @@ def test_parsers_take_mutations_of_golden_blocks(seed: int, changes: list[tuple[
     parse(bytes(block))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     name=st.binary(max_size=400), kind=st.sampled_from([RecordKind.NAME, RecordKind.TENANT]), key=st.binary(max_size=32)
 )
