@@ -122,6 +122,7 @@ class Cluster:
             port = free_pair([node.port for node in self.nodes])
             self.nodes.append(ClusterNode(port, folder, options, certificates))
         self._replicas = replicas
+        self._homes: dict[int, ClusterNode] = {}
 
     def start(self) -> "Cluster":
         for node in self.nodes:
@@ -142,6 +143,7 @@ class Cluster:
             name = next(b"warm:%d" % n for n in range(1 << 20) if own[0] <= key_slot(b"warm:%d" % n) <= own[1])
             node.redis.set(name, b"")
         wait_for(self.is_whole)
+        self._homes = self._owners()
         return self
 
     def never_fail_over(self) -> None:
@@ -175,6 +177,20 @@ class Cluster:
             if begin <= slot <= end:
                 return self.at(int(master[1]))
         raise AssertionError(f"nobody has slot {slot}")
+
+    def _owners(self) -> dict[int, ClusterNode]:
+        """The node that has each slot, as the first master sees it."""
+        rows = self.masters()[0].redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
+        return {slot: self.at(int(row[2][1])) for row in rows for slot in range(row[0], row[1] + 1)}
+
+    def bring_home(self, keys: Sequence[bytes]) -> None:
+        """Move slots back to the masters that had them first: tests leave them anywhere, and some masters without any."""
+        owners = self._owners()
+        away = [slot for slot in {slot_of(key) for key in keys} if owners[slot] is not self._homes[slot]]
+        for slot in away:
+            self.move(slot, owners[slot], self._homes[slot])
+        for slot in away:
+            wait_for(lambda slot=slot: self.all_know(slot, self._homes[slot]))
 
     def at(self, port: int) -> ClusterNode:
         return next(node for node in self.nodes if node.port == port)

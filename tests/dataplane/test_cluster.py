@@ -36,8 +36,9 @@ def module_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster
 
 @pytest.fixture
 def cluster(module_cluster: Cluster) -> Cluster:
-    """The shared cluster with a record under each key."""
+    """The shared cluster with a record under each key, on all masters."""
     module_cluster.clear()
+    module_cluster.bring_home(KEYS)
     for key, record in zip(KEYS, RECORDS, strict=True):
         module_cluster.put(key, record)
     return module_cluster
