@@ -184,7 +184,7 @@ class Cluster:
         return {slot: self.at(int(row[2][1])) for row in rows for slot in range(row[0], row[1] + 1)}
 
     def bring_home(self, keys: Sequence[bytes]) -> None:
-        """Move slots back to the masters that had them first: tests leave them anywhere, and some masters without any."""
+        """Move slots back to the masters that had them first: tests leave them anywhere, and some masters with none."""
         owners = self._owners()
         away = [slot for slot in {slot_of(key) for key in keys} if owners[slot] is not self._homes[slot]]
         for slot in away:
