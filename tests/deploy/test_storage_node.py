@@ -14,6 +14,7 @@ import pytest
 from machine import NEVER_S, PATIENCE_S, free_port, wait_for
 from throwaway import Throwaway
 
+import shadowserve
 from shadowserve.cli.processes import started
 
 REPOSITORY = Path(__file__).parents[2]
@@ -126,6 +127,40 @@ def test_what_the_container_runs_works_and_its_health_check_tells(tmp_path: Path
     assert healthy() != 0
     lines = (tmp_path / "storage.log").read_text().splitlines()
     assert {"ready", "stopped"} <= {json.loads(line)["event"] for line in lines if line.startswith("{")}
+
+
+# ---- Packages --------------------------------------------------------------------------------------------------------
+
+PACKAGE = re.compile(r"(?:lib|zlib)[a-z0-9.-]+")
+
+
+def test_all_ways_to_install_know_the_same_libraries() -> None:
+    """A header that one of them forgets is a feature that silently is not built in there."""
+    everywhere = (REPOSITORY / "scripts" / "install-system-packages").read_text()
+    common = (REPOSITORY / "scripts" / "install-common").read_text()
+    wanted = re.search(r'^build="([^"]*)"', everywhere, re.MULTILINE)
+    built, run = re.search(r"needed=\(([^)]*)\)", common), re.search(r'\$wheels" \] \|\| needed=\(([^)]*)\)', common)
+    assert wanted is not None and built is not None and run is not None
+    headers = set(PACKAGE.findall(wanted[1])) - {"libc6-dev"}
+    assert set(PACKAGE.findall(built[1])) == headers
+    image = [set(PACKAGE.findall(text)) for text in of("RUN") if "apt-get install" in text]
+    assert image == [headers, set(PACKAGE.findall(run[1]))]
+
+
+@pytest.mark.skipif(shutil.which("dpkg-query") is None, reason="dpkg-query is not installed: not a Debian system")
+def test_what_the_c_core_is_linked_with_is_installed_where_it_runs() -> None:
+    common = (REPOSITORY / "scripts" / "install-common").read_text()
+    library = next(
+        path for path in (Path(place, "libshadowserve.so") for place in shadowserve.__path__) if path.exists()
+    )
+    found = subprocess.run(["ldd", library], capture_output=True, text=True, timeout=NEVER_S, check=True).stdout
+    paths = re.findall(r"=> (/\S+)", found)
+    command = ["dpkg-query", "--search", *(f"*{path}" for path in paths)]
+    owners = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S, check=True).stdout
+    packages = {line.split(":")[0] for line in owners.splitlines()}
+    run = re.search(r'\$wheels" \] \|\| needed=\(([^)]*)\)', common)
+    assert run is not None and len(paths) > 3
+    assert {name.removesuffix("t64") for name in packages} - {"libc6"} <= set(run[1].split())
 
 
 # ---- The installer ---------------------------------------------------------------------------------------------------
