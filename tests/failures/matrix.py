@@ -3,6 +3,7 @@
 import argparse
 import fnmatch
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -24,6 +25,9 @@ from outcomes import Outcome
 
 _PARTS = (cases_processes, cases_devices, cases_wire, cases_clients, cases_resources, cases_dataplane)
 """Importing them has filled CASES."""
+
+_JOBS = min(2 * (os.cpu_count() or 1), 8)
+"""Most of a case is waiting, for a stall, a deadline, a start: one for each core would leave cores unused."""
 
 _FAILED = (Outcome.WRONG, Outcome.HANG)
 
@@ -120,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="say which cases there are")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--repetitions", type=int, help="of each case, in place of its own number")
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
+    parser.add_argument("--jobs", type=int, default=_JOBS, help="cases at a time (here: %(default)s)")
     parser.add_argument(
         "--output", type=Path, help="folder of failure-matrix.md and .json; of some cases only their rows are changed"
     )
