@@ -159,13 +159,16 @@ class Section(BaseModel):
     @classmethod
     def _explain(cls, detail: Any, source: Mapping[str, str]) -> str:
         if not detail["loc"]:  # keys that do not fit each other; the input would be all of them
-            return str(detail["msg"])
+            return str(detail["msg"]).removeprefix("Value error, ")
         key = str(detail["loc"][0])
         field = cls.model_fields[key]
         silent = not field.repr or field.annotation is SecretStr or detail["type"] == "missing"
         given = "" if silent else f" (given: {detail['input']!r})"
         place = source.get(key, "default")
-        return f"{place}: {'.'.join(str(part) for part in detail['loc'])}: {detail['msg']}{given}"
+        problem = str(detail["msg"]).removeprefix("Value error, ")
+        if detail["type"] == "extra_forbidden":
+            problem = "there is no such key"
+        return f"{place}: {'.'.join(str(part) for part in detail['loc'])}: {problem}{given}"
 
 
 def _unknown(what: str, name: str, known: Collection[str]) -> str:

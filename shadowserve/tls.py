@@ -94,7 +94,7 @@ def read_key_pair(certificate: str, key: str, *, prefix: str = "") -> KeyPair:
             f"{prefix}tls_key: {key} is protected by a passphrase, which nobody is there to type; give it without one"
         ) from None
     except Exception as error:  # ValueError, or what the library makes of a kind of key that it does not know
-        raise ConfigurationError(f"{prefix}tls_key: {key} holds no private key in PEM: {error}") from None
+        raise ConfigurationError(f"{prefix}tls_key: {key} holds no private key in PEM{_cause(error)}") from None
     if loaded.public_key() != leaf.public_key():
         raise ConfigurationError(f"{prefix}tls_key: {key} is not the key of the certificate {certificate}")
     now = datetime.now(UTC)
@@ -140,7 +140,13 @@ def _certificates(key: str, path: str, content: bytes) -> "list[Certificate]":
     try:
         return load_pem_x509_certificates(content)
     except ValueError as error:
-        raise ConfigurationError(f"{key}: {path} holds no certificate in PEM: {error}") from None
+        raise ConfigurationError(f"{key}: {path} holds no certificate in PEM{_cause(error)}") from None
+
+
+def _cause(error: Exception) -> str:
+    """Return what a library says of a file, without its advice to those who program with it."""
+    text = str(error).partition(" See https:")[0].rstrip(".")
+    return f": {text}" if text else ""
 
 
 def diagnose(host: str, port: int, credentials: Credentials | None, timeout: float) -> str:

@@ -6,8 +6,6 @@ from contextlib import closing
 from typing import Any, Final
 
 import click
-from rich.console import Console
-from rich.table import Table
 
 from shadowserve.native import BlockDevice
 
@@ -16,6 +14,13 @@ __all__ = ["pool"]
 _OBJECT_BYTES: Final = 64 << 10
 """What an object is taken to have at least when nobody says how many there may be: room for a million in 64 GiB."""
 _OBJECTS_MIN: Final = 1024
+EXIT_CODES: Final = """
+\b
+Exit codes:
+  0  there are volumes, and they are sound
+  1  one is damaged, or missing, or its device cannot be opened; 'shadowserve verify' reads the objects, too
+  2  the command line cannot be used
+"""
 
 
 class _Size(click.ParamType[int]):
@@ -67,23 +72,37 @@ def _pool_id(digits: str | None) -> bytes:
     except ValueError:
         pool_id = b""
     if len(pool_id) != 16:
-        raise click.BadParameter(f"{digits!r} is no pool: 32 hexadecimal digits, as in 'shadowserve pool status'")
+        raise click.BadParameter(
+            f"{digits!r} is no pool: 32 hexadecimal digits, as in 'shadowserve pool status'", param_hint="'--pool'"
+        )
     return pool_id
 
 
-@pool.command()
+@pool.command(epilog=EXIT_CODES)
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path(exists=True))
 @click.option("--json", "as_json", is_flag=True, help="Print it as data, for a script.")
-def status(paths: tuple[str, ...], as_json: bool) -> None:
+@click.pass_context
+def status(context: click.Context, paths: tuple[str, ...], as_json: bool) -> None:
     """Show what is on devices: the pool they belong to, objects, room, log. Nothing is changed."""
     rows = [_status(path) for path in paths]
     if as_json:
         click.echo(json.dumps(rows, indent=2))
-        return
-    table = Table(*rows[0], title="pool status")
-    for row in rows:
-        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
-    Console().print(table)
+    else:
+        click.echo("\n\n".join(map(_told, rows)))
+    context.exit(0 if all(row["state"] == "sound" for row in rows) else 1)
+
+
+def _told(row: dict[str, Any]) -> str:
+    lines = [f"{row['path']}: {row['state']}"]
+    if row["pool"] != "none":
+        lines += [
+            f"  pool     {row['pool']}",
+            f"  volume   {row['volume']}",
+            f"  objects  {row['objects']:,} of at most {row['objects_max']:,}",
+            f"  bytes    {row['used_bytes']:,} of {row['data_bytes']:,}",
+            f"  log      {row['log_used']:.1%} in use",
+        ]
+    return "\n".join(lines)
 
 
 def _status(path: str) -> dict[str, Any]:

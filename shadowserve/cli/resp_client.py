@@ -5,7 +5,7 @@ import ssl
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 from shadowserve.errors import (
     ConfigurationError,
@@ -60,6 +60,13 @@ class Login:
         return context
 
 
+_HINTS: Final = {
+    b"NOAUTH": "; give --user, and --password or SHADOWSERVE_STORAGE_PASSWORD",
+    b"ERR this server speaks TLS": "; give --tls-ca",
+}
+"""What helps against an error, by its beginning."""
+
+
 class RespClient:
     """A connection; ``with RespClient(login, timeout_s) as client``."""
 
@@ -107,10 +114,10 @@ class RespClient:
             self._socket.sendall(encode_command(*arguments))
             reply = self._receive(ends)
         except (OSError, ProtocolError) as error:
-            raise StorageUnavailableError(f"{arguments[0]} at {self._where} failed: {error}") from error
+            hint = "; give --tls-cert and --tls-key" if "CERTIFICATE_REQUIRED" in str(error) else ""
+            raise StorageUnavailableError(f"{arguments[0]} at {self._where} failed: {error}{hint}") from error
         if isinstance(reply, ErrorReply):
-            asked = "; give --user, and --password or SHADOWSERVE_STORAGE_PASSWORD"
-            hint = asked if reply.startswith(b"NOAUTH") else ""
+            hint = next((hint for begin, hint in _HINTS.items() if reply.startswith(begin)), "")
             raise StorageRefusedError(f"{self._where} refused {arguments[0]}: {reply.decode('utf-8', 'replace')}{hint}")
         return reply
 

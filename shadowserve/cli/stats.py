@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 
 from shadowserve.cli.resp_client import Login, RespClient
+from shadowserve.errors import StorageRefusedError
 
 __all__ = ["Sample", "Watcher", "stats"]
 
@@ -66,8 +67,17 @@ class Sample:
 
     @classmethod
     def take(cls, client: RespClient) -> "Sample":
-        """Ask for one."""
+        """Ask for one.
+
+        Raises:
+            StorageRefusedError: the server tells this user nothing of the whole.
+        """
         fields = client.info(_SECTIONS)
+        if "total_commands_processed" not in fields:
+            raise StorageRefusedError(
+                "the server tells this user nothing of what it does for all: ask as one with the category @admin "
+                "(--user, or that user's certificate)"
+            )
         moment = fields.get("server_time_usec", "")
         return cls(fields, int(moment) / 1e6 if moment.isdigit() else time.time())
 

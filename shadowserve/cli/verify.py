@@ -51,6 +51,7 @@ def _verify(path: str, *, objects: bool, quiet: bool) -> dict[str, Any]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
+    quiet = quiet or not console.is_terminal
     shown = Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=quiet)
     with closing(BlockDevice(path)) as device, shown as bar:
         task = bar.add_task(path, total=None)
@@ -74,7 +75,8 @@ def _verify(path: str, *, objects: bool, quiet: bool) -> dict[str, Any]:
 
 def _print(result: dict[str, Any]) -> None:
     read = "" if result["objects_read"] else ", not read"
-    state = "sound" if result["sound"] else f"{len(result['findings'])} findings"
+    count = len(result["findings"])
+    state = "sound" if result["sound"] else f"{count} finding{'s' if count > 1 else ''}"
     click.echo(f"{result['path']}: {state}; {result['objects']:,} objects, {result['object_bytes']:,} bytes{read}")
     for finding in result["findings"]:
         where = f" {finding['where']}" if finding["where"] else ""

@@ -292,12 +292,12 @@ class BlockDevice:
 _kept_for_ever: list[Any] = []
 """Memory that a device which does not answer may write to yet."""
 
+_ACCESS_NAMES: Final = {BlockAccess.URING: "io_uring", BlockAccess.NVME: "NVMe"}
 _OPEN_ADVICE: Final = {
     errno.EBUSY: "it is mounted, part of a volume, or another process has it: stop that, or name another device",
     errno.EACCES: "give the server's user the right to read and write it (docs/storage-devices.md)",
     errno.EPERM: "give the server's user the right to read and write it (docs/storage-devices.md)",
     errno.ENOSPC: "there is no room for the configured size: make it smaller, or make room",
-    errno.ENOENT: "check the path; a file is made only where a size is configured",
     errno.EROFS: "it cannot be written to",
 }
 
@@ -319,15 +319,30 @@ def _not_opened(code: int, number: int, name: str, access: BlockAccess) -> Devic
         case Result.OS_ERROR:
             cause = os.strerror(number)
             advice = _OPEN_ADVICE.get(number, "see the kernel's log")
+            if number == errno.ENOENT:
+                advice = _absent_advice(name)
         case Result.NOT_SUPPORTED:
-            cause = f"this build, kernel or device does not have {access.name.lower()} access"
+            wanted = _ACCESS_NAMES.get(access, access.name.lower())
+            cause = f"this build, kernel or device does not have access by {wanted}"
             advice = "take 'auto'; 'shadowserve doctor --role storage' says what there is"
         case Result.BAD_ARGUMENT:
             cause = "it is no file or block device of at least 4096 bytes, or an option is out of range"
-            advice = "check the path and the options"
+            if os.path.isdir(name):
+                cause = "it is a folder"
+            advice = "name a block device, or a file and its size"
         case _:
             cause, advice = "no memory", "make queue_depth or operations_max smaller"
     return DeviceError(f"opening device {name} failed: {cause}; {advice}", number)
+
+
+def _absent_advice(name: str) -> str:
+    """Return what to do about a path that leads nowhere."""
+    folder = os.path.dirname(os.path.abspath(name))
+    if not os.path.isdir(folder):
+        return f"make the folder {folder}"
+    if folder.startswith("/dev"):
+        return "see 'lsblk' for the devices that there are"
+    return "check the path; to have a file made there, give its size"
 
 
 def _refused(code: int, name: str, operations: Sequence[Operation]) -> None:

@@ -5,13 +5,16 @@ from typing import Final
 from storage_kv.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS
 from storage_kv.pool.recovery import Reader
 
-__all__ = ["describe_content"]
+__all__ = ["DAMAGED_VOLUME", "UNKNOWN", "describe_content"]
+
+DAMAGED_VOLUME: Final = "a volume of ShadowServe, perhaps damaged"
+UNKNOWN: Final = "something that is not known here"
 
 _BLOCKS: Final = SUPERBLOCK_OFFSETS[1] // BLOCK_BYTES + 1
 
 _SIGNATURES: Final = (
-    (0, b"SSVOLUME", "a volume of ShadowServe, perhaps damaged"),
-    (SUPERBLOCK_OFFSETS[1], b"SSVOLUME", "a volume of ShadowServe, perhaps damaged"),
+    (0, b"SSVOLUME", DAMAGED_VOLUME),
+    (SUPERBLOCK_OFFSETS[1], b"SSVOLUME", DAMAGED_VOLUME),
     (0, b"LUKS\xba\xbe", "an encrypted LUKS volume"),
     (0, b"XFSB", "an XFS file system"),
     (512, b"LABELONE", "an LVM physical volume"),
@@ -30,4 +33,4 @@ def describe_content(reader: Reader, capacity_bytes: int) -> str | None:
     for offset, magic, meaning in _SIGNATURES:
         if content[offset : offset + len(magic)] == magic:
             return meaning
-    return "something that is not known here" if content.count(0) < len(content) else None
+    return UNKNOWN if content.count(0) < len(content) else None

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from storage_kv.engine import wall_clock_ms
 from storage_kv.pool.device import BlockDevice, Operation, OperationKind, Priority
-from storage_kv.pool.foreign import describe_content
+from storage_kv.pool.foreign import DAMAGED_VOLUME, UNKNOWN, describe_content
 from storage_kv.pool.format import (
     BLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
@@ -78,6 +78,11 @@ def check_superblock(
         found = describe_content(reader, device.capacity_bytes)
         if found is None:
             raise FormatError(f"device {device.name} is empty; format it first: shadowserve pool format {device.name}")
+        if found not in (DAMAGED_VOLUME, UNKNOWN):
+            raise FormatError(
+                f"device {device.name} holds {found}, and no volume of a pool; nothing was changed. Name another "
+                f"device, or drop all that is on this one: shadowserve pool format --force {device.name}"
+            )
         raise FormatError(
             f"device {device.name} holds {found}, but no superblock that is sound. If it was a volume, restore "
             f"one of its first 4 KiB or its 4 KiB at 1 MiB; to drop all that is on it: "

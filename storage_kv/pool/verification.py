@@ -20,7 +20,7 @@ from shadowserve.native import (
     object_units,
 )
 from storage_kv.pool.device import BlockDevice
-from storage_kv.pool.foreign import describe_content
+from storage_kv.pool.foreign import DAMAGED_VOLUME, describe_content
 from storage_kv.pool.format import (
     BLOCK_BYTES,
     OBJECT_HEADER_BYTES,
@@ -89,13 +89,15 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
     found = Verification()
     reader = Reader(device)
     found.superblock, damaged = read_superblocks(reader, device)
+    if found.superblock is None:
+        content = describe_content(reader, device.capacity_bytes) or "nothing"
+        hint = "; neither copy of its superblock is sound" if content == DAMAGED_VOLUME else ""
+        problem = f"there is no volume; the device holds {content}{hint}"
+        found.findings.append(Finding("superblock", device.name, problem))
+        return found
     for copy in damaged:
         where = f"block {SUPERBLOCK_OFFSETS[copy] // BLOCK_BYTES}"
         found.findings.append(Finding("superblock", where, "this copy is not sound; opening the volume mends it"))
-    if found.superblock is None:
-        content = describe_content(reader, device.capacity_bytes) or "nothing"
-        found.findings.append(Finding("superblock", device.name, f"there is no volume; the device holds {content}"))
-        return found
     index = Index(min(found.superblock.layout.objects_max * 2 + 1024, _OBJECTS_MAX))
     recovery = Recovery(reader, found.superblock, index, 0)
     end = recovery.run()

@@ -118,6 +118,30 @@ def test_nvme_namespaces_are_there_with_the_rights_to_use_them(tmp_path: Path) -
     assert state == "warning" and "nvme0n2" in mend
 
 
+def test_devices_and_memory_that_a_server_could_not_have_are_told(tmp_path: Path) -> None:
+    write(tmp_path, "proc/meminfo", "MemTotal:  8388608 kB\nMemAvailable:  2097152 kB")
+    write(tmp_path, "dev/nvme1n1", "")
+    (tmp_path / "var").mkdir()
+    places = {"there": "/dev/nvme1n1", "made": "{path: /var/pool, size: 1 MiB}", "folder": "/var"}
+    places |= {"absent": "/dev/nvme2n1", "nowhere": "{path: /srv/pool, size: 1 MiB}"}
+    places |= {"large": "{path: /var/large, size: 900 PiB}"}
+    path = tmp_path / "storage.yaml"
+
+    def state(what: str, devices: str = "[]", budget: str = "1 GiB") -> tuple[str, str]:
+        path.write_text(f"storage: {{memory_budget_bytes: {budget}, devices: {devices}}}")
+        found, _, mend = finding(tmp_path, what, "--role", "storage", "--config", str(path))
+        return found, mend
+
+    assert [state("memory", budget=f"{size} GiB")[0] for size in (1, 3, 9)] == ["ok", "warning", "failed"]
+    found = {
+        name: state(f"device {place.removeprefix('{path: ').partition(',')[0]}", f"[{place}]")
+        for name, place in places.items()
+    }
+    assert [name for name, (what, _) in found.items() if what == "ok"] == ["there", "made"]
+    assert "mkdir -p" in found["nowhere"][1] and "give its size" in found["absent"][1]
+    assert "make room" in found["large"][1]
+
+
 # ---- A host with a card ----------------------------------------------------------------------------------------------
 
 

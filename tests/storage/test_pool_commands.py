@@ -1,6 +1,7 @@
 """``shadowserve pool`` and ``shadowserve verify`` on real files."""
 
 import json
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from golden_volume import VALUES
 from volume_support import Store
 
 from shadowserve.cli import main
+from shadowserve.errors import DeviceError
 from shadowserve.native import BlockDevice
 
 POOL_HEX = bytes(range(16)).hex()
@@ -44,7 +46,8 @@ def test_a_sound_volume(path: Path) -> None:
     assert result["sound"] and result["objects"] == 40 and result["pool"] == POOL_HEX and not result["findings"]
     (row,) = json.loads(run("pool", "status", path, "--json").output)
     assert row["objects"] == 40 and row["objects_max"] == 100 and row["state"] == "sound"
-    assert "sound" in run("pool", "status", path).output
+    shown = run("pool", "status", path)
+    assert shown.exit_code == 0 and f"{path}: sound" in shown.output and "objects  40 of at most 100" in shown.output
 
 
 def test_a_volume_that_was_opened_as_a_file_by_another_life_still_has_everything(path: Path) -> None:
@@ -82,7 +85,22 @@ def test_what_is_no_volume_is_a_finding(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 21))
     done = run("verify", path)
-    assert done.exit_code == 1 and "there is no volume; the device holds nothing" in done.output
+    assert done.exit_code == 1 and "1 finding;" in done.output
+    assert "there is no volume; the device holds nothing" in done.output
+    shown = run("pool", "status", path)
+    assert shown.exit_code == 1 and "there is no volume" in shown.output and "objects" not in shown.output
+
+
+def test_a_path_that_leads_nowhere_is_told_what_it_lacks(tmp_path: Path) -> None:
+    advice = {
+        tmp_path / "absent": "give its size",
+        tmp_path / "folder" / "absent": f"make the folder {tmp_path / 'folder'}",
+        Path("/dev/absent"): "lsblk",
+        tmp_path: "it is a folder",
+    }
+    for path, told in advice.items():
+        with pytest.raises(DeviceError, match=re.escape(told)):
+            BlockDevice(path)
 
 
 def test_misuse_is_told_apart_from_findings(tmp_path: Path, path: Path) -> None:

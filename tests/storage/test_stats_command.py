@@ -91,9 +91,19 @@ def test_it_speaks_tls(start: Callable[..., Child], certificates: Path) -> None:
     where = ("--port", str(child.port), "--json", "--tls-ca", str(certificates / "ca.crt"))
     own = ("--tls-cert", str(certificates / "client.crt"), "--tls-key", str(certificates / "client.key"))
     assert stats(*where, *own).exit_code == 0
-    assert stats(*where).exit_code == 1  # the server asks for a certificate
+    without = stats(*where)
+    assert without.exit_code == 1 and "--tls-cert" in without.output
     plain = stats("--port", str(child.port))
-    assert plain.exit_code == 1 and "speaks TLS only" in plain.output
+    assert plain.exit_code == 1 and "speaks TLS only" in plain.output and "--tls-ca" in plain.output
+
+
+def test_a_tenant_is_shown_no_zeros_but_told_whom_to_ask_as(start: Callable[..., Child], tmp_path: Path) -> None:
+    users = tmp_path / "users.acl"
+    users.write_text("user team on >secret ~* +@all -@admin tenant=team\nuser admin on >secret ~* +@all\n")
+    where = ("--port", str(start("--users-file", str(users)).port), "--password", "secret", "--user")
+    refused = stats(*where, "team")
+    assert refused.exit_code == 1 and "@admin" in refused.output and "hit rate" not in refused.output
+    assert stats(*where, "admin").exit_code == 0
 
 
 def test_where_nobody_listens_it_says_so() -> None:

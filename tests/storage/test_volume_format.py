@@ -194,6 +194,17 @@ def test_two_damaged_superblocks_are_an_error_that_says_what_to_do(golden: Simul
         golden.rot(offset + 20)
     with pytest.raises(FormatError, match="no superblock that is sound.*restore"):
         Store(golden)
+    assert [finding.what for finding in verify_volume(golden).findings] == [
+        "there is no volume; the device holds a volume of ShadowServe, perhaps damaged; neither copy of its superblock "
+        "is sound"
+    ]
+
+
+def test_a_device_with_a_file_system_is_no_damaged_volume() -> None:
+    device = SimulatedDevice(4 << 20)
+    device.poke(1080, b"\x53\xef")
+    with pytest.raises(FormatError, match="holds an ext2, ext3 or ext4 file system, and no volume.*--force"):
+        Store(device)
 
 
 @pytest.mark.parametrize("copy", [0, 1])

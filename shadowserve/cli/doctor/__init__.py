@@ -81,7 +81,7 @@ def doctor(
 
 def _host_checks(machine: Machine, file: str | None, storage: str | None, data_plane: str | None) -> Iterator[Check]:
     config, configured = _configuration(HostConfig, file)
-    yield from _everywhere(configured)
+    yield from _moving(configured)
     yield process.shared_memory
     yield process.engine
     for check in (host.card, host.doca, host.gpus):
@@ -103,7 +103,7 @@ def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_pl
     keys = ("net_cores", "decompress_cores", "dequantize_cores", "dma_cores", "store_cores")
     lists = {key: getattr(config, key) for key in keys if getattr(config, key) != "auto"}
     net = [core for core in lists.get("net_cores", ()) if core >= 0]
-    yield from _everywhere(configured)
+    yield from _moving(configured)
     for check in (dpu.card, dpu.arm_cores, host.doca, dpu.huge_pages):
         yield partial(check, machine)
     yield partial(dpu.engines, machine, config.device)
@@ -118,16 +118,20 @@ def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_pl
 
 def _storage_checks(machine: Machine, file: str | None, storage: str | None, __: str | None) -> Iterator[Check]:
     config, configured = _configuration(StorageConfig, file)
-    yield from _everywhere(configured)
+    yield from (process.interpreter, process.native_core, process.locked_memory, configured)
     yield node.device_access
     yield partial(node.namespaces, machine)
+    yield partial(node.memory, machine, int(config.memory_budget_bytes))
+    yield partial(node.devices, machine, config.devices)
     yield partial(certificates, machine, _tls_files(config))
     yield partial(access, machine, config)
     yield partial(_reach_storage, storage or f"{config.host}:{config.port}")
 
 
-def _everywhere(configured: Check) -> Iterator[Check]:
-    yield from (process.interpreter, process.native_core, process.locked_memory, process.cores, configured)
+def _moving(configured: Check) -> Iterator[Check]:
+    """Where KV is moved: on a host and on a DPU."""
+    yield from (process.interpreter, process.native_core, process.decoding)
+    yield from (process.locked_memory, process.cores, configured)
 
 
 def _reach_storage(address: str) -> Iterator[Finding]:

@@ -41,6 +41,14 @@ def native_core() -> Iterator[Finding]:
         yield Finding("C core", "failed", str(error), mend)
         return
     yield Finding("C core", "ok", f"kernels use {native.isa_active().name.lower()}")
+
+
+def decoding() -> Iterator[Finding]:
+    """What the C core was built with to move records: codecs, TLS, backends."""
+    try:
+        from shadowserve import native
+    except (ImportError, OSError):
+        return  # native_core() has told
     implementations = native.codec_implementations()
     for codec in native.Codec:
         implementation = implementations.get(codec)
