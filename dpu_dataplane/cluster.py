@@ -17,7 +17,7 @@ from dpu_dataplane.answers import HEAD_GUESS, Found, Stored, Unanswered, head_si
 from dpu_dataplane.config import DataPlaneConfig, split_address
 from dpu_dataplane.links import Dialer, Node
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.storage import BACKOFF_FIRST, BACKOFF_MAX, REDIRECTIONS_MAX, Redirect
+from dpu_dataplane.storage import BACKOFF_FIRST, BACKOFF_MAX, CAUSES_TOLD_MAX, REDIRECTIONS_MAX, Redirect
 from shadowserve import resp
 from shadowserve.errors import ConfigurationError, StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.keys import storage_key
@@ -70,6 +70,7 @@ class ClusterClient:
         self._metrics = metrics
         self._client: RedisCluster | None = None
         self._failure: StorageError | None = None
+        self._told: set[str] = set()  # causes of this outage that the log has
         self._settled = asyncio.Event()  # the map is known, or known not to be had
         self._look = asyncio.Event()  # something says that the map has changed
         self._refreshing: asyncio.Task[None] | None = None
@@ -227,6 +228,9 @@ class ClusterClient:
 
     def _go_down(self, error: StorageError) -> None:
         if self._failure is None:
+            self._told.clear()
+        if str(error) not in self._told and len(self._told) < CAUSES_TOLD_MAX:
+            self._told.add(str(error))
             logger.warning("%s (trying again; until then every call is a miss)", error)
         self._failure = error
         self._settled.set()

@@ -30,6 +30,7 @@ from shadowserve.keys import storage_key
 __all__ = [
     "BACKOFF_FIRST",
     "BACKOFF_MAX",
+    "CAUSES_TOLD_MAX",
     "QUESTION_KEYS_MAX",
     "REDIRECTIONS_MAX",
     "Redirect",
@@ -45,6 +46,8 @@ REDIRECTIONS_MAX: Final = 5
 """Of one key in one plan: as many as a slot that moves, and moves on, makes of it; Redis's own clients take 16."""
 BACKOFF_FIRST: Final = 0.05
 BACKOFF_MAX: Final = 0.5
+CAUSES_TOLD_MAX: Final = 8
+"""Different causes of one outage that are logged; after so many it is clear that something flaps."""
 STABLE_TIME: Final = 1.0
 """Seconds that a connection must have held for the next failure not to count as the same outage."""
 
@@ -234,6 +237,7 @@ class StorageClient:
         self._metrics = metrics
         self._control: _Control | None = None
         self._failure: StorageError | None = None
+        self._told: set[str] = set()  # causes of this outage that the log has
         self._settled = asyncio.Event()  # connected, or known not to be
         self._task: asyncio.Task[None] | None = None
 
@@ -347,6 +351,9 @@ class StorageClient:
 
     def _go_down(self, error: StorageError) -> None:
         if self._failure is None:
+            self._told.clear()
+        if str(error) not in self._told and len(self._told) < CAUSES_TOLD_MAX:
+            self._told.add(str(error))
             logger.warning("%s (trying again; until then every call is a miss)", error)
         self._failure = error
         self._settled.set()
