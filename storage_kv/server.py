@@ -6,6 +6,7 @@ threads serve clients, others check large records and answer Prometheus.
 
 import asyncio
 import contextlib
+import errno
 import gc
 import ipaddress
 import itertools
@@ -132,9 +133,10 @@ class StorageServer:
         try:
             self._listeners = await self._listen(config.host, config.port)
         except OSError as error:
-            raise ConfigurationError(
-                f"cannot listen on {config.host} port {config.port}: {error}; choose another host or port"
-            ) from error
+            advice = "choose another host or port"
+            if error.errno == errno.EADDRINUSE:
+                advice = "stop what listens there (ss -ltnp), perhaps another server, or choose another port"
+            raise ConfigurationError(f"cannot listen on {config.host} port {config.port}: {error}; {advice}") from error
         self.node.port = self.addresses[0][1]
         try:
             # In another thread, since recovering what devices hold may take seconds; nobody is accepted meanwhile.
