@@ -261,7 +261,7 @@ def test_every_metric_of_the_dashboard_is_exported(exported_names: set[str]) -> 
 def test_every_metric_is_explained_and_nothing_else_is(start: Callable[..., Child]) -> None:
     text = start("--metrics-port", "0").http("/metrics")[1]
     there = {name.removeprefix("shadowserve_storage_") for name in re.findall(r"^# TYPE (\S+) ", text, re.MULTILINE)}
-    table = (REPOSITORY / "docs" / "operate.md").read_text().partition("### The metrics")[2].partition("\n## ")[0]
+    table = (REPOSITORY / "docs" / "operate.md").read_text().partition("### The metrics\n")[2].partition("\n#")[0]
     assert set(re.findall(r"`([a-z_]+)(?:{[a-z, ]+})?`", table)) - {"shadowserve_storage_"} == there
 
 
