@@ -41,6 +41,7 @@ from storage_kv.pool.writes import Writer, joined
 __all__ = ["PoolEngine", "PoolItem", "open_pool"]
 
 _TURN_MS: Final = 100
+_NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python
 _WRITABLE_SHARE: Final = 2
 """Of the memory, at most a half receives values and waits to be written: the other half is for readers."""
 
@@ -278,7 +279,7 @@ class PoolEngine:
             return None
         entry = Entry(slot, self._index.read(slot))
         # A chunk's key may be made from another key's digest, or the reverse.
-        if (entry.fields.flags & IndexFlag.NAMED == 0) != (parsed.name is None):
+        if (entry.fields.flags & _NAMED == 0) != (parsed.name is None):
             return None
         expires_at_ms = entry.fields.expires_at_ms
         if expires_at_ms and expires_at_ms <= self._clock_ms():
