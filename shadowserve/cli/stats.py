@@ -11,7 +11,7 @@ from typing import Any, Final
 import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 
 from shadowserve.cli.resp_client import Login, RespClient
 from shadowserve.errors import StorageRefusedError
@@ -203,7 +203,7 @@ def _gone(view: Mapping[str, Any]) -> str:
 def _devices(view: Mapping[str, Any]) -> list[RenderableType]:
     if not view["devices"] and not view["arenas"]:
         return []
-    table = Table("device", "state", "used", "read", "written", "queue", "errors", "read p99")
+    table = Table(Column("device", overflow="fold"), "state", "used", "read", "written", "queue", "errors", "read p99")
     for each in view["devices"]:
         table.add_row(
             str(each.get("name", "")),
