@@ -248,7 +248,8 @@ def _start_ours(stack: ExitStack, folder: Path, engine: str, io_threads: int, ro
     folder.mkdir()
     flags = ["--io-threads", str(io_threads), "--engine", engine, "--memory-budget-bytes", str(max(room, _ROOM_MIN))]
     if engine == "pool":
-        devices = [{"path": str(folder / f"{number}.pool"), "size": room} for number in range(_POOL_DEVICES)]
+        size = room // _POOL_DEVICES
+        devices = [{"path": str(folder / f"{number}.pool"), "size": size} for number in range(_POOL_DEVICES)]
         flags += ["--devices", json.dumps(devices)]
     elif engine == "filesystem":
         flags += ["--filesystem-path", str(folder / "objects")]
