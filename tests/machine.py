@@ -21,6 +21,8 @@ PATIENCE_MS: Final = int(1000 * PATIENCE_S)
 NEVER_S: Final = 600.0
 """For what must not be what ends a wait: so long that PATIENCE_S tells the two apart."""
 NEVER_MS: Final = int(1000 * NEVER_S)
+PATIENT: Final = ("--command-timeout", str(PATIENCE_S), "--connect-timeout", str(PATIENCE_S))
+"""Flags of a data plane whose storage server may be slow, and is not away for it."""
 
 
 def wait_for(condition: Callable[[], Any], timeout: float = PATIENCE_S) -> Any:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import PATIENT
 
 from shadowserve.cli.bench.peers.network import Namespace, join, run
 from shadowserve.cli.processes import Child, start_data_plane, start_storage
@@ -120,7 +121,7 @@ def machines(
             storage = stack.enter_context(start_storage(folder, "--host", STORAGE, environment=environment))
         with dpu.entered():
             environment = {"SHADOWSERVE_DPU_STORAGE_PASSWORD": password}
-            flags += ["--listen", f"{DPU}:0", "--command-timeout", "60", *SMALL]
+            flags += ["--listen", f"{DPU}:0", *PATIENT, *SMALL]
             plane = stack.enter_context(start_data_plane(folder, storage.address, *flags, environment=environment))
         yield Machines(host, dpu, storage, plane, folder, {"PYTHONPATH": str(request.config.rootpath)})
 

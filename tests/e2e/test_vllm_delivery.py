@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from machine import PATIENT
 
 from shadowserve.cli.processes import start_data_plane, start_storage
 
@@ -17,10 +18,9 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
     tokens = prompt(700)
     with (
         start_storage(tmp_path) as storage,
-        start_data_plane(tmp_path, storage.address, "--backend", "doca") as data_plane,
+        start_data_plane(tmp_path, storage.address, *PATIENT, "--backend", "doca") as data_plane,
     ):
-        patient = {"shadowserve.fetch_timeout": 60.0, "shadowserve.lookup_timeout": 30.0}
-        engine = make_engine(data_plane.address, extra={"delivery": "exported", **patient})
+        engine = make_engine(data_plane.address, extra={"delivery": "exported"})
         try:
             assert engine.outputs([tokens]) == reference([tokens])
             engine.flush()

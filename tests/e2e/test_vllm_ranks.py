@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machine import wait_for
+from machine import PATIENT, wait_for
 
 from host_control.client import DataPlaneClient
 from shadowserve.cli.processes import Child, start_data_plane, start_storage
@@ -55,7 +55,7 @@ def test_each_rank_has_a_data_plane_of_its_own(
     def data_plane(rank: int, storage: Child) -> AbstractContextManager[Child]:
         logs = tmp_path / f"{rank}"
         logs.mkdir(exist_ok=True)
-        return start_data_plane(logs, storage.address, "--listen", f"unix:{tmp_path}/dpu{rank}.sock", *SMALL)
+        return start_data_plane(logs, storage.address, "--listen", f"unix:{tmp_path}/dpu{rank}.sock", *PATIENT, *SMALL)
 
     with start_storage(tmp_path) as storage, data_plane(0, storage) as first:
         with data_plane(1, storage) as second:

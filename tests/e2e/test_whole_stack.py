@@ -12,7 +12,7 @@ from typing import Any
 
 import machine
 import pytest
-from machine import PATIENCE_S, free_port, wait_for
+from machine import PATIENCE_S, PATIENT, free_port, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -73,8 +73,7 @@ class Process:
 
 
 def data_plane(storage: str) -> Process:
-    patient = ("--command-timeout", str(PATIENCE_S), "--connect-timeout", str(PATIENCE_S))
-    return Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--storage", storage, *patient)
+    return Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--storage", storage, *PATIENT)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import grpc
 import pytest
 import torch
 from gpu_support import fake_gpu
+from machine import PATIENCE_S, PATIENT
 from scripted import ScriptedDataPlane
 
 from host_control.client import ChunkShape, DataPlaneClient
@@ -119,11 +120,11 @@ class Engine:
             namespace=namespace.digest(), dtype="bfloat16", layers=LAYERS, kinds=2, vector_length=HEADS * SIZE,
             chunk_tokens=CHUNK_TOKENS, quantizer="lossless",
         )  # fmt: skip
-        self.client = DataPlaneClient(address, connect_timeout=30.0)
-        self.fetched = Destination(self.client, shape, 2 * chunks * shape.chunk_bytes, 30.0, delivery.fetch)
-        self.manager = KVCacheManager(self.client, self.fetched, self._scatter, fetch_timeout=60.0)
-        stored = Destination(self.client, shape, 8 * shape.chunk_bytes, 30.0, delivery.store)
-        self.queue = StoreQueue(self.client, stored, timeout=60.0)
+        self.client = DataPlaneClient(address, connect_timeout=PATIENCE_S)
+        self.fetched = Destination(self.client, shape, 2 * chunks * shape.chunk_bytes, PATIENCE_S, delivery.fetch)
+        self.manager = KVCacheManager(self.client, self.fetched, self._scatter, fetch_timeout=PATIENCE_S)
+        stored = Destination(self.client, shape, 8 * shape.chunk_bytes, PATIENCE_S, delivery.store)
+        self.queue = StoreQueue(self.client, stored, timeout=PATIENCE_S)
 
     def _scatter(self, job: FetchJob, first: int, chunks: Any) -> None:
         count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
@@ -141,9 +142,9 @@ class Engine:
         def gather(index: int, chunk: Any) -> None:
             self.layout.gather(chunk, range(index * CHUNK_BLOCKS, (index + 1) * CHUNK_BLOCKS))
 
-        assert self.queue.wait_tried(30)
+        assert self.queue.wait_tried(PATIENCE_S)
         assert self.queue.offer(self.keys, gather) == len(self.keys) == BLOCKS // CHUNK_BLOCKS
-        assert self.queue.flush(60)
+        assert self.queue.flush(2 * PATIENCE_S)
         assert self.queue.take_counts()["stored"] == len(self.keys)
 
     def fetch(self, blocks: list[int]) -> FetchResult:
@@ -155,8 +156,8 @@ class Engine:
         return result
 
     def close(self) -> None:
-        self.queue.close(30)
-        self.manager.close(30)
+        self.queue.close(PATIENCE_S)
+        self.manager.close(PATIENCE_S)
         self.client.close()
 
 
@@ -177,7 +178,7 @@ def start(tmp_path: Path, storage: Child, fake_driver: Path) -> Iterator[Callabl
             ]
             environment = {"LD_LIBRARY_PATH": str(fake_driver.parent)} | environment
             return stack.enter_context(
-                start_data_plane(tmp_path, storage.address, *small, *flags, environment=environment)
+                start_data_plane(tmp_path, storage.address, *PATIENT, *small, *flags, environment=environment)
             )
 
         yield begin

@@ -76,10 +76,13 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
     sides = []
 
     def make(ranks: int = 1, fetch: bool = True, store: bool = True, **config: Any) -> Any:
-        settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, lookup_timeout=PATIENCE_S, **config)
+        patient = dict.fromkeys(("lookup_timeout", "connect_timeout"), PATIENCE_S)
+        settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, **(patient | config))
         side = SchedulerSide(settings, BLOCK, fetch=fetch, store=store, problem="", logger=logging.getLogger("test"))
         side.start({rank: WorkerHandshake(NAMESPACES[rank], "") for rank in range(ranks)})
         sides.append(side)
+        for client in side._clients:  # an attempt to connect may fail where the machine stands still, so it has several
+            assert client.wait_ready(PATIENCE_S)
         return side
 
     yield make

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from machine import NEVER_S
+from machine import NEVER_S, PATIENT
 
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import __version__
@@ -153,7 +153,10 @@ def test_an_address_in_use_ends_with_2_in_one_line(command: str, flags: list[str
 
 def test_both_programs_start_meet_and_stop_cleanly_on_sigterm(tmp_path: Path) -> None:
     small = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB"]
-    with start_storage(tmp_path) as storage, start_data_plane(tmp_path, storage.address, *small) as data_plane:
+    with (
+        start_storage(tmp_path) as storage,
+        start_data_plane(tmp_path, storage.address, *PATIENT, *small) as data_plane,
+    ):
         done = run("doctor", "--json", "--storage", storage.address, "--data-plane", data_plane.address)
         states = {finding["what"]: finding["state"] for finding in json.loads(done.output)["findings"]}
         assert (states["storage server"], states["data plane"]) == ("ok", "ok")
