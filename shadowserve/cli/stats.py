@@ -182,7 +182,7 @@ def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableT
         ("sent", f"{_size(view['sent_bytes_per_s'])}/s", "sent_bytes_per_s"),
         ("received", f"{_size(view['received_bytes_per_s'])}/s", "received_bytes_per_s"),
         ("commands", f"{view['commands_per_s']:,.0f} /s", "commands_per_s"),
-        ("memory", used, "memory_used_bytes"),
+        ("kept" if view["devices"] else "memory", used, "memory_used_bytes"),
         ("evicted", f"{view['evicted_keys_per_s']:,.1f} /s, {_size(view['evicted_bytes_per_s'])}/s", ""),
         ("gone", _gone(view), ""),
         ("clients", f"{view['clients']:,}", ""),
