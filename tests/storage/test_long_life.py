@@ -50,6 +50,10 @@ class Lasting(Served):
     def port(self) -> int:
         return self.server.addresses[0][1]
 
+    def expiring_keys(self) -> int:
+        with self.server.node.lock:
+            return self.server.node.engine.statistics().expiring_keys
+
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), PATIENCE_S)
 
@@ -245,7 +249,7 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
         for number in numbers:
             key, record = make_record(number.to_bytes(32, "little"), body_bytes=256)
             commands: list[tuple[str | bytes | int, ...]] = [
-                ("SET", f"key {number}", bytes(9000)),
+                ("SET", f"key {number}", bytes(36_000)),
                 ("SET", f"brief {number}", "1", "PX", "1"),
                 ("SET", key, record),
                 ("KV.PIN", key, 1),
@@ -294,6 +298,7 @@ def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeyp
         for turn in range(6):
             _use_new_names(served, range(turn * _NAMES, (turn + 1) * _NAMES))
             wait_for(lambda: not served.server.node.sessions)
+            wait_for(lambda: not served.expiring_keys())
             with served.server.node.lock:
                 found.append(_sizes(served.server))
     # The first two turns fill what has a bound. What has none has one more for each name of the four that follow; what
