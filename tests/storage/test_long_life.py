@@ -28,6 +28,7 @@ from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import PlainTransport, TlsTransport
 from storage_kv.node import Session
 from storage_kv.pool import copies, placement
+from storage_kv.pool.engine import PoolEngine
 from storage_kv.server import StorageServer
 
 _OF_A_CONNECTION = frozenset(
@@ -49,10 +50,6 @@ class Lasting(Served):
     @property
     def port(self) -> int:
         return self.server.addresses[0][1]
-
-    def expiring_keys(self) -> int:
-        with self.server.node.lock:
-            return self.server.node.engine.statistics().expiring_keys
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), PATIENCE_S)
@@ -242,6 +239,15 @@ def _sizes(root: object) -> Counter[str]:
     return found
 
 
+def _sizes_at_rest(served: Lasting) -> Counter[str]:
+    """Return the sizes of a server's tables once nothing is under way; none before."""
+    node = served.server.node
+    with node.lock:
+        disks = node.engine._core.disks if isinstance(node.engine, PoolEngine) else []
+        busy = node.sessions or node.engine.statistics().expiring_keys or not all(disk.volume.idle for disk in disks)
+        return Counter() if busy else _sizes(served.server)
+
+
 def _use_new_names(served: Lasting, numbers: range) -> None:
     node = served.server.node
     with served.client() as client:
@@ -297,10 +303,7 @@ def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeyp
         found: list[Counter[str]] = []
         for turn in range(6):
             _use_new_names(served, range(turn * _NAMES, (turn + 1) * _NAMES))
-            wait_for(lambda: not served.server.node.sessions)
-            wait_for(lambda: not served.expiring_keys())
-            with served.server.node.lock:
-                found.append(_sizes(served.server))
+            found.append(wait_for(lambda: _sizes_at_rest(served)))
     # The first two turns fill what has a bound. What has none has one more for each name of the four that follow; what
     # closes its holes from time to time, as the key index does, goes up and down by less.
     grown = {path: size - found[1][path] for path, size in found[5].items()}
