@@ -86,7 +86,7 @@ class ClusterClient:
 
     async def close(self) -> None:
         """Close the connections and stop trying."""
-        for task in [self._task, self._refreshing, *self._questions]:
+        for task in [*self._questions, self._refreshing, self._task]:  # what uses connections before what closes them
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, StorageError):
@@ -213,9 +213,16 @@ class ClusterClient:
             finally:
                 self._client = None
                 self._settled.clear()
-                await asyncio.shield(client.aclose())
+                await asyncio.shield(self._let_go(client))
             await asyncio.sleep(backoff * random.uniform(0.8, 1.2))
             backoff = min(2 * backoff, BACKOFF_MAX)
+
+    async def _let_go(self, client: "RedisCluster") -> None:
+        """Close a client after what uses it has ended, each within its deadline: what is opened later nobody closes."""
+        using = [task for task in (*self._questions, self._refreshing) if task is not None]
+        if using:
+            await asyncio.wait(using)
+        await client.aclose()
 
     async def _watch(self) -> None:
         """Read the map again and again, until no node answers."""

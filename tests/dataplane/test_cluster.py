@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from machine import PATIENCE_S, free_port, until, wait_for
 from redis.asyncio.cluster import NodesManager
 from redis.exceptions import RedisError
 
+from dpu_dataplane.cluster import ClusterClient
+from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.server import Daemon
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import storage_key
@@ -197,6 +200,26 @@ async def test_heads_are_found_while_the_map_is_behind_what_nodes_say(
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
 
 
+@pytest.mark.parametrize("turns", range(0, 40, 5))
+async def test_no_connection_stays_open_when_the_client_closes_while_the_map_is_read(
+    cluster: Cluster, turns: int
+) -> None:
+    client = ClusterClient(cluster_config(cluster), Metrics())
+    await client.start()
+    await until(lambda: client.connected)
+    with contextlib.ExitStack() as frozen:
+        for node in cluster.nodes:
+            node.freeze()
+            frozen.callback(node.thaw)
+        reading = asyncio.create_task(client.recover(None))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await client.close()
+        await asyncio.wait([reading])
+    del client, reading
+    gc.collect()  # warns of what is open, and warnings are errors
+
+
 async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster) -> None:
     stop = asyncio.Event()
 
@@ -314,9 +337,6 @@ async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tm
 
 
 def test_without_redis_py_the_daemon_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dpu_dataplane.cluster import ClusterClient
-    from dpu_dataplane.metrics import Metrics
-
     monkeypatch.setitem(sys.modules, "redis.asyncio.cluster", None)
     with pytest.raises(ConfigurationError, match=r"shadowserve\[cluster\]"):
         ClusterClient(cluster_config(["127.0.0.1:7000"]), Metrics())
