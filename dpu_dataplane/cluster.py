@@ -31,6 +31,8 @@ _REFRESH_TIME: Final = 15.0
 """Seconds between two looks at who has what, when nothing has told us to look."""
 _AVOID_TIME: Final = 2.0
 """Seconds for which a node that failed is not read from where another one has the same slots."""
+_CANCEL_TIME: Final = 0.1
+"""Seconds between two attempts at ending a task."""
 _HEADS: Final = 2
 """Tries at asking for heads: the second one after the map was read again."""
 
@@ -87,10 +89,9 @@ class ClusterClient:
     async def close(self) -> None:
         """Close the connections and stop trying."""
         for task in [*self._questions, self._refreshing, self._task]:  # what uses connections before what closes them
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, StorageError):
-                    await task
+            while task is not None and not task.done():
+                task.cancel()  # again and again: redis-py swallows one that comes while it connects
+                await asyncio.wait([task], timeout=_CANCEL_TIME)
 
     @property
     def connected(self) -> bool:
