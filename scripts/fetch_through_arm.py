@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY / "tests" / "dataplane"))
+sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "dataplane")]
 
 from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record  # noqa: E402
 

@@ -126,3 +126,9 @@ def test_a_wheel_holds_the_four_packages_and_nothing_else(tmp_path: Path) -> Non
     entry_points = zipfile.ZipFile(wheel).read(next(str(n) for n in names if n.name == "entry_points.txt")).decode()
     assert "shadowserve=shadowserve.cli:main" in entry_points.replace(" ", "")
     assert "shadowserve=host_control.vllm:register" in entry_points.replace(" ", "")
+
+
+def test_what_runs_at_night_only_finds_what_it_imports() -> None:
+    load = "import runpy; runpy.run_path('scripts/fetch_through_arm.py')"
+    done = subprocess.run([sys.executable, "-c", load], cwd=REPOSITORY, capture_output=True, text=True, timeout=NEVER_S)
+    assert done.returncode == 0, done.stderr
