@@ -391,9 +391,10 @@ class Node:
         self.users.denials.add(Denial(reason, object, session.user.name, client))
 
     def end_sessions(self, users: Collection[User]) -> None:
-        """End the sessions of users, once what they have been answered is sent."""
+        """End the sessions of users, once what they have been answered is sent; from now on they execute nothing."""
         for session in self.sessions.values():
             if any(session.user is user for user in users):
+                session.closing = True  # at once: its thread may be about to execute a command that has come already
                 session.finish()
 
     def drop(self, parts: Iterable[Part]) -> None:
