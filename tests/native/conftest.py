@@ -1,11 +1,9 @@
 """Fixtures of the C core's tests: which ISAs this machine has, and builds of the core by CMake.
 
-Also makes ``kvrans_reader`` importable: pytest imports by path, so that folders need no __init__.py.
+Also makes ``builds`` and ``kvrans_reader`` importable: pytest imports by path, so that folders need no __init__.py.
 """
 
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,9 @@ from shadowserve import native
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-REPOSITORY = Path(__file__).parents[2]
+from builds import BUILDS, REPOSITORY, Ahead, NativeBuild  # noqa: E402
+
+AHEAD = pytest.StashKey[Ahead]()
 ISAS = [isa for isa in native.Isa if native.isa_available(isa)]
 
 
@@ -29,42 +29,31 @@ def isa(request: pytest.FixtureRequest) -> Iterator[native.Isa]:
     native.isa_force(before)
 
 
-class NativeBuild:
-    """A configured build of the C core under ``build/``, kept between runs so that only changes are compiled."""
+def builds(item: pytest.Item) -> bool:
+    """Whether a test wants a build of the C core."""
+    return "native_build" in getattr(item, "fixturenames", ())
 
-    def __init__(self, name: str, options: dict[str, str], compiler: str | None = None) -> None:
-        self.directory = REPOSITORY / "build" / "tests" / name
-        self.environment = dict(os.environ)
-        # The tests of a sanitizer build are programs of their own: what this process preloads is not for them.
-        self.environment.pop("LD_PRELOAD", None)
-        # CMake and Ninja came with this interpreter's environment, which need not be the active one.
-        self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        if compiler is not None:
-            self.environment["CC"] = compiler
-        generator = ["-G", "Ninja"] if shutil.which("ninja", path=self.environment["PATH"]) else []
-        defines = [f"-D{key}={value}" for key, value in options.items()]
-        self.run(self._tool("cmake"), "-S", str(REPOSITORY), "-B", str(self.directory), *generator, *defines)
-        self.run(self._tool("cmake"), "--build", str(self.directory), "--parallel", "2")
 
-    def _tool(self, name: str) -> str:
-        """Return the program's path: a child's search path does not count when it is looked up."""
-        return shutil.which(name, path=self.environment["PATH"]) or name
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave builds to the end, so that there is time to make them while other tests run."""
+    items.sort(key=builds)
 
-    def run(self, *command: str) -> str:
-        """Run a command and return what it printed; fail the test with that where it fails."""
-        result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=840)
-        output = result.stdout + result.stderr
-        assert result.returncode == 0, f"{' '.join(command)} exited with {result.returncode}:\n{output[-8000:]}"
-        return output
 
-    def ctest(self, *arguments: str) -> str:
-        """Run CTest in the build."""
-        return self.run(self._tool("ctest"), "--test-dir", str(self.directory), "--output-on-failure", *arguments)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin with them."""
+    if any(map(builds, session.items)) and not session.config.option.collectonly:
+        session.config.stash[AHEAD] = Ahead(list(BUILDS))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if AHEAD in session.config.stash:
+        session.config.stash[AHEAD].stop()
 
 
 @pytest.fixture
-def native_build() -> Callable[..., NativeBuild]:
-    """Make builds of the C core: ``native_build(name, options, compiler=None)``."""
+def native_build(request: pytest.FixtureRequest) -> Callable[[str], NativeBuild]:
+    """Make builds of the C core: ``native_build(name)``."""
+    request.config.stash[AHEAD].stop()
     return NativeBuild
 
 
@@ -81,16 +70,10 @@ def arm_tools() -> None:
 
 
 @pytest.fixture
-def arm_build(arm_tools: None) -> Callable[..., NativeBuild]:
-    """Make warning-free builds for 64-bit Arm, whose programs run under qemu: ``arm_build(compiler=None)``."""
+def arm_build(arm_tools: None, native_build: Callable[[str], NativeBuild]) -> Callable[..., NativeBuild]:
+    """Make warning-free builds for 64-bit Arm, whose programs run under qemu: ``arm_build(compiler="gcc")``."""
 
-    def build(compiler: str | None = None) -> NativeBuild:
-        options = {
-            "CMAKE_TOOLCHAIN_FILE": str(REPOSITORY / "native/toolchain-aarch64.cmake"),
-            "CMAKE_COMPILE_WARNING_AS_ERROR": "ON",
-            "SHADOWSERVE_TESTS": "ON",
-            "SHADOWSERVE_BENCH": "ON",
-        }
-        return NativeBuild(f"aarch64-{compiler or 'gcc'}", options, compiler)
+    def build(compiler: str = "gcc") -> NativeBuild:
+        return native_build(f"aarch64-{compiler}")
 
     return build

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.timeout(900)
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "count-instructions"
 KEPT: dict[str, dict[str, Any]] = json.loads((REPOSITORY / "native/bench/instructions.json").read_text())
-PLAIN = {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_BENCH": "ON"}
 
 
 def compare(*command: str) -> subprocess.CompletedProcess[str]:
@@ -26,7 +25,7 @@ def compare(*command: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def count_instructions(native_build: Callable[..., Any]) -> str:
-    return str(native_build("plain", PLAIN).directory / "native/count_instructions")
+    return str(native_build("plain").directory / "native/count_instructions")
 
 
 def test_kernels_run_as_many_instructions_as_is_kept(count_instructions: str) -> None:
