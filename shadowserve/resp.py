@@ -50,7 +50,7 @@ from shadowserve._resp_values import (
     encode_null,
 )
 from shadowserve.errors import ProtocolError
-from shadowserve.native import BATCH_ARGUMENTS_MAX, BATCH_BULK_BYTES_MAX, read_commands
+from shadowserve.native import BATCH_ARGUMENTS_MAX, BATCH_BULK_BYTES_MAX, CommandRun, read_commands
 
 __all__ = [
     "NEED_DATA",
@@ -283,7 +283,7 @@ class CommandReader(_Reader):
         """Make a reader that holds its peer to ``limits``."""
         super().__init__(limits)
         self.limits = limits
-        self._ready: deque[list[bytes | memoryview]] = deque()  # whole commands, read in one go
+        self._ready: deque[CommandRun] = deque()  # whole commands, read in one go; none of these is empty
         self._arguments: list[bytes | memoryview] = []
         self._remaining = 0  # arguments still to come of the command in progress
         self._bulk_size = -1  # of the argument whose length line was read
@@ -321,14 +321,14 @@ class CommandReader(_Reader):
                 ``-ERR``. Every later call raises it again: the stream cannot be followed any more.
         """
         if self._ready:
-            return self._ready.popleft()
+            return self._take_ready()
         if self._position >= len(self._buffer) and self._large_size < 0 and self._failure is None:
             return NEED_DATA
         self._check_failure()
         while True:
             if self._remaining == 0:
                 if self.ready():
-                    return self._ready.popleft()
+                    return self._take_ready()
                 started = self._start_command()
                 if started is NEED_DATA:
                     return NEED_DATA
@@ -343,21 +343,31 @@ class CommandReader(_Reader):
             self._let_go()
             return arguments
 
-    def ready(self) -> deque[list[bytes | memoryview]]:
+    def ready(self) -> deque[CommandRun]:
         """Return the queue of whole commands of small arguments; what is taken off it has been read.
 
         For servers: it is what next_command() would return first, without a call for each. An empty queue says nothing.
+        Whole runs are taken off it directly, parts of them with skip_ready().
         """
         ready, buffer, position = self._ready, self._buffer, self._position
         if not ready and not self._remaining and position < len(buffer) and self._failure is None:
             # Pipelines of small commands are what costs a server in Python most, so they are read in C. Whatever is
             # unusual - long, incomplete, wrong - ends that, and is left to the general way.
-            commands, self._position = read_commands(
-                buffer, position, self._batch_items_max, self._batch_bulk_bytes_max
-            )
-            ready.extend(commands)
+            runs, self._position = read_commands(buffer, position, self._batch_items_max, self._batch_bulk_bytes_max)
+            ready.extend(runs)
             self._let_go()
         return ready
+
+    def skip_ready(self, commands: int) -> None:
+        """Take so many commands off the run that is first in the queue, and make the others there runs of their own."""
+        arguments, width = self._ready.popleft()
+        begins = reversed(range(commands * width, len(arguments), width))
+        self._ready.extendleft((arguments[begin : begin + width], width) for begin in begins)
+
+    def _take_ready(self) -> list[bytes | memoryview]:
+        arguments, width = self._ready[0]
+        self.skip_ready(1)
+        return list(arguments[:width])
 
     def _start_command(self) -> list[bytes | memoryview] | None | Literal[NeedData.NEED_DATA]:
         """Read up to the first argument. Return None when one follows, a whole inline command, or NEED_DATA."""

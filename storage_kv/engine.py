@@ -11,7 +11,7 @@ can choose the first two, so that another tenant's key is to every engine simply
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -206,6 +206,9 @@ class Engine(Protocol):
 
     def get(self, key: bytes) -> Item | None:
         """Return the item of ``key`` and count this as a use of it; None if absent."""
+
+    def get_each(self, prefix: bytes, keys: Iterable[bytes | memoryview]) -> Iterator[Item | None]:
+        """Yield what get() returns for each of a tenant's keys, behind its ``prefix``, when it is asked for."""
 
     def peek(self, key: bytes) -> Item | None:
         """Return the item of ``key`` without counting this as a use."""

@@ -162,7 +162,6 @@ class Counters:
 
     Attributes:
         by_command: by full names.
-        plain: what commands.execute_plain() remembers of commands, these counters included.
     """
 
     connections: int = 0
@@ -190,7 +189,6 @@ class Counters:
     unknown_commands: int = 0
     busy: int = 0
     by_command: dict[str, CommandStatistics] = field(default_factory=dict)
-    plain: dict[Argument, Any] = field(default_factory=dict)
 
     def of(self, command: str) -> CommandStatistics:
         """Return the statistics of a command, by its full name."""

@@ -51,14 +51,21 @@ static char *write_number(char *text, uint32_t number) {
     return text;
 }
 
+/* A command that was read. */
+struct command {
+    const uint8_t *name;
+    uint32_t name_length, arguments;
+};
+
 /* Reads one command that begins at 'begin', where the last argument before it ended; returns the layout's new end. */
 static char *read_command(struct reader *reader, const uint8_t *begin, uint32_t arguments_max, uint32_t bytes_max,
-                          uint32_t *arguments, char *layout) {
+                          struct command *command, char *layout) {
     uint32_t length;
-    if (!read_header(reader, '*', arguments) || *arguments == 0 || *arguments > arguments_max) {
+    if (!read_header(reader, '*', &command->arguments) || command->arguments == 0 ||
+        command->arguments > arguments_max) {
         return NULL;
     }
-    for (uint32_t index = 0; index < *arguments; index++) {
+    for (uint32_t index = 0; index < command->arguments; index++) {
         if (!read_header(reader, '$', &length) || length > bytes_max ||
             (size_t)(reader->end - reader->next) < length + 2u) {
             return NULL;
@@ -67,6 +74,10 @@ static char *read_command(struct reader *reader, const uint8_t *begin, uint32_t 
         *layout++ = 'x';
         layout = write_number(layout, length);
         *layout++ = 's';
+        if (index == 0) {
+            command->name = reader->next;
+            command->name_length = length;
+        }
         begin = reader->next + length;
         if (begin[0] != '\r' || begin[1] != '\n') {
             return NULL;
@@ -76,27 +87,36 @@ static char *read_command(struct reader *reader, const uint8_t *begin, uint32_t 
     return layout;
 }
 
+static bool is_like(const struct command *one, const struct command *other) {
+    return one->arguments == other->arguments && one->name_length == other->name_length &&
+           memcmp(one->name, other->name, one->name_length) == 0;
+}
+
 uint32_t ss_commands_read(const uint8_t *data, size_t offset, size_t size, uint32_t arguments_max, uint32_t bytes_max,
                           struct ss_commands *commands) {
     struct reader reader = {data + offset, data + size};
+    struct command command, last = {0};
     const uint8_t *begin = data + offset;
     char *layout = commands->layout;
-    uint32_t room = SS_COMMANDS_ARGUMENTS_MAX, count = 0;
+    uint32_t room = SS_COMMANDS_ARGUMENTS_MAX, runs = 0;
 
     commands->end = offset;
-    while (count < SS_COMMANDS_MAX && room > 0) {
-        uint32_t arguments;
+    for (uint32_t count = 0; count < SS_COMMANDS_MAX && room > 0; count++) {
         char *end =
-            read_command(&reader, begin, arguments_max < room ? arguments_max : room, bytes_max, &arguments, layout);
+            read_command(&reader, begin, arguments_max < room ? arguments_max : room, bytes_max, &command, layout);
         if (end == NULL) {
             break;
         }
         layout = end;
-        commands->arguments[count++] = (uint8_t)arguments;
-        room -= arguments;
+        if (runs == 0 || !is_like(&command, &last)) {
+            commands->runs[runs++] = (struct ss_command_run){.arguments = (uint8_t)command.arguments};
+            last = command;
+        }
+        commands->runs[runs - 1].commands++;
+        room -= command.arguments;
         begin = reader.next - 2; /* the last argument's CR LF is skipped together with the next header */
         commands->end = (size_t)(reader.next - data);
     }
     *layout = '\0';
-    return count;
+    return runs;
 }

@@ -21,7 +21,7 @@ from shadowserve.native._block import (
     object_units,
     seal_object,
 )
-from shadowserve.native._commands import BATCH_ARGUMENTS_MAX, BATCH_BULK_BYTES_MAX, read_commands
+from shadowserve.native._commands import BATCH_ARGUMENTS_MAX, BATCH_BULK_BYTES_MAX, CommandRun, read_commands
 from shadowserve.native._index import (
     ANY,
     INDEX_KEY_BYTES,
@@ -108,6 +108,7 @@ __all__ = [
     "BlockAccess",
     "BlockDevice",
     "Codec",
+    "CommandRun",
     "DType",
     "Destination",
     "Export",

@@ -43,7 +43,7 @@ from storage_kv.clients.replies import Replies
 from storage_kv.clients.requests import limits_of, with_bytes
 from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import Transport
-from storage_kv.commands import execute, execute_plain
+from storage_kv.commands import execute, execute_run
 from storage_kv.engine import BusyError
 from storage_kv.engines import buffers
 from storage_kv.node import Argument, Later, Outgoing, Part, Pending, Reply, Session
@@ -286,16 +286,21 @@ class Connection:
             reply: Reply | None = None
             ready = reader.ready()
             if ready and self._retry is None:
-                count = len(ready)
-                size, reply = execute_plain(node, session, ready, small, left, room)
-                executed = count - len(ready)
-                left -= executed
-                small_bytes += size
-                if executed and reply is None:
-                    if reader.in_progress:
-                        continue
-                    self._more = False  # most often
-                    break
+                run = ready[0]
+                executed, replies, reply = execute_run(node, session, run, left, room)
+                if executed:
+                    left -= executed
+                    if executed * run[1] == len(run[0]):
+                        ready.popleft()
+                    else:
+                        reader.skip_ready(executed)
+                    small.append(replies)
+                    small_bytes += len(replies)
+                    if reply is None:
+                        if reader.in_progress:
+                            continue
+                        self._more = False  # most often
+                        break
             if reply is None:
                 left -= 1
                 reply = self._execute_next(small)

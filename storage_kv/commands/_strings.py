@@ -8,10 +8,11 @@ from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
 from storage_kv.commands._arguments import OK, OUT_OF_MEMORY, OldValue, as_integer, bulk_of, settled, syntax_error
+from storage_kv.commands._table import RUN_REPLY_BYTES_MAX
 from storage_kv.engine import KEY_BYTES_MAX, BusyError, OutOfBudgetError
 from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
 
-__all__ = ["get", "getrange", "mget", "set_", "strlen"]
+__all__ = ["get", "get_run", "getrange", "mget", "set_", "set_run", "strlen"]
 
 _VERIFY_INLINE_BYTES_MAX = 128 << 10
 """Checking this much takes about 0.1 ms: less than handing it to another thread and back would disturb."""
@@ -19,20 +20,41 @@ _VERIFY_INLINE_BYTES_MAX = 128 << 10
 _EXPIRY_UNITS = {b"EX": (1000, True), b"PX": (1, True), b"EXAT": (1000, False), b"PXAT": (1, False)}
 _MAGIC = record.MAGIC
 _TIME_MS_MAX = (1 << 63) - 1
-_SMALL_HEADERS = tuple(encode_bulk_header(size) for size in range(1024))  # formatting them takes longer than the rest
+_SMALL_HEADERS = tuple(encode_bulk_header(size) for size in range(RUN_REPLY_BYTES_MAX - 8))
+"""Of bulks; formatting one takes longer than all the rest of GET."""
 
 
 def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """GET key."""
-    item = node.engine.get(session.prefix + arguments[1])
-    if item is None:
-        node.counters.misses += 1
-        return encode_null(session.protocol)
-    node.counters.hits += 1
-    value = item.value
-    if isinstance(value, bytes) and len(value) < len(_SMALL_HEADERS):  # most often, and worth no more calls
-        return b"".join((_SMALL_HEADERS[len(value)], value, b"\r\n"))
-    return bulk_of(node, item, missing=encode_null(session.protocol))
+    _, reply, large = get_run(node, session, (b"", bytes(arguments[1])))
+    return reply if large is None else large
+
+
+def get_run(node: Node, session: Session, arguments: tuple[bytes, ...]) -> tuple[int, bytes, Reply | None]:
+    """GET key, many times: up to a value that is not small or not in memory."""
+    lengths = len(_SMALL_HEADERS)
+    parts: list[bytes] = []
+    large: Reply | None = None
+    done = misses = 0
+    for item in node.engine.get_each(session.prefix, arguments[1::2]):
+        done += 1
+        if item is None:
+            misses += 1
+            parts.append(encode_null(session.protocol))
+            continue
+        value = item.value
+        if isinstance(value, bytes) and len(value) < lengths:  # most often, and worth no more calls
+            parts += (_SMALL_HEADERS[len(value)], value, b"\r\n")
+            continue
+        reply = bulk_of(node, item, missing=encode_null(session.protocol))
+        if not isinstance(reply, bytes) or len(reply) > RUN_REPLY_BYTES_MAX:
+            large = reply
+            break
+        parts.append(reply)
+    if misses:
+        node.counters.misses += misses
+    node.counters.hits += done - misses
+    return done, b"".join(parts), large
 
 
 def getrange(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -59,10 +81,13 @@ def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """MGET key [key ...]."""
     parts: list[Part] = [encode_array_header(len(arguments) - 1)]
     null = encode_null(session.protocol)
-    for key in arguments[1:]:
-        item = node.read(session.qualify(key))
+    misses = 0
+    for item in node.engine.get_each(session.prefix, arguments[1:]):
+        misses += item is None
         part = null if item is None else bulk_of(node, item, missing=null)
         parts += [part] if isinstance(part, bytes) else part
+    node.counters.misses += misses
+    node.counters.hits += len(arguments) - 1 - misses
     return parts
 
 
@@ -134,6 +159,24 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 _PLAIN = _SetOptions()
+
+
+def set_run(node: Node, session: Session, arguments: tuple[bytes, ...]) -> tuple[int, bytes, Reply | None]:
+    """SET key value, many times: up to a record, an error, or a value that is not as durable as it will be at once."""
+    store, prefix = node.engine.put, session.prefix
+    done = 0
+    for position in range(1, len(arguments), 3):
+        key, value = arguments[position], arguments[position + 1]
+        if value[:4] == _MAGIC or len(key) > KEY_BYTES_MAX:
+            break
+        try:
+            ticket = store(prefix + key, value)
+        except (OutOfBudgetError, BusyError):
+            break
+        if ticket is not None:
+            return done + 1, OK * done, settled(node, ticket, "SET", OK)
+        done += 1
+    return done, OK * done, None
 
 
 class _Chunk(NamedTuple):

@@ -6,7 +6,7 @@ were removed but are still being sent: memory that is in use is counted, whereve
 
 import heapq
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from storage_kv.engine import (
@@ -59,16 +59,20 @@ class MemoryEngine:
 
     def get(self, key: bytes) -> MemoryItem | None:
         """See :meth:`Engine.get`."""
-        account = self._accounts.get(key[:TENANT_BYTES])
-        if account is None:
-            return None
-        items = account.items
-        item = items.get(key)
-        if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
-            return None
-        items.move_to_end(key)
-        self._uses = item.used = self._uses + 1
-        return item
+        return next(self.get_each(key[:TENANT_BYTES], (key[TENANT_BYTES:],)))
+
+    def get_each(self, prefix: bytes, keys: Iterable[bytes | memoryview]) -> Iterator[MemoryItem | None]:
+        """See :meth:`Engine.get_each`."""
+        items = (self._accounts.get(prefix) or self._open_account(prefix)).items
+        for name in keys:
+            key = prefix + name
+            item = items.get(key)
+            if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
+                yield None
+            else:
+                items.move_to_end(key)
+                self._uses = item.used = self._uses + 1
+                yield item
 
     def peek(self, key: bytes) -> MemoryItem | None:
         """See :meth:`Engine.peek`."""
@@ -116,34 +120,29 @@ class MemoryEngine:
         parent: bytes = b"",
     ) -> Ticket | None:
         """See :meth:`Engine.put`."""
-        length = len(value)
-        cost = len(key) + length + ENTRY_OVERHEAD_BYTES
-        account = self._accounts.get(key[:TENANT_BYTES])
-        if account is None:
-            account = self._open_account(key[:TENANT_BYTES])
+        account = self._accounts.get(key[:TENANT_BYTES]) or self._open_account(key[:TENANT_BYTES])
         old = account.items.get(key)
+        length = len(value)
+        if old is not None and not (head_bytes or parent or account.has_quota) and expires_at_ms is None:
+            more = length - old.length
+            is_simple = not (old.holds or old.head_bytes or old.parent or old.pinned_until_ms)
+            if is_simple and old.expires_at_ms is None and self._used_bytes + more <= self._budget_bytes:
+                # Giving it another value is half the work of putting another item in its place.
+                old.value = value
+                self._uses = old.used = self._uses + 1
+                account.items.move_to_end(key)
+                if more:
+                    old.length = length
+                    old.cost += more
+                    self._use(account, more)
+                return None
+        cost = len(key) + length + ENTRY_OVERHEAD_BYTES
         if self._used_bytes + cost > self._budget_bytes or account.has_quota:
             self._make_room(account, cost, old)
         self._uses = used = self._uses + 1
-        if not (head_bytes or parent or expires_at_ms is not None) and old is not None and _is_simple(old):
-            self._replace(key, old, value, length, cost)
-            return None
         item = MemoryItem(account, length, head_bytes, expires_at_ms, value, cost, parent, used)
         self._enter(key, item, old)
         return None
-
-    def _replace(self, key: bytes, item: MemoryItem, value: bytes | memoryview, length: int, cost: int) -> None:
-        """Give a simple item, which nobody holds, another value: half the work of putting another in its place."""
-        account = item.account
-        more = cost - item.cost
-        item.value, item.length, item.cost, item.used = value, length, cost, self._uses
-        account.items.move_to_end(key)
-        self._used_bytes += more
-        account.used_bytes += more
-        if self._used_bytes > self._peak_bytes:
-            self._peak_bytes = self._used_bytes
-        if account.used_bytes > account.peak_bytes:
-            account.peak_bytes = account.used_bytes
 
     def _enter(self, key: bytes, item: MemoryItem, old: MemoryItem | None) -> None:
         """Put an item for which there is room into the table, in place of ``old``."""
@@ -157,13 +156,7 @@ class MemoryEngine:
         else:
             item.serial = account.index.add(key)
             account.items[key] = item
-        cost = item.cost
-        self._used_bytes += cost
-        account.used_bytes += cost
-        if self._used_bytes > self._peak_bytes:
-            self._peak_bytes = self._used_bytes
-        if account.used_bytes > account.peak_bytes:
-            account.peak_bytes = account.used_bytes
+        self._use(account, item.cost)
         if item.head_bytes:
             account.records += 1
             account.record_bytes += item.length
@@ -171,6 +164,15 @@ class MemoryEngine:
             account.adopt(item.parent)
         if item.expires_at_ms is not None:
             self._remember_expiry(key, item, item.expires_at_ms)
+
+    def _use(self, account: Account, more_bytes: int) -> None:
+        """Count that much more, or less if it is negative."""
+        self._used_bytes += more_bytes
+        account.used_bytes += more_bytes
+        if self._used_bytes > self._peak_bytes:
+            self._peak_bytes = self._used_bytes
+        if account.used_bytes > account.peak_bytes:
+            account.peak_bytes = account.used_bytes
 
     def settling(self, key: bytes) -> Ticket | None:
         """See :meth:`Engine.settling`: nothing is more durable than it is at once."""
@@ -470,8 +472,3 @@ class MemoryEngine:
                 if item.expires_at_ms is not None
             ]
             heapq.heapify(self._expiries)
-
-
-def _is_simple(item: MemoryItem) -> bool:
-    """Return whether an item is only a value, and nobody's at present."""
-    return not (item.holds or item.head_bytes or item.parent or item.pinned_until_ms) and item.expires_at_ms is None

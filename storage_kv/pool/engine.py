@@ -9,7 +9,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Final, Self
@@ -244,6 +244,10 @@ class PoolEngine:
     def get(self, key: bytes) -> Item | None:
         """See :meth:`Engine.get`."""
         return self._find(key, use=True)
+
+    def get_each(self, prefix: bytes, keys: Iterable[bytes | memoryview]) -> Iterator[Item | None]:
+        """See :meth:`Engine.get_each`."""
+        return (self._find(prefix + key, use=True) for key in keys)
 
     def peek(self, key: bytes) -> Item | None:
         """See :meth:`Engine.peek`."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from machine import PATIENCE_S, wait_for
@@ -46,9 +46,9 @@ class SlowEngine(MemoryEngine):
         self.buffers: list[memoryview] = []  # given out, and neither stored nor given back
         self.drained = self.closed = False
 
-    def get(self, key: bytes) -> Any:
-        found = super().get(key)
-        return Away(found) if found is not None and self.away else found
+    def get_each(self, prefix: bytes, keys: Iterable[bytes | memoryview]) -> Iterator[Any]:
+        for found in super().get_each(prefix, keys):
+            yield Away(found) if found is not None and self.away else found
 
     def peek(self, key: bytes) -> Any:
         found = super().peek(key)
