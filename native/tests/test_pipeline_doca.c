@@ -308,6 +308,7 @@ static enum ss_result store(const struct bench *bench, struct ss_round *round) {
         round->chunks[i].decompression_offset = i * room;
         round->chunks[i].result = SS_SKIPPED;
     }
+    round->deadline_ns = after_patience(); /* of this store: a test has hundreds */
     enum ss_result result = ss_pipeline_encode(bench->pipeline, round);
     for (uint32_t i = 0; i < round->slice_count; i++) {
         const struct ss_chunk *chunk = &round->chunks[i / bench->fixture->shape.slices];
