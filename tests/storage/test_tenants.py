@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from machine import wait_for
 from storage_support import Child, Client, make_record
 
 from storage_kv.access.limits import RateLimiter
-from storage_kv.commands import execute
+from storage_kv.commands import execute, execute_run
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.engine import wall_clock_ms
 from storage_kv.engines.memory import MemoryEngine
@@ -116,8 +117,8 @@ def test_a_user_who_changes_tenants_starts_anew(people: dict[str, Client], serve
     assert login(server, "ann").call("GET", "k") is None
 
 
-def recorded(node: Node, session: Session, command: list[bytes]) -> tuple[list[tuple[str, str]], object]:
-    """Return every function of ours that a command calls, in order, and its reply."""
+def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], object]:
+    """Return every function of ours that an execution calls, in order, and what it returns."""
     import sys
 
     calls: list[tuple[str, str]] = []
@@ -128,7 +129,7 @@ def recorded(node: Node, session: Session, command: list[bytes]) -> tuple[list[t
 
     sys.setprofile(note)
     try:
-        reply = execute(node, session, list(command))
+        reply = execution()
     finally:
         sys.setprofile(None)
     return calls, reply
@@ -144,8 +145,15 @@ def test_a_foreign_key_takes_the_path_of_an_absent_one(users: Path) -> None:
     assert execute(node, sessions[b"ann"], [b"SET", b"there", b"x"]) == b"+OK\r\n"
     for command in (b"GET %b", b"EXISTS %b", b"STRLEN %b", b"TTL %b", b"MGET %b", b"KV.META %b", b"GETRANGE %b 0 5",
                     b"TYPE %b", b"DEL %b", b"EXPIRE %b 5", b"PERSIST %b", b"SET %b x XX"):  # fmt: skip
-        traced = [recorded(node, sessions[b"bob"], (command % key).split()) for key in (b"absent", b"absent", b"there")]
+        traced = [
+            recorded(partial(execute, node, sessions[b"bob"], (command % key).split()))
+            for key in (b"absent", b"absent", b"there")
+        ]
         assert traced[1] == traced[2], command
+    for key in (b"absent", b"there"):
+        run = (b"GET", key) * 3
+        traced.append(recorded(partial(execute_run, node, sessions[b"bob"], (run, 2), 10, 1 << 20)))
+    assert traced[-1] == traced[-2] and traced[-1][1] == (3, b"$-1\r\n" * 3, None)
     assert execute(node, sessions[b"ann"], [b"GET", b"there"]) == b"$1\r\nx\r\n"
 
 
