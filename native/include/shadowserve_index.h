@@ -187,6 +187,14 @@ SS_API size_t ss_index_dump_names(const struct ss_index *index, const struct ss_
 enum ss_index_sift { SS_INDEX_UNPROVEN = 0, SS_INDEX_NAMELESS = 1 };
 SS_API uint64_t ss_index_sift(struct ss_index *index, uint8_t device, enum ss_index_sift what);
 
+/*
+ * ss_index_rivals() stores a REMOVE record for each put that the log of 'device' still has as the last word about its
+ * key, but that lost to a later one of another device in the replay; '*cursor' as above. The log must say so before the
+ * later one goes.
+ */
+SS_API size_t ss_index_rivals(const struct ss_index *index, uint8_t device, uint32_t *cursor,
+                              struct ss_index_record *records, size_t max);
+
 struct ss_extents;
 /*
  * ss_index_reserve() reserves the extents of all objects on 'device'. Of objects that overlap the later put stays; the

@@ -91,6 +91,7 @@ void ss_index_close(struct ss_index *index) {
     unmap(index->ghosts, index->ghost_sets * GHOST_WAYS * sizeof(uint16_t));
     free(index->cells);
     free(index->cell_table);
+    ss_index_rivals_close(index);
     free(index);
 }
 

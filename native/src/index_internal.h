@@ -128,6 +128,7 @@ struct ss_index {
     struct list_ends phantoms;
     struct ss_index_totals totals;
     struct ss_index_totals devices[256];
+    struct ss_index_rivals *rivals; /* NULL: none yet */
     enum ss_index_policy policy;
     bool replaying;
 };
@@ -184,5 +185,12 @@ void ss_index_haunt(struct ss_index *index, uint64_t hash);
 uint64_t ss_index_expires_at(const struct ss_index *index, uint32_t slot);
 void ss_index_set_expiry(struct ss_index *index, uint32_t slot, uint64_t expires_at_ms);
 uint32_t ss_index_due(const struct ss_index *index, uint64_t now_ms, int32_t device, int32_t tenant);
+
+/* index_rivals.c */
+enum ss_result ss_index_rival_add(struct ss_index *index, uint64_t hash, uint8_t device, uint16_t tenant,
+                                  const uint8_t *key);
+void ss_index_rival_drop(struct ss_index *index, uint64_t hash, uint8_t device, uint16_t tenant, const uint8_t *key);
+void ss_index_rivals_clear(struct ss_index *index, int32_t tenant, int32_t device);
+void ss_index_rivals_close(struct ss_index *index);
 
 #endif /* SS_INDEX_INTERNAL_H */

@@ -401,5 +401,6 @@ uint64_t ss_index_clear(struct ss_index *index, int32_t tenant, int32_t device) 
             cleared += clear_cell(index, number);
         }
     }
+    ss_index_rivals_clear(index, tenant, device);
     return cleared;
 }

@@ -24,10 +24,15 @@ static uint64_t *put(struct ss_index *index, uint8_t device, uint32_t blocks, co
     if (!ss_index_valid(record, blocks)) {
         return &counts->refused;
     }
-    if (slot != 0 && !index->entries[slot].phantom && index->entries[slot].device != device &&
-        !is_before(index->entries[slot].generation, record->generation)) {
-        return &counts->ignored;
+    if (slot != 0 && !index->entries[slot].phantom && index->entries[slot].device != device) {
+        bool later = is_before(index->entries[slot].generation, record->generation);
+        uint8_t loser = later ? index->entries[slot].device : device;
+        *result = ss_index_rival_add(index, hash, loser, record->tenant, record->key);
+        if (*result != SS_OK || !later) {
+            return &counts->ignored;
+        }
     }
+    ss_index_rival_drop(index, hash, device, record->tenant, record->key);
     own.device = device;
     *result = ss_index_store(index, hash, &own, record->accessed_s, &slot);
     if (*result == SS_OK && (own.flags & SS_INDEX_NAMED) != 0 && index->names[slot] == NULL) {
@@ -38,11 +43,15 @@ static uint64_t *put(struct ss_index *index, uint8_t device, uint32_t blocks, co
 
 static uint64_t *change(struct ss_index *index, uint8_t device, const struct ss_index_record *record,
                         struct ss_index_counts *counts) {
-    uint32_t slot = ss_index_find(index, record->tenant, record->key);
+    uint64_t hash = ss_index_hash(index, record->tenant, record->key);
+    uint32_t slot = ss_index_search(index, hash, record->tenant, record->key);
     if (record->reserved != 0 || record->name_blocks != 0) {
         return &counts->refused;
     }
-    if (slot == 0 || index->entries[slot].device != device) {
+    if (record->kind == SS_INDEX_REMOVE) {
+        ss_index_rival_drop(index, hash, device, record->tenant, record->key);
+    }
+    if (!ss_index_is_object(index, slot) || index->entries[slot].device != device) {
         return &counts->ignored;
     }
     if (record->kind == SS_INDEX_REMOVE) {

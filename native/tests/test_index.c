@@ -382,6 +382,65 @@ static void test_refused_records(void) {
     ss_index_close(index);
 }
 
+static void expect_rivals(const struct ss_index *index, uint8_t device, size_t expected) {
+    struct ss_index_record records[7];
+    uint32_t cursor = 0;
+    size_t found = 0;
+    do {
+        size_t count = ss_index_rivals(index, device, &cursor, records, 7);
+        for (size_t at = 0; at < count; at++) {
+            CHECK(records[at].kind == SS_INDEX_REMOVE && records[at].length == 0, "no REMOVE");
+        }
+        found += count;
+    } while (cursor != 0);
+    CHECK(found == expected, "%zu rivals on device %u, not %zu", found, device, expected);
+}
+
+static void replay_one(struct ss_index *index, uint8_t device, uint8_t kind, uint32_t number, uint32_t generation) {
+    struct ss_index_counts counts = {0};
+    struct ss_index_record record = {.kind = kind, .generation = generation, .tenant = (uint16_t)(number % 2)};
+    if (kind == SS_INDEX_CLEAR) {
+        record.tenant = (uint16_t)number;
+    } else {
+        key_make(record.key, number);
+    }
+    if (kind == SS_INDEX_PUT) {
+        record.extent = 1;
+        record.length = 100;
+    }
+    CHECK(ss_index_replay(index, device, 1000, &record, 1, &counts) == SS_OK && counts.refused == 0, "replay");
+}
+
+/* A key that two devices have: of the one that lost, its log has to be told, unless it says so itself. */
+static void test_rivals(void) {
+    enum { COUNT = 300 };
+    struct ss_index *index = open_index(2 * COUNT, SS_INDEX_LRU);
+    expect_rivals(index, 0, 0);
+    for (uint32_t number = 0; number < COUNT; number++) {
+        replay_one(index, 0, SS_INDEX_PUT, number, 2 * number + 1);
+        replay_one(index, 1, SS_INDEX_PUT, number,
+                   2 * number + (number % 3 == 0 ? 0 : 2)); /* of each third device 0's */
+    }
+    expect_rivals(index, 0, COUNT - COUNT / 3);
+    expect_rivals(index, 1, COUNT / 3);
+    replay_one(index, 1, SS_INDEX_REMOVE, 0, 0); /* its own log says so */
+    replay_one(index, 1, SS_INDEX_REMOVE, 0, 0);
+    expect_rivals(index, 1, COUNT / 3 - 1);
+    replay_one(index, 1, SS_INDEX_REMOVE, 1, 0); /* the later one goes: what it beat is still in the other's log */
+    expect_rivals(index, 0, COUNT - COUNT / 3);
+    replay_one(index, 0, SS_INDEX_PUT, 1, 9999); /* it comes back there: a put like any other */
+    expect_rivals(index, 0, COUNT - COUNT / 3 - 1);
+    replay_one(index, 1, SS_INDEX_CLEAR, 0, 0);
+    expect_rivals(index, 1, COUNT / 6);
+    ss_index_clear(index, -1, 0);
+    expect_rivals(index, 0, 0);
+    for (uint32_t number = 0; number < COUNT; number++) { /* places are used again */
+        replay_one(index, 0, SS_INDEX_PUT, number, 2 * COUNT + 2 * number);
+    }
+    check_whole(index);
+    ss_index_close(index);
+}
+
 static void test_replay_and_dump(void) {
     enum { COUNT = 2000 };
     static struct ss_index_record records[COUNT], dumped[COUNT];
@@ -561,6 +620,7 @@ int main(void) {
     test_s3fifo();
     test_links();
     test_refused_records();
+    test_rivals();
     test_replay_and_dump();
     run_random(SS_INDEX_LRU);
     run_random(SS_INDEX_S3FIFO);

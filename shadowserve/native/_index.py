@@ -57,6 +57,7 @@ INDEX_RECORD_DTYPE: Final = np.dtype(
 )
 """One record of a device's log and snapshot (``struct ss_index_record``), 128 bytes."""
 
+_RIVALS_AT_ONCE: Final = 256
 _RECORD: Final = struct.Struct("<BBBBHxxIIIIIIQ32s32s24x")
 
 
@@ -409,6 +410,17 @@ class Index:
         pointer = ffi.cast("struct ss_index_record *", ffi.from_buffer("uint8_t[]", records))
         lib.ss_index_dump_names(self._index, content, len(puts), pointer, count)
         return bytes(records)
+
+    def rivals(self, device: int) -> list[tuple[int, bytes]]:
+        """Return tenant and key of each put that a device's log still has, but that lost to another device's."""
+        found: list[tuple[int, bytes]] = []
+        records = ffi.new("struct ss_index_record[]", _RIVALS_AT_ONCE)
+        self._slot[0] = 0
+        while True:
+            count = lib.ss_index_rivals(self._index, device, self._slot, records, _RIVALS_AT_ONCE)
+            found += [(records[at].tenant, bytes(ffi.buffer(records[at].key))) for at in range(count)]
+            if not self._slot[0]:
+                return found
 
 
 class Extents:
