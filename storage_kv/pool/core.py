@@ -119,11 +119,25 @@ class Entry:
         )
 
 
+class Left(NamedTuple):
+    """What an object has left behind on a device, by moving to another one: gone once it is durable there."""
+
+    disk: Disk
+    place: Place
+
+
 class Cancelled(NamedTuple):
-    """A write that was taken back: whether its volume has it; if not, what it would have replaced there."""
+    """A write that was taken back.
+
+    Attributes:
+        submitted: its volume has it.
+        replaced: if not, what it would have replaced there.
+        left: what it would have replaced on other devices.
+    """
 
     submitted: bool
     replaced: Place | None
+    left: list[Left]
 
 
 class Core:
@@ -185,13 +199,14 @@ class Core:
         A device that was away, or was given up, does not hear of what is removed or replaced meanwhile. When it comes
         back, its log knows another session than the others': what is on it may be stale, and is dropped. A session is
         a number and a digest of who takes part when, so that two that went on without each other are told apart; and
-        who takes part, since a loss of power may come when only some logs know of it.
+        who takes part, since a loss of power may come when only some logs know of it. The number is the time where it
+        can be: of two sessions that knew nothing of each other, the later one counts.
         """
         present = [disk for disk in self.disks if disk.gone is None]
         newest = max((disk.session for disk in self.disks), default=b"")
         members = b"".join(member for disk in present for member in disk.memberships)
         parts = hashlib.sha256(self.clock_ms().to_bytes(8, "big", signed=True) + members)
-        number = int.from_bytes(newest[:8], "big") + 1
+        number = max(int.from_bytes(newest[:8], "big") + 1, self.clock_ms())
         for disk in present:
             disk.enter_session(number.to_bytes(8, "big") + parts.digest()[:8] + members)
 
@@ -213,6 +228,14 @@ class Core:
     def is_current(self, entry: Entry) -> bool:
         """Return whether the index still has what ``entry`` was read from."""
         return self.index.holds(entry.slot, entry.key, entry.generation)
+
+    def unsure(self, tenant: int, key: bytes, *, but: Disk | None = None) -> list[Disk]:
+        """Return the devices whose logs must become durable before anybody relies on a new value of a key.
+
+        After a power cut they could bring back an older one: at once where the new one's device is missing, or once
+        the new one has gone. ``but``: the device that has the new one, whose log has them in their order.
+        """
+        return [disk for disk in self.disks if not disk.is_sure_of(tenant, key, own=disk is but)]
 
     def next_generation(self) -> int:
         """Return the number of the next put."""
@@ -246,32 +269,46 @@ class Core:
                 disk.free(place)
             else:
                 disk.quarantine.append(Quarantined(*place, quarantine, self.clock_ms()))
+        if write is not None:
+            self.leave(entry.tenant, entry.key, write.left, logged=logged)
         self._take_leave(entry)
         if remember:
             self.index.evict(entry.slot)
         else:
             self.index.remove(entry.slot)
 
-    def replace(self, old: Entry, disk: Disk | None) -> Place | None:
+    def replace(self, old: Entry, disk: Disk | None) -> tuple[Place | None, list[Left]]:
         """Take leave of what an entry was: its slot in the index has been given to a put on ``disk`` already.
 
         Returns:
-            What lies on ``disk`` under the key, for the log's record of the new object to free.
+            What lies on ``disk`` under the key, for the log's record of the new object to free; and what lies on other
+            devices, to take leave of when the new object is durable.
         """
         self._take_leave(old)
         write = self.cancel_write(old.slot, True)
         home = self.disk_of(old)
-        if home is None or home.gone is not None:
-            return None
-        place: Place | None = (old.extent, old.size)
-        if write is not None and not write.submitted:
-            home.free((old.extent, old.size))
-            place = write.replaced
-        if place is None or home is disk:
-            return place
-        home.log_removal(old.tenant, old.key)
-        home.free(place)
-        return None
+        left = [] if write is None else write.left
+        if home is not None and home.gone is None:
+            place: Place | None = (old.extent, old.size)
+            if write is not None and not write.submitted:
+                home.free((old.extent, old.size))
+                place = write.replaced
+            else:
+                home.volume.hold(old.fields.pack())
+            if place is not None:
+                left.append(Left(home, place))
+        own = next((each for each in left if each.disk is disk), None)
+        if own is None:
+            return None, left
+        left.remove(own)
+        return own.place, left
+
+    def leave(self, tenant: int, key: bytes, left: list[Left], *, logged: bool = False) -> None:
+        """Have devices forget what an object has left behind; ``logged``: their logs say so already."""
+        for disk, place in left:
+            if not logged:
+                disk.log_removal(tenant, key)
+            disk.free(place)
 
     def _take_leave(self, entry: Entry) -> None:
         self.copies.drop(entry.slot)

@@ -28,6 +28,10 @@ _WEAR_NOTE: Final = b"wear"
 _WEAR_STEP_BYTES: Final = 64 << 20
 """Written between two notes of it: what a crash may forget of the day's budget."""
 
+_EVERYTHING: Final = b""
+_EVERYBODY: Final = -1
+
+Key = tuple[int, bytes]
 Place = tuple[int, int]
 """First block, and bytes of the object."""
 
@@ -96,9 +100,12 @@ class Disk:
         self._freed_later: dict[int, int] = {}
         self._freeable: deque[Place] = deque()
         self._unlogged: deque[bytes] = deque()
+        self._leaving: set[Key] = set()
+        self._leaving_soon: set[Key] = set()
         self._noted_bytes = self.volume.written_bytes
         self.session = volume.notes.get(_SESSION_NOTE, b"")
         self._session_wanted = self.session
+        self._session_durable = b""
         self._sessions = [self.session]  # of these, the log knows one of the last that is durable
         wear.unpack(volume.notes.get(_WEAR_NOTE, b""))
         self._logged_bytes = wear.day_bytes
@@ -152,9 +159,42 @@ class Disk:
             self.give_up(str(self.volume.error))
         if self.session != self._session_wanted:
             self._note_session()
+        if self._leaving and not self._leaving_soon and not self._unlogged:
+            self._await_removals()
         if self._noted_bytes != self.volume.written_bytes:
             self._note_wear(now_ms)
         return calls
+
+    # ---- What must be durable before somebody may rely on what is elsewhere
+
+    def is_sure_of(self, tenant: int, key: bytes, *, own: bool) -> bool:
+        """Return whether a power cut now could not have its log bring back an older value of a key.
+
+        Nor could one have the next start take a device for one that missed nothing of this session. ``own``: its log
+        has a new value as well, behind the older one's removal.
+        """
+        if self.gone is not None:
+            return True
+        if self._session_durable != self._session_wanted:
+            return False
+        if own or not (self._leaving or self._leaving_soon):
+            return True
+        keys = ((tenant, key), (tenant, _EVERYTHING), (_EVERYBODY, _EVERYTHING))
+        return not any(each in self._leaving or each in self._leaving_soon for each in keys)
+
+    def _await_removals(self) -> None:
+        self._leaving_soon, self._leaving = self._leaving, set()
+        ticket = self.volume.barrier()
+        if ticket is None:
+            self._leaving_soon = set()
+        else:
+            ticket.then(self._removals_are_durable)
+
+    def _removals_are_durable(self, error: Exception | None) -> None:
+        if error is None:  # else the device is given up
+            self._leaving_soon = set()
+
+    # ---- Sessions
 
     def enter_session(self, session: bytes) -> None:
         """Have the log know a new session of the pool."""
@@ -173,12 +213,15 @@ class Disk:
         self.session = session
         self._sessions.append(session)
         ticket = self.volume.barrier()
-        if ticket is not None:
+        if ticket is None:
+            self._session_is_durable(session, None)
+        else:
             ticket.then(lambda error: self._session_is_durable(session, error))
 
     def _session_is_durable(self, session: bytes, error: Exception | None) -> None:
         if error is None:
             self._sessions = self._sessions[self._sessions.index(session) :]
+            self._session_durable = session
 
     @property
     def memberships(self) -> list[bytes]:
@@ -192,9 +235,18 @@ class Disk:
         listed = any(members.startswith(own, at) for at in range(0, len(members), len(own)))
         return self.session == session or listed
 
-    def leave_sessions(self) -> None:
-        """Take note that what is on it is stale, until the log knows a session in which it was dropped."""
-        self._sessions.clear()
+    def log_recovered(self, rivals: list[Key], *, stale: bool) -> None:
+        """Log what opening it has changed.
+
+        Args:
+            rivals: keys of which its log has a value, and another device a later one.
+            stale: it was away, and all of it was dropped; until its log knows a session in which that was so.
+        """
+        if stale:
+            self._sessions.clear()
+            self.log_clear(None)
+        for key in rivals:
+            self.log_removal(*key)
 
     def _membership(self, session: bytes) -> bytes:
         return self.volume.superblock.volume_id + session[:_SESSION_BYTES].ljust(_SESSION_BYTES, b"\0")
@@ -227,11 +279,13 @@ class Disk:
     def log_removal(self, tenant: int, key: bytes) -> None:
         """Log that an object is gone."""
         if self.gone is None:
+            self._leaving.add((tenant, key))
             self._log(pack_record(RecordKind.REMOVE, tenant, key))
 
     def log_clear(self, tenant: int | None) -> None:
         """Log that everything of a tenant is gone, or of all."""
         if self.gone is None:
+            self._leaving.add((_EVERYBODY if tenant is None else tenant, _EVERYTHING))
             flags = RecordFlag.EVERY_TENANT if tenant is None else 0
             self._log(pack_record(RecordKind.CLEAR, tenant or 0, b"", flags=flags))
 

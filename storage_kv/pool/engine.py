@@ -5,6 +5,7 @@ This is where the server meets the pool. What happens when is told by the parts:
 after what nobody asks for.
 """
 
+import os
 import select
 import threading
 import time
@@ -73,6 +74,7 @@ class PoolEngine:
         seed: int | None = None,
         measure: bool = True,
         ticks: Callable[[], int] = time.perf_counter_ns,
+        entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:
         """Make an engine that start() opens.
 
@@ -84,14 +86,14 @@ class PoolEngine:
             seed: of the index; by default random.
             measure: whether to measure bandwidths; else all are the same but for configured ones.
             ticks: clock of the counters of time, in ns.
+            entropy: gives random bytes.
         """
         self._config = config
         self._devices = devices
         self._budget_bytes = budget_bytes
         self._clock_ms = clock_ms
-        self._seed = seed
-        self._measure = measure
         self._ticks = ticks
+        self._open_parts = partial(open_parts, config, clock_ms=clock_ms, seed=seed, measure=measure, entropy=entropy)
         self._lock: threading.Lock | None = None
         self._ready: deque[Callable[[], None]] = deque()
         self._busy: list[Ticket] = []
@@ -119,9 +121,7 @@ class PoolEngine:
         """See :meth:`Engine.start`: opens the devices, recovers what is on them, measures their bandwidths."""
         self._lock = lock
         found, absent = open_devices(self._config) if self._devices is None else (self._devices(), [])
-        opened = open_parts(
-            self._config, found, absent, clock_ms=self._clock_ms, seed=self._seed, measure=self._measure
-        )
+        opened = self._open_parts(found, absent)
         self._opened = opened
         self._core: Core = opened.core
         self._core.ticks = self._ticks
@@ -434,18 +434,17 @@ class PoolEngine:
             if disk is not None:
                 disk.free((home.extent, object_blocks(length) * BLOCK_BYTES))
             raise
-        replaced = None if old is None else core.replace(old, disk)
+        replaced, left = (None, []) if old is None else core.replace(old, disk)
         if head_bytes:
             core.counters.tenants[tenant].record_bytes += length
         self._space.tenants.add(tenant)
         core.copies.keep(slot, buffer)
         self._peak_bytes = max(self._peak_bytes, self._used_bytes())
         if disk is None:
-            self._writer.settle_inherited(slot)
-            # A crash must not bring back what it replaces on a device.
-            return None if old is None or old.device == MEMORY_ONLY else self.barrier()
+            core.leave(tenant, key, left)
+            return self._writer.memory_alone(slot, tenant, key)
         entry = Entry(slot, self._index.read(slot))
-        return self._writer.begin(entry, disk, buffer, name, placed=home.placed, replaced=replaced)
+        return self._writer.begin(entry, disk, buffer, name, placed=home.placed, replaced=replaced, left=left)
 
     def _home(self, parsed: ParsedKey, length: int, parent: bytes, old: Entry | None) -> Home:
         core = self._core
@@ -490,12 +489,14 @@ class PoolEngine:
         )
         moved = Entry(entry.slot, self._index.read(entry.slot))
         name = self._index.name(entry.slot)
-        self._writer.begin(moved, home.disk, buffer, name, placed=home.placed, replaced=None)
+        self._writer.begin(moved, home.disk, buffer, name, placed=home.placed)
 
     def settling(self, key: bytes) -> Ticket | None:
         """See :meth:`Engine.settling`."""
         entry = self._present(parse_key(key))
-        return None if entry is None else self._writer.ticket(entry.slot)
+        if entry is None:
+            return None
+        return self._writer.ticket(entry.slot) or self._writer.sure(entry.tenant, entry.key)
 
     # ---- Changing
 

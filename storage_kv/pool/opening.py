@@ -5,7 +5,7 @@ import logging
 import os
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -139,8 +139,17 @@ def open_parts(
     try:
         objects_max = _prepare(found, config, clock_ms, entropy)
         objects_max = min(objects_max + arenas.size // BLOCK_BYTES, _INDEX_OBJECTS_MAX)
-        index = Index(objects_max, IndexPolicy.S3FIFO if config.eviction == "s3fifo" else IndexPolicy.LRU, seed)
+        policy = IndexPolicy.S3FIFO if config.eviction == "s3fifo" else IndexPolicy.LRU
+        index = Index(objects_max, policy, seed)
         disks = _recover(found, index, clock_ms, entropy)
+        stale = _stale(disks)
+        lost: dict[int, int] = {}
+        if stale:
+            for disk in disks:
+                disk.volume.close()
+            index.close()
+            index = Index(objects_max, policy, seed)
+            disks = _recover(found, index, clock_ms, entropy, stale, lost)
     except (FormatError, NativeError, DeviceError, OSError) as error:
         for _, device in found:
             device.close()
@@ -163,7 +172,9 @@ def open_parts(
     tenants = Tenants(disks)
     space.tenants |= tenants.ids()
     _drop_strangers(core, tenants)
-    _drop_stale(core)
+    _count_stale(core, lost)
+    for disk in disks:
+        disk.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
     core.begin_session()
     homes = Homes(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
     registration = Registration(arenas.arenas, [disk.volume.device for disk in disks])
@@ -187,16 +198,30 @@ def _prepare(found: Found, config: StorageConfig, clock_ms: Callable[[], int], e
     return total
 
 
-def _recover(found: Found, index: Index, clock_ms: Callable[[], int], entropy: Callable[[int], bytes]) -> list[Disk]:
-    volumes: list[Volume] = []
+def _recover(
+    found: Found,
+    index: Index,
+    clock_ms: Callable[[], int],
+    entropy: Callable[[int], bytes],
+    stale: Sequence[int] = (),
+    lost: dict[int, int] | None = None,
+) -> list[Disk]:
+    """Open all volumes; what is on those that are ``stale`` is dropped, and counted in ``lost`` by tenant.
+
+    They come first: what they say must not win over what is so, whatever the numbers of their puts are.
+    """
+    volumes: dict[int, Volume] = {}
     pool_id: bytes | None = None
-    for number, (_, device) in enumerate(found):
-        volume = Volume.open(device, index, number, pool_id=pool_id, clock_ms=clock_ms, entropy=entropy)
+    for number in [*stale, *(number for number in range(len(found)) if number not in stale)]:
+        volume = Volume.open(found[number][1], index, number, pool_id=pool_id, clock_ms=clock_ms, entropy=entropy)
         pool_id = volume.superblock.pool_id
-        volumes.append(volume)
+        volumes[number] = volume
+        if number in stale and lost is not None:
+            _drop_stale(index, volume, lost)
     index.replayed()
     disks: list[Disk] = []
-    for number, (volume, (entry, _)) in enumerate(zip(volumes, found, strict=True)):
+    for number, (entry, _) in enumerate(found):
+        volume = volumes[number]
         volume.ready()
         report = volume.report
         _log.info(
@@ -246,23 +271,28 @@ def _drop_strangers(core: Core, tenants: Tenants) -> None:
             slot = following
 
 
-def _drop_stale(core: Core) -> None:
-    """Drop what lies on devices that were away in the last session: it may have been removed or replaced meanwhile."""
-    newest = max((disk.session for disk in core.disks), default=b"")
-    for disk in core.disks:
-        if disk.took_part(newest):
-            continue
-        disk.leave_sessions()
-        slot, count = core.index.next(), 0
-        while slot:
-            following = core.index.next(slot)
-            entry = core.entry(slot)
-            if entry is not None and entry.device == disk.number:
-                core.lose(entry, "stale")
-                count += 1
-            slot = following
+def _stale(disks: list[Disk]) -> list[int]:
+    """Return the devices that were away in the last session: what they hold may have been replaced meanwhile."""
+    newest = max((disk.session for disk in disks), default=b"")
+    return [disk.number for disk in disks if not disk.took_part(newest)]
+
+
+def _drop_stale(index: Index, volume: Volume, lost: dict[int, int]) -> None:
+    dropped = 0
+    for tenant in volume.recovered_tenants:
+        count = index.clear(tenant, volume.number)
+        lost[tenant] = lost.get(tenant, 0) + count
+        dropped += count
+    dropped += index.clear(-1, volume.number)
+    if dropped:
+        _log.warning("device_was_away device=%s objects_dropped=%d", volume.device.name, dropped)
+
+
+def _count_stale(core: Core, lost: dict[int, int]) -> None:
+    for tenant, count in lost.items():
         if count:
-            _log.warning("device_was_away device=%s objects_dropped=%d", disk.name, count)
+            core.counters.tenants[tenant].lost_keys += count
+            core.counters.lost["stale"] = core.counters.lost.get("stale", 0) + count
 
 
 # ---- Bandwidth

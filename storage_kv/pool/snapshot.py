@@ -11,9 +11,10 @@ so that no snapshot knows more than the log. It goes into the region that the la
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from shadowserve.native import INDEX_RECORD_DTYPE, Index
 from storage_kv.pool.device import Operation, OperationKind, Priority
@@ -58,6 +59,7 @@ class Snapshot:
         *,
         tenants: dict[int, bytes],
         notes: dict[bytes, bytes],
+        held: dict[tuple[int, bytes], bytes],
         settle_writes: Callable[[Callable[[], None]], None],
         clock_ms: Callable[[], int],
     ) -> None:
@@ -72,6 +74,7 @@ class Snapshot:
             generation: of this snapshot.
             tenants: names by id.
             notes: of the pool, by name.
+            held: records of objects that the index has no more and the log has, by tenant and key.
             settle_writes: calls back when all writes that are under way now have their record in the log.
             clock_ms: Unix time.
         """
@@ -85,6 +88,7 @@ class Snapshot:
         self._index = index
         self._number = number
         self._generation = generation
+        self._held = held
         self._settle_writes = settle_writes
         self._clock_ms = clock_ms
         self._log_first, self._log_epoch = log.sequence, log.epoch
@@ -117,12 +121,17 @@ class Snapshot:
             self._dumped = self._cursor == 0
             records = self._slice[:count]
             records["device"] = 0  # a device's number is the pool's of today
-            self._pending += records.tobytes()
-            self._pending += self._index.dump_names(records)
+            self._add(records)
+            if self._dumped and self._held:  # behind what the index says by now, of which nothing may be durable
+                self._add(np.frombuffer(b"".join(self._held.values()), INDEX_RECORD_DTYPE))
         if self._pending:
             self._write_slice(room)
         else:
             self._settle_writes(self._settled)
+
+    def _add(self, records: npt.NDArray[Any]) -> None:
+        self._pending += records.tobytes()
+        self._pending += self._index.dump_names(records)
 
     def _write_slice(self, room: int) -> None:
         # Only the last block may be less than full: what does not fill one waits for the next slice.

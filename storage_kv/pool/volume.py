@@ -153,6 +153,7 @@ class Volume:
         self._writing: dict[Key, list[_Write]] = {}
         self._in_flight: dict[int, None] = {}  # numbers of writes, in their order
         self._write_number = 0
+        self._held: dict[Key, bytes] = {}
         self._waits: deque[tuple[int, Callable[[], None]]] = deque()
         self._reserved_blocks = 0
         self._outbox: deque[Operation] = deque()
@@ -215,6 +216,12 @@ class Volume:
         write_blocks(reader, [(SUPERBLOCK_OFFSETS[copy], superblock.pack()) for copy in damaged])
         volume.report.seconds = time.perf_counter() - begin
         return volume
+
+    @property
+    def recovered_tenants(self) -> list[int]:
+        """Tenants whose objects may be on it, before it is ready."""
+        assert self._recovery is not None
+        return [0, *self._recovery.texts.tenants]
 
     def ready(self) -> None:
         """End the recovery, after ``index.replayed()`` for all volumes of the index: from now on it takes writes."""
@@ -337,6 +344,7 @@ class Volume:
             )
         size = blocks_of(int.from_bytes(record[12:16], "little"), record[3]) * BLOCK_BYTES
         write = _Write(key, _anonymous(record), name, size, Ticket())
+        self._held.pop(key, None)
         self._reserved_blocks += need
         self._writing.setdefault(key, []).append(write)
         self._write_number += 1
@@ -356,6 +364,16 @@ class Volume:
         )
         return write.ticket
 
+    def hold(self, record: bytes) -> None:
+        """Have snapshots go on naming an object that the index has no more, until it is removed or replaced here.
+
+        What replaces it is not durable yet, or is on its way to another volume.
+
+        Args:
+            record: its PUT, as ``IndexEntry.pack()`` makes it.
+        """
+        self._held[_key_of(record)] = _anonymous(record)
+
     def log(self, record: bytes) -> None:
         """Log a change of the index: REMOVE, EXPIRE, PIN or CLEAR, 128 bytes; barrier() tells when it is durable.
 
@@ -371,6 +389,7 @@ class Volume:
             self._writing[key][-1].followers.append(_anonymous(record))
             return
         if kind == RecordKind.REMOVE:
+            self._held.pop(key, None)
             for write in self._writing.get(key, ()):
                 write.superseded = True
         elif kind == RecordKind.CLEAR:
@@ -521,6 +540,7 @@ class Volume:
             self._log.when_durable(self._settling(write.ticket))
         elif error is not None:
             self._counters.writes_failed += 1
+            self._held.pop(write.key, None)
             self._log.append(pack_record(RecordKind.REMOVE, *write.key))
             failure = VolumeError(f"writing an object to device {self.device.name} failed: {error}")
             self._calls.append(lambda: write.ticket.settle(failure))
@@ -550,6 +570,8 @@ class Volume:
             if tenant is None or key[0] == tenant:
                 for write in writes:
                     write.superseded = True
+        for key in [key for key in self._held if tenant is None or key[0] == tenant]:
+            del self._held[key]
 
     def _need_room(self, text: bytes | None) -> None:
         """Raise BusyError unless the log takes one more record, or that of a text, beside what it must take anyway."""
@@ -597,6 +619,7 @@ class Volume:
             self._snapshot_generation,
             tenants=self.tenants,
             notes=self.notes,
+            held=self._held,
             settle_writes=self._after_writes,
             clock_ms=self._clock_ms,
         )

@@ -16,7 +16,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.native import seal_object
 from storage_kv.engine import BusyError, Ticket
 from storage_kv.pool.arena import Buffer
-from storage_kv.pool.core import Cancelled, Core, Entry
+from storage_kv.pool.core import Cancelled, Core, Entry, Left
 from storage_kv.pool.disk import Disk, Place
 
 __all__ = ["Writer", "joined"]
@@ -31,6 +31,7 @@ class _Write:
 
     Attributes:
         replaced: what lies on the same device under the same key: free when this is durable.
+        left: what lies on others.
         ticket: its own.
         tickets: to settle with it: also those of puts that it replaced before they were durable.
     """
@@ -41,11 +42,28 @@ class _Write:
     name: bytes | None
     placed: bool
     replaced: Place | None
+    left: list[Left]
     ticket: Ticket
     tickets: list[Ticket]
     submitted: bool = False
     cancelled: bool = False
     error: Exception | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Unsure:
+    """Tickets of a value that is where it belongs, while a power cut could still bring back an older one.
+
+    Attributes:
+        own: the device that has it; None for memory alone.
+        removed: it was removed before it was written: that has to be durable as well.
+    """
+
+    tenant: int
+    key: bytes
+    own: Disk | None
+    removed: bool
+    tickets: list[Ticket]
 
 
 class Writer:
@@ -63,14 +81,14 @@ class Writer:
         self._sealed: deque[_Write] = deque()
         self._ended: deque[_Write] = deque()
         self._inherited: dict[int, list[Ticket]] = {}
-        self._removed: deque[_Write] = deque()
+        self._unsure: deque[_Unsure] = deque()
         self._settled: deque[tuple[Ticket, Exception | None]] = deque()
         self._count = 0
         self.bytes_under_way = 0
         core.cancel_write = self.cancel
 
     def __len__(self) -> int:
-        return self._count + len(self._removed)
+        return self._count + len(self._unsure)
 
     @property
     def waiting(self) -> bool:
@@ -83,14 +101,22 @@ class Writer:
         return None if write is None else write.ticket
 
     def begin(
-        self, entry: Entry, disk: Disk, buffer: Buffer, name: bytes | None, *, placed: bool, replaced: Place | None
+        self,
+        entry: Entry,
+        disk: Disk,
+        buffer: Buffer,
+        name: bytes | None,
+        *,
+        placed: bool,
+        replaced: Place | None = None,
+        left: list[Left] | None = None,
     ) -> Ticket:
         """Take note of an object to write; the buffer gets a user more."""
         buffer.users += 1
         disk.use(entry.extent)
         ticket = Ticket()
         tickets = [*self._inherited.pop(entry.slot, ()), ticket]
-        write = _Write(entry, disk, buffer, name, placed, replaced, ticket, tickets)
+        write = _Write(entry, disk, buffer, name, placed, replaced, left or [], ticket, tickets)
         self._writes[entry.slot] = write
         self._unsealed.append(write)
         self._count += 1
@@ -115,7 +141,8 @@ class Writer:
         if replaced:
             self._inherited.setdefault(slot, []).extend(write.tickets)
             write.tickets = []
-        return Cancelled(write.submitted, None if write.submitted else write.replaced)
+        left, write.left = write.left, []
+        return Cancelled(write.submitted, None if write.submitted else write.replaced, left)
 
     # ---- In the engine's thread
 
@@ -176,7 +203,7 @@ class Writer:
                 self._core.counters.tenants[write.entry.tenant].failed_writes += 1
                 write.disk.note_error(write.error, self._core.clock_ms(), writing=True)
             self._end(write)
-        self._settle_removed()
+        self._settle_sure()
 
     def _end(self, write: _Write) -> None:
         entry, core = write.entry, self._core
@@ -184,39 +211,71 @@ class Writer:
         self._count -= 1
         if not write.cancelled:
             del self._writes[entry.slot]
+            core.leave(entry.tenant, entry.key, write.left)
             if write.error is None:
                 core.copies.written(entry.slot, placed=write.placed)
             else:
                 core.forget(entry, quarantine="write_error")
         core.arenas.release(write.buffer)
         write.disk.unuse(entry.extent)
-        if write.cancelled and not write.submitted and write.tickets:
-            self._removed.append(write)
-            return
-        for ticket in write.tickets:
-            self.settle_later(ticket, None if write.cancelled else write.error)
-
-    def _settle_removed(self) -> None:
-        """Tell whose values were removed before they were written, once the removal is durable.
-
-        Were it earlier, a crash could bring back what such a value was to replace.
-        """
-        for _ in range(len(self._removed)):
-            write = self._removed.popleft()
-            if write.disk.is_logging:
-                self._removed.append(write)
-                continue
-            durable = write.disk.barrier()
+        if write.error is not None and not write.cancelled:
             for ticket in write.tickets:
-                if durable is None:
-                    self.settle_later(ticket)
-                else:
-                    durable.then(partial(self.settle_later, ticket))
+                self.settle_later(ticket, write.error)
+        elif write.tickets:
+            removed = write.cancelled and not write.submitted
+            self._unsure.append(_Unsure(entry.tenant, entry.key, write.disk, removed, write.tickets))
 
-    def settle_inherited(self, slot: int) -> None:
-        """Tell those whose values were replaced by one that is in memory alone."""
-        for ticket in self._inherited.pop(slot, ()):
-            self.settle_later(ticket)
+    def _settle_sure(self) -> None:
+        """Tell of values that no power cut can take back any more.
+
+        Such a one could bring back what a value replaced on another device, or, where it was removed before it was
+        written, on its own.
+        """
+        for _ in range(len(self._unsure)):
+            unsure = self._unsure.popleft()
+            disks = self._core.unsure(unsure.tenant, unsure.key, but=unsure.own)
+            if unsure.removed and unsure.own is not None and unsure.own.gone is None and unsure.own not in disks:
+                disks.append(unsure.own)
+            if any(disk.is_logging for disk in disks):
+                self._unsure.append(unsure)
+                continue
+            durable = joined(disk.barrier() for disk in disks)
+            if durable is None:
+                self._settle_all(unsure, None)
+            else:
+                durable.then(partial(self._settle_all, unsure))
+
+    def _settle_all(self, unsure: _Unsure, error: Exception | None) -> None:
+        """Settle the tickets; where a device has failed meanwhile, the others' logs have to say so first."""
+        if error is not None and (unsure.own is None or unsure.own.gone is None):
+            self._unsure.append(unsure)
+            self._core.wake()
+            return
+        for ticket in unsure.tickets:
+            self.settle_later(ticket, error)
+
+    def memory_alone(self, slot: int, tenant: int, key: bytes) -> Ticket | None:
+        """Return a ticket for a value that is in memory alone, and so has nothing to wait for but what was before it.
+
+        Those whose values it replaced hear of it at the same time.
+        """
+        ticket = self.sure(tenant, key)
+        inherited = self._inherited.pop(slot, ())
+        if ticket is not None:
+            self._unsure[-1].tickets.extend(inherited)
+            return ticket
+        for each in inherited:
+            self.settle_later(each)
+        return None
+
+    def sure(self, tenant: int, key: bytes) -> Ticket | None:
+        """Return a ticket that settles when no power cut can bring back an older value of a key; None if none can."""
+        if not self._core.unsure(tenant, key):
+            return None
+        ticket = Ticket()
+        self._unsure.append(_Unsure(tenant, key, None, False, [ticket]))
+        self._core.wake()
+        return ticket
 
     def refused(self, error: Exception) -> Ticket:
         """Return a ticket that poll() settles with an error."""

@@ -93,6 +93,7 @@ class SimulatedDevice:
         faults: those that are in force; append to it.
         trace: (kind, first block, blocks) of each operation, in the order in which they ended.
         submitted: called with how many operations were queued.
+        before: called before an operation ends; what it raises comes out of completed().
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class SimulatedDevice:
         self.faults: list[Fault] = []
         self.trace: list[tuple[OperationKind, int, int]] = []
         self.submitted: Callable[[int], None] = lambda count: None
+        self.before: Callable[[], None] | None = None
         self.random = random.Random(seed)
         self._operations_max = operations_max
         self._clock_ns = clock_ns or (lambda: self._completions)
@@ -179,6 +181,8 @@ class SimulatedDevice:
 
     def complete(self, chosen: Callable[[Operation], bool] | None = None) -> Operation | None:
         """End one operation at random of those that ``chosen`` takes; return it, None if there is none."""
+        if self.before is not None:
+            self.before()
         candidates = [at for at, (operation, _, _) in enumerate(self._waiting) if chosen is None or chosen(operation)]
         if not candidates:
             return None

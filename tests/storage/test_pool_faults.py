@@ -344,7 +344,7 @@ def test_objects_of_a_tenant_that_another_device_knows_by_another_name_are_dropp
             second = survivor
     pool = Driver(simulated_pool([first.restart(), second.restart()], clock_ms=Clock()))
     # Each went on without the other: one of them is stale as a whole. Never is one's object the other's.
-    assert pool.keys(tenant) <= {b"secret of one"} and pool_statistics(pool).lost["stranger"] == 1
+    assert pool.keys(tenant) <= {b"secret of one"} and pool_statistics(pool).lost["stale"] == 1
     pool.stop()
 
 

@@ -244,6 +244,7 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
 
 def test_second_hit_admission_writes_what_is_asked_for() -> None:
     pool, devices = start(admission="second_hit")
+    pool.settle(pool.call(pool.engine.barrier))
     for number in range(10):
         assert pool.put_soon(b"%d" % number, b"x" * 1000).outcomes == [None]  # in memory, and done
     assert pool_statistics(pool).held_back == 10 and pool_statistics(pool).devices[0].objects == 0
