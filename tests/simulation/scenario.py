@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from invariants import Invariants
+from plan import Plan
 from reference_model import Model, Violation
 from simulated_client import SimulatedClient
 from simulated_device import SimulatedDevice
 from simulated_server import SimulatedServer
+from start_trouble import PowerCutError, StartTrouble
 from workload import Workload
 from world import MS, S, World, virtual_time
 
-from shadowserve.block import OperationKind
+from shadowserve.block import OperationKind, Priority
+from shadowserve.errors import ConfigurationError
 from storage_kv.access.rules import hash_password
 from storage_kv.config import DeviceConfig, StorageConfig
 from storage_kv.engine import Engine
@@ -31,6 +34,7 @@ _CAPACITY: Final = 24 << 20
 _QUIET_S: Final = 400
 _LOOK_EVENTS: Final = 100
 _PASSWORD: Final = "sesame"
+_HARMS: Final = ("read error", "write error", "flush error", "rot", "misread", "miswrite", "lost", "gone")
 
 
 @dataclass
@@ -50,49 +54,6 @@ class Result:
             f"{self.profile}, {self.lives} lives, {self.events} events, {self.reads} reads, {self.misses} misses, "
             f"{self.trace}"
         )
-
-
-@dataclass
-class Plan:
-    """What kind of run this is.
-
-    Attributes:
-        engine: ``memory`` or ``pool``.
-        tight: objects have to be evicted.
-        crashes: the server dies, and comes back.
-        network: links break, or go silent.
-        disks: devices fail, rot and misdirect.
-        clocks: the wall clock jumps.
-    """
-
-    engine: str
-    devices: int
-    tight: bool
-    crashes: bool
-    network: bool
-    disks: bool
-    clocks: bool
-    quota: bool
-
-    @classmethod
-    def of(cls, world: World) -> "Plan":
-        chance = world.chance
-        engine = "memory" if chance(0.2) else "pool"
-        calm = chance(0.25)
-        return cls(
-            engine=engine,
-            devices=0 if engine == "memory" else world.random.choice((1, 1, 2, 3)),
-            tight=chance(0.4),
-            crashes=not calm and chance(0.6),
-            network=not calm and chance(0.4),
-            disks=not calm and engine == "pool" and chance(0.35),
-            clocks=not calm and chance(0.15),
-            quota=chance(0.25),
-        )
-
-    def __str__(self) -> str:
-        marks = [name for name in ("tight", "crashes", "network", "disks", "clocks", "quota") if getattr(self, name)]
-        return " ".join([self.engine, *([str(self.devices)] if self.devices else []), *marks])
 
 
 class _Problems(logging.Handler):
@@ -122,6 +83,7 @@ class Simulation:
         self.world.log = [] if verbose else None
         self.plan = Plan.of(self.world)
         self.config = _configuration(self.world, self.plan, folder)
+        self.absent: list[SimulatedDevice] = []
         self.devices = [
             SimulatedDevice(
                 _CAPACITY,
@@ -136,11 +98,12 @@ class Simulation:
         self.paid = 0
         self.trusts_counts = not self.plan.disks
         self.server: SimulatedServer
-        self.workload = Workload(self.world, self.model, lambda: self.server, self._client, clocks=self.plan.clocks)
+        self.workload = Workload(self.world, self.model, lambda: self.server, self._client, self.plan)
         self._clients: list[SimulatedClient] = []
         self.invariants = Invariants(self.world, self.model, TENANTS)
         self._over = False
         self._crash_armed = False
+        self._awaited = self._is_flushing
         self._lied = False  # a device has, in this life of the server
 
     def _client(self, number: int, tenant: str) -> SimulatedClient:
@@ -154,22 +117,70 @@ class Simulation:
     def start_server(self) -> None:
         """Start a server on what the devices hold."""
         self.lives += 1
-        for device in self.devices:
-            device.automatic = True
-        self.server = SimulatedServer(self.world, self.config, self._engine(), self.devices)
-        self.server.start()
-        self.world.note(f"server {self.lives} starts")
+        if self.plan.absent:
+            self._choose_absent()
+        troubled = self.plan.starts and self.lives > 1 and not self._over
+        while True:
+            for device in self.devices:
+                device.automatic = True
+            self.server = SimulatedServer(self.world, self.config, self._engine(), self.devices)
+            self.world.note(f"server {self.lives} starts with {len(self.devices)} devices")
+            trouble = StartTrouble(self.world, self.devices) if troubled and self.world.chance(0.6) else None
+            if self._starts(trouble):
+                break
+        if troubled and self.world.chance(0.5):  # as after damage
+            for disk in self.server.engine._core.disks:  # type: ignore[attr-defined]
+                disk.volume.snapshot()
+            self._crash_armed = self._crash_armed or self.world.chance(0.5)
+            self._awaited = self._is_snapshotting
+
+    def _starts(self, trouble: StartTrouble | None) -> bool:
+        """Start the server; return whether it runs."""
+        if trouble is None:
+            self.server.start()
+            return True
+        try:
+            with trouble:
+                self.server.start()
+        except PowerCutError:
+            self.world.note("power fails at the start")
+            self.server.die()
+            self.devices = [device.crash() for device in self.devices]
+        except ConfigurationError as error:  # somebody starts it again
+            self.world.note("the start fails")
+            assert trouble.is_met, error
+            self.server.die()
+            self.devices = [device.restart() for device in self.devices]
+        else:
+            return True
+        self._lied |= trouble.hurts
+        if self.server.is_started:
+            self.server.engine.close()
+        return False
+
+    def _choose_absent(self) -> None:
+        """Have devices go missing, or come back, in their order."""
+        devices = sorted([*self.devices, *self.absent], key=lambda device: device.name)
+        chance = self.world.chance
+        here = devices if self._over or chance(0.5) else [device for device in devices if chance(0.6)]
+        here = here or [self.world.random.choice(devices)]
+        self.devices, self.absent = here, [device for device in devices if device not in here]
+        if self.absent:
+            self.world.note(f"without {[device.name for device in self.absent]}")
+            self.model.lose_all()
 
     def _engine(self) -> Engine:
         if self.plan.engine == "memory":
             return MemoryEngine(int(self.config.memory_budget_bytes), self.world.wall_ms)
-        entries = [(entry, device) for entry, device in zip(self.config.devices, self.devices, strict=True)]
+        known = {str(entry.path): entry for entry in self.config.devices}
+        entries = [(known[device.name], device) for device in self.devices]
         return PoolEngine(
             self.config,
             devices=lambda: list(entries),
             clock_ms=self.world.wall_ms,
             seed=self.world.random.randrange(1 << 32),
             measure=False,
+            entropy=self.world.random.randbytes,
         )
 
     def _count_losses(self) -> None:
@@ -194,7 +205,7 @@ class Simulation:
             new.faults = [fault for fault in old.faults if fault.times is None or fault.met < fault.times]
         self.devices = after
         self.server.engine.close()
-        if self.plan.engine == "memory":
+        if self.plan.engine == "memory" or self.plan.volatile:
             self.model.lose_all()
         if self._lied:  # docs/storage-format.md: such an object of the log's last group looks cut short, and is undone
             self.model.doubt_all()
@@ -230,12 +241,25 @@ class Simulation:
     def _crash(self) -> None:
         if self.world.chance(0.5):
             self._crash_armed = True
+            self._awaited = self._is_flushing
         else:
             self.restart_server(self.world.random.choice(("power", "power", "kill", "kill", "stop")))
 
     def _is_flushing(self) -> bool:
         """Whether a device has been asked to make durable what it has, and has not yet: the worst moment of all."""
         return any(operation.kind is OperationKind.FLUSH for device in self.devices for operation in device.waiting)
+
+    def _is_snapshotting(self) -> bool:
+        return any(operation.priority is Priority.BACKGROUND for device in self.devices for operation in device.waiting)
+
+    def _shun(self) -> None:
+        """Have some devices get no new objects for a while, as after a write that has failed; now and then others."""
+        if self._over:
+            return
+        now_ms = self.world.wall_ms()
+        for disk in self.server.engine._core.disks:  # type: ignore[attr-defined]
+            disk.avoided_until_ms = now_ms + 1000 if self.world.chance(0.5) else 0
+        self.world.after(self.world.random.expovariate(1 / (10 * MS)), "world", self._shun)
 
     def _break_link(self) -> None:
         links = [client.link for client in self._clients if client.link is not None]
@@ -253,11 +277,13 @@ class Simulation:
     def _harm_device(self) -> None:
         chance = self.world.random
         device = chance.choice(self.devices)
-        what = chance.choice(("read error", "write error", "flush error", "rot", "misread", "miswrite", "lost"))
+        what = chance.choice(_HARMS)
         self.world.note(f"{device.name}: {what}")
         after = chance.randrange(4)
         self._lied |= what in ("rot", "miswrite", "lost")
-        if what == "read error":
+        if what == "gone":
+            device.remove()
+        elif what == "read error":
             device.fail(OperationKind.READ, times=chance.randint(1, 3))
         elif what == "write error":
             device.fail(OperationKind.WRITE, after=after)
@@ -295,6 +321,8 @@ class Simulation:
             self.start_server()
             self.workload.begin(TENANTS)
             world.after(world.random.expovariate(1 / (80 * MS)), "world", self.misfortune)
+            if self.plan.moves:
+                self._shun()
             self._go_on(problems, lambda: self.workload.finished)
             self._calm_down(problems)
             self._check_end(problems)
@@ -308,7 +336,7 @@ class Simulation:
             problems.check()
             if self.world.events % _LOOK_EVENTS == 0:
                 self.invariants.check(self.server, loses=self.plan.disks)
-            if self._crash_armed and self._is_flushing() and self.world.chance(0.3):
+            if self._crash_armed and self._awaited() and self.world.chance(0.3):
                 self._crash_armed = False
                 self.restart_server("power")
             return condition()
@@ -401,6 +429,8 @@ def _configuration(world: World, plan: Plan, folder: Path) -> StorageConfig:
             "eviction": chance.choice(("lru", "s3fifo")),
             "write_bytes_under_way_max": chance.choice((1 << 20, 256 << 20)),
         }
+        if plan.volatile:
+            keys |= {"admission": chance.choice(("all", "second_hit")), "memory_homes": chance.choice((True, False))}
         keys["devices"] = [
             DeviceConfig(
                 path=Path(f"disk{number}"),

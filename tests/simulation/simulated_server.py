@@ -140,6 +140,7 @@ class SimulatedServer:
 
     Attributes:
         engine: what it serves from.
+        is_started: its engine is open.
         problems: exceptions that the product would have logged and survived.
     """
 
@@ -148,6 +149,7 @@ class SimulatedServer:
         self.engine = engine
         self.devices = devices
         self.alive = True
+        self.is_started = False
         self.lock = SimulatedLock(world)
         self.workers: Executor = _Workers(world)
         self.node = Node(config, engine, world.wall_ms, lock=self.lock, run_id="0" * 40)  # type: ignore[arg-type]
@@ -162,6 +164,7 @@ class SimulatedServer:
     def start(self) -> None:
         """Open the engine, which recovers what devices hold, and begin to serve."""
         self.engine.start(self.lock)  # type: ignore[arg-type]
+        self.is_started = True
         self.node.apply_quotas()
         own = {device.fileno() for device in self.devices}
         for descriptor in self.engine.descriptors():

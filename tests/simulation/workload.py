@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
+from plan import Plan
 from reference_model import FOREVER, Change, Model, Violation, Write, text_of
 from simulated_client import Call, SimulatedClient
 from simulated_network import Link
@@ -20,6 +21,9 @@ _CHAINS: Final = 2
 _CHAIN_LENGTH: Final = 4
 _REFUSALS: Final = ("OOM", "IOERR")
 _GRACE_NS: Final = S
+_WEIGHTS: Final = (30, 30, 6, 5, 8, 6, 8, 2, 2)
+_OF_MOVES: Final = (60, 20, 1, 1, 12, 4, 1, 1, 2)
+"""How often each kind of command comes, as _random_call() has them: any, or such as move keys between devices."""
 
 
 def chunk_name(chain: int, number: int) -> bytes:
@@ -47,8 +51,7 @@ class Workload:
         model: Model,
         server: Callable[[], SimulatedServer],
         make_client: Callable[[int, str], SimulatedClient],
-        *,
-        clocks: bool,
+        plan: Plan,
     ) -> None:
         self.world = world
         self.model = model
@@ -62,8 +65,11 @@ class Workload:
         self._wall = [world.wall_ms()]
         self._walls: list[tuple[int, int]] = [(0, world.wall_ms())]
         self._records: dict[tuple[bytes, int], bytes] = {}
-        self._names = [f"key{number}".encode() for number in range(world.random.choice((2, 6, 20)))]
-        self._clocks = clocks
+        self._clocks = plan.clocks
+        self._weights = _OF_MOVES if plan.moves else _WEIGHTS
+        self._chunks = 0.1 if plan.moves else 0.4
+        names = world.random.choice((2, 3) if plan.moves else (2, 6, 20))
+        self._names = [f"key{number}".encode() for number in range(names)]
         self._largest = world.random.choice((4, 6, 6, len(_SIZES)))
 
     @property
@@ -120,13 +126,13 @@ class Workload:
                 self._pin,
                 self._all,
             ),
-            (30, 30, 6, 5, 8, 6, 8, 2, 2),
+            self._weights,
         )[0]
         return kind(tenant)
 
     def _key(self) -> bytes:
         chance = self.world.random
-        if chance.random() < 0.4:
+        if chance.random() < self._chunks:
             return b"kv:" + chunk_name(chance.randrange(_CHAINS), chance.randrange(_CHAIN_LENGTH)).hex().encode()
         return chance.choice(self._names)
 
