@@ -1,5 +1,7 @@
 """What holds in an engine at every moment, whatever was asked of it: quotas, budgets, and the rule of prefixes."""
 
+from collections.abc import Callable
+
 from reference_model import Model, Violation
 from simulated_server import SimulatedServer
 from world import World
@@ -19,10 +21,14 @@ _Present = dict[_Chunk, tuple[object, _Chunk | None]]
 class Invariants:
     """Looks at a server's engine now and then."""
 
-    def __init__(self, world: World, model: Model, tenants: tuple[str, ...]) -> None:
+    def __init__(
+        self, world: World, model: Model, tenants: tuple[str, ...], wall: Callable[[], tuple[int, int]]
+    ) -> None:
+        """Make one; ``wall`` returns the least and the greatest that the wall clock has shown."""
         self._world = world
         self._model = model
         self._tenants = tenants
+        self._wall = wall
         self._server: SimulatedServer | None = None
         self._before: _Present = {}
 
@@ -54,8 +60,8 @@ class Invariants:
         """A chunk is not there although the one behind it is: somebody has to have removed it."""
         names = {engine.tenant(name): name for name in self._tenants}
         key = names[parent[0]], b"kv:" + parent[1].hex().encode()
-        now, wall = self._world.now_ns, self._world.wall_ms()
-        sure = self._model.surely_there(key, now, now, (wall, wall))
+        now = self._world.now_ns
+        sure = self._model.surely_there(key, now, now, self._wall())
         if sure is not None:
             raise Violation(f"prefix: {key} was evicted before chunk {child[1].hex()} that follows it")
 

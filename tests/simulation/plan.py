@@ -22,6 +22,7 @@ class Plan:
         moves: what is overwritten often goes to another device than what it replaces.
         absent: devices are missing at a start, and are there again at a later one.
         starts: power fails and devices fail while a server starts, and while it writes its first snapshot.
+        dataplane: a data plane asks as well, for the same records as others.
         volatile: some values are kept in memory alone.
     """
 
@@ -37,6 +38,7 @@ class Plan:
     absent: bool
     starts: bool
     volatile: bool
+    dataplane: bool
 
     @classmethod
     def of(cls, world: World) -> "Plan":
@@ -45,19 +47,22 @@ class Plan:
         calm = chance(0.25)
         devices = 0 if engine == "memory" else world.random.choice((1, 1, 2, 2, 3, 5))
         crashes = not calm and chance(0.6)
+        disks = not calm and engine == "pool" and chance(0.35)
+        clocks = not calm and chance(0.15)
         return cls(
             engine=engine,
             devices=devices,
             tight=chance(0.4),
             crashes=crashes,
             network=not calm and chance(0.4),
-            disks=not calm and engine == "pool" and chance(0.35),
-            clocks=not calm and chance(0.15),
+            disks=disks,
+            clocks=clocks,
             quota=chance(0.25),
             moves=devices > 1 and chance(0.5),
-            absent=devices > 1 and crashes and chance(0.3),
+            absent=devices > 1 and crashes and not (disks or clocks) and chance(0.5),
             starts=devices > 0 and crashes and chance(0.4),
             volatile=devices > 0 and chance(0.15),
+            dataplane=chance(0.25),
         )
 
     def __str__(self) -> str:

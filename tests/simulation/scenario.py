@@ -1,7 +1,10 @@
 """One simulation, all of it from a seed: what is served from, who asks for what, and what goes wrong."""
 
+import atexit
+import functools
 import gc
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,11 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from data_plane import DataPlane, simulated_modules
 from invariants import Invariants
 from plan import Plan
 from reference_model import Model, Violation
 from simulated_client import SimulatedClient
 from simulated_device import SimulatedDevice
+from simulated_network import Link
 from simulated_server import SimulatedServer
 from start_trouble import PowerCutError, StartTrouble
 from workload import Workload
@@ -26,6 +31,7 @@ from storage_kv.config import DeviceConfig, StorageConfig
 from storage_kv.engine import Engine
 from storage_kv.engines.memory import MemoryEngine
 from storage_kv.pool.engine import PoolEngine
+from storage_kv.pool.format import Superblock
 
 __all__ = ["TENANTS", "Plan", "Result", "plan_of", "simulate"]
 
@@ -84,6 +90,7 @@ class Simulation:
         self.plan = Plan.of(self.world)
         self.config = _configuration(self.world, self.plan, folder)
         self.absent: list[SimulatedDevice] = []
+        self._anchor = f"disk{self.world.random.randrange(self.plan.devices or 1)}"
         self.devices = [
             SimulatedDevice(
                 _CAPACITY,
@@ -100,7 +107,11 @@ class Simulation:
         self.server: SimulatedServer
         self.workload = Workload(self.world, self.model, lambda: self.server, self._client, self.plan)
         self._clients: list[SimulatedClient] = []
-        self.invariants = Invariants(self.world, self.model, TENANTS)
+        self.data_plane: DataPlane | None = None
+        self.invariants = Invariants(
+            self.world, self.model, TENANTS, lambda: self.workload.wall_between(0, self.world.now_ns)
+        )
+        self._other_links: list[Link] = []
         self._over = False
         self._crash_armed = False
         self._awaited = self._is_flushing
@@ -111,6 +122,17 @@ class Simulation:
         client = SimulatedClient(self.world, lambda: self.server, f"client {number} {tenant}", login)
         self._clients.append(client)
         return client
+
+    def _start_data_plane(self) -> None:
+        number = self.world.random.randrange(len(TENANTS))
+        login = TENANTS[number], f"user{number}", _PASSWORD
+        self.data_plane = DataPlane(
+            self.world, self.model, lambda: self.server, self.workload, login, links=self._other_links
+        )
+
+    @property
+    def _finished(self) -> bool:
+        return self.workload.finished and (self.data_plane is None or self.data_plane.finished)
 
     # ---- The server's lives
 
@@ -159,11 +181,19 @@ class Simulation:
         return False
 
     def _choose_absent(self) -> None:
-        """Have devices go missing, or come back, in their order."""
+        """Have devices go missing, or come back, in their order.
+
+        One is always there: a pool without any device of its last session cannot know that there was one.
+        """
         devices = sorted([*self.devices, *self.absent], key=lambda device: device.name)
         chance = self.world.chance
-        here = devices if self._over or chance(0.5) else [device for device in devices if chance(0.6)]
-        here = here or [self.world.random.choice(devices)]
+        # One that is formatted while the others are away is of another pool, and refused when they come back.
+        formatted = all(Superblock.unpack(device.peek(0, 4096)) is not None for device in devices)
+        here = (
+            devices
+            if self._over or not formatted or chance(0.5)
+            else [device for device in devices if device.name == self._anchor or chance(0.6)]
+        )
         self.devices, self.absent = here, [device for device in devices if device not in here]
         if self.absent:
             self.world.note(f"without {[device.name for device in self.absent]}")
@@ -253,16 +283,21 @@ class Simulation:
         return any(operation.priority is Priority.BACKGROUND for device in self.devices for operation in device.waiting)
 
     def _shun(self) -> None:
-        """Have some devices get no new objects for a while, as after a write that has failed; now and then others."""
+        """Have some devices get no new objects for a while, and hang; now and then others."""
         if self._over:
             return
         now_ms = self.world.wall_ms()
         for disk in self.server.engine._core.disks:  # type: ignore[attr-defined]
-            disk.avoided_until_ms = now_ms + 1000 if self.world.chance(0.5) else 0
-        self.world.after(self.world.random.expovariate(1 / (10 * MS)), "world", self._shun)
+            shunned = self.world.chance(0.5)
+            disk.avoided_until_ms = now_ms + 1000 if shunned and self.plan.moves else 0
+            device = disk.volume.device
+            assert isinstance(device, SimulatedDevice)
+            self.server.slow_down(device, 500 if shunned else 1)
+        self.world.after(self.world.random.expovariate(1 / (30 * MS)), "world", self._shun)
 
     def _break_link(self) -> None:
         links = [client.link for client in self._clients if client.link is not None]
+        links += [link for link in self._other_links if not link.is_lost]
         if not links:
             return
         link = self.world.random.choice(links)
@@ -317,13 +352,15 @@ class Simulation:
     def run(self) -> Result:
         """Run it; raises what is wrong."""
         world = self.world
-        with _problems() as problems, virtual_time(world):
+        with _problems() as problems, virtual_time(world), simulated_modules(world):
             self.start_server()
             self.workload.begin(TENANTS)
             world.after(world.random.expovariate(1 / (80 * MS)), "world", self.misfortune)
-            if self.plan.moves:
+            if self.plan.moves or self.plan.volatile:
                 self._shun()
-            self._go_on(problems, lambda: self.workload.finished)
+            if self.plan.dataplane:
+                self._start_data_plane()
+            self._go_on(problems, lambda: self._finished)
             self._calm_down(problems)
             self._check_end(problems)
         return Result(
@@ -352,16 +389,21 @@ class Simulation:
         for device in self.devices:
             device.faults.clear()
         self.workload.read_all()
-        self._go_on(problems, lambda: self.workload.finished)
+        if self.data_plane is not None:
+            self.data_plane.recover()
+        self._go_on(problems, lambda: self._finished)
         if self.devices and self.world.chance(0.5):
             self.restart_server(self.world.random.choice(("stop", "power", "kill")))
             self.workload.read_all()
-            self._go_on(problems, lambda: self.workload.finished)
+            self._go_on(problems, lambda: self._finished)
 
     def _check_end(self, problems: _Problems) -> None:
         """Check that nothing is left behind once all clients have gone."""
         for client in self._clients:
             client.close()
+        if self.data_plane is not None:
+            self.data_plane.close()
+            self._go_on(problems, lambda: self.data_plane is None or self.data_plane.closed)
         node = self.server.node
         self._go_on(problems, lambda: not node.sessions)
         self.world.run(lambda: False, 2.0)
@@ -387,17 +429,19 @@ class Simulation:
 @contextmanager
 def _problems() -> Iterator[_Problems]:
     handler = _Problems()
-    logger = logging.getLogger("storage_kv")
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.ERROR)
-    logger.propagate = False
+    loggers = [logging.getLogger(name) for name in ("storage_kv", "dpu_dataplane", "asyncio")]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.ERROR)
+        logger.propagate = False
     try:
         yield handler
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
 
 
 def _configuration(world: World, plan: Plan, folder: Path) -> StorageConfig:
@@ -448,15 +492,25 @@ def plan_of(seed: int) -> Plan:
     return Plan.of(World(seed))
 
 
-def simulate(seed: int, *, verbose: bool = False, folder: Path | None = None) -> Result:
+@functools.cache
+def _folder() -> Path:
+    """Return a folder for what all runs of this process have alike."""
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    return Path(folder)
+
+
+def simulate(seed: int, *, verbose: bool = False) -> Result:
     """Run a seed; raises what is wrong with the store, saying how to see it again."""
-    with tempfile.TemporaryDirectory() as temporary:
-        simulation = Simulation(seed, folder or Path(temporary), verbose)
-        try:
-            return simulation.run()
-        except BaseException as error:
-            again = f".venv/bin/python tests/simulation/simulate.py {seed}"
-            error.add_note(f"seed {seed} ({simulation.plan}); to see it again: {again}")
-            if simulation.world.log is not None:
-                error.add_note("".join(simulation.world.log[-200:]))
-            raise
+    simulation = Simulation(seed, _folder(), verbose)
+    try:
+        return simulation.run()
+    except BaseException as error:
+        again = f".venv/bin/python tests/simulation/simulate.py {seed}"
+        error.add_note(f"seed {seed} ({simulation.plan}); to see it again: {again}")
+        if simulation.world.log is not None:
+            error.add_note("".join(simulation.world.log[-200:]))
+        raise
+    finally:
+        if simulation.data_plane is not None:
+            simulation.data_plane.abandon()

@@ -219,6 +219,10 @@ class SimulatedServer:
                 delay += chance.randrange(100 * MS)
             self.world.after(delay, f"device {device.name}", lambda: self._complete(device))
 
+    def slow_down(self, device: SimulatedDevice, factor: int) -> None:
+        """Have what a device is asked for from now on take so much longer."""
+        self._slowness[id(device)] = factor
+
     def _complete(self, device: SimulatedDevice) -> None:
         if self.alive and device.complete() is not None:
             self._poll_soon()

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from plan import Plan
 from reference_model import Violation
-from scenario import Plan, plan_of, simulate
+from scenario import plan_of, simulate
 
+from dpu_dataplane import storage
 from storage_kv.node import Session
-from storage_kv.pool import reads, tail
+from storage_kv.pool import opening, reads, tail
+from storage_kv.pool.core import Core, Entry
 from storage_kv.pool.disk import Disk
 from storage_kv.pool.engine import PoolEngine
 from storage_kv.pool.log import Log
@@ -26,6 +29,18 @@ def seen(may_show: Callable[[Plan], bool]) -> str:
             except (Violation, AssertionError) as error:
                 return f"{error} (seed {seed})"
     return "nothing"
+
+
+def in_moves(plan: Plan) -> bool:
+    return plan.moves and plan.crashes and not plan.disks
+
+
+def in_absence(plan: Plan) -> bool:
+    return plan.absent and not plan.disks
+
+
+def in_data_plane(plan: Plan) -> bool:
+    return plan.dataplane and plan.network
 
 
 def in_a_crash(plan: Plan) -> bool:
@@ -55,6 +70,37 @@ def test_a_removal_that_is_not_logged_is_seen(monkeypatch: pytest.MonkeyPatch) -
 def test_a_log_that_is_believed_to_its_end_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tail, "_is_there", lambda entry, blocks, read: True)
     assert seen(in_a_crash).startswith("lost")
+
+
+def test_a_value_on_another_device_that_is_acknowledged_before_the_old_ones_removal_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Core, "unsure", lambda self, tenant, key, but=None: [])
+    assert seen(in_moves).startswith("stale")
+
+
+def test_an_old_value_that_is_removed_before_the_new_one_is_durable_elsewhere_is_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    replace = Core.replace
+
+    def early(self: Core, old: Entry, disk: Disk | None) -> Any:
+        place, left = replace(self, old, disk)
+        self.leave(old.tenant, old.key, left)
+        return place, []
+
+    monkeypatch.setattr(Core, "replace", early)
+    assert seen(in_moves).startswith(("lost", "prefix"))
+
+
+def test_a_device_that_was_away_and_is_believed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "_stale", lambda disks: [])
+    assert seen(in_absence).startswith("stale")
+
+
+def test_a_data_plane_that_waits_for_ever_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage._Control, "_look", lambda self: None)
+    assert seen(in_data_plane).startswith("hang")
 
 
 def test_an_expiry_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,12 @@ from world import MS, S, World
 from shadowserve import native, record
 from shadowserve.resp import ErrorReply
 
-__all__ = ["Workload"]
+__all__ = ["CHAINS", "CHAIN_LENGTH", "NAMESPACE", "Workload", "chunk_name"]
 
 _SIZES: Final = (32, 200, 3000, 5000, 16 << 10, 40 << 10, 70 << 10, 200 << 10)
-_CHAINS: Final = 2
-_CHAIN_LENGTH: Final = 4
+CHAINS: Final = 2
+CHAIN_LENGTH: Final = 4
+NAMESPACE: Final = b"n" * 32
 _REFUSALS: Final = ("OOM", "IOERR")
 _GRACE_NS: Final = S
 _WEIGHTS: Final = (30, 30, 6, 5, 8, 6, 8, 2, 2)
@@ -133,7 +134,7 @@ class Workload:
     def _key(self) -> bytes:
         chance = self.world.random
         if chance.random() < self._chunks:
-            return b"kv:" + chunk_name(chance.randrange(_CHAINS), chance.randrange(_CHAIN_LENGTH)).hex().encode()
+            return b"kv:" + chunk_name(chance.randrange(CHAINS), chance.randrange(CHAIN_LENGTH)).hex().encode()
         return chance.choice(self._names)
 
     def _set(self, tenant: str) -> Call:
@@ -186,7 +187,7 @@ class Workload:
         name = bytes.fromhex(key[3:].decode())
         if found is None:
             layout = record.ChunkLayout(
-                namespace=b"n" * 32,
+                namespace=NAMESPACE,
                 dtype=native.DType.UINT8,
                 layers=2,
                 kinds=2,
@@ -225,8 +226,8 @@ class Workload:
         return self._call(("MGET", *keys), check)
 
     def _meta(self, tenant: str) -> Call:
-        chain = self.world.random.randrange(_CHAINS)
-        keys = [b"kv:" + chunk_name(chain, number).hex().encode() for number in range(_CHAIN_LENGTH)]
+        chain = self.world.random.randrange(CHAINS)
+        keys = [b"kv:" + chunk_name(chain, number).hex().encode() for number in range(CHAIN_LENGTH)]
 
         def check(call: Call) -> None:
             assert isinstance(call.reply, list)
@@ -374,14 +375,14 @@ class Workload:
             self._was_read(tenant, key, call, call.reply, but=write)
 
     def _lifetime(self, call: Call, lifetime: int) -> tuple[int, int]:
-        first, last = self._wall_between(call.begin_ns, self.world.now_ns if call.answered else FOREVER)
+        first, last = self.wall_between(call.begin_ns, self.world.now_ns if call.answered else FOREVER)
         return first + lifetime, FOREVER if last == FOREVER else last + lifetime
 
     def note_wall(self) -> None:
         """Take note that the wall clock has jumped."""
         self._walls.append((self.world.now_ns, self.world.wall_offset_ns))
 
-    def _wall_between(self, begin_ns: int, end_ns: int) -> tuple[int, int]:
+    def wall_between(self, begin_ns: int, end_ns: int) -> tuple[int, int]:
         """Return the least and the greatest that the wall clock showed."""
         offsets = [self.world.wall_offset_ns]
         for at_ns, offset in reversed(self._walls[1:]):
@@ -396,7 +397,7 @@ class Workload:
 
     def _was_read(self, tenant: str, key: bytes, call: Call, value: Any, but: Write | None = None) -> None:
         if value is None:
-            wall = self._wall_between(0, self.world.now_ns)  # it may have been removed at any time
+            wall = self.wall_between(0, self.world.now_ns)  # it may have been removed at any time
             assert call.end_ns is not None
             self.model.check_miss((tenant, key), call.begin_ns, call.end_ns, wall, str(call.arguments[0]))
             return
@@ -415,7 +416,7 @@ class Workload:
         if may_be_empty and value == b"":
             return
         assert call.end_ns is not None
-        wall = self._wall_between(call.begin_ns, call.end_ns)
+        wall = self.wall_between(call.begin_ns, call.end_ns)
         what = str(call.arguments[0])
         self.model.check_value(
             (tenant, key), lambda write: expected(write) == value, call.begin_ns, call.end_ns, wall, what

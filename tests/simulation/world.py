@@ -189,12 +189,12 @@ class VirtualTime:
 
 @contextmanager
 def virtual_time(world: World) -> Iterator[None]:
-    """Show the storage node's modules the world's clock for a while, where they take ``time`` from their module."""
+    """Show the product's modules the world's clock for a while, where they take ``time`` from their module."""
     clock = VirtualTime(world)
     changed = [
         module
         for name, module in sorted(sys.modules.items())
-        if name.split(".")[0] == "storage_kv" and getattr(module, "time", None) is time
+        if name.split(".")[0] in ("storage_kv", "dpu_dataplane") and getattr(module, "time", None) is time
     ]
     for module in changed:
         setattr(module, "time", clock)  # noqa: B010

@@ -317,9 +317,10 @@ class SimulatedDevice:
         elif operation.kind is OperationKind.READ and not error and not lost:
             count = operation.length // BLOCK_BYTES
             ctypes.memset(operation.address, 0, operation.length)
-            for each in range(count):
-                if (content := self._current(block + each)) is not _ZEROS:
-                    ctypes.memmove(operation.address + each * BLOCK_BYTES, content, BLOCK_BYTES)
+            durable, dirty = self._durable, self._dirty
+            for each in range(block, block + count):
+                if each in durable or each in dirty:  # of most of a device nothing was ever written
+                    ctypes.memmove(operation.address + (each - block) * BLOCK_BYTES, self._current(each), BLOCK_BYTES)
         elif operation.kind is OperationKind.FLUSH and not error and not lost:
             self._flush(submitted)
         return error
