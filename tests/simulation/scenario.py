@@ -161,6 +161,7 @@ class Simulation:
         if trouble is None:
             self.server.start()
             return True
+        preempts, self.world.preempts = self.world.preempts, 0.0  # what runs beside it is no part of the start
         try:
             with trouble:
                 self.server.start()
@@ -175,7 +176,8 @@ class Simulation:
             self.devices = [device.restart() for device in self.devices]
         else:
             return True
-        self._lied |= trouble.hurts
+        finally:
+            self.world.preempts = preempts
         if self.server.is_started:
             self.server.engine.close()
         return False

@@ -23,12 +23,7 @@ class StartTrouble:
     """Puts one trouble in force for as long as it is entered.
 
     Only one copy of what there is in two of is ever hurt: with both, what is lost is for the plan with bad devices.
-
-    Attributes:
-        hurts: devices have been made to do something else than what they said.
     """
-
-    hurts = False
 
     def __init__(self, world: World, devices: list[SimulatedDevice]) -> None:
         self._chance: random.Random = world.random

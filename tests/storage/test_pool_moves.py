@@ -55,7 +55,7 @@ def poll(pool: Driver) -> None:
 
 def evict(pool: Driver, disk: Disk) -> None:
     with pool.lock:
-        assert engine_of(pool)._space.evict(device=disk.number)
+        assert engine_of(pool)._space.evict(cause="device", device=disk.number)
 
 
 def crash(pool: Driver, missing: tuple[int, ...] = ()) -> Driver:
