@@ -494,9 +494,7 @@ class PoolEngine:
     def settling(self, key: bytes) -> Ticket | None:
         """See :meth:`Engine.settling`."""
         entry = self._present(parse_key(key))
-        if entry is None:
-            return None
-        return self._writer.ticket(entry.slot) or self._writer.sure(entry.tenant, entry.key)
+        return entry and (self._writer.ticket(entry.slot) or self._writer.sure(entry.tenant, entry.key))
 
     # ---- Changing
 
