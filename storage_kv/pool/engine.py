@@ -494,7 +494,8 @@ class PoolEngine:
     def settling(self, key: bytes) -> Ticket | None:
         """See :meth:`Engine.settling`."""
         entry = self._present(parse_key(key))
-        return entry and (self._writer.ticket(entry.slot) or self._writer.sure(entry.tenant, entry.key))
+        writer = self._writer
+        return None if entry is None else writer.ticket(entry.slot) or writer.sure(entry.tenant, entry.key)
 
     # ---- Changing
 
