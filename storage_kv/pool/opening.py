@@ -169,7 +169,7 @@ def open_parts(
         objects_max=min(config.objects_max or objects_max, objects_max),
         memory_homes=config.memory_homes,
     )
-    tenants = Tenants(disks)
+    tenants = Tenants(sorted(disks, key=lambda disk: disk.number in stale))
     space.tenants |= tenants.ids()
     _drop_strangers(core, tenants)
     _count_stale(core, lost)

@@ -12,8 +12,8 @@ class Tenants:
     def __init__(self, disks: list[Disk]) -> None:
         """Take over what the devices know.
 
-        Where two devices disagree, since one was absent when the other learned of a tenant, the first one counts;
-        :attr:`strangers` says what lies on the other.
+        Where two devices disagree, since one was absent when the other learned of a tenant, the first one counts, so
+        those that were away come last; :attr:`strangers` says what lies on the other.
 
         Attributes:
             strangers: devices and ids of tenants whose objects there are somebody else's.
