@@ -212,10 +212,10 @@ def test_threads_may_go_on_while_a_device_is_closed(device: BlockDevice, memory:
 
 @pytest.mark.parametrize("access", ACCESSES)
 def test_what_cannot_be_opened_says_why(access: BlockAccess, tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="No such file.*only where a size is configured") as caught:
+    with pytest.raises(DeviceError, match="No such file.*give its size") as caught:
         BlockDevice(tmp_path / "absent", access=access)
     assert caught.value.errno == errno.ENOENT
-    with pytest.raises(DeviceError, match="no file or block device"):
+    with pytest.raises(DeviceError, match="it is a folder; name a block device"):
         BlockDevice(tmp_path, access=access)
     (tmp_path / "short").write_bytes(b"x" * 4095)
     with pytest.raises(DeviceError, match="at least 4096 bytes"):
