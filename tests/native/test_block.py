@@ -225,7 +225,7 @@ def test_what_cannot_be_opened_says_why(access: BlockAccess, tmp_path: Path) -> 
     with pytest.raises(DeviceError, match="File too large|No space") as caught:
         BlockDevice(tmp_path / "huge", size=1 << 60, access=access)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
-    with pytest.raises(DeviceError, match="nvme access"):
+    with pytest.raises(DeviceError, match="access by NVMe"):
         BlockDevice(tmp_path / "short", access=BlockAccess.NVME)
 
 
