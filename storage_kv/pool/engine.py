@@ -160,14 +160,16 @@ class PoolEngine:
         writer.seal(unsealed)
         with lock:
             began = self._core.ticks()
-            # Where nothing but sound reads has ended, there is nothing to hand on, and no memory has become free yet.
+            # Where nothing but sound reads has ended, there is nothing to hand on, and no memory has become free.
             changed = bool(scrubbed or len(writer) or self._barriers) or any(read.failure for read in ended)
+            calls = []
             tell = reader.finish(ended)
             self._scrubber.finish(scrubbed)
-            writer.submit(unsealed)
-            calls = self._step_devices() if changed else []
-            writer.finish()
-            self._pass_barriers()
+            if changed:
+                writer.submit(unsealed)
+                calls = self._step_devices()
+                writer.finish()
+                self._pass_barriers()
             self._core.arenas.settle()
             changed |= self._turn()
             if reading:

@@ -42,13 +42,20 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One read of an object, or of a part."""
+    """One read of an object, or of a part.
+
+    Attributes:
+        parts: what to read of it: offsets and lengths.
+        size: bytes of all parts.
+    """
 
     entry: Entry
     disk: Disk
     whole: bool
     first_unit: int
     units: int
+    parts: list[tuple[int, int]]
+    size: int
     waiters: list[_Waiter] = field(default_factory=list)
     buffer: Buffer | None = None
     left: int = 0
@@ -70,6 +77,7 @@ class Reader:
         self._waiting: deque[_Read] = deque()
         self._ended: deque[_Read] = deque()
         self._ended_operations: deque[tuple[_Read, Operation]] = deque()
+        self._spare_bytes = 0  # that have become free since memory was last looked for in vain
         self.under_way = 0
 
     @property
@@ -98,10 +106,14 @@ class Reader:
 
     def pump(self) -> None:
         """Begin reads that had to wait, in their order, as far as there is memory now."""
-        if not self._waiting:
-            return
+        if self._waiting:
+            self._spare_bytes = self._core.arenas.size
+            self._use_spare()
+
+    def _use_spare(self) -> None:
+        """Begin waiting reads while what has become free may be enough: looking for memory in vain takes long."""
         began = self._core.ticks()
-        while self._waiting and self._begin(self._waiting[0]):
+        while self._waiting and self._waiting[0].size <= self._spare_bytes and self._begin(self._waiting[0]):
             self._waiting.popleft()
         self._core.counters.grouping_ns += self._core.ticks() - began
 
@@ -110,10 +122,12 @@ class Reader:
         unit = object_unit(entry.length)
         units = -(-entry.length // unit)
         if entry.length <= _WHOLE_BYTES or (end - start) * _WHOLE_SHARE >= entry.length:
-            return _Read(entry, disk, True, 0, units)
+            return _Read(entry, disk, True, 0, units, [(0, entry.size)], entry.size)
         self._core.counters.partial_reads += 1
         first = start // unit
-        return _Read(entry, disk, False, first, -(-end // unit) - first)
+        units = -(-end // unit) - first
+        parts = _parts(entry.length, first, units)
+        return _Read(entry, disk, False, first, units, parts, sum(length for _, length in parts))
 
     def _begin(self, read: _Read) -> bool:
         """Hand a read to its device; return whether it took it."""
@@ -123,17 +137,18 @@ class Reader:
             self._ended.append(read)
             self._core.wake()
             return True
-        parts = _parts(read)
-        blocks = sum(length for _, length in parts) // BLOCK_BYTES
+        parts = read.parts
         if read.buffer is None:
-            if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes:
+            if read.size > self._core.arenas.largest_bytes:
                 read.failure = "no_memory"
                 self._ended.append(read)
                 self._core.wake()
                 return True
-            read.buffer = self._space.memory(blocks)
+            read.buffer = self._space.memory(read.size // BLOCK_BYTES)
             if read.buffer is None:
+                self._spare_bytes = 0
                 return False
+            self._spare_bytes -= read.size
         read.left = len(parts)
         read.disk.reading += 1
         read.begun = True
@@ -236,7 +251,9 @@ class Reader:
 
     def _release(self, buffer: Buffer) -> None:
         self._core.arenas.release(buffer)
-        self.pump()
+        self._spare_bytes += buffer.size
+        if self._waiting and self._waiting[0].size <= self._spare_bytes:
+            self._use_spare()
 
 
 def failure_of(
@@ -252,15 +269,12 @@ def failure_of(
     return "misdirected" if result is Result.NOT_FOUND else "rotten"
 
 
-def _parts(read: _Read) -> list[tuple[int, int]]:
-    """Return what to read of an object: offsets and lengths, in blocks. The header comes first."""
-    entry = read.entry
-    if read.whole:
-        return [(0, entry.size)]
-    unit = object_unit(entry.length)
-    end = min(HEADER_BYTES + (read.first_unit + read.units) * unit, HEADER_BYTES + entry.length)
+def _parts(length: int, first_unit: int, units: int) -> list[tuple[int, int]]:
+    """Return what to read of an object for some units: offsets and lengths, in blocks. The header comes first."""
+    unit = object_unit(length)
+    end = min(HEADER_BYTES + (first_unit + units) * unit, HEADER_BYTES + length)
     end = -(-end // BLOCK_BYTES) * BLOCK_BYTES
-    if read.first_unit == 0:
+    if first_unit == 0:
         return [(0, end)]
-    begin = read.first_unit * unit  # the value begins half a block later, and so does each unit
+    begin = first_unit * unit  # the value begins half a block later, and so does each unit
     return [(0, BLOCK_BYTES), (begin, end - begin)]

@@ -63,6 +63,7 @@ class Space:
         self.objects_max = objects_max
         self.quotas: dict[int, Quota] = {}
         self.tenants: set[int] = {0}
+        self._enough: dict[int, tuple[int, int, int]] = {}  # by device, what it had when its headroom was enough
         if not core.disks:
             self._memory_only_max = core.arenas.size
         else:
@@ -213,20 +214,24 @@ class Space:
     def keep_headroom(self) -> None:
         """Evict ahead of writers, so that they rarely wait: in poll(), a few at a time."""
         for disk in self._core.disks:
+            size = disk.capacity_bytes
+            level = (disk.free_bytes, size, disk.objects_max)
+            if self._enough.get(disk.number) == level:  # nothing has been put since
+                continue
             totals = self._core.index.totals(device=disk.number)
             if disk.gone is not None or not totals.objects:
                 continue
-            size = disk.capacity_bytes
             mean = totals.bytes // totals.objects
             headroom = min(int(_HEADROOM_SHARE * size), _HEADROOM_BYTES_MAX)
             headroom = max(headroom, min(_HEADROOM_OBJECTS * mean, size // _HEADROOM_SMALL))
             for _ in range(_EVICTIONS_PER_TURN):
-                used = self._core.index.totals(device=disk.number).bytes
-                within = self._core.index.totals(device=disk.number).objects <= disk.objects_max
-                if size - used >= headroom and disk.free_bytes >= headroom and within:
+                within = totals.objects <= disk.objects_max
+                if size - totals.bytes >= headroom and disk.free_bytes >= headroom and within:
+                    self._enough[disk.number] = level
                     break
                 if not self.evict(cause="device", device=disk.number):
                     break
+                totals = self._core.index.totals(device=disk.number)
 
     # ---- Memory
 
