@@ -316,8 +316,7 @@ class PoolEngine:
 
     def _release(self, buffer: Buffer) -> None:
         self._core.arenas.release(buffer)
-        if self._reader.waiting:
-            self._reader.pump()
+        self._reader.pump()
         if self._ready or self._busy:
             self._core.wake()
 
@@ -339,8 +338,7 @@ class PoolEngine:
     def discard(self, buffer: memoryview) -> None:
         """See :meth:`Engine.discard`."""
         self._core.arenas.end_loan(buffer)
-        if self._reader.waiting:
-            self._reader.pump()
+        self._reader.pump()
         if self._ready:
             self._core.wake()
 
