@@ -31,8 +31,8 @@ _REFRESH_TIME: Final = 15.0
 """Seconds between two looks at who has what, when nothing has told us to look."""
 _AVOID_TIME: Final = 2.0
 """Seconds for which a node that failed is not read from where another one has the same slots."""
-_CANCEL_TIME: Final = 0.1
-"""Seconds between two attempts at ending a task."""
+_CANCEL_TIME: Final = 1.0
+"""Seconds between two attempts at ending a task: long enough for one that closes its connections."""
 _HEADS: Final = 2
 """Tries at asking for heads: the second one after the map was read again."""
 
@@ -77,6 +77,7 @@ class ClusterClient:
         self._look = asyncio.Event()  # something says that the map has changed
         self._refreshing: asyncio.Task[None] | None = None
         self._questions: set[asyncio.Task[Any]] = set()
+        self._closing: asyncio.Task[None] | None = None  # of the last client
         self._moved: dict[int, Node] = {}  # slots that nodes have told of since the map was read
         self._avoided: dict[tuple[str, int], float] = {}  # to the time of its end
         self._turn = 0
@@ -92,6 +93,8 @@ class ClusterClient:
             while task is not None and not task.done():
                 task.cancel()  # again and again: redis-py swallows one that comes while it connects
                 await asyncio.wait([task], timeout=_CANCEL_TIME)
+        if self._closing is not None:  # where the last attempt came while it was waited for
+            await asyncio.wait([self._closing])
 
     @property
     def connected(self) -> bool:
@@ -214,7 +217,8 @@ class ClusterClient:
             finally:
                 self._client = None
                 self._settled.clear()
-                await asyncio.shield(self._let_go(client))
+                self._closing = asyncio.create_task(self._let_go(client))
+                await asyncio.shield(self._closing)
             await asyncio.sleep(backoff * random.uniform(0.8, 1.2))
             backoff = min(2 * backoff, BACKOFF_MAX)
 
