@@ -3,8 +3,8 @@
  * Block devices, over each access that there is: what was written is read, from several threads, out of registered
  * memory and other, and checked on request; and what cannot be is refused.
  *
- * Without arguments on files in this folder and in memory. 'test_block ACCESS PATH' does the first part on a device,
- * and destroys what is on it.
+ * Without arguments on files in this folder and in memory. 'test_block ACCESS PATH' does on a device what can be done
+ * there, and destroys what is on it; 'test_block ACCESS PATH removed' reads and writes it until it is taken away.
  */
 #include "check.h"
 #include "shadowserve_block.h"
@@ -135,7 +135,7 @@ static void test_on(const char *path, enum ss_block_access access, uint64_t size
     free(expected);
 }
 
-enum { OBJECTS = 24, VALUE_MAX = 300000 };
+enum { OBJECTS = 24, VALUE_MAX = 300000, LARGE = 2500000 /* more than devices take in one request */ };
 
 struct stored {
     struct ss_object_fields fields;
@@ -150,6 +150,7 @@ static void objects_make(struct stored *objects, uint8_t *memory) {
     random_fill(memory, HALF);
     for (uint32_t index = 0; index < OBJECTS; index++) {
         struct ss_object_fields fields = {.generation = 1 + index, .length = (uint32_t)random_below(VALUE_MAX) + 70000};
+        fields.length += index / 6 == 1 && index % 6 < 2 ? LARGE : 0; /* a sound one, and one with rot */
         random_fill(fields.key, sizeof fields.key);
         uint64_t size = ss_object_bytes(fields.length, 0);
         uint8_t *object = memory + offset;
@@ -255,7 +256,9 @@ static void test_reads_are_checked(const char *path, enum ss_block_access access
     munmap(memory, HALF);
 }
 
-/* Submits 'count' operations, and returns the errno of the last one that failed. */
+enum { CHECKED = 1, OBJECT_LENGTH = 3 * PAGE - SS_OBJECT_HEADER_BYTES };
+
+/* Submits 'count' operations, and returns the errno of the last one that failed. What was read is sound. */
 static int32_t last_error(struct ss_block *block, const struct ss_block_operation *operations, size_t count) {
     struct ss_block_completion completion;
     struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
@@ -265,6 +268,9 @@ static int32_t last_error(struct ss_block *block, const struct ss_block_operatio
     while (count > 0) {
         CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1, "nothing ended; %zu are missing", count);
         if (ss_block_completions(block, &completion, 1) == 1) {
+            int was_checked = completion.error == 0 && completion.tag == CHECKED;
+            CHECK(completion.verdict == (was_checked ? SS_OK : SS_NOT_SUPPORTED), "verdict %d of %d, error %d",
+                  (int)completion.verdict, (int)completion.tag, completion.error);
             count--;
             error = completion.error != 0 ? completion.error : error;
         }
@@ -274,15 +280,25 @@ static int32_t last_error(struct ss_block *block, const struct ss_block_operatio
 
 static void test_a_device_that_is_taken_away(const char *path, enum ss_block_access access) {
     struct ss_block *block = device_open(path, access, 0);
-    uint8_t *memory = memory_make((size_t)3 * PAGE);
+    uint8_t *memory = memory_make((size_t)5 * PAGE);
     struct ss_block_statistics statistics;
+    struct ss_object_fields fields = {.generation = 1, .length = OBJECT_LENGTH};
     const struct ss_block_operation operations[] = {
-        {.kind = SS_BLOCK_READ, .length = PAGE, .memory = memory},
-        {.kind = SS_BLOCK_WRITE, .length = PAGE, .offset = PAGE, .memory = memory + PAGE},
-        {.kind = SS_BLOCK_READ, .length = PAGE, .offset = HALF, .memory = memory + (size_t)2 * PAGE},
+        {.kind = SS_BLOCK_READ,
+         .length = (uint64_t)3 * PAGE,
+         .memory = memory,
+         .tag = CHECKED,
+         .expected = fields,
+         .expected_units = 1,
+         .is_checked = 1},
+        {.kind = SS_BLOCK_WRITE, .length = PAGE, .offset = (uint64_t)3 * PAGE, .memory = memory + (size_t)3 * PAGE},
+        {.kind = SS_BLOCK_READ, .length = PAGE, .offset = HALF, .memory = memory + (size_t)4 * PAGE},
         {.kind = SS_BLOCK_FLUSH}};
     int32_t first;
 
+    random_fill(memory, (size_t)3 * PAGE);
+    CHECK(ss_object_seal(memory, (uint64_t)3 * PAGE, &fields) == SS_OK, "seal");
+    perform(block, SS_BLOCK_WRITE, 0, (uint64_t)3 * PAGE, memory, 0);
     printf("%s: %s, until it is taken away\n", path, ss_block_access_name(block));
     fflush(stdout);
     do {
@@ -294,7 +310,7 @@ static void test_a_device_that_is_taken_away(const char *path, enum ss_block_acc
     CHECK(statistics.gone && statistics.in_flight == 0 && statistics.errors[SS_BLOCK_READ] >= 2, "statistics");
     CHECK(ss_block_stop(block, PATIENCE_MS) == SS_OK, "stop");
     ss_block_close(block);
-    munmap(memory, (size_t)3 * PAGE);
+    munmap(memory, (size_t)5 * PAGE);
     printf("%s: %s, then %s\n", path, strerror(first), strerror(second));
 }
 
@@ -426,20 +442,31 @@ static void test_without_uring_threads_do_it(const char *path) {
     ss_block_close(block);
 }
 
+static int test_on_device(const char *access_name, const char *path, int is_removed) {
+    size_t index = 0;
+    while (index < sizeof access_names / sizeof *access_names && strcmp(access_name, access_names[index]) != 0) {
+        index++;
+    }
+    CHECK(index < sizeof access_names / sizeof *access_names, "there is no access '%s'", access_name);
+    enum ss_block_access access = (enum ss_block_access)index;
+    if (is_removed) {
+        test_a_device_that_is_taken_away(path, access);
+        return 0;
+    }
+    test_on(path, access, 0);
+    test_reads_are_checked(path, access);
+    test_several_threads(path, access);
+    test_closing_ends_everything(path, access);
+    return 0;
+}
+
 int main(int argc, char **argv) {
     static const enum ss_block_access accesses[] = {SS_BLOCK_URING, SS_BLOCK_THREADS};
     char file[] = "./test_block-XXXXXX", in_memory[] = "/dev/shm/test_block-XXXXXX";
     char *paths[] = {file, in_memory};
 
-    for (size_t index = 0; argc >= 3 && index < sizeof access_names / sizeof *access_names; index++) {
-        if (strcmp(argv[1], access_names[index]) == 0) {
-            if (argc == 3) {
-                test_on(argv[2], (enum ss_block_access)index, 0);
-            } else {
-                test_a_device_that_is_taken_away(argv[2], (enum ss_block_access)index);
-            }
-            return 0;
-        }
+    if (argc >= 3) {
+        return test_on_device(argv[1], argv[2], argc > 3);
     }
     CHECK(argc == 1, "usage: test_block [auto|uring|threads|nvme DEVICE [removed]]");
     for (size_t which = 0; which < 2; which++) {
