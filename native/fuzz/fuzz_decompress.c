@@ -10,8 +10,8 @@
  *
  * Input: one byte for the codec, two for the target's size, then the stream.
  */
-#include "../src/literal_inflate.h"
 #include "check.h"
+#include "codecs/literal_inflate.h"
 #include "shadowserve.h"
 
 #include <zlib.h>

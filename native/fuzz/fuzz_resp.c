@@ -7,8 +7,8 @@
  *
  * Input: one byte for the size of the pieces, then the replies.
  */
-#include "../src/resp.h"
 #include "check.h"
+#include "net/resp.h"
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 

@@ -5,7 +5,7 @@
 
 #include "check.h"
 
-#include "../src/index_internal.h"
+#include "index/internal.h"
 
 /* Checks one list, and returns how many are in it. */
 static inline uint32_t check_list(const struct ss_index *index, const struct list_ends *ends, uint32_t list,

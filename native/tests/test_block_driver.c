@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A device that answers late, in parts, with errors, or not at all: a driver of this test's does what it is told. */
-#include "block.h"
+#include "block/block.h"
 #include "check.h"
 
 #include <errno.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* What a device gets next: reads before writes, writes in the gaps, background last, all of them some day. The device
  * is this test: it holds what it was given, and a clock that it sets. */
-#include "block_schedule.h"
+#include "block/schedule.h"
 #include "check.h"
 
 #include <errno.h>

@@ -11,8 +11,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "backends/cuda.h"
 #include "check.h"
-#include "cuda.h"
 
 enum { WORK_BYTES = 65536, WORKS = 20, HANDLE_BYTES = 64 };
 #define GPU_ADDRESS "0000:00:00.0"

@@ -5,9 +5,9 @@
  * streams; nothing is touched outside the target. And ss_dequantize_streamed() against ss_dequantize().
  */
 #include "check.h"
-#include "decode.h"
-#include "kvrans.h"
-#include "quantize.h"
+#include "codecs/decode.h"
+#include "codecs/kvrans/kvrans.h"
+#include "quantize/quantize.h"
 
 #include <math.h>
 

@@ -5,7 +5,7 @@
  * SS_BAD_DATA or in other bytes, the same with every variant. What a stream's bytes mean is tested from Python.
  */
 #include "check.h"
-#include "kvrans.h"
+#include "codecs/kvrans/kvrans.h"
 
 #include <math.h>
 

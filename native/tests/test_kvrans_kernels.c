@@ -6,7 +6,7 @@
  * coded bytes that are as the encoder made them, changed, cut or too many.
  */
 #include "check.h"
-#include "kvrans.h"
+#include "codecs/kvrans/kvrans.h"
 
 enum { BLOCKS = 400, COLUMNS_MAX = 200, CELLS = COLUMNS_MAX * SS_KVRANS_ROWS_MAX };
 

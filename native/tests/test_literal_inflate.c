@@ -4,8 +4,8 @@
  * accept what we write; it gives up everything else; and streams that are decoded in turns know nothing of each other.
  */
 #include "check.h"
-#include "huffman_deflate.h"
-#include "literal_inflate.h"
+#include "codecs/huffman_deflate.h"
+#include "codecs/literal_inflate.h"
 
 #include <zlib.h>
 

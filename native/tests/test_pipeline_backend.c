@@ -10,8 +10,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "backend.h"
-#include "pipeline_internal.h"
+#include "backends/backend.h"
+#include "pipeline/internal.h"
 #include "pipeline_support.h"
 
 enum { IN_FLIGHT_MAX = 4, POLLS_UNTIL_DONE = 3 };

@@ -2,8 +2,8 @@
 /* test_pipeline_resp.c - reply heads: one table, read whole, byte by byte, and with data behind */
 #include <string.h>
 
+#include "net/resp.h"
 #include "pipeline_support.h"
-#include "resp.h"
 
 struct head_case {
     const char *text;

@@ -6,7 +6,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "kvrans.h"
+#include "codecs/kvrans/kvrans.h"
 #include "pipeline_support.h"
 
 enum { SOCKETS = 2, EVENTS = 1024, EVENTS_MAX = EVENTS * 16 };

@@ -1,0 +1,227 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * doca_engine.c - the two engines behind one interface
+ *
+ * Kinds of tasks differ in the names of their calls and in nothing else that matters here, so each has a table of them.
+ */
+#include "backends/doca_engine.h"
+
+#include <doca_compress.h>
+#include <doca_dma.h>
+#include <time.h>
+
+/* How long a context that has nothing to do may take to stop. It takes microseconds; more than seconds is a defect. */
+#define STOP_TIME_NS 10000000000ULL
+
+struct kind {
+    doca_error_t (*is_supported)(const struct doca_devinfo *info);
+    doca_error_t (*bytes_max)(const struct doca_devinfo *info, uint64_t *bytes);
+    doca_error_t (*configure)(void *context, uint32_t tasks);
+    doca_error_t (*take)(void *context, struct doca_buf *source, struct doca_buf *target, union doca_data user,
+                         struct ss_doca_task *task);
+    void (*set)(void *task, struct doca_buf *source, struct doca_buf *target);
+    uint32_t (*crc32)(const void *task); /* NULL: none */
+};
+
+/* The calls of one kind of task: 'type' without its struct, 'prefix' of the calls, 'owner' of the tasks. */
+#define KIND_CALLS(name, type, owner)                                                                                  \
+    static void name##_done(struct type *task, union doca_data user, union doca_data context) {                        \
+        (void)task;                                                                                                    \
+        (void)context;                                                                                                 \
+        ss_doca_task_ended(user.ptr, 0);                                                                               \
+    }                                                                                                                  \
+    static void name##_failed(struct type *task, union doca_data user, union doca_data context) {                      \
+        (void)task;                                                                                                    \
+        (void)context;                                                                                                 \
+        ss_doca_task_ended(user.ptr, 1);                                                                               \
+    }                                                                                                                  \
+    static doca_error_t name##_configure(void *context, uint32_t tasks) {                                              \
+        return type##_set_conf((struct owner *)context, name##_done, name##_failed, tasks);                            \
+    }                                                                                                                  \
+    static doca_error_t name##_take(void *context, struct doca_buf *source, struct doca_buf *target,                   \
+                                    union doca_data user, struct ss_doca_task *task) {                                 \
+        struct type *typed;                                                                                            \
+        doca_error_t error = type##_alloc_init((struct owner *)context, source, target, user, &typed);                 \
+        if (error == DOCA_SUCCESS) {                                                                                   \
+            task->typed = typed;                                                                                       \
+            task->task = type##_as_task(typed);                                                                        \
+        }                                                                                                              \
+        return error;                                                                                                  \
+    }                                                                                                                  \
+    static void name##_set(void *task, struct doca_buf *source, struct doca_buf *target) {                             \
+        type##_set_src((struct type *)task, source);                                                                   \
+        type##_set_dst((struct type *)task, target);                                                                   \
+    }
+
+KIND_CALLS(deflate, doca_compress_task_decompress_deflate, doca_compress)
+KIND_CALLS(lz4, doca_compress_task_decompress_lz4_block, doca_compress)
+KIND_CALLS(copy, doca_dma_task_memcpy, doca_dma)
+
+static uint32_t deflate_crc32(const void *task) {
+    return doca_compress_task_decompress_deflate_get_crc_cs(task);
+}
+
+static uint32_t lz4_crc32(const void *task) {
+    return doca_compress_task_decompress_lz4_block_get_crc_cs(task);
+}
+
+static const struct kind kinds[SS_DOCA_KIND_COUNT] = {
+    [SS_DOCA_DEFLATE] = {.is_supported = doca_compress_cap_task_decompress_deflate_is_supported,
+                         .bytes_max = doca_compress_cap_task_decompress_deflate_get_max_buf_size,
+                         .configure = deflate_configure,
+                         .take = deflate_take,
+                         .set = deflate_set,
+                         .crc32 = deflate_crc32},
+    [SS_DOCA_LZ4] = {.is_supported = doca_compress_cap_task_decompress_lz4_block_is_supported,
+                     .bytes_max = doca_compress_cap_task_decompress_lz4_block_get_max_buf_size,
+                     .configure = lz4_configure,
+                     .take = lz4_take,
+                     .set = lz4_set,
+                     .crc32 = lz4_crc32},
+    [SS_DOCA_COPY] = {.is_supported = doca_dma_cap_task_memcpy_is_supported,
+                      .bytes_max = doca_dma_cap_task_memcpy_get_max_buf_size,
+                      .configure = copy_configure,
+                      .take = copy_take,
+                      .set = copy_set},
+};
+
+uint32_t ss_doca_kinds(const struct doca_dev *device, uint64_t *bytes_max) {
+    const struct doca_devinfo *info = doca_dev_as_devinfo(device);
+    uint32_t found = 0;
+    for (int kind = 0; kind < SS_DOCA_KIND_COUNT; kind++) {
+        if (kinds[kind].is_supported(info) == DOCA_SUCCESS &&
+            kinds[kind].bytes_max(info, &bytes_max[kind]) == DOCA_SUCCESS && bytes_max[kind] > 0) {
+            found |= 1U << kind;
+        }
+    }
+    return found;
+}
+
+/* ---- Life ---------------------------------------------------------------------------------------------------- */
+
+static enum ss_result context_create(struct ss_doca_engine *engine, uint32_t *tasks) {
+    if (engine->kinds & 1U << SS_DOCA_COPY) {
+        struct doca_dma *dma;
+        enum ss_result result = ss_doca_result(doca_dma_create(engine->device, &dma), "doca_dma_create");
+        if (result != SS_OK) {
+            return result;
+        }
+        engine->context = dma;
+        engine->ctx = doca_dma_as_ctx(dma);
+        return ss_doca_result(doca_dma_cap_get_max_num_tasks(dma, tasks), "doca_dma_cap_get_max_num_tasks");
+    }
+    struct doca_compress *compress;
+    enum ss_result result = ss_doca_result(doca_compress_create(engine->device, &compress), "doca_compress_create");
+    if (result != SS_OK) {
+        return result;
+    }
+    engine->context = compress;
+    engine->ctx = doca_compress_as_ctx(compress);
+    return ss_doca_result(doca_compress_cap_get_max_num_tasks(compress, tasks), "doca_compress_cap_get_max_num_tasks");
+}
+
+static enum ss_result context_start(struct ss_doca_engine *engine) {
+    enum ss_result result = ss_doca_result(doca_pe_connect_ctx(engine->pe, engine->ctx), "doca_pe_connect_ctx");
+    for (int kind = 0; kind < SS_DOCA_KIND_COUNT && result == SS_OK; kind++) {
+        if (engine->kinds >> kind & 1) {
+            result = ss_doca_result(kinds[kind].configure(engine->context, engine->tasks_max), "doca_task_set_conf");
+        }
+    }
+    return result == SS_OK ? ss_doca_result(doca_ctx_start(engine->ctx), "doca_ctx_start") : result;
+}
+
+enum ss_result ss_doca_engine_open(struct ss_doca_engine *engine) {
+    uint32_t tasks = 0;
+    uint32_t kind_count = (uint32_t)__builtin_popcount(engine->kinds);
+    enum ss_result result = context_create(engine, &tasks);
+    if (result == SS_OK && tasks < kind_count) {
+        result = ss_doca_result(DOCA_ERROR_NOT_SUPPORTED, "doca_cap_get_max_num_tasks");
+    }
+    if (result == SS_OK) {
+        if (engine->tasks_max > tasks / kind_count) {
+            engine->tasks_max = tasks / kind_count;
+        }
+        result = context_start(engine);
+    }
+    if (result != SS_OK) {
+        (void)ss_doca_engine_close(engine);
+    }
+    return result;
+}
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
+}
+
+static int context_is_idle(const struct ss_doca_engine *engine) {
+    enum doca_ctx_states state;
+    return doca_ctx_get_state(engine->ctx, &state) == DOCA_SUCCESS && state == DOCA_CTX_STATE_IDLE;
+}
+
+static enum ss_result context_stop(struct ss_doca_engine *engine) {
+    if (ss_doca_engine_runs(engine)) {
+        doca_error_t error = doca_ctx_stop(engine->ctx);
+        if (error != DOCA_SUCCESS && error != DOCA_ERROR_IN_PROGRESS) {
+            return ss_doca_result(error, "doca_ctx_stop");
+        }
+    }
+    uint64_t end = now_ns() + STOP_TIME_NS;
+    while (!context_is_idle(engine)) {
+        if (doca_pe_progress(engine->pe)) {
+            continue;
+        }
+        if (now_ns() > end && !context_is_idle(engine)) {
+            return ss_doca_result(DOCA_ERROR_TIME_OUT, "waiting for a context to stop");
+        }
+        const struct timespec interval = {.tv_sec = 0, .tv_nsec = 10000};
+        (void)nanosleep(&interval, NULL);
+    }
+    return SS_OK;
+}
+
+enum ss_result ss_doca_engine_close(struct ss_doca_engine *engine) {
+    if (engine->ctx == NULL) {
+        return SS_OK;
+    }
+    enum ss_result result = context_stop(engine);
+    if (result == SS_OK && engine->kinds & 1U << SS_DOCA_COPY) {
+        result = ss_doca_result(doca_dma_destroy(engine->context), "doca_dma_destroy");
+    } else if (result == SS_OK) {
+        result = ss_doca_result(doca_compress_destroy(engine->context), "doca_compress_destroy");
+    }
+    engine->ctx = NULL;
+    engine->context = NULL;
+    return result;
+}
+
+int ss_doca_engine_runs(const struct ss_doca_engine *engine) {
+    enum doca_ctx_states state;
+    return engine->ctx != NULL && doca_ctx_get_state(engine->ctx, &state) == DOCA_SUCCESS &&
+           state == DOCA_CTX_STATE_RUNNING;
+}
+
+/* ---- Tasks --------------------------------------------------------------------------------------------------- */
+
+doca_error_t ss_doca_task_prepare(struct ss_doca_engine *engine, enum ss_doca_kind kind, struct doca_buf *source,
+                                  struct doca_buf *target, void *user, struct ss_doca_task *task) {
+    if (task->typed != NULL) {
+        kinds[kind].set(task->typed, source, target);
+        return DOCA_SUCCESS;
+    }
+    const union doca_data data = {.ptr = user};
+    return kinds[kind].take(engine->context, source, target, data, task);
+}
+
+void ss_doca_task_release(struct ss_doca_task *task) {
+    if (task->typed != NULL) {
+        doca_task_free(task->task);
+        task->typed = NULL;
+        task->task = NULL;
+    }
+}
+
+uint32_t ss_doca_task_crc32(enum ss_doca_kind kind, const struct ss_doca_task *task) {
+    return kinds[kind].crc32(task->typed);
+}

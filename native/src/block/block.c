@@ -1,0 +1,455 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * block.c - a block device: its life, and the way of an operation through it
+ *
+ *     submit -> [schedule] -> a driver's thread -> kernel -> the thread, check -> [completed] -> eventfd, completions
+ *
+ * Who submits and who takes completions only queues and takes, under one lock that is never held during a system call
+ * that may wait. Drivers: uring.c and nvme.c have one thread with a ring, threads.c one thread for
+ * each request in flight. Each asks ss_schedule_next() for requests, reports them with ss_block_finish_request(), and
+ * checks with ss_block_check_next() what is to be checked, once the device has something to do again.
+ */
+#include "block/block.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+#define CLOSE_MS 10000u
+#define TRIES_MAX 32u
+#define NS_PER_S 1000000000u
+
+uint64_t ss_block_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * NS_PER_S + (uint64_t)now.tv_nsec;
+}
+
+/* ---- Options --------------------------------------------------------------------------------------------------- */
+
+static uint32_t or_default(uint32_t value, uint32_t default_value) {
+    return value != 0 ? value : default_value;
+}
+
+static enum ss_result options_complete(struct ss_block_options *options) {
+    if (options->options_size != sizeof *options || options->path == NULL || options->path[0] == '\0') {
+        return SS_BAD_ARGUMENT;
+    }
+    options->queue_depth = or_default(options->queue_depth, 32);
+    options->operations_max = or_default(options->operations_max, 1024);
+    options->request_bytes_max = or_default(options->request_bytes_max, 1 << 20);
+    options->write_bytes_in_flight = or_default(options->write_bytes_in_flight, 4 << 20);
+    options->write_wait_ms = or_default(options->write_wait_ms, 20);
+    options->background_bytes_in_flight = or_default(options->background_bytes_in_flight, 1 << 20);
+    options->background_wait_ms = or_default(options->background_wait_ms, 500);
+    int is_valid = options->queue_depth <= 1024 && options->operations_max <= 1 << 20 &&
+                   options->request_bytes_max % SS_BLOCK_ALIGNMENT == 0 && options->request_bytes_max <= 1 << 30 &&
+                   options->size % SS_BLOCK_ALIGNMENT == 0 && (unsigned)options->access <= SS_BLOCK_NVME &&
+                   options->core >= -1 && options->core < CPU_SETSIZE;
+    return is_valid ? SS_OK : SS_BAD_ARGUMENT;
+}
+
+/* ---- Threads --------------------------------------------------------------------------------------------------- */
+
+static void *thread_main(void *context) {
+    struct ss_block *block = context;
+
+    pthread_mutex_lock(&block->lock);
+    block->driver->run(block);
+    block->threads_running--;
+    pthread_cond_broadcast(&block->changed);
+    pthread_mutex_unlock(&block->lock);
+    return NULL;
+}
+
+enum ss_result ss_block_start_thread(struct ss_block *block, uint32_t number) {
+    pthread_attr_t attributes;
+    pthread_t thread;
+    sigset_t all, before;
+    char name[16];
+    cpu_set_t cores;
+
+    if (pthread_attr_init(&attributes) != 0) {
+        return SS_NO_MEMORY;
+    }
+    /* Nobody joins it, since one that the kernel holds on to would never end: it counts itself instead. */
+    int error = pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    if (error == 0 && block->options.core >= 0) {
+        CPU_ZERO(&cores);
+        CPU_SET((size_t)block->options.core, &cores);
+        error = pthread_attr_setaffinity_np(&attributes, sizeof cores, &cores);
+    }
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    if (error == 0) {
+        pthread_mutex_lock(&block->lock);
+        error = pthread_create(&thread, &attributes, thread_main, block);
+        if (error == 0) {
+            block->threads_running++;
+            snprintf(name, sizeof name, "ss-block-%u", number % 1000);
+            (void)pthread_setname_np(thread, name);
+        }
+        pthread_mutex_unlock(&block->lock);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    (void)pthread_attr_destroy(&attributes);
+    errno = error;
+    return error == 0 ? SS_OK : SS_OS_ERROR;
+}
+
+/* ---- Opening --------------------------------------------------------------------------------------------------- */
+
+static const struct ss_block_driver *driver_of(enum ss_block_access access) {
+#ifdef SS_HAVE_URING
+    if (access == SS_BLOCK_URING) {
+        return &ss_block_uring;
+    }
+    if (access == SS_BLOCK_NVME) {
+        return &ss_block_nvme;
+    }
+#endif
+    return access == SS_BLOCK_THREADS ? &ss_block_threads : NULL;
+}
+
+/* Ends the threads; whether they did in time. With the lock held, which it lets go of in between. */
+static int threads_end(struct ss_block *block, uint32_t timeout_ms) {
+    struct timespec until;
+
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    uint64_t ends_ns = (uint64_t)until.tv_nsec + (uint64_t)timeout_ms * 1000000u;
+    until.tv_sec += (time_t)(ends_ns / NS_PER_S);
+    until.tv_nsec = (long)(ends_ns % NS_PER_S);
+    block->stopping = 1;
+    block->driver->wake(block);
+    pthread_cond_broadcast(&block->changed);
+    while (block->threads_running > 0) {
+        if (pthread_cond_timedwait(&block->changed, &block->lock, &until) == ETIMEDOUT && block->threads_running > 0) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Opens the device for one kind of access, and starts its driver. */
+static enum ss_result try_access(struct ss_block *block, enum ss_block_access access,
+                                 const struct ss_block_driver *driver) {
+    if (driver == NULL) {
+        return SS_NOT_SUPPORTED;
+    }
+    block->driver = driver;
+    struct ss_block_options options = block->options;
+    options.path = block->path;
+    enum ss_result result = ss_block_device_open(&block->device, &options, access);
+    if (result != SS_OK) {
+        return result;
+    }
+    if (block->device.request_bytes_max != 0 && block->schedule.request_bytes_max > block->device.request_bytes_max) {
+        block->schedule.request_bytes_max = block->device.request_bytes_max;
+    }
+    result = block->driver->start(block);
+    if (result != SS_OK) {
+        int error = errno;
+        pthread_mutex_lock(&block->lock);
+        (void)threads_end(block, CLOSE_MS); /* of some that were started already, and have nothing to do */
+        block->stopping = 0;
+        pthread_mutex_unlock(&block->lock);
+        block->driver->finish(block);
+        ss_block_device_close(&block->device);
+        block->schedule.request_bytes_max = block->options.request_bytes_max;
+        errno = error;
+        return result;
+    }
+    snprintf(block->access_name, sizeof block->access_name, "%s%s", block->driver->name,
+             access == SS_BLOCK_NVME ? "" : (block->device.is_buffered ? ", buffered" : ", direct"));
+    return SS_OK;
+}
+
+/* Whether another access may do what this one could not: not where the device itself is what cannot be had. */
+static int is_refusal(enum ss_result result, int error, enum ss_block_access access) {
+    return result == SS_NOT_SUPPORTED ||
+           (result == SS_OS_ERROR && access == SS_BLOCK_NVME && error != EBUSY && error != ENOSPC);
+}
+
+static enum ss_result open_any(struct ss_block *block) {
+    static const enum ss_block_access best_first[] = {SS_BLOCK_NVME, SS_BLOCK_URING, SS_BLOCK_THREADS};
+    enum ss_result result = SS_NOT_SUPPORTED;
+
+    if (block->options.access != SS_BLOCK_AUTO) {
+        return try_access(block, block->options.access, driver_of(block->options.access));
+    }
+    for (size_t index = 0; index < sizeof best_first / sizeof *best_first; index++) {
+        result = try_access(block, best_first[index], driver_of(best_first[index]));
+        if (result == SS_OK || !is_refusal(result, errno, best_first[index])) {
+            return result;
+        }
+    }
+    return result;
+}
+
+static void block_free(struct ss_block *block) {
+    ss_schedule_free(&block->schedule);
+    if (block->completion_fd >= 0) {
+        close(block->completion_fd);
+    }
+    free(block->path);
+    pthread_cond_destroy(&block->changed);
+    pthread_mutex_destroy(&block->lock);
+    free(block);
+}
+
+static struct ss_block *block_new(const struct ss_block_options *options) {
+    struct ss_block *block = calloc(1, sizeof *block);
+    pthread_condattr_t attributes;
+
+    if (block == NULL) {
+        return NULL;
+    }
+    pthread_mutex_init(&block->lock, NULL);
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&block->changed, &attributes);
+    pthread_condattr_destroy(&attributes);
+    block->options = *options;
+    block->options.path = NULL;
+    block->device.fd = block->device.guard = -1;
+    block->path = strdup(options->path);
+    block->completion_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    return block;
+}
+
+enum ss_result ss_block_open_with(const struct ss_block_options *options, const struct ss_block_driver *driver,
+                                  struct ss_block **opened) {
+    struct ss_block_options complete = *options;
+    enum ss_result result = options_complete(&complete);
+
+    *opened = NULL;
+    if (result != SS_OK) {
+        return result;
+    }
+    struct ss_block *block = block_new(&complete);
+    if (block == NULL) {
+        return SS_NO_MEMORY;
+    }
+    if (block->path == NULL) {
+        result = SS_NO_MEMORY;
+    } else if (block->completion_fd < 0) {
+        result = SS_OS_ERROR;
+    } else if ((result = ss_schedule_init(&block->schedule, &complete)) == SS_OK) {
+        result = driver == NULL ? open_any(block) : try_access(block, complete.access, driver);
+    }
+    if (result != SS_OK) {
+        int error = errno;
+        block_free(block);
+        errno = error;
+        return result;
+    }
+    *opened = block;
+    return SS_OK;
+}
+
+enum ss_result ss_block_open(const struct ss_block_options *options, struct ss_block **opened) {
+    return ss_block_open_with(options, NULL, opened);
+}
+
+int ss_block_access_built(enum ss_block_access access) {
+    return access == SS_BLOCK_AUTO || driver_of(access) != NULL;
+}
+
+int ss_block_access_available(enum ss_block_access access) {
+    struct ss_block *block;
+    struct ss_block_options options = {.options_size = sizeof options, .path = "/", .core = -1};
+
+    if (access == SS_BLOCK_AUTO || access == SS_BLOCK_THREADS) {
+        return 1;
+    }
+    if (driver_of(access) == NULL || options_complete(&options) != SS_OK || (block = block_new(&options)) == NULL) {
+        return 0;
+    }
+    /* Whether the kernel makes such a ring; what it would be for is not asked. */
+    int is_available = 0;
+    block->driver = driver_of(access);
+    if (ss_schedule_init(&block->schedule, &options) == SS_OK) {
+        is_available = block->driver->start(block) == SS_OK;
+        pthread_mutex_lock(&block->lock);
+        (void)threads_end(block, CLOSE_MS);
+        pthread_mutex_unlock(&block->lock);
+        block->driver->finish(block);
+    }
+    block_free(block);
+    return is_available;
+}
+
+/* ---- Operations ------------------------------------------------------------------------------------------------ */
+
+/* Whether what is to be checked is all there. */
+static int check_is_valid(const struct ss_block_operation *operation) {
+    uint64_t value = (uint64_t)operation->expected_units * ss_object_unit(operation->expected.length);
+    uint64_t length = operation->expected.length;
+
+    return operation->kind == SS_BLOCK_READ &&
+           operation->length >= SS_OBJECT_HEADER_BYTES + (value < length ? value : length);
+}
+
+static int is_valid(const struct ss_block *block, const struct ss_block_operation *operation) {
+    if ((unsigned)operation->kind > SS_BLOCK_DISCARD || (unsigned)operation->priority >= SS_PRIORITIES) {
+        return 0;
+    }
+    if (operation->is_checked && !check_is_valid(operation)) {
+        return 0;
+    }
+    if (operation->kind == SS_BLOCK_FLUSH) {
+        return operation->offset == 0 && operation->length == 0;
+    }
+    uint64_t size = block->device.size;
+    if (operation->length == 0 || operation->length > size || operation->offset > size - operation->length ||
+        operation->offset % SS_BLOCK_ALIGNMENT != 0 || operation->length % SS_BLOCK_ALIGNMENT != 0) {
+        return 0;
+    }
+    return operation->kind == SS_BLOCK_DISCARD ||
+           (operation->memory != NULL && (uintptr_t)operation->memory % SS_BLOCK_MEMORY_ALIGNMENT == 0);
+}
+
+enum ss_result ss_block_submit(struct ss_block *block, const struct ss_block_operation *operations, size_t count) {
+    for (size_t index = 0; index < count; index++) {
+        if (!is_valid(block, &operations[index])) {
+            return SS_BAD_ARGUMENT;
+        }
+    }
+    pthread_mutex_lock(&block->lock);
+    enum ss_result result = ss_schedule_submit(&block->schedule, operations, count, ss_block_now());
+    if (result == SS_OK && count > 0) {
+        block->driver->wake(block);
+    }
+    pthread_mutex_unlock(&block->lock);
+    return result;
+}
+
+/* Makes the descriptor readable if it was not and there are completions. With the lock held. */
+static void announce(struct ss_block *block, uint32_t completed_before) {
+    if (completed_before == 0 && block->schedule.completed.count > 0) {
+        (void)!eventfd_write(block->completion_fd, 1);
+    }
+}
+
+int ss_block_finish_request(struct ss_block *block, struct ss_request *request, int64_t outcome) {
+    uint32_t completed = block->schedule.completed.count;
+    int is_transfer = request->kind == SS_BLOCK_READ || request->kind == SS_BLOCK_WRITE;
+    int32_t error = outcome < 0 ? (int32_t)-outcome : 0;
+
+    if ((error == EAGAIN || error == EINTR) && ++request->tries < TRIES_MAX) {
+        return 1;
+    }
+    if (error == 0 && is_transfer) {
+        /* What is left of a short one begins at a block again. */
+        uint64_t done = request->done + (uint64_t)outcome;
+        uint64_t kept = done < request->length ? done - done % SS_BLOCK_MEMORY_ALIGNMENT : done;
+        if (kept < request->length && kept > request->done) {
+            request->done = kept;
+            return 1;
+        }
+        error = done >= request->length ? 0 : request->kind == SS_BLOCK_READ ? EIO : ENOSPC;
+    }
+    if (request->kind == SS_BLOCK_DISCARD && (error == EOPNOTSUPP || error == ENOTTY || error == EINVAL)) {
+        error = 0; /* advice that a device does not take */
+    }
+    /* One that was removed says that it is full, or at its end: it has no size any more. */
+    if ((error == EIO || error == ENOSPC) && ss_block_device_is_gone(&block->device)) {
+        error = ENODEV;
+    }
+    ss_schedule_done(&block->schedule, request, error, ss_block_now());
+    announce(block, completed);
+    return 0;
+}
+
+int ss_block_check_next(struct ss_block *block) {
+    struct ss_entry *entry = ss_schedule_unchecked(&block->schedule);
+
+    if (entry == NULL) {
+        return 0;
+    }
+    pthread_mutex_unlock(&block->lock);
+    const struct ss_block_operation *operation = &entry->operation;
+    const uint8_t *object = operation->memory;
+    enum ss_result verdict =
+        ss_object_check(object, &operation->expected, 0, operation->expected_units, object + SS_OBJECT_HEADER_BYTES);
+    pthread_mutex_lock(&block->lock);
+    uint32_t completed = block->schedule.completed.count;
+    ss_schedule_checked(&block->schedule, entry, verdict);
+    announce(block, completed);
+    return 1;
+}
+
+size_t ss_block_completions(struct ss_block *block, struct ss_block_completion *completions, size_t max) {
+    eventfd_t ignored;
+
+    pthread_mutex_lock(&block->lock);
+    size_t count = ss_schedule_take(&block->schedule, completions, max);
+    if (count > 0 && block->schedule.completed.count == 0) {
+        (void)!eventfd_read(block->completion_fd, &ignored);
+    }
+    pthread_mutex_unlock(&block->lock);
+    return count;
+}
+
+enum ss_result ss_block_register(struct ss_block *block, void *memory, uint64_t size) {
+    if (memory == NULL || size == 0 || (uintptr_t)memory % SS_BLOCK_MEMORY_ALIGNMENT != 0) {
+        return SS_BAD_ARGUMENT;
+    }
+    if (block->driver->add_memory == NULL) {
+        return SS_NOT_SUPPORTED;
+    }
+    return block->driver->add_memory(block, memory, size);
+}
+
+/* ---- Questions, and the end ------------------------------------------------------------------------------------ */
+
+uint64_t ss_block_size(const struct ss_block *block) {
+    return block->device.size;
+}
+
+const char *ss_block_access_name(const struct ss_block *block) {
+    return block->access_name;
+}
+
+int ss_block_descriptor(const struct ss_block *block) {
+    return block->completion_fd;
+}
+
+void ss_block_statistics(struct ss_block *block, struct ss_block_statistics *statistics) {
+    pthread_mutex_lock(&block->lock);
+    ss_schedule_statistics(&block->schedule, statistics, ss_block_now());
+    pthread_mutex_unlock(&block->lock);
+}
+
+enum ss_result ss_block_stop(struct ss_block *block, uint32_t timeout_ms) {
+    pthread_mutex_lock(&block->lock);
+    uint32_t completed = block->schedule.completed.count;
+    ss_schedule_stop(&block->schedule, ss_block_now());
+    announce(block, completed);
+    block->is_stopped = 1;
+    block->is_stuck = !threads_end(block, timeout_ms);
+    enum ss_result result = block->is_stuck ? SS_DEADLINE : SS_OK;
+    pthread_mutex_unlock(&block->lock);
+    return result;
+}
+
+void ss_block_close(struct ss_block *block) {
+    if (block == NULL) {
+        return;
+    }
+    if (!block->is_stopped) {
+        (void)ss_block_stop(block, CLOSE_MS);
+    }
+    if (block->is_stuck) {
+        return; /* its threads are in the kernel yet, and will look at it when they come back */
+    }
+    block->driver->finish(block);
+    ss_block_device_close(&block->device);
+    block_free(block);
+}

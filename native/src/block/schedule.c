@@ -1,0 +1,329 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * schedule.c - which of the waiting operations a device gets next
+ *
+ * Reads and writes that are mixed cost an SSD much of its bandwidth, and a client waits for reads alone. So:
+ *
+ * - What is of the foreground goes first, in the order of submission.
+ * - Writes go while nothing of the foreground waits or is under way, background while no writes do either.
+ * - Of lower priorities only so many bytes, and half the requests, are in flight: what comes next never waits for more.
+ * - One that waited too long since the last of its priority began gets a turn before all others: as many bytes as may
+ * be in flight. So both have some bandwidth however many reads there are, and reads have the rest however many writes
+ *   there are.
+ *
+ * Large operations are given out in requests, and one of them is in parts at a time for each priority, at the head of
+ * its queue. After a request failed, no other of its operation begins.
+ */
+#include "block/schedule.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+#define NS_PER_MS 1000000u
+#define DISCARD_BYTES_MAX (1u << 30)
+#define REQUEST_COST_MIN 4096u /* bytes that a flush counts for */
+
+/* ---- Queues ---------------------------------------------------------------------------------------------------- */
+
+static void queue_push(struct ss_entry_queue *queue, struct ss_entry *entry) {
+    entry->next = NULL;
+    if (queue->tail != NULL) {
+        queue->tail->next = entry;
+    } else {
+        queue->head = entry;
+    }
+    queue->tail = entry;
+    queue->count++;
+}
+
+static struct ss_entry *queue_pop(struct ss_entry_queue *queue) {
+    struct ss_entry *entry = queue->head;
+    if (entry != NULL) {
+        queue->head = entry->next;
+        if (queue->head == NULL) {
+            queue->tail = NULL;
+        }
+        queue->count--;
+    }
+    return entry;
+}
+
+/* ---- Life ------------------------------------------------------------------------------------------------------ */
+
+enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_block_options *options) {
+    *schedule =
+        (struct ss_schedule){.requests_max = options->queue_depth, .request_bytes_max = options->request_bytes_max};
+    schedule->entries = calloc(options->operations_max, sizeof *schedule->entries);
+    schedule->requests = calloc(options->queue_depth, sizeof *schedule->requests);
+    if (schedule->entries == NULL || schedule->requests == NULL) {
+        ss_schedule_free(schedule);
+        return SS_NO_MEMORY;
+    }
+    for (uint32_t index = options->operations_max; index-- > 0;) {
+        schedule->entries[index].next = schedule->free_entries;
+        schedule->free_entries = &schedule->entries[index];
+    }
+    for (uint32_t index = options->queue_depth; index-- > 0;) {
+        schedule->requests[index].next = schedule->free_requests;
+        schedule->free_requests = &schedule->requests[index];
+    }
+    schedule->free_count = options->operations_max;
+    schedule->yielding_max = (options->queue_depth + 1) / 2;
+    schedule->wait_ns[SS_BLOCK_PRIORITY_WRITE] = (uint64_t)options->write_wait_ms * NS_PER_MS;
+    schedule->wait_ns[SS_BLOCK_PRIORITY_BACKGROUND] = (uint64_t)options->background_wait_ms * NS_PER_MS;
+    schedule->bytes_max[SS_BLOCK_PRIORITY_WRITE] = options->write_bytes_in_flight;
+    schedule->bytes_max[SS_BLOCK_PRIORITY_BACKGROUND] = options->background_bytes_in_flight;
+    return SS_OK;
+}
+
+void ss_schedule_free(struct ss_schedule *schedule) {
+    free(schedule->entries);
+    free(schedule->requests);
+    schedule->entries = NULL;
+    schedule->requests = NULL;
+}
+
+/* ---- From submission to completion ------------------------------------------------------------------------------ */
+
+enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_block_operation *operations,
+                                  size_t count, uint64_t now_ns) {
+    if (schedule->is_stopped) {
+        return SS_CANCELLED;
+    }
+    if (count > schedule->free_count) {
+        return SS_NO_SPACE;
+    }
+    for (size_t index = 0; index < count; index++) {
+        struct ss_entry *entry = schedule->free_entries;
+        schedule->free_entries = entry->next;
+        schedule->free_count--;
+        *entry = (struct ss_entry){
+            .operation = operations[index], .submitted_ns = now_ns, .verdict = SS_NOT_SUPPORTED, .is_queued = 1};
+        queue_push(&schedule->waiting[operations[index].priority], entry);
+    }
+    return SS_OK;
+}
+
+/* Of an operation that the device has done: no request of it is in flight, and it is in no queue. */
+static void complete(struct ss_schedule *schedule, struct ss_entry *entry, uint64_t now_ns) {
+    struct ss_block_statistics *statistics = &schedule->statistics;
+    const struct ss_block_operation *operation = &entry->operation;
+
+    entry->end_ns = now_ns;
+    if (entry->begin_ns == 0) {
+        entry->begin_ns = now_ns;
+    } else {
+        statistics->wait_ns[operation->priority] += entry->begin_ns - entry->submitted_ns;
+        statistics->service_ns[operation->priority] += now_ns - entry->begin_ns;
+    }
+    if (entry->error == 0) {
+        statistics->operations[operation->kind]++;
+        statistics->bytes[operation->kind] += operation->length;
+    } else if (entry->error != ECANCELED) {
+        statistics->errors[operation->kind]++;
+        statistics->last_error = entry->error;
+        statistics->gone |= entry->error == ENODEV || entry->error == ENXIO;
+    }
+    int is_unchecked = entry->error == 0 && operation->is_checked;
+    queue_push(is_unchecked ? &schedule->unchecked[operation->priority] : &schedule->completed, entry);
+}
+
+struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule) {
+    struct ss_entry *entry = NULL;
+
+    for (uint32_t priority = 0; priority < SS_PRIORITIES && entry == NULL; priority++) {
+        entry = queue_pop(&schedule->unchecked[priority]);
+    }
+    return entry;
+}
+
+int ss_schedule_has_unchecked(const struct ss_schedule *schedule) {
+    uint32_t count = 0;
+
+    for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
+        count += schedule->unchecked[priority].count;
+    }
+    return count > 0;
+}
+
+void ss_schedule_checked(struct ss_schedule *schedule, struct ss_entry *entry, enum ss_result verdict) {
+    entry->verdict = verdict;
+    queue_push(&schedule->completed, entry);
+}
+
+void ss_schedule_done(struct ss_schedule *schedule, struct ss_request *request, int32_t error, uint64_t now_ns) {
+    struct ss_entry *entry = request->entry;
+    enum ss_block_priority priority = entry->operation.priority;
+
+    schedule->in_flight[priority]--;
+    schedule->bytes_in_flight[priority] -= request->cost;
+    if (--schedule->statistics.in_flight == 0) {
+        schedule->statistics.busy_ns += now_ns - schedule->busy_since_ns;
+    }
+    request->entry = NULL;
+    request->next = schedule->free_requests;
+    schedule->free_requests = request;
+    entry->in_flight--;
+    if (error != 0 && entry->error == 0) {
+        entry->error = error;
+        if (entry->is_queued) {
+            queue_pop(&schedule->waiting[priority]); /* only the head has requests */
+            entry->is_queued = 0;
+        }
+    }
+    if (!entry->is_queued && entry->in_flight == 0) {
+        complete(schedule, entry, now_ns);
+    }
+}
+
+void ss_schedule_stop(struct ss_schedule *schedule, uint64_t now_ns) {
+    struct ss_entry *entry;
+
+    schedule->is_stopped = 1;
+    for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
+        while ((entry = queue_pop(&schedule->waiting[priority])) != NULL) {
+            entry->is_queued = 0;
+            entry->error = ECANCELED;
+            if (entry->in_flight == 0) {
+                complete(schedule, entry, now_ns);
+            }
+        }
+    }
+}
+
+size_t ss_schedule_take(struct ss_schedule *schedule, struct ss_block_completion *completions, size_t max) {
+    size_t count = 0;
+    struct ss_entry *entry;
+
+    while (count < max && (entry = queue_pop(&schedule->completed)) != NULL) {
+        completions[count++] = (struct ss_block_completion){.tag = entry->operation.tag,
+                                                            .begin_ns = entry->begin_ns,
+                                                            .end_ns = entry->end_ns,
+                                                            .error = entry->error,
+                                                            .verdict = entry->verdict};
+        entry->next = schedule->free_entries;
+        schedule->free_entries = entry;
+        schedule->free_count++;
+    }
+    return count;
+}
+
+/* ---- The choice ------------------------------------------------------------------------------------------------ */
+
+static uint64_t next_bytes(const struct ss_schedule *schedule, const struct ss_entry *entry) {
+    uint64_t left = entry->operation.length - entry->started;
+    uint64_t max = entry->operation.kind == SS_BLOCK_DISCARD ? DISCARD_BYTES_MAX : schedule->request_bytes_max;
+    return left < max ? left : max;
+}
+
+/* Bytes that are to be moved: those of a discard are not. */
+static uint64_t cost(const struct ss_entry *entry, uint64_t bytes) {
+    return entry->operation.kind == SS_BLOCK_DISCARD || bytes < REQUEST_COST_MIN ? REQUEST_COST_MIN : bytes;
+}
+
+/* Whether the head of a lower priority's queue may be in flight beside what is. */
+static int has_room(const struct ss_schedule *schedule, uint32_t priority) {
+    const struct ss_entry *head = schedule->waiting[priority].head;
+    uint64_t bytes = schedule->bytes_in_flight[priority];
+    uint32_t yielding =
+        schedule->in_flight[SS_BLOCK_PRIORITY_WRITE] + schedule->in_flight[SS_BLOCK_PRIORITY_BACKGROUND];
+
+    return yielding < schedule->yielding_max &&
+           (schedule->in_flight[priority] == 0 ||
+            bytes + cost(head, next_bytes(schedule, head)) <= schedule->bytes_max[priority]);
+}
+
+/* Whether a lower priority goes before all others now. */
+static int has_turn(struct ss_schedule *schedule, uint32_t priority, uint64_t now_ns) {
+    const struct ss_entry *head = schedule->waiting[priority].head;
+
+    if (head == NULL) {
+        schedule->turn_bytes[priority] = 0;
+        return 0;
+    }
+    if (schedule->turn_bytes[priority] == 0) {
+        uint64_t since = schedule->last_ns[priority];
+        since = since > head->submitted_ns ? since : head->submitted_ns;
+        if (now_ns < since + schedule->wait_ns[priority]) {
+            return 0;
+        }
+        schedule->turn_bytes[priority] = schedule->bytes_max[priority];
+    }
+    return has_room(schedule, priority);
+}
+
+static int choose(struct ss_schedule *schedule, uint64_t now_ns) {
+    const struct ss_entry_queue *waiting = schedule->waiting;
+    const uint32_t *in_flight = schedule->in_flight;
+
+    for (uint32_t priority = SS_BLOCK_PRIORITY_WRITE; priority < SS_PRIORITIES; priority++) {
+        if (has_turn(schedule, priority, now_ns)) {
+            return (int)priority;
+        }
+    }
+    for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
+        if (waiting[priority].count > 0) {
+            return priority == 0 || has_room(schedule, priority) ? (int)priority : -1;
+        }
+        if (in_flight[priority] > 0) {
+            return -1;
+        }
+    }
+    return -1;
+}
+
+struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_ns) {
+    struct ss_request *request = schedule->free_requests;
+    int priority;
+
+    if (request == NULL || schedule->is_stopped || (priority = choose(schedule, now_ns)) < 0) {
+        return NULL;
+    }
+    struct ss_entry *entry = schedule->waiting[priority].head;
+    uint64_t bytes = next_bytes(schedule, entry), *turn_bytes = &schedule->turn_bytes[priority];
+    schedule->free_requests = request->next;
+    *request = (struct ss_request){.entry = entry,
+                                   .kind = entry->operation.kind,
+                                   .offset = entry->operation.offset + entry->started,
+                                   .length = bytes,
+                                   .cost = cost(entry, bytes),
+                                   .memory = entry->operation.memory,
+                                   .begin_ns = now_ns};
+    if (request->memory != NULL) {
+        request->memory += entry->started;
+    }
+    if (entry->begin_ns == 0) {
+        entry->begin_ns = now_ns;
+    }
+    entry->started += bytes;
+    entry->in_flight++;
+    if (entry->started == entry->operation.length) {
+        queue_pop(&schedule->waiting[priority]);
+        entry->is_queued = 0;
+    }
+    schedule->in_flight[priority]++;
+    schedule->bytes_in_flight[priority] += request->cost;
+    schedule->last_ns[priority] = now_ns;
+    *turn_bytes -= request->cost < *turn_bytes ? request->cost : *turn_bytes;
+    if (schedule->statistics.in_flight++ == 0) {
+        schedule->busy_since_ns = now_ns;
+    }
+    return request;
+}
+
+void ss_schedule_statistics(const struct ss_schedule *schedule, struct ss_block_statistics *statistics,
+                            uint64_t now_ns) {
+    *statistics = schedule->statistics;
+    if (statistics->in_flight > 0) {
+        statistics->busy_ns += now_ns - schedule->busy_since_ns;
+    }
+    for (uint32_t index = 0; index < schedule->requests_max; index++) {
+        const struct ss_request *request = &schedule->requests[index];
+        if (request->entry != NULL && (statistics->oldest_ns == 0 || request->begin_ns < statistics->oldest_ns)) {
+            statistics->oldest_ns = request->begin_ns;
+        }
+    }
+    for (uint32_t priority = 0; priority < SS_PRIORITIES; priority++) {
+        statistics->waiting[priority] = schedule->waiting[priority].count;
+    }
+}

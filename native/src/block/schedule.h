@@ -1,0 +1,104 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * schedule.h - which of the waiting operations a device gets next
+ *
+ * No threads, no clock and no system calls: all calls of one schedule are made under one lock, and are told the time.
+ * What holds is told in schedule.c.
+ */
+#ifndef SS_BLOCK_SCHEDULE_H
+#define SS_BLOCK_SCHEDULE_H
+
+#include "shadowserve_block.h"
+
+#define SS_PRIORITIES 3u
+
+/* An operation, from submission until its completion was taken. */
+struct ss_entry {
+    struct ss_block_operation operation;
+    uint64_t submitted_ns;
+    uint64_t begin_ns;
+    uint64_t end_ns;
+    uint64_t started;   /* bytes that were given out in requests */
+    uint32_t in_flight; /* requests */
+    int32_t error;
+    enum ss_result verdict;
+    int is_queued; /* in a queue: not all of it was given out */
+    struct ss_entry *next;
+};
+
+/* What the device has at a time: an operation, or a part of one. */
+struct ss_request {
+    struct ss_entry *entry; /* NULL: free */
+    enum ss_block_kind kind;
+    uint64_t offset;
+    uint64_t length;
+    uint64_t cost; /* bytes that it counts for */
+    uint64_t done; /* bytes, after a short read or write */
+    uint8_t *memory;
+    uint64_t begin_ns;
+    uint32_t tries;
+    int is_fixed; /* a driver's: it is done as one on registered memory */
+    struct ss_request *next;
+};
+
+struct ss_entry_queue {
+    struct ss_entry *head, *tail;
+    uint32_t count;
+};
+
+struct ss_schedule {
+    struct ss_entry *entries;
+    struct ss_entry *free_entries;
+    uint32_t free_count;
+    struct ss_entry_queue waiting[SS_PRIORITIES];
+    struct ss_entry_queue unchecked[SS_PRIORITIES]; /* done, but for the check */
+    struct ss_entry_queue completed;
+    struct ss_request *requests;
+    struct ss_request *free_requests;
+    uint32_t requests_max;
+    uint32_t yielding_max; /* requests of lower priorities in flight at a time */
+    uint64_t request_bytes_max;
+    uint64_t wait_ns[SS_PRIORITIES];         /* after which a lower priority has a turn */
+    uint64_t bytes_max[SS_PRIORITIES];       /* in flight, and in a turn */
+    uint64_t bytes_in_flight[SS_PRIORITIES]; /* of lower priorities */
+    uint32_t in_flight[SS_PRIORITIES];       /* requests */
+    uint64_t turn_bytes[SS_PRIORITIES];      /* left of its turn */
+    uint64_t last_ns[SS_PRIORITIES];         /* when one was last started */
+    uint64_t busy_since_ns;
+    int is_stopped;
+    struct ss_block_statistics statistics;
+};
+
+/* Takes limits from 'options', none of which is 0. SS_NO_MEMORY. */
+enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_block_options *options);
+void ss_schedule_free(struct ss_schedule *schedule);
+
+/* Queues all, which are valid, or returns SS_NO_SPACE, or SS_CANCELLED. */
+enum ss_result ss_schedule_submit(struct ss_schedule *schedule, const struct ss_block_operation *operations,
+                                  size_t count, uint64_t now_ns);
+
+/* The request to give to the device now; NULL: none, until an operation is submitted or a request is done. */
+struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_ns);
+
+/* A request ended; the operation is completed with the last one of its requests. */
+void ss_schedule_done(struct ss_schedule *schedule, struct ss_request *request, int32_t error, uint64_t now_ns);
+
+/* Gives out a read that is done and has to be checked, the most urgent first; NULL: there is none. */
+struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule);
+
+/* Whether there is one. */
+int ss_schedule_has_unchecked(const struct ss_schedule *schedule);
+
+/* It was checked, and so is completed. */
+void ss_schedule_checked(struct ss_schedule *schedule, struct ss_entry *entry, enum ss_result verdict);
+
+/* Ends what has not begun with ECANCELED, and lets nothing else begin. */
+void ss_schedule_stop(struct ss_schedule *schedule, uint64_t now_ns);
+
+/* Takes back at most 'max' completed operations. */
+size_t ss_schedule_take(struct ss_schedule *schedule, struct ss_block_completion *completions, size_t max);
+
+void ss_schedule_statistics(const struct ss_schedule *schedule, struct ss_block_statistics *statistics,
+                            uint64_t now_ns);
+
+#endif /* SS_BLOCK_SCHEDULE_H */

@@ -1,0 +1,78 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * decode.c - from a stream to elements where they are wanted
+ *
+ * In two steps, through symbols in a core's cache, any codec and any quantizer can. kvrans also has a kernel that
+ * does both at once: the core then decodes while the memory takes what was decoded, where two steps first keep the one
+ * waiting and then the other.
+ *
+ * Elements are written past the caches: a slice's are read again after the whole round, by another core or a device.
+ */
+#include "codecs/decode.h"
+
+#include "codecs/codec.h"
+#include "quantize/quantize.h"
+
+enum ss_result ss_elements_make(const struct ss_elements *elements, const uint8_t *symbols, int streamed) {
+    /* Vectors that share a scale are one longer vector; the last of them are perhaps fewer. */
+    const size_t shared = elements->quantizer == SS_QUANTIZER_BINNED ? elements->scale_vectors : 1;
+    const size_t groups = elements->vectors / shared;
+    const size_t count = groups * shared * elements->vector_length;
+    const uint8_t *scales = elements->scales;
+    enum ss_result (*const dequantize)(enum ss_quantizer, enum ss_dtype, const uint8_t *, const void *, size_t, size_t,
+                                       void *) = streamed ? ss_dequantize_streamed : ss_dequantize;
+    enum ss_result result = dequantize(elements->quantizer, elements->dtype, symbols, scales, groups,
+                                       shared * elements->vector_length, elements->target);
+
+    if (result != SS_OK || elements->vectors % shared == 0)
+        return result;
+    return dequantize(elements->quantizer, elements->dtype, symbols + count, scales + groups * sizeof(float), 1,
+                      elements->vectors % shared * elements->vector_length,
+                      (uint8_t *)elements->target + count * ss_dtype_size(elements->dtype));
+}
+
+enum ss_result ss_decode_direct(enum ss_codec codec, const struct ss_stream *stream,
+                                const struct ss_elements *elements) {
+    return codec == SS_CODEC_KVRANS && elements->quantizer == SS_QUANTIZER_BINNED ? ss_kvrans_decode(stream, elements)
+                                                                                  : SS_NOT_SUPPORTED;
+}
+
+/* elements_fit() returns whether a stream of 'size' bytes of symbols can be what 'elements' are made of. */
+static int elements_fit(const struct ss_elements *elements, size_t size) {
+    size_t symbols = ss_dtype_size(elements->dtype);
+
+    if (symbols == 0 || elements->scale_vectors == 0)
+        return 0;
+    if (elements->quantizer == SS_QUANTIZER_BINNED)
+        symbols = 1;
+    return !__builtin_mul_overflow(symbols, elements->vectors, &symbols) &&
+           !__builtin_mul_overflow(symbols, elements->vector_length, &symbols) && symbols == size &&
+           (size == 0 || elements->target != NULL) &&
+           (elements->quantizer != SS_QUANTIZER_BINNED || elements->vectors == 0 || elements->scales != NULL);
+}
+
+/* two_steps() takes 'count' streams of which nothing is known to be wrong. */
+static void two_steps(enum ss_codec codec, struct ss_stream *streams, const struct ss_elements *elements,
+                      size_t count) {
+    ss_decompress_many(codec, streams, count);
+    for (size_t index = 0; index < count; index++) {
+        if (streams[index].result == SS_OK)
+            streams[index].result = ss_elements_make(&elements[index], streams[index].target, 1);
+    }
+}
+
+void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const struct ss_elements *elements, size_t count) {
+    size_t first = 0; /* of the streams that are still to be decoded, together */
+
+    for (size_t index = 0; index < count; index++) {
+        enum ss_result result = SS_BAD_ARGUMENT;
+        if (elements_fit(&elements[index], streams[index].target_size))
+            result = ss_decode_direct(codec, &streams[index], &elements[index]);
+        if (result == SS_NOT_SUPPORTED)
+            continue;
+        two_steps(codec, streams + first, elements + first, index - first);
+        streams[index].result = result;
+        first = index + 1;
+    }
+    two_steps(codec, streams + first, elements + first, count - first);
+}

@@ -1,0 +1,213 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * kvrans.h - what the parts of the codec kvrans share
+ *
+ * docs/kvrans.md is the format. kvrans.c reads streams: it checks everything but the coded bytes and hands whole blocks
+ * to a kernel. encode.c plans blocks and writes streams. The kernels (scalar.c, avx512.c and so
+ * on) know nothing of streams, and every variant reads and writes the same bytes.
+ */
+#ifndef SS_KVRANS_H
+#define SS_KVRANS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cpu/cpu.h"
+#include "shadowserve.h"
+
+enum {
+    SS_KVRANS_VERSION = 1,
+    SS_KVRANS_STREAM_HEADER = 4, /* bytes: version, row length in three bytes */
+    SS_KVRANS_ROW_MAX = 65536,   /* bytes of a row, that is, columns */
+    SS_KVRANS_ROWS_MAX = 256,    /* rows of a block */
+    SS_KVRANS_GROUP = 64,        /* rows that a 64-byte register holds: lanes come in groups of these */
+    SS_KVRANS_LANES_MAX = 256,
+    SS_KVRANS_INDEX_MAX = 64, /* symbols of a block's alphabet */
+    SS_KVRANS_TABLES_MAX = 16,
+    SS_KVRANS_SHIFT_MAX = 3,
+    SS_KVRANS_PART_ENOUGH = 320, /* columns by which the encoder finds which kinds there are */
+    SS_KVRANS_PART_MAX = 2 * SS_KVRANS_PART_ENOUGH,
+    SS_KVRANS_SLOTS = 256,       /* frequencies sum to this */
+    SS_KVRANS_STATE_FIRST = 256, /* every lane's state before the encoder's first and after the decoder's last row */
+    SS_KVRANS_STORED = 0,        /* block types */
+    SS_KVRANS_CODED = 1,
+    SS_KVRANS_STORED_HEADER = 2, /* bytes: type, rows - 1 */
+    SS_KVRANS_CODED_HEADER = 8,  /* bytes: type, rows - 1, layout, alphabet, length of what follows in four bytes */
+    SS_KVRANS_ALPHABET_LISTED = 0x80, /* the alphabet's values are listed, not a range */
+};
+
+/* ---- Decoding ------------------------------------------------------------------------------------------------ */
+
+/* One table: what a slot, the low byte of a state, says. Each member fills whole 64-byte registers. */
+struct ss_kvrans_table {
+    _Alignas(64) uint8_t index[SS_KVRANS_SLOTS]; /* of the symbol that has this slot; all under 64 */
+    uint8_t frequency[SS_KVRANS_INDEX_MAX];      /* slots of the symbol with this index */
+    uint8_t start[SS_KVRANS_INDEX_MAX];          /* its first slot; of no meaning where the frequency is 0 */
+};
+
+/* A block that was parsed and checked: everything in it can be relied on, but for what the coded bytes decode to. */
+struct ss_kvrans_block {
+    _Alignas(64)
+        uint8_t value[SS_KVRANS_INDEX_MAX]; /* byte of each index, its 'shift' low bits 0; a range goes on to the end */
+    const struct ss_kvrans_table *tables;
+    const uint8_t *column_table; /* for each column, its table's number */
+    const uint8_t *planes;       /* the low bits: for each column, bit 0 then bit 1, ceil(rows / 8) bytes each */
+    const uint8_t *states_low;   /* low bytes of the first states, one for each of the first min(rows, lanes) rows */
+    const uint8_t *states_high;  /* their high bytes, none of them 0 */
+    const uint8_t *coded;
+    size_t coded_size;
+    uint32_t rows;    /* 1 to 256 */
+    uint32_t columns; /* 1 to 65536 */
+    uint32_t lanes;   /* 64, 128 or 256; row r uses state r % lanes */
+    uint32_t shift;   /* 0 to 3 low bits of each byte are in 'planes' */
+};
+
+/*
+ * The elements of a block's symbols: for each row, the lower and the upper byte of what each index stands for. The
+ * scratch of ss_kvrans_kernels.decode_elements(), which fills it.
+ */
+struct ss_kvrans_elements {
+    _Alignas(64) uint8_t bytes[SS_KVRANS_ROWS_MAX][2][SS_KVRANS_INDEX_MAX];
+};
+
+/* ---- Encoding ------------------------------------------------------------------------------------------------ */
+
+/*
+ * What the encoder needs of a table, by index. 'reciprocal' is floor(65536 / frequency), 65535 where that is 1, so that
+ * (state * reciprocal) >> 16 is state / frequency or one less for every 16-bit state.
+ */
+struct ss_kvrans_encode_table {
+    _Alignas(64) uint8_t frequency[SS_KVRANS_INDEX_MAX];
+    uint8_t start[SS_KVRANS_INDEX_MAX];
+    uint8_t reciprocal_low[SS_KVRANS_INDEX_MAX];
+    uint8_t reciprocal_high[SS_KVRANS_INDEX_MAX];
+};
+
+/* How the bytes of a block become indices. */
+struct ss_kvrans_alphabet {
+    _Alignas(64) uint8_t index[256];    /* of each (byte >> shift); 0 where there is none */
+    uint8_t value[SS_KVRANS_INDEX_MAX]; /* (byte >> shift) of each index */
+    uint32_t count;                     /* 2 to 64 */
+    uint32_t shift;
+    uint32_t listed; /* 0: value[i] is value[0] + i, modulo 256 >> shift */
+};
+
+/* The extremes of a block's bytes, as unsigned and as signed numbers. */
+struct ss_kvrans_extremes {
+    uint8_t least, most;
+    int8_t signed_least, signed_most;
+};
+
+/*
+ * A block on its way to be coded. Bytes, later indices, lie column by column, SS_KVRANS_ROWS_MAX apart, whatever
+ * 'rows' is; what lies behind a column's last row is of no meaning but may be read and written.
+ */
+struct ss_kvrans_plan {
+    struct ss_kvrans_encode_table tables[SS_KVRANS_TABLES_MAX];
+    uint8_t *cells;              /* columns * SS_KVRANS_ROWS_MAX */
+    uint8_t *cells_scratch;      /* one byte for each column, for whoever needs it */
+    uint16_t *counts;            /* columns * SS_KVRANS_INDEX_MAX: how often each index is in each column */
+    uint16_t *counts_of_part;    /* room for those of SS_KVRANS_PART_MAX columns */
+    const uint8_t *column_table; /* for each column, its table's number */
+    uint32_t rows;
+    uint32_t columns;
+    uint32_t lanes;
+};
+
+/*
+ * What coding an index with each table costs, in 1/256 bits, at most 0x3FFF: indices in pairs, so that one multiply-add
+ * of 16-bit numbers takes two of them for one table.
+ */
+struct ss_kvrans_costs {
+    _Alignas(64) int16_t cost[SS_KVRANS_INDEX_MAX / 2][SS_KVRANS_TABLES_MAX][2];
+};
+
+/* Bytes that an encoding kernel may write before the first coded byte. */
+enum { SS_KVRANS_ENCODE_SLACK = 64 };
+
+/* ---- Kernels ------------------------------------------------------------------------------------------------- */
+
+struct ss_kvrans_kernels {
+    const char *name;
+
+    /*
+     * decode() writes rows * columns bytes, row by row, to 'target'. SS_BAD_DATA where the coded bytes do not end with
+     * the last row, or some state is then not SS_KVRANS_STATE_FIRST; the target is then left in any state. Never reads
+     * outside the block's sections.
+     */
+    enum ss_result (*decode)(const struct ss_kvrans_block *block, uint8_t *target);
+
+    /*
+     * decode_elements() is decode() and then ss_dequantize(), a row with the scale at 'scales', to elements of 'dtype'.
+     * For blocks of ss_kvrans_elements_fit() only. NULL where it would gain nothing. The caller orders its stores
+     * (ss_streams_order()).
+     */
+    enum ss_result (*decode_elements)(const struct ss_kvrans_block *block, enum ss_dtype dtype, const float *scales,
+                                      struct ss_kvrans_elements *scratch, uint8_t *target);
+
+    /* transpose() fills 'cells' from rows * columns bytes at 'source' and finds their extremes. */
+    void (*transpose)(const struct ss_kvrans_plan *plan, const uint8_t *source, struct ss_kvrans_extremes *extremes);
+
+    /* present() sets seen[b] to 1 for each byte b among 'size' of them; the other ones of 256 it leaves alone. */
+    void (*present)(const uint8_t *source, size_t size, uint8_t *seen);
+
+    /*
+     * count() fills 'counts' from the bytes in 'cells': how often each column has each index of the alphabet, which has
+     * all of them. Behind those are zeros up to a multiple of 16.
+     */
+    void (*count)(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet);
+
+    /* map() turns the bytes in 'cells' into indices, and writes the low bits to 'planes' (see ss_kvrans_block). */
+    void (*map)(const struct ss_kvrans_plan *plan, const struct ss_kvrans_alphabet *alphabet, uint8_t *planes);
+
+    /* total() adds the counts of each column to those of its table. */
+    void (*total)(const struct ss_kvrans_plan *plan, const uint8_t *column_table, uint32_t index_count,
+                  uint32_t (*totals)[SS_KVRANS_INDEX_MAX]);
+
+    /*
+     * assign() finds for each column the table with which its counts cost least, the first of several, and writes its
+     * number to 'column_table'.
+     */
+    void (*assign)(const struct ss_kvrans_plan *plan, const struct ss_kvrans_costs *costs, uint32_t index_count,
+                   uint8_t *column_table);
+
+    /*
+     * encode() writes coded bytes backwards so that they end right before 'end', and the states that the decoder
+     * begins with, min(rows, lanes) bytes each. Returns the first coded byte: at most rows * columns before 'end',
+     * and up to SS_KVRANS_ENCODE_SLACK bytes before that may be overwritten.
+     */
+    uint8_t *(*encode)(const struct ss_kvrans_plan *plan, uint8_t *end, uint8_t *states_low, uint8_t *states_high);
+};
+
+extern const struct ss_kvrans_kernels ss_kvrans_kernels_scalar;
+extern const struct ss_kvrans_kernels ss_kvrans_kernels_avx2;
+extern const struct ss_kvrans_kernels ss_kvrans_kernels_avx512;
+extern const struct ss_kvrans_kernels ss_kvrans_kernels_neon;
+
+/*
+ * ss_kvrans_elements_fit() returns whether decode_elements() takes such a block: one that fills registers and whole
+ * lines of memory, and whose indices say all about their symbols. That is nearly all that a model's KV comes in.
+ */
+static inline int ss_kvrans_elements_fit(const struct ss_kvrans_block *block, enum ss_dtype dtype, const void *target) {
+    return block->shift == 0 && block->rows == SS_KVRANS_ROWS_MAX && block->columns % SS_KVRANS_GROUP == 0 &&
+           (dtype == SS_DTYPE_FLOAT16 || dtype == SS_DTYPE_BFLOAT16) && (uintptr_t)target % 64 == 0;
+}
+
+/* ss_kvrans_kernels_find() returns what ss_isa_active() stands for here, or the next best that this CPU can run. */
+const struct ss_kvrans_kernels *ss_kvrans_kernels_find(enum ss_isa isa);
+
+/* ---- Streams ------------------------------------------------------------------------------------------------- */
+
+/* ss_kvrans_bits() returns how many bits number 'count' tables. */
+static inline uint32_t ss_kvrans_bits(uint32_t count) {
+    return count > 1 ? 32 - (uint32_t)__builtin_clz(count - 1) : 0;
+}
+
+/* encode.c: what codecs/codec.h asks for. */
+struct ss_kvrans_encoder;
+void ss_kvrans_encoder_free(struct ss_kvrans_encoder *encoder);
+size_t ss_kvrans_compress_bound(size_t size);
+enum ss_result ss_kvrans_compress(const uint8_t *source, size_t size, size_t row_length, uint8_t *target,
+                                  size_t target_size, size_t *written);
+
+#endif /* SS_KVRANS_H */

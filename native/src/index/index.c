@@ -1,0 +1,396 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* index.c - the look-up table of what is stored: slots, hashing, put, find, remove */
+#include "index/internal.h"
+#include "shadowserve_block.h"
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+/* ---- Memory -------------------------------------------------------------------------------------------------- */
+
+static uint64_t heap_bytes(const struct ss_index *index) {
+    return ((uint64_t)index->objects_max + 1) * sizeof(struct expiry);
+}
+
+static uint64_t entries_bytes(const struct ss_index *index) {
+    return ((uint64_t)index->slots_max + 1) * sizeof(struct entry);
+}
+
+static uint64_t names_bytes(const struct ss_index *index) {
+    return ((uint64_t)index->slots_max + 1) * sizeof(struct name *);
+}
+
+static void *reserve(uint64_t bytes, bool huge) {
+    void *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) {
+        return NULL;
+    }
+    if (huge) {
+        madvise(memory, bytes, MADV_HUGEPAGE); /* fewer misses of the TLB; works without as well */
+    }
+    return memory;
+}
+
+static void unmap(void *memory, uint64_t bytes) {
+    if (memory != NULL) {
+        munmap(memory, bytes);
+    }
+}
+
+static uint64_t mix(uint64_t value) {
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
+    return value ^ (value >> 31);
+}
+
+enum ss_result ss_index_open(uint32_t objects_max, enum ss_index_policy policy, uint64_t seed,
+                             struct ss_index **index) {
+    if (objects_max == 0 || objects_max > 1u << 30 || (policy != SS_INDEX_LRU && policy != SS_INDEX_S3FIFO)) {
+        return SS_BAD_ARGUMENT;
+    }
+    struct ss_index *made = calloc(1, sizeof *made);
+    if (made == NULL) {
+        return SS_NO_MEMORY;
+    }
+    made->objects_max = objects_max;
+    made->phantoms_max = objects_max / 8 + 8;
+    made->slots_max = objects_max + made->phantoms_max;
+    /* Eight slots in ten are used when it is full, nine with all phantoms. */
+    made->line_count = (uint64_t)objects_max * 10 / (8 * LINE_SLOTS) + 2;
+    made->ghost_sets = objects_max / GHOST_WAYS + 1;
+    made->policy = policy;
+    for (size_t word = 0; word < 4; word++) {
+        made->seed[word] = mix(seed += 0x9E3779B97F4A7C15u);
+    }
+    made->entries = reserve(entries_bytes(made), true);
+    made->lines = reserve(made->line_count * sizeof(struct line), true);
+    made->names = reserve(names_bytes(made), false);
+    made->heap = reserve(heap_bytes(made), false);
+    made->ghosts = reserve(made->ghost_sets * GHOST_WAYS * sizeof(uint16_t), false);
+    made->cell_room = 8;
+    made->cells = calloc(made->cell_room + 1, sizeof *made->cells);
+    made->cell_table = calloc((size_t)made->cell_room * 2, sizeof *made->cell_table);
+    if (!made->entries || !made->names || !made->lines || !made->heap || !made->ghosts || !made->cells ||
+        !made->cell_table) {
+        ss_index_close(made);
+        return SS_NO_MEMORY;
+    }
+    *index = made;
+    return SS_OK;
+}
+
+void ss_index_close(struct ss_index *index) {
+    if (index == NULL) {
+        return;
+    }
+    ss_index_close_names(index);
+    unmap(index->names, names_bytes(index));
+    unmap(index->entries, entries_bytes(index));
+    unmap(index->lines, index->line_count * sizeof(struct line));
+    unmap(index->heap, heap_bytes(index));
+    unmap(index->ghosts, index->ghost_sets * GHOST_WAYS * sizeof(uint16_t));
+    free(index->cells);
+    free(index->cell_table);
+    ss_index_rivals_close(index);
+    free(index);
+}
+
+uint64_t ss_index_memory(const struct ss_index *index) {
+    uint64_t pointers = index->names_size != 0 ? (uint64_t)(index->slots_used + 1) * sizeof(struct name *) : 0;
+    return sizeof *index + pointers + index->names_size + (uint64_t)(index->slots_used + 1) * sizeof(struct entry) +
+           index->line_count * sizeof(struct line) + (uint64_t)(index->heap_count + 1) * sizeof(struct expiry) +
+           index->ghost_sets * GHOST_WAYS * sizeof(uint16_t) +
+           (uint64_t)index->cell_room * (sizeof(struct cell) + 2 * sizeof(uint32_t));
+}
+
+/* ---- Table --------------------------------------------------------------------------------------------------- */
+
+static uint64_t fold(uint64_t first, uint64_t second) {
+    unsigned __int128 product = (unsigned __int128)first * second;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+uint64_t ss_index_hash(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
+    uint64_t words[4];
+    memcpy(words, key, sizeof words);
+    uint64_t half = fold(words[0] ^ index->seed[0], words[1] ^ index->seed[1]);
+    uint64_t other = fold(words[2] ^ index->seed[2], words[3] ^ index->seed[3]);
+    return mix(fold(half ^ index->seed[2] ^ tenant, other ^ index->seed[0]) ^ half);
+}
+
+static uint64_t line_of(const struct ss_index *index, uint64_t hash) {
+    return (uint64_t)(((unsigned __int128)hash * index->line_count) >> 64);
+}
+
+void ss_index_prefetch(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
+    __builtin_prefetch(&index->lines[line_of(index, ss_index_hash(index, tenant, key))]);
+}
+
+static uint8_t tag_of(uint64_t hash) {
+    uint8_t tag = (uint8_t)hash;
+    return tag != 0 ? tag : 1;
+}
+
+/* place_find() returns the line that has the entry, and where in it; NULL for none. */
+static struct line *place_find(const struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key,
+                               uint32_t *place) {
+    uint64_t number = line_of(index, hash);
+    uint8_t tag = tag_of(hash);
+    for (uint64_t tried = 0; tried < index->line_count; tried++) {
+        struct line *line = &index->lines[number];
+        for (uint32_t at = 0; at < LINE_SLOTS; at++) {
+            if (line->tags[at] == tag) {
+                const struct entry *entry = &index->entries[line->slots[at]];
+                if (entry->tenant == tenant && memcmp(entry->key, key, KEY_SIZE) == 0) {
+                    *place = at;
+                    return line;
+                }
+            }
+        }
+        if (line->overflow == 0) {
+            return NULL;
+        }
+        number = number + 1 < index->line_count ? number + 1 : 0;
+    }
+    return NULL;
+}
+
+uint32_t ss_index_search(const struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key) {
+    uint32_t place;
+    const struct line *line = place_find(index, hash, tenant, key, &place);
+    return line != NULL ? line->slots[place] : 0;
+}
+
+uint32_t ss_index_find(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
+    uint32_t slot = ss_index_search(index, ss_index_hash(index, tenant, key), tenant, key);
+    return index->entries[slot].phantom ? 0 : slot;
+}
+
+size_t ss_index_find_many(const struct ss_index *index, uint16_t tenant, const uint8_t *keys, size_t count,
+                          uint32_t *slots) {
+    size_t found = 0;
+    for (size_t at = 0; at < count; at++) {
+        slots[at] = ss_index_find(index, tenant, keys + at * KEY_SIZE);
+        found += slots[at] != 0;
+    }
+    return found;
+}
+
+uint32_t ss_index_take(struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key) {
+    uint32_t slot = index->free_slot;
+    if (slot != 0) {
+        index->free_slot = index->entries[slot].next;
+    } else if (index->slots_used < index->slots_max) {
+        slot = ++index->slots_used;
+    } else {
+        return 0;
+    }
+    struct entry *entry = &index->entries[slot];
+    memset(entry, 0, sizeof *entry);
+    memcpy(entry->key, key, KEY_SIZE);
+    entry->tenant = tenant;
+    entry->used = 1;
+    /* There are more places than slots. */
+    for (uint64_t number = line_of(index, hash);; number = number + 1 < index->line_count ? number + 1 : 0) {
+        struct line *line = &index->lines[number];
+        for (uint32_t at = 0; at < LINE_SLOTS; at++) {
+            if (line->tags[at] == 0) {
+                line->tags[at] = tag_of(hash);
+                line->slots[at] = slot;
+                return slot;
+            }
+        }
+        line->overflow++;
+    }
+}
+
+void ss_index_give_back(struct ss_index *index, uint32_t slot) {
+    struct entry *entry = &index->entries[slot];
+    uint64_t hash = ss_index_hash(index, entry->tenant, entry->key);
+    uint32_t place;
+    struct line *line = place_find(index, hash, entry->tenant, entry->key, &place);
+    line->tags[place] = 0;
+    for (uint64_t number = line_of(index, hash); &index->lines[number] != line;
+         number = number + 1 < index->line_count ? number + 1 : 0) {
+        index->lines[number].overflow--;
+    }
+    entry->used = 0;
+    entry->next = index->free_slot;
+    index->free_slot = slot;
+    if (index->totals.objects == 0 && index->phantoms.count == 0) {
+        index->slots_used = 0; /* so that an index that was emptied is walked through in no time */
+        index->free_slot = 0;
+    }
+}
+
+/* ---- Objects ------------------------------------------------------------------------------------------------- */
+
+uint32_t ss_index_blocks(uint32_t length, uint32_t name_length) {
+    return (uint32_t)(ss_object_bytes(length, name_length) / BLOCK_SIZE);
+}
+
+static void add(struct ss_index_totals *totals, const struct entry *entry, int64_t sign, uint64_t name_records) {
+    totals->objects += (uint64_t)sign;
+    totals->bytes += (uint64_t)(sign * (int64_t)ss_index_entry_blocks(entry) * BLOCK_SIZE);
+    totals->records += (entry->flags & SS_INDEX_RECORD) != 0 ? (uint64_t)sign : 0;
+    totals->expiring += entry->expiry != 0 ? (uint64_t)sign : 0;
+    totals->name_records += (uint64_t)sign * name_records;
+}
+
+void ss_index_count(struct ss_index *index, const struct entry *entry, int64_t sign) {
+    uint64_t names = ss_index_name_records(index, entry);
+    add(&index->totals, entry, sign, names);
+    add(&index->devices[entry->device], entry, sign, names);
+    add(&ss_index_cell(index, entry->tenant, ANY_DEVICE)->totals, entry, sign, names);
+    add(&ss_index_cell(index, entry->tenant, entry->device)->totals, entry, sign, names);
+}
+
+bool ss_index_valid(const struct ss_index_record *record, uint32_t blocks) {
+    return record->kind == SS_INDEX_PUT && record->reserved == 0 && record->name_blocks <= NAME_BLOCKS_MAX &&
+           (record->name_blocks == 0 || (record->flags & SS_INDEX_NAMED) != 0) &&
+           record->head_length <= record->length && record->head_length <= HEAD_LENGTH_MAX &&
+           (record->flags & SS_INDEX_EVERY_TENANT) == 0 &&
+           (uint64_t)record->extent + ss_index_blocks(record->length, 0) + record->name_blocks <= blocks;
+}
+
+/* Sets what a put says of an object that is in the table and counted nowhere. */
+static void fill(struct entry *entry, const struct ss_index_record *record, uint32_t accessed_s) {
+    entry->device = record->device;
+    entry->flags = record->flags;
+    entry->extent = record->extent;
+    entry->length = record->length;
+    entry->head_length = record->head_length & HEAD_LENGTH_MAX;
+    entry->name_blocks = record->name_blocks & NAME_BLOCKS_MAX;
+    entry->generation = record->generation;
+    entry->pinned_until_s = record->pinned_until_s;
+    entry->accessed_s = accessed_s;
+}
+
+enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struct ss_index_record *record,
+                              uint32_t accessed_s, uint32_t *slot) {
+    uint32_t found = ss_index_search(index, hash, record->tenant, record->key);
+    bool replaces = found != 0 && !index->entries[found].phantom;
+    if (!replaces && index->totals.objects >= index->objects_max) {
+        return SS_NO_SPACE;
+    }
+    if (ss_index_cell_make(index, record->tenant, ANY_DEVICE) == NULL ||
+        ss_index_cell_make(index, record->tenant, record->device) == NULL) {
+        return SS_NO_MEMORY;
+    }
+    if (replaces) {
+        struct entry *entry = &index->entries[found];
+        ss_index_count(index, entry, -1);
+        ss_index_dequeue(index, ss_index_cell(index, entry->tenant, entry->device), found);
+    } else if (found != 0) {
+        ss_index_phantom_pull(index, found);
+        index->entries[found].phantom = 0;
+        index->entries[found].list = LIST_NONE;
+    } else {
+        found = ss_index_take(index, hash, record->tenant, record->key);
+        if (found == 0) { /* while replaying phantoms may have all that are free */
+            ss_index_drop_phantoms(index, index->phantoms_max);
+            found = ss_index_take(index, hash, record->tenant, record->key);
+        }
+    }
+    struct entry *entry = &index->entries[found];
+    if ((record->flags & SS_INDEX_NAMED) == 0) {
+        ss_index_drop_name(index, found);
+    }
+    fill(entry, record, accessed_s);
+    ss_index_set_expiry(index, found, record->expires_at_ms);
+    ss_index_count(index, entry, 1);
+    ss_index_enqueue(index, ss_index_cell(index, entry->tenant, entry->device), found,
+                     index->policy == SS_INDEX_S3FIFO && ss_index_haunted(index, hash));
+    ss_index_adopt(index, found, record->parent);
+    *slot = found;
+    return SS_OK;
+}
+
+enum ss_result ss_index_insert(struct ss_index *index, const struct ss_index_record *record, uint32_t now_s,
+                               uint32_t *slot) {
+    if (!ss_index_valid(record, UINT32_MAX)) {
+        return SS_BAD_ARGUMENT;
+    }
+    return ss_index_store(index, ss_index_hash(index, record->tenant, record->key), record, now_s, slot);
+}
+
+enum ss_result ss_index_read(const struct ss_index *index, uint32_t slot, struct ss_index_record *record) {
+    memset(record, 0, sizeof *record);
+    if (!ss_index_is_object(index, slot)) {
+        return SS_NOT_FOUND;
+    }
+    const struct entry *entry = &index->entries[slot];
+    record->kind = SS_INDEX_PUT;
+    record->flags = entry->flags;
+    record->device = entry->device;
+    record->name_blocks = entry->name_blocks;
+    record->tenant = entry->tenant;
+    record->extent = entry->extent;
+    record->length = entry->length;
+    record->head_length = entry->head_length;
+    record->accessed_s = entry->accessed_s;
+    record->pinned_until_s = entry->pinned_until_s;
+    record->generation = entry->generation;
+    record->expires_at_ms = ss_index_expires_at(index, slot);
+    memcpy(record->key, entry->key, KEY_SIZE);
+    if (entry->parent != 0) {
+        memcpy(record->parent, index->entries[entry->parent].key, KEY_SIZE);
+    }
+    return SS_OK;
+}
+
+void ss_index_forget(struct ss_index *index, uint32_t slot, bool remember) {
+    struct entry *entry = &index->entries[slot];
+    ss_index_count(index, entry, -1);
+    ss_index_drop_name(index, slot);
+    ss_index_set_expiry(index, slot, 0);
+    ss_index_dequeue(index, ss_index_cell(index, entry->tenant, entry->device), slot);
+    if (remember) {
+        ss_index_haunt(index, ss_index_hash(index, entry->tenant, entry->key));
+    }
+    ss_index_orphan(index, slot);
+}
+
+void ss_index_remove(struct ss_index *index, uint32_t slot) {
+    if (ss_index_is_object(index, slot)) {
+        ss_index_forget(index, slot, false);
+    }
+}
+
+void ss_index_evict(struct ss_index *index, uint32_t slot) {
+    if (ss_index_is_object(index, slot)) {
+        ss_index_forget(index, slot, true);
+    }
+}
+
+enum ss_result ss_index_expire(struct ss_index *index, uint32_t slot, uint64_t expires_at_ms) {
+    if (!ss_index_is_object(index, slot)) {
+        return SS_NOT_FOUND;
+    }
+    ss_index_count(index, &index->entries[slot], -1);
+    ss_index_set_expiry(index, slot, expires_at_ms);
+    ss_index_count(index, &index->entries[slot], 1);
+    return SS_OK;
+}
+
+uint32_t ss_index_next(const struct ss_index *index, uint32_t slot) {
+    while (slot < index->slots_used) {
+        if (ss_index_is_object(index, ++slot)) {
+            return slot;
+        }
+    }
+    return 0;
+}
+
+void ss_index_totals(const struct ss_index *index, int32_t tenant, int32_t device, struct ss_index_totals *totals) {
+    const struct cell *cell;
+    memset(totals, 0, sizeof *totals);
+    if (tenant > UINT16_MAX || device > UINT8_MAX) {
+        return;
+    }
+    if (tenant < 0) {
+        *totals = device < 0 ? index->totals : index->devices[device];
+    } else if ((cell = ss_index_cell(index, (uint16_t)tenant, device < 0 ? ANY_DEVICE : (uint32_t)device)) != NULL) {
+        *totals = cell->totals;
+    }
+}

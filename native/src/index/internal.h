@@ -1,0 +1,196 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * internal.h - what the parts of the index share
+ *
+ * An entry is found by a table of lines of 64 bytes, each with twelve slots and a byte of each one's hash: one line and
+ * one entry are all that most look-ups touch. Entries link themselves: into a queue of their cell (a tenant's objects
+ * on a device), and into the tree of parents and children. Memory is reserved once, as addresses; the kernel gives
+ * pages when they are first written to. So nothing is ever moved, and a slot is an object's number for as long as it is
+ * there.
+ *
+ * The texts of named keys lie apart, each in memory of its own that an array by slots points to; where no key is named,
+ * no page of that is ever touched.
+ *
+ * A phantom is an entry without an object: the place of a parent that is not here, for its children's sake. It is in
+ * the table, in no cell, and in the list of phantoms; one that loses its last child goes.
+ */
+#ifndef SS_INDEX_INTERNAL_H
+#define SS_INDEX_INTERNAL_H
+
+#include "shadowserve_block.h"
+#include "shadowserve_index.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+enum {
+    LINE_SLOTS = 12,
+    KEY_SIZE = 32,
+    BLOCK_SIZE = 4096,
+    ANY_DEVICE = 256,
+    GHOST_WAYS = 8,
+    FREQUENCY_MAX = 3,
+    HEAD_LENGTH_MAX = (1 << 21) - 1,
+    NAME_BLOCKS_MAX = 31,
+    NAME_PIECE_SIZE = 80,
+    NAME_SIZE_MAX = 64 << 10
+};
+
+enum list { LIST_NONE = 0, LIST_SMALL = 1, LIST_MAIN = 2, LIST_BLOCKED = 3, LIST_COUNT = 4 };
+
+struct line {
+    uint32_t slots[LINE_SLOTS];
+    uint8_t tags[LINE_SLOTS]; /* 0: empty */
+    uint32_t overflow;        /* entries that are in a later line because this one was full */
+};
+
+struct entry {
+    uint8_t key[KEY_SIZE];
+    uint16_t tenant;
+    uint8_t device;
+    uint8_t flags;
+    uint32_t extent;
+    uint32_t length;
+    uint32_t generation;
+    uint32_t pinned_until_s;
+    uint32_t accessed_s;
+    uint32_t expiry; /* where it is in the heap, from 1; 0: never */
+    uint32_t previous;
+    uint32_t next; /* towards the tail; of a free entry the next free one */
+    uint32_t parent;
+    uint32_t first_child;
+    uint32_t previous_sibling;
+    uint32_t next_sibling;
+    uint32_t head_length : 21;
+    uint32_t name_blocks : 5;
+    uint32_t list : 2; /* of a phantom LIST_BLOCKED or LIST_NONE: whether what is below it may be evicted */
+    uint32_t frequency : 2;
+    uint32_t used : 1;
+    uint32_t phantom : 1;
+};
+
+struct list_ends {
+    uint32_t head;
+    uint32_t tail;
+    uint32_t count;
+};
+
+/* A tenant's objects on a device. With ANY_DEVICE it has no lists: the tenant's totals, and the first of its cells. */
+struct cell {
+    struct ss_index_totals totals;
+    struct list_ends lists[LIST_COUNT]; /* LIST_NONE is not used */
+    uint32_t id;                        /* tenant << 9 | device */
+    uint32_t next;                      /* of the tenant's, from 1; 0: none */
+};
+
+struct expiry {
+    uint32_t slot;
+    uint32_t low; /* of the time in ms */
+    uint32_t high;
+};
+
+struct name {
+    uint32_t length;
+    uint8_t text[];
+};
+
+/* The text of a key as records bring it, piece by piece; whole when 'filled' is its length. */
+struct replayed_name {
+    uint8_t key[KEY_SIZE];
+    uint16_t tenant;
+    uint8_t device;
+    uint32_t length;
+    uint32_t filled;
+    uint8_t text[NAME_SIZE_MAX];
+};
+
+struct ss_index {
+    struct entry *entries; /* from 1 */
+    struct name **names;   /* by slots */
+    struct line *lines;
+    struct expiry *heap; /* from 1 */
+    uint16_t *ghosts;
+    struct cell *cells; /* from 1 */
+    uint32_t *cell_table;
+    struct replayed_name *replayed_name; /* NULL: none has come */
+    uint64_t names_size;                 /* of all texts, with what malloc() adds */
+    uint64_t seed[4];
+    uint64_t line_count;
+    uint64_t ghost_sets;
+    uint32_t objects_max;
+    uint32_t slots_max;
+    uint32_t phantoms_max;
+    uint32_t slots_used; /* the highest that ever was */
+    uint32_t free_slot;
+    uint32_t heap_count;
+    uint32_t cell_count;
+    uint32_t cell_room; /* a power of two; the table has twice as many places */
+    struct list_ends phantoms;
+    struct ss_index_totals totals;
+    struct ss_index_totals devices[256];
+    struct ss_index_rivals *rivals; /* NULL: none yet */
+    enum ss_index_policy policy;
+    bool replaying;
+};
+
+static inline bool ss_index_is_object(const struct ss_index *index, uint32_t slot) {
+    return slot != 0 && slot <= index->slots_used && index->entries[slot].used && !index->entries[slot].phantom;
+}
+
+static inline uint32_t ss_index_entry_blocks(const struct entry *entry) {
+    return ss_index_blocks(entry->length, 0) + entry->name_blocks;
+}
+
+/* index.c */
+uint64_t ss_index_hash(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
+uint32_t ss_index_search(const struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key);
+uint32_t ss_index_take(struct ss_index *index, uint64_t hash, uint16_t tenant, const uint8_t *key); /* 0: no slot */
+void ss_index_prefetch(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
+void ss_index_give_back(struct ss_index *index, uint32_t slot); /* from the table and all; it is in no list */
+enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struct ss_index_record *record,
+                              uint32_t accessed_s, uint32_t *slot);
+bool ss_index_valid(const struct ss_index_record *record, uint32_t blocks);
+void ss_index_forget(struct ss_index *index, uint32_t slot, bool remember);
+void ss_index_count(struct ss_index *index, const struct entry *entry, int64_t sign); /* in all totals that it is in */
+
+/* names.c */
+uint64_t ss_index_name_records(const struct ss_index *index, const struct entry *entry);
+void ss_index_drop_name(struct ss_index *index, uint32_t slot); /* of an object that is not counted */
+void ss_index_close_names(struct ss_index *index);
+enum ss_result ss_index_take_name(struct ss_index *index, uint32_t slot); /* the replayed one, if it is this object's */
+uint64_t *ss_index_replay_name(struct ss_index *index, uint8_t device, const struct ss_index_record *record,
+                               struct ss_index_counts *counts, enum ss_result *result);
+
+/* links.c */
+void ss_index_adopt(struct ss_index *index, uint32_t slot, const uint8_t *parent);
+void ss_index_orphan(struct ss_index *index,
+                     uint32_t slot); /* takes the object out of the tree, or makes it a phantom */
+void ss_index_drop_phantoms(struct ss_index *index, uint32_t max);
+void ss_index_unmark(struct ss_index *index,
+                     uint32_t slot); /* phantoms from here upwards may have something to evict */
+void ss_index_phantom_push(struct ss_index *index, uint32_t slot);
+void ss_index_phantom_pull(struct ss_index *index, uint32_t slot);
+
+/* queues.c */
+struct cell *ss_index_cell(const struct ss_index *index, uint16_t tenant, uint32_t device); /* NULL: none */
+struct cell *ss_index_cell_make(struct ss_index *index, uint16_t tenant, uint32_t device);  /* NULL: no memory */
+void ss_index_enqueue(struct ss_index *index, struct cell *cell, uint32_t slot, bool ghost);
+void ss_index_dequeue(struct ss_index *index, struct cell *cell, uint32_t slot);
+void ss_index_push(struct ss_index *index, struct list_ends *ends, uint32_t slot);
+void ss_index_pull(struct ss_index *index, struct list_ends *ends, uint32_t slot);
+bool ss_index_haunted(const struct ss_index *index, uint64_t hash);
+void ss_index_haunt(struct ss_index *index, uint64_t hash);
+
+/* expiry.c */
+uint64_t ss_index_expires_at(const struct ss_index *index, uint32_t slot);
+void ss_index_set_expiry(struct ss_index *index, uint32_t slot, uint64_t expires_at_ms);
+uint32_t ss_index_due(const struct ss_index *index, uint64_t now_ms, int32_t device, int32_t tenant);
+
+/* rivals.c */
+enum ss_result ss_index_rival_add(struct ss_index *index, uint64_t hash, uint8_t device, uint16_t tenant,
+                                  const uint8_t *key);
+void ss_index_rival_drop(struct ss_index *index, uint64_t hash, uint8_t device, uint16_t tenant, const uint8_t *key);
+void ss_index_rivals_clear(struct ss_index *index, int32_t tenant, int32_t device);
+void ss_index_rivals_close(struct ss_index *index);
+
+#endif /* SS_INDEX_INTERNAL_H */

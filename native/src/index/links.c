@@ -1,0 +1,137 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* links.c - parents, children, and the phantoms that keep the place of parents that are not here */
+#include "index/internal.h"
+
+enum { DEPTH_MAX = 1 << 16 }; /* 16 million tokens in chunks of 256 */
+
+static bool is_none(const uint8_t *key) {
+    static const uint8_t none[KEY_SIZE];
+    return memcmp(key, none, KEY_SIZE) == 0;
+}
+
+static void attach(struct ss_index *index, uint32_t parent, uint32_t child) {
+    struct entry *entries = index->entries;
+    uint32_t sibling = entries[parent].first_child;
+    entries[child].parent = parent;
+    entries[child].next_sibling = sibling;
+    if (sibling != 0) {
+        entries[sibling].previous_sibling = child;
+    }
+    entries[parent].first_child = child;
+    ss_index_unmark(index, parent);
+}
+
+/* Takes a child from its parent, which it returns. */
+static uint32_t detach(struct ss_index *index, uint32_t child) {
+    struct entry *entries = index->entries, *entry = &entries[child];
+    uint32_t parent = entry->parent;
+    if (parent != 0) {
+        if (entry->previous_sibling != 0) {
+            entries[entry->previous_sibling].next_sibling = entry->next_sibling;
+        } else {
+            entries[parent].first_child = entry->next_sibling;
+        }
+        if (entry->next_sibling != 0) {
+            entries[entry->next_sibling].previous_sibling = entry->previous_sibling;
+        }
+        entry->parent = 0;
+        entry->previous_sibling = 0;
+        entry->next_sibling = 0;
+    }
+    return parent;
+}
+
+/* Takes a child from its parent; a phantom that has no child left goes, and so on upwards. */
+static void leave(struct ss_index *index, uint32_t child) {
+    uint32_t parent = detach(index, child);
+    while (parent != 0 && index->entries[parent].phantom && index->entries[parent].first_child == 0) {
+        uint32_t phantom = parent;
+        parent = detach(index, phantom);
+        ss_index_phantom_pull(index, phantom);
+        ss_index_give_back(index, phantom);
+    }
+}
+
+void ss_index_unmark(struct ss_index *index, uint32_t slot) {
+    struct entry *entries = index->entries;
+    while (slot != 0 && entries[slot].phantom && entries[slot].list == LIST_BLOCKED) {
+        entries[slot].list = LIST_NONE;
+        slot = entries[slot].parent;
+    }
+}
+
+void ss_index_phantom_push(struct ss_index *index, uint32_t slot) {
+    index->entries[slot].phantom = 1;
+    index->entries[slot].list = LIST_NONE;
+    ss_index_push(index, &index->phantoms, slot);
+}
+
+void ss_index_phantom_pull(struct ss_index *index, uint32_t slot) {
+    ss_index_pull(index, &index->phantoms, slot);
+}
+
+void ss_index_drop_phantoms(struct ss_index *index, uint32_t max) {
+    while (index->phantoms.count > max) {
+        uint32_t phantom = index->phantoms.tail;
+        while (index->entries[phantom].first_child != 0) {
+            detach(index, index->entries[phantom].first_child);
+        }
+        leave(index, phantom);
+        ss_index_phantom_pull(index, phantom);
+        ss_index_give_back(index, phantom);
+    }
+}
+
+void ss_index_orphan(struct ss_index *index, uint32_t slot) {
+    if (index->entries[slot].first_child == 0) {
+        leave(index, slot);
+        ss_index_give_back(index, slot);
+        return;
+    }
+    ss_index_phantom_push(index, slot);
+    if (!index->replaying) {
+        ss_index_drop_phantoms(index, index->phantoms_max);
+    }
+}
+
+/* descends() returns whether 'slot' is 'ancestor' or below it, or too deep to tell. */
+static bool descends(const struct ss_index *index, uint32_t slot, uint32_t ancestor) {
+    for (uint32_t depth = 0; depth < DEPTH_MAX; depth++) {
+        if (slot == ancestor) {
+            return true;
+        }
+        if (slot == 0) {
+            return false;
+        }
+        slot = index->entries[slot].parent;
+    }
+    return true;
+}
+
+void ss_index_adopt(struct ss_index *index, uint32_t slot, const uint8_t *parent) {
+    const struct entry *entry = &index->entries[slot];
+    if (entry->parent != 0) {
+        if (memcmp(index->entries[entry->parent].key, parent, KEY_SIZE) == 0) {
+            return;
+        }
+        leave(index, slot);
+    }
+    if (is_none(parent) || memcmp(entry->key, parent, KEY_SIZE) == 0) {
+        return;
+    }
+    uint64_t hash = ss_index_hash(index, entry->tenant, parent);
+    uint32_t found = ss_index_search(index, hash, entry->tenant, parent);
+    if (found == 0) {
+        if (!index->replaying) {
+            ss_index_drop_phantoms(index, index->phantoms_max - 1);
+        }
+        found = ss_index_take(index, hash, entry->tenant, parent);
+        if (found == 0) {
+            return;
+        }
+        ss_index_phantom_push(index, found);
+    } else if (entry->first_child != 0 && descends(index, found, slot)) {
+        return;
+    }
+    attach(index, found, slot);
+}

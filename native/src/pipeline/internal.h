@@ -1,0 +1,316 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * internal.h - what the pipeline's files share
+ *
+ *   pipeline.c  buffers, threads, the life of a round
+ *   round.c     checks a round before any byte moves; failures and their order
+ *   net.c       sockets to decompression buffer; what a socket is, with TLS or without, is in net/channel.h
+ *   stages.c    decompress, dequantize, DMA, or all of it fused
+ *   trace.c     what each thread did when, on request
+ *   ablation.c  what a round does instead where the chunked pipeline or memory management is switched off
+ *   memory.c    what rounds deliver to and store from, made known to the backend
+ *   store.c     the way back: quantize, compress, and the put
+ *
+ * Threads. A round belongs to the thread that called ss_pipeline_fetch(), which sleeps until the round is quiet and
+ * is the only one that looks at the clock. Stage threads live as long as the pipeline. What they share in a round is
+ * in struct ss_fetch: plain fields are written before the round is announced (under the pipeline's lock) and only read
+ * until it is quiet; the others are atomic.
+ *
+ * Quiet. 'work' counts the net threads that have not finished and the slices that have been pushed and not retired.
+ * A slice that moves to the next queue stays counted, so zero means that nothing touches the round any more.
+ */
+#ifndef SS_PIPELINE_INTERNAL_H
+#define SS_PIPELINE_INTERNAL_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "backends/backend.h"
+#include "pipeline/queue.h"
+#include "shadowserve.h"
+
+/* Chunks in one round: 4 Mi tokens at 256 a chunk, over any context there is. Bounds what is allocated up front. */
+enum { SS_ROUND_CHUNKS_MAX = 16384 };
+
+/* Limits on the options, so that a typing error is an error and not a machine that swaps. */
+enum { SS_THREADS_MAX = 256, SS_QUEUE_DEPTH_MAX = 1 << 20, SS_REQUESTS_IN_FLIGHT_MAX = 4096 };
+enum { SS_TRACE_EVENTS_MAX = 1 << 24, SS_POLL_INTERVAL_US_MAX = 1000000 };
+
+/* Nodes of one round: what one poll() of a network thread looks at. */
+enum { SS_NODES_MAX = 256 };
+
+/* Slices that a stage thread takes at a time at most; few, so that the other threads get theirs. */
+enum { SS_POP_MAX = 16 };
+
+/* How long a store thread lets fetches go first, for each slice: stores slow down under load, but never starve. */
+#define SS_STORE_YIELD_NS 50000000ULL
+
+struct ss_buffer {
+    uint8_t *data;
+    uint64_t size;   /* as asked for */
+    uint64_t mapped; /* rounded up to pages */
+};
+
+/* One thread's share of one stage's statistics, on its own cache line. */
+struct ss_counters {
+    _Alignas(64) _Atomic uint64_t items;
+    _Atomic uint64_t input_bytes;
+    _Atomic uint64_t output_bytes;
+    _Atomic uint64_t busy_ns;
+};
+
+/* Regions of one chunk. Without memory management each is a mapping of its own, and NULL while there is none. */
+struct ss_chunk_state {
+    _Atomic uint32_t remaining; /* slices not delivered, plus answers not received to their end */
+    _Atomic uint32_t result;    /* the first failure */
+    uint32_t answers;           /* connections that fetch a run of it */
+    uint64_t symbols_bytes;
+    uint8_t *stored;            /* its body, as received */
+    uint8_t *symbols;           /* separate stages only */
+    uint8_t *dma_source;        /* likewise */
+    struct ss_buffer mapped[3]; /* without memory management: what the three lie in */
+};
+
+/* The fetch round that is running. */
+struct ss_fetch {
+    struct ss_round *round;
+    const int32_t *sockets;
+    uint32_t node_count;
+    uint32_t connections;          /* to each node, and so net threads that take part */
+    uint32_t number;               /* of the round */
+    uint32_t symbol_bytes;         /* dequantized bytes for each byte of symbols */
+    _Atomic uint32_t first_failed; /* lowest failing chunk, chunk_count while there is none */
+    _Atomic uint32_t abort_result; /* SS_DEADLINE or SS_CANCELLED: everything unfinished ends */
+    _Atomic uint32_t broken;       /* a connection is lost or out of step: do not wait for useless answers */
+    _Atomic uint32_t out_of_sync;  /* a socket holds half an answer */
+    _Atomic int32_t os_error;      /* errno of the first SS_OS_ERROR */
+    _Atomic uint32_t open_chunks;  /* chunks that may be asked for; all of them in the chunked pipeline */
+    _Atomic uint32_t barrier;      /* not in the chunked pipeline: parts of the last open chunk still in their stage */
+    _Atomic uint64_t work;
+    _Atomic uint64_t received_bytes;
+    _Atomic uint64_t delivered_bytes;
+};
+
+/* The encode call that is running. */
+struct ss_store {
+    struct ss_round *round;
+    _Atomic uint32_t next_chunk;
+    _Atomic uint32_t first_failed;
+    uint32_t threads_running; /* under the pipeline's lock */
+};
+
+struct ss_connection; /* net.c */
+struct ss_engine;     /* stages.c */
+struct ss_trace_log;  /* trace.c */
+
+struct ss_destination {
+    struct ss_pipeline *pipeline;
+    void *handle; /* the backend's */
+    uint8_t *address;
+    uint64_t size;
+    enum ss_memory_kind kind;
+};
+
+struct ss_worker {
+    struct ss_pipeline *pipeline;
+    enum ss_stage stage;
+    uint32_t index; /* within the stage */
+    int32_t core;   /* -1: any */
+    uint32_t started;
+    pthread_t thread;
+    int wake_event;                    /* net: eventfd that ends a poll */
+    struct ss_connection *connections; /* net: one for each of options.nodes_max */
+    struct ss_engine *engine;          /* decompress, dma; store, where memory has to be collected */
+    uint8_t *scratch;                  /* store: symbols of one slice */
+    uint8_t *collected;                /* store, likewise: elements of one slice */
+    struct ss_trace_log *trace;        /* NULL without room for events */
+    struct ss_counters counters[2];    /* the stage's; and dequantize's when fused, compress's for store threads */
+};
+
+struct ss_pipeline {
+    struct ss_pipeline_options options; /* its pointers are not valid after creation */
+    const struct ss_backend *backend;
+    void *device;
+    uint32_t device_open;
+    struct ss_backend_capabilities capabilities;
+    struct ss_buffer decompression;
+    struct ss_buffer dequantization;
+    struct ss_buffer dma_source;
+    struct ss_buffer store_buffer;
+    struct ss_buffer scratch; /* of all threads that have one */
+    uint64_t locked_bytes;
+
+    struct ss_queue decompress_queue;
+    struct ss_queue dequantize_queue;
+    struct ss_queue dma_queue;
+    struct ss_worker *workers; /* net, decompress, dequantize, dma, store, in this order */
+    uint32_t worker_count;
+    struct ss_chunk_state *chunk_states;
+    uint32_t *fetch_order; /* scratch for checking a round */
+    uint32_t *encode_order;
+
+    pthread_mutex_t lock;
+    pthread_cond_t net_go;     /* fetch_generation went up, or stopping */
+    pthread_cond_t store_go;   /* encode_generation went up, or stopping */
+    pthread_cond_t quiet;      /* the fetch round's work is 0 */
+    pthread_cond_t store_done; /* the encode call's threads are done */
+    pthread_cond_t ready;      /* threads_ready went up */
+    pthread_cond_t fetch_over; /* no fetch round is active, or an encode round was cancelled */
+    uint64_t fetch_generation;
+    uint64_t encode_generation;
+    uint32_t threads_ready;
+    enum ss_result ready_result; /* of the first thread that could not make what it needs */
+    int ready_error;             /* errno, then */
+    uint32_t stopping;
+    uint32_t fetch_active;
+    uint32_t encode_active;
+    struct ss_fetch fetch;
+    struct ss_store store;
+    struct ss_counters put;
+    _Atomic uint32_t trace_recording; /* the generation that is recorded; 0: off */
+    uint32_t trace_generation;        /* the last one; under the lock */
+    pthread_mutex_t chunk_memory;     /* without memory management: mapping a chunk's buffers, once */
+
+    struct ss_pipeline *next; /* in the list that ss_round_cancel() walks */
+};
+
+/* ---- pipeline.c ---- */
+
+/* ss_pipeline_create_with() is ss_pipeline_create() with a backend that needs no name; for tests. */
+enum ss_result ss_pipeline_create_with(const struct ss_pipeline_options *options, const struct ss_backend *backend,
+                                       struct ss_pipeline **pipeline);
+
+/*
+ * ss_worker_ready() is called by each thread once it has made what it needs, or failed to: creation waits for all of
+ * them, and fails with the first failure.
+ */
+void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result);
+
+uint64_t ss_now_ns(void);    /* CLOCK_MONOTONIC */
+uint64_t ss_thread_ns(void); /* CPU time of the calling thread */
+void ss_counters_add(struct ss_counters *counters, uint64_t items, uint64_t input_bytes, uint64_t output_bytes,
+                     uint64_t busy_ns);
+
+/* ss_fetch_done() takes 'count' off the round's work and tells the round's owner when that was the last. */
+void ss_fetch_done(struct ss_pipeline *pipeline, uint64_t count);
+
+/* ss_fetch_wake_net() makes every net thread of the round look around. */
+void ss_fetch_wake_net(struct ss_pipeline *pipeline);
+
+/* ---- buffer.c ---- */
+
+/*
+ * ss_buffer_map() maps, touches and, if asked, locks 'size' bytes; adds what was locked to '*locked_bytes'. 'huge': at
+ * a multiple of the huge page, with the wish for huge pages; else as any allocation, wherever and with whatever pages.
+ */
+enum ss_result ss_buffer_map(struct ss_buffer *buffer, uint64_t size, int huge, int lock, uint64_t *locked_bytes);
+void ss_buffer_unmap(struct ss_buffer *buffer);
+
+/* ---- round.c ---- */
+
+enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_round *round, const int32_t *sockets,
+                              uint32_t socket_count);
+enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_round *round);
+
+/* ss_fetch_begin() fills pipeline->fetch for a round that was checked; the caller announces it. */
+void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+                    uint32_t socket_count);
+
+/* ss_fetch_fail() notes that 'chunk' failed; only its first failure counts. 'broken': of its connection, too. */
+void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t chunk, enum ss_result result, int broken);
+
+/*
+ * ss_fetch_refused() notes an error that a server answered for 'chunk': a redirection to another node leaves the chunks
+ * behind it alone (but without the chunked pipeline), anything else fails.
+ */
+void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t chunk, const char *text, size_t length);
+
+/* ss_fetch_abort() ends the round early with SS_DEADLINE or SS_CANCELLED; the first caller wins. */
+void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result);
+
+/* ss_fetch_drops() returns whether work on 'chunk' is of no use any more. */
+int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t chunk);
+
+/* ss_fetch_finish() writes the results of a quiet round and returns the round's. */
+enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline);
+
+/* ss_chunk_part_done() counts a slice that was delivered, or an answer that ended well. */
+void ss_chunk_part_done(struct ss_pipeline *pipeline, uint32_t chunk);
+
+/* The run of a chunk's slices that one connection fetches. 'count' may be 0. */
+struct ss_run {
+    uint64_t first_byte; /* of the body */
+    uint64_t bytes;
+    uint64_t decoded_before; /* bytes of symbols before its first slice */
+    uint32_t slice_first;    /* index in the round */
+    uint32_t slice_count;
+};
+struct ss_run ss_chunk_run(const struct ss_round *round, uint32_t chunk, uint32_t connection, uint32_t connections);
+
+/* ---- memory.c ---- */
+
+/* ss_round_memory_check() returns SS_OK where the backend can deliver to the round's destination. */
+enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const struct ss_round *round);
+
+/* ---- net.c ---- */
+
+struct ss_connection *ss_connections_create(uint32_t count, uint32_t requests_in_flight);
+void ss_connections_destroy(struct ss_connection *connections, uint32_t count);
+void *ss_net_thread(void *worker);
+
+/* ---- stages.c ---- */
+
+/* ss_engine_create() makes what a thread that drives the backend needs, but for the channel; NULL: no memory. */
+struct ss_engine *ss_engine_create(struct ss_pipeline *pipeline, struct ss_worker *worker, uint8_t *scratch);
+void ss_engine_destroy(struct ss_engine *engine);
+
+/* ss_engine_open() opens the channel, on the thread that will use it; ss_engine_close() closes it there. */
+enum ss_result ss_engine_open(struct ss_worker *worker);
+void ss_engine_close(struct ss_worker *worker);
+
+/* ss_engine_collect() copies 'size' bytes at 'source' in the registered memory to 'target' and waits for it. */
+enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_destination *memory, const uint8_t *source,
+                                 uint8_t *target, size_t size);
+void *ss_engine_thread(void *worker);
+void *ss_dequantize_thread(void *worker);
+
+/* ---- ablation.c ---- */
+
+/*
+ * ss_barrier_leave() is called without the chunked pipeline for each part of 'chunk' (a connection's answer, then a
+ * slice) that is through with 'stage'. The last one sends the whole chunk to the next stage or, behind the last stage
+ * or where the chunk failed, opens the next chunk.
+ */
+void ss_barrier_leave(struct ss_pipeline *pipeline, enum ss_stage stage, uint32_t chunk);
+
+/* ss_chunk_map() makes the buffers of a chunk unless it has them, without memory management. SS_NO_MEMORY. */
+enum ss_result ss_chunk_map(struct ss_pipeline *pipeline, uint32_t chunk);
+void ss_chunk_unmap(struct ss_pipeline *pipeline, uint32_t chunk);
+
+/* ---- trace.c ---- */
+
+/* What a span was spent on. */
+struct ss_trace_work {
+    uint32_t chunk;
+    uint32_t slice;
+    uint64_t input_bytes;
+    uint64_t output_bytes;
+};
+
+struct ss_trace_log *ss_trace_log_create(uint32_t capacity);
+
+/* ss_trace_now() is the time for a span's begin or end; 0 while nothing is recorded. */
+static inline uint64_t ss_trace_now(const struct ss_pipeline *pipeline) {
+    return atomic_load_explicit(&pipeline->trace_recording, memory_order_relaxed) == 0 ? 0 : ss_now_ns();
+}
+
+/* ss_trace_add() writes a span into the log of 'worker', whose thread this is; not where 'begin_ns' is 0. */
+void ss_trace_add(struct ss_worker *worker, enum ss_stage stage, uint64_t begin_ns, uint64_t end_ns,
+                  const struct ss_trace_work *work);
+
+/* ---- store.c ---- */
+
+void *ss_store_thread(void *worker);
+
+#endif /* SS_PIPELINE_INTERNAL_H */

@@ -1,0 +1,607 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * pipeline.c - buffers, threads and the life of a round
+ *
+ * Everything is made in ss_pipeline_create() and kept until ss_pipeline_destroy() (ShadowServe sections 4.2 and 4.3):
+ * a round only moves bytes between what is there. See internal.h for who may touch what, and when.
+ */
+#define _GNU_SOURCE 1
+#include "pipeline/internal.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+/* Pipelines that ss_round_cancel() looks through. Taken before any pipeline's own lock. */
+static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct ss_pipeline *registry;
+
+/* ---- Small things that the other files use -------------------------------------------------------------------- */
+
+static uint64_t clock_ns(clockid_t clock) {
+    struct timespec now;
+    clock_gettime(clock, &now);
+    return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
+}
+
+uint64_t ss_now_ns(void) {
+    return clock_ns(CLOCK_MONOTONIC);
+}
+
+uint64_t ss_thread_ns(void) {
+    return clock_ns(CLOCK_THREAD_CPUTIME_ID);
+}
+
+void ss_worker_ready(struct ss_pipeline *pipeline, enum ss_result result) {
+    int error = errno;
+    pthread_mutex_lock(&pipeline->lock);
+    pipeline->threads_ready++;
+    if (pipeline->ready_result == SS_OK) {
+        pipeline->ready_result = result;
+        pipeline->ready_error = error;
+    }
+    pthread_cond_signal(&pipeline->ready);
+    pthread_mutex_unlock(&pipeline->lock);
+}
+
+void ss_counters_add(struct ss_counters *counters, uint64_t items, uint64_t input_bytes, uint64_t output_bytes,
+                     uint64_t busy_ns) {
+    atomic_fetch_add_explicit(&counters->items, items, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counters->input_bytes, input_bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counters->output_bytes, output_bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counters->busy_ns, busy_ns, memory_order_relaxed);
+}
+
+void ss_fetch_done(struct ss_pipeline *pipeline, uint64_t count) {
+    if (atomic_fetch_sub(&pipeline->fetch.work, count) == count) {
+        pthread_mutex_lock(&pipeline->lock);
+        pthread_cond_signal(&pipeline->quiet);
+        pthread_mutex_unlock(&pipeline->lock);
+    }
+}
+
+void ss_fetch_wake_net(struct ss_pipeline *pipeline) {
+    uint64_t one = 1;
+    for (uint32_t i = 0; i < pipeline->options.net_threads; i++) {
+        ssize_t written = write(pipeline->workers[i].wake_event, &one, sizeof one); /* full: it wakes anyway */
+        (void)written;
+    }
+}
+
+/* ---- Creation ------------------------------------------------------------------------------------------------ */
+
+static int cores_are_valid(const int32_t *cores, uint32_t count) {
+    if (count > SS_THREADS_MAX || (count > 0 && cores == NULL)) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        if (cores[i] < -1 || cores[i] >= CPU_SETSIZE) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static int options_are_valid(const struct ss_pipeline_options *options) {
+    if (options->options_size != sizeof *options || options->net_threads == 0 || options->decompress_threads == 0 ||
+        options->decompression_bytes == 0) {
+        return 0;
+    }
+    if (options->queue_depth == 0 || options->queue_depth > SS_QUEUE_DEPTH_MAX || options->requests_in_flight == 0 ||
+        options->requests_in_flight > SS_REQUESTS_IN_FLIGHT_MAX || options->trace_events > SS_TRACE_EVENTS_MAX ||
+        options->poll_interval_us > SS_POLL_INTERVAL_US_MAX || options->nodes_max > SS_NODES_MAX) {
+        return 0;
+    }
+    if (!cores_are_valid(options->net_cores, options->net_threads) ||
+        !cores_are_valid(options->decompress_cores, options->decompress_threads) ||
+        !cores_are_valid(options->store_cores, options->store_threads)) {
+        return 0;
+    }
+    if (options->fused) {
+        return 1;
+    }
+    return options->dequantize_threads > 0 && options->dma_threads > 0 &&
+           cores_are_valid(options->dequantize_cores, options->dequantize_threads) &&
+           cores_are_valid(options->dma_cores, options->dma_threads);
+}
+
+/* Whether there can be memory that store threads cannot read themselves. */
+static int stores_collect(const struct ss_pipeline *pipeline) {
+    return (ss_pipeline_memory_kinds(pipeline) & ~(1U << SS_MEMORY_LOCAL)) != 0;
+}
+
+/* The scratches of a pipeline: one slice for each fused work in flight, and for each store thread; and what these
+ * collect. */
+static uint64_t scratch_bytes(const struct ss_pipeline *pipeline) {
+    const struct ss_pipeline_options *options = &pipeline->options;
+    uint64_t bytes = options->store_threads * SS_SLICE_BYTES_MAX;
+    if (options->fused) {
+        bytes += (uint64_t)options->decompress_threads * pipeline->capabilities.in_flight_max * SS_SLICE_BYTES_MAX;
+    }
+    if (stores_collect(pipeline)) {
+        bytes += options->store_threads * SS_DELIVERED_BYTES_MAX;
+    }
+    return bytes;
+}
+
+/* One buffer of fetch rounds. Without memory management it is but a limit, and chunks bring their own. */
+static enum ss_result create_buffer(struct ss_pipeline *pipeline, struct ss_buffer *buffer, uint64_t size) {
+    if (!pipeline->options.memory_management) {
+        buffer->size = size;
+        return SS_OK;
+    }
+    return ss_buffer_map(buffer, size, 1, pipeline->options.pin_memory != 0, &pipeline->locked_bytes);
+}
+
+static enum ss_result create_buffers(struct ss_pipeline *pipeline) {
+    const struct ss_pipeline_options *options = &pipeline->options;
+    enum ss_result result = create_buffer(pipeline, &pipeline->decompression, options->decompression_bytes);
+    if (result == SS_OK && !options->fused) {
+        result = create_buffer(pipeline, &pipeline->dequantization, options->dequantization_bytes);
+    }
+    if (result == SS_OK && !options->fused) {
+        result = create_buffer(pipeline, &pipeline->dma_source, options->dma_source_bytes);
+    }
+    if (result == SS_OK) {
+        int lock = options->pin_memory != 0;
+        result = ss_buffer_map(&pipeline->store_buffer, options->store_bytes, 1, lock, &pipeline->locked_bytes);
+    }
+    return result;
+}
+
+static enum ss_result create_device(struct ss_pipeline *pipeline) {
+    const struct ss_backend_setup setup = {
+        .device = pipeline->options.device != NULL ? pipeline->options.device : "",
+        .queue_depth = pipeline->options.queue_depth,
+    };
+    enum ss_result result = pipeline->backend->open(&setup, &pipeline->device);
+    if (result != SS_OK) {
+        return result;
+    }
+    pipeline->device_open = 1;
+    pipeline->capabilities = pipeline->backend->capabilities(pipeline->device);
+    if (pipeline->options.fused && !pipeline->capabilities.fused) {
+        return SS_NOT_SUPPORTED;
+    }
+    int lock = pipeline->options.pin_memory != 0;
+    return ss_buffer_map(&pipeline->scratch, scratch_bytes(pipeline), 1, lock, &pipeline->locked_bytes);
+}
+
+static enum ss_result create_queues(struct ss_pipeline *pipeline) {
+    const struct ss_pipeline_options *options = &pipeline->options;
+    enum ss_result result =
+        ss_queue_init(&pipeline->decompress_queue, options->queue_depth, options->decompress_threads);
+    if (result == SS_OK && !options->fused) {
+        result = ss_queue_init(&pipeline->dequantize_queue, options->queue_depth, options->dequantize_threads);
+    }
+    if (result == SS_OK && !options->fused) {
+        result = ss_queue_init(&pipeline->dma_queue, options->queue_depth, options->dma_threads);
+    }
+    pipeline->chunk_states = calloc(SS_ROUND_CHUNKS_MAX, sizeof *pipeline->chunk_states);
+    pipeline->fetch_order = calloc(SS_ROUND_CHUNKS_MAX, sizeof *pipeline->fetch_order);
+    pipeline->encode_order = calloc(SS_ROUND_CHUNKS_MAX, sizeof *pipeline->encode_order);
+    if (pipeline->chunk_states == NULL || pipeline->fetch_order == NULL || pipeline->encode_order == NULL) {
+        return SS_NO_MEMORY;
+    }
+    return result;
+}
+
+/* Gives the next 'count' workers to 'stage'. */
+static void assign_workers(struct ss_pipeline *pipeline, enum ss_stage stage, const int32_t *cores, uint32_t count) {
+    for (uint32_t i = 0; i < count; i++) {
+        struct ss_worker *worker = &pipeline->workers[pipeline->worker_count++];
+        worker->pipeline = pipeline;
+        worker->stage = stage;
+        worker->index = i;
+        worker->core = cores[i];
+        worker->wake_event = -1;
+    }
+}
+
+static enum ss_result create_workers(struct ss_pipeline *pipeline) {
+    const struct ss_pipeline_options *options = &pipeline->options;
+    uint32_t dequantize_threads = options->fused ? 0 : options->dequantize_threads;
+    uint32_t dma_threads = options->fused ? 0 : options->dma_threads;
+    size_t count = (size_t)options->net_threads + options->decompress_threads + dequantize_threads + dma_threads +
+                   options->store_threads;
+    pipeline->workers = aligned_alloc(_Alignof(struct ss_worker), count * sizeof *pipeline->workers);
+    if (pipeline->workers == NULL) {
+        return SS_NO_MEMORY;
+    }
+    memset(pipeline->workers, 0, count * sizeof *pipeline->workers);
+    assign_workers(pipeline, SS_STAGE_NET, options->net_cores, options->net_threads);
+    assign_workers(pipeline, SS_STAGE_DECOMPRESS, options->decompress_cores, options->decompress_threads);
+    assign_workers(pipeline, SS_STAGE_DEQUANTIZE, options->dequantize_cores, dequantize_threads);
+    assign_workers(pipeline, SS_STAGE_DMA, options->dma_cores, dma_threads);
+    assign_workers(pipeline, SS_STAGE_COMPRESS, options->store_cores, options->store_threads);
+    return SS_OK;
+}
+
+/* What one thread needs before it starts. '*scratch' is the next free scratch. */
+static enum ss_result create_worker_state(struct ss_worker *worker, uint8_t **scratch) {
+    struct ss_pipeline *pipeline = worker->pipeline;
+    if (pipeline->options.trace_events > 0) {
+        worker->trace = ss_trace_log_create(pipeline->options.trace_events);
+        if (worker->trace == NULL) {
+            return SS_NO_MEMORY;
+        }
+    }
+    switch (worker->stage) {
+    case SS_STAGE_NET:
+        worker->wake_event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+        if (worker->wake_event < 0) {
+            return SS_OS_ERROR;
+        }
+        worker->connections = ss_connections_create(pipeline->options.nodes_max, pipeline->options.requests_in_flight);
+        return worker->connections != NULL ? SS_OK : SS_NO_MEMORY;
+    case SS_STAGE_DECOMPRESS:
+        worker->engine = ss_engine_create(pipeline, worker, pipeline->options.fused ? *scratch : NULL);
+        if (pipeline->options.fused) {
+            *scratch += pipeline->capabilities.in_flight_max * SS_SLICE_BYTES_MAX;
+        }
+        return worker->engine != NULL ? SS_OK : SS_NO_MEMORY;
+    case SS_STAGE_DMA:
+        worker->engine = ss_engine_create(pipeline, worker, NULL);
+        return worker->engine != NULL ? SS_OK : SS_NO_MEMORY;
+    case SS_STAGE_COMPRESS:
+        worker->scratch = *scratch;
+        *scratch += SS_SLICE_BYTES_MAX;
+        if (!stores_collect(pipeline)) {
+            return SS_OK;
+        }
+        worker->collected = *scratch;
+        *scratch += SS_DELIVERED_BYTES_MAX;
+        worker->engine = ss_engine_create(pipeline, worker, NULL);
+        return worker->engine != NULL ? SS_OK : SS_NO_MEMORY;
+    default:
+        return SS_OK;
+    }
+}
+
+typedef void *(*thread_entry)(void *worker);
+
+static thread_entry worker_entry(const struct ss_worker *worker) {
+    switch (worker->stage) {
+    case SS_STAGE_NET:
+        return ss_net_thread;
+    case SS_STAGE_DEQUANTIZE:
+        return ss_dequantize_thread;
+    case SS_STAGE_COMPRESS:
+        return ss_store_thread;
+    default:
+        return ss_engine_thread;
+    }
+}
+
+static void name_thread(const struct ss_worker *worker) {
+    static const char *const names[SS_STAGE_COUNT] = {
+        [SS_STAGE_NET] = "net", [SS_STAGE_DECOMPRESS] = "decomp", [SS_STAGE_DEQUANTIZE] = "dequant",
+        [SS_STAGE_DMA] = "dma", [SS_STAGE_COMPRESS] = "store",
+    };
+    char name[16]; /* the kernel's limit, zero included */
+    (void)snprintf(name, sizeof name, "ss-%s-%u", names[worker->stage], worker->index & 0xfff);
+    (void)pthread_setname_np(worker->thread, name);
+}
+
+static enum ss_result start_worker(struct ss_worker *worker) {
+    pthread_attr_t attributes;
+    int error = pthread_attr_init(&attributes);
+    if (error == 0 && worker->core >= 0) {
+        cpu_set_t cores;
+        CPU_ZERO(&cores);
+        CPU_SET((size_t)worker->core, &cores);
+        error = pthread_attr_setaffinity_np(&attributes, sizeof cores, &cores);
+    }
+    if (error == 0) {
+        error = pthread_create(&worker->thread, &attributes, worker_entry(worker), worker);
+    }
+    (void)pthread_attr_destroy(&attributes);
+    if (error != 0) {
+        errno = error;
+        return SS_OS_ERROR;
+    }
+    worker->started = 1;
+    name_thread(worker);
+    return SS_OK;
+}
+
+/*
+ * A thread makes its decoders and its channel itself, since they belong to it. The first round is not to meet one that
+ * has yet to.
+ */
+static enum ss_result wait_until_ready(struct ss_pipeline *pipeline) {
+    pthread_mutex_lock(&pipeline->lock);
+    while (pipeline->threads_ready < pipeline->worker_count) {
+        pthread_cond_wait(&pipeline->ready, &pipeline->lock);
+    }
+    enum ss_result result = pipeline->ready_result;
+    pthread_mutex_unlock(&pipeline->lock);
+    errno = pipeline->ready_error;
+    return result;
+}
+
+/* Starts all threads with every signal blocked: signals are the host program's business, on its own threads. */
+static enum ss_result start_workers(struct ss_pipeline *pipeline) {
+    sigset_t all;
+    sigset_t before;
+    sigfillset(&all);
+    uint8_t *scratch = pipeline->scratch.data;
+    enum ss_result result = SS_OK;
+    for (uint32_t i = 0; i < pipeline->worker_count && result == SS_OK; i++) {
+        result = create_worker_state(&pipeline->workers[i], &scratch);
+    }
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (uint32_t i = 0; i < pipeline->worker_count && result == SS_OK; i++) {
+        result = start_worker(&pipeline->workers[i]);
+    }
+    int error = errno;
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    errno = error;
+    return result == SS_OK ? wait_until_ready(pipeline) : result;
+}
+
+static void create_locks(struct ss_pipeline *pipeline) {
+    pthread_condattr_t monotonic;
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_mutex_init(&pipeline->lock, NULL);
+    pthread_mutex_init(&pipeline->chunk_memory, NULL);
+    pthread_cond_init(&pipeline->net_go, &monotonic);
+    pthread_cond_init(&pipeline->store_go, &monotonic);
+    pthread_cond_init(&pipeline->quiet, &monotonic);
+    pthread_cond_init(&pipeline->store_done, &monotonic);
+    pthread_cond_init(&pipeline->fetch_over, &monotonic);
+    pthread_cond_init(&pipeline->ready, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+}
+
+enum ss_result ss_pipeline_create_with(const struct ss_pipeline_options *options, const struct ss_backend *backend,
+                                       struct ss_pipeline **pipeline_out) {
+    if (!options_are_valid(options)) {
+        return SS_BAD_ARGUMENT;
+    }
+    size_t size = (sizeof(struct ss_pipeline) + _Alignof(struct ss_pipeline) - 1) / _Alignof(struct ss_pipeline) *
+                  _Alignof(struct ss_pipeline);
+    struct ss_pipeline *pipeline = aligned_alloc(_Alignof(struct ss_pipeline), size);
+    if (pipeline == NULL) {
+        return SS_NO_MEMORY;
+    }
+    memset(pipeline, 0, size);
+    pipeline->options = *options;
+    pipeline->options.nodes_max = options->nodes_max > 0 ? options->nodes_max : 1;
+    pipeline->backend = backend;
+    create_locks(pipeline);
+    enum ss_result result = create_buffers(pipeline);
+    if (result == SS_OK) {
+        result = create_device(pipeline);
+    }
+    if (result == SS_OK) {
+        result = create_queues(pipeline);
+    }
+    if (result == SS_OK) {
+        result = create_workers(pipeline);
+    }
+    if (result == SS_OK) {
+        result = start_workers(pipeline);
+    }
+    pthread_mutex_lock(&registry_lock);
+    pipeline->next = registry;
+    registry = pipeline;
+    pthread_mutex_unlock(&registry_lock);
+    if (result != SS_OK) {
+        int error = errno;
+        ss_pipeline_destroy(pipeline);
+        errno = error;
+        return result;
+    }
+    *pipeline_out = pipeline;
+    return SS_OK;
+}
+
+enum ss_result ss_pipeline_create(const struct ss_pipeline_options *options, struct ss_pipeline **pipeline) {
+    if (options == NULL || pipeline == NULL || options->options_size != sizeof *options || options->backend == NULL) {
+        return SS_BAD_ARGUMENT;
+    }
+    const struct ss_backend *backend = ss_backend_find(options->backend);
+    return backend == NULL ? SS_NOT_SUPPORTED : ss_pipeline_create_with(options, backend, pipeline);
+}
+
+/* ---- Destruction --------------------------------------------------------------------------------------------- */
+
+static void unregister(struct ss_pipeline *pipeline) {
+    pthread_mutex_lock(&registry_lock);
+    for (struct ss_pipeline **link = &registry; *link != NULL; link = &(*link)->next) {
+        if (*link == pipeline) {
+            *link = pipeline->next;
+            break;
+        }
+    }
+    pthread_mutex_unlock(&registry_lock);
+}
+
+static void destroy_workers(struct ss_pipeline *pipeline) {
+    pthread_mutex_lock(&pipeline->lock);
+    pipeline->stopping = 1;
+    pthread_cond_broadcast(&pipeline->net_go);
+    pthread_cond_broadcast(&pipeline->store_go);
+    pthread_mutex_unlock(&pipeline->lock);
+    ss_queue_close(&pipeline->decompress_queue);
+    ss_queue_close(&pipeline->dequantize_queue);
+    ss_queue_close(&pipeline->dma_queue);
+    for (uint32_t i = 0; i < pipeline->worker_count; i++) {
+        struct ss_worker *worker = &pipeline->workers[i];
+        if (worker->started) {
+            pthread_join(worker->thread, NULL);
+        }
+        ss_connections_destroy(worker->connections, pipeline->options.nodes_max);
+        ss_engine_destroy(worker->engine);
+        free(worker->trace);
+        if (worker->wake_event >= 0) {
+            close(worker->wake_event);
+        }
+    }
+    free(pipeline->workers);
+}
+
+void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
+    if (pipeline == NULL) {
+        return;
+    }
+    unregister(pipeline);
+    destroy_workers(pipeline);
+    if (pipeline->device_open) {
+        pipeline->backend->close(pipeline->device);
+    }
+    ss_queue_destroy(&pipeline->decompress_queue);
+    ss_queue_destroy(&pipeline->dequantize_queue);
+    ss_queue_destroy(&pipeline->dma_queue);
+    free(pipeline->chunk_states);
+    free(pipeline->fetch_order);
+    free(pipeline->encode_order);
+    ss_buffer_unmap(&pipeline->decompression);
+    ss_buffer_unmap(&pipeline->dequantization);
+    ss_buffer_unmap(&pipeline->dma_source);
+    ss_buffer_unmap(&pipeline->store_buffer);
+    ss_buffer_unmap(&pipeline->scratch);
+    pthread_cond_destroy(&pipeline->ready);
+    pthread_cond_destroy(&pipeline->fetch_over);
+    pthread_cond_destroy(&pipeline->store_done);
+    pthread_cond_destroy(&pipeline->quiet);
+    pthread_cond_destroy(&pipeline->store_go);
+    pthread_cond_destroy(&pipeline->net_go);
+    pthread_mutex_destroy(&pipeline->chunk_memory);
+    pthread_mutex_destroy(&pipeline->lock);
+    free(pipeline);
+}
+
+/* ---- A fetch round ------------------------------------------------------------------------------------------- */
+
+static struct timespec timespec_of(uint64_t time_ns) {
+    uint64_t seconds = time_ns / 1000000000ULL;
+    return (struct timespec){.tv_sec = seconds > INT32_MAX ? INT32_MAX : (time_t)seconds,
+                             .tv_nsec = (long)(time_ns % 1000000000ULL)};
+}
+
+/* Sleeps until the round is quiet, and ends it when its time is over. */
+static void wait_until_quiet(struct ss_pipeline *pipeline) {
+    struct timespec deadline = timespec_of(pipeline->fetch.round->deadline_ns);
+    int late = 0;
+    pthread_mutex_lock(&pipeline->lock);
+    while (atomic_load(&pipeline->fetch.work) > 0) {
+        if (late) {
+            pthread_cond_wait(&pipeline->quiet, &pipeline->lock);
+        } else if (pthread_cond_timedwait(&pipeline->quiet, &pipeline->lock, &deadline) == ETIMEDOUT) {
+            late = 1;
+            ss_fetch_abort(pipeline, SS_DEADLINE);
+        }
+    }
+    pthread_mutex_unlock(&pipeline->lock);
+}
+
+static void mark_chunks(struct ss_round *round, enum ss_result result) {
+    for (uint32_t i = 0; round->chunks != NULL && i < round->chunk_count; i++) {
+        round->chunks[i].result = result;
+    }
+    round->received_bytes = 0;
+    round->delivered_bytes = 0;
+    round->sockets_in_sync = 1; /* nothing was sent */
+}
+
+/* Announces the round to the net threads. */
+static void announce(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+                     uint32_t socket_count) {
+    pthread_mutex_lock(&pipeline->lock);
+    ss_fetch_begin(pipeline, round, sockets, socket_count);
+    if (__atomic_load_n(&round->cancelled, __ATOMIC_SEQ_CST)) {
+        ss_fetch_abort(pipeline, SS_CANCELLED);
+    } else if (ss_now_ns() >= round->deadline_ns) {
+        ss_fetch_abort(pipeline, SS_DEADLINE);
+    }
+    pipeline->fetch_generation++;
+    pthread_cond_broadcast(&pipeline->net_go);
+    pthread_mutex_unlock(&pipeline->lock);
+}
+
+enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
+                                 uint32_t socket_count) {
+    if (pipeline == NULL || round == NULL) {
+        return SS_BAD_ARGUMENT;
+    }
+    pthread_mutex_lock(&pipeline->lock);
+    int taken = pipeline->fetch_active != 0;
+    pipeline->fetch_active = 1;
+    pthread_mutex_unlock(&pipeline->lock);
+    if (taken) {
+        return SS_BAD_ARGUMENT; /* the other round's memory is not touched: it may be this very one */
+    }
+    enum ss_result result = ss_fetch_check(pipeline, round, sockets, socket_count);
+    if (result == SS_OK) {
+        announce(pipeline, round, sockets, socket_count);
+        wait_until_quiet(pipeline);
+        result = ss_fetch_finish(pipeline);
+    } else {
+        mark_chunks(round, result);
+    }
+    int error = result == SS_OS_ERROR ? atomic_load(&pipeline->fetch.os_error) : 0;
+    pthread_mutex_lock(&pipeline->lock);
+    pipeline->fetch.round = NULL;
+    pipeline->fetch_active = 0;
+    pthread_cond_broadcast(&pipeline->fetch_over);
+    pthread_mutex_unlock(&pipeline->lock);
+    if (error != 0) {
+        errno = error;
+    }
+    return result;
+}
+
+void ss_round_cancel(struct ss_round *round) {
+    __atomic_store_n(&round->cancelled, 1, __ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&registry_lock);
+    for (struct ss_pipeline *pipeline = registry; pipeline != NULL; pipeline = pipeline->next) {
+        pthread_mutex_lock(&pipeline->lock);
+        if (pipeline->fetch.round == round) {
+            ss_fetch_abort(pipeline, SS_CANCELLED);
+        }
+        pthread_cond_broadcast(&pipeline->fetch_over); /* a store thread that lets fetches go first */
+        pthread_mutex_unlock(&pipeline->lock);
+    }
+    pthread_mutex_unlock(&registry_lock);
+}
+
+/* ---- Statistics ---------------------------------------------------------------------------------------------- */
+
+const char *ss_pipeline_device(const struct ss_pipeline *pipeline) {
+    return pipeline->backend->device_name(pipeline->device);
+}
+
+uint64_t ss_pipeline_locked_bytes(const struct ss_pipeline *pipeline) {
+    return pipeline->locked_bytes;
+}
+
+static void counters_sum(struct ss_stage_statistics *sum, const struct ss_counters *counters) {
+    sum->items += atomic_load_explicit(&counters->items, memory_order_relaxed);
+    sum->input_bytes += atomic_load_explicit(&counters->input_bytes, memory_order_relaxed);
+    sum->output_bytes += atomic_load_explicit(&counters->output_bytes, memory_order_relaxed);
+    sum->busy_ns += atomic_load_explicit(&counters->busy_ns, memory_order_relaxed);
+}
+
+void ss_pipeline_statistics(const struct ss_pipeline *pipeline, struct ss_stage_statistics *statistics) {
+    memset(statistics, 0, SS_STAGE_COUNT * sizeof *statistics);
+    for (uint32_t i = 0; i < pipeline->worker_count; i++) {
+        const struct ss_worker *worker = &pipeline->workers[i];
+        if (worker->stage == SS_STAGE_COMPRESS) {
+            counters_sum(&statistics[SS_STAGE_QUANTIZE], &worker->counters[0]);
+            counters_sum(&statistics[SS_STAGE_COMPRESS], &worker->counters[1]);
+        } else {
+            counters_sum(&statistics[worker->stage], &worker->counters[0]);
+            counters_sum(&statistics[SS_STAGE_DEQUANTIZE], &worker->counters[1]);
+        }
+    }
+    counters_sum(&statistics[SS_STAGE_PUT], &pipeline->put);
+}

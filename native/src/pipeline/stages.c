@@ -1,0 +1,530 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * stages.c - from stored bytes to the destination
+ *
+ * Separate: decompress (backend) -> dequantize (CPU) -> DMA (backend), each with its queue and threads, each reading
+ * the buffer that the one before it wrote. Fused: the decompress threads do it all, slice by slice, through a scratch
+ * that stays in cache; dequantization writes the destination itself. A backend may do both at once; all of the time is
+ * then decompression's.
+ *
+ * Engine threads (decompress, DMA) drive a backend's channel, which they open and close themselves. They start what
+ * they are given and poll only while something is in flight, and then at once: a CPU, which works on several slices in
+ * turns, takes the first poll for the news that no more are there to be started.
+ */
+#define _GNU_SOURCE 1
+#include <stdlib.h>
+#include <sys/prctl.h>
+#include <time.h>
+
+#include "codecs/codec.h"
+#include "codecs/decode.h"
+#include "pipeline/internal.h"
+
+/*
+ * Slices handed on at a time. Waking a thread costs several microseconds, tens on a virtual machine; so few slices cost
+ * the next stage no time to speak of.
+ */
+enum { PASS_COUNT = 4 };
+
+/* One work of one channel. */
+struct slot {
+    struct ss_work work;
+    struct ss_item item;
+    struct ss_worker *worker;
+    struct slot *next_free;
+    uint8_t *scratch;  /* fused: the symbols */
+    uint64_t begin_ns; /* for the trace: when the work was started */
+};
+
+struct ss_engine {
+    void *channel; /* NULL: not open */
+    struct slot *slots;
+    struct slot *free_slots;
+    uint32_t in_flight;
+    /* What complete() leaves for engine_flush(): nothing is handed on before it is in the statistics. */
+    uint64_t dequantize_ns; /* fused: part of the time, but another stage's */
+    struct ss_item *passed; /* to the next stage; room for in_flight_max more than PASS_COUNT */
+    uint32_t passed_count;
+    uint32_t retired;
+    uint64_t completed_ns; /* for the trace: the first completion within one call of the backend; all share it */
+    uint64_t before_ns;    /* likewise: the one before that */
+};
+
+/* ---- One slice ----------------------------------------------------------------------------------------------- */
+
+static const struct ss_chunk *item_chunk(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    return &pipeline->fetch.round->chunks[item->chunk];
+}
+
+static const struct ss_slice *item_slice(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    return &pipeline->fetch.round->slices[item->slice];
+}
+
+static const uint8_t *item_stored(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    return pipeline->chunk_states[item->chunk].stored + item_slice(pipeline, item)->offset;
+}
+
+static uint8_t *item_symbols(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    return pipeline->chunk_states[item->chunk].symbols + item->decoded_before;
+}
+
+static uint8_t *item_dma_source(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    return pipeline->chunk_states[item->chunk].dma_source + item->decoded_before * pipeline->fetch.symbol_bytes;
+}
+
+static uint8_t *item_destination(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    return pipeline->fetch.round->destination + item_slice(pipeline, item)->destination_offset;
+}
+
+static uint64_t item_delivered_bytes(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    return (uint64_t)item_slice(pipeline, item)->decoded_length * pipeline->fetch.symbol_bytes;
+}
+
+/* A slice is in the destination; the caller still has to retire it. */
+static void item_delivered(struct ss_pipeline *pipeline, const struct ss_item *item) {
+    atomic_fetch_add(&pipeline->fetch.delivered_bytes, item_delivered_bytes(pipeline, item));
+    ss_chunk_part_done(pipeline, item->chunk);
+}
+
+/* A slice is through with a stage, whatever came of it: without the chunked pipeline, the others may wait for it. */
+static void item_leaves(struct ss_pipeline *pipeline, enum ss_stage stage, const struct ss_item *item) {
+    if (!pipeline->options.chunked_pipeline) {
+        ss_barrier_leave(pipeline, stage, item->chunk);
+    }
+}
+
+/* A slice's span in a stage. */
+static void item_trace(struct ss_worker *worker, enum ss_stage stage, const struct ss_item *item, uint64_t begin_ns,
+                       uint64_t end_ns, uint64_t input_bytes, uint64_t output_bytes) {
+    const struct ss_trace_work work = {
+        .chunk = item->chunk, .slice = item->slice, .input_bytes = input_bytes, .output_bytes = output_bytes};
+    ss_trace_add(worker, stage, begin_ns, end_ns, &work);
+}
+
+/* What a slice's symbols become at 'target'. */
+static struct ss_elements item_elements(const struct ss_pipeline *pipeline, const struct ss_item *item,
+                                        uint8_t *target) {
+    const struct ss_round *round = pipeline->fetch.round;
+    const struct ss_elements elements = {.scales = item_stored(pipeline, item),
+                                         .target = target,
+                                         .vectors = item_slice(pipeline, item)->vectors,
+                                         .vector_length = round->vector_length,
+                                         .scale_vectors = round->scale_vectors,
+                                         .quantizer = round->quantizer,
+                                         .dtype = round->dtype};
+    return elements;
+}
+
+/*
+ * Dequantizes a slice's symbols to 'target', on account of 'counters'. Adds the time to '*elapsed_ns'. Where 'symbols'
+ * is 'target', the elements are there already: only counts. Fused, nobody reads them soon, so they are written past the
+ * caches; without, the DMA stage does.
+ */
+static enum ss_result item_dequantize(struct ss_worker *worker, const struct ss_item *item, const uint8_t *symbols,
+                                      uint8_t *target, struct ss_counters *counters, uint64_t *elapsed_ns) {
+    struct ss_pipeline *pipeline = worker->pipeline;
+    const struct ss_slice *slice = item_slice(pipeline, item);
+    uint64_t traced = ss_trace_now(pipeline);
+    uint64_t begin = ss_thread_ns();
+    enum ss_result result = SS_OK;
+    if (symbols != target) {
+        const struct ss_elements elements = item_elements(pipeline, item, target);
+        result = ss_elements_make(&elements, symbols, pipeline->options.fused != 0);
+    }
+    uint64_t elapsed = symbols != target ? ss_thread_ns() - begin : 0;
+    *elapsed_ns += elapsed;
+    uint64_t input_bytes = (uint64_t)slice->decoded_length + slice->scales_length;
+    uint64_t output_bytes = item_delivered_bytes(pipeline, item);
+    ss_counters_add(counters, 1, input_bytes, output_bytes, elapsed);
+    if (traced != 0) {
+        item_trace(worker, SS_STAGE_DEQUANTIZE, item, traced, ss_now_ns(), input_bytes, output_bytes);
+    }
+    return result;
+}
+
+/* ---- Decompress ---------------------------------------------------------------------------------------------- */
+
+static struct slot *slot_take(struct ss_engine *engine) {
+    struct slot *slot = engine->free_slots;
+    engine->free_slots = slot->next_free;
+    engine->in_flight++;
+    return slot;
+}
+
+/* The end of an engine's work on a slice, whatever came of it. */
+static void slot_finish(struct slot *slot, enum ss_result result, int delivered) {
+    struct ss_engine *engine = slot->worker->engine;
+    struct ss_pipeline *pipeline = slot->worker->pipeline;
+    if (result == SS_OK && delivered) {
+        item_delivered(pipeline, &slot->item);
+    } else if (result != SS_OK) {
+        ss_fetch_fail(pipeline, slot->item.chunk, result, 0);
+    }
+    if (result == SS_OK && !delivered && pipeline->options.chunked_pipeline) {
+        engine->passed[engine->passed_count++] = slot->item;
+    } else {
+        item_leaves(pipeline, slot->worker->stage, &slot->item);
+        engine->retired++;
+    }
+    slot->next_free = engine->free_slots;
+    engine->free_slots = slot;
+    engine->in_flight--;
+}
+
+/* A call of the backend begins, in which works may complete. */
+static void completions_begin(struct ss_engine *engine) {
+    if (engine->completed_ns != 0) {
+        engine->before_ns = engine->completed_ns;
+        engine->completed_ns = 0;
+    }
+}
+
+/* When the backend was done. Works that it did together end together, not after what is made of the first one. */
+static uint64_t completion_ns(struct ss_engine *engine) {
+    if (engine->completed_ns == 0) {
+        engine->completed_ns = ss_now_ns();
+    }
+    return engine->completed_ns;
+}
+
+/* The span of a work that is complete. Works that wait for one another's engine are told one after the other. */
+static void slot_trace(const struct slot *slot, uint64_t input_bytes, uint64_t output_bytes) {
+    struct ss_engine *engine = slot->worker->engine;
+    if (slot->begin_ns != 0) {
+        uint64_t end = completion_ns(engine);
+        uint64_t begin = slot->begin_ns > engine->before_ns ? slot->begin_ns : engine->before_ns;
+        item_trace(slot->worker, slot->worker->stage, &slot->item, begin, end, input_bytes, output_bytes);
+    }
+}
+
+/* The symbols of a slice are there: pass it on, or finish it here. */
+static void decompress_complete(struct ss_work *work) {
+    struct slot *slot = work->user;
+    struct ss_worker *worker = slot->worker;
+    struct ss_pipeline *pipeline = worker->pipeline;
+    int fused = pipeline->options.fused != 0;
+    enum ss_result result = work->result;
+    const struct ss_slice *slice = item_slice(pipeline, &slot->item);
+    slot_trace(slot, (uint64_t)slice->scales_length + slice->encoded_length, slice->decoded_length);
+    if (result == SS_OK && fused) {
+        uint8_t *destination = item_destination(pipeline, &slot->item);
+        const uint8_t *symbols = work->dequantized ? destination : work->target;
+        result = item_dequantize(worker, &slot->item, symbols, destination, &worker->counters[1],
+                                 &worker->engine->dequantize_ns);
+    }
+    slot_finish(slot, result, fused);
+}
+
+/* Where the symbols go. Fused and without a quantizer, they are what is delivered: no detour. */
+static uint8_t *decompress_target(const struct ss_pipeline *pipeline, const struct slot *slot) {
+    if (!pipeline->options.fused) {
+        return item_symbols(pipeline, &slot->item);
+    }
+    if (pipeline->fetch.round->quantizer == SS_QUANTIZER_PASSTHROUGH) {
+        return item_destination(pipeline, &slot->item);
+    }
+    return slot->scratch;
+}
+
+/* The CPU checks the stored bytes, unless the engine checks the decoded ones and there is nothing else to check. */
+static enum ss_result decompress_check(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    const struct ss_slice *slice = item_slice(pipeline, item);
+    if (pipeline->capabilities.checks_decoded && slice->scales_length == 0) {
+        return SS_OK;
+    }
+    size_t stored = (size_t)slice->scales_length + slice->encoded_length;
+    return ss_crc32(0, item_stored(pipeline, item), stored) == slice->checksum ? SS_OK : SS_CHECKSUM;
+}
+
+static void decompress_start(struct ss_worker *worker, const struct ss_item *item) {
+    struct ss_pipeline *pipeline = worker->pipeline;
+    const struct ss_slice *slice = item_slice(pipeline, item);
+    struct slot *slot = slot_take(worker->engine);
+    slot->item = *item;
+    slot->work.source = item_stored(pipeline, item) + slice->scales_length;
+    slot->work.source_size = slice->encoded_length;
+    slot->work.target = decompress_target(pipeline, slot);
+    slot->work.target_size = slice->decoded_length;
+    slot->work.codec = item_chunk(pipeline, item)->codec;
+    slot->work.decoded_crc32 = slice->decoded_crc32;
+    slot->work.dequantized = 0;
+    slot->work.elements.target = NULL;
+    if (slot->work.target == slot->scratch) {
+        slot->work.elements = item_elements(pipeline, item, item_destination(pipeline, item));
+    }
+    slot->work.complete = decompress_complete;
+    slot->begin_ns = ss_trace_now(pipeline);
+    completions_begin(worker->engine);
+    enum ss_result result = decompress_check(pipeline, item);
+    if (result == SS_OK) {
+        result = pipeline->backend->decompress(worker->engine->channel, &slot->work);
+    }
+    if (result != SS_OK) {
+        slot_finish(slot, result, 1);
+    }
+}
+
+/* ---- DMA ----------------------------------------------------------------------------------------------------- */
+
+static void deliver_complete(struct ss_work *work) {
+    struct slot *slot = work->user;
+    slot_trace(slot, work->source_size, work->target_size);
+    slot_finish(slot, work->result, 1);
+}
+
+static void deliver_start(struct ss_worker *worker, const struct ss_item *item) {
+    struct ss_pipeline *pipeline = worker->pipeline;
+    struct slot *slot = slot_take(worker->engine);
+    slot->item = *item;
+    slot->work.source = item_dma_source(pipeline, item);
+    slot->work.source_size = item_delivered_bytes(pipeline, item);
+    slot->work.target = item_destination(pipeline, item);
+    slot->work.target_size = slot->work.source_size;
+    slot->work.memory = pipeline->fetch.round->registered != NULL ? pipeline->fetch.round->registered->handle : NULL;
+    slot->work.complete = deliver_complete;
+    slot->begin_ns = ss_trace_now(pipeline);
+    completions_begin(worker->engine);
+    enum ss_result result = pipeline->backend->deliver(worker->engine->channel, &slot->work);
+    if (result != SS_OK) {
+        slot_finish(slot, result, 1);
+    }
+}
+
+/* ---- Threads ------------------------------------------------------------------------------------------------- */
+
+/* Hands slices on to the next stage if there are 'least' of them. */
+static void engine_pass(struct ss_worker *worker, uint32_t least) {
+    struct ss_engine *engine = worker->engine;
+    if (engine->passed_count >= least) {
+        ss_queue_push(&worker->pipeline->dequantize_queue, engine->passed, engine->passed_count);
+        engine->passed_count = 0;
+    }
+}
+
+/* Accounts for what the engine did since 'begin_ns', then hands on what it finished. */
+static void engine_flush(struct ss_worker *worker, uint64_t begin_ns, uint64_t items, uint64_t input_bytes,
+                         uint64_t output_bytes) {
+    struct ss_pipeline *pipeline = worker->pipeline;
+    struct ss_engine *engine = worker->engine;
+    uint64_t elapsed = ss_thread_ns() - begin_ns;
+    ss_counters_add(&worker->counters[0], items, input_bytes, output_bytes, elapsed - engine->dequantize_ns);
+    engine->dequantize_ns = 0;
+    engine_pass(worker, PASS_COUNT);
+    if (engine->retired > 0) {
+        ss_fetch_done(pipeline, engine->retired);
+        engine->retired = 0;
+    }
+}
+
+/* Leaves the core to others until it is time to look at the engine again. */
+static void poll_pause(const struct ss_pipeline *pipeline) {
+    uint32_t interval = pipeline->options.poll_interval_us;
+    const struct timespec time = {.tv_sec = interval / 1000000, .tv_nsec = (long)(interval % 1000000) * 1000};
+    if (interval > 0) {
+        (void)nanosleep(&time, NULL);
+    }
+}
+
+/* Completes what the engine has done; where that is nothing, leaves the core to others for a while. */
+static void engine_progress(struct ss_worker *worker) {
+    uint64_t begin = ss_thread_ns();
+    completions_begin(worker->engine);
+    uint32_t completed = worker->pipeline->backend->progress(worker->engine->channel);
+    engine_flush(worker, begin, 0, 0, 0);
+    engine_pass(worker, 1); /* all of it: the thread may be about to wait */
+    if (completed == 0) {
+        poll_pause(worker->pipeline);
+    }
+}
+
+static void engine_item(struct ss_worker *worker, const struct ss_item *item) {
+    struct ss_pipeline *pipeline = worker->pipeline;
+    while (worker->engine->free_slots == NULL) {
+        engine_progress(worker);
+    }
+    if (ss_fetch_drops(pipeline, item->chunk)) {
+        item_leaves(pipeline, worker->stage, item);
+        ss_fetch_done(pipeline, 1);
+        return;
+    }
+    const struct ss_slice *slice = item_slice(pipeline, item);
+    uint64_t begin = ss_thread_ns();
+    if (worker->stage == SS_STAGE_DECOMPRESS) {
+        decompress_start(worker, item);
+        engine_flush(worker, begin, 1, (uint64_t)slice->scales_length + slice->encoded_length, slice->decoded_length);
+    } else {
+        uint64_t bytes = item_delivered_bytes(pipeline, item);
+        deliver_start(worker, item);
+        engine_flush(worker, begin, 1, bytes, bytes);
+    }
+}
+
+void *ss_engine_thread(void *argument) {
+    struct ss_worker *worker = argument;
+    struct ss_pipeline *pipeline = worker->pipeline;
+    struct ss_queue *queue = worker->stage == SS_STAGE_DECOMPRESS ? &pipeline->decompress_queue : &pipeline->dma_queue;
+    struct ss_item items[SS_POP_MAX];
+    if (worker->stage == SS_STAGE_DECOMPRESS) {
+        ss_codec_prepare();
+    }
+    enum ss_result opened = ss_engine_open(worker);
+    ss_worker_ready(pipeline, opened);
+    while (opened == SS_OK) {
+        int idle = worker->engine->in_flight == 0; /* and so nothing is left to pass on */
+        uint32_t count = ss_queue_pop(queue, items, SS_POP_MAX, idle);
+        if (count == 0 && idle) {
+            break;
+        }
+        for (uint32_t i = 0; i < count; i++) {
+            engine_item(worker, &items[i]);
+        }
+        engine_pass(worker, 1);
+        if (worker->engine->in_flight > 0) {
+            engine_progress(worker);
+        }
+    }
+    ss_engine_close(worker);
+    return NULL;
+}
+
+/* Returns whether the slice goes on, by itself. */
+static int dequantize_item(struct ss_worker *worker, const struct ss_item *item) {
+    struct ss_pipeline *pipeline = worker->pipeline;
+    uint64_t elapsed = 0;
+    int dropped = ss_fetch_drops(pipeline, item->chunk);
+    if (!dropped) {
+        enum ss_result result = item_dequantize(worker, item, item_symbols(pipeline, item),
+                                                item_dma_source(pipeline, item), &worker->counters[0], &elapsed);
+        if (result != SS_OK) {
+            ss_fetch_fail(pipeline, item->chunk, result, 0);
+            dropped = 1;
+        }
+    }
+    if (!dropped && pipeline->options.chunked_pipeline) {
+        return 1;
+    }
+    item_leaves(pipeline, SS_STAGE_DEQUANTIZE, item);
+    ss_fetch_done(pipeline, 1);
+    return 0;
+}
+
+void *ss_dequantize_thread(void *argument) {
+    struct ss_worker *worker = argument;
+    struct ss_pipeline *pipeline = worker->pipeline;
+    struct ss_item items[SS_POP_MAX];
+    ss_worker_ready(pipeline, SS_OK);
+    for (;;) {
+        uint32_t count = ss_queue_pop(&pipeline->dequantize_queue, items, SS_POP_MAX, 1);
+        if (count == 0) {
+            return NULL;
+        }
+        uint32_t passed = 0;
+        for (uint32_t i = 0; i < count; i++) {
+            if (dequantize_item(worker, &items[i])) {
+                items[passed++] = items[i];
+            }
+            if (passed == PASS_COUNT || i + 1 == count) {
+                ss_queue_push(&pipeline->dma_queue, items, passed);
+                passed = 0;
+            }
+        }
+    }
+}
+
+/* ---- Life ---------------------------------------------------------------------------------------------------- */
+
+static struct ss_backend_range buffer_range(const struct ss_buffer *buffer) {
+    return (struct ss_backend_range){.data = buffer->data, .size = buffer->size};
+}
+
+struct ss_engine *ss_engine_create(struct ss_pipeline *pipeline, struct ss_worker *worker, uint8_t *scratch) {
+    uint32_t count = pipeline->capabilities.in_flight_max;
+    struct ss_engine *engine = calloc(1, sizeof *engine);
+    if (engine == NULL) {
+        return NULL;
+    }
+    engine->slots = calloc(count, sizeof *engine->slots);
+    engine->passed = calloc((size_t)count + PASS_COUNT, sizeof *engine->passed);
+    if (engine->slots == NULL || engine->passed == NULL) {
+        ss_engine_destroy(engine);
+        return NULL;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        struct slot *slot = &engine->slots[i];
+        slot->worker = worker;
+        slot->work.user = slot;
+        slot->scratch = scratch == NULL ? NULL : scratch + i * SS_SLICE_BYTES_MAX;
+        slot->next_free = engine->free_slots;
+        engine->free_slots = slot;
+    }
+    return engine;
+}
+
+void ss_engine_destroy(struct ss_engine *engine) {
+    if (engine != NULL) {
+        free(engine->passed);
+        free(engine->slots);
+        free(engine);
+    }
+}
+
+/*
+ * How exactly the kernel ends a thread's sleep. By default it may be 50 us late, which is five times the polling
+ * interval.
+ */
+enum { TIMER_SLACK_NS = 1000 };
+
+enum ss_result ss_engine_open(struct ss_worker *worker) {
+    struct ss_pipeline *pipeline = worker->pipeline;
+    struct ss_backend_channel setup = {.stage = worker->stage};
+    if (worker->stage == SS_STAGE_DECOMPRESS) {
+        setup.source = buffer_range(&pipeline->decompression);
+        setup.target = buffer_range(&pipeline->dequantization);
+    } else if (worker->stage == SS_STAGE_DMA) {
+        setup.source = buffer_range(&pipeline->dma_source);
+    } else {
+        setup.stage = SS_STAGE_QUANTIZE;
+        setup.target = (struct ss_backend_range){.data = worker->collected, .size = SS_DELIVERED_BYTES_MAX};
+    }
+    (void)prctl(PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0); /* a wish */
+    return pipeline->backend->channel_open(pipeline->device, &setup, &worker->engine->channel);
+}
+
+void ss_engine_close(struct ss_worker *worker) {
+    if (worker->engine->channel != NULL) {
+        worker->pipeline->backend->channel_close(worker->engine->channel);
+        worker->engine->channel = NULL;
+    }
+}
+
+/* ---- The way back -------------------------------------------------------------------------------------------- */
+
+static void collect_complete(struct ss_work *work) {
+    struct slot *slot = work->user;
+    slot->worker->engine->in_flight--;
+}
+
+enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_destination *memory, const uint8_t *source,
+                                 uint8_t *target, size_t size) {
+    const struct ss_pipeline *pipeline = worker->pipeline;
+    struct ss_engine *engine = worker->engine;
+    struct slot *slot = engine->free_slots; /* stays free: one at a time */
+    slot->work.source = source;
+    slot->work.target = target;
+    slot->work.source_size = size;
+    slot->work.target_size = size;
+    slot->work.memory = memory->handle;
+    slot->work.complete = collect_complete;
+    engine->in_flight = 1;
+    enum ss_result result = pipeline->backend->collect(engine->channel, &slot->work);
+    if (result != SS_OK) {
+        engine->in_flight = 0;
+        return result;
+    }
+    while (engine->in_flight > 0) {
+        if (pipeline->backend->progress(engine->channel) == 0) {
+            poll_pause(pipeline);
+        }
+    }
+    return slot->work.result;
+}

@@ -1,0 +1,235 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * store.c - the way back: quantize and compress into the store buffer
+ *
+ * Each store thread takes whole chunks, so that a chunk's slices are packed behind one another without gaps. Storing
+ * must not disturb serving: the threads run at low priority, and before each slice they let a fetch round go first,
+ * but only so long, since a server under constant load must still store something.
+ */
+#define _GNU_SOURCE 1
+#include <errno.h>
+#include <sched.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "pipeline/internal.h"
+
+/* Added to the process's own. Half way down: well below the serving process, still above what an administrator runs at
+ * idle priority. */
+enum { STORE_NICE = 10 };
+
+/* Time's up, or the caller does not want it any more. */
+static enum ss_result store_interrupted(const struct ss_round *round) {
+    if (__atomic_load_n(&round->cancelled, __ATOMIC_SEQ_CST)) {
+        return SS_CANCELLED;
+    }
+    return ss_now_ns() >= round->deadline_ns ? SS_DEADLINE : SS_OK;
+}
+
+/* Lets fetches go first, for at most SS_STORE_YIELD_NS. */
+static void store_yield(struct ss_pipeline *pipeline, const struct ss_round *round) {
+    pthread_mutex_lock(&pipeline->lock);
+    if (pipeline->fetch_active) {
+        uint64_t until = ss_now_ns() + SS_STORE_YIELD_NS;
+        if (round->deadline_ns < until) {
+            until = round->deadline_ns;
+        }
+        struct timespec time = {.tv_sec = (time_t)(until / 1000000000ULL), .tv_nsec = (long)(until % 1000000000ULL)};
+        int error = 0;
+        while (pipeline->fetch_active && error == 0 && !__atomic_load_n(&round->cancelled, __ATOMIC_SEQ_CST)) {
+            error = pthread_cond_timedwait(&pipeline->fetch_over, &pipeline->lock, &time);
+        }
+    }
+    pthread_mutex_unlock(&pipeline->lock);
+}
+
+/* The bytes of one row of a slice's symbols: a token's, or those of a token in one byte plane. */
+static size_t row_length(const struct ss_round *round) {
+    return round->vector_length *
+           (round->quantizer == SS_QUANTIZER_PASSTHROUGH ? ss_dtype_size(round->dtype) : (size_t)1);
+}
+
+static uint64_t slice_raw_bytes(const struct ss_round *round, const struct ss_slice *slice) {
+    return (uint64_t)slice->decoded_length *
+           (round->quantizer == SS_QUANTIZER_BINNED ? ss_dtype_size(round->dtype) : 1);
+}
+
+/* Quantizes one slice. Vectors that share a scale are one longer vector; the last of them are perhaps fewer. */
+static enum ss_result quantize_slice(const struct ss_round *round, const struct ss_slice *slice, const uint8_t *source,
+                                     uint8_t *symbols, uint8_t *scales) {
+    size_t shared = round->quantizer == SS_QUANTIZER_BINNED ? round->scale_vectors : 1;
+    size_t groups = slice->vectors / shared;
+    size_t elements = groups * shared * round->vector_length;
+    enum ss_result result = ss_quantize(round->quantizer, round->dtype, slice->bins, source, groups,
+                                        shared * round->vector_length, symbols, scales);
+    if (result != SS_OK || slice->vectors % shared == 0) {
+        return result;
+    }
+    return ss_quantize(round->quantizer, round->dtype, slice->bins, source + elements * ss_dtype_size(round->dtype), 1,
+                       slice->vectors % shared * round->vector_length, symbols + elements,
+                       scales + groups * sizeof(float));
+}
+
+/* Brings a slice's elements to where the CPU can read them, unless they are there, and says where that is. */
+static enum ss_result collect_slice(struct ss_worker *worker, const struct ss_round *round,
+                                    const struct ss_slice *slice, const uint8_t **elements) {
+    const struct ss_destination *memory = round->registered;
+    *elements = round->destination + slice->destination_offset;
+    if (memory == NULL || memory->kind == SS_MEMORY_LOCAL) {
+        return SS_OK;
+    }
+    const uint8_t *source = *elements;
+    *elements = worker->collected;
+    return ss_engine_collect(worker, memory, source, worker->collected, slice_raw_bytes(round, slice));
+}
+
+/* Encodes one slice at 'target', which has room for its bound, and fills in what it became. */
+static enum ss_result encode_slice(struct ss_worker *worker, const struct ss_round *round, const struct ss_chunk *chunk,
+                                   struct ss_slice *slice, uint8_t *target) {
+    size_t written = 0;
+    size_t bound = ss_compress_bound(chunk->codec, slice->decoded_length);
+    const uint8_t *elements;
+    uint64_t begin = ss_thread_ns();
+    enum ss_result result = collect_slice(worker, round, slice, &elements);
+    if (result == SS_OK) {
+        result = quantize_slice(round, slice, elements, worker->scratch, target);
+    }
+    uint64_t quantized = ss_thread_ns();
+    ss_counters_add(&worker->counters[0], 1, slice_raw_bytes(round, slice),
+                    (uint64_t)slice->decoded_length + slice->scales_length, quantized - begin);
+    if (result != SS_OK) {
+        return result;
+    }
+    result = ss_compress(chunk->codec, worker->scratch, slice->decoded_length, row_length(round),
+                         target + slice->scales_length, bound, &written);
+    if (result != SS_OK) {
+        return result;
+    }
+    slice->encoded_length = (uint32_t)written;
+    slice->checksum = ss_crc32(0, target, slice->scales_length + written);
+    slice->decoded_crc32 = ss_crc32(0, worker->scratch, slice->decoded_length);
+    ss_counters_add(&worker->counters[1], 1, slice->decoded_length, written, ss_thread_ns() - quantized);
+    return SS_OK;
+}
+
+static enum ss_result encode_chunk(struct ss_worker *worker, struct ss_round *round, struct ss_chunk *chunk) {
+    struct ss_pipeline *pipeline = worker->pipeline;
+    uint8_t *body = pipeline->store_buffer.data + chunk->decompression_offset;
+    uint64_t length = 0;
+    for (uint32_t i = 0; i < chunk->slice_count; i++) {
+        struct ss_slice *slice = &round->slices[chunk->slice_first + i];
+        store_yield(pipeline, round);
+        enum ss_result result = store_interrupted(round);
+        if (result == SS_OK) {
+            result = encode_slice(worker, round, chunk, slice, body + length);
+        }
+        if (result != SS_OK) {
+            return result;
+        }
+        slice->offset = length;
+        length += (uint64_t)slice->scales_length + slice->encoded_length;
+    }
+    chunk->body_length = length;
+    return SS_OK;
+}
+
+static void encode_chunks(struct ss_worker *worker) {
+    struct ss_store *store = &worker->pipeline->store;
+    struct ss_round *round = store->round;
+    for (;;) {
+        uint32_t index = atomic_fetch_add(&store->next_chunk, 1);
+        if (index >= round->chunk_count) {
+            return;
+        }
+        struct ss_chunk *chunk = &round->chunks[index];
+        uint32_t lowest = atomic_load(&store->first_failed);
+        chunk->result = index > lowest ? SS_SKIPPED : encode_chunk(worker, round, chunk);
+        if (chunk->result != SS_OK && chunk->result != SS_SKIPPED) {
+            while (index < lowest && !atomic_compare_exchange_weak(&store->first_failed, &lowest, index)) {
+            }
+        }
+    }
+}
+
+/* The kernel takes any thread down in priority; if it does not, storing is merely less polite. */
+static void lower_priority(void) {
+    struct sched_param parameters = {.sched_priority = 0};
+    (void)sched_setscheduler(0, SCHED_BATCH, &parameters);
+    id_t self = (id_t)syscall(SYS_gettid);
+    (void)setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + STORE_NICE);
+}
+
+void *ss_store_thread(void *argument) {
+    struct ss_worker *worker = argument;
+    struct ss_pipeline *pipeline = worker->pipeline;
+    uint64_t generation = 0;
+    lower_priority();
+    enum ss_result opened = worker->engine != NULL ? ss_engine_open(worker) : SS_OK;
+    ss_worker_ready(pipeline, opened);
+    pthread_mutex_lock(&pipeline->lock);
+    while (opened == SS_OK) {
+        while (!pipeline->stopping && pipeline->encode_generation == generation) {
+            pthread_cond_wait(&pipeline->store_go, &pipeline->lock);
+        }
+        if (pipeline->stopping) {
+            break;
+        }
+        generation = pipeline->encode_generation;
+        pthread_mutex_unlock(&pipeline->lock);
+        encode_chunks(worker);
+        pthread_mutex_lock(&pipeline->lock);
+        if (--pipeline->store.threads_running == 0) {
+            pthread_cond_signal(&pipeline->store_done);
+        }
+    }
+    pthread_mutex_unlock(&pipeline->lock);
+    if (worker->engine != NULL) {
+        ss_engine_close(worker);
+    }
+    return NULL;
+}
+
+static enum ss_result encode_round(struct ss_pipeline *pipeline, struct ss_round *round) {
+    struct ss_store *store = &pipeline->store;
+    pthread_mutex_lock(&pipeline->lock);
+    store->round = round;
+    atomic_store(&store->next_chunk, 0);
+    atomic_store(&store->first_failed, round->chunk_count);
+    store->threads_running = pipeline->options.store_threads;
+    pipeline->encode_generation++;
+    pthread_cond_broadcast(&pipeline->store_go);
+    while (store->threads_running > 0) {
+        pthread_cond_wait(&pipeline->store_done, &pipeline->lock);
+    }
+    store->round = NULL;
+    pthread_mutex_unlock(&pipeline->lock);
+    uint32_t lowest = atomic_load(&store->first_failed);
+    return lowest < round->chunk_count ? round->chunks[lowest].result : SS_OK;
+}
+
+enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_round *round) {
+    if (pipeline == NULL || round == NULL || pipeline->options.store_threads == 0) {
+        return SS_BAD_ARGUMENT;
+    }
+    pthread_mutex_lock(&pipeline->lock);
+    int taken = pipeline->encode_active != 0;
+    pipeline->encode_active = 1;
+    pthread_mutex_unlock(&pipeline->lock);
+    if (taken) {
+        return SS_BAD_ARGUMENT;
+    }
+    enum ss_result result = ss_encode_check(pipeline, round);
+    if (result == SS_OK) {
+        result = encode_round(pipeline, round);
+    } else {
+        for (uint32_t i = 0; round->chunks != NULL && i < round->chunk_count; i++) {
+            round->chunks[i].result = result;
+        }
+    }
+    pthread_mutex_lock(&pipeline->lock);
+    pipeline->encode_active = 0;
+    pthread_mutex_unlock(&pipeline->lock);
+    return result;
+}

@@ -1,0 +1,349 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* avx2.c - the kernels with AVX2 and F16C. The scalar arithmetic finishes the vectors. */
+#include "quantize/scalar.h"
+
+#ifdef SS_ARCH_X86_64
+#include <immintrin.h>
+
+#define TARGET __attribute__((target("avx2,f16c")))
+#define TARGET_INLINE TARGET static inline __attribute__((always_inline))
+#define ROUND (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+
+TARGET_INLINE __m256i load256(const void *source) {
+    return _mm256_loadu_si256(source);
+}
+
+/* ---- Binned: quantize ---------------------------------------------------------------------------------------- */
+
+TARGET static uint32_t magnitude_max8(const void *source, size_t count) {
+    const __m256i magnitude = _mm256_set1_epi8(0x7F);
+    __m256i most = _mm256_setzero_si256();
+    uint8_t lanes[32];
+    size_t index = 0;
+
+    for (; index + 32 <= count; index += 32)
+        most = _mm256_max_epu8(most, _mm256_and_si256(load256((const uint8_t *)source + index), magnitude));
+    _mm256_storeu_si256((__m256i *)lanes, most);
+    return ss_magnitude_max8_from(index, source, count, ss_magnitude_max8_from(0, lanes, 32, 0));
+}
+
+TARGET static uint32_t magnitude_max16(const void *source, size_t count) {
+    const __m256i magnitude = _mm256_set1_epi16(0x7FFF);
+    __m256i most = _mm256_setzero_si256();
+    uint16_t lanes[16];
+    size_t index = 0;
+
+    for (; index + 16 <= count; index += 16)
+        most = _mm256_max_epu16(most, _mm256_and_si256(load256((const uint16_t *)source + index), magnitude));
+    _mm256_storeu_si256((__m256i *)lanes, most);
+    return ss_magnitude_max16_from(index, source, count, ss_magnitude_max16_from(0, lanes, 16, 0));
+}
+
+TARGET static uint32_t magnitude_max32(const void *source, size_t count) {
+    const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF);
+    __m256i most = _mm256_setzero_si256();
+    uint32_t lanes[8];
+    size_t index = 0;
+
+    for (; index + 8 <= count; index += 8)
+        most = _mm256_max_epu32(most, _mm256_and_si256(load256((const uint32_t *)source + index), magnitude));
+    _mm256_storeu_si256((__m256i *)lanes, most);
+    return ss_magnitude_max32_from(index, source, count, ss_magnitude_max32_from(0, lanes, 8, 0));
+}
+
+/* symbols_of() scales, rounds and clamps eight values to eight 32-bit symbols. */
+TARGET_INLINE __m256i symbols_of(__m256 values, __m256 inverse, __m256i limit) {
+    __m256i symbols = _mm256_cvtps_epi32(_mm256_round_ps(_mm256_mul_ps(values, inverse), ROUND));
+    symbols = _mm256_min_epi32(symbols, limit);
+    return _mm256_max_epi32(symbols, _mm256_sub_epi32(_mm256_setzero_si256(), limit));
+}
+
+/* float8_widen() makes eight floats of the eight float8 at 'elements', as ss_float_of_float8() does. */
+TARGET_INLINE __m256 float8_widen(const uint8_t *elements) {
+    __m128i words = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)elements));
+    __m128i sign = _mm_slli_epi16(_mm_srli_epi16(words, 7), 15);
+    __m128i magnitude = _mm_srli_epi16(_mm_slli_epi16(words, 9), 2);
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, magnitude)), _mm256_set1_ps(0x1p8f));
+}
+
+/* One loop for all dtypes: WIDEN(at) makes eight floats of the elements from 'at' on. */
+#define BIN(name, WIDEN, finish)                                                                                       \
+    TARGET static void name(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {             \
+        const uint8_t *bytes = source;                                                                                 \
+        const __m256 inverses = _mm256_set1_ps(inverse);                                                               \
+        const __m256i limits = _mm256_set1_epi32(limit);                                                               \
+        size_t index = 0;                                                                                              \
+                                                                                                                       \
+        for (; index + 16 <= count; index += 16) {                                                                     \
+            __m256i low = symbols_of(WIDEN(index), inverses, limits);                                                  \
+            __m256i high = symbols_of(WIDEN(index + 8), inverses, limits);                                             \
+            __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);                             \
+            __m128i packed = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));       \
+            _mm_storeu_si128((__m128i *)(symbols + index), packed);                                                    \
+        }                                                                                                              \
+        finish(index, source, count, inverse, limit, symbols);                                                         \
+    }
+
+#define WIDEN_FLOAT8(at) float8_widen(bytes + (at))
+#define WIDEN_FLOAT16(at) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(bytes + 2 * (at))))
+#define WIDEN_BFLOAT16(at)                                                                                             \
+    _mm256_castsi256_ps(                                                                                               \
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(bytes + 2 * (at)))), 16))
+#define WIDEN_FLOAT32(at) _mm256_loadu_ps((const float *)(const void *)(bytes + 4 * (at)))
+
+BIN(bin_float8, WIDEN_FLOAT8, ss_bin_float8_from)
+BIN(bin_float16, WIDEN_FLOAT16, ss_bin_float16_from)
+BIN(bin_bfloat16, WIDEN_BFLOAT16, ss_bin_bfloat16_from)
+BIN(bin_float32, WIDEN_FLOAT32, ss_bin_float32_from)
+
+/* ---- Binned: dequantize -------------------------------------------------------------------------------------- */
+
+/* values_of() scales the eight symbols at 'symbols'. */
+TARGET_INLINE __m256 values_of(const int8_t *symbols, __m256 scale) {
+    __m256i words = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)symbols));
+    return _mm256_mul_ps(_mm256_cvtepi32_ps(words), scale);
+}
+
+/* bfloat16_round() leaves the rounded bfloat16 in the lower half of each lane, the upper half zero. */
+TARGET_INLINE __m256i bfloat16_round(__m256 values) {
+    __m256i bits = _mm256_castps_si256(values);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    bits = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd);
+    return _mm256_srli_epi32(bits, 16);
+}
+
+/* float8_round() leaves the float8 of ss_float8_of_float() in the lowest byte of each lane, the others zero. */
+TARGET_INLINE __m256i float8_round(__m256 values) {
+    const __m256 steps = _mm256_set1_ps(SS_FLOAT8_STEPS);
+    __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(_mm256_castps_si256(values), 31), 7);
+    __m256 magnitude = _mm256_min_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), values), _mm256_set1_ps(SS_FLOAT8_MAX));
+    __m256 small = _mm256_cmp_ps(magnitude, _mm256_set1_ps(SS_FLOAT8_NORMAL_MIN), _CMP_LT_OQ);
+    __m256i bits = _mm256_castps_si256(magnitude);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20), _mm256_set1_epi32(1));
+    __m256i normal = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFFF - 0x3C000000)), odd);
+    __m256i subnormal =
+        _mm256_sub_epi32(_mm256_castps_si256(_mm256_add_ps(magnitude, steps)), _mm256_castps_si256(steps));
+    normal = _mm256_srli_epi32(normal, 20);
+    return _mm256_or_si256(sign, _mm256_blendv_epi8(normal, subnormal, _mm256_castps_si256(small)));
+}
+
+TARGET static inline void unbin_float8_vector(const int8_t *symbols, size_t count, float scale, void *target) {
+    const __m256 scales = _mm256_set1_ps(scale);
+    size_t index = 0;
+
+    for (; index + 16 <= count; index += 16) {
+        __m256i low = float8_round(values_of(symbols + index, scales));
+        __m256i high = float8_round(values_of(symbols + index + 8, scales));
+        __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
+        __m128i packed = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+        _mm_storeu_si128((__m128i *)((uint8_t *)target + index), packed);
+    }
+    ss_unbin_float8_from(index, symbols, count, scale, target);
+}
+
+/* half_store() stores 32 bytes: past the caches where 'streamed', for which 'target' has to be aligned. */
+TARGET_INLINE void half_store(void *target, __m256i half, int streamed) {
+    if (streamed)
+        _mm256_stream_si256(target, half);
+    else
+        _mm256_storeu_si256(target, half);
+}
+
+/* is_half() returns whether 'target' is aligned for that. */
+TARGET_INLINE int is_half(const void *target) {
+    return (uintptr_t)target % 32 == 0;
+}
+
+TARGET_INLINE void unbin_bfloat16_to(const int8_t *symbols, size_t count, float scale, void *target, int streamed) {
+    const __m256 scales = _mm256_set1_ps(scale);
+    size_t index = 0;
+
+    for (; index + 16 <= count; index += 16) {
+        __m256i low = bfloat16_round(values_of(symbols + index, scales));
+        __m256i high = bfloat16_round(values_of(symbols + index + 8, scales));
+        __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
+        half_store((uint16_t *)target + index, packed, streamed);
+    }
+    ss_unbin_bfloat16_from(index, symbols, count, scale, target);
+}
+
+TARGET_INLINE void unbin_float16_to(const int8_t *symbols, size_t count, float scale, void *target, int streamed) {
+    const __m256 scales = _mm256_set1_ps(scale);
+    size_t index = 0;
+
+    for (; index + 16 <= count; index += 16) {
+        __m128i low = _mm256_cvtps_ph(values_of(symbols + index, scales), ROUND);
+        __m128i high = _mm256_cvtps_ph(values_of(symbols + index + 8, scales), ROUND);
+        half_store((uint16_t *)target + index, _mm256_set_m128i(high, low), streamed);
+    }
+    ss_unbin_float16_from(index, symbols, count, scale, target);
+}
+
+#define UNBIN_VECTOR(name)                                                                                             \
+    TARGET static inline void name##_vector(const int8_t *symbols, size_t count, float scale, void *target) {          \
+        name##_to(symbols, count, scale, target, 0);                                                                   \
+    }                                                                                                                  \
+                                                                                                                       \
+    TARGET static inline void name##_vector_streamed(const int8_t *symbols, size_t count, float scale, void *target) { \
+        if (is_half(target))                                                                                           \
+            name##_to(symbols, count, scale, target, 1);                                                               \
+        else                                                                                                           \
+            name##_to(symbols, count, scale, target, 0);                                                               \
+    }
+
+UNBIN_VECTOR(unbin_bfloat16)
+UNBIN_VECTOR(unbin_float16)
+
+TARGET static inline void unbin_float32_vector(const int8_t *symbols, size_t count, float scale, void *target) {
+    const __m256 scales = _mm256_set1_ps(scale);
+    size_t index = 0;
+
+    for (; index + 8 <= count; index += 8)
+        _mm256_storeu_ps((float *)target + index, values_of(symbols + index, scales));
+    ss_unbin_float32_from(index, symbols, count, scale, target);
+}
+
+SS_UNBIN_BATCH(TARGET, unbin_float8, unbin_float8_vector, 1)
+SS_UNBIN_BATCH(TARGET, unbin_float16, unbin_float16_vector, 2)
+SS_UNBIN_BATCH(TARGET, unbin_bfloat16, unbin_bfloat16_vector, 2)
+SS_UNBIN_BATCH(TARGET, unbin_float32, unbin_float32_vector, 4)
+SS_UNBIN_BATCH(TARGET, unbin_float16_streamed, unbin_float16_vector_streamed, 2)
+SS_UNBIN_BATCH(TARGET, unbin_bfloat16_streamed, unbin_bfloat16_vector_streamed, 2)
+
+/* ---- Lossless ------------------------------------------------------------------------------------------------ */
+
+TARGET static void planes_split16(const void *source, size_t count, uint8_t *planes, size_t stride) {
+    const uint16_t *elements = source;
+    const __m256i low_bytes = _mm256_set1_epi16(0xFF);
+    size_t index = 0;
+
+    for (; index + 32 <= count; index += 32) {
+        __m256i a = load256(elements + index), b = load256(elements + index + 16);
+        __m256i high, low;
+        a = _mm256_or_si256(_mm256_slli_epi16(a, 1), _mm256_srli_epi16(a, 15));
+        b = _mm256_or_si256(_mm256_slli_epi16(b, 1), _mm256_srli_epi16(b, 15));
+        high = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
+        low = _mm256_packus_epi16(_mm256_and_si256(a, low_bytes), _mm256_and_si256(b, low_bytes));
+        _mm256_storeu_si256((__m256i *)(planes + index), _mm256_permute4x64_epi64(high, 0xD8));
+        _mm256_storeu_si256((__m256i *)(planes + stride + index), _mm256_permute4x64_epi64(low, 0xD8));
+    }
+    ss_planes_split16_from(index, source, count, planes, stride);
+}
+
+TARGET_INLINE __m256i rotate_right16(__m256i value) {
+    return _mm256_or_si256(_mm256_srli_epi16(value, 1), _mm256_slli_epi16(value, 15));
+}
+
+TARGET_INLINE void planes_merge16_to(const uint8_t *planes, size_t stride, size_t count, void *target, int streamed) {
+    uint16_t *elements = target;
+    size_t index = 0;
+
+    for (; index + 32 <= count; index += 32) {
+        /* Unpacking works inside 128-bit lanes, so the quarters are put where it takes them from first. */
+        __m256i high = _mm256_permute4x64_epi64(load256(planes + index), 0xD8);
+        __m256i low = _mm256_permute4x64_epi64(load256(planes + stride + index), 0xD8);
+        half_store(elements + index, rotate_right16(_mm256_unpacklo_epi8(low, high)), streamed);
+        half_store(elements + index + 16, rotate_right16(_mm256_unpackhi_epi8(low, high)), streamed);
+    }
+    ss_planes_merge16_from(index, planes, stride, count, target);
+}
+
+TARGET static void planes_merge16(const uint8_t *planes, size_t stride, size_t count, void *target) {
+    planes_merge16_to(planes, stride, count, target, 0);
+}
+
+TARGET static void planes_merge16_streamed(const uint8_t *planes, size_t stride, size_t count, void *target) {
+    if (is_half(target))
+        planes_merge16_to(planes, stride, count, target, 1);
+    else
+        planes_merge16_to(planes, stride, count, target, 0);
+}
+
+/* plane_store() writes byte 'shift' / 8 of each of 16 lanes. */
+TARGET_INLINE void plane_store(uint8_t *plane, __m256i a, __m256i b, int shift) {
+    const __m256i low_byte = _mm256_set1_epi32(0xFF);
+    const __m128i shifts = _mm_cvtsi32_si128(shift);
+    __m256i words = _mm256_packus_epi32(_mm256_and_si256(_mm256_srl_epi32(a, shifts), low_byte),
+                                        _mm256_and_si256(_mm256_srl_epi32(b, shifts), low_byte));
+    words = _mm256_permute4x64_epi64(words, 0xD8);
+    _mm_storeu_si128((__m128i *)plane,
+                     _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+}
+
+TARGET static void planes_split32(const void *source, size_t count, uint8_t *planes, size_t stride) {
+    const uint32_t *elements = source;
+    size_t index = 0;
+
+    for (; index + 16 <= count; index += 16) {
+        __m256i a = load256(elements + index), b = load256(elements + index + 8);
+        a = _mm256_or_si256(_mm256_slli_epi32(a, 1), _mm256_srli_epi32(a, 31));
+        b = _mm256_or_si256(_mm256_slli_epi32(b, 1), _mm256_srli_epi32(b, 31));
+        plane_store(planes + index, a, b, 24);
+        plane_store(planes + stride + index, a, b, 16);
+        plane_store(planes + 2 * stride + index, a, b, 8);
+        plane_store(planes + 3 * stride + index, a, b, 0);
+    }
+    ss_planes_split32_from(index, source, count, planes, stride);
+}
+
+TARGET static void planes_merge32(const uint8_t *planes, size_t stride, size_t count, void *target) {
+    uint32_t *elements = target;
+    size_t index = 0;
+
+    for (; index + 16 <= count; index += 16) {
+        const uint8_t *plane = planes + index;
+        __m128i byte3 = _mm_loadu_si128((const __m128i *)plane);
+        __m128i byte2 = _mm_loadu_si128((const __m128i *)(plane + stride));
+        __m128i byte1 = _mm_loadu_si128((const __m128i *)(plane + 2 * stride));
+        __m128i byte0 = _mm_loadu_si128((const __m128i *)(plane + 3 * stride));
+        __m128i lower[2] = {_mm_unpacklo_epi8(byte0, byte1), _mm_unpackhi_epi8(byte0, byte1)};
+        __m128i upper[2] = {_mm_unpacklo_epi8(byte2, byte3), _mm_unpackhi_epi8(byte2, byte3)};
+        for (int half = 0; half < 2; half++) {
+            __m128i first = _mm_unpacklo_epi16(lower[half], upper[half]);
+            __m128i second = _mm_unpackhi_epi16(lower[half], upper[half]);
+            __m256i value = _mm256_inserti128_si256(_mm256_castsi128_si256(first), second, 1);
+            value = _mm256_or_si256(_mm256_srli_epi32(value, 1), _mm256_slli_epi32(value, 31));
+            _mm256_storeu_si256((__m256i *)(elements + index + 8 * half), value);
+        }
+    }
+    ss_planes_merge32_from(index, planes, stride, count, target);
+}
+
+TARGET static void planes_split8(const void *source, size_t count, uint8_t *planes, size_t stride) {
+    ss_quantize_kernels_scalar.planes_split[SS_DTYPE_UINT8](source, count, planes, stride);
+}
+
+TARGET static void planes_merge8(const uint8_t *planes, size_t stride, size_t count, void *target) {
+    ss_quantize_kernels_scalar.planes_merge[SS_DTYPE_UINT8](planes, stride, count, target);
+}
+
+const struct ss_quantize_kernels ss_quantize_kernels_avx2 = {
+    .magnitude_max = {[SS_DTYPE_FLOAT16] = magnitude_max16,
+                      [SS_DTYPE_BFLOAT16] = magnitude_max16,
+                      [SS_DTYPE_FLOAT32] = magnitude_max32,
+                      [SS_DTYPE_FLOAT8_E4M3] = magnitude_max8},
+    .bin = {[SS_DTYPE_FLOAT16] = bin_float16,
+            [SS_DTYPE_BFLOAT16] = bin_bfloat16,
+            [SS_DTYPE_FLOAT32] = bin_float32,
+            [SS_DTYPE_FLOAT8_E4M3] = bin_float8},
+    .unbin = {[SS_DTYPE_FLOAT16] = unbin_float16,
+              [SS_DTYPE_BFLOAT16] = unbin_bfloat16,
+              [SS_DTYPE_FLOAT32] = unbin_float32,
+              [SS_DTYPE_FLOAT8_E4M3] = unbin_float8},
+    .unbin_streamed = {[SS_DTYPE_FLOAT16] = unbin_float16_streamed, [SS_DTYPE_BFLOAT16] = unbin_bfloat16_streamed},
+    .planes_split = {[SS_DTYPE_UINT8] = planes_split8,
+                     [SS_DTYPE_FLOAT16] = planes_split16,
+                     [SS_DTYPE_BFLOAT16] = planes_split16,
+                     [SS_DTYPE_FLOAT32] = planes_split32,
+                     [SS_DTYPE_FLOAT8_E4M3] = planes_split8},
+    .planes_merge = {[SS_DTYPE_UINT8] = planes_merge8,
+                     [SS_DTYPE_FLOAT16] = planes_merge16,
+                     [SS_DTYPE_BFLOAT16] = planes_merge16,
+                     [SS_DTYPE_FLOAT32] = planes_merge32,
+                     [SS_DTYPE_FLOAT8_E4M3] = planes_merge8},
+    .planes_merge_streamed =
+        {[SS_DTYPE_FLOAT16] = planes_merge16_streamed, [SS_DTYPE_BFLOAT16] = planes_merge16_streamed},
+};
+#else
+typedef int ss_quantize_avx2_unused; /* ISO C wants a declaration in every file */
+#endif

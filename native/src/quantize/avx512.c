@@ -1,0 +1,386 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* avx512.c - the kernels with AVX-512 F, BW and VL. Masks finish the vectors. */
+#include "quantize/quantize.h"
+
+#ifdef SS_ARCH_X86_64
+#include "quantize/avx512.h"
+
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,f16c")))
+#define TARGET_INLINE TARGET static inline __attribute__((always_inline))
+#define ROUND (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+
+/* mask_of() selects the first 'count' lanes; 'count' is at most 31. */
+TARGET_INLINE uint32_t mask_of(size_t count) {
+    return (1u << count) - 1;
+}
+
+/* ---- Binned: quantize ---------------------------------------------------------------------------------------- */
+
+TARGET static uint32_t magnitude_max8(const void *source, size_t count) {
+    const uint8_t *elements = source;
+    const __m512i magnitude = _mm512_set1_epi8(0x7F);
+    __m512i most = _mm512_setzero_si512();
+    __m256i half;
+
+    for (size_t index = 0; index < count; index += 64) {
+        __mmask64 mask = count - index >= 64 ? ~(__mmask64)0 : ((__mmask64)1 << (count - index)) - 1;
+        most = _mm512_max_epu8(most, _mm512_and_si512(_mm512_maskz_loadu_epi8(mask, elements + index), magnitude));
+    }
+    half = _mm256_max_epu8(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1));
+    return (uint32_t)_mm512_reduce_max_epu32(
+        _mm512_cvtepu8_epi32(_mm_max_epu8(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1))));
+}
+
+TARGET static uint32_t magnitude_max16(const void *source, size_t count) {
+    const uint16_t *elements = source;
+    const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
+    __m512i most0 = _mm512_setzero_si512(), most1 = most0, both;
+    __m256i half;
+    size_t index = 0;
+
+    for (; index + 64 <= count; index += 64) {
+        most0 = _mm512_max_epu16(most0, _mm512_and_si512(_mm512_loadu_si512(elements + index), magnitude));
+        most1 = _mm512_max_epu16(most1, _mm512_and_si512(_mm512_loadu_si512(elements + index + 32), magnitude));
+    }
+    for (; index < count; index += 32) {
+        __mmask32 mask = count - index >= 32 ? 0xFFFFFFFF : mask_of(count - index);
+        most0 = _mm512_max_epu16(most0, _mm512_and_si512(_mm512_maskz_loadu_epi16(mask, elements + index), magnitude));
+    }
+    both = _mm512_max_epu16(most0, most1);
+    half = _mm256_max_epu16(_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1));
+    return (uint32_t)_mm512_reduce_max_epu32(_mm512_cvtepu16_epi32(half));
+}
+
+TARGET static uint32_t magnitude_max32(const void *source, size_t count) {
+    const uint32_t *elements = source;
+    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+    __m512i most = _mm512_setzero_si512();
+
+    for (size_t index = 0; index < count; index += 16) {
+        __mmask16 mask = count - index >= 16 ? (__mmask16)0xFFFF : (__mmask16)mask_of(count - index);
+        most = _mm512_max_epu32(most, _mm512_and_si512(_mm512_maskz_loadu_epi32(mask, elements + index), magnitude));
+    }
+    return (uint32_t)_mm512_reduce_max_epu32(most);
+}
+
+/* symbols_of() scales, rounds and clamps 16 values to 16 symbols. */
+TARGET_INLINE __m128i symbols_of(__m512 values, __m512 inverse, __m512i limit) {
+    __m512i symbols = _mm512_cvt_roundps_epi32(_mm512_mul_ps(values, inverse), ROUND);
+    symbols = _mm512_min_epi32(symbols, limit);
+    symbols = _mm512_max_epi32(symbols, _mm512_sub_epi32(_mm512_setzero_si512(), limit));
+    return _mm512_cvtepi32_epi8(symbols);
+}
+
+/* float8_widen() makes 16 floats of 16 float8, as ss_float_of_float8() does. */
+TARGET_INLINE __m512 float8_widen(__m128i bytes) {
+    __m256i words = _mm256_cvtepu8_epi16(bytes);
+    __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(words, 7), 15);
+    __m256i magnitude = _mm256_srli_epi16(_mm256_slli_epi16(words, 9), 2);
+    return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, magnitude)), _mm512_set1_ps(0x1p8f));
+}
+
+/* One loop for all dtypes: WIDEN makes 16 floats of the elements that mask 'mask' selects at 'index'. */
+#define BIN(name, WIDEN)                                                                                               \
+    TARGET static void name(const void *source, size_t count, float inverse, int limit, int8_t *symbols) {             \
+        const uint8_t *bytes = source;                                                                                 \
+        const __m512 inverses = _mm512_set1_ps(inverse);                                                               \
+        const __m512i limits = _mm512_set1_epi32(limit);                                                               \
+        size_t index = 0;                                                                                              \
+                                                                                                                       \
+        for (; index + 16 <= count; index += 16) {                                                                     \
+            const __mmask16 mask = 0xFFFF;                                                                             \
+            _mm_storeu_si128((__m128i *)(symbols + index), symbols_of(WIDEN, inverses, limits));                       \
+        }                                                                                                              \
+        if (index < count) {                                                                                           \
+            const __mmask16 mask = (__mmask16)mask_of(count - index);                                                  \
+            _mm_mask_storeu_epi8(symbols + index, mask, symbols_of(WIDEN, inverses, limits));                          \
+        }                                                                                                              \
+    }
+
+BIN(bin_float8, float8_widen(_mm_maskz_loadu_epi8(mask, bytes + index)))
+BIN(bin_float16, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, bytes + 2 * index)))
+BIN(bin_bfloat16,
+    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, bytes + 2 * index)),
+                                          16)))
+BIN(bin_float32, _mm512_maskz_loadu_ps(mask, bytes + 4 * index))
+
+/* ---- Binned: dequantize -------------------------------------------------------------------------------------- */
+
+TARGET_INLINE __m512 values_of(__m128i symbols, __m512 scale) {
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(symbols)), scale);
+}
+
+/* float8_of() leaves the float8 of ss_float8_of_float() in the lower byte of each lane, the upper byte zero. */
+TARGET_INLINE __m256i float8_of(__m512 values) {
+    const __m512 steps = _mm512_set1_ps(SS_FLOAT8_STEPS);
+    __m512i sign = _mm512_slli_epi32(_mm512_srli_epi32(_mm512_castps_si512(values), 31), 7);
+    __m512 magnitude = _mm512_min_ps(_mm512_abs_ps(values), _mm512_set1_ps(SS_FLOAT8_MAX));
+    __mmask16 small = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(SS_FLOAT8_NORMAL_MIN), _CMP_LT_OQ);
+    __m512i bits = _mm512_castps_si512(magnitude);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
+    __m512i normal = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFFF - 0x3C000000)), odd);
+    __m512i subnormal =
+        _mm512_sub_epi32(_mm512_castps_si512(_mm512_add_ps(magnitude, steps)), _mm512_castps_si512(steps));
+    normal = _mm512_mask_mov_epi32(_mm512_srli_epi32(normal, 20), small, subnormal);
+    return _mm512_cvtepi32_epi16(_mm512_or_si512(sign, normal));
+}
+
+/*
+ * A vector of up to 64 bins has 64 possible values. Where it is long enough to pay for their computation, they are put
+ * into two registers, and each symbol picks its value with one permutation of 16-bit lanes: half the instructions of
+ * the arithmetic, and the same bits, as the arithmetic made them.
+ */
+enum { TABLE_SYMBOLS = 64, TABLE_COUNT_MIN = 256 };
+
+/* table_fits() returns whether all of 'count' symbols, a multiple of 64, lie in -32 .. 31. */
+TARGET_INLINE int table_fits(const int8_t *symbols, size_t count) {
+    __m512i outside = _mm512_setzero_si512();
+
+    for (size_t index = 0; index < count; index += 64) {
+        __m512i shifted = _mm512_add_epi8(_mm512_loadu_si512(symbols + index), _mm512_set1_epi8(32));
+        outside = _mm512_or_si512(outside, shifted);
+    }
+    return _mm512_test_epi8_mask(outside, _mm512_set1_epi8((char)0xC0)) == 0;
+}
+
+/* line_store() stores 64 bytes: past the caches where 'streamed', for which 'target' has to be aligned. */
+TARGET_INLINE void line_store(void *target, __m512i line, int streamed) {
+    if (streamed)
+        _mm512_stream_si512(target, line);
+    else
+        _mm512_storeu_si512(target, line);
+}
+
+/* is_line() returns whether 'target' is aligned for that. */
+TARGET_INLINE int is_line(const void *target) {
+    return (uintptr_t)target % 64 == 0;
+}
+
+/* Of 32 or 16 elements in 16-bit lanes, those of the 8-bit dtype are stored by their lower bytes. */
+#define STORE32_16(elements, index, lanes, streamed) line_store((elements) + 2 * (index), lanes, streamed)
+#define STORE32_8(elements, index, lanes, streamed)                                                                    \
+    ((void)(streamed), _mm256_storeu_si256((__m256i *)((elements) + (index)), _mm512_cvtepi16_epi8(lanes)))
+#define STORE16_16(elements, index, mask, lanes) _mm256_mask_storeu_epi16((elements) + 2 * (index), mask, lanes)
+#define STORE16_8(elements, index, mask, lanes)                                                                        \
+    _mm_mask_storeu_epi8((elements) + (index), mask, _mm256_cvtepi16_epi8(lanes))
+
+/*
+ * One function for each dtype of up to 16 bits: NARROW makes 16 elements of 16 floats. In the table, symbol s is found
+ * at (s & 63).
+ */
+#define UNBIN(name, bits, NARROW)                                                                                      \
+    TARGET_INLINE __m512i name##_pair(const int8_t *symbols, __m512 scale) {                                           \
+        __m256i pair = _mm256_loadu_si256((const __m256i *)symbols);                                                   \
+        __m256i low = NARROW(values_of(_mm256_castsi256_si128(pair), scale));                                          \
+        __m256i high = NARROW(values_of(_mm256_extracti128_si256(pair, 1), scale));                                    \
+        return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);                                               \
+    }                                                                                                                  \
+                                                                                                                       \
+    TARGET_INLINE void name##_to(const int8_t *symbols, size_t count, float scale, void *target, int streamed) {       \
+        const __m512 scales = _mm512_set1_ps(scale);                                                                   \
+        uint8_t *elements = target;                                                                                    \
+        size_t index = 0;                                                                                              \
+                                                                                                                       \
+        if (count >= TABLE_COUNT_MIN && table_fits(symbols, count & ~(size_t)63)) {                                    \
+            const __m512i table0 = name##_pair(table_symbols, scales);                                                 \
+            const __m512i table1 = name##_pair(table_symbols + 32, scales);                                            \
+            for (; index < (count & ~(size_t)63); index += 32) {                                                       \
+                __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(symbols + index)));           \
+                STORE32_##bits(elements, index, _mm512_permutex2var_epi16(table0, wide, table1), streamed);            \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (; index + 32 <= count; index += 32)                                                                       \
+            STORE32_##bits(elements, index, name##_pair(symbols + index, scales), streamed);                           \
+        for (; index < count; index += 16) {                                                                           \
+            __mmask16 mask = count - index >= 16 ? (__mmask16)0xFFFF : (__mmask16)mask_of(count - index);              \
+            __m512 values = values_of(_mm_maskz_loadu_epi8(mask, symbols + index), scales);                            \
+            STORE16_##bits(elements, index, mask, NARROW(values));                                                     \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
+    TARGET_INLINE void name##_vector(const int8_t *symbols, size_t count, float scale, void *target) {                 \
+        name##_to(symbols, count, scale, target, 0);                                                                   \
+    }                                                                                                                  \
+                                                                                                                       \
+    SS_UNBIN_BATCH(TARGET, name, name##_vector, (bits) / 8)
+
+/* The symbols in the order of the table: 0 .. 31, then -32 .. -1. */
+static const int8_t table_symbols[TABLE_SYMBOLS] = {
+    0,   1,   2,   3,   4,   5,   6,   7,   8,   9,   10,  11,  12,  13,  14,  15,  16,  17,  18,  19,  20,  21,
+    22,  23,  24,  25,  26,  27,  28,  29,  30,  31,  -32, -31, -30, -29, -28, -27, -26, -25, -24, -23, -22, -21,
+    -20, -19, -18, -17, -16, -15, -14, -13, -12, -11, -10, -9,  -8,  -7,  -6,  -5,  -4,  -3,  -2,  -1};
+
+UNBIN(unbin_float8, 8, float8_of)
+UNBIN(unbin_float16, 16, ss_float16_of_16)
+UNBIN(unbin_bfloat16, 16, ss_bfloat16_of_16)
+
+#define UNBIN_STREAMED(name)                                                                                           \
+    TARGET_INLINE void name##_vector_streamed(const int8_t *symbols, size_t count, float scale, void *target) {        \
+        if (is_line(target))                                                                                           \
+            name##_to(symbols, count, scale, target, 1);                                                               \
+        else                                                                                                           \
+            name##_to(symbols, count, scale, target, 0);                                                               \
+    }                                                                                                                  \
+                                                                                                                       \
+    SS_UNBIN_BATCH(TARGET, name##_streamed, name##_vector_streamed, 2)
+
+UNBIN_STREAMED(unbin_float16)
+UNBIN_STREAMED(unbin_bfloat16)
+
+TARGET_INLINE void unbin_float32_vector(const int8_t *symbols, size_t count, float scale, void *target) {
+    const __m512 scales = _mm512_set1_ps(scale);
+    float *elements = target;
+    size_t index = 0;
+
+    for (; index + 16 <= count; index += 16)
+        _mm512_storeu_ps(elements + index, values_of(_mm_loadu_si128((const __m128i *)(symbols + index)), scales));
+    if (index < count) {
+        __mmask16 mask = (__mmask16)mask_of(count - index);
+        _mm512_mask_storeu_ps(elements + index, mask, values_of(_mm_maskz_loadu_epi8(mask, symbols + index), scales));
+    }
+}
+
+SS_UNBIN_BATCH(TARGET, unbin_float32, unbin_float32_vector, 4)
+
+/* ---- Lossless ------------------------------------------------------------------------------------------------ */
+
+/*
+ * Each kernel is a step over one register, inlined twice: with a constant full mask, which the compiler turns into
+ * plain loads and stores, and with the mask of the rest.
+ */
+#define STEPS(lanes, mask_type, full_mask, step)                                                                       \
+    do {                                                                                                               \
+        size_t index = 0;                                                                                              \
+        for (; index + (lanes) <= count; index += (lanes))                                                             \
+            step(index, (mask_type)(full_mask));                                                                       \
+        if (index < count)                                                                                             \
+            step(index, (mask_type)mask_of(count - index));                                                            \
+    } while (0)
+
+TARGET_INLINE void split16_step(const uint16_t *elements, uint8_t *planes, size_t stride, __mmask32 mask) {
+    __m512i value = _mm512_maskz_loadu_epi16(mask, elements);
+    value = _mm512_or_si512(_mm512_slli_epi16(value, 1), _mm512_srli_epi16(value, 15));
+    _mm256_mask_storeu_epi8(planes, mask, _mm512_cvtepi16_epi8(_mm512_srli_epi16(value, 8)));
+    _mm256_mask_storeu_epi8(planes + stride, mask, _mm512_cvtepi16_epi8(value));
+}
+
+TARGET static void planes_split16(const void *source, size_t count, uint8_t *planes, size_t stride) {
+#define STEP(index, mask) split16_step((const uint16_t *)source + (index), planes + (index), stride, mask)
+    STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
+#undef STEP
+}
+
+TARGET_INLINE void merge16_step(const uint8_t *planes, size_t stride, uint16_t *elements, __mmask32 mask,
+                                int streamed) {
+    __m512i high = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, planes));
+    __m512i low = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, planes + stride));
+    __m512i value = _mm512_or_si512(_mm512_slli_epi16(high, 8), low);
+    value = _mm512_or_si512(_mm512_srli_epi16(value, 1), _mm512_slli_epi16(value, 15));
+    if (mask == 0xFFFFFFFF)
+        line_store(elements, value, streamed);
+    else
+        _mm512_mask_storeu_epi16(elements, mask, value);
+}
+
+TARGET static void planes_merge16(const uint8_t *planes, size_t stride, size_t count, void *target) {
+#define STEP(index, mask) merge16_step(planes + (index), stride, (uint16_t *)target + (index), mask, 0)
+    STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
+#undef STEP
+}
+
+TARGET static void planes_merge16_streamed(const uint8_t *planes, size_t stride, size_t count, void *target) {
+#define STEP(index, mask) merge16_step(planes + (index), stride, (uint16_t *)target + (index), mask, 1)
+    if (is_line(target))
+        STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
+    else
+        planes_merge16(planes, stride, count, target);
+#undef STEP
+}
+
+TARGET_INLINE void split32_step(const uint32_t *elements, uint8_t *planes, size_t stride, __mmask16 mask) {
+    __m512i value = _mm512_rol_epi32(_mm512_maskz_loadu_epi32(mask, elements), 1);
+    _mm_mask_storeu_epi8(planes, mask, _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 24)));
+    _mm_mask_storeu_epi8(planes + stride, mask, _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 16)));
+    _mm_mask_storeu_epi8(planes + 2 * stride, mask, _mm512_cvtepi32_epi8(_mm512_srli_epi32(value, 8)));
+    _mm_mask_storeu_epi8(planes + 3 * stride, mask, _mm512_cvtepi32_epi8(value));
+}
+
+TARGET static void planes_split32(const void *source, size_t count, uint8_t *planes, size_t stride) {
+#define STEP(index, mask) split32_step((const uint32_t *)source + (index), planes + (index), stride, mask)
+    STEPS(16, __mmask16, 0xFFFF, STEP);
+#undef STEP
+}
+
+TARGET_INLINE void merge32_step(const uint8_t *planes, size_t stride, uint32_t *elements, __mmask16 mask) {
+    __m128i byte3 = _mm_maskz_loadu_epi8(mask, planes), byte2 = _mm_maskz_loadu_epi8(mask, planes + stride);
+    __m128i byte1 = _mm_maskz_loadu_epi8(mask, planes + 2 * stride);
+    __m128i byte0 = _mm_maskz_loadu_epi8(mask, planes + 3 * stride);
+    __m256i lower = _mm256_or_si256(_mm256_slli_epi16(_mm256_cvtepu8_epi16(byte1), 8), _mm256_cvtepu8_epi16(byte0));
+    __m256i upper = _mm256_or_si256(_mm256_slli_epi16(_mm256_cvtepu8_epi16(byte3), 8), _mm256_cvtepu8_epi16(byte2));
+    __m512i value = _mm512_or_si512(_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16), _mm512_cvtepu16_epi32(lower));
+    _mm512_mask_storeu_epi32(elements, mask, _mm512_ror_epi32(value, 1));
+}
+
+TARGET static void planes_merge32(const uint8_t *planes, size_t stride, size_t count, void *target) {
+#define STEP(index, mask) merge32_step(planes + (index), stride, (uint32_t *)target + (index), mask)
+    STEPS(16, __mmask16, 0xFFFF, STEP);
+#undef STEP
+}
+
+TARGET_INLINE void split8_step(const uint8_t *bytes, uint8_t *planes, __mmask32 mask) {
+    __m256i value = _mm256_maskz_loadu_epi8(mask, bytes);
+    __m256i sign = _mm256_and_si256(_mm256_srli_epi16(value, 7), _mm256_set1_epi8(1));
+    _mm256_mask_storeu_epi8(planes, mask, _mm256_or_si256(_mm256_add_epi8(value, value), sign));
+}
+
+TARGET static void planes_split8(const void *source, size_t count, uint8_t *planes, size_t stride) {
+    (void)stride;
+#define STEP(index, mask) split8_step((const uint8_t *)source + (index), planes + (index), mask)
+    STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
+#undef STEP
+}
+
+TARGET_INLINE void merge8_step(const uint8_t *planes, uint8_t *bytes, __mmask32 mask) {
+    __m256i value = _mm256_maskz_loadu_epi8(mask, planes);
+    __m256i rest = _mm256_and_si256(_mm256_srli_epi16(value, 1), _mm256_set1_epi8(0x7F));
+    __m256i sign = _mm256_and_si256(_mm256_slli_epi16(value, 7), _mm256_set1_epi8((char)0x80));
+    _mm256_mask_storeu_epi8(bytes, mask, _mm256_or_si256(rest, sign));
+}
+
+TARGET static void planes_merge8(const uint8_t *planes, size_t stride, size_t count, void *target) {
+    (void)stride;
+#define STEP(index, mask) merge8_step(planes + (index), (uint8_t *)target + (index), mask)
+    STEPS(32, __mmask32, 0xFFFFFFFF, STEP);
+#undef STEP
+}
+
+const struct ss_quantize_kernels ss_quantize_kernels_avx512 = {
+    .magnitude_max = {[SS_DTYPE_FLOAT16] = magnitude_max16,
+                      [SS_DTYPE_BFLOAT16] = magnitude_max16,
+                      [SS_DTYPE_FLOAT32] = magnitude_max32,
+                      [SS_DTYPE_FLOAT8_E4M3] = magnitude_max8},
+    .bin = {[SS_DTYPE_FLOAT16] = bin_float16,
+            [SS_DTYPE_BFLOAT16] = bin_bfloat16,
+            [SS_DTYPE_FLOAT32] = bin_float32,
+            [SS_DTYPE_FLOAT8_E4M3] = bin_float8},
+    .unbin = {[SS_DTYPE_FLOAT16] = unbin_float16,
+              [SS_DTYPE_BFLOAT16] = unbin_bfloat16,
+              [SS_DTYPE_FLOAT32] = unbin_float32,
+              [SS_DTYPE_FLOAT8_E4M3] = unbin_float8},
+    .unbin_streamed = {[SS_DTYPE_FLOAT16] = unbin_float16_streamed, [SS_DTYPE_BFLOAT16] = unbin_bfloat16_streamed},
+    .planes_split = {[SS_DTYPE_UINT8] = planes_split8,
+                     [SS_DTYPE_FLOAT16] = planes_split16,
+                     [SS_DTYPE_BFLOAT16] = planes_split16,
+                     [SS_DTYPE_FLOAT32] = planes_split32,
+                     [SS_DTYPE_FLOAT8_E4M3] = planes_split8},
+    .planes_merge = {[SS_DTYPE_UINT8] = planes_merge8,
+                     [SS_DTYPE_FLOAT16] = planes_merge16,
+                     [SS_DTYPE_BFLOAT16] = planes_merge16,
+                     [SS_DTYPE_FLOAT32] = planes_merge32,
+                     [SS_DTYPE_FLOAT8_E4M3] = planes_merge8},
+    .planes_merge_streamed =
+        {[SS_DTYPE_FLOAT16] = planes_merge16_streamed, [SS_DTYPE_BFLOAT16] = planes_merge16_streamed},
+};
+#else
+typedef int ss_quantize_avx512_unused; /* ISO C wants a declaration in every file */
+#endif

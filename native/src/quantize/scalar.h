@@ -1,0 +1,117 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * scalar.h - the kernels in portable C, from element 'start' on
+ *
+ * scalar.c makes the scalar variant of them; AVX2 and NEON finish their vectors with them.
+ */
+#ifndef SS_QUANTIZE_SCALAR_H
+#define SS_QUANTIZE_SCALAR_H
+
+#include "quantize/quantize.h"
+
+static inline uint32_t ss_magnitude_max8_from(size_t start, const void *source, size_t count, uint32_t most) {
+    for (size_t index = start; index < count; index++) {
+        uint32_t magnitude = ((const uint8_t *)source)[index] & 0x7Fu;
+        most = magnitude > most ? magnitude : most;
+    }
+    return most;
+}
+
+static inline uint32_t ss_magnitude_max16_from(size_t start, const void *source, size_t count, uint32_t most) {
+    for (size_t index = start; index < count; index++) {
+        uint32_t magnitude = ss_load16(source, index) & 0x7FFFu;
+        most = magnitude > most ? magnitude : most;
+    }
+    return most;
+}
+
+static inline uint32_t ss_magnitude_max32_from(size_t start, const void *source, size_t count, uint32_t most) {
+    for (size_t index = start; index < count; index++) {
+        uint32_t magnitude = ss_load32(source, index) & 0x7FFFFFFFu;
+        most = magnitude > most ? magnitude : most;
+    }
+    return most;
+}
+
+static inline void ss_bin_float8_from(size_t start, const void *source, size_t count, float inverse, int limit,
+                                      int8_t *symbols) {
+    for (size_t index = start; index < count; index++)
+        symbols[index] = ss_symbol(ss_float_of_float8(((const uint8_t *)source)[index]), inverse, limit);
+}
+
+static inline void ss_bin_float16_from(size_t start, const void *source, size_t count, float inverse, int limit,
+                                       int8_t *symbols) {
+    for (size_t index = start; index < count; index++)
+        symbols[index] = ss_symbol(ss_float_of_float16(ss_load16(source, index)), inverse, limit);
+}
+
+static inline void ss_bin_bfloat16_from(size_t start, const void *source, size_t count, float inverse, int limit,
+                                        int8_t *symbols) {
+    for (size_t index = start; index < count; index++)
+        symbols[index] = ss_symbol(ss_float_of_bfloat16(ss_load16(source, index)), inverse, limit);
+}
+
+static inline void ss_bin_float32_from(size_t start, const void *source, size_t count, float inverse, int limit,
+                                       int8_t *symbols) {
+    for (size_t index = start; index < count; index++)
+        symbols[index] = ss_symbol(ss_float_of_bits(ss_load32(source, index)), inverse, limit);
+}
+
+static inline void ss_unbin_float8_from(size_t start, const int8_t *symbols, size_t count, float scale, void *target) {
+    for (size_t index = start; index < count; index++)
+        ((uint8_t *)target)[index] = ss_float8_of_float((float)symbols[index] * scale);
+}
+
+static inline void ss_unbin_float16_from(size_t start, const int8_t *symbols, size_t count, float scale, void *target) {
+    for (size_t index = start; index < count; index++)
+        ss_store16(target, index, ss_float16_of_float((float)symbols[index] * scale));
+}
+
+static inline void ss_unbin_bfloat16_from(size_t start, const int8_t *symbols, size_t count, float scale,
+                                          void *target) {
+    for (size_t index = start; index < count; index++)
+        ss_store16(target, index, ss_bfloat16_of_float((float)symbols[index] * scale));
+}
+
+static inline void ss_unbin_float32_from(size_t start, const int8_t *symbols, size_t count, float scale, void *target) {
+    for (size_t index = start; index < count; index++)
+        ss_store32(target, index, ss_bits_of_float((float)symbols[index] * scale));
+}
+
+static inline void ss_planes_split16_from(size_t start, const void *source, size_t count, uint8_t *planes,
+                                          size_t stride) {
+    for (size_t index = start; index < count; index++) {
+        uint16_t value = ss_rotate_left16(ss_load16(source, index));
+        planes[index] = (uint8_t)(value >> 8);
+        planes[stride + index] = (uint8_t)value;
+    }
+}
+
+static inline void ss_planes_merge16_from(size_t start, const uint8_t *planes, size_t stride, size_t count,
+                                          void *target) {
+    for (size_t index = start; index < count; index++)
+        ss_store16(target, index, ss_rotate_right16((uint16_t)(planes[index] << 8 | planes[stride + index])));
+}
+
+static inline void ss_planes_split32_from(size_t start, const void *source, size_t count, uint8_t *planes,
+                                          size_t stride) {
+    for (size_t index = start; index < count; index++) {
+        uint32_t value = ss_load32(source, index);
+        value = value << 1 | value >> 31;
+        planes[index] = (uint8_t)(value >> 24);
+        planes[stride + index] = (uint8_t)(value >> 16);
+        planes[2 * stride + index] = (uint8_t)(value >> 8);
+        planes[3 * stride + index] = (uint8_t)value;
+    }
+}
+
+static inline void ss_planes_merge32_from(size_t start, const uint8_t *planes, size_t stride, size_t count,
+                                          void *target) {
+    for (size_t index = start; index < count; index++) {
+        uint32_t value = (uint32_t)planes[index] << 24 | (uint32_t)planes[stride + index] << 16 |
+                         (uint32_t)planes[2 * stride + index] << 8 | planes[3 * stride + index];
+        ss_store32(target, index, value >> 1 | value << 31);
+    }
+}
+
+#endif /* SS_QUANTIZE_SCALAR_H */
