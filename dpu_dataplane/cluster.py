@@ -8,7 +8,6 @@ told (MOVED, ASK) counts at once, and the whole map is read again behind it.
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -17,7 +16,8 @@ from dpu_dataplane.answers import HEAD_GUESS, Found, Stored, Unanswered, head_si
 from dpu_dataplane.config import DataPlaneConfig, split_address
 from dpu_dataplane.links import Dialer, Node
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.storage import BACKOFF_FIRST, BACKOFF_MAX, CAUSES_TOLD_MAX, REDIRECTIONS_MAX, Redirect
+from dpu_dataplane.outage import Outage
+from dpu_dataplane.storage import REDIRECTIONS_MAX, Redirect
 from shadowserve import resp
 from shadowserve.errors import ConfigurationError, StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.keys import storage_key
@@ -71,9 +71,7 @@ class ClusterClient:
         self._replicas = config.storage_cluster_replicas
         self._metrics = metrics
         self._client: RedisCluster | None = None
-        self._failure: StorageError | None = None
-        self._told: set[str] = set()  # causes of this outage that the log has
-        self._settled = asyncio.Event()  # the map is known, or known not to be had
+        self._outage = Outage(logger)  # until the map is known
         self._look = asyncio.Event()  # something says that the map has changed
         self._refreshing: asyncio.Task[None] | None = None
         self._questions: set[asyncio.Task[Any]] = set()
@@ -103,8 +101,7 @@ class ClusterClient:
 
     def check(self) -> None:
         """Raise the StorageError of the current outage, if there is one."""
-        if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
+        self._outage.check()
 
     # ---- Who has what
 
@@ -200,27 +197,24 @@ class ClusterClient:
             ) from error
 
     async def _keep_known(self) -> None:
-        backoff = BACKOFF_FIRST
         while True:
             client = self._make_client()
             try:
                 async with self._explained():
                     await client.initialize()
-                self._client, self._failure = client, None
-                self._settled.set()
-                backoff = BACKOFF_FIRST
+                self._client = client
+                self._outage.end()
                 self._metrics.storage_connections += 1
                 logger.info("storage %s: %d nodes", self.name, len(client.get_nodes()))
                 await self._watch()
             except StorageError as error:
-                self._go_down(error)
+                self._outage.begin(error)
             finally:
                 self._client = None
-                self._settled.clear()
+                self._outage.lose()
                 self._closing = asyncio.create_task(self._let_go(client))
                 await asyncio.shield(self._closing)
-            await asyncio.sleep(backoff * random.uniform(0.8, 1.2))
-            backoff = min(2 * backoff, BACKOFF_MAX)
+            await asyncio.sleep(self._outage.pause())
 
     async def _let_go(self, client: "RedisCluster") -> None:
         """Close a client after what uses it has ended, each within its deadline: what is opened later nobody closes."""
@@ -237,16 +231,6 @@ class ClusterClient:
                     await self._look.wait()
             self._look.clear()
             await self._refresh()
-
-    def _go_down(self, error: StorageError) -> None:
-        if self._failure is None:
-            self._told.clear()
-        if str(error) not in self._told and len(self._told) < CAUSES_TOLD_MAX:
-            self._told.add(str(error))
-            logger.warning("%s (trying again; until then every call is a miss)", error)
-        self._failure = error
-        self._settled.set()
-        self._settled = asyncio.Event()
 
     def _make_client(self) -> "RedisCluster":
         from redis.asyncio.cluster import ClusterNode, RedisCluster
@@ -278,7 +262,7 @@ class ClusterClient:
             if self._client is not None:
                 return self._client
             self.check()
-            await self._settled.wait()
+            await self._outage.settled()
 
     # ---- Questions
 

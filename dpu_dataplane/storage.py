@@ -12,7 +12,6 @@ same question is asked as one pipeline of STRLEN and GETRANGE.
 import asyncio
 import contextlib
 import logging
-import random
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -23,14 +22,12 @@ from dpu_dataplane.answers import HEAD_GUESS, AnswerReader, Found, MetaAnswer, S
 from dpu_dataplane.config import DataPlaneConfig, split_address
 from dpu_dataplane.links import Dialer, Node, refuse_error
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.outage import Outage
 from shadowserve import resp
 from shadowserve.errors import ProtocolError, StorageError, StorageUnavailableError
 from shadowserve.keys import storage_key
 
 __all__ = [
-    "BACKOFF_FIRST",
-    "BACKOFF_MAX",
-    "CAUSES_TOLD_MAX",
     "QUESTION_KEYS_MAX",
     "REDIRECTIONS_MAX",
     "Redirect",
@@ -44,12 +41,6 @@ QUESTION_KEYS_MAX: Final = 8 * META_KEYS_MAX
 """Keys in one round trip: 16 ranks' chains of 128K tokens."""
 REDIRECTIONS_MAX: Final = 5
 """Of one key in one plan: as many as a slot that moves, and moves on, makes of it; Redis's own clients take 16."""
-BACKOFF_FIRST: Final = 0.05
-BACKOFF_MAX: Final = 0.5
-CAUSES_TOLD_MAX: Final = 8
-"""Different causes of one outage that are logged; after so many it is clear that something flaps."""
-STABLE_TIME: Final = 1.0
-"""Seconds that a connection must have held for the next failure not to count as the same outage."""
 
 logger = logging.getLogger(__name__)
 
@@ -236,9 +227,7 @@ class StorageClient:
         self.dialer = Dialer(config)
         self._metrics = metrics
         self._control: _Control | None = None
-        self._failure: StorageError | None = None
-        self._told: set[str] = set()  # causes of this outage that the log has
-        self._settled = asyncio.Event()  # connected, or known not to be
+        self._outage = Outage(logger)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -259,8 +248,7 @@ class StorageClient:
 
     def check(self) -> None:
         """Raise the StorageError of the current outage, if there is one."""
-        if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
+        self._outage.check()
 
     async def meta(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Return what storage holds under each of up to QUESTION_KEYS_MAX keys, in one round trip.
@@ -314,50 +302,36 @@ class StorageClient:
             if self._control is not None:
                 return self._control
             self.check()
-            await self._settled.wait()
+            await self._outage.settled()
 
     async def _keep_connected(self) -> None:
-        loop = asyncio.get_running_loop()
-        backoff, connections = BACKOFF_FIRST, 0
         while True:
             try:
                 control = await self._connect()
             except StorageError as error:
-                self._go_down(error)
+                self._outage.begin(error)
             else:
-                connections += 1
                 self._metrics.storage_connections += 1
                 logger.info("connected to storage %s", self.name)
-                since = loop.time()
-                reason = await self._serve(control)
-                if loop.time() - since >= STABLE_TIME:
-                    backoff = BACKOFF_FIRST
-                    logger.warning("%s; reconnecting", reason)
+                if await self._serve(control):
                     continue
-                self._go_down(StorageUnavailableError(reason))
-            await asyncio.sleep(backoff * random.uniform(0.8, 1.2))
-            backoff = min(2 * backoff, BACKOFF_MAX)
+            await asyncio.sleep(self._outage.pause())
 
-    async def _serve(self, control: _Control) -> str:
-        """Let callers use the connection until it closes; return why it did."""
-        self._control, self._failure = control, None
-        self._settled.set()
+    async def _serve(self, control: _Control) -> bool:
+        """Let callers use the connection until it closes; return whether it held, and may be made again at once."""
+        self._control = control
+        self._outage.end()
         try:
-            return await asyncio.shield(control.closed)
+            reason = await asyncio.shield(control.closed)
         finally:
             self._control = None
-            self._settled.clear()
+            held = self._outage.lose()
             control.abort("the data plane is stopping")
-
-    def _go_down(self, error: StorageError) -> None:
-        if self._failure is None:
-            self._told.clear()
-        if str(error) not in self._told and len(self._told) < CAUSES_TOLD_MAX:
-            self._told.add(str(error))
-            logger.warning("%s (trying again; until then every call is a miss)", error)
-        self._failure = error
-        self._settled.set()
-        self._settled = asyncio.Event()
+        if held:
+            logger.warning("%s; reconnecting", reason)
+        else:
+            self._outage.begin(StorageUnavailableError(reason))
+        return held
 
     async def _connect(self) -> _Control:
         loop = asyncio.get_running_loop()

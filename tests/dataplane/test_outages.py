@@ -9,7 +9,7 @@ import pytest
 from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
 from machine import NEVER_MS, PATIENCE_MS, PATIENCE_S, free_port, until
 
-from dpu_dataplane.storage import BACKOFF_MAX
+from dpu_dataplane.outage import BACKOFF_MAX
 from shadowserve import record, resp
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb

@@ -20,7 +20,7 @@ from workload import CHAIN_LENGTH, CHAINS, NAMESPACE, Workload, chunk_name
 from world import S, World
 
 import dpu_dataplane.links
-import dpu_dataplane.storage
+import dpu_dataplane.outage
 from dpu_dataplane.answers import Stored
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig
@@ -240,12 +240,12 @@ def simulated_modules(world: World) -> Iterator[None]:
     fake.socket = SimulatedSocket
     before = dpu_dataplane.links.socket
     setattr(dpu_dataplane.links, "socket", fake)  # noqa: B010
-    setattr(dpu_dataplane.storage, "random", world.random)  # noqa: B010
+    setattr(dpu_dataplane.outage, "random", world.random)  # noqa: B010
     try:
         yield
     finally:
         setattr(dpu_dataplane.links, "socket", before)  # noqa: B010
-        setattr(dpu_dataplane.storage, "random", random)  # noqa: B010
+        setattr(dpu_dataplane.outage, "random", random)  # noqa: B010
 
 
 _SOCKET_NAMES: Final = (
