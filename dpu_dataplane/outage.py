@@ -57,8 +57,6 @@ class Outage:
     def begin(self, error: StorageError) -> None:
         """Take note that an attempt failed, or that a connection did not hold; whoever waits is told."""
         self.lose()
-        if self.failure is None:
-            self._told.clear()
         if str(error) not in self._told and len(self._told) < CAUSES_TOLD_MAX:
             self._told.add(str(error))
             self._logger.warning("%s (trying again; until then every call is a miss)", error)
@@ -79,6 +77,7 @@ class Outage:
         """
         held = self._over_at is not None and self._clock() - self._over_at >= STABLE_TIME
         if held:
+            self._told.clear()
             self._backoff = BACKOFF_FIRST
         self._over_at = None
         self._settled.clear()
