@@ -1,7 +1,8 @@
 """Whether storage can be asked, what callers are told while it cannot, and how long to wait before the next attempt.
 
 While storage is known to be away, calls fail at once. Callers wait only for an attempt that nothing has preceded: the
-first one, or the one that follows a connection which held.
+first one, or the one that follows a connection which held. Whatever an attempt fails for, a refused connection,
+handshake or password, the next one comes later, up to a bound.
 """
 
 import asyncio
@@ -16,7 +17,9 @@ from shadowserve.errors import StorageError
 __all__ = ["BACKOFF_FIRST", "BACKOFF_MAX", "CAUSES_TOLD_MAX", "STABLE_TIME", "Outage"]
 
 BACKOFF_FIRST: Final = 0.05
-BACKOFF_MAX: Final = 0.5
+BACKOFF_MAX: Final = 4.0
+"""Seconds, before chance: a server that is back is found within 5, and one that refuses our certificate or password,
+for as long as nobody looks, has little work with it."""
 CAUSES_TOLD_MAX: Final = 8
 """Different causes of one outage that are logged; after so many it is clear that something flaps."""
 STABLE_TIME: Final = 1.0

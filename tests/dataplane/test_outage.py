@@ -1,34 +1,50 @@
 """What the log has of an outage of storage, and how soon it is tried again, whatever it fails for."""
 
-import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from machine import until
+from cluster_support import cluster_config
+from dataplane_support import config
+from machine import PATIENCE_S, free_port, until
+from test_storage_tls import TlsServer, showing, trusting
 
 from dpu_dataplane import outage
+from dpu_dataplane.cluster import ClusterClient
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.outage import CAUSES_TOLD_MAX, STABLE_TIME, Outage
+from dpu_dataplane.outage import BACKOFF_FIRST, BACKOFF_MAX, CAUSES_TOLD_MAX, STABLE_TIME, Outage
 from dpu_dataplane.storage import StorageClient
 from shadowserve.errors import StorageUnavailableError
 
 
-@contextlib.asynccontextmanager
-async def hanging_up() -> AsyncIterator[str]:
+@contextlib.contextmanager
+def hanging_up() -> Iterator[str]:
     """A server that answers the greeting and ends the connection."""
+    listener = socket.create_server(("127.0.0.1", 0))
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"PING\r\n")
-        writer.write(b"+PONG\r\n")
-        writer.close()
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(ConnectionError):
+                    if sock.recv(1 << 12):
+                        sock.sendall(b"+PONG\r\n")
 
-    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with listener:
-        yield f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(PATIENCE_S)
+        listener.close()
 
 
 async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
@@ -37,7 +53,7 @@ async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
     """Each connection stood for a moment: it is one outage all the same."""
     monkeypatch.setattr(outage, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(Outage, "pause", lambda self: 0.0)
-    async with hanging_up() as address:
+    with hanging_up() as address:
         metrics = Metrics()
         client = StorageClient(DataPlaneConfig(storage=address), metrics)
         await client.start()
@@ -78,3 +94,67 @@ async def test_each_cause_is_told_once_in_an_outage_and_again_in_the_next(caplog
     assert len(told()) == CAUSES_TOLD_MAX - 1
     with pytest.raises(StorageUnavailableError, match=f"cause {2 * CAUSES_TOLD_MAX - 1}"):
         known.check()
+
+
+def is_pause(seconds: float, number: int) -> bool:
+    """Whether it may be the pause of that number of an outage."""
+    planned = min(BACKOFF_FIRST * 2 ** min(number, 16), BACKOFF_MAX)
+    return 0.8 * planned <= seconds <= 1.2 * planned
+
+
+def test_pauses_grow_to_a_bound_and_begin_anew_after_a_connection_that_held() -> None:
+    now = [0.0]
+    known = Outage(logging.getLogger(), lambda: now[0])
+    assert all(is_pause(known.pause(), number) for number in range(20))
+    known.end()
+    assert not known.lose()
+    assert is_pause(known.pause(), 20), "it did not hold"
+    known.end()
+    now[0] += STABLE_TIME
+    assert known.lose()
+    assert all(is_pause(known.pause(), number) for number in range(20))
+    assert len({known.pause() for _ in range(20)}) > 1, "data planes that lost the same server must not come as one"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[TlsServer]:
+    """Our storage server, which wants a certificate and a password."""
+    server = TlsServer("storage_kv", tmp_path_factory.mktemp("guarded"), certificates, mutual=True, password="both")
+    try:
+        yield server.start()
+    finally:
+        server.kill()
+
+
+@pytest.mark.parametrize("clustered", [False, True], ids=["server", "cluster"])
+@pytest.mark.parametrize("refused", ["connection", "no TLS", "no certificate", "wrong password", "no password"])
+async def test_whatever_storage_refuses_it_is_asked_ever_less_often(
+    refused: str, clustered: bool, guarded: TlsServer, certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data plane with a wrong certificate came twice a second, for as long as nobody looked."""
+    pauses: list[float] = []
+    pause = Outage.pause
+
+    def note(self: Outage) -> float:
+        pauses.append(pause(self))
+        return 0.0
+
+    monkeypatch.setattr(Outage, "pause", note)
+    address = f"127.0.0.1:{free_port()}" if refused == "connection" else guarded.address
+    changes: dict[str, Any] = {"storage_password": {"wrong password": "wrong", "no password": ""}.get(refused, "both")}
+    if refused != "no TLS":
+        changes |= trusting(certificates)
+    if refused.endswith("password"):
+        changes |= showing(certificates)
+    client: StorageClient | ClusterClient
+    if clustered:
+        client = ClusterClient(cluster_config([address], **changes), Metrics())
+    else:
+        client = StorageClient(config(address, **changes), Metrics())
+    await client.start()
+    try:
+        await until(lambda: len(pauses) >= 9)
+    finally:
+        await client.close()
+    assert all(is_pause(seconds, number) for number, seconds in enumerate(pauses)), pauses
+    assert max(pauses) > 2.0
