@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 from shadowserve.errors import ConfigurationError, ShadowServeError
 from storage_kv.access.attempts import Attempts
 from storage_kv.access.audit import AuditLog
+from storage_kv.access.handshakes import FailedHandshakes
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.rules import User
 from storage_kv.access.users import Denial, Users
@@ -329,6 +330,7 @@ class Node:
     audit: AuditLog = field(default_factory=AuditLog)
     certificate_expires_s: float = 0.0
     attempts: Attempts = field(default_factory=Attempts)
+    failed_handshakes: FailedHandshakes = field(default_factory=FailedHandshakes)
     users: Users = field(init=False)
     limiters: dict[str, RateLimiter] = field(init=False)
 

@@ -11,9 +11,11 @@ import gc
 import ipaddress
 import itertools
 import logging
+import math
 import resource
 import signal
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
@@ -297,6 +299,13 @@ class StorageServer:
                 await asyncio.sleep(0)
             for thread in self._io_threads:
                 thread.watch()
+            self._tell_handshakes(time.monotonic())
+
+    def _tell_handshakes(self, now_s: float) -> None:
+        with self.node.lock:
+            repeated = self.node.failed_handshakes.due(now_s)
+        for address, times, reason in repeated:
+            _log.warning("tls_failed_again address=%s times=%d last_reason=%r", address, times, reason)
 
     def _sweep(self) -> int:
         with self.node.lock:
@@ -348,6 +357,7 @@ class StorageServer:
         threads, self._io_threads = self._io_threads, []  # a second signal finds none to hurry
         for thread in threads:
             thread.stop()
+        self._tell_handshakes(math.inf)
         # Nobody can ask for anything any more. What has been acknowledged is durable; this makes the next start quick.
         if self._engine_thread is not None:
             drain_s = self.node.config.shutdown_timeout_s

@@ -102,12 +102,14 @@ class SecureConnection(Connection):
         self._update_interest()
 
     def _fail(self, reason: str, answer: bytes = b"") -> None:
-        """Count and tell of it, send ``answer`` in the clear, if any, and end."""
+        """Count it, tell of it where it is news, send ``answer`` in the clear, if any, and end."""
         node = self._node
-        _log.warning("tls_failed address=%s reason=%r", self.session.address, reason)
         with node.lock:
             node.counters.tls_failures += 1
+            tell = node.failed_handshakes.note(self.session.address, reason, time.monotonic())
             node.audit.write("tls", self.session, outcome="failed", reason=reason)
+        if tell:
+            _log.warning("tls_failed address=%s reason=%r", self.session.address, reason)
         self.session.closing = True
         self._shaking_hands = False
         with contextlib.suppress(OSError):

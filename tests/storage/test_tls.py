@@ -1,6 +1,8 @@
 """TLS and mutual TLS: what crosses the wire, who is turned away, and what goes on meanwhile."""
 
 import contextlib
+import json
+import math
 import socket
 import ssl
 import subprocess
@@ -14,6 +16,14 @@ from machine import NEVER_S, PATIENCE_S, wait_for
 from storage_support import REPOSITORY, TIMEOUT_S, Child, Client
 
 from shadowserve.resp import encode_command
+from storage_kv.access.handshakes import (
+    ADDRESSES_MAX,
+    INTERVAL_S,
+    OTHERS,
+    REASONS_MAX,
+    FailedHandshakes,
+    Repeated,
+)
 
 MIB = 1 << 20
 
@@ -153,6 +163,57 @@ def test_a_plain_client_at_a_tls_port_is_told(secure: Child) -> None:
         client.send("PING")
         assert client.receive_to_end().startswith(b"-ERR this server speaks TLS only")
     wait_for(lambda: any("tls_failed" in line and "does not speak TLS" in line for line in secure.log))
+
+
+def test_a_client_that_is_turned_away_again_and_again_does_not_fill_the_log(
+    start: Callable[..., Child], certificates: Path, strangers: Path, tmp_path: Path
+) -> None:
+    """A line or two; what counts, and what audits, has every one of them."""
+    audit_log = tmp_path / "audit.log"
+    child = start(*tls_flags(certificates, mutual=True), "--audit-log", str(audit_log))
+    foreign = context_of(certificates, "alice", certificates_of=strangers)
+    for _ in range(20):
+        with contextlib.suppress(OSError, EOFError), TlsClient(child.port, foreign) as stranger:
+            stranger.call("PING")  # a server checks its client after the handshake of TLS 1.3
+
+    def failures() -> int:
+        with TlsClient(child.port, context_of(certificates, "alice")) as client:
+            return int(client.info()["tls_failures"])
+
+    wait_for(lambda: failures() == 20)
+    assert child.stop() == 0
+    at_once = [line for line in child.log if "tls_failed address=127.0.0.1:" in line]
+    later = [line for line in child.log if "tls_failed_again address=127.0.0.1 times=" in line]
+    counts = [int(line.partition("times=")[2].partition(" ")[0]) for line in later]
+    assert len(at_once) + sum(counts) == 20, "the end tells what a minute would have told"
+    assert len(at_once) + len(later) < 20 and all("not accepted" in line for line in at_once + later)
+    assert sum(json.loads(line)["event"] == "tls" for line in audit_log.read_text().splitlines()) == 20
+
+
+def test_failed_handshakes_are_told_at_once_then_counted_by_the_minute() -> None:
+    failed = FailedHandshakes()
+    told = [failed.note(f"10.0.0.1:{port}", "expired", 100.0 + port) for port in range(20)]
+    assert told == [True] + 19 * [False]
+    assert failed.note("10.0.0.1:99", "hung up", 120.0), "another reason is news"
+    assert failed.note("10.0.0.2:1", "expired", 130.0), "and so is another address"
+    assert failed.due(100.0 + INTERVAL_S - 1) == []
+    assert failed.due(100.0 + INTERVAL_S) == [Repeated("10.0.0.1", 19, "expired")]
+    assert not failed.note("10.0.0.1:5", "hung up", 170.0), "it goes on"
+    assert failed.due(130.0 + INTERVAL_S) == [], "the other one has not come again, and is forgotten"
+    assert failed.note("10.0.0.2:1", "expired", 195.0)
+    assert failed.due(math.inf) == [Repeated("10.0.0.1", 1, "hung up")]
+    assert failed.note("10.0.0.1:6", "expired", 400.0) and failed.due(math.inf) == []
+
+
+def test_what_is_told_of_failed_handshakes_has_a_bound_however_many_fail() -> None:
+    failed = FailedHandshakes()
+    one = [failed.note("[2001:db8::1]:7", f"reason {number}", 0.0) for number in range(100)]
+    assert sum(one) == REASONS_MAX
+    assert not failed.note("[2001:db8::2]:7", "a new one", 0.0), "a client of IPv6 has a whole network"
+    many = [failed.note(f"10.{number >> 8}.{number & 255}.1:7", "scan", 1.0) for number in range(10_000)]
+    assert sum(many) == ADDRESSES_MAX - 1
+    told = {repeated.address: repeated.times for repeated in failed.due(math.inf)}
+    assert told == {"2001:db8::": 101 - REASONS_MAX, OTHERS: 10_000 - (ADDRESSES_MAX - 1)}
 
 
 def test_a_tls_client_at_a_plain_port_is_told(shared_server: Child, certificates: Path) -> None:
