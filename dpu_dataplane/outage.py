@@ -18,8 +18,8 @@ __all__ = ["BACKOFF_FIRST", "BACKOFF_MAX", "CAUSES_TOLD_MAX", "STABLE_TIME", "Ou
 
 BACKOFF_FIRST: Final = 0.05
 BACKOFF_MAX: Final = 4.0
-"""Seconds, before chance: a server that is back is found within 5, and one that refuses our certificate or password,
-for as long as nobody looks, has little work with it."""
+"""Seconds, before chance: a server that is back is found within some 5, and one that refuses our certificate or
+password, for as long as nobody looks, has little work with it."""
 CAUSES_TOLD_MAX: Final = 8
 """Different causes of one outage that are logged; after so many it is clear that something flaps."""
 STABLE_TIME: Final = 1.0

@@ -3,7 +3,7 @@
 The control connection is pipelined: any number of callers ask at the same time. It is watched rather than each call:
 when the server owes an answer and is silent for ``command_timeout``, the connection is given up. While the server is
 known to be away, calls fail at once and a task keeps trying to reach it, ever less often (``outage.py``), so that an
-outage costs a request nothing and ends within 5 s of the server's return, a short one sooner.
+outage costs a request nothing and ends within some 5 s of the server's return, a short one sooner.
 
 RESP2 is spoken, since the C core reads only that, and any Redis server may stand in: where ``KV.META`` is unknown, the
 same question is asked as one pipeline of STRLEN and GETRANGE.
