@@ -94,6 +94,12 @@ SS_API enum ss_result ss_index_insert(struct ss_index *index, const struct ss_in
 
 /* ss_index_read() describes the object as a PUT; SS_NOT_FOUND for a slot without one. */
 SS_API enum ss_result ss_index_read(const struct ss_index *index, uint32_t slot, struct ss_index_record *record);
+/*
+ * ss_index_get() finds an object, describes it, and then counts a use of it, unless 'now_s' is 0. It returns its slot;
+ * 0 where it is absent, and then the record is not touched.
+ */
+SS_API uint32_t ss_index_get(struct ss_index *index, uint16_t tenant, const uint8_t *key, uint32_t now_s,
+                             struct ss_index_record *record);
 
 /*
  * ss_index_set_name() gives an object put with SS_INDEX_NAMED its key's text, at most 64 KiB, which

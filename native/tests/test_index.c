@@ -148,6 +148,8 @@ static void change_random(struct ss_index *index, uint32_t now_s) {
     uint32_t slot = ss_index_find(index, tenant, key);
     CHECK((slot != 0) == (model->record.kind != 0), "key %u: slot %u", number, slot);
     if (slot == 0) {
+        struct ss_index_record untouched = {.kind = SS_INDEX_CLEAR};
+        CHECK(ss_index_get(index, tenant, key, now_s, &untouched) == 0 && untouched.kind == SS_INDEX_CLEAR, "absent");
         return;
     }
     switch (random_below(6)) {
@@ -163,6 +165,16 @@ static void change_random(struct ss_index *index, uint32_t now_s) {
         model->record.pinned_until_s = random_below(2) == 0 ? 0 : now_s + 1 + (uint32_t)random_below(40);
         ss_index_pin(index, slot, model->record.pinned_until_s);
         break;
+    case 3: {
+        struct ss_index_record found;
+        CHECK(ss_index_get(index, tenant, key, 0, &found) == slot, "key %u", number);
+        CHECK(found.accessed_s == model->record.accessed_s, "described as it was");
+        CHECK(ss_index_get(index, tenant, key, now_s, &found) == slot, "key %u", number);
+        CHECK(found.accessed_s == model->record.accessed_s && memcmp(found.key, key, KEY_SIZE) == 0,
+              "as it was before");
+        model->record.accessed_s = now_s;
+        break;
+    }
     default:
         model->record.accessed_s = now_s;
         ss_index_touch(index, slot, now_s);

@@ -80,9 +80,13 @@ class LruModel(RuleBasedStateMachine):
         now_s = self._tick()
         slot = self.index.find(tenant, KEYS[number])
         assert bool(slot) == ((tenant, number) in self.objects)
-        if slot:
-            self.index.touch(slot, now_s)
-            entry = self.objects[tenant, number]
+        entry = self.objects.get((tenant, number))
+        assert self.index.get(tenant, KEYS[number]) == (None if entry is None else (slot, entry))
+        if entry is not None:
+            if now_s % 2:
+                self.index.touch(slot, now_s)
+            else:
+                assert self.index.get(tenant, KEYS[number], now_s) == (slot, entry)
             self.objects[tenant, number] = entry._replace(accessed_s=now_s)
             self.queues[tenant, entry.device].remove(number)
             self.queues[tenant, entry.device].append(number)

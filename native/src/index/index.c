@@ -339,6 +339,18 @@ enum ss_result ss_index_read(const struct ss_index *index, uint32_t slot, struct
     return SS_OK;
 }
 
+uint32_t ss_index_get(struct ss_index *index, uint16_t tenant, const uint8_t *key, uint32_t now_s,
+                      struct ss_index_record *record) {
+    uint32_t slot = ss_index_find(index, tenant, key);
+    if (slot != 0) {
+        ss_index_read(index, slot, record);
+        if (now_s != 0) {
+            ss_index_touch(index, slot, now_s);
+        }
+    }
+    return slot;
+}
+
 void ss_index_forget(struct ss_index *index, uint32_t slot, bool remember) {
     struct entry *entry = &index->entries[slot];
     ss_index_count(index, entry, -1);
