@@ -8,7 +8,7 @@ it was submitted. Whoever wants order waits for completions and flushes.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from shadowserve.native import Result
@@ -34,8 +34,7 @@ class Priority(IntEnum):
     BACKGROUND = 2
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectFields:
+class ObjectFields(NamedTuple):
     """What an object's header says.
 
     Attributes:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -44,6 +45,7 @@ OBJECT_HEADER_BYTES: Final = 2048
 _COMPLETIONS_MAX: Final = 256
 _KINDS: Final = ("read", "write", "flush", "discard")
 _BUSY_PAUSE_S: Final = 0.02
+_RESULTS: Final = {int(result): result for result in Result}
 
 
 class BlockAccess(enum.IntEnum):
@@ -217,7 +219,7 @@ class BlockDevice:
                 if completion.error:
                     operation.error = self._error(completion.error, operation)
                 elif operation.expected is not None:
-                    operation.verdict = Result(completion.verdict)
+                    operation.verdict = _RESULTS[completion.verdict]
                 ended.append(operation)
         return ended
 
@@ -363,6 +365,7 @@ def object_bytes(length: int, name: bytes = b"") -> int:
     return int(lib.ss_object_bytes(length, len(name)))
 
 
+@lru_cache(64)
 def object_unit(length: int) -> int:
     """Return how many bytes of a value of ``length`` bytes have one checksum."""
     return int(lib.ss_object_unit(length))
