@@ -61,6 +61,7 @@ class Arena:
     Attributes:
         node: the NUMA node that its memory was asked of; None where there is but one.
         memory: all of it.
+        readable: the same, for reading.
         address: where it begins.
         pages: ``"huge"`` (reserved huge pages), ``"transparent"`` or ``"small"``.
         bytes_per_s: how fast one core copies out of it; 0 before it was measured.
@@ -76,6 +77,7 @@ class Arena:
         self.node = node
         self._mapping, self.pages = _map(size)
         self.memory = memoryview(self._mapping)
+        self.readable = self.memory.toreadonly()
         self.address = address_of(self._mapping)
         self.bound = node is not None and _bind(self.address, size, node)
         self.extents = Extents(size // BLOCK_BYTES)
@@ -102,28 +104,24 @@ class Buffer:
     Attributes:
         address: of the first block.
         blocks: how many.
+        size: bytes of these.
         users: who needs them; :meth:`Arenas.release` frees them with the last.
         hits: times that it was asked for on its way into the main queue of copies.
         detached: whether its entry is gone, and only those who send it keep it.
     """
 
-    __slots__ = ("address", "arena", "arena_number", "blocks", "detached", "first", "hits", "users")
+    __slots__ = ("address", "arena", "blocks", "detached", "first", "hits", "size", "users")
 
-    def __init__(self, arena: Arena, arena_number: int, first: int, blocks: int) -> None:
+    def __init__(self, arena: Arena, first: int, blocks: int) -> None:
         """Make one of blocks that were allocated, with one user."""
         self.arena = arena
-        self.arena_number = arena_number
         self.first = first
         self.blocks = blocks
+        self.size = blocks * BLOCK_BYTES
         self.address = arena.address + first * BLOCK_BYTES
         self.users = 1
         self.hits = 0
         self.detached = False
-
-    @property
-    def size(self) -> int:
-        """Bytes of its blocks."""
-        return self.blocks * BLOCK_BYTES
 
     def view(self, start: int, end: int) -> memoryview:
         """Return bytes ``start`` to ``end`` of it, writable."""
@@ -132,7 +130,8 @@ class Buffer:
 
     def value(self, start: int, end: int) -> memoryview:
         """Return bytes ``start`` to ``end`` of the value of the object that begins with it, for reading."""
-        return self.view(HEADER_BYTES + start, HEADER_BYTES + end).toreadonly()
+        begin = self.first * BLOCK_BYTES + HEADER_BYTES
+        return self.arena.readable[begin + start : begin + end]
 
 
 class _Loan:
@@ -152,6 +151,7 @@ class Arenas:
     Attributes:
         size: bytes of all arenas.
         largest_bytes: of the largest one.
+        budget_bytes: most that buffers may have.
         used_bytes: of buffers.
         held_bytes: of these, those whose entries are gone.
         lent_bytes: of these, those that values are being received in.
@@ -166,13 +166,14 @@ class Arenas:
         chosen = list(nodes) if nodes else memory_nodes()
         bind = len(chosen) > 1
         self.arenas = [Arena(size // len(chosen), node if bind else None) for node in chosen]
+        self._available = [True] * len(self.arenas)
         self._interleaver = Interleaver([1.0] * len(self.arenas))
         self._loans: dict[int, _Loan] = {}
         self._returned: deque[_Loan] = deque()
         self.used_bytes = 0
         self.held_bytes = 0
         self.lent_bytes = 0
-        self.size = sum(arena.size for arena in self.arenas)
+        self.size = self.budget_bytes = sum(arena.size for arena in self.arenas)
         self.largest_bytes = max(arena.size for arena in self.arenas)
 
     def measure(self) -> None:
@@ -183,19 +184,21 @@ class Arenas:
             self._interleaver.set_shares([arena.bytes_per_s for arena in self.arenas])
 
     def take(self, blocks: int, parent: bytes = b"", key: bytes = b"") -> Buffer | None:
-        """Return a buffer of that many blocks with one user; None if no arena has room for it."""
+        """Return a buffer of that many blocks with one user; None if the budget or no arena has room for it."""
         if self._returned:
             self.settle()
-        available = [True] * len(self.arenas)
-        order = [0] if len(self.arenas) == 1 else self._interleaver.order(blocks, parent, available)
+        if self.used_bytes + blocks * BLOCK_BYTES > self.budget_bytes:
+            return None
+        order = [0] if len(self.arenas) == 1 else self._interleaver.order(blocks, parent, self._available)
         for number in order:
             arena = self.arenas[number]
             first = arena.extents.allocate(blocks)
             if first is not None:
                 if len(order) > 1:
-                    self._interleaver.place(number, blocks, parent, key, available)
-                self.used_bytes += blocks * BLOCK_BYTES
-                return Buffer(arena, number, first, blocks)
+                    self._interleaver.place(number, blocks, parent, key, self._available)
+                buffer = Buffer(arena, first, blocks)
+                self.used_bytes += buffer.size
+                return buffer
         return None
 
     def release(self, buffer: Buffer) -> None:

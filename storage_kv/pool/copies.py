@@ -129,7 +129,7 @@ class Copies:
 
     def make_room(self) -> bool:
         """Drop one copy that nobody uses; return whether there was one."""
-        first_probation = self._probation_bytes > _PROBATION_SHARE * self.copy_bytes or not self._main
+        first_probation = not self._main or self._probation_bytes > _PROBATION_SHARE * self.copy_bytes
         queues = (self._probation, self._main) if first_probation else (self._main, self._probation)
         for queue in queues:
             slot = _unused(queue)

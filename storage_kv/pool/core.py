@@ -3,6 +3,7 @@
 Everything here is called with the node's lock held.
 """
 
+import contextlib
 import hashlib
 import os
 import time
@@ -12,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from shadowserve.native import Index, IndexEntry, ObjectFields
+from storage_kv.engine import Item
 from storage_kv.pool.admission import Admission
-from storage_kv.pool.arena import BLOCK_BYTES, Arenas, object_blocks
+from storage_kv.pool.arena import BLOCK_BYTES, Arenas, Buffer, object_blocks
 from storage_kv.pool.copies import Copies
 from storage_kv.pool.disk import Disk, Place, Quarantined
-from storage_kv.pool.volume import VolumeError
+from storage_kv.pool.volume import Call, VolumeError
 
-__all__ = ["MEMORY_ONLY", "Cancelled", "Core", "Counters", "Entry", "TenantCounters"]
+__all__ = ["MEMORY_ONLY", "Cancelled", "Core", "Counters", "Entry", "PoolItem", "TenantCounters"]
 
 MEMORY_ONLY: Final = 255
 """The index's number of the device of objects that are in memory alone."""
@@ -103,20 +105,29 @@ class Entry:
     @property
     def size(self) -> int:
         """Bytes of these."""
-        return self.blocks * BLOCK_BYTES
+        return object_blocks(self.length) * BLOCK_BYTES
 
     @property
     def header(self) -> ObjectFields:
         """What the object's header says, if it is the object."""
         fields = self.fields
         return ObjectFields(
-            key=self.key,
-            tenant=self.tenant,
-            length=self.length,
-            generation=self.generation,
-            head_length=fields.head_length,
-            flags=fields.flags,
+            self.key, self.tenant, self.length, self.generation, head_length=fields.head_length, flags=fields.flags
         )
+
+
+class PoolItem(Item):
+    """What is known of an object: what the index says, and where its bytes lie in memory."""
+
+    __slots__ = ("buffer", "entry")
+
+    def __init__(self, entry: Entry, buffer: Buffer | None) -> None:
+        """Describe an entry; ``buffer`` has its bytes."""
+        fields = entry.fields
+        value = None if buffer is None else buffer.value(0, entry.length)
+        super().__init__(entry.length, fields.head_length, fields.expires_at_ms or None, value)
+        self.entry = entry
+        self.buffer = buffer
 
 
 class Left(NamedTuple):
@@ -146,6 +157,7 @@ class Core:
     Attributes:
         cancel_write: takes back the write of a slot, whose entry goes or is replaced (True); set by the writer. None:
             none is under way.
+        cancel_read: has the read of a slot bring no copy, since its entry goes or is replaced; set by the reader.
         pins: until when entries are pinned (Unix time in s), by slot; those of this run.
     """
 
@@ -164,7 +176,9 @@ class Core:
         self.generation = 1
         self.pins: dict[int, int] = {}
         self.cancel_write: Callable[[int, bool], Cancelled | None] = lambda slot, replaced: None
+        self.cancel_read: Callable[[int], None] = lambda slot: None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._awake = False
         for disk in disks:
             disk.wake = self.wake
             disk.on_gone = self.begin_session
@@ -179,13 +193,21 @@ class Core:
     def wake(self) -> None:
         """Have poll() called soon; from any thread."""
         os.eventfd_write(self._wake, 1)
+        self._awake = True  # not before: calm() would look for it in vain, and never again
 
     def calm(self) -> None:
         """Take back wake()."""
-        try:
-            os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
+        if self._awake:
+            self._awake = False
+            with contextlib.suppress(BlockingIOError):  # the wake() before this one has taken it
+                os.eventfd_read(self._wake)
+
+    def step_disks(self, now_ms: int) -> list[Call]:
+        """Take back what devices have done; return what is to be called without the lock."""
+        calls: list[Call] = []
+        for disk in self.disks:
+            calls += disk.step(now_ms)
+        return calls
 
     def close(self) -> None:
         """Give the descriptor back."""
@@ -312,6 +334,7 @@ class Core:
 
     def _take_leave(self, entry: Entry) -> None:
         self.copies.drop(entry.slot)
+        self.cancel_read(entry.slot)
         self.pins.pop(entry.slot, None)
         if entry.fields.head_length:
             self.counters.tenants[entry.tenant].record_bytes -= entry.length

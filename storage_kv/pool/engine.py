@@ -28,37 +28,24 @@ from storage_kv.engine import (
     wall_clock_ms,
 )
 from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
-from storage_kv.pool.core import MEMORY_ONLY, Core, Entry
+from storage_kv.pool.core import MEMORY_ONLY, Core, Entry, PoolItem
 from storage_kv.pool.homes import Home, Homes
 from storage_kv.pool.keys import ParsedKey, parse_key
 from storage_kv.pool.opening import Found, Opened, open_devices, open_parts
-from storage_kv.pool.reads import Reader
+from storage_kv.pool.reads import Reader, Told
 from storage_kv.pool.reports import pool_statistics, tenant_statistics
 from storage_kv.pool.scanning import scan_keys
 from storage_kv.pool.scrub import Scrubber
 from storage_kv.pool.space import Quota, Space
+from storage_kv.pool.volume import Call
 from storage_kv.pool.writes import Writer, joined
 
-__all__ = ["PoolEngine", "PoolItem", "open_pool"]
+__all__ = ["PoolEngine", "open_pool"]
 
 _TURN_MS: Final = 100
 _NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python
 _WRITABLE_SHARE: Final = 2
 """Of the memory, at most a half receives values and waits to be written: the other half is for readers."""
-
-
-class PoolItem(Item):
-    """What is known of an object: what the index says, and where its bytes lie in memory."""
-
-    __slots__ = ("buffer", "entry")
-
-    def __init__(self, entry: Entry, buffer: Buffer | None) -> None:
-        """Describe an entry; ``buffer`` has its bytes."""
-        fields = entry.fields
-        value = None if buffer is None else buffer.value(0, entry.length)
-        super().__init__(entry.length, fields.head_length, fields.expires_at_ms or None, value)
-        self.entry = entry
-        self.buffer = buffer
 
 
 class PoolEngine:
@@ -140,50 +127,66 @@ class PoolEngine:
 
     def poll(self) -> None:
         """See :meth:`Engine.poll`."""
-        lock, reader, writer = self._lock, self._reader, self._writer
+        lock, core, reader = self._lock, self._core, self._reader
         assert lock is not None, "start() comes first"
-        self._core.calm()
-        counters, reading = self._core.counters, reader.under_way > 0
+        core.calm()
+        tell: list[Told] = []
+        reading = reader.under_way > 0
         with lock:
-            began = self._core.ticks()
-            calls, unsealed = self._step_devices(), writer.take_unsealed()
+            began, now_ms = core.ticks(), self._clock_ms()
+            calls = core.step_disks(now_ms)
+            stepped = core.ticks()
+            reader.take_ended(tell)
+            if reading:
+                core.counters.submission_ns += stepped - began
+                core.counters.grouping_ns += core.ticks() - stepped
+            more = self._has_more(now_ms)
+        for done, lease in tell:
+            done(lease)
+        if calls or more:
+            self._go_on(lock, calls)
+
+    def _has_more(self, now_ms: int) -> bool:
+        """Return whether there is more to do than to hand on what devices have read and found sound."""
+        writer = self._writer
+        waiting = len(writer) or writer.waiting or self._reader.unsure or self._barriers or self._busy or self._ready
+        return bool(waiting or self._scrubber.has_read or self._is_turn(now_ms))
+
+    def _go_on(self, lock: threading.Lock, calls: list[Call]) -> None:
+        """Check reads that are not known to be sound, go on with writes, take a turn, tell those who wait."""
+        core, reader, writer, scrubber = self._core, self._reader, self._writer, self._scrubber
         for call in calls:
             call()
-        if reading:
-            counters.submission_ns += self._core.ticks() - began
-            began = self._core.ticks()
-        ended, scrubbed = reader.take_ended(), self._scrubber.take_read()
-        if reading:
-            counters.grouping_ns += self._core.ticks() - began
-        reader.verify(ended)
-        self._scrubber.verify(scrubbed)
-        writer.seal(unsealed)
         with lock:
-            began = self._core.ticks()
+            reads, scrubbed, unsealed = reader.take_unsure(), scrubber.take_read(), writer.take_unsealed()
+        reader.verify(reads)
+        scrubber.verify(scrubbed)
+        writer.seal(unsealed)
+        tell: list[Told] = []
+        with lock:
+            began, reading = core.ticks(), reader.under_way > 0
             # Where nothing but sound reads has ended, there is nothing to hand on, and no memory has become free.
-            changed = bool(scrubbed or len(writer) or self._barriers) or any(read.failure for read in ended)
+            changed = bool(scrubbed or len(writer) or self._barriers) or any(read.failure for read in reads)
+            reader.finish(reads, tell)
+            scrubber.finish(scrubbed)
             calls = []
-            tell = reader.finish(ended)
-            self._scrubber.finish(scrubbed)
             if changed:
                 writer.submit(unsealed)
-                calls = self._step_devices()
+                calls = core.step_disks(self._clock_ms())
                 writer.finish()
                 self._pass_barriers()
-            self._core.arenas.settle()
+            core.arenas.settle()
             changed |= self._turn()
             if reading:
-                counters.grouping_ns += self._core.ticks() - began
+                core.counters.grouping_ns += core.ticks() - began
             if changed:
                 reader.pump()
             settled = [*writer.take_settled(), *((ticket, None) for ticket in self._take_busy())]
             ready = self._take_ready()
-            if writer.waiting:
-                self._core.wake()
+            if writer.waiting or reader.has_ended:
+                core.wake()
         for call in calls:
             call()
-        if reader.has_ended:
-            self._core.wake()
         for done, lease in tell:
             done(lease)
         for ticket, error in settled:
@@ -191,18 +194,13 @@ class PoolEngine:
         for callback in ready:
             callback()
 
-    def _step_devices(self) -> list[Callable[[], None]]:
-        """Take back what devices have done; return what is to be called without the lock."""
-        calls: list[Callable[[], None]] = []
-        now_ms = self._clock_ms()
-        for disk in self._core.disks:
-            calls += disk.step(now_ms)
-        return calls
+    def _is_turn(self, now_ms: int) -> bool:
+        return now_ms >= self._next_turn_ms or now_ms <= self._next_turn_ms - 10 * _TURN_MS
 
     def _turn(self) -> bool:
         """Do what is to be done ten times a second; return whether it was time."""
         now_ms = self._clock_ms()
-        if now_ms < self._next_turn_ms and now_ms > self._next_turn_ms - 10 * _TURN_MS:
+        if not self._is_turn(now_ms):
             return False
         self._next_turn_ms = now_ms + _TURN_MS
         self._homes.update()
@@ -259,12 +257,11 @@ class PoolEngine:
         core = self._core
         began = core.ticks()
         core.counters.lookups += 1
-        entry = self._entry(parse_key(qualified))
+        entry = self._entry(parse_key(qualified), core.now_s() if use else 0)
         if entry is None:
             core.counters.lookup_ns += core.ticks() - began
             return None
         if use:
-            self._index.touch(entry.slot, core.now_s())
             buffer = core.copies.get(entry.slot)
         else:
             buffer = core.copies.peek(entry.slot)
@@ -278,12 +275,12 @@ class PoolEngine:
         core.counters.lookup_ns += core.ticks() - began
         return PoolItem(entry, buffer)
 
-    def _entry(self, parsed: ParsedKey) -> Entry | None:
-        """Return the entry of a key, unless it has expired, which removes it."""
-        slot = self._index.find(parsed.tenant, parsed.key)
-        if not slot:
+    def _entry(self, parsed: ParsedKey, now_s: int = 0) -> Entry | None:
+        """Return the entry of a key, unless it has expired, which removes it. ``now_s`` as of :meth:`Index.get`."""
+        found = self._index.get(parsed.tenant, parsed.key, now_s)
+        if found is None:
             return None
-        entry = Entry(slot, self._index.read(slot))
+        entry = Entry(*found)
         # A chunk's key may be made from another key's digest, or the reverse.
         if (entry.fields.flags & _NAMED == 0) != (parsed.name is None):
             return None
@@ -389,8 +386,8 @@ class PoolEngine:
         return ticket
 
     def _present(self, parsed: ParsedKey) -> Entry | None:
-        slot = self._index.find(parsed.tenant, parsed.key)
-        return Entry(slot, self._index.read(slot)) if slot else None
+        found = self._index.get(parsed.tenant, parsed.key)
+        return None if found is None else Entry(*found)
 
     def _check_size(self, length: int, blocks: int) -> None:
         if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes or length >= 1 << 32:
@@ -617,9 +614,10 @@ class PoolEngine:
 
         The arenas stay as large as they were mapped: beyond that it has no effect.
         """
-        self._space.memory_max = min(budget_bytes, self._core.arenas.size)
+        arenas = self._core.arenas
+        arenas.budget_bytes = min(budget_bytes, arenas.size)
         if not self._core.disks:
-            self._space.budget_bytes = self._space.memory_max
+            self._space.budget_bytes = arenas.budget_bytes
         self._space.trim()
 
     def drop_copies(self) -> None:
@@ -647,9 +645,8 @@ class PoolEngine:
         """
         for disk in self._core.disks:
             if disk.name == name:
-                disk.set_budget(bytes_max, objects_max)
+                self._space.set_device_budget(disk, bytes_max, objects_max)
                 disk.wear.budget_bytes = write_bytes_per_day
-                self._space.keep_headroom()
                 return
         raise ConfigurationError(f"there is no device {name}; there are {[disk.name for disk in self._core.disks]}")
 

@@ -44,9 +44,11 @@ class BandwidthMeter:
 
     def note(self, length: int, begin_ns: int, end_ns: int, depth: int) -> None:
         """Count a read of ``length`` bytes, one of ``depth`` that were under way when it was handed over."""
+        if self.fixed:
+            return
         begins_ns = max(begin_ns, self._busy_until_ns)
         self._busy_until_ns = max(end_ns, self._busy_until_ns)
-        if self.fixed or depth < BUSY_DEPTH:
+        if depth < BUSY_DEPTH:
             return
         self._bytes += length
         self._busy_ns += max(end_ns - begins_ns, 0)

@@ -13,6 +13,7 @@ None: a miss.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from shadowserve.native import Result, check_object, object_unit
@@ -23,21 +24,20 @@ from storage_kv.pool.device import Operation, Priority
 from storage_kv.pool.disk import Disk
 from storage_kv.pool.space import Space
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "Told"]
 
 _WHOLE_BYTES: Final = 256 << 10
 """Objects up to this size are read whole: on any SSD the time is the same."""
 _WHOLE_SHARE: Final = 8
 """A request for an eighth of an object or more reads it whole: the rest is asked for next."""
+_SOUND: Final = Result.OK
 
 Done = Callable[[Lease | None], None]
+Told = tuple[Done, Lease | None]
 
 
-@dataclass(slots=True)
-class _Waiter:
-    start: int
-    end: int
-    done: Done
+_Waiter = tuple[int, int, Done]
+"""Where the bytes that it wants begin and end, and who hears of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,18 +67,24 @@ class _Read:
 
 
 class Reader:
-    """Reads for clients. With the node's lock held, but for :meth:`verify`."""
+    """Reads for clients. With the node's lock held, but for :meth:`verify`.
+
+    Attributes:
+        under_way: reads that nobody has been told of yet.
+        unsure: of these, what has ended, but has failed, or was not checked by its device.
+    """
 
     def __init__(self, core: Core, space: Space) -> None:
         """Make one without reads."""
         self._core = core
         self._space = space
-        self._whole: dict[int, _Read] = {}
+        self._whole: dict[int, _Read] = {}  # by slot, while the entry is what it was
         self._waiting: deque[_Read] = deque()
-        self._ended: deque[_Read] = deque()
-        self._ended_operations: deque[tuple[_Read, Operation]] = deque()
+        self._ended: deque[tuple[_Read, Operation]] = deque()
         self._spare_bytes = 0  # that have become free since memory was last looked for in vain
+        self.unsure: list[_Read] = []
         self.under_way = 0
+        core.cancel_read = self.cancel
 
     @property
     def waiting(self) -> int:
@@ -88,21 +94,24 @@ class Reader:
     def read(self, entry: Entry, start: int, end: int, done: Done) -> None:
         """Read bytes of an object that is not in memory."""
         began = self._core.ticks()
-        waiter = _Waiter(start, end, done)
         under_way = self._whole.get(entry.slot)
         if under_way is not None and under_way.entry.generation == entry.generation:
-            under_way.waiters.append(waiter)
+            under_way.waiters.append((start, end, done))
             self._core.counters.shared_reads += 1
             return
         read = self._plan(entry, start, end)
-        read.waiters.append(waiter)
+        read.waiters.append((start, end, done))
         read.disk.use(entry.extent)
         self.under_way += 1
-        if read.whole:
+        if read.whole and self._core.is_current(entry):
             self._whole[entry.slot] = read
         if self._waiting or not self._begin(read):
             self._waiting.append(read)
         self._core.counters.grouping_ns += self._core.ticks() - began
+
+    def cancel(self, slot: int) -> None:
+        """Have the read of a slot bring no copy; see :attr:`Core.cancel_read`. Who waits for it gets what was there."""
+        self._whole.pop(slot, None)
 
     def pump(self) -> None:
         """Begin reads that had to wait, in their order, as far as there is memory now."""
@@ -134,14 +143,14 @@ class Reader:
         entry = read.entry
         if read.disk.gone is not None:
             read.failure = "device_gone"
-            self._ended.append(read)
+            self.unsure.append(read)
             self._core.wake()
             return True
         parts = read.parts
         if read.buffer is None:
             if read.size > self._core.arenas.largest_bytes:
                 read.failure = "no_memory"
-                self._ended.append(read)
+                self.unsure.append(read)
                 self._core.wake()
                 return True
             read.buffer = self._space.memory(read.size // BLOCK_BYTES)
@@ -155,12 +164,11 @@ class Reader:
         read.depth = read.disk.reading
         address = read.buffer.address
 
-        def done(operation: Operation) -> None:
-            self._ended_operations.append((read, operation))  # in the engine's thread, without the lock
-
         began = self._core.ticks()
-        volume, expected = read.disk.volume, entry.header
+        done = partial(self._note_end, read)
+        volume = read.disk.volume
         if len(parts) == 1:
+            expected = entry.header
             volume.read(entry.extent, 0, parts[0][1], address, Priority.FOREGROUND, done, expected, read.units)
         else:  # what the device checks is one operation's
             for offset, length in parts:
@@ -171,29 +179,39 @@ class Reader:
         self._core.counters.grouping_ns -= took  # the calls into the kernel are I/O, not orchestration
         return True
 
-    def _end_operation(self, read: _Read, operation: Operation) -> None:
-        disk = read.disk
-        if operation.error is not None:
-            read.failure, read.error = "io_error", operation.error
-        else:
-            read.verdict = operation.verdict
-            disk.read_bytes += operation.length
-            disk.reads += 1
-            disk.meter.note(operation.length, operation.begin_ns, operation.end_ns, read.depth)
-        read.left -= 1
-        if read.left == 0:
-            self._ended.append(read)
+    def _note_end(self, read: _Read, operation: Operation) -> None:
+        self._ended.append((read, operation))
 
     @property
     def has_ended(self) -> bool:
         """Whether there is something to take."""
-        return bool(self._ended_operations or self._ended)
+        return bool(self._ended or self.unsure)
 
-    def take_ended(self) -> list[_Read]:
-        """Return reads that have ended, to be verified; in the engine's thread, with the lock or without."""
-        for _ in range(len(self._ended_operations)):
-            self._end_operation(*self._ended_operations.popleft())
-        return [self._ended.popleft() for _ in range(len(self._ended))]
+    def take_ended(self, tell: list[Told]) -> None:
+        """Finish what has come and was found sound by its device; ``tell`` gets who is to hear of it, without the lock.
+
+        What has failed, or was not checked, is unsure.
+        """
+        while self._ended:
+            read, operation = self._ended.popleft()
+            if operation.error is not None:
+                read.failure, read.error = "io_error", operation.error
+            else:
+                disk = read.disk
+                disk.read_bytes += operation.length
+                disk.reads += 1
+                disk.meter.note(operation.length, operation.begin_ns, operation.end_ns, read.depth)
+                read.verdict = operation.verdict
+            read.left -= 1
+            if read.verdict is _SOUND:
+                self._finish(read, tell)
+            elif read.left == 0:
+                self.unsure.append(read)
+
+    def take_unsure(self) -> list[_Read]:
+        """Return what is to be verified, and finished then."""
+        reads, self.unsure = self.unsure, []
+        return reads
 
     def verify(self, reads: list[_Read]) -> None:
         """Check what was read and was not checked by its device; without the node's lock."""
@@ -210,44 +228,44 @@ class Reader:
         data = buffer.view(HEADER_BYTES if read.first_unit == 0 else BLOCK_BYTES + HEADER_BYTES, buffer.size)
         return failure_of(entry, read.verdict, buffer.view(0, HEADER_BYTES), read.first_unit, read.units, data)
 
-    def finish(self, reads: list[_Read]) -> list[tuple[Done, Lease | None]]:
-        """Make copies and leases of what was read; return who is to be told, without the lock."""
-        tell: list[tuple[Done, Lease | None]] = []
+    def finish(self, reads: list[_Read], tell: list[Told]) -> None:
+        """Make copies and leases of what was verified, and drop what is not sound."""
         for read in reads:
-            self.under_way -= 1
-            entry, buffer = read.entry, read.buffer
-            read.disk.reading -= read.begun
-            if read.error is not None:
-                read.disk.note_error(read.error, self._core.clock_ms(), writing=False)
-                read.failure = "io_error" if read.disk.gone is None else "device_gone"
-            read.disk.unuse(entry.extent)
-            if read.whole and self._whole.get(entry.slot) is read:
-                del self._whole[entry.slot]
-            if read.failure is not None:
-                if buffer is not None:
-                    self._core.arenas.release(buffer)
-                if self._core.is_current(entry):
-                    self._core.lose(entry, read.failure)
-                tell += [(waiter.done, None) for waiter in read.waiters]
-                continue
-            assert buffer is not None
-            for waiter in read.waiters:
-                tell.append((waiter.done, self._lease(read, buffer, waiter)))
-            if read.whole and self._core.is_current(entry) and self._core.copies.peek(entry.slot) is None:
-                buffer.hits += len(read.waiters)
-                self._core.copies.add(entry.slot, buffer)
-            else:
-                self._core.arenas.release(buffer)
-        return tell
+            self._finish(read, tell)
 
-    def _lease(self, read: _Read, buffer: Buffer, waiter: _Waiter) -> Lease:
+    def _finish(self, read: _Read, tell: list[Told]) -> None:
+        core, entry, buffer, disk = self._core, read.entry, read.buffer, read.disk
+        self.under_way -= 1
+        disk.reading -= read.begun
+        if read.error is not None:
+            disk.note_error(read.error, core.clock_ms(), writing=False)
+            read.failure = "io_error" if disk.gone is None else "device_gone"
+        disk.unuse(entry.extent)
+        is_copy = self._whole.get(entry.slot) is read
+        if is_copy:
+            del self._whole[entry.slot]
+        if read.failure is not None:
+            if buffer is not None:
+                core.arenas.release(buffer)
+            if core.is_current(entry):
+                core.lose(entry, read.failure)
+            tell += [(done, None) for _, _, done in read.waiters]
+            return
+        assert buffer is not None
+        for start, end, done in read.waiters:
+            tell.append((done, self._lease(read, buffer, start, end)))
+        if is_copy:
+            buffer.hits += len(read.waiters)
+            core.copies.add(entry.slot, buffer)
+        else:
+            core.arenas.release(buffer)
+
+    def _lease(self, read: _Read, buffer: Buffer, start: int, end: int) -> Lease:
         buffer.users += 1
-        # Where the value would begin, had the whole of it been read.
-        shift = HEADER_BYTES
-        if read.first_unit:
-            shift += BLOCK_BYTES - read.first_unit * object_unit(read.entry.length)
-        view = buffer.view(shift + waiter.start, shift + waiter.end).toreadonly()
-        return Lease(view, lambda: self._release(buffer))
+        shift = 0
+        if read.first_unit:  # the value does not begin behind its header, but so far behind it
+            shift = BLOCK_BYTES - read.first_unit * object_unit(read.entry.length)
+        return Lease(buffer.value(shift + start, shift + end), partial(self._release, buffer))
 
     def _release(self, buffer: Buffer) -> None:
         self._core.arenas.release(buffer)

@@ -123,6 +123,11 @@ class Scrubber:
             entry.extent, 0, entry.size, address, Priority.BACKGROUND, done, entry.header, _units(entry)
         )
 
+    @property
+    def has_read(self) -> bool:
+        """Whether there is something to take, or a test has ended."""
+        return bool(self._read or self._tests)
+
     def take_read(self) -> list[_Check]:
         """Return what has been read, to be verified."""
         return [self._read.popleft() for _ in range(len(self._read))]

@@ -59,11 +59,10 @@ class Space:
         """
         self._core = core
         self.budget_bytes = budget_bytes
-        self.memory_max = core.arenas.size
         self.objects_max = objects_max
         self.quotas: dict[int, Quota] = {}
         self.tenants: set[int] = {0}
-        self._enough: dict[int, tuple[int, int, int]] = {}  # by device, what it had when its headroom was enough
+        self._filled = {disk.number for disk in core.disks}  # where less may be free than when there was enough
         if not core.disks:
             self._memory_only_max = core.arenas.size
         else:
@@ -201,6 +200,7 @@ class Space:
         size = blocks * BLOCK_BYTES
         if size > disk.capacity_bytes:
             return None
+        self._filled.add(disk.number)
         index = self._core.index
         while True:
             totals = index.totals(device=disk.number)
@@ -211,27 +211,33 @@ class Space:
             if not self.evict(cause="device", device=disk.number):
                 return None
 
+    def set_device_budget(self, disk: Disk, bytes_max: int | None, objects_max: int | None) -> None:
+        """Change what a device may hold; None for all that it has room for. What is beyond it goes bit by bit."""
+        disk.set_budget(bytes_max, objects_max)
+        self._filled.add(disk.number)
+        self.keep_headroom()
+
     def keep_headroom(self) -> None:
         """Evict ahead of writers, so that they rarely wait: in poll(), a few at a time."""
-        for disk in self._core.disks:
-            size = disk.capacity_bytes
-            level = (disk.free_bytes, size, disk.objects_max)
-            if self._enough.get(disk.number) == level:  # nothing has been put since
-                continue
+        if self._filled:
+            self._filled = {number for number in self._filled if not self._has_headroom(self._core.disks[number])}
+
+    def _has_headroom(self, disk: Disk) -> bool:
+        """Return whether enough of a device is free, perhaps after some evictions."""
+        totals = self._core.index.totals(device=disk.number)
+        if disk.gone is not None or not totals.objects:
+            return True
+        size, mean = disk.capacity_bytes, totals.bytes // totals.objects
+        headroom = min(int(_HEADROOM_SHARE * size), _HEADROOM_BYTES_MAX)
+        headroom = max(headroom, min(_HEADROOM_OBJECTS * mean, size // _HEADROOM_SMALL))
+        for _ in range(_EVICTIONS_PER_TURN):
+            within = totals.objects <= disk.objects_max
+            if size - totals.bytes >= headroom and disk.free_bytes >= headroom and within:
+                return True
+            if not self.evict(cause="device", device=disk.number):
+                return False
             totals = self._core.index.totals(device=disk.number)
-            if disk.gone is not None or not totals.objects:
-                continue
-            mean = totals.bytes // totals.objects
-            headroom = min(int(_HEADROOM_SHARE * size), _HEADROOM_BYTES_MAX)
-            headroom = max(headroom, min(_HEADROOM_OBJECTS * mean, size // _HEADROOM_SMALL))
-            for _ in range(_EVICTIONS_PER_TURN):
-                within = totals.objects <= disk.objects_max
-                if size - totals.bytes >= headroom and disk.free_bytes >= headroom and within:
-                    self._enough[disk.number] = level
-                    break
-                if not self.evict(cause="device", device=disk.number):
-                    break
-                totals = self._core.index.totals(device=disk.number)
+        return False
 
     # ---- Memory
 
@@ -239,7 +245,7 @@ class Space:
         """Return a buffer with one user, dropping copies and what is in memory alone; None if all is in use."""
         core = self._core
         tries = _TRIES_MAX
-        while (buffer := self._take(blocks, parent, key)) is None:
+        while (buffer := core.arenas.take(blocks, parent, key)) is None:
             if not tries:
                 return None
             bound = self._memory_only_max - blocks * BLOCK_BYTES
@@ -260,11 +266,3 @@ class Space:
         """
         arenas = self._core.arenas
         return not self._core.disks or arenas.used_bytes - arenas.lent_bytes <= self._core.copies.kept_bytes
-
-    def _take(self, blocks: int, parent: bytes, key: bytes) -> Buffer | None:
-        arenas = self._core.arenas
-        if arenas.used_bytes + blocks * BLOCK_BYTES > self.memory_max:
-            arenas.settle()
-            if arenas.used_bytes + blocks * BLOCK_BYTES > self.memory_max:
-                return None
-        return arenas.take(blocks, parent, key)

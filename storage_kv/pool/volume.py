@@ -4,8 +4,8 @@ An object is written in this order: its bytes; then, when they are written, its 
 flush for all blocks and objects of the group; then the writer hears of it. Nothing is reused before what it was used
 for is gone for good: an extent whose object was removed or replaced is free once the record that says so is durable.
 
-Everything here runs with the node's lock held and never waits. :meth:`Volume.step` drives it and returns calls to be
-made without the lock: settled tickets, and completions of reads.
+Everything here runs with the node's lock held and never waits. :meth:`Volume.step` drives it, tells of reads that have
+ended, and returns calls to be made without the lock: settled tickets.
 """
 
 import os
@@ -440,25 +440,15 @@ class Volume:
         expected: ObjectFields | None = None,
         expected_units: int = 0,
     ) -> None:
-        """Read bytes of an object in whole blocks; step() returns the call of ``done``.
+        """Read bytes of an object in whole blocks; step() calls ``done``.
 
         ``expected`` and ``expected_units`` are :class:`Operation`'s, for bytes from the header on.
         """
         begin = extent * BLOCK_BYTES + offset
-        self._submit(
-            [
-                Operation(
-                    OperationKind.READ,
-                    begin,
-                    length,
-                    address,
-                    priority,
-                    lambda operation: self._calls.append(lambda: done(operation)),
-                    expected,
-                    expected_units,
-                )
-            ]
+        self._outbox.append(
+            Operation(OperationKind.READ, begin, length, address, priority, done, expected, expected_units)
         )
+        self._send()
 
     # ---- What drives it
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from shadowserve.native import OBJECT_HEADER_BYTES, Result, check_object
 from storage_kv.pool.device import Operation, OperationKind
 
 __all__ = ["BLOCK_BYTES", "SECTOR_BYTES", "Fault", "SimulatedDevice", "SimulatedStatistics"]
@@ -86,7 +87,7 @@ class _Version:
 
 
 class SimulatedDevice:
-    """Implements ``storage_kv.pool.device.BlockDevice``.
+    """Implements ``storage_kv.pool.device.BlockDevice``. It checks every second read that may be checked.
 
     Attributes:
         automatic: completed() first ends everything that is under way, in a random order: for opening and formatting.
@@ -196,6 +197,8 @@ class SimulatedDevice:
         self._completions += 1
         operation.end_ns = self._clock_ns()
         operation.error = OSError(error, os.strerror(error)) if error else None
+        if operation.expected is not None and not error and self._completions % 2:
+            operation.verdict = _checked(operation)
         counted = self._statistics
         (counted.errors if error else counted.operations)[operation.kind] += 1
         counted.bytes[operation.kind] += 0 if error else operation.length
@@ -351,3 +354,10 @@ class SimulatedDevice:
 
 def _flipped(content: bytes, at: int, bit: int) -> bytes:
     return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+
+def _checked(operation: Operation) -> Result:
+    assert operation.expected is not None
+    content = memoryview((ctypes.c_uint8 * operation.length).from_address(operation.address)).cast("B")
+    header, data = content[:OBJECT_HEADER_BYTES], content[OBJECT_HEADER_BYTES:]
+    return check_object(header, operation.expected, data, 0, operation.expected_units)

@@ -15,7 +15,8 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.native import Result, check_object
 from storage_kv.engine import qualified
 from storage_kv.pool import reads
-from storage_kv.pool.engine import PoolEngine, PoolItem
+from storage_kv.pool.core import PoolItem
+from storage_kv.pool.engine import PoolEngine
 from storage_kv.pool.volume import VolumeError
 
 

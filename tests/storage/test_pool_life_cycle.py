@@ -1,6 +1,7 @@
 """What happens to objects between being stored and being gone: memory, eviction, restarts, back-pressure."""
 
 import logging
+import select
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from simulated_device import SimulatedDevice
 
 from shadowserve.block import OperationKind
 from storage_kv.engine import BusyError, OutOfBudgetError, qualified
-from storage_kv.pool.engine import PoolEngine, PoolItem
+from storage_kv.pool.core import PoolItem
+from storage_kv.pool.engine import PoolEngine
 
 
 def start(*sizes: int, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
@@ -174,7 +176,7 @@ def test_what_is_asked_for_twice_stays_in_memory_while_much_is_read_once() -> No
     pool.stop()
 
 
-@pytest.mark.parametrize("change", ["remove", "put", "clear", "evict"])
+@pytest.mark.parametrize("change", ["remove", "put", "clear", "evict", "make way"])
 def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_later(change: str) -> None:
     pool, devices = start()
     pool.put(b"a", b"old" * 20_000)
@@ -185,7 +187,7 @@ def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_l
     assert reading is not None and not reading.finished
     later = None
     with pool.lock:
-        if change == "remove":
+        if change in ("remove", "make way"):
             assert pool.engine.remove(qualified(0, b"a"))
         elif change == "clear":
             pool.engine.clear(None)
@@ -193,14 +195,39 @@ def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_l
             assert pool.engine._space.evict(cause="budget")  # type: ignore[attr-defined]
     if change == "put":
         later = pool.put_soon(b"a", b"new" * 20_000)
+    elif change == "make way":  # another object takes its place in the index
+        later = pool.put_soon(b"b", b"new" * 20_000)
     devices[0].automatic = True
     assert reading.wait() == b"old" * 20_000
     reading.release()
     assert later is None or later.wait() is None
     assert pool.value(b"a") == (b"new" * 20_000 if change == "put" else None)
-    disk = pool.engine._core.disks[0]  # type: ignore[attr-defined]
+    assert pool.value(b"b") == (b"new" * 20_000 if change == "make way" else None)
+    core = pool.engine._core  # type: ignore[attr-defined]
+    disk = core.disks[0]
     pool.pump(lambda: not disk.is_freeing)
-    assert disk.volume.free_blocks * 4096 == free + (0 if change == "put" else 61_440 + 4_096)
+    assert core.arenas.used_bytes == core.copies.copy_bytes + core.copies.kept_bytes
+    assert all(core.entry(slot) is not None for slot in core.copies.slots())
+    assert disk.volume.free_blocks * 4096 == free + (0 if later is not None else 61_440 + 4_096)
+    pool.stop()
+
+
+def test_a_wake_ends_with_the_poll_that_answers_it_and_the_next_one_counts() -> None:
+    pool, _ = start()
+    core = pool.engine._core  # type: ignore[attr-defined]
+    pool.pump(lambda: not pool.engine.busy)
+
+    def is_awake() -> bool:
+        return bool(select.select([core.wake_descriptor], [], [], 0)[0])
+
+    pool.engine.poll()
+    assert not is_awake()
+    for times in (1, 3, 1):
+        for _ in range(times):
+            core.wake()
+        assert is_awake()
+        pool.engine.poll()
+        assert not is_awake()
     pool.stop()
 
 

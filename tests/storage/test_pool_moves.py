@@ -9,8 +9,9 @@ from pool_support import DEVICE_BYTES, pool_statistics, simulated_pool
 from simulated_device import SimulatedDevice
 
 from storage_kv.engine import qualified
+from storage_kv.pool.core import PoolItem
 from storage_kv.pool.disk import Disk
-from storage_kv.pool.engine import PoolEngine, PoolItem
+from storage_kv.pool.engine import PoolEngine
 
 KEY = b"key"
 POLLS = 24

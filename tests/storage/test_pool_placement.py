@@ -13,7 +13,7 @@ from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from storage_kv.config import StorageConfig
 from storage_kv.pool.arena import Arena, Arenas, memory_nodes
-from storage_kv.pool.engine import PoolItem
+from storage_kv.pool.core import PoolItem
 from storage_kv.pool.organizer import BandwidthMeter, Organizer
 from storage_kv.pool.placement import Interleaver
 from storage_kv.pool.wear import Wear
@@ -230,7 +230,7 @@ def test_memory_that_was_lent_comes_back_when_nobody_looks_at_it() -> None:
     arenas.end_loan(view)
     assert arenas.used_bytes == 0
     taken = [arenas.take(256) for _ in range(5)]
-    assert taken.count(None) == 1 and {item.arena_number for item in taken if item is not None} == {0, 1}
+    assert taken.count(None) == 1 and {item.arena for item in taken if item is not None} == {*arenas.arenas}
 
 
 def test_devices_are_configured_as_paths_or_mappings() -> None:
