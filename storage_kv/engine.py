@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from shadowserve import errors
 from shadowserve.errors import ShadowServeError
@@ -97,18 +97,19 @@ class Lease:
         view: the bytes.
     """
 
-    __slots__ = ("_released", "view")
+    __slots__ = ("_arguments", "_released", "view")
 
-    def __init__(self, view: memoryview, released: Callable[[], None] | None = None) -> None:
-        """Make one; ``released`` is called by release(), with the node's lock held."""
+    def __init__(self, view: memoryview, released: Callable[..., None] | None = None, *arguments: Any) -> None:
+        """Make one; release() calls ``released`` with ``arguments``, with the node's lock held."""
         self.view = view
         self._released = released
+        self._arguments = arguments
 
     def release(self) -> None:
         """Give the bytes back: once, with the node's lock held."""
         released, self._released = self._released, None
         if released is not None:
-            released()
+            released(*self._arguments)
 
 
 class Ticket:

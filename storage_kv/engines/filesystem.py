@@ -233,7 +233,7 @@ class FilesystemEngine(MemoryEngine):
                 if item.stored:
                     self._drop(item.key, item)
             self._remove_if_unused(item)
-        done(None if data is None else Lease(data, lambda: self._end_read(end - start)))
+        done(None if data is None else Lease(data, self._end_read, end - start))
 
     # ---- Writing
 

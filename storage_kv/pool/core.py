@@ -124,8 +124,11 @@ class PoolItem(Item):
     def __init__(self, entry: Entry, buffer: Buffer | None) -> None:
         """Describe an entry; ``buffer`` has its bytes."""
         fields = entry.fields
-        value = None if buffer is None else buffer.value(0, entry.length)
-        super().__init__(entry.length, fields.head_length, fields.expires_at_ms or None, value)
+        # What Item's own would do, in one call less for each lookup.
+        self.length = entry.length
+        self.head_bytes = fields.head_length
+        self.expires_at_ms = fields.expires_at_ms or None
+        self.value = None if buffer is None else buffer.value(0, entry.length)
         self.entry = entry
         self.buffer = buffer
 

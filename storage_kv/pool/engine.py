@@ -148,9 +148,9 @@ class PoolEngine:
 
     def _has_more(self, now_ms: int) -> bool:
         """Return whether there is more to do than to hand on what devices have read and found sound."""
-        writer = self._writer
-        waiting = len(writer) or writer.waiting or self._reader.unsure or self._barriers or self._busy or self._ready
-        return bool(waiting or self._scrubber.has_read or self._is_turn(now_ms))
+        waiting = self._barriers or self._busy or self._ready
+        more = self._writer.has_more or self._reader.unsure or self._scrubber.has_read
+        return bool(waiting or more or self._is_turn(now_ms))
 
     def _go_on(self, lock: threading.Lock, calls: list[Call]) -> None:
         """Check reads that are not known to be sound, go on with writes, take a turn, tell those who wait."""
@@ -296,8 +296,7 @@ class PoolEngine:
         buffer = self._core.copies.peek(item.entry.slot)
         if buffer is not None and self._core.is_current(item.entry):  # it has come since
             buffer.users += 1
-            held = buffer
-            done(Lease(buffer.value(start, end), lambda: self._release(held)))
+            done(Lease(buffer.value(start, end), self._release, buffer))
             return
         self._reader.read(item.entry, start, end, done)
 

@@ -6,6 +6,7 @@ its text is kept beside, for SCAN and for the log.
 
 import hashlib
 import re
+from binascii import unhexlify
 from typing import Final, NamedTuple
 
 from storage_kv.engine import TENANT_BYTES
@@ -32,7 +33,7 @@ def parse_key(qualified: bytes) -> ParsedKey:
     if len(qualified) == TENANT_BYTES + CHUNK_KEY_BYTES and qualified.startswith(_PREFIX, TENANT_BYTES):
         digits = qualified[TENANT_BYTES + len(_PREFIX) :]
         if _DIGITS.fullmatch(digits):
-            return ParsedKey(tenant, bytes.fromhex(digits.decode()), None)
+            return ParsedKey(tenant, unhexlify(digits), None)
     text = qualified[TENANT_BYTES:]
     return ParsedKey(tenant, hashlib.sha256(text).digest(), text)
 

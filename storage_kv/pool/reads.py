@@ -30,6 +30,10 @@ _WHOLE_BYTES: Final = 256 << 10
 """Objects up to this size are read whole: on any SSD the time is the same."""
 _WHOLE_SHARE: Final = 8
 """A request for an eighth of an object or more reads it whole: the rest is asked for next."""
+_GROUP: Final = 8
+"""So many waiting reads begin together, since beginning one costs least right after another..."""
+_BUSY_READS: Final = 16
+"""...unless their device has fewer than this to do."""
 _SOUND: Final = Result.OK
 
 Done = Callable[[Lease | None], None]
@@ -265,13 +269,16 @@ class Reader:
         shift = 0
         if read.first_unit:  # the value does not begin behind its header, but so far behind it
             shift = BLOCK_BYTES - read.first_unit * object_unit(read.entry.length)
-        return Lease(buffer.value(shift + start, shift + end), partial(self._release, buffer))
+        return Lease(buffer.value(shift + start, shift + end), self._release, buffer)
 
     def _release(self, buffer: Buffer) -> None:
         self._core.arenas.release(buffer)
         self._spare_bytes += buffer.size
-        if self._waiting and self._waiting[0].size <= self._spare_bytes:
-            self._use_spare()
+        if self._waiting:
+            first = self._waiting[0]
+            group = _GROUP if first.disk.reading >= _BUSY_READS else 1
+            if group * first.size <= self._spare_bytes:
+                self._use_spare()
 
 
 def failure_of(

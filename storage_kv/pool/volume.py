@@ -454,10 +454,9 @@ class Volume:
 
     def step(self) -> list[Call]:
         """Take what the device has completed and go on; return what to call without the lock, in this order."""
-        completed = self.device.completed()
-        for operation in completed:
+        for operation in self.device.completed():
             operation.done(operation)
-        if completed or not self.idle or self._snapshot_wanted or self._room is not None:
+        if not self.idle or self._snapshot_wanted or self._room is not None:
             self._log.step()
             self._step_snapshot()
             self._log.step()

@@ -91,6 +91,11 @@ class Writer:
         return self._count + len(self._unsure)
 
     @property
+    def has_more(self) -> bool:
+        """Whether poll() has something to do, now or when a device has done its part."""
+        return bool(self._count or self._unsure or self._settled)
+
+    @property
     def waiting(self) -> bool:
         """Whether poll() has something to do that no device announces."""
         return bool(self._unsealed or self._ended or self._settled)

@@ -176,6 +176,31 @@ def test_what_is_asked_for_twice_stays_in_memory_while_much_is_read_once() -> No
     pool.stop()
 
 
+def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_busy() -> None:
+    pool, devices = start(clock_ms=Clock())  # which stands still, so that no turn of the pool helps
+    values = {b"%d" % number: b"%03d" % number * 30_000 for number in range(200)}
+    for key, value in values.items():
+        pool.put(key, value)
+    cool(pool)
+    devices[0].automatic = False
+    readings = [(key, pool.open(key)) for key in values]
+    begun = len(devices[0].waiting)
+    assert 32 < begun < len(values) - 32
+    for released in range(1, 25):
+        assert devices[0].complete() is not None
+        pool.engine.poll()
+        done = next(one for one in readings if one[1] is not None and one[1].finished)
+        assert done[1] is not None and done[1].wait() == values[done[0]]
+        done[1].release()
+        readings.remove(done)
+        assert len(devices[0].waiting) == begun - released % 8
+    devices[0].automatic = True
+    for key, reading in readings:
+        assert reading is not None and reading.wait() == values[key]
+        reading.release()
+    pool.stop()
+
+
 @pytest.mark.parametrize("change", ["remove", "put", "clear", "evict", "make way"])
 def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_later(change: str) -> None:
     pool, devices = start()
