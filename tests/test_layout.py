@@ -1,6 +1,7 @@
 """The layout rules of docs/architecture.md: what may import what, and what a wheel holds."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -93,6 +94,19 @@ def test_the_data_plane_knows_no_engine() -> None:
 def test_a_folder_without_code_of_ours_is_no_package(folder: str) -> None:
     # A proto/__init__.py would hide proto-plus, a tests/__init__.py whatever else is called tests.
     assert not list((REPOSITORY / folder).rglob("__init__.py"))
+
+
+def test_a_folder_of_the_c_core_needs_only_those_above_it_in_its_readme() -> None:
+    source = REPOSITORY / "native" / "src"
+    folders = re.findall(r"^\| `src/(\w+)/` \|", (REPOSITORY / "native" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(folders) == sorted(path.name for path in source.iterdir())
+    for path in source.rglob("*.[ch]"):
+        own = path.relative_to(source).parts[0]
+        for needed in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+            assert (source / needed).exists() or (source.parent / "include" / needed).exists(), f"{path}: {needed}"
+            if "/" in needed:
+                above = needed.partition("/")[0]
+                assert folders.index(above) <= folders.index(own), f"{path} needs {needed}, of a folder below its own"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
