@@ -409,6 +409,8 @@ class PoolEngine:
         tenant, key, name = parsed
         old = self._present(parsed)  # making room may have evicted it
         home = self._home(parsed, length, parent, old)
+        if old is not None and not core.is_current(old):
+            old = None  # and so has finding a home
         disk = home.disk
         generation = core.next_generation()
         try:

@@ -58,7 +58,7 @@ class Homes:
             length: bytes of the value.
             parent: of the chunk before it, with its tenant; empty for none.
             key: its own, with its tenant.
-            old: what it replaces.
+            old: what it replaces; it may be evicted for it.
         """
         core = self._core
         size = object_blocks(length) * BLOCK_BYTES
@@ -84,8 +84,7 @@ class Homes:
             candidates.insert(0, old.device)
         for number in candidates:
             disk = core.disks[number]
-            freed = old.size if old is not None and old.device == number else 0
-            extent = self._space.extent(disk, length, freed)
+            extent = self._space.extent(disk, length, old)
             if extent is not None:
                 if placed:
                     self.pool.place(0, size, parent, key, available)

@@ -190,9 +190,10 @@ class Space:
 
     # ---- Devices
 
-    def extent(self, disk: Disk, length: int, freed_bytes: int = 0) -> int | None:
-        """Return an extent for a value of ``length`` bytes on a device, evicting from it if need be.
+    def extent(self, disk: Disk, length: int, old: Entry | None = None) -> int | None:
+        """Return an extent for a value of ``length`` bytes on a device, evicting from it if need be, perhaps ``old``.
 
+        ``old`` is what it replaces: its bytes count as free, if they are on this device.
         None: there is none now. What was evicted for it is free when the log says so, some milliseconds later, unless
         :attr:`Disk.is_freeing` is false: then nothing on the device may be evicted.
         """
@@ -202,9 +203,12 @@ class Space:
             return None
         self._filled.add(disk.number)
         index = self._core.index
+        replaced = old if old is not None and old.device == disk.number else None
         while True:
             totals = index.totals(device=disk.number)
-            if totals.bytes - freed_bytes + size <= disk.capacity_bytes and totals.objects < disk.objects_max:
+            freed_bytes, freed_keys = self._freed(replaced)
+            has_bytes = totals.bytes - freed_bytes + size <= disk.capacity_bytes
+            if has_bytes and totals.objects - freed_keys < disk.objects_max:
                 extent = disk.volume.reserve(size)
                 if extent is not None or disk.volume.freeing_blocks >= _PIECES * blocks:
                     return extent

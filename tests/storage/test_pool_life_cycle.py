@@ -276,6 +276,46 @@ def test_of_puts_in_a_row_the_last_one_counts_also_after_a_restart() -> None:
     pool.stop()
 
 
+def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evicted_first() -> None:
+    pool, _ = start(options=[{"objects_max": 1}])
+    disk = pool.engine._core.disks[0]  # type: ignore[attr-defined]
+    free = disk.volume.free_blocks
+    for settles in (True, False, False, True):
+        changes = [pool.put_soon(b"a", b"%d" % number * 20_000) for number in range(3)]
+        if settles:
+            assert [change.wait() for change in changes] == [None] * 3
+            assert pool.value(b"a") == b"2" * 20_000
+    assert not any(pool_statistics(pool).evictions.values())
+    assert pool.remove(b"a")
+    pool.pump(lambda: not disk.is_freeing and not pool.engine.busy)
+    assert disk.volume.free_blocks == free
+    pool.stop()
+
+
+def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed_once() -> None:
+    pool, _ = start(DEVICE_BYTES, DEVICE_BYTES)
+    disks = pool.engine._core.disks  # type: ignore[attr-defined]
+    free = [disk.volume.free_blocks for disk in disks]
+    homes: dict[int, list[bytes]] = {0: [], 1: []}
+    for number in range(4):
+        key = b"%d" % number
+        pool.put(key, b"x" * 20_000)
+        item = pool.peek(key)
+        assert isinstance(item, PoolItem)
+        homes[item.entry.device].append(key)
+    number, (pinned, key, *_) = max(homes.items(), key=lambda home: len(home[1]))
+    pool.pin(pinned, 1 << 40)
+    disks[number].set_budget(None, 1)  # so nothing else may be there, and what is there goes
+    pool.put(key, b"y" * 20_000)
+    item = pool.peek(key)
+    assert isinstance(item, PoolItem) and item.entry.device == 1 - number and pool.value(key) == b"y" * 20_000
+    for number in range(4):
+        pool.remove(b"%d" % number)
+    pool.pump(lambda: not pool.engine.busy and not any(disk.is_freeing for disk in disks))
+    assert [disk.volume.free_blocks for disk in disks] == free
+    pool.stop()
+
+
 def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     clock = Clock()
     pool, devices = start(clock_ms=clock)
