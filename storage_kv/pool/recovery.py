@@ -68,7 +68,8 @@ class RecoveryReport:
         superblocks_damaged: copies of the superblock that were not sound; they are written anew.
         snapshots_damaged: headers, or blocks of a snapshot, that were not sound.
         log_blocks_damaged: gaps in what had been acknowledged, in blocks, both copies.
-        log_blocks_mended: blocks of the log of which only the second copy was sound.
+        log_blocks_mended: blocks of the log that were sound in one copy only; the other one was written anew.
+        log_blocks_unmended: likewise, but the device refused to write it: there is one copy until the next snapshot.
         unproven: objects dropped because a gap may have held their removal.
         unnamed: objects dropped because the text of their key is not there.
         overlapping: objects dropped because another one, stored later, lies where they lay.
@@ -86,6 +87,7 @@ class RecoveryReport:
     snapshots_damaged: int = 0
     log_blocks_damaged: int = 0
     log_blocks_mended: int = 0
+    log_blocks_unmended: int = 0
     unproven: int = 0
     unnamed: int = 0
     overlapping: int = 0
@@ -122,6 +124,7 @@ class Reader:
         """Read from ``device``."""
         self._device = device
         self._buffers = [Pages(_PIECE_BLOCKS * BLOCK_BYTES) for _ in range(_DEPTH)]
+        self._single = Pages(BLOCK_BYTES)
         self._ended: set[int] = set()
 
     def run(self, operation: Operation) -> None:
@@ -137,8 +140,10 @@ class Reader:
             raise operation.error
 
     def block(self, number: int) -> bytes:
-        """Return one block; zeros if it cannot be read."""
-        return next(iter(self.pieces(number, 1)))[1].tobytes()
+        """Return one block; zeros if it cannot be read. Also while pieces are being read: theirs are other buffers."""
+        operation = self._read(number, 1, self._single.address)
+        self._wait(operation)
+        return bytes(BLOCK_BYTES) if operation.error is not None else bytes(self._single.view[:BLOCK_BYTES])
 
     def pieces(self, first: int, count: int) -> Iterator[tuple[int, Bytes]]:
         """Yield (number of its first block, bytes), in order; what cannot be read is zeros. Good until the next one."""
@@ -220,6 +225,8 @@ class Recovery:
         """Recover the volume of ``superblock`` as device ``number`` of ``index``."""
         self.report = RecoveryReport()
         self.texts = TextReader()
+        self.epochs: dict[int, int] = {}
+        """Of the blocks of the log that were replayed, by sequence: these are the log, and nothing else is."""
         self._tail = Tail()
         self.generation_last = 0
         self.generation_newest = 0
@@ -277,8 +284,7 @@ class Recovery:
         """Whether the log still has, or never had, the block that replay begins with."""
         if header.log_last < header.log_first:
             return True
-        found = self._log_block(header.log_first)
-        return found is not None and found[0].previous_epoch == header.log_epoch
+        return self._log_block(header.log_first, header.log_epoch) is not None
 
     def _load(self, header: SnapshotHeader) -> bool:
         """Replay a snapshot; return whether all of it was there."""
@@ -305,14 +311,13 @@ class Recovery:
 
     # ---- The log
 
-    def _log_block(self, sequence: int) -> tuple[BlockHeader, Bytes] | None:
-        """Return a block of the log from whichever copy has it, whatever was before it."""
-        for copy, first in enumerate(self._layout.log_firsts):
-            _, data = next(iter(self._reader.pieces(first + sequence % self._layout.log_blocks, 1)))
+    def _log_block(self, sequence: int, epoch: int | None = None) -> tuple[BlockHeader, bytes] | None:
+        """Return a block of the log from whichever copy has it, behind one of the run ``epoch``; None: whatever was."""
+        for first in self._layout.log_firsts:
+            data = self._reader.block(first + sequence % self._layout.log_blocks)
             header = unpack_block(LOG_MAGIC, self._volume_id, memoryview(data))
-            if header is not None and header.sequence == sequence:
-                self.report.log_blocks_mended += copy
-                return header, data.copy()
+            if header is not None and _follows(header, sequence, header.previous_epoch if epoch is None else epoch):
+                return header, data
         return None
 
     def _replay(self, sequence: int, epoch: int, durable: int) -> LogEnd:
@@ -357,19 +362,19 @@ class Recovery:
 
     def _replay_piece(self, data: Bytes, sequence: int, epoch: int) -> tuple[int, int]:
         tail = self._tail
-        data = data.copy()  # a mended block is read into the same buffers
+        data = data.copy()  # the tail keeps parts of it
         view = memoryview(data)
         counts: list[int] = []
         for at in range(len(data) // BLOCK_BYTES):
             place = slice(at * BLOCK_BYTES, (at + 1) * BLOCK_BYTES)
             header = unpack_block(LOG_MAGIC, self._volume_id, view[place])
             if not _follows(header, sequence + at, epoch):
-                found = self._log_block(sequence + at)
-                if found is None or not _follows(found[0], sequence + at, epoch):
+                found = self._log_block(sequence + at, epoch)
+                if found is None:
                     break
-                header, view[place] = found[0], memoryview(found[1])
+                header, view[place] = found[0], found[1]
             assert header is not None
-            epoch = header.epoch
+            epoch = self.epochs[sequence + at] = header.epoch
             counts.append(header.count)
             tail.proven = max(tail.proven, header.durable)
         self.report.log_blocks += len(counts)
@@ -425,13 +430,6 @@ class Recovery:
                         known[at + int(index)] = header
             begin += span
         return known
-
-    def damaged_copies(self, end: LogEnd) -> list[tuple[int, int]]:
-        """Return copy and sequence of each block that is still needed and is not sound in that copy."""
-        count = min(end.sequence - end.first, self._layout.log_blocks)
-        known = [self._known_of(copy, end.first, count) for copy in range(len(self._layout.log_firsts))]
-        sequences = range(end.first, end.first + count)
-        return [(copy, at) for copy, found in enumerate(known) for at in sequences if at not in found]
 
     # ---- Without a snapshot that the log reaches back to
 

@@ -1,6 +1,6 @@
 """An offline check of a volume, which changes nothing: superblocks, log, snapshots, and every object on it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,7 +29,8 @@ from storage_kv.pool.format import (
     Superblock,
     blocks_of,
 )
-from storage_kv.pool.recovery import LogEnd, Reader, Recovery, RecoveryReport, read_superblocks
+from storage_kv.pool.mending import BadCopies, find_bad_copies
+from storage_kv.pool.recovery import Reader, Recovery, RecoveryReport, read_superblocks
 
 __all__ = ["Finding", "Verification", "verify_volume"]
 
@@ -106,7 +107,7 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
     found.report = recovery.report
     found.snapshot_generation = recovery.generation_newest
     found.log_blocks_used = end.sequence - end.first
-    _check_recovery(found, recovery, end)
+    _check_recovery(found, recovery.report, find_bad_copies(reader, found.superblock, recovery.epochs))
     found.objects = index.totals().objects
     found.object_bytes = index.totals().bytes
     if objects:
@@ -118,13 +119,14 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
     return found
 
 
-def _check_recovery(found: Verification, recovery: Recovery, end: LogEnd) -> None:
-    report = recovery.report
+def _check_recovery(found: Verification, report: RecoveryReport, bad_copies: Iterable[BadCopies]) -> None:
     for note in report.notes:
         found.findings.append(Finding("log" if "of the log" in note else "snapshot", "", note))
-    for copy, sequence in recovery.damaged_copies(end):
-        where = f"block {sequence}, copy {copy}"
-        found.findings.append(Finding("log", where, "this copy is not sound, the other one is"))
+    for bad in bad_copies:
+        for sequence in range(bad.sequence, bad.sequence + bad.count):
+            where = f"block {sequence}, copy {bad.copy}"
+            problem = "this copy is not sound, the other one is; opening the volume mends it"
+            found.findings.append(Finding("log", where, problem))
     if report.refused:
         found.findings.append(Finding("index", "", f"{report.refused} records have impossible fields"))
     if report.dropped:

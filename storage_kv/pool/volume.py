@@ -34,6 +34,7 @@ from storage_kv.pool.format import (
 )
 from storage_kv.pool.formatting import check_superblock, format_volume, write_blocks
 from storage_kv.pool.log import Log
+from storage_kv.pool.mending import Mended, mend_log
 from storage_kv.pool.recovery import Reader, Recovery, RecoveryReport, read_superblocks
 from storage_kv.pool.snapshot import Snapshot
 
@@ -211,11 +212,22 @@ class Volume:
         )
         volume._torn = end.torn
         volume._snapshot_generation = recovery.generation_next
+        volume._mend_log(mend_log(reader, superblock, recovery.epochs))
         volume._snapshot_wanted = bool(recovery.report.notes)
         # Whatever was read may have been in a cache only: from here on it is built upon.
         write_blocks(reader, [(SUPERBLOCK_OFFSETS[copy], superblock.pack()) for copy in damaged])
         volume.report.seconds = time.perf_counter() - begin
         return volume
+
+    def _mend_log(self, mended: Mended) -> None:
+        """Note what came of mending the log."""
+        self.report.log_blocks_mended = mended.written
+        self.report.log_blocks_unmended = mended.refused
+        if mended.refused:
+            self.report.notes.append(
+                f"blocks of the log that are sound in one copy only: {mended.refused}; the device does not take the "
+                f"other one ({mended.error}). They are needed until a snapshot is written, which begins now"
+            )
 
     @property
     def recovered_tenants(self) -> list[int]:
