@@ -349,9 +349,13 @@ class Core:
 
     def lose(self, entry: Entry, reason: str) -> None:
         """Drop an entry whose bytes are not to be had; ``reason`` is counted."""
-        self.counters.lost[reason] = self.counters.lost.get(reason, 0) + 1
-        self.counters.tenants[entry.tenant].lost_keys += 1
+        self.count_lost(reason, entry.tenant, 1)
         self.forget(entry, quarantine=None if reason in _NOT_THE_EXTENTS else reason)
+
+    def count_lost(self, reason: str, tenant: int, count: int) -> None:
+        """Count entries of a tenant that were dropped."""
+        self.counters.lost[reason] = self.counters.lost.get(reason, 0) + count
+        self.counters.tenants[tenant].lost_keys += count
 
     # ---- Time
 

@@ -173,6 +173,7 @@ def open_parts(
     space.tenants |= tenants.ids()
     _drop_strangers(core, tenants)
     _count_stale(core, lost)
+    _count_dropped(core)
     for disk in disks:
         disk.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
     core.begin_session()
@@ -223,12 +224,7 @@ def _recover(
     for number, (entry, _) in enumerate(found):
         volume = volumes[number]
         volume.ready()
-        report = volume.report
-        _log.info(
-            "volume_recovered device=%s objects=%d seconds=%.2f", volume.device.name, report.objects, report.seconds
-        )
-        for note in report.notes:
-            _log.warning("volume_note device=%s note=%r", volume.device.name, note)
+        _tell_recovery(volume)
         disks.append(
             Disk(
                 number,
@@ -240,6 +236,24 @@ def _recover(
             )
         )
     return disks
+
+
+def _tell_recovery(volume: Volume) -> None:
+    """Log what opening a volume has found."""
+    name, report = volume.device.name, volume.report
+    _log.info("volume_recovered device=%s objects=%d seconds=%.2f", name, report.objects, report.seconds)
+    for note in report.notes:
+        _log.warning("volume_note device=%s note=%r", name, note)
+    if report.log_blocks_mended:
+        _log.warning("log_mended device=%s blocks=%d", name, report.log_blocks_mended)
+    if report.dropped:
+        _log.warning(
+            "objects_lost device=%s unproven=%d unnamed=%d overlapping=%d",
+            name,
+            report.unproven,
+            report.unnamed,
+            report.overlapping,
+        )
 
 
 def _take_census(core: Core) -> None:
@@ -291,8 +305,15 @@ def _drop_stale(index: Index, volume: Volume, lost: dict[int, int]) -> None:
 def _count_stale(core: Core, lost: dict[int, int]) -> None:
     for tenant, count in lost.items():
         if count:
-            core.counters.tenants[tenant].lost_keys += count
-            core.counters.lost["stale"] = core.counters.lost.get("stale", 0) + count
+            core.count_lost("stale", tenant, count)
+
+
+def _count_dropped(core: Core) -> None:
+    """Count what recovery could not keep."""
+    for disk in core.disks:
+        for reason, tenants in disk.volume.report.lost.items():
+            for tenant, count in tenants.items():
+                core.count_lost(reason, tenant, count)
 
 
 # ---- Bandwidth

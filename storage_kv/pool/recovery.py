@@ -10,6 +10,7 @@ the log does not reach back to any more.
 Of the last group nothing says that its flush was complete: what it put is read before it is believed (tail.py).
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -17,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.native import INDEX_RECORD_DTYPE, Index, IndexSift
+from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexSift
 from storage_kv.pool.device import BlockDevice, Operation, OperationKind, Priority, wait_for_operations
 from storage_kv.pool.format import (
     BLOCK_BYTES,
@@ -75,6 +76,7 @@ class RecoveryReport:
         overlapping: objects dropped because another one, stored later, lies where they lay.
         refused: records with impossible fields.
         torn: puts of the last group whose bytes are not there: their writers were never told that they are.
+        lost: the objects that were dropped, by reason (three fields above) and tenant; 0 for one without a name.
         notes: what went wrong, in words.
     """
 
@@ -93,6 +95,7 @@ class RecoveryReport:
     overlapping: int = 0
     refused: int = 0
     torn: int = 0
+    lost: dict[str, Counter[int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -490,18 +493,39 @@ class Recovery:
 
     def _drop_unproven(self) -> None:
         """Drop what a gap may have replaced or removed: all but records, whose key says what their bytes are."""
+        before = self._census()
         self.report.unproven += self._index.sift(self._number, IndexSift.UNPROVEN)
+        self._note_lost("unproven", before)
 
     def drop_nameless(self) -> None:
         """Drop objects of named keys without a name, and those of unknown tenants."""
-        known = {0, *self.texts.tenants}
-        objects = self._index.totals(device=self._number).objects
-        if sum(self._index.totals(tenant, self._number).objects for tenant in known) < objects:
-            for tenant in range(_TENANTS):
-                if tenant not in known:
-                    self.report.unnamed += self._index.clear(tenant, self._number)
+        before = self._census()
+        for tenant in before.keys() - {0, *self.texts.tenants}:
+            self.report.unnamed += self._index.clear(tenant, self._number)
         self.report.unnamed += self._index.sift(self._number, IndexSift.NAMELESS)
         self.report.refused += self.texts.refused
+        self._note_lost("unnamed", before)
+
+    def reserve(self, extents: Extents) -> None:
+        """Reserve the extents of all objects; drop those that lie where later ones do."""
+        before = self._census()
+        self.report.overlapping += self._index.reserve(self._number, extents)
+        self._note_lost("overlapping", before)
+
+    def _census(self) -> Counter[int]:
+        """Return how many objects each tenant has."""
+        found = Counter({tenant: self._objects(tenant) for tenant in (0, *self.texts.tenants)})
+        if found.total() < self._index.totals(device=self._number).objects:
+            found = Counter({tenant: self._objects(tenant) for tenant in range(_TENANTS)})
+        return +found
+
+    def _objects(self, tenant: int) -> int:
+        return self._index.totals(tenant, self._number).objects
+
+    def _note_lost(self, reason: str, before: Counter[int]) -> None:
+        for tenant, count in (before - self._census()).items():
+            whose = tenant if tenant in self.texts.tenants else 0
+            self.report.lost.setdefault(reason, Counter())[whose] += count
 
 
 def _chosen(data: Bytes, counts: list[int]) -> npt.NDArray[Any]:

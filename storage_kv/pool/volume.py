@@ -241,7 +241,7 @@ class Volume:
         recovery, self._recovery = self._recovery, None
         assert recovery is not None, "a volume gets ready once"
         recovery.drop_nameless()
-        self.report.overlapping = self._index.reserve(self.number, self._extents)
+        recovery.reserve(self._extents)
         texts = recovery.texts
         self.tenants, self.notes = texts.tenants, texts.notes
         self.generation_last = recovery.generation_last

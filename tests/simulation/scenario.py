@@ -150,11 +150,20 @@ class Simulation:
             trouble = StartTrouble(self.world, self.devices) if troubled and self.world.chance(0.6) else None
             if self._starts(trouble):
                 break
+        self._check_start()
         if troubled and self.world.chance(0.5):  # as after damage
             for disk in self.server.engine._core.disks:  # type: ignore[attr-defined]
                 disk.volume.snapshot()
             self._crash_armed = self._crash_armed or self.world.chance(0.5)
             self._awaited = self._is_snapshotting
+
+    def _check_start(self) -> None:
+        """Check that nothing was dropped: of what there is in two copies, one at most is ever hurt by a start."""
+        if self.plan.disks or not isinstance(self.server.engine, PoolEngine):
+            return
+        for disk in self.server.engine._core.disks:
+            if disk.volume.report.dropped:
+                raise Violation(f"dropped: {disk.name} lost objects at a start: {disk.volume.report}")
 
     def _starts(self, trouble: StartTrouble | None) -> bool:
         """Start the server; return whether it runs."""
