@@ -234,6 +234,7 @@ class Recovery:
         self.generation_last = 0
         self.generation_newest = 0
         """Of the newest snapshot that has a sound header; 0: there is none."""
+        self._generation_seen = 0
         self._used: SnapshotHeader | None = None
         self._reader = reader
         self._volume_id = superblock.volume_id
@@ -266,7 +267,7 @@ class Recovery:
     @property
     def generation_next(self) -> int:
         """The number of the next snapshot: a new one, and not of the region that the volume was recovered from."""
-        after = self.generation_newest + 1
+        after = max(self.generation_newest, self._generation_seen) + 1
         return after + (self._used is not None and after % 2 == self._used.generation % 2)
 
     # ---- Snapshots
@@ -278,7 +279,11 @@ class Recovery:
             header = SnapshotHeader.unpack(data, self._volume_id, self._layout, region)
             if header is not None:
                 found.append(header)
-            elif any(data):
+                continue
+            # The next time it may be read. It must not vouch for blocks of another snapshot with its number.
+            block = unpack_block(SNAPSHOT_MAGIC, self._volume_id, self._reader.block(first + 1))
+            self._generation_seen = max(self._generation_seen, block.epoch if block is not None else 0)
+            if any(data):
                 self.report.snapshots_damaged += 1
                 self.report.notes.append(f"the header of snapshot region {region} is damaged")
         return sorted(found, key=lambda header: -header.generation)

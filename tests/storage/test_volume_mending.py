@@ -7,7 +7,7 @@ from simulated_device import SimulatedDevice
 from volume_support import POOL, Store, device_of, index_key
 
 from storage_kv.pool.device import DeviceError, OperationKind
-from storage_kv.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, Superblock
+from storage_kv.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, SnapshotHeader, Superblock
 from storage_kv.pool.recovery import Reader
 from storage_kv.pool.verification import verify_volume
 from storage_kv.pool.volume import Volume
@@ -220,6 +220,34 @@ def test_a_device_that_never_answers_a_write_is_refused_as_ever() -> None:
     device.fail(OperationKind.WRITE, stuck=True)
     with pytest.raises(DeviceError, match="has not answered"):
         Store(device)
+
+
+def test_a_snapshot_whose_header_comes_to_light_again_does_not_vouch_for_blocks_of_another_one() -> None:
+    """Symptom: the next snapshot had its number, so that a power cut left parts of both under the old header."""
+    store = Store(written())
+    store.volume.snapshot()
+    store.step()
+    store.drain()
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    layout = layout_of(device)
+    place = layout.snapshot_firsts[0]
+    header = SnapshotHeader.unpack(
+        device.peek(place * BLOCK_BYTES, BLOCK_BYTES), store.volume.superblock.volume_id, layout, 0
+    )
+    assert header is not None and header.generation == 2
+    device = device.restart()
+    device.fail(OperationKind.READ, first_block=place, last_block=place + 1, times=None)
+    store = Store(device)
+    check_all(store)
+    store.remove(KEYS[0])
+    device.fail(OperationKind.WRITE, error=0, lost=True, first_block=place, last_block=place + 1)  # as if cut there
+    store.volume.snapshot()
+    store.step()
+    store.drain()
+    found = Store(device.restart())
+    assert found.volume.report.snapshots_damaged == 1
+    assert [found.get(key) for key in KEYS] == [None, *(b"value of " + key for key in KEYS[1:])]
 
 
 def test_verify_writes_nothing_and_names_the_copy() -> None:
