@@ -222,6 +222,9 @@ class ClusterClient:
         if using:
             await asyncio.wait(using)
         await client.aclose()
+        # Which leaves it to an attempt that failed to have closed what it opened; but that may have been cancelled.
+        for opened in ("nodes_cache", "startup_nodes"):
+            await client.nodes_manager.aclose(opened)
 
     async def _watch(self) -> None:
         """Read the map again and again, until no node answers."""

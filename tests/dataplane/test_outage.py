@@ -1,10 +1,11 @@
 """What the log has of an outage of storage, and how soon it is tried again, whatever it fails for."""
 
+import asyncio
 import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from cluster_support import cluster_config
 from dataplane_support import config
 from machine import PATIENCE_S, free_port, until
+from redis.asyncio.cluster import NodesManager
 from test_storage_tls import TlsServer, showing, trusting
 
 from dpu_dataplane import outage
@@ -25,8 +27,8 @@ from shadowserve.errors import StorageUnavailableError
 
 
 @contextlib.contextmanager
-def hanging_up() -> Iterator[str]:
-    """A server that answers the greeting and ends the connection."""
+def serving(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """A server that has ``answer`` do with each connection what it likes, one after the other, and then ends it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
@@ -34,8 +36,7 @@ def hanging_up() -> Iterator[str]:
             while True:
                 sock, _ = listener.accept()
                 with sock, contextlib.suppress(ConnectionError):
-                    if sock.recv(1 << 12):
-                        sock.sendall(b"+PONG\r\n")
+                    answer(sock)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -53,7 +54,12 @@ async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
     """Each connection stood for a moment: it is one outage all the same."""
     monkeypatch.setattr(outage, "time", SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(Outage, "pause", lambda self: 0.0)
-    with hanging_up() as address:
+
+    def hang_up(sock: socket.socket) -> None:
+        if sock.recv(1 << 12):
+            sock.sendall(b"+PONG\r\n")
+
+    with serving(hang_up) as address:
         metrics = Metrics()
         client = StorageClient(DataPlaneConfig(storage=address), metrics)
         await client.start()
@@ -63,6 +69,33 @@ async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
             await client.close()
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
     assert len(warnings) == len(set(warnings)) <= CAUSES_TOLD_MAX, warnings
+
+
+async def test_an_attempt_that_is_cancelled_while_it_closes_what_it_opened_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = threading.Event()
+    close = NodesManager.aclose
+    cancelled: list[NodesManager] = []  # kept, so that no collector closes what nobody has
+
+    def refuse(sock: socket.socket) -> None:
+        while data := sock.recv(1 << 12):
+            sock.sendall((b"-ERR no cluster\r\n" if b"CLUSTER" in data else b"+OK\r\n") * data.count(b"*"))
+        ended.set()
+
+    async def cancelled_once(self: NodesManager, attr: str = "nodes_cache") -> None:
+        if not cancelled:
+            cancelled.append(self)
+            raise asyncio.CancelledError
+        await close(self, attr)
+
+    monkeypatch.setattr(NodesManager, "aclose", cancelled_once)
+    with serving(refuse) as address:
+        client = ClusterClient(cluster_config([address]), Metrics())
+        await client.start()
+        await until(lambda: cancelled)
+        await client.close()
+        await until(ended.is_set)
 
 
 async def test_each_cause_is_told_once_in_an_outage_and_again_in_the_next(caplog: pytest.LogCaptureFixture) -> None:
