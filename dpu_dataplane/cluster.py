@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from dpu_dataplane.answers import HEAD_GUESS, Found, Stored, Unanswered, head_size, stored_of
@@ -221,10 +222,14 @@ class ClusterClient:
         using = [task for task in (*self._questions, self._refreshing) if task is not None]
         if using:
             await asyncio.wait(using)
-        await client.aclose()
-        # Which leaves it to an attempt that failed to have closed what it opened; but that may have been cancelled.
-        for opened in ("nodes_cache", "startup_nodes"):
-            await client.nodes_manager.aclose(opened)
+        # The client's own leaves it to an attempt that failed to have closed what it opened; but such a one may have
+        # been cancelled meanwhile.
+        nodes = client.nodes_manager
+        for close in (client.aclose, nodes.aclose, partial(nodes.aclose, "startup_nodes")):
+            try:
+                await close()
+            except Exception as error:  # a peer that does not answer the end of TLS; the next attempt must come
+                logger.info("storage %s: closing a connection failed: %s", self.name, error)
 
     async def _watch(self) -> None:
         """Read the map again and again, until no node answers."""

@@ -14,6 +14,7 @@ import pytest
 from cluster_support import cluster_config
 from dataplane_support import config
 from machine import PATIENCE_S, free_port, until
+from redis import exceptions
 from redis.asyncio.cluster import NodesManager
 from test_storage_tls import TlsServer, showing, trusting
 
@@ -96,6 +97,25 @@ async def test_an_attempt_that_is_cancelled_while_it_closes_what_it_opened_leave
         await until(lambda: cancelled)
         await client.close()
         await until(ended.is_set)
+
+
+async def test_a_connection_that_cannot_be_closed_does_not_end_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[str] = []
+    close = NodesManager.aclose
+
+    async def fail(self: NodesManager, attr: str = "nodes_cache") -> None:
+        await close(self, attr)
+        attempts.append(attr)
+        raise exceptions.TimeoutError("Timed out closing connection after 5")
+
+    monkeypatch.setattr(NodesManager, "aclose", fail)
+    monkeypatch.setattr(Outage, "pause", lambda self: 0.0)
+    client = ClusterClient(cluster_config([f"127.0.0.1:{free_port()}"]), Metrics())
+    await client.start()
+    try:
+        await until(lambda: len(attempts) >= 20)
+    finally:
+        await client.close()
 
 
 async def test_each_cause_is_told_once_in_an_outage_and_again_in_the_next(caplog: pytest.LogCaptureFixture) -> None:
