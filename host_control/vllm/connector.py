@@ -91,6 +91,11 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         shakes = {rank: shake for rank, shake in metadata.items() if isinstance(shake, WorkerHandshake)}
         self._scheduler.start(shakes)
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the engine's blocks."""
+        if self._scheduler is not None:
+            self._scheduler.epochs.bind(gpu_block_pool)
+
     def on_new_request(self, request: Any) -> None:
         """Start looking a request up."""
         assert self._scheduler is not None
@@ -117,8 +122,9 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Take what the workers report."""
         assert self._scheduler is not None
         report = connector_output.kv_connector_worker_meta
-        loaded = report.loaded if isinstance(report, WorkerReport) else {}
-        self._scheduler.worker_output(connector_output.finished_recving, loaded)
+        self._scheduler.worker_output(
+            connector_output.finished_recving, report if isinstance(report, WorkerReport) else WorkerReport()
+        )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks may be freed (by vLLM, after the load of an aborted one has ended)."""
@@ -169,10 +175,9 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._worker.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report loads that ended early, or that this step waited for."""
+        """Report loads that ended early or that this step waited for, and weights that have changed."""
         assert self._worker is not None
-        ended = self._worker.take_ended_loads()
-        return WorkerReport(ended) if ended else None
+        return self._worker.take_report()
 
     def _metadata(self) -> ShadowServeMetadata:
         metadata = self._get_connector_metadata()

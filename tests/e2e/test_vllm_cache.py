@@ -163,6 +163,8 @@ def test_prompt_logprobs_are_computed(engine: Any, reference: Any, prompt: Any) 
 def test_reset_of_the_engines_caches_serves_nothing_old(
     make_engine: Any, engine: Any, plane: Any, reference: Any, prompt: Any
 ) -> None:
+    from host_control.vllm.epochs import Epochs
+
     side = engine.connector._scheduler
     assert engine.connector.reset_cache() is True
     try:
@@ -174,7 +176,7 @@ def test_reset_of_the_engines_caches_serves_nothing_old(
         (output,) = engine.generate([prompt(512)])
         assert output.num_cached_tokens == 511, "what was stored since is served"
     finally:
-        side._epoch = ""
+        side.epochs = Epochs()
 
 
 def test_wrong_idea_of_the_layout_is_found_before_anything_moves(engine: Any) -> None:
