@@ -51,7 +51,10 @@ class Segment:
             descriptor = os.open(_DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # another process just took it for abandoned and removes it
+                abandoned = os.fstat(descriptor).st_nlink == 0
+            except OSError:
+                abandoned = True
+            if abandoned:  # another process took it for that before it was locked, and removes it or has
                 os.close(descriptor)
                 continue
             try:

@@ -1,5 +1,6 @@
 """Shared memory segments: made, registered, given up, and never left behind."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
 from host_control.destination import Destination
+from host_control import segment as module
 from host_control.segment import Segment
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
@@ -76,3 +78,23 @@ def test_file_of_a_killed_process_is_removed_by_the_next(leftovers: Callable[...
         process.wait()
     Segment.create(4096).close()
     assert leftovers() == leftovers(process.pid) == set()
+
+
+def test_segment_is_not_made_without_a_name_when_another_process_tidies_up(
+    monkeypatch: pytest.MonkeyPatch, leftovers: Callable[[], set[str]]
+) -> None:
+    """The other one meets the file before it is locked, takes it for abandoned, and is gone before it is looked at."""
+    lock, looks = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not looks:
+            looks.append(descriptor)
+            module._remove_abandoned()  # what each process does that makes a segment
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    segment = Segment.create(4096)
+    try:
+        assert leftovers() == {segment.name}, "the data plane could not open it"
+    finally:
+        segment.close()
