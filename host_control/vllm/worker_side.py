@@ -195,6 +195,8 @@ class WorkerSide:
     def exchange(self, metadata: ShadowServeMetadata) -> None:
         """Hand this step's loads to the manager and take those that have ended: all, where fetching is synchronous."""
         self._watch.follow(metadata.epoch)
+        if metadata.loads:
+            self._stream.follow()
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
         if self._manager is None:

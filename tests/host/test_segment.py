@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from scripted import ScriptedDataPlane
 
+from host_control import segment as module
 from host_control.client import DataPlaneClient
 from host_control.destination import Destination
-from host_control import segment as module
 from host_control.segment import Segment
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
