@@ -22,10 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from host_control.config import HostConfig
-from host_control.vllm.identity import uncacheable
 from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
 from host_control.vllm.scheduler_side import SchedulerSide
+from host_control.vllm.support import uncacheable
 from host_control.vllm.worker_side import WorkerSide
 
 __all__ = ["ShadowServeConnector"]

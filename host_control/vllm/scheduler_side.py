@@ -13,9 +13,10 @@ from typing import Any, Final
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.lookup import PrefixLookup
-from host_control.vllm.identity import request_extra, request_problem
+from host_control.vllm.identity import request_extra
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
 from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.support import request_problem
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import chunk_keys
 

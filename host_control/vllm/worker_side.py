@@ -14,10 +14,11 @@ from host_control.destination import Destination, Memory
 from host_control.layouts import LayoutKind, PagedLayout
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.store import StoreQueue
-from host_control.vllm.identity import UncacheableError, chunk_shape, rank_namespace
+from host_control.vllm.identity import chunk_shape, rank_namespace
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.probe import find_layout
+from host_control.vllm.support import UncacheableError
 from shadowserve.errors import ConfigurationError
 
 __all__ = ["WorkerSide"]

@@ -54,7 +54,7 @@ def vllm_config(model_path: Path | str = "some/model") -> Any:
 
 
 def test_common_engine_is_cacheable() -> None:
-    from host_control.vllm.identity import uncacheable
+    from host_control.vllm.support import uncacheable
 
     assert uncacheable(vllm_config(), kv_cache_config(), HostConfig()) is None
 
@@ -71,7 +71,7 @@ def test_common_engine_is_cacheable() -> None:
     ],
 )
 def test_engine_that_cannot_be_cached_says_why(place: str, value: Any, message: str) -> None:
-    from host_control.vllm.identity import uncacheable
+    from host_control.vllm.support import uncacheable
 
     config = vllm_config()
     *path, name = place.split(".")
@@ -89,14 +89,14 @@ def test_engine_that_cannot_be_cached_says_why(place: str, value: Any, message: 
     ],
 )
 def test_cache_of_an_unknown_form_says_why(options: dict[str, Any], message: str) -> None:
-    from host_control.vllm.identity import uncacheable
+    from host_control.vllm.support import uncacheable
 
     assert message in (uncacheable(vllm_config(), kv_cache_config(spec(**options)), HostConfig()) or "")
     assert "groups" in (uncacheable(vllm_config(), kv_cache_config(spec(), spec()), HostConfig()) or "")
 
 
 def test_ngram_speculation_is_cacheable() -> None:
-    from host_control.vllm.identity import uncacheable
+    from host_control.vllm.support import uncacheable
 
     config = vllm_config()
     config.speculative_config = SimpleNamespace(method="ngram")
