@@ -7,13 +7,14 @@ no request completes a chunk costs one comparison for each running request.
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.lookup import PrefixLookup
-from host_control.vllm.identity import request_extra
+from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.support import request_problem
@@ -30,7 +31,7 @@ class _Tracked:
     """A request, from arrival to end."""
 
     request: Any
-    extra: bytes
+    extra: bytes | Callable[[], bytes]
     preemptions: int = 0  # at the time of the last lookup
     counted: bool = False
     refused: bool = False  # a load failed: never offer another, or vLLM would ask without end
@@ -49,10 +50,19 @@ class SchedulerSide:
         fetch, store: whether this engine does either at all (``kv_role``, configuration).
         problem: why this engine is served without the cache, or empty.
         logger: where failures are logged.
+        inputs: what requests' KV depends on beside tokens.
     """
 
     def __init__(
-        self, config: HostConfig, block_size: int, *, fetch: bool, store: bool, problem: str, logger: logging.Logger
+        self,
+        config: HostConfig,
+        block_size: int,
+        *,
+        fetch: bool,
+        store: bool,
+        problem: str,
+        logger: logging.Logger,
+        inputs: RequestInputs | None = None,
     ) -> None:
         self._config = config
         self._block_size = block_size
@@ -62,6 +72,7 @@ class SchedulerSide:
         self._store = store
         self._logger = logger
         self._failures = FailureLog(logger)
+        self._inputs = inputs or RequestInputs()
         self._epoch = ""
         self._namespaces: list[bytes] = []
         self._clients: list[DataPlaneClient] = []
@@ -108,14 +119,15 @@ class SchedulerSide:
         """Start looking a request up."""
         if self._lookup is None:
             return
+        try:
+            extra = self._inputs.extra(request, self._epoch)
+        except Exception as error:  # an input of a kind that is not known here must not fail the request
+            self._failures.warn("a request is served without the cache", "unnamed", str(error) or repr(error))
+            return
         if (problem := request_problem(request)) is not None:
             self._failures.warn("a request is served without the cache", problem, "")
             return
-        try:
-            tracked = _Tracked(request, request_extra(request, self._epoch))
-        except Exception as error:  # an input of a kind that is not known here must not fail the request
-            self._failures.warn("a request is served without the cache", "unknown input", repr(error))
-            return
+        tracked = _Tracked(request, extra)
         self._tracked[request.request_id] = tracked
         # The list is vLLM's own and only grows; lookups read its head.
         self._lookup.submit(request.request_id, request.prompt_token_ids, tracked.extra)
@@ -154,7 +166,9 @@ class SchedulerSide:
         self.counts.add("hit_tokens", hits * self._chunk_tokens)
         if reason != "complete":
             self.counts.add("lookup_failures", reason=reason)
-            self._failures.warn("lookup failed, prompts are computed", reason, detail)
+            unnamed = reason == "unnamed"
+            what = "a request is served without the cache" if unnamed else "lookup failed, prompts are computed"
+            self._failures.warn(what, reason, detail)
 
     # ------------------------------------------------------------------ loads
 
@@ -241,6 +255,9 @@ class SchedulerSide:
         tracked = self._tracked[request_id]
         keys = self._lookup.keys(request_id)
         if keys is None:
+            answer = self._lookup.poll(request_id)
+            if answer is not None and answer.reason == "unnamed":
+                self._boundary.pop(request_id, None)
             return  # still being hashed; ask again with the next step
         # Tokens that are drafts, or still being sampled, have no identity yet.
         end = min(computed, tracked.request.num_tokens) // self._chunk_tokens
@@ -268,8 +285,10 @@ class SchedulerSide:
         if len(keys[0]) >= end:
             return
         tokens = list(tracked.request.all_token_ids[: end * self._chunk_tokens])
+        assert self._lookup is not None
+        extra = self._lookup.extra(tracked.request.request_id)
         for namespace, chain in zip(self._namespaces, keys, strict=True):
-            chain[:] = chunk_keys(namespace, tokens, chunk_tokens=self._chunk_tokens, extra=tracked.extra, after=chain)
+            chain[:] = chunk_keys(namespace, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=chain)
 
     # ------------------------------------------------------------------ housekeeping
 

@@ -14,7 +14,8 @@ from host_control.destination import Destination, Memory
 from host_control.layouts import LayoutKind, PagedLayout
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.store import StoreQueue
-from host_control.vllm.identity import chunk_shape, rank_namespace
+from host_control.vllm.identity.content import content_hashes
+from host_control.vllm.identity.namespace import chunk_shape, rank_namespace
 from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.probe import find_layout
@@ -83,12 +84,13 @@ class WorkerSide:
         try:
             self._layout = self._understand(caches)
             delivery = choose(self._config, self._layout.device)
+            hashes = content_hashes(self._config, self._logger)
+            namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank, hashes)
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)
             self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
         self._stream = SideStream(self._layout.device, delivery.gpu)
-        namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank)
         shape = chunk_shape(namespace, self._layout, self._config)
         self._namespace = shape.namespace
         try:
