@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import struct
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,13 @@ def tensors(data: bytes = bytes(range(256)) * 64, name: str = "model.layers.0.se
     return struct.pack("<Q", len(header)) + header + data
 
 
+def tick() -> None:
+    """Wait for the clock that a file system stamps files with: what is done after is later than what was done before."""
+    before = time.clock_gettime_ns(time.CLOCK_REALTIME_COARSE)
+    while time.clock_gettime_ns(time.CLOCK_REALTIME_COARSE) == before:
+        pass
+
+
 def model_folder(folder: Path, *, weights: bytes | None = tensors(), **changes: Any) -> Path:
     """Make a model's folder of the project's own one, with other configuration and made-up weights."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +67,10 @@ def engine_config(model: Path | str, **arguments: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
-    return EngineArgs(**{"model": str(model), **settings, **arguments}).create_engine_config()
+    tick()
+    config = EngineArgs(**{"model": str(model), **settings, **arguments}).create_engine_config()
+    tick()
+    return config
 
 
 def spec(**options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Every input that could change KV is changed, in vLLM's real configuration, and does to the key what the table says."""
+"""Every input that could change KV is changed in vLLM's real configuration, and does to the key what the table says."""
 
 import copy
 import dataclasses
@@ -183,6 +183,7 @@ def test_another_class_that_computes_is_in_the_key(
     monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", ModelRegistry.models["LlamaForCausalLM"])
     monkeypatch.setattr(utils, "_MODEL_ARCH_BY_HASH", {})
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the process in which vLLM looks at a class
     before, found = digest(base), []
     for body in ("pass", "size = 1"):
         sys.modules.pop("mine", None)

@@ -129,18 +129,19 @@ class ContentHashes:
         if self._path is None:
             return {}
         try:
-            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return {}
         except OSError as error:
             self._say(f"cannot be read: {error}")
             return {}
+        status = os.fstat(descriptor)
+        # Whoever can write it can have one model's KV taken for another's.
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            self._say("is no file, or one that others can write; it is not used")
+            return {}
         with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            # Whoever can write it can have one model's KV taken for another's.
-            if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not stat.S_ISREG(status.st_mode):
-                self._say("can be written by others; it is not used")
-                return {}
             data = file.read(_FILE_BYTES_MAX + 1)
         try:
             return _checked(data)

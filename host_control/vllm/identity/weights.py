@@ -127,7 +127,11 @@ def _chosen(vllm_config: Any, folder: Path) -> list[Path]:
     patterns = getattr(chosen, "allow_patterns_overrides", None)
     loader = DefaultModelLoader(vllm_config.load_config)
     _, files, _, _ = loader._prepare_weights(
-        str(folder), None, None, fall_back, patterns if isinstance(patterns, list) else None
+        str(folder),
+        None,
+        vllm_config.model_config.revision,
+        fall_back,
+        patterns if isinstance(patterns, list) else None,
     )
     return [Path(file) for file in files]
 
