@@ -22,10 +22,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from host_control.config import HostConfig
-from host_control.vllm.identity import uncacheable
+from host_control.vllm.identity.adapters import Adapters
+from host_control.vllm.identity.content import content_hashes
+from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
 from host_control.vllm.scheduler_side import SchedulerSide
+from host_control.vllm.support import uncacheable
 from host_control.vllm.worker_side import WorkerSide
 
 __all__ = ["ShadowServeConnector"]
@@ -50,8 +53,15 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             self._warn(transfer, problem)
             block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if not problem else 1
+            lora = vllm_config.lora_config
             self._scheduler = SchedulerSide(
-                config, block_size, fetch=fetch, store=store, problem=problem, logger=_logger
+                config,
+                block_size,
+                fetch=fetch,
+                store=store,
+                problem=problem,
+                logger=_logger,
+                inputs=RequestInputs(Adapters(lora, content_hashes(config, _logger)) if lora is not None else None),
             )
         else:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank

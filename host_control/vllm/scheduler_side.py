@@ -6,6 +6,7 @@ no request completes a chunk costs one comparison for each running request.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.lookup import PrefixLookup
 from host_control.vllm.epochs import Epochs
-from host_control.vllm.identity import request_extra, request_problem
+from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import (
     LoadOperation,
     ShadowServeMetadata,
@@ -22,6 +23,7 @@ from host_control.vllm.metadata import (
     WorkerReport,
 )
 from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.support import request_problem
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import chunk_keys
 
@@ -35,7 +37,7 @@ class _Tracked:
     """A request, from arrival to end."""
 
     request: Any
-    extra: bytes = b""  # see request_extra()
+    extra: bytes | Callable[[], bytes] = b""  # see RequestInputs.extra()
     preemptions: int = 0  # at the time of the last lookup
     counted: bool = False
     refused: bool = False  # a load failed: never offer another, or vLLM would ask without end
@@ -57,10 +59,19 @@ class SchedulerSide:
         fetch, store: whether this engine does either at all (``kv_role``, configuration).
         problem: why this engine is served without the cache, or empty.
         logger: where failures are logged.
+        inputs: what requests' KV depends on beside tokens.
     """
 
     def __init__(
-        self, config: HostConfig, block_size: int, *, fetch: bool, store: bool, problem: str, logger: logging.Logger
+        self,
+        config: HostConfig,
+        block_size: int,
+        *,
+        fetch: bool,
+        store: bool,
+        problem: str,
+        logger: logging.Logger,
+        inputs: RequestInputs | None = None,
     ) -> None:
         self._config = config
         self._block_size = block_size
@@ -70,6 +81,7 @@ class SchedulerSide:
         self._store = store
         self._logger = logger
         self._failures = FailureLog(logger)
+        self._inputs = inputs or RequestInputs()
         self.epochs = Epochs()
         self._namespaces: list[bytes] = []
         self._clients: list[DataPlaneClient] = []
@@ -116,11 +128,12 @@ class SchedulerSide:
         """Start looking a request up."""
         if self._lookup is None:
             return
+        tracked = _Tracked(request)
+        named = self._name(tracked)  # of all, in their order: an adapter's number may come to mean another one
         if (problem := request_problem(request)) is not None:
             self._failures.warn("a request is served without the cache", problem, "")
             return
-        tracked = _Tracked(request)
-        if not self._name(tracked):
+        if not named:
             return
         self._tracked[request.request_id] = tracked
         # The list is vLLM's own and only grows; lookups read its head.
@@ -164,7 +177,9 @@ class SchedulerSide:
         self.counts.add("hit_tokens", hits * self._chunk_tokens)
         if reason != "complete":
             self.counts.add("lookup_failures", reason=reason)
-            self._failures.warn("lookup failed, prompts are computed", reason, detail)
+            unnamed = reason == "unnamed"
+            what = "a request is served without the cache" if unnamed else "lookup failed, prompts are computed"
+            self._failures.warn(what, reason, detail)
 
     # ------------------------------------------------------------------ loads
 
@@ -259,6 +274,9 @@ class SchedulerSide:
         tracked = self._tracked[request_id]
         keys = self._lookup.keys(request_id)
         if keys is None:
+            answer = self._lookup.poll(request_id)
+            if answer is not None and answer.reason == "unnamed":
+                self._boundary.pop(request_id, None)
             return  # still being hashed; ask again with the next step
         # Tokens that are drafts, or still being sampled, have no identity yet.
         end = min(computed, tracked.request.num_tokens) // self._chunk_tokens
@@ -286,8 +304,10 @@ class SchedulerSide:
         if len(keys[0]) >= end:
             return
         tokens = list(tracked.request.all_token_ids[: end * self._chunk_tokens])
+        assert self._lookup is not None
+        extra = self._lookup.extra(tracked.request.request_id)
         for namespace, chain in zip(self._namespaces, keys, strict=True):
-            chain[:] = chunk_keys(namespace, tokens, chunk_tokens=self._chunk_tokens, extra=tracked.extra, after=chain)
+            chain[:] = chunk_keys(namespace, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=chain)
 
     # ------------------------------------------------------------------ housekeeping
 
@@ -321,9 +341,9 @@ class SchedulerSide:
     def _name(self, tracked: _Tracked) -> bool:
         """Give a request its name in this epoch; return whether it has one."""
         try:
-            tracked.extra = request_extra(tracked.request, self.epochs.current)
+            tracked.extra = self._inputs.extra(tracked.request, self.epochs.current)
         except Exception as error:  # an input of a kind that is not known here must not fail the request
-            self._failures.warn("a request is served without the cache", "unknown input", repr(error))
+            self._failures.warn("a request is served without the cache", "unnamed", str(error) or repr(error))
             return False
         return True
 

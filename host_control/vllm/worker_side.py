@@ -16,7 +16,8 @@ from host_control.destination import Destination, Memory
 from host_control.layouts import LayoutKind, PagedLayout
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.store import StoreQueue
-from host_control.vllm.identity import UncacheableError, chunk_shape, rank_namespace
+from host_control.vllm.identity.content import content_hashes
+from host_control.vllm.identity.namespace import chunk_shape, rank_namespace
 from host_control.vllm.loaded_weights import LoadedWeights, WeightsWatch
 from host_control.vllm.metadata import (
     LoadOperation,
@@ -27,6 +28,7 @@ from host_control.vllm.metadata import (
 )
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.probe import find_layout
+from host_control.vllm.support import UncacheableError
 from shadowserve.errors import ConfigurationError
 
 __all__ = ["WorkerSide"]
@@ -92,13 +94,14 @@ class WorkerSide:
         try:
             self._layout = self._understand(caches)
             delivery = choose(self._config, self._layout.device)
+            hashes = content_hashes(self._config, self._logger)
+            namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank, hashes)
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)
             self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
             return
         self._stream = SideStream(self._layout.device, delivery.gpu)
         self._watch = WeightsWatch(self._loaded_weights())
-        namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank)
         shape = chunk_shape(namespace, self._layout, self._config)
         self._namespace = shape.namespace
         try:

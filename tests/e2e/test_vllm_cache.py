@@ -180,8 +180,8 @@ def test_reset_of_the_engines_caches_serves_nothing_old(
 
 
 def test_wrong_idea_of_the_layout_is_found_before_anything_moves(engine: Any) -> None:
-    from host_control.vllm.identity import UncacheableError
     from host_control.vllm.probe import find_layout
+    from host_control.vllm.support import UncacheableError
 
     worker = engine.worker
     caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches

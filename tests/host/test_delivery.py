@@ -150,7 +150,7 @@ class Engine:
         self.layout = PagedLayout(self.caches, "kv_cells", "torch", 1 << 20)
         self.delivery = delivery
         namespace = KVNamespace(
-            model="delivery", revision="1", dtype="bfloat16", layers=LAYERS, kv_heads=HEADS, head_size=SIZE,
+            model="delivery", weights="1", dtype="bfloat16", layers=LAYERS, kv_heads=HEADS, head_size=SIZE,
             attention="mha", chunk_tokens=CHUNK_TOKENS, quantizer="lossless",
         )  # fmt: skip
         self.keys = chunk_keys(namespace.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)

@@ -168,28 +168,22 @@ def test_request_that_tokens_do_not_name_is_served_without_the_cache(
     side.finished(request)
 
 
-def test_extra_keys_of_requests_differ() -> None:
-    from host_control.vllm.identity import request_extra
-
-    def lora(name: str, number: int) -> Any:
-        return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path="/p")
-
-    def feature(identifier: str, offset: int) -> Any:
-        return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=3))
-
-    variants = [
-        {},
-        {"cache_salt": "a"},
-        {"cache_salt": "b"},
-        {"lora_request": lora("x", 1)},
-        {"lora_request": lora("y", 1)},
-        {"mm_features": [feature("i", 0)]},
-        {"mm_features": [feature("i", 4)]},
-        {"mm_features": [feature("j", 0)]},
-    ]
-    extras = [request_extra(Request("r", TOKENS, **variant), epoch) for variant in variants for epoch in ("", "e")]
-    assert len(set(extras)) == len(extras)
-    assert extras[0] == b""
+@pytest.mark.parametrize("fetch", [True, False])
+def test_request_whose_inputs_cannot_be_named_is_computed_and_not_stored(
+    make_side: Any, plane: ScriptedDataPlane, fetch: bool, caplog: Any
+) -> None:
+    feature = SimpleNamespace(
+        identifier="image-0", modality="image", data=None, mm_position=SimpleNamespace(offset=0, length=3)
+    )
+    side = make_side(fetch=fetch)
+    request = arrive(side, plane, TOKENS, stored=5, mm_features=[feature])
+    wait_for(lambda: (side._lookup.poll("r") or SimpleNamespace(reason="")).reason == "unnamed")
+    assert side.matched_tokens(request, 0) == 0
+    for done in range(0, len(TOKENS), CHUNK):
+        new = {"new": {"r": (done, CHUNK)}} if not done else {"cached": {"r": (done, CHUNK)}}
+        assert side.step(step(**new)).stores == []
+    assert not fetch or "a worker's memory alone" in caplog.text
+    side.finished(request)
 
 
 def test_one_worker_that_is_off_turns_all_off(make_side: Any, plane: ScriptedDataPlane) -> None:
