@@ -84,8 +84,7 @@ class WorkerSide:
             self._layout = self._understand(caches)
             delivery = choose(self._config, self._layout.device)
         except (UncacheableError, ConfigurationError) as error:
-            self.problem = str(error)
-            self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
+            self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         self._stream = SideStream(self._layout.device, delivery.gpu)
         namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank)
@@ -94,8 +93,7 @@ class WorkerSide:
         try:
             self._client = self._config.client(self._tp_rank)
         except ConfigurationError as error:
-            self.problem = str(error)
-            self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
+            self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         if self._fetch:
             self._manager = KVCacheManager(

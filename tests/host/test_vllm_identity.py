@@ -53,56 +53,6 @@ def vllm_config(model_path: Path | str = "some/model") -> Any:
     )
 
 
-def test_common_engine_is_cacheable() -> None:
-    from host_control.vllm.support import uncacheable
-
-    assert uncacheable(vllm_config(), kv_cache_config(), HostConfig()) is None
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline"),
-        ("parallel_config.decode_context_parallel_size", 2, "context"),
-        ("model_config.runner_type", "pooling", "pooling"),
-        ("model_config.is_encoder_decoder", True, "encoder"),
-        ("speculative_config", SimpleNamespace(method="mtp"), "mtp"),
-        ("cache_config.calculate_kv_scales", True, "scales"),
-    ],
-)
-def test_engine_that_cannot_be_cached_says_why(place: str, value: Any, message: str) -> None:
-    from host_control.vllm.support import uncacheable
-
-    config = vllm_config()
-    *path, name = place.split(".")
-    holder = getattr(config, path[0]) if path else config
-    setattr(holder, name, value)
-    assert message in (uncacheable(config, kv_cache_config(), HostConfig()) or "")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block_size": 48}, "chunk_tokens"),
-        ({"head_size_v": 32}, "equal size"),
-        ({"page_size_padded": 1 << 16}, "padded"),
-    ],
-)
-def test_cache_of_an_unknown_form_says_why(options: dict[str, Any], message: str) -> None:
-    from host_control.vllm.support import uncacheable
-
-    assert message in (uncacheable(vllm_config(), kv_cache_config(spec(**options)), HostConfig()) or "")
-    assert "groups" in (uncacheable(vllm_config(), kv_cache_config(spec(), spec()), HostConfig()) or "")
-
-
-def test_ngram_speculation_is_cacheable() -> None:
-    from host_control.vllm.support import uncacheable
-
-    config = vllm_config()
-    config.speculative_config = SimpleNamespace(method="ngram")
-    assert uncacheable(config, kv_cache_config(), HostConfig()) is None
-
-
 def test_whatever_changes_values_changes_the_namespace(tmp_path: Path) -> None:
     import torch
 
