@@ -99,9 +99,10 @@ class SchedulerSide:
 
     def start(self, handshakes: dict[int, WorkerHandshake]) -> None:
         """Take the workers' namespaces, one for each tensor-parallel rank, and begin."""
-        problem = self.problem or next((shake.problem for shake in handshakes.values() if shake.problem), "")
-        if problem:
-            self.problem = problem
+        if self.problem:
+            return  # the connector has said so
+        if problem := next((shake.problem for shake in handshakes.values() if shake.problem), ""):
+            self._turn_off(problem)
             return
         self._namespaces = [handshakes[rank].namespace for rank in sorted(handshakes)]
         addresses = [self._config.data_plane_address(rank) for rank in range(len(self._namespaces))]
@@ -109,8 +110,8 @@ class SchedulerSide:
         try:
             # A data plane that serves several ranks is asked once for all of them.
             clients = {address: self._config.client(rank) for address, rank in first_rank.items()}
-        except ConfigurationError as error:  # the worker has said so
-            self.problem = str(error)
+        except ConfigurationError as error:
+            self._turn_off(str(error))
             return
         self._clients = list(clients.values())
         self._lookup = PrefixLookup(
@@ -121,6 +122,11 @@ class SchedulerSide:
             threads=self._config.lookup_threads,
             enabled=self._fetch,
         )
+
+    def _turn_off(self, problem: str) -> None:
+        """Serve without the cache from now on; said here alone, once for all workers."""
+        self.problem = problem
+        self._logger.error("ShadowServe is off, every prompt is computed: %s", problem)
 
     # ------------------------------------------------------------------ arrival and lookup
 

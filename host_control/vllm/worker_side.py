@@ -97,8 +97,7 @@ class WorkerSide:
             hashes = content_hashes(self._config, self._logger)
             namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank, hashes)
         except (UncacheableError, ConfigurationError) as error:
-            self.problem = str(error)
-            self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
+            self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         self._stream = SideStream(self._layout.device, delivery.gpu)
         self._watch = WeightsWatch(self._loaded_weights())
@@ -107,8 +106,7 @@ class WorkerSide:
         try:
             self._client = self._config.client(self._tp_rank)
         except ConfigurationError as error:
-            self.problem = str(error)
-            self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
+            self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         if self._fetch:
             self._manager = KVCacheManager(

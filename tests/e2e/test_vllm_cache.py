@@ -125,6 +125,7 @@ def test_chunk_that_ends_in_generated_tokens_is_stored(engine: Any, plane: Any, 
     (output,) = engine.generate([start + generated], 50)
     assert output.num_cached_tokens == 256
     assert list(output.outputs[0].token_ids) == reference([start], 150)[0][100:150]
+    engine.assert_sensitive([start + generated], [list(output.outputs[0].token_ids)])
 
 
 def test_rounds_smaller_than_the_prompt(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
