@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from identity_support import ASSET, digest, engine_config, kv_cache_config, model_folder, namespace, rope, spec
+from machine import NEVER_S
 
 from host_control.config import HostConfig
 
@@ -330,3 +331,12 @@ def test_what_a_checkpoint_s_quantization_ignores_is_in_the_key(tmp_path: Path) 
         folder = model_folder(tmp_path / f"m{len(ignored)}", quantization_config=described)
         found.append(digest(engine_config(folder)))
     assert found[0] != found[1]
+
+
+def test_the_documented_table_is_this_one() -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, str(ASSET.parents[2] / "scripts" / "gen-identity-docs"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S)
+    assert done.returncode == 0, done.stdout + done.stderr
