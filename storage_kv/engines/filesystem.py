@@ -6,7 +6,7 @@ often. The budget counts the files' bytes.
 
 Three groups of threads wait for the file system: readers, writers, and one that removes files and notes changed
 expiries and pins, as many as there are at a time before it synchronizes the folders. They take the node's lock when
-they are done; poll() has nothing to do.
+they are done.
 
 An entry whose file cannot be read, or holds anything but what was written, is dropped and counted.
 """
@@ -16,7 +16,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Final
 from shadowserve.errors import NativeError
 from shadowserve.native import OBJECT_HEADER_BYTES
 from storage_kv.engine import (
+    ENTRIES_PER_HOLD,
     TENANT_BYTES,
     BusyError,
     EngineStatistics,
@@ -117,10 +118,11 @@ class FilesystemEngine(MemoryEngine):
         self._unread: deque[tuple[int, Callable[[], None]]] = deque()  # reads that wait for memory
         self._reading_bytes = 0
         self._buffers: dict[int, tuple[memoryview, memoryview]] = {}  # by id: what was given out, and all of it
-        self._changes: dict[int, None] = {}  # under way, oldest first
+        self._changes: OrderedDict[int, None] = OrderedDict()  # under way, oldest first
         self._change_numbers = itertools.count(1)
-        self._queue: list[tuple[int, FileItem]] = []  # of them, what the thread can begin
-        self._barriers: list[tuple[int, Ticket]] = []
+        self._queue: deque[tuple[int, FileItem]] = deque()  # of them, what the thread can begin
+        self._is_changing = False
+        self._barriers: deque[tuple[int, Ticket]] = deque()
         self._failed_changes: list[tuple[int, Exception]] = []
         self._lost = {"io_error": 0, "rotten": 0}
         self._failed_writes = 0
@@ -130,7 +132,6 @@ class FilesystemEngine(MemoryEngine):
 
     def start(self, lock: threading.Lock) -> None:
         """See :meth:`Engine.start`."""
-        self._lock = lock
         began_s = time.monotonic()
         self._files = ObjectFiles(self._root)
         try:
@@ -140,11 +141,13 @@ class FilesystemEngine(MemoryEngine):
         except BaseException:
             self._files.close()
             raise
+        super().start(lock)
         self._readers = Workers(_READERS, "read")
         self._writers = Workers(_WRITERS, "write")
         self._changer = Workers(1, "change")
-        keys = sum(len(account.items) for account in self._accounts.values())
-        _log.info("recovered path=%s keys=%d seconds=%.3f", self._root, keys, time.monotonic() - began_s)
+        _log.info("recovered path=%s keys=%d seconds=%.3f", self._root, self._all.keys, time.monotonic() - began_s)
+        with lock:  # what was left may be more than the budget of today
+            self.set_budget(self._budget_bytes)
 
     def _recover(self) -> None:
         newest: dict[bytes, FoundObject] = {}
@@ -166,21 +169,16 @@ class FilesystemEngine(MemoryEngine):
             item = FileItem(account, key, name, attributes.expires_at_ms or None, attributes.parent, used)
             self._enter(key, item, None)
             if attributes.pinned_until_ms > now_ms:
-                item.pinned_until_ms = attributes.pinned_until_ms
-                account.pinned_keys += 1
+                self._pin(key, item, attributes.pinned_until_ms)
         if ordered:
             self._generations = itertools.count(ordered[-1][1].name.generation + 1)
-        missing = self._used_bytes - self._budget_bytes
-        for walk in self._plan(missing, None)[0]:
-            for key, victim in walk.taken:
-                assert isinstance(victim, FileItem)
-                self._files.remove(victim.name)
-                del victim.account.items[key]
-                victim.account.index.remove(victim.serial)
-                super()._forget(victim)
 
     def drain(self, timeout_s: float) -> None:
         """See :meth:`Engine.drain`."""
+        ends_s = time.monotonic() + timeout_s
+        while self.poll() and time.monotonic() < ends_s:
+            pass
+        timeout_s = max(ends_s - time.monotonic(), 0.0)
         with self._idle:
             if not self._idle.wait_for(lambda: not self._writing_bytes and not self._changes, timeout_s):
                 _log.warning("drain_cut_off path=%s timeout_s=%g", self._root, timeout_s)
@@ -190,6 +188,7 @@ class FilesystemEngine(MemoryEngine):
         ended = [workers.stop(1.0) for workers in (self._readers, self._writers, self._changer)]
         if all(ended):  # else somebody still writes: the folder stays this process's until it ends
             self._files.close()
+        super().close()
 
     # ---- Reading
 
@@ -209,6 +208,10 @@ class FilesystemEngine(MemoryEngine):
             self._unread.popleft()
             self._reading_bytes += size
             self._readers.submit(call)
+
+    def _drop_if_present(self, item: FileItem) -> None:
+        if item.account.find(item.key) is item:  # else it was cleared, and poll() sees to it
+            self._drop(item.key, item)
 
     def _end_read(self, size: int) -> None:
         self._reading_bytes -= size
@@ -230,8 +233,7 @@ class FilesystemEngine(MemoryEngine):
             if data is None and lost is not None:
                 self._lost[lost] += 1
                 _log.warning("value_lost file=%s reason=%s", item.name.digest.hex(), lost)
-                if item.stored:
-                    self._drop(item.key, item)
+                self._drop_if_present(item)
             self._remove_if_unused(item)
         done(None if data is None else Lease(data, self._end_read, end - start))
 
@@ -267,8 +269,8 @@ class FilesystemEngine(MemoryEngine):
             raise BusyError(f"{self._writing_bytes} bytes are being written to {self._root}", again)
         name = ObjectName(tenant_of(key), key[TENANT_BYTES:], next(self._generations), len(value), head_bytes)
         account = self._accounts.get(key[:TENANT_BYTES]) or self._open_account(key[:TENANT_BYTES])
-        old = account.items.get(key)
-        self._make_room(account, name.stored_bytes, old)
+        old = account.find(key)
+        self._make_room(account, name.stored_bytes, key, old)
         self._uses = used = self._uses + 1
         item = FileItem(account, key, name, expires_at_ms, parent, used)
         item.value = value
@@ -301,8 +303,7 @@ class FilesystemEngine(MemoryEngine):
             item.memory = item.value = None
             if error is not None:
                 self._failed_writes += 1
-                if item.stored:
-                    self._drop(item.key, item)
+                self._drop_if_present(item)
             if item.changed:
                 self._queue_change(item.changed, item)
             self._remove_if_unused(item)
@@ -330,6 +331,14 @@ class FilesystemEngine(MemoryEngine):
         """See :meth:`Engine.pin`."""
         return super().pin(key, until_ms) and self._note_change(key)
 
+    def unpin_some(self, tenant: int | None) -> int:
+        """See :meth:`Engine.unpin_some`."""
+        some = self._pins.some(tenant, ENTRIES_PER_HOLD)
+        for _, (key, item) in some:
+            self._unpin(key, item)
+            self._note_change(key)
+        return len(some)
+
     def tenant(self, name: str) -> int:
         """See :meth:`Engine.tenant`; a new one is written down at once, which happens once for each."""
         known = name in self._names
@@ -352,8 +361,8 @@ class FilesystemEngine(MemoryEngine):
 
     # ---- Changes: removed files, changed attributes
 
-    def _forget(self, item: MemoryItem) -> None:
-        super()._forget(item)
+    def _forget(self, key: bytes, item: MemoryItem, *, cleared: bool = False) -> None:
+        super()._forget(key, item, cleared=cleared)
         assert isinstance(item, FileItem)
         item.removal = next(self._change_numbers)
         self._changes[item.removal] = None
@@ -379,13 +388,14 @@ class FilesystemEngine(MemoryEngine):
     def _queue_change(self, number: int, item: FileItem) -> None:
         self._changes[number] = None
         self._queue.append((number, item))
-        if len(self._queue) == 1:
+        if not self._is_changing:
+            self._is_changing = True
             self._changer.submit(self._change_some)
 
     def _change_some(self) -> None:
-        """Do everything that is queued, then synchronize the folders that it touched."""
+        """Do some of what is queued, then synchronize the folders that it touched."""
         with self._lock:
-            queue, self._queue = self._queue, []
+            queue = [self._queue.popleft() for _ in range(min(len(self._queue), ENTRIES_PER_HOLD))]
             items: dict[FileItem, list[int]] = {}
             for number, item in queue:
                 items.setdefault(item, []).append(number)
@@ -409,14 +419,17 @@ class FilesystemEngine(MemoryEngine):
                 del self._changes[number]
             self._failed_changes += sorted(failed.items())
             settled = self._settled_barriers()
+            self._is_changing = bool(self._queue)
+            if self._is_changing:
+                self._changer.submit(self._change_some)
         for ticket, failure in settled:
             ticket.settle(failure)
         self._tell_idle()
 
     def _settled_barriers(self) -> list[tuple[Ticket, Exception | None]]:
         settled: list[tuple[Ticket, Exception | None]] = []
-        while self._barriers and not any(number <= self._barriers[0][0] for number in self._changes):
-            last, ticket = self._barriers.pop(0)
+        while self._barriers and next(iter(self._changes), self._barriers[0][0] + 1) > self._barriers[0][0]:
+            last, ticket = self._barriers.popleft()
             failed = [error for number, error in self._failed_changes if number <= last]
             settled.append((ticket, failed[0] if failed else None))
         if not self._barriers:
@@ -425,6 +438,24 @@ class FilesystemEngine(MemoryEngine):
 
     def barrier(self) -> Ticket | None:
         """See :meth:`Engine.barrier`."""
+        forgotten = super().barrier()
+        if forgotten is None:
+            return self._barrier_of_changes()
+        ticket = Ticket()
+
+        def go_on(error: Exception | None) -> None:
+            with self._lock:
+                durable = self._barrier_of_changes()
+            if durable is None:
+                ticket.settle(error)
+            else:
+                durable.then(ticket.settle)
+
+        forgotten.then(go_on)
+        return ticket
+
+    def _barrier_of_changes(self) -> Ticket | None:
+        """Return a ticket that settles when the changes under way are durable; None if there are none."""
         if not self._changes:
             return None
         ticket = Ticket()
