@@ -59,6 +59,11 @@ _READING_BYTES_MAX: Final = 256 << 20
 _KEY_ROOM: Final = 512
 """Bytes behind a buffer that a value is received in, for the name; with a longer key the value is copied once."""
 
+_EVERYBODY: Final = -1
+"""Among tenants' ids: all of them."""
+_LITTER: Final = -1
+"""Among the numbers of changes: one that nobody waits for."""
+
 _PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
 """Errors that say nothing of the file: the client gets a miss, the entry stays."""
 
@@ -120,7 +125,9 @@ class FilesystemEngine(MemoryEngine):
         self._buffers: dict[int, tuple[memoryview, memoryview]] = {}  # by id: what was given out, and all of it
         self._changes: OrderedDict[int, None] = OrderedDict()  # under way, oldest first
         self._change_numbers = itertools.count(1)
-        self._queue: deque[tuple[int, FileItem]] = deque()  # of them, what the thread can begin
+        self._queue: deque[tuple[int, FileItem | None]] = deque()  # of them, what the thread can begin
+        self._litter: deque[FileItem] = deque()  # what was cleared: nobody waits until its files are removed
+        self._cleared: dict[int, int] = {}  # by tenant, the generation up to which its objects are gone
         self._is_changing = False
         self._barriers: deque[tuple[int, Ticket]] = deque()
         self._failed_changes: list[tuple[int, Exception]] = []
@@ -152,7 +159,12 @@ class FilesystemEngine(MemoryEngine):
     def _recover(self) -> None:
         newest: dict[bytes, FoundObject] = {}
         now_ms = self._clock_ms()
+        self._cleared = self._files.cleared()
+        everyones = self._cleared.get(_EVERYBODY, 0)
         for found in self._files.find():
+            if found.name.generation <= max(everyones, self._cleared.get(found.name.tenant, 0)):
+                self._files.remove(found.name)
+                continue
             key = qualified(found.name.tenant, found.name.key)
             other = newest.get(key, found)
             newest[key] = max(found, other, key=lambda each: each.name.generation)
@@ -170,8 +182,8 @@ class FilesystemEngine(MemoryEngine):
             self._enter(key, item, None)
             if attributes.pinned_until_ms > now_ms:
                 self._pin(key, item, attributes.pinned_until_ms)
-        if ordered:
-            self._generations = itertools.count(ordered[-1][1].name.generation + 1)
+        last = ordered[-1][1].name.generation if ordered else 0
+        self._generations = itertools.count(max(last, *self._cleared.values(), 0) + 1)
 
     def drain(self, timeout_s: float) -> None:
         """See :meth:`Engine.drain`."""
@@ -364,15 +376,26 @@ class FilesystemEngine(MemoryEngine):
     def _forget(self, key: bytes, item: MemoryItem, *, cleared: bool = False) -> None:
         super()._forget(key, item, cleared=cleared)
         assert isinstance(item, FileItem)
-        item.removal = next(self._change_numbers)
-        self._changes[item.removal] = None
+        item.removal = _LITTER if cleared else next(self._change_numbers)
+        if not cleared:
+            self._changes[item.removal] = None
         self._remove_if_unused(item)
 
     def _remove_if_unused(self, item: FileItem) -> None:
         """Begin to remove the file of what has left the table, unless it is still being written or read."""
         if item.removal and item.ticket is None and item.reads == 0:
             number, item.removal = item.removal, 0
-            self._queue_change(number, item)
+            if number == _LITTER:
+                self._litter.append(item)
+                self._begin_changes()
+            else:
+                self._queue_change(number, item)
+
+    def clear(self, tenant: int | None) -> None:
+        """See :meth:`Engine.clear`. That it was cleared is written down; files are removed when there is time."""
+        self._cleared[_EVERYBODY if tenant is None else tenant] = next(self._generations)
+        self._queue_change(next(self._change_numbers), None)
+        super().clear(tenant)
 
     def _note_change(self, key: bytes) -> bool:
         """Have the attributes of an entry written down, if it is still there."""
@@ -385,9 +408,13 @@ class FilesystemEngine(MemoryEngine):
                 self._changes[item.changed] = None
         return True
 
-    def _queue_change(self, number: int, item: FileItem) -> None:
+    def _queue_change(self, number: int, item: FileItem | None) -> None:
+        """Have an entry's change done; None: what has been cleared is to be written down."""
         self._changes[number] = None
         self._queue.append((number, item))
+        self._begin_changes()
+
+    def _begin_changes(self) -> None:
         if not self._is_changing:
             self._is_changing = True
             self._changer.submit(self._change_some)
@@ -396,10 +423,43 @@ class FilesystemEngine(MemoryEngine):
         """Do some of what is queued, then synchronize the folders that it touched."""
         with self._lock:
             queue = [self._queue.popleft() for _ in range(min(len(self._queue), ENTRIES_PER_HOLD))]
-            items: dict[FileItem, list[int]] = {}
+            items: dict[FileItem | None, list[int]] = {}
             for number, item in queue:
                 items.setdefault(item, []).append(number)
-            wanted = [(item.name, item.attributes() if item.stored else None, items[item]) for item in items]
+            for _ in range(min(len(self._litter), ENTRIES_PER_HOLD - len(queue))):
+                items.setdefault(self._litter.popleft(), [])
+            cleared = dict(self._cleared) if None in items else None
+            clears = items.pop(None, [])
+            wanted = [
+                (item.name, item.attributes() if item.stored else None, numbers)
+                for item, numbers in items.items()
+                if item is not None
+            ]
+        failed = {} if cleared is None else self._write_cleared(cleared, clears)
+        failed |= self._write_changes(wanted)
+        with self._lock:
+            for number, _ in queue:
+                del self._changes[number]
+            self._failed_changes += sorted(failed.items())
+            settled = self._settled_barriers()
+            self._is_changing = False
+            if self._queue or self._litter:
+                self._begin_changes()
+        for ticket, failure in settled:
+            ticket.settle(failure)
+        self._tell_idle()
+
+    def _write_cleared(self, cleared: dict[int, int], numbers: list[int]) -> dict[int, Exception]:
+        """Write down what has been cleared; return the changes that failed."""
+        try:
+            self._files.keep_cleared(cleared)
+        except OSError as error:
+            _log.error("change_failed file=cleared error=%r", str(error))
+            return dict.fromkeys(numbers, error)
+        return {}
+
+    def _write_changes(self, wanted: list[tuple[ObjectName, Attributes | None, list[int]]]) -> dict[int, Exception]:
+        """Remove files, or write changed attributes; return the changes that failed."""
         folders: dict[Path, list[int]] = {}
         failed: dict[int, Exception] = {}
         for name, attributes, numbers in wanted:
@@ -414,17 +474,7 @@ class FilesystemEngine(MemoryEngine):
                 self._files.synchronize(folder)
             except OSError as error:
                 failed |= dict.fromkeys(numbers, error)
-        with self._lock:
-            for number, _ in queue:
-                del self._changes[number]
-            self._failed_changes += sorted(failed.items())
-            settled = self._settled_barriers()
-            self._is_changing = bool(self._queue)
-            if self._is_changing:
-                self._changer.submit(self._change_some)
-        for ticket, failure in settled:
-            ticket.settle(failure)
-        self._tell_idle()
+        return failed
 
     def _settled_barriers(self) -> list[tuple[Ticket, Exception | None]]:
         settled: list[tuple[Ticket, Exception | None]] = []
@@ -438,24 +488,6 @@ class FilesystemEngine(MemoryEngine):
 
     def barrier(self) -> Ticket | None:
         """See :meth:`Engine.barrier`."""
-        forgotten = super().barrier()
-        if forgotten is None:
-            return self._barrier_of_changes()
-        ticket = Ticket()
-
-        def go_on(error: Exception | None) -> None:
-            with self._lock:
-                durable = self._barrier_of_changes()
-            if durable is None:
-                ticket.settle(error)
-            else:
-                durable.then(ticket.settle)
-
-        forgotten.then(go_on)
-        return ticket
-
-    def _barrier_of_changes(self) -> Ticket | None:
-        """Return a ticket that settles when the changes under way are durable; None if there are none."""
         if not self._changes:
             return None
         ticket = Ticket()

@@ -88,8 +88,6 @@ class MemoryEngine:
         self._pins: Pins[tuple[bytes, MemoryItem]] = Pins()
         self._uses = 0  # so far: the time by which entries are compared
         self._remains: deque[_Remains] = deque()
-        self._gone = 0  # of the remains so far
-        self._clears: deque[tuple[int, Ticket]] = deque()  # settled when so many remains are gone
         self._room: list[Ticket] = []  # settled by the next poll()
         self._beyond: dict[Account, None] = {}  # tenants that may have more than their quota
         self._is_beyond = False  # whether all may have more than the budget
@@ -337,23 +335,14 @@ class MemoryEngine:
             popped = None
             while self._remains and (popped := self._remains[0].pop()) is None:
                 self._remains.popleft()
-                self._gone += 1
             if popped is None:
                 return number
             self._forget(*popped, cleared=True)
-        while self._remains and not any(self._remains[0].queues):
-            self._remains.popleft()
-            self._gone += 1
         return count_max
 
     def barrier(self) -> Ticket | None:
-        """See :meth:`Engine.barrier`."""
-        if not self._remains:
-            return None
-        ticket = Ticket()
-        self._clears.append((self._gone + len(self._remains), ticket))
-        self._tell()
-        return ticket
+        """See :meth:`Engine.barrier`: nothing is more durable than it is at once."""
+        return None
 
     def sweep(self, keys_max: int) -> int:
         """See :meth:`Engine.sweep`; pins that have ended are looked at, too."""
@@ -463,8 +452,6 @@ class MemoryEngine:
             done += self._trim(ENTRIES_PER_HOLD - done)
             self._allowance = ENTRIES_PER_HOLD - done
             settled, self._room = self._room, []
-            while self._clears and self._clears[0][0] <= self._gone:
-                settled.append(self._clears.popleft()[1])
             more = bool(self._remains or self._beyond or self._is_beyond)
         for ticket in settled:
             ticket.settle()

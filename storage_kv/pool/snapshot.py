@@ -60,6 +60,7 @@ class Snapshot:
         tenants: dict[int, bytes],
         notes: dict[bytes, bytes],
         held: dict[tuple[int, bytes], bytes],
+        living: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
         settle_writes: Callable[[Callable[[], None]], None],
         clock_ms: Callable[[], int],
     ) -> None:
@@ -75,6 +76,7 @@ class Snapshot:
             tenants: names by id.
             notes: of the pool, by name.
             held: records of objects that the index has no more and the log has, by tenant and key.
+            living: returns which of some records are to be in it.
             settle_writes: calls back when all writes that are under way now have their record in the log.
             clock_ms: Unix time.
         """
@@ -89,6 +91,7 @@ class Snapshot:
         self._number = number
         self._generation = generation
         self._held = held
+        self._living = living
         self._settle_writes = settle_writes
         self._clock_ms = clock_ms
         self._log_first, self._log_epoch = log.sequence, log.epoch
@@ -119,7 +122,7 @@ class Snapshot:
         while not self._dumped and len(self._pending) < RECORDS_PER_BLOCK * RECORD_BYTES:
             self._cursor, count = self._index.dump(self._cursor, self._slice, self._number)
             self._dumped = self._cursor == 0
-            records = self._slice[:count]
+            records = self._living(self._slice[:count])
             records["device"] = 0  # a device's number is the pool's of today
             self._add(records)
             if self._dumped and self._held:  # behind what the index says by now, of which nothing may be durable

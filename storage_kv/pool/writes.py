@@ -168,6 +168,9 @@ class Writer:
         waiting: deque[_Write] = deque()
         while self._sealed:
             write = self._sealed.popleft()
+            entry = write.entry
+            if not write.cancelled and self._core.clears.covers(entry.tenant, entry.generation):
+                self._core.forget(entry)  # behind the log's CLEAR its record would bring it back
             if write.cancelled:
                 self._end(write)
                 continue
@@ -205,7 +208,8 @@ class Writer:
             if write.error is None:
                 write.disk.note_written()
             elif not write.cancelled:
-                self._core.counters.tenants[write.entry.tenant].failed_writes += 1
+                for counters in self._core.counters.of(write.entry.tenant):
+                    counters.failed_writes += 1
                 write.disk.note_error(write.error, self._core.clock_ms(), writing=True)
             self._end(write)
         self._settle_sure()

@@ -446,19 +446,30 @@ static uint64_t first_of(const struct ss_index *index, uint64_t line) {
     return (uint64_t)first;
 }
 
+/* in_cell() adds a cell's objects, from a hash on; returns how many there are by now. */
+static size_t in_cell(const struct ss_index *index, const struct cell *cell, uint64_t from, struct found *found,
+                      size_t count) {
+    for (size_t list = LIST_SMALL; list < LIST_COUNT; list++) {
+        for (uint32_t slot = cell->lists[list].head; slot != 0; slot = index->entries[slot].next) {
+            uint64_t hash = ss_index_hash(index, index->entries[slot].tenant, index->entries[slot].key);
+            if (hash >= from) {
+                found[count++] = (struct found){.hash = hash, .slot = slot};
+            }
+        }
+    }
+    return count;
+}
+
 /* all_of() finds all objects of a tenant that has few, from a hash on, and sorts them; returns how many. */
-static size_t all_of(const struct ss_index *index, uint16_t tenant, uint64_t from, struct found *found) {
-    const struct cell *whole = ss_index_cell(index, tenant, ANY_DEVICE);
+static size_t all_of(const struct ss_index *index, int32_t tenant, uint64_t from, struct found *found) {
+    const struct cell *whole = tenant < 0 ? NULL : ss_index_cell(index, (uint16_t)tenant, ANY_DEVICE);
     size_t count = 0;
     for (uint32_t number = whole != NULL ? whole->next : 0; number != 0; number = index->cells[number].next) {
-        for (size_t list = LIST_SMALL; list < LIST_COUNT; list++) {
-            uint32_t slot = index->cells[number].lists[list].head;
-            for (; slot != 0; slot = index->entries[slot].next) {
-                uint64_t hash = ss_index_hash(index, tenant, index->entries[slot].key);
-                if (hash >= from) {
-                    found[count++] = (struct found){.hash = hash, .slot = slot};
-                }
-            }
+        count = in_cell(index, &index->cells[number], from, found, count);
+    }
+    for (uint32_t number = 1; tenant < 0 && number <= index->cell_count; number++) {
+        if ((index->cells[number].id & 511u) != ANY_DEVICE) {
+            count = in_cell(index, &index->cells[number], from, found, count);
         }
     }
     qsort(found, count, sizeof *found, by_hash);
@@ -476,8 +487,8 @@ size_t ss_index_scan(const struct ss_index *index, int32_t tenant, uint64_t *cur
     }
     struct ss_index_totals totals;
     ss_index_totals(index, tenant, -1, &totals);
-    if (tenant >= 0 && totals.objects <= HOME_MAX) { /* sooner than looking through everybody's */
-        size_t count = all_of(index, (uint16_t)tenant, *cursor, found);
+    if (totals.objects <= HOME_MAX) { /* sooner than looking through everybody's */
+        size_t count = all_of(index, tenant, *cursor, found);
         for (; stored < count && stored < max; stored++) {
             slots[stored] = found[stored].slot;
         }
