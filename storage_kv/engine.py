@@ -137,6 +137,25 @@ class Ticket:
         self._error: Exception | None = None
         self._done: list[Callable[[Exception | None], None]] = []
 
+    @classmethod
+    def of(cls, *tickets: "Ticket") -> "Ticket":
+        """Return one that is settled when all of ``tickets`` are, with the last error among them."""
+        whole = cls()
+        lock = threading.Lock()
+        missing, failure = len(tickets), None
+
+        def done(error: Exception | None) -> None:
+            nonlocal missing, failure
+            with lock:
+                missing, failure = missing - 1, error or failure
+                if missing:
+                    return
+            whole.settle(failure)
+
+        for ticket in tickets:
+            ticket.then(done)
+        return whole
+
     @property
     def settled(self) -> bool:
         """Whether it is settled, with or without an error."""
