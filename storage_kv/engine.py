@@ -180,10 +180,11 @@ class Ticket:
 
 
 class PinnedEntries(NamedTuple):
-    """What a tenant keeps from eviction: ended pins that were not noticed yet included."""
+    """What a tenant keeps from eviction, ended pins that were not noticed yet included; and how much it may."""
 
     keys: int
     bytes: int
+    bytes_max: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -385,8 +385,9 @@ class Node:
         self.limiters = {name: RateLimiter(limits, now_s) for name, limits in self.config.tenants.items()}
 
     def apply_quotas(self) -> None:
-        """Tell the engine, once it has started, what tenants may hold."""
+        """Tell the engine, once it has started, what tenants may hold and pin."""
         with self.lock:
+            self.engine.set_pin_shares(self.config.pin_share_of_tenant, self.config.pin_share)
             for name, limits in self.config.tenants.items():
                 tenant = self.engine.tenant(name) if name else DEFAULT_TENANT
                 self.engine.set_quota(tenant, limits.bytes_max, limits.keys_max)

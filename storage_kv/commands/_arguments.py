@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 from shadowserve.resp import encode_bulk_header, encode_error, parse_integer
-from storage_kv.engine import Item, Lease, OutOfBudgetError, Ticket
+from storage_kv.engine import ENTRIES_PER_HOLD, Item, Lease, OutOfBudgetError, Ticket
 from storage_kv.node import REFERENCE_BYTES_MIN, CommandError, Later, Node, Outgoing, Part, Pending, Ready, Reply
 
 __all__ = [
@@ -24,8 +24,8 @@ __all__ = [
 OK: Final = b"+OK\r\n"
 OUT_OF_MEMORY: Final = "OOM command not allowed when used memory > 'maxmemory'."
 
-KEYS_AT_A_TIME: Final = 1_000
-"""That one command works on before it lets others have the node's lock: about 5 ms, of the slowest command."""
+KEYS_AT_A_TIME: Final = ENTRIES_PER_HOLD
+"""That one command works on before it lets others have the node's lock."""
 
 
 def as_integer(argument: bytes | memoryview) -> int:

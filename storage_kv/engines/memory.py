@@ -307,7 +307,9 @@ class MemoryEngine:
 
     def pinned(self, tenant: int) -> PinnedEntries:
         """See :meth:`Engine.pinned`."""
-        return self._pins.entries(tenant)
+        account = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
+        quota_bytes = None if account is None else account.quota_bytes
+        return self._pins.entries(tenant, quota_bytes=quota_bytes, budget_bytes=self._budget_bytes)
 
     def pinning_tenants(self, count_max: int) -> list[int]:
         """See :meth:`Engine.pinning_tenants`."""
@@ -366,7 +368,7 @@ class MemoryEngine:
         account = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
         if account is None:
             return 0, []
-        following, keys = account.index.page(cursor, count)
+        following, keys = account.index.page(cursor, min(count, ENTRIES_PER_HOLD))
         return following, [key[TENANT_BYTES:] for key in keys if self.peek(key) is not None]
 
     def count(self, tenant: int) -> int:

@@ -62,7 +62,7 @@ class Pins(Generic[H]):
         more = size - (pin.size if pin is not None else 0)
         if more <= 0:
             return
-        own_max = int(self.of_tenant * min(budget_bytes, budget_bytes if quota_bytes is None else quota_bytes))
+        own_max = self._own_max(quota_bytes, budget_bytes)
         if self.bytes_of(tenant) + more > own_max:
             raise PinShareError(
                 f"pins of this tenant may take {own_max} bytes, and {self.bytes_of(tenant)} are; "
@@ -103,9 +103,12 @@ class Pins(Generic[H]):
             return self._ends.page(0, count_max)[1]
         return [(tenant, handle) for handle in islice(self._pins.get(tenant, ()), count_max)]
 
-    def entries(self, tenant: int) -> PinnedEntries:
-        """Return what a tenant has pinned."""
-        return PinnedEntries(self.count(tenant), self.bytes_of(tenant))
+    def entries(self, tenant: int, *, quota_bytes: int | None, budget_bytes: int) -> PinnedEntries:
+        """Return what a tenant has pinned, and may."""
+        return PinnedEntries(self.count(tenant), self.bytes_of(tenant), self._own_max(quota_bytes, budget_bytes))
+
+    def _own_max(self, quota_bytes: int | None, budget_bytes: int) -> int:
+        return int(self.of_tenant * min(budget_bytes, budget_bytes if quota_bytes is None else quota_bytes))
 
     def tenants(self, count_max: int) -> list[int]:
         """Return some tenants that have pins."""

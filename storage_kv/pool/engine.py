@@ -562,13 +562,9 @@ class PoolEngine:
         until_s = -(-until_ms // 1000) if until_ms > self._clock_ms() else 0
         if until_s:
             self._end_pins()
-            quota = self._space.quotas.get(entry.tenant)
+            quota_bytes, budget_bytes = self._space.bounds(entry.tenant)
             self._core.pins.check(
-                entry.tenant,
-                entry.slot,
-                entry.size,
-                quota_bytes=None if quota is None else quota.bytes_max,
-                budget_bytes=self._space.capacity_bytes,
+                entry.tenant, entry.slot, entry.size, quota_bytes=quota_bytes, budget_bytes=budget_bytes
             )
         self._pin(entry, until_s)
         return True
@@ -609,7 +605,8 @@ class PoolEngine:
 
     def pinned(self, tenant: int) -> PinnedEntries:
         """See :meth:`Engine.pinned`."""
-        return self._core.pins.entries(tenant)
+        quota_bytes, budget_bytes = self._space.bounds(tenant)
+        return self._core.pins.entries(tenant, quota_bytes=quota_bytes, budget_bytes=budget_bytes)
 
     def pinning_tenants(self, count_max: int) -> list[int]:
         """See :meth:`Engine.pinning_tenants`."""

@@ -99,6 +99,11 @@ class Space:
 
     # ---- Quotas and budgets
 
+    def bounds(self, tenant: int) -> tuple[int | None, int]:
+        """Return the bytes of a tenant's quota, None without one, and those that all may have."""
+        quota = self.quotas.get(tenant)
+        return None if quota is None else quota.bytes_max, self.capacity_bytes
+
     def make_room_for(self, tenant: int, size: int, old: Entry | None) -> bool:
         """Evict until an object of ``size`` bytes is within its tenant's quota and the pool's budget.
 
