@@ -547,7 +547,7 @@ class MemoryEngine:
         if len(self._accounts) == 1:
             return self._evict(next(iter(self._accounts.values())), spared)
         for count in (_GIVERS, ENTRIES_PER_HOLD):
-            givers = list(self._weights.heaviest_first(_used_bytes, count))
+            givers = list(self._weights.heaviest_first(count))
             if writer is not None and (not givers or _used_bytes(writer) + more >= _used_bytes(givers[0])):
                 givers.insert(0, writer)
             if any(self._evict(giver, spared) for giver in givers):

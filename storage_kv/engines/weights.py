@@ -1,6 +1,6 @@
 """Which tenant has most, without asking each: they are kept in classes by how much they have."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from itertools import islice
 from typing import Final, Generic, TypeVar
 
@@ -15,10 +15,11 @@ _LOOKS: Final = 16
 class Weights(Generic[H]):
     """Classes of weights, each an eighth wider than the one below; who weighs nothing is in none."""
 
-    __slots__ = ("_class_of", "_classes", "_present")
+    __slots__ = ("_class_of", "_classes", "_present", "_weights")
 
     def __init__(self) -> None:
         """Make it empty."""
+        self._weights: dict[H, int] = {}
         self._class_of: dict[H, int] = {}
         self._classes: dict[int, dict[H, None]] = {}
         self._present = 0  # a bit for each class with members
@@ -29,6 +30,7 @@ class Weights(Generic[H]):
 
     def set(self, who: H, weight: int) -> None:
         """Say what somebody weighs now."""
+        self._weights[who] = weight
         bits = weight.bit_length()
         number = bits << 3 | (weight << 3 >> bits - 1) & 7 if weight > 0 else 0
         old = self._class_of.get(who, 0)
@@ -46,12 +48,18 @@ class Weights(Generic[H]):
         else:
             del self._class_of[who]
 
-    def heaviest_first(self, weight: Callable[[H], int], count: int) -> Iterator[H]:
+    def of(self, who: H) -> int:
+        """Return what somebody weighs."""
+        return self._weights.get(who, 0)
+
+    def heaviest_first(self, count: int) -> Iterator[H]:
         """Yield at most ``count`` of them, the heaviest first: exactly so among the first 16 of a class."""
         present = self._present
         while present and count > 0:
             number = present.bit_length() - 1
             present ^= 1 << number
-            members = sorted(islice(self._classes[number], _LOOKS), key=weight, reverse=True)
+            members = list(islice(self._classes[number], _LOOKS))
+            if len(members) > 1:
+                members.sort(key=self._weights.__getitem__, reverse=True)
             yield from members[:count]
             count -= len(members)

@@ -165,7 +165,7 @@ class PoolEngine:
 
     def _has_more(self, now_ms: int) -> bool:
         """Return whether there is more to do than to hand on what devices have read and found sound."""
-        waiting = self._barriers or self._busy or self._ready or self._space.wants_turn
+        waiting = self._barriers or self._busy or self._ready or self._space.wants_turn or self._reader.wants_turn
         more = self._writer.has_more or self._reader.unsure or self._scrubber.has_read
         return bool(waiting or more or self._is_turn(now_ms))
 
@@ -193,7 +193,7 @@ class PoolEngine:
                 writer.finish()
                 self._pass_barriers()
             core.arenas.settle()
-            changed |= self._turn() | self._space.wants_turn
+            changed |= self._turn() | self._space.wants_turn | reader.wants_turn
             self._space.wants_turn = False
             if reading:
                 core.counters.grouping_ns += core.ticks() - began

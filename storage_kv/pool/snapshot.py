@@ -39,6 +39,10 @@ SLICE_BLOCKS: Final = 64
 """About 2,000 objects: half a millisecond with the node's lock held."""
 
 
+_DUMPS_PER_STEP: Final = 4
+"""Parts of the index that are looked at for a slice; where they hold nothing of this device, the next step goes on."""
+
+
 class Snapshot:
     """One snapshot on its way. With the node's lock held.
 
@@ -46,6 +50,7 @@ class Snapshot:
         header: of it, once it is complete.
         error: why it will not be.
         written_bytes: so far.
+        wants_step: step() is to be called again, although the device does nothing for this.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class Snapshot:
         self.header: SnapshotHeader | None = None
         self.error: Exception | None = None
         self.written_bytes = 0
+        self.wants_step = False
         self._superblock = superblock
         self._layout = superblock.layout
         self._submit = submit
@@ -119,7 +125,10 @@ class Snapshot:
     def step(self) -> None:
         """Take and write the next slice; called once at first, then by the device's completions."""
         room = SLICE_BLOCKS * RECORDS_PER_BLOCK * RECORD_BYTES
-        while not self._dumped and len(self._pending) < RECORDS_PER_BLOCK * RECORD_BYTES:
+        self.wants_step = False
+        for _ in range(_DUMPS_PER_STEP):
+            if self._dumped or len(self._pending) >= RECORDS_PER_BLOCK * RECORD_BYTES:
+                break
             self._cursor, count = self._index.dump(self._cursor, self._slice, self._number)
             self._dumped = self._cursor == 0
             records = self._living(self._slice[:count])
@@ -127,7 +136,9 @@ class Snapshot:
             self._add(records)
             if self._dumped and self._held:  # behind what the index says by now, of which nothing may be durable
                 self._add(np.frombuffer(b"".join(self._held.values()), INDEX_RECORD_DTYPE))
-        if self._pending:
+        if not self._dumped and len(self._pending) < RECORDS_PER_BLOCK * RECORD_BYTES:
+            self.wants_step = True
+        elif self._pending:
             self._write_slice(room)
         else:
             self._settle_writes(self._settled)

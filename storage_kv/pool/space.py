@@ -235,8 +235,8 @@ class Space:
         if len(weights) < 2:
             return None
         share = self.capacity_bytes // len(weights)
-        for tenant in weights.heaviest_first(lambda each: index.totals(each).bytes, _GIVERS):
-            if index.totals(tenant).bytes <= share:
+        for tenant in weights.heaviest_first(_GIVERS):
+            if weights.of(tenant) <= share:
                 return None
             if device < 0 or index.totals(tenant=tenant, device=device).objects:
                 return tenant

@@ -485,6 +485,11 @@ class Volume:
         calls, self._calls = self._calls, []
         return calls
 
+    @property
+    def wants_step(self) -> bool:
+        """Whether step() has more to do that the device does not announce."""
+        return self._snapshot is not None and self._snapshot.wants_step
+
     def snapshot(self) -> None:
         """Begin a snapshot with the next step although the log has room: the next start is then quicker."""
         self._snapshot_wanted = True
@@ -608,6 +613,8 @@ class Volume:
                 self._snapshot_wanted = True
                 self._steps_to_retry = _RETRY_STEPS
             self._snapshot = None
+        elif snapshot is not None and snapshot.wants_step:
+            snapshot.step()
         used = self._log.sequence - self._log.first
         if self._snapshot is None and (self._snapshot_wanted or 3 * used >= self._layout.log_blocks):
             if self._steps_to_retry or self.error is not None:
