@@ -50,8 +50,8 @@ DEFAULT_TENANT: Final = 0
 """The tenant of clients that belong to none; its name is empty."""
 
 ENTRIES_PER_HOLD: Final = 250
-"""Entries that one hold of the node's lock touches at most, so that it is no longer than 10 ms: the longest that is done
-to one is its eviction, which takes the pool up to 30 us."""
+"""Entries that one hold of the node's lock touches at most, so that it is no longer than 10 ms: the longest that is
+done to one is its eviction, which takes the pool up to 30 us."""
 
 KEY_BYTES_MAX: Final = (64 << 10) - 64
 """Of a client's key; the server refuses to store under longer ones. An object on a device has room for a name of 64

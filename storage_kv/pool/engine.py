@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Self
 
-from shadowserve.errors import ConfigurationError
 from shadowserve.native import ANY, NO_PARENT, IndexFlag
 from storage_kv.config import StorageConfig
 from storage_kv.engine import (
@@ -25,12 +24,12 @@ from storage_kv.engine import (
     Item,
     Lease,
     OutOfBudgetError,
-    PinnedEntries,
     Ticket,
     wall_clock_ms,
 )
 from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
-from storage_kv.pool.core import MEMORY_ONLY, Core, Entry, PoolItem
+from storage_kv.pool.bounds import Bounds
+from storage_kv.pool.core import MEMORY_ONLY, Entry, PoolItem
 from storage_kv.pool.homes import Home, Homes
 from storage_kv.pool.keys import ParsedKey, parse_key
 from storage_kv.pool.opening import Found, Opened, open_devices, open_parts
@@ -38,7 +37,6 @@ from storage_kv.pool.reads import Reader, Told
 from storage_kv.pool.reports import pool_statistics, tenant_statistics
 from storage_kv.pool.scanning import Cursors, scan_keys
 from storage_kv.pool.scrub import Scrubber
-from storage_kv.pool.space import Quota, Space
 from storage_kv.pool.volume import Call
 from storage_kv.pool.writes import Writer, joined
 
@@ -50,7 +48,7 @@ _WRITABLE_SHARE: Final = 2
 """Of the memory, at most a half receives values and waits to be written: the other half is for readers."""
 
 
-class PoolEngine:
+class PoolEngine(Bounds):
     """An :class:`storage_kv.engine.Engine` over memory and any number of devices, none included."""
 
     def __init__(
@@ -113,10 +111,10 @@ class PoolEngine:
         found, absent = open_devices(self._config) if self._devices is None else (self._devices(), [])
         opened = self._open_parts(found, absent)
         self._opened = opened
-        self._core: Core = opened.core
+        self._core = opened.core
         self._core.ticks = self._ticks
         self._index = opened.core.index
-        self._space: Space = opened.space
+        self._space = opened.space
         self._space.budget_bytes = self._budget_bytes
         self._homes: Homes = opened.homes
         self._reader = Reader(opened.core, opened.space)
@@ -579,21 +577,6 @@ class PoolEngine:
         if disk is not None and not self._writer.is_unsubmitted(entry.slot):
             disk.log_pin(entry.tenant, entry.key, until_s)
 
-    def _end_pins(self) -> None:
-        """Let objects take part again whose pins have ended."""
-        now_ms = self._clock_ms()
-        for _ in range(ENTRIES_PER_HOLD):
-            ended = self._core.pins.ended(now_ms)
-            if ended is None:
-                return
-            tenant, slot = ended
-            self._core.pins.drop(tenant, slot)
-            self._index.pin(slot, 0)
-
-    def set_pin_shares(self, of_tenant: float, of_all: float) -> None:
-        """See :meth:`Engine.set_pin_shares`."""
-        self._core.pins.of_tenant, self._core.pins.of_all = of_tenant, of_all
-
     def unpin_some(self, tenant: int | None) -> int:
         """See :meth:`Engine.unpin_some`."""
         some = self._core.pins.some(tenant, ENTRIES_PER_HOLD)
@@ -602,15 +585,6 @@ class PoolEngine:
             assert entry is not None, "a pin outlived its entry"
             self._pin(entry, 0)
         return len(some)
-
-    def pinned(self, tenant: int) -> PinnedEntries:
-        """See :meth:`Engine.pinned`."""
-        quota_bytes, budget_bytes = self._space.bounds(tenant)
-        return self._core.pins.entries(tenant, quota_bytes=quota_bytes, budget_bytes=budget_bytes)
-
-    def pinning_tenants(self, count_max: int) -> list[int]:
-        """See :meth:`Engine.pinning_tenants`."""
-        return self._core.pins.tenants(count_max)
 
     def clear(self, tenant: int | None) -> None:
         """See :meth:`Engine.clear`. Few entries go at once."""
@@ -667,73 +641,6 @@ class PoolEngine:
         """See :meth:`Engine.count`."""
         living = self._core.clears.count(tenant) if self._core.clears.under_way else None
         return self._index.totals(tenant).objects if living is None else living
-
-    def tenant(self, name: str) -> int:
-        """See :meth:`Engine.tenant`."""
-        return self._tenants.id_of(name)
-
-    def tenant_name(self, tenant: int) -> str:
-        """See :meth:`Engine.tenant_name`."""
-        return self._tenants.name_of(tenant)
-
-    def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
-        """See :meth:`Engine.set_quota`. Bytes count as they lie: with headers, in blocks of 4 KiB."""
-        if bytes_max is None and keys_max is None:
-            self._space.quotas.pop(tenant, None)
-        else:
-            self._space.quotas[tenant] = Quota(bytes_max, keys_max)
-            self._bound(tenant)
-
-    def _bound(self, tenant: int | None = None) -> None:
-        self._space.bound(tenant)
-        if self._space.is_beyond:
-            self._core.wake()
-
-    def set_budget(self, budget_bytes: int) -> None:
-        """See :meth:`Engine.set_budget`: bounds all objects together, below what devices and memory have room for."""
-        self._space.budget_bytes = budget_bytes
-        self._bound()
-
-    def set_memory_budget(self, budget_bytes: int) -> None:
-        """Bound the memory that is used, and without devices so all objects.
-
-        The arenas stay as large as they were mapped: beyond that it has no effect.
-        """
-        arenas = self._core.arenas
-        arenas.budget_bytes = min(budget_bytes, arenas.size)
-        if not self._core.disks:
-            self._space.budget_bytes = arenas.budget_bytes
-        self._bound()
-
-    def drop_copies(self) -> None:
-        """Forget what memory holds of what devices have, as far as nobody uses it: to measure reads of devices."""
-        while self._core.copies.make_room():
-            pass
-
-    def set_scrub_rate(self, bytes_per_s: int) -> None:
-        """Change how much of each device is checked in the background a second; 0 for nothing."""
-        self._scrubber.bytes_per_s = bytes_per_s
-
-    def set_device_budget(
-        self, name: str, bytes_max: int | None, objects_max: int | None, write_bytes_per_day: int | None = None
-    ) -> None:
-        """Change what a device may hold; None for all that it has room for. What is beyond it goes bit by bit.
-
-        Args:
-            name: its path.
-            bytes_max: of objects.
-            objects_max: how many.
-            write_bytes_per_day: most that is written in a day; None for no limit.
-
-        Raises:
-            ConfigurationError: there is no such device.
-        """
-        for disk in self._core.disks:
-            if disk.name == name:
-                self._space.set_device_budget(disk, bytes_max, objects_max)
-                disk.wear.budget_bytes = write_bytes_per_day
-                return
-        raise ConfigurationError(f"there is no device {name}; there are {[disk.name for disk in self._core.disks]}")
 
     def _used_bytes(self) -> int:
         held = 0 if self._core.disks else self._core.arenas.held_bytes
