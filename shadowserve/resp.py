@@ -130,7 +130,7 @@ DEFAULT_LIMITS: Final = Limits()
 # Lengths on the wire are mostly small. A table look-up is a third of the cost of checking and converting, and what it
 # holds is canonical by construction: no sign, blank, underscore or leading zero, all of which int() would accept.
 _SMALL_LENGTHS: Final = {b"%d" % number: number for number in range(2048)}
-_INTEGER: Final = re.compile(rb"-?(?:0|[1-9][0-9]*)\Z")
+_INTEGER: Final = re.compile(rb"(?:0|-?[1-9][0-9]*)\Z")
 _REPLY_INTEGER: Final = re.compile(rb"[+-]?[0-9]+\Z")
 _DOUBLE: Final = re.compile(rb"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|inf|nan)\Z")
 _INT64_MIN: Final = -(1 << 63)

@@ -24,6 +24,9 @@ LIVE: Final = (
     "scrub_bytes_per_s",
     "devices",
     "tenants",
+    "pin_share",
+    "pin_share_of_tenant",
+    "pin_seconds_max",
     "log_level",
     "log_format",
 )
@@ -120,6 +123,13 @@ class StorageConfig(Section):
     """Size at which the audit log is begun anew; the one before stays beside it, with ``.1`` added to its name."""
     tenants: Annotated[dict[str, TenantLimits], AfterValidator(_checked_tenants)] = {}
     """Limits of each tenant: ``{name: {bytes_max, keys_max, commands_per_s, bytes_per_s}}``; all of them optional."""
+
+    pin_share: float = Field(0.5, ge=0.0, le=1.0)
+    """Share of the whole budget that pins of all tenants together may take."""
+    pin_share_of_tenant: float = Field(0.25, ge=0.0, le=1.0)
+    """Share of a tenant's ``bytes_max``, or of the whole budget without one, that its pins may take."""
+    pin_seconds_max: int = Field(600, ge=1, le=10 * 365 * 86_400)
+    """Longest time that KV.PIN may name, in seconds; a longer one is an error."""
 
     engine: Literal["auto", "memory", "pool", "filesystem"] = "auto"
     """What holds the values: memory, a pool of memory and SSDs, or files; auto: pool where there are devices."""

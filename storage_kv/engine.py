@@ -3,6 +3,8 @@
 An engine maps keys to :class:`Item` within budgets. It knows nothing of connections or commands. Its methods are called
 one at a time, with the node's lock held, and never wait for a device; what takes longer comes later: a read through its
 callback, a write's durability through its :class:`Ticket`, room for more through ``ready`` and :class:`BusyError`.
+Nor does a method take longer as more is stored: what concerns many entries is done :data:`ENTRIES_PER_HOLD` at a time,
+the rest in poll(), which gives the lock up in between.
 Every engine passes ``tests/storage/engine_conformance.py``.
 
 Keys are *qualified*: two bytes, big-endian, of the tenant's id, then the client's key (:func:`qualified`). No client
@@ -13,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from shadowserve import errors
 from shadowserve.errors import ShadowServeError
 
 __all__ = [
     "DEFAULT_TENANT",
+    "ENTRIES_PER_HOLD",
     "KEY_BYTES_MAX",
     "PARENT_BYTES",
     "TENANTS_MAX",
@@ -30,6 +33,8 @@ __all__ = [
     "Item",
     "Lease",
     "OutOfBudgetError",
+    "PinShareError",
+    "PinnedEntries",
     "Ticket",
     "qualified",
     "tenant_of",
@@ -44,6 +49,10 @@ TENANTS_MAX: Final = 1 << 16
 DEFAULT_TENANT: Final = 0
 """The tenant of clients that belong to none; its name is empty."""
 
+ENTRIES_PER_HOLD: Final = 250
+"""Entries that one hold of the node's lock touches at most, so that it is no longer than 10 ms: the longest that is
+done to one is its eviction, which takes the pool up to 30 us."""
+
 KEY_BYTES_MAX: Final = (64 << 10) - 64
 """Of a client's key; the server refuses to store under longer ones. An object on a device has room for a name of 64
 KiB, of which an engine may use 64 bytes for itself."""
@@ -54,6 +63,10 @@ PARENT_BYTES: Final = 32
 
 class OutOfBudgetError(ShadowServeError):
     """A value does not fit the budget or the tenant's quota, even if everything that may be evicted is."""
+
+
+class PinShareError(ShadowServeError):
+    """A pin would take more than its tenant, or all together, may have pinned."""
 
 
 class BusyError(errors.BusyError):
@@ -124,6 +137,25 @@ class Ticket:
         self._error: Exception | None = None
         self._done: list[Callable[[Exception | None], None]] = []
 
+    @classmethod
+    def of(cls, *tickets: "Ticket") -> "Ticket":
+        """Return one that is settled when all of ``tickets`` are, with the last error among them."""
+        whole = cls()
+        lock = threading.Lock()
+        missing, failure = len(tickets), None
+
+        def done(error: Exception | None) -> None:
+            nonlocal missing, failure
+            with lock:
+                missing, failure = missing - 1, error or failure
+                if missing:
+                    return
+            whole.settle(failure)
+
+        for ticket in tickets:
+            ticket.then(done)
+        return whole
+
     @property
     def settled(self) -> bool:
         """Whether it is settled, with or without an error."""
@@ -147,6 +179,14 @@ class Ticket:
             done(error)
 
 
+class PinnedEntries(NamedTuple):
+    """What a tenant keeps from eviction, ended pins that were not noticed yet included; and how much it may."""
+
+    keys: int
+    bytes: int
+    bytes_max: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
     """What an engine has done and holds, all of it or for one tenant; counters never decrease.
@@ -155,6 +195,7 @@ class EngineStatistics:
         keys: entries, expired ones that were not noticed yet included.
         expiring_keys: entries with an expiry.
         pinned_keys: entries with a pin, ended ones that were not noticed yet included.
+        pinned_bytes: of ``used_bytes``, theirs.
         budget_bytes: what it may use; for a tenant its quota, or the budget without one.
         used_bytes: what it uses, by the accounting that the engine describes; held_bytes included.
         held_bytes: of values removed but still being sent.
@@ -184,6 +225,7 @@ class EngineStatistics:
     evicted_bytes: int
     expired_keys: int
     pinned_keys: int = 0
+    pinned_bytes: int = 0
     lost_keys: int = 0
     failed_writes: int = 0
     evictions: Mapping[str, int] = field(compare=False, default_factory=dict)
@@ -198,9 +240,9 @@ class Engine(Protocol):
     read() may also come inside the call.
 
     Eviction takes the least recently used (or what the engine's policy takes for it) with these rules: a tenant beyond
-    its own quota evicts its own entries only; beyond the whole budget, tenants that use more than an equal share of it
-    go first. An entry with present children (entries put with its name as ``parent``) never goes before them, and a
-    pinned one never before its pin ends.
+    its own quota evicts its own entries only; beyond the whole budget, whoever uses most of it gives first. An entry
+    with present children (entries put with its name as ``parent``) never goes before them, unless these are pinned and
+    nothing else is left; a pinned one never goes before its pin ends.
     """
 
     # ---- Reading
@@ -268,7 +310,8 @@ class Engine(Protocol):
 
         Raises:
             OutOfBudgetError: it does not fit; nothing has changed.
-            BusyError: too many writes are under way; nothing has changed.
+            BusyError: too many writes are under way, or more has to be evicted than one hold of the lock does; some
+                may have been. Else nothing has changed.
         """
 
     def settling(self, key: bytes) -> Ticket | None:
@@ -281,15 +324,34 @@ class Engine(Protocol):
         """Set or clear the expiry of ``key``; return whether it was there. A time in the past removes it."""
 
     def pin(self, key: bytes, until_ms: int) -> bool:
-        """Keep ``key`` from eviction until then (Unix time; 0 or the past unpins); return whether it was there."""
+        """Keep ``key`` from eviction until then (Unix time; 0 or the past unpins); return whether it was there.
+
+        Raises:
+            PinShareError: its tenant, or all together, would have too much pinned; nothing has changed.
+        """
+
+    def set_pin_shares(self, of_tenant: float, of_all: float) -> None:
+        """Bound what pins may take: shares of a tenant's quota (of the budget without one), and of the budget.
+
+        What is pinned already stays so. Without a call both are 1.
+        """
+
+    def unpin_some(self, tenant: int | None) -> int:
+        """Unpin up to :data:`ENTRIES_PER_HOLD` entries of a tenant, or of all; return how many these were."""
+
+    def pinned(self, tenant: int) -> PinnedEntries:
+        """Return what a tenant has pinned."""
+
+    def pinning_tenants(self, count_max: int) -> list[int]:
+        """Return ids of some tenants that have pinned something."""
 
     def clear(self, tenant: int | None) -> None:
-        """Remove everything of a tenant, or of all."""
+        """Remove everything of a tenant, or of all: at once nobody finds it any more, and by and by it is gone."""
 
     def barrier(self) -> Ticket | None:
         """Return a ticket that settles when every remove, set_expiry, pin and clear so far is durable; None if all are.
 
-        It settles with an error when one of them could not be written.
+        It settles with an error when one of them could not be written. What was cleared is then gone.
         """
 
     def sweep(self, keys_max: int) -> int:
@@ -298,7 +360,10 @@ class Engine(Protocol):
     # ---- Tenants, sizes
 
     def scan(self, tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """Return the next cursor, 0 at the end, and clients' keys; as SCAN promises, whatever changes in between."""
+        """Return the next cursor, 0 at the end, and clients' keys; as SCAN promises, whatever changes in between.
+
+        A cursor depends on this tenant's keys alone, so that it tells nothing of others.
+        """
 
     def count(self, tenant: int) -> int:
         """Return a tenant's number of entries, expired ones that were not noticed yet included."""
@@ -306,11 +371,14 @@ class Engine(Protocol):
     def tenant(self, name: str) -> int:
         """Return the id of a tenant, given out on first use and kept as long as the engine keeps values; "" has 0."""
 
+    def tenant_name(self, tenant: int) -> str:
+        """Return the name of an id that tenant() has given out."""
+
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
-        """Bound what a tenant may use; None for no bound. What is beyond it goes at once, as far as it may."""
+        """Bound what a tenant may use; None for no bound. What is beyond it goes soon, as far as it may."""
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Change the budget. What is beyond it goes at once, as far as it may."""
+        """Change the budget. What is beyond it goes soon, as far as it may."""
 
     def statistics(self, tenant: int | None = None) -> EngineStatistics:
         """Return counters and sizes, of all or of one tenant."""
@@ -327,10 +395,13 @@ class Engine(Protocol):
     def descriptors(self) -> list[int]:
         """Return what to wait for: poll() is called when one of them is readable. After start(), always the same."""
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
         """Deal with what devices have completed. Called without the lock, from the one thread that drives the engine.
 
         It comes when a descriptor is readable and at least every 100 ms.
+
+        Returns:
+            Whether it has left something undone so that others get the lock: it is called again a moment later.
         """
 
     def drain(self, timeout_s: float) -> None:

@@ -1,74 +1,80 @@
 """Patterns of SCAN, CONFIG GET and users' keys: ``*``, ``?``, ``[ab]``, ``[a-c]``, ``[^a]`` and ``\\`` as in Redis."""
 
+import re
 from typing import Final
 
 __all__ = ["Glob"]
 
-_STAR: Final = None
-_ANY: Final = frozenset(range(256))
+_ANY: Final = b"[\\x00-\\xff]"
 
 
 class Glob:
-    """A compiled pattern. Matching takes at most pattern times text steps, whatever the pattern."""
+    """A compiled pattern. Matching takes at most pattern times text steps, and most often no more than text."""
 
     def __init__(self, pattern: bytes, *, ignore_case: bool = False) -> None:
-        """Compile ``pattern``: each element is the set of bytes that may stand there, or a star."""
+        """Compile ``pattern``: between its stars stand parts of fixed length, each a sequence of sets of bytes."""
         self._fold = ignore_case
-        self._elements: list[frozenset[int] | None] = []
+        parts: list[list[bytes]] = [[]]
         pattern = pattern.lower() if ignore_case else pattern
         position = 0
         while position < len(pattern):
             character = pattern[position : position + 1]
             position += 1
             if character == b"*":
-                if not self._elements or self._elements[-1] is not _STAR:
-                    self._elements.append(_STAR)
+                parts += [[]] if parts[-1] or len(parts) == 1 else []
             elif character == b"?":
-                self._elements.append(_ANY)
+                parts[-1].append(_ANY)
             elif character == b"[":
-                position = self._compile_class(pattern, position)
+                element, position = _read_class(pattern, position)
+                parts[-1].append(element)
             else:
                 if character == b"\\" and position < len(pattern):
                     character = pattern[position : position + 1]
                     position += 1
-                self._elements.append(frozenset(character))
-
-    def _compile_class(self, pattern: bytes, position: int) -> int:
-        """Compile what follows a ``[``; return the position behind its ``]``, or the end if it has none."""
-        negated = pattern[position : position + 1] == b"^"
-        position += negated
-        members: set[int] = set()
-        while position < len(pattern) and pattern[position] != 0x5D:  # "]"
-            if pattern[position] == 0x5C and position + 1 < len(pattern):
-                members.add(pattern[position + 1])
-                position += 2
-            elif pattern[position + 1 : position + 2] == b"-" and position + 2 < len(pattern):
-                low, high = sorted((pattern[position], pattern[position + 2]))
-                members.update(range(low, high + 1))
-                position += 3
-            else:
-                members.add(pattern[position])
-                position += 1
-        self._elements.append(_ANY - members if negated else frozenset(members))
-        return position + 1
+                parts[-1].append(re.escape(character))
+        self._is_empty = len(parts) == 1 and not parts[0]
+        self._length = sum(map(len, parts))  # of the shortest text that fits
+        self._has_star = len(parts) > 1
+        self._first, *middle = (re.compile(b"".join(part)) for part in parts)
+        self._last = re.compile(b"".join(parts[-1]))
+        self._last_length = len(parts[-1])
+        self._middle = middle[:-1]
 
     def matches(self, text: bytes) -> bool:
-        """Return whether the whole of ``text`` fits. On a misfit only the last star needs to take one more byte."""
+        """Return whether the whole of ``text`` fits. As in Redis, stars alone do not fit an empty one."""
+        if not text:
+            return self._is_empty
         text = text.lower() if self._fold else text
-        elements = self._elements
-        element = position = 0
-        star, star_position = -1, 0
-        while position < len(text):
-            accepted = elements[element] if element < len(elements) else frozenset()
-            if accepted is _STAR:
-                star, star_position = element, position
-                element += 1
-            elif text[position] in accepted:
-                element += 1
-                position += 1
-            elif star >= 0:
-                star_position += 1
-                element, position = star + 1, star_position
-            else:
+        if not self._has_star:
+            return self._first.fullmatch(text) is not None
+        found = self._first.match(text)
+        if found is None or len(text) < self._length:
+            return False
+        for part in self._middle:  # where each fits first leaves most to the others
+            found = part.search(text, found.end())
+            if found is None:
                 return False
-        return all(rest is _STAR for rest in elements[element:])
+        begin = len(text) - self._last_length
+        return begin >= found.end() and self._last.match(text, begin) is not None
+
+
+def _read_class(pattern: bytes, position: int) -> tuple[bytes, int]:
+    """Return the set that begins behind a ``[``, and the position behind its ``]``, or the end if it has none."""
+    negated = pattern[position : position + 1] == b"^"
+    position += negated
+    members: set[int] = set()
+    while position < len(pattern) and pattern[position] != 0x5D:  # "]"
+        if pattern[position] == 0x5C and position + 1 < len(pattern):
+            members.add(pattern[position + 1])
+            position += 2
+        elif pattern[position + 1 : position + 2] == b"-" and position + 2 < len(pattern):
+            low, high = sorted((pattern[position], pattern[position + 2]))
+            members.update(range(low, high + 1))
+            position += 3
+        else:
+            members.add(pattern[position])
+            position += 1
+    accepted = set(range(256)) - members if negated else members
+    if not accepted:
+        return b"(?!)", position + 1
+    return b"[%b]" % b"".join(b"\\x%02x" % byte for byte in sorted(accepted)), position + 1

@@ -9,6 +9,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -37,6 +38,7 @@ __all__ = [
     "Ready",
     "Reply",
     "Session",
+    "Transaction",
 ]
 
 _log = logging.getLogger(__name__)
@@ -143,12 +145,12 @@ class Later:
     """The reply of a command whose work is too long for the event loop.
 
     ``work`` runs in another thread and touches nothing but its own arguments; ``finish`` then makes the reply of its
-    result, on the loop's thread. The client's next commands wait.
+    result, on the loop's thread, or another Later. The client's next commands wait.
     """
 
     __slots__ = ("finish", "work")
 
-    def __init__(self, work: Callable[[], Any], finish: Callable[[Any], "bytes | list[Part]"]) -> None:
+    def __init__(self, work: Callable[[], Any], finish: Callable[[Any], "Reply"]) -> None:
         """Make one."""
         self.work = work
         self.finish = finish
@@ -199,6 +201,28 @@ class Counters:
         return found
 
 
+@dataclass(slots=True)
+class Transaction:
+    """What a client has sent since MULTI.
+
+    Attributes:
+        commands: with their arguments, in order; none any more once it has failed.
+        arguments: of all of them.
+        size_bytes: of these.
+        failed: a command could not be queued, so that EXEC will execute none.
+    """
+
+    commands: list[list[Argument]] = field(default_factory=list)
+    arguments: int = 0
+    size_bytes: int = 0
+    failed: bool = False
+
+    def fail(self) -> None:
+        """Execute nothing of it, and hold nothing of it any longer."""
+        self.failed = True
+        self.commands, self.arguments, self.size_bytes = [], 0, 0
+
+
 class Session:
     """One client: what it said about itself, and what it may do.
 
@@ -215,6 +239,10 @@ class Session:
         pause_until_s: nothing more is read or executed before, by ``time.monotonic()``; 0.0 for no pause.
         pause_holds_replies: and what has been answered is not sent before.
         skip: commands whose replies are still to be dropped, CLIENT REPLY SKIP itself included.
+        transaction: what MULTI has begun; None outside of it.
+        executing: what EXEC has left to execute, before anything else that the client has sent.
+        watched: the keys of WATCH, qualified, and whether each was there.
+        watch_failed: one of them has been changed since.
     """
 
     __slots__ = (
@@ -222,6 +250,7 @@ class Session:
         "authenticated",
         "closing",
         "created_s",
+        "executing",
         "file_descriptor",
         "finish",
         "id",
@@ -240,7 +269,10 @@ class Session:
         "protocol",
         "replies",
         "skip",
+        "transaction",
         "user",
+        "watch_failed",
+        "watched",
     )
 
     def __init__(
@@ -266,6 +298,7 @@ class Session:
         self.user = _ANYTHING if authenticated else _NOTHING
         self.authenticated = authenticated
         self.limiter: RateLimiter | None = None
+        self.executing: deque[list[Argument]] = deque()
         self.reset()
 
     @property
@@ -281,6 +314,9 @@ class Session:
         self.skip = 0
         self.no_evict = False
         self.tenant = DEFAULT_TENANT
+        self.transaction: Transaction | None = None
+        self.watched: dict[bytes, bool] = {}
+        self.watch_failed = False
 
     @property
     def tenant(self) -> int:
@@ -313,6 +349,7 @@ class Node:
     Attributes:
         lock: held by whoever uses the engine, the counters or the sessions; nobody waits for anything while holding it.
             Commands are executed under it, so that each sees and leaves a whole.
+        watchers: of each qualified key, the sessions that watch it.
         change_configuration: changes keys, all or none, with the lock held; raises ConfigurationError.
     """
 
@@ -331,6 +368,7 @@ class Node:
     certificate_expires_s: float = 0.0
     attempts: Attempts = field(default_factory=Attempts)
     failed_handshakes: FailedHandshakes = field(default_factory=FailedHandshakes)
+    watchers: dict[bytes, set[Session]] = field(default_factory=dict)
     users: Users = field(init=False)
     limiters: dict[str, RateLimiter] = field(init=False)
 
@@ -347,8 +385,9 @@ class Node:
         self.limiters = {name: RateLimiter(limits, now_s) for name, limits in self.config.tenants.items()}
 
     def apply_quotas(self) -> None:
-        """Tell the engine, once it has started, what tenants may hold."""
+        """Tell the engine, once it has started, what tenants may hold and pin."""
         with self.lock:
+            self.engine.set_pin_shares(self.config.pin_share_of_tenant, self.config.pin_share)
             for name, limits in self.config.tenants.items():
                 tenant = self.engine.tenant(name) if name else DEFAULT_TENANT
                 self.engine.set_quota(tenant, limits.bytes_max, limits.keys_max)
@@ -388,7 +427,8 @@ class Node:
 
     def deny(self, session: Session, reason: str, object: bytes, client: bytes) -> None:
         """Take note that something was denied to a session, for ACL LOG."""
-        self.users.denials.add(Denial(reason, object, session.user.name, client))
+        context = "toplevel" if session.transaction is None and not session.executing else "multi"
+        self.users.denials.add(Denial(reason, object, session.user.name, client, context))
 
     def end_sessions(self, users: Collection[User]) -> None:
         """End the sessions of users, once what they have been answered is sent; from now on they execute nothing."""
@@ -396,6 +436,26 @@ class Node:
             if any(session.user is user for user in users):
                 session.closing = True  # at once: its thread may be about to execute a command that has come already
                 session.finish()
+
+    def watch(self, session: Session, key: bytes) -> None:
+        """Have a session's next EXEC fail if a qualified key changes before it."""
+        session.watched.setdefault(key, self.engine.peek(key) is not None)
+        self.watchers.setdefault(key, set()).add(session)
+
+    def unwatch(self, session: Session) -> None:
+        """Forget what a session watches."""
+        for key in session.watched:
+            sessions = self.watchers[key]
+            sessions.discard(session)
+            if not sessions:
+                del self.watchers[key]
+        session.watched, session.watch_failed = {}, False
+
+    def changed(self, keys: Iterable[bytes]) -> None:
+        """Tell those who watch qualified keys that they have changed."""
+        for key in keys:
+            for session in self.watchers.get(key, ()):
+                session.watch_failed = True
 
     def drop(self, parts: Iterable[Part]) -> None:
         """Let go of parts that are held and will not be sent; with the lock held."""

@@ -30,7 +30,7 @@ from storage_kv.clients.connection import Connection
 from storage_kv.clients.io_threads import IoThread, threads_for
 from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
 from storage_kv.config import StorageConfig
-from storage_kv.engine import Engine, wall_clock_ms
+from storage_kv.engine import ENTRIES_PER_HOLD, Engine, wall_clock_ms
 from storage_kv.engines import open_engine
 from storage_kv.engines.thread import EngineThread
 from storage_kv.node import Node, Session
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _BACKLOG: Final = 511  # as Redis; Linux rounds to a power of two
 _ACCEPTS_PER_TURN: Final = 64
 _WATCH_INTERVAL_S: Final = 0.1  # of expiry, ten times a second as Redis, and of standing clients
-_SWEEP_KEYS_MAX: Final = 2_000  # about 2 ms
+_BREATH_S: Final = 0.001  # between two parts of long work, so that who waits for the lock gets it
 _REFUSED_LINGER_S: Final = 0.5
 _REFUSED_LINGERING_MAX: Final = 128
 _KEEPALIVE_S: Final = 300  # as Redis: finds clients whose machine has vanished
@@ -295,8 +295,8 @@ class StorageServer:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            while self._sweep() == _SWEEP_KEYS_MAX:
-                await asyncio.sleep(0)
+            while self._sweep() == ENTRIES_PER_HOLD:
+                await asyncio.sleep(_BREATH_S)
             for thread in self._io_threads:
                 thread.watch()
             self._tell_handshakes(time.monotonic())
@@ -309,7 +309,7 @@ class StorageServer:
 
     def _sweep(self) -> int:
         with self.node.lock:
-            return self.node.engine.sweep(_SWEEP_KEYS_MAX)
+            return self.node.engine.sweep(ENTRIES_PER_HOLD)
 
     # ---- Stopping
 

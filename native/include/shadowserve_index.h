@@ -127,8 +127,8 @@ SS_API void ss_index_pin(struct ss_index *index, uint32_t slot, uint32_t until_s
  * ss_index_victim() returns what to evict next of a tenant's (-1: anyone's) on a device (-1: on any), 0 for nothing. An
  * object that has expired comes first (if it is among 64 of those). Then it is the next one of the policy's queue; of
  * several queues, the one whose next was used least recently; and instead of an object with descendants the one at the
- * end of the chain, which may lie on another device: ask again until there is room. Pinned objects, and all that they
- * descend from, are passed over.
+ * end of the chain, which may lie on another device: ask again until there is room. Pinned objects are passed over, and
+ * what they descend from as long as there is anything else.
  */
 SS_API uint32_t ss_index_victim(struct ss_index *index, int32_t device, int32_t tenant, uint32_t now_s);
 
@@ -145,6 +145,16 @@ SS_API void ss_index_remember(struct ss_index *index, uint16_t tenant, const uin
  * way past free slots, a line of memory each, so that it is slow where an index of millions was nearly emptied.
  */
 SS_API uint32_t ss_index_next(const struct ss_index *index, uint32_t slot);
+
+/*
+ * ss_index_scan() stores the slots of at most 'max' objects of a tenant (-1: of anyone), in an order that is made by
+ * their keys and the seed alone. It goes on at '*cursor', 0 at first, which is 0 again behind the last one; it looks at
+ * 'lines_max' lines of the table at most, of some ten objects each, and so may store none. Whatever comes and goes
+ * meanwhile, an object that stays is stored exactly once. The cursor is a hash of the tenant's own key, or a fixed part
+ * of all hashes: it tells nothing of others, but something of the seed, so show nobody.
+ */
+SS_API size_t ss_index_scan(const struct ss_index *index, int32_t tenant, uint64_t *cursor, uint32_t *slots, size_t max,
+                            size_t lines_max);
 
 /* ss_index_expired() stores the slots of at most 'max' objects that have expired, and returns how many. */
 SS_API size_t ss_index_expired(const struct ss_index *index, uint64_t now_ms, uint32_t *slots, size_t max);

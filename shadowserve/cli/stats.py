@@ -121,6 +121,8 @@ class Sample:
             "memory_used_bytes": int(self.number("used_memory")),
             "memory_budget_bytes": int(self.number("maxmemory")),
             "records": int(self.number("records")),
+            "pinned_keys": int(self.number("pinned_keys")),
+            "pinned_bytes": int(self.number("pinned_bytes")),
             "evicted_keys": int(self.number("evicted_keys")),
             "evictions": _pairs(self.fields.get("evictions", "")),
             "lost_objects": _pairs(self.fields.get("lost_objects", "")),
@@ -187,6 +189,7 @@ def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableT
         ("gone", _gone(view), ""),
         ("clients", f"{view['clients']:,}", ""),
         ("records", f"{view['records']:,}", ""),
+        ("pinned", f"{view['pinned_keys']:,}, {_size(view['pinned_bytes'])}", ""),
     ):
         table.add_row(title, text, watcher.line(line))
     return Group(table, *_devices(view), *_commands(view))

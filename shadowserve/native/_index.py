@@ -350,6 +350,20 @@ class Index:
         """Return the slot after ``slot`` that has an object; 0: there is none."""
         return int(lib.ss_index_next(self._index, slot))
 
+    def scan(self, tenant: int, cursor: int, max_slots: int, max_lines: int) -> tuple[int, list[int]]:
+        """Return the next cursor, 0 at the end, and slots of a tenant's objects, in an order that nothing changes.
+
+        Args:
+            tenant: whose; :data:`ANY` for everybody's.
+            cursor: where to go on, 64 bits; 0 at first.
+            max_slots: at most so many.
+            max_lines: of the table that are looked at, some ten objects each.
+        """
+        slots = ffi.new("uint32_t[]", max_slots)
+        position = ffi.new("uint64_t *", cursor)
+        count = lib.ss_index_scan(self._index, tenant, position, slots, max_slots, max_lines)
+        return int(position[0]), list(slots[0:count])
+
     def expired(self, now_ms: int, max_slots: int) -> list[int]:
         """Return the slots of at most so many objects that have expired."""
         slots = ffi.new("uint32_t[]", max_slots)

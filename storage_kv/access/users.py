@@ -219,12 +219,14 @@ class Denial:
         reason: ``auth``, ``command`` or ``key``.
         object: the command, or the key.
         client: as CLIENT INFO tells of it.
+        context: ``toplevel``, or ``multi`` for within a transaction.
     """
 
     reason: str
     object: bytes
     user: bytes
     client: bytes
+    context: str = "toplevel"
     count: int = 1
     at_s: float = field(default_factory=time.monotonic)
 
@@ -238,9 +240,14 @@ class DenialLog:
 
     def add(self, denial: Denial) -> None:
         """Take note of a denial."""
-        what = (denial.reason, denial.object, denial.user)
+        what = (denial.reason, denial.object, denial.user, denial.context)
         for entry in self.entries:
-            if (entry.reason, entry.object, entry.user) == what and denial.at_s - entry.at_s < _SAME_DENIAL_S:
+            if (
+                entry.reason,
+                entry.object,
+                entry.user,
+                entry.context,
+            ) == what and denial.at_s - entry.at_s < _SAME_DENIAL_S:
                 denial.count += entry.count
                 self.entries.remove(entry)
                 break

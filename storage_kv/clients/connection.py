@@ -281,11 +281,11 @@ class Connection:
                 break
             room = output_max - self._replies.out_bytes - small_bytes
             if session.closing or room <= 0 or (self._replies.pendings and self._is_far_ahead()):
-                self._more = reader.in_progress or self._retry is not None
+                self._more = reader.in_progress or self._retry is not None or bool(session.executing)
                 break
             reply: Reply | None = None
             ready = reader.ready()
-            if ready and self._retry is None:
+            if ready and self._retry is None and not session.executing:
                 run = ready[0]
                 executed, replies, reply = execute_run(node, session, run, left, room)
                 if executed:
@@ -303,9 +303,12 @@ class Connection:
                         break
             if reply is None:
                 left -= 1
+                is_within = bool(session.executing)
                 reply = self._execute_next(small)
                 if reply is None:
                     break
+                if session.executing and not is_within:  # EXEC: what fits a turn is executed in this one
+                    left = max(left, min(len(session.executing), node.config.pipeline_commands_max))
             if isinstance(reply, Later):
                 self._start_work(reply)
                 break
@@ -334,7 +337,11 @@ class Connection:
         try:
             if self._retry is not None:
                 return self._try_again()
-            command = reader.next_command() if self._wanted_bytes < 0 else LargeBulk(self._wanted_bytes)
+            command: _Event
+            if session.executing:
+                command = session.executing.popleft()
+            else:
+                command = reader.next_command() if self._wanted_bytes < 0 else LargeBulk(self._wanted_bytes)
             if isinstance(command, LargeBulk) or self._received_in_place:
                 command = self._take_large(command)
             if not isinstance(command, list):
@@ -380,9 +387,9 @@ class Connection:
         return command
 
     def _allocate(self, size: int) -> memoryview | None:
-        """Return a buffer for a large argument: the engine's, where it is a value to be stored."""
-        arguments = self._reader.arguments
-        if len(arguments) != _SET_VALUE or bytes(arguments[0][:4]).upper() != b"SET":
+        """Return a buffer for a large argument: the engine's, where it is a value to be stored now."""
+        arguments, waits = self._reader.arguments, self.session.transaction is not None
+        if waits or len(arguments) != _SET_VALUE or bytes(arguments[0][:4]).upper() != b"SET":
             return buffers.allocate(size)
         self._buffer = self._engine.allocate(size, self._room.send)
         return self._buffer
@@ -448,6 +455,7 @@ class Connection:
             self.abort()
             return
         finish = partial(later.finish, future.result())
+        reply: Reply | None = None
         with self._node.lock:
             try:
                 reply = finish()
@@ -456,11 +464,15 @@ class Connection:
                     self._retry = finish
                     self._block(error)
             else:
-                self._answer(reply)
-            if self._closed or self._retry is None:
+                if not isinstance(reply, Later):
+                    self._answer(reply)
+            if self._closed or (self._retry is None and not isinstance(reply, Later)):
                 self._discard_buffer()
         self._last_progress_s = time.monotonic()
-        self._process()
+        if isinstance(reply, Later) and not self._closed:
+            self._start_work(reply)
+        else:
+            self._process()
 
     def _answer(self, reply: bytes | list[Part]) -> None:
         """Queue the reply of a command that has taken its time."""
@@ -640,6 +652,7 @@ class Connection:
         self._room.cut()
         with self._node.lock:
             self._node.counters.input_bytes += self._received_bytes
+            self._node.unwatch(self.session)
             self._replies.drop()
             if not self._working:  # else its end does
                 self._discard_buffer()

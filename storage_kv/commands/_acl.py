@@ -32,7 +32,6 @@ _log = logging.getLogger(__name__)
 _PASSWORD_BITS: Final = 256
 _PASSWORD_BITS_MAX: Final = 4096
 _LOG_ENTRIES: Final = 10
-_NULL: Final = b"\0"
 _NO_FILE: Final = (
     "ERR This Redis instance is not configured to use an ACL file. You may want to specify users via the ACL SETUSER "
     "command and then issue a CONFIG REWRITE (assuming you have a Redis configuration file set) in order to store "
@@ -87,7 +86,7 @@ def setuser(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         if len(error.args) == 1:  # of the name
             raise CommandError(f"ERR {error}") from None
         reason, rule = error.args
-        raise CommandError(f"ERR Error in ACL SETUSER modifier '{quote(rule.partition(_NULL)[0])}': {reason}") from None
+        raise CommandError(f"ERR Error in ACL SETUSER modifier '{quote(rule)}': {reason}") from None
     if moved:
         node.end_sessions([node.users.by_name[name]])
     return OK
@@ -141,7 +140,7 @@ def _describe(entry: Denial) -> Value:
     return Map([
         *(b"count", entry.count),
         *(b"reason", entry.reason.encode()),
-        *(b"context", b"toplevel"),
+        *(b"context", entry.context.encode()),
         *(b"object", entry.object),
         *(b"username", entry.user),
         *(b"age-seconds", round(time.monotonic() - entry.at_s, 3)),

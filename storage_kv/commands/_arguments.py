@@ -1,16 +1,31 @@
 """Reading arguments, and replies that several commands share."""
 
 import threading
+from collections.abc import Callable
 from typing import Final, NoReturn
 
 from shadowserve.resp import encode_bulk_header, encode_error, parse_integer
-from storage_kv.engine import Item, Lease, OutOfBudgetError, Ticket
-from storage_kv.node import REFERENCE_BYTES_MIN, CommandError, Node, Outgoing, Part, Pending, Ready
+from storage_kv.engine import ENTRIES_PER_HOLD, Item, Lease, OutOfBudgetError, Ticket
+from storage_kv.node import REFERENCE_BYTES_MIN, CommandError, Later, Node, Outgoing, Part, Pending, Ready, Reply
 
-__all__ = ["OK", "OUT_OF_MEMORY", "OldValue", "as_integer", "bulk_of", "quote", "settled", "syntax_error"]
+__all__ = [
+    "KEYS_AT_A_TIME",
+    "OK",
+    "OUT_OF_MEMORY",
+    "OldValue",
+    "as_integer",
+    "bulk_of",
+    "in_turns",
+    "quote",
+    "settled",
+    "syntax_error",
+]
 
 OK: Final = b"+OK\r\n"
 OUT_OF_MEMORY: Final = "OOM command not allowed when used memory > 'maxmemory'."
+
+KEYS_AT_A_TIME: Final = ENTRIES_PER_HOLD
+"""That one command works on before it lets others have the node's lock."""
 
 
 def as_integer(argument: bytes | memoryview) -> int:
@@ -26,9 +41,25 @@ def syntax_error() -> NoReturn:
     raise CommandError("ERR syntax error")
 
 
-def quote(argument: bytes | memoryview, length_max: int = 128) -> str:
-    """Return an argument for an error text, shortened, in any bytes."""
-    return bytes(argument[:length_max]).decode("utf-8", "surrogateescape")
+def in_turns(step: Callable[[], Reply | None]) -> Reply:
+    """Return the reply of a command that is executed in steps, between which others have the node's lock.
+
+    Args:
+        step: does some of the work; returns the reply when all of it is done. BusyError: it is to be called again
+            later, and has done nothing since the last step that was whole. The first step may raise it only if it has
+            done nothing at all.
+    """
+    reply = step()
+    return Later(_nothing, lambda _: in_turns(step)) if reply is None else reply
+
+
+def _nothing() -> None:
+    pass
+
+
+def quote(argument: bytes | memoryview, length_max: int = 1024) -> str:
+    """Return an argument for an error text, shortened, in any bytes but a null, where Redis' strings end."""
+    return bytes(argument[:length_max]).partition(b"\0")[0].decode("utf-8", "surrogateescape")
 
 
 def bulk_of(
@@ -94,14 +125,22 @@ def _write_error(operation: str, error: Exception) -> bytes:
 
 
 class OldValue:
-    """The value that SET GET answers: taken before it is replaced, sent when its replacement is durable."""
+    """The value that SET GET and GETDEL answer: taken before it is replaced, sent when what replaces it is durable."""
 
-    def __init__(self, node: Node, item: Item) -> None:
-        """Take the value of ``item``: hold it, or begin to read it. It has to be sent with ``reply()``."""
+    def __init__(self, node: Node, item: Item, operation: str, missing: bytes) -> None:
+        """Take the value of ``item``: hold it, or begin to read it. It has to be sent with ``reply()``.
+
+        Args:
+            node: the node.
+            item: what get() has just returned.
+            operation: what replaces the value, for errors.
+            missing: the reply if the value cannot be read.
+        """
+        self._operation = operation
         self._pending = Pending(node, item.length)
         self._lock = threading.Lock()
         self._missing = 2  # of: the value, and the change's fate
-        self._parts: list[Ready] = [b"$-1\r\n"]
+        self._parts: list[Ready] = [missing]
         self._error: Exception | None = None
         if item.value is not None:
             part = Outgoing(memoryview(item.value), item)
@@ -141,6 +180,6 @@ class OldValue:
         if self._error is not None:
             # Of the value nothing is sent, but it has to be let go of.
             self._pending.failed = True
-            parts = [_write_error("SET", self._error)]
+            parts = [_write_error(self._operation, self._error)]
             parts += [Outgoing(part.view[:0], part.source) for part in self._parts if isinstance(part, Outgoing)]
         self._pending.resolve(parts)

@@ -95,17 +95,18 @@ def _shown(value: Any) -> str:
 
 def config_get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """CONFIG GET pattern [pattern ...]."""
-    found: dict[bytes, object] = {}
+    found: dict[bytes, bytes] = {}  # each parameter but once, and how it is spelt
     parameters = _parameters(node)
     for pattern in map(bytes, arguments[2:]):
         if pattern.lower() in parameters:  # no pattern but a name: comes back as it was spelt
-            found[pattern] = parameters[pattern.lower()]
+            found.setdefault(pattern.lower(), pattern)
             continue
         glob = Glob(pattern, ignore_case=True)
-        found |= {name: value for name, value in parameters.items() if glob.matches(name)}
+        for name in filter(glob.matches, parameters):
+            found.setdefault(name, name)
     fields: list[Value] = []
-    for name, value in found.items():
-        fields += [name, str(value).encode()]
+    for name, spelling in found.items():
+        fields += [spelling, str(parameters[name]).encode()]
     return encode(Map(fields), session.protocol)
 
 

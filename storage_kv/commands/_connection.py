@@ -15,6 +15,7 @@ __all__ = [
     "client_getname",
     "client_id",
     "client_info",
+    "client_kill",
     "client_list",
     "client_no_evict",
     "client_reply",
@@ -33,6 +34,9 @@ _log = logging.getLogger(__name__)
 
 REDIS_VERSION: Final = "7.0.15"
 """The Redis whose replies ours equal. Clients choose what they send by it."""
+
+_NAME_BYTES_MAX: Final = 1 << 10
+"""Of what a client calls itself: it is kept, and shown to all who list the clients."""
 
 _NOT_AUTHENTICATED_HELLO = (
     "NOAUTH HELLO must be called with the client already authenticated, otherwise the HELLO AUTH <user> <pass> "
@@ -68,7 +72,6 @@ def hello(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         if protocol not in (2, 3):
             raise CommandError("NOPROTO unsupported protocol version")
     credentials: tuple[bytes, bytes] | None = None
-    name: bytes | None = None
     position = 2
     while position < len(arguments):
         option = bytes(arguments[position]).upper()
@@ -76,7 +79,7 @@ def hello(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             credentials = (bytes(arguments[position + 1]), bytes(arguments[position + 2]))
             position += 3
         elif option == b"SETNAME" and position + 1 < len(arguments):
-            name = _checked_name(arguments[position + 1])
+            session.name = _checked_name(arguments[position + 1])
             position += 2
         else:
             raise CommandError(f"ERR Syntax error in HELLO option '{quote(arguments[position])}'")
@@ -84,8 +87,6 @@ def hello(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         _authenticate(node, session, *credentials, bytes(arguments[0]).upper())
     if not session.authenticated:
         raise CommandError(_NOT_AUTHENTICATED_HELLO)
-    if name is not None:
-        session.name = name
     session.protocol = protocol
     fields: list[Value] = [
         *(b"server", b"redis", b"version", REDIS_VERSION.encode()),
@@ -135,6 +136,7 @@ def quit_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def reset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """RESET: the connection is as new."""
+    node.unwatch(session)
     session.reset()
     node.begin(session)
     return b"+RESET\r\n"
@@ -152,9 +154,11 @@ def _is_printable(text: bytes) -> bool:
 
 
 def _checked_name(argument: Argument) -> bytes:
-    name = bytes(argument)
+    name = bytes(argument[: _NAME_BYTES_MAX + 1])
     if not _is_printable(name):
         raise CommandError("ERR Client names cannot contain spaces, newlines or special characters.")
+    if len(name) > _NAME_BYTES_MAX:
+        raise CommandError(f"ERR Client names cannot be longer than {_NAME_BYTES_MAX} bytes.")
     return name
 
 
@@ -176,7 +180,7 @@ def client_getname(node: Node, session: Session, arguments: list[Argument]) -> R
 
 def client_setinfo(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """CLIENT SETINFO LIB-NAME | LIB-VER text, as Redis 7.2 has it: new clients send it to every server."""
-    option, text = bytes(arguments[2]).lower(), bytes(arguments[3])
+    option, text = bytes(arguments[2]).lower(), bytes(arguments[3][:_NAME_BYTES_MAX])
     if option not in (b"lib-name", b"lib-ver"):
         raise CommandError(f"ERR Unrecognized option '{quote(arguments[2])}'")
     if not _is_printable(text):
@@ -192,29 +196,44 @@ def describe_client(session: Session) -> bytes:
     """Return what CLIENT INFO says of a session."""
     now = time.monotonic()
     user = session.user.name.decode(errors="replace")
+    transaction = session.transaction
+    flags = ("x" if transaction is not None else "") + ("e" if session.no_evict else "")
+    queued, queued_bytes = (-1, 0) if transaction is None else (len(transaction.commands), transaction.size_bytes)
     text = (
         f"id={session.id} addr={session.address} laddr={session.local_address} fd={session.file_descriptor} "
         f"name={session.name.decode()} age={int(now - session.created_s)} idle={int(now - session.last_command_s)} "
-        f"flags={'e' if session.no_evict else 'N'} db=0 sub=0 psub=0 ssub=0 multi=-1 qbuf=0 qbuf-free=0 argv-mem=0 "
-        f"multi-mem=0 rbs=0 rbp=0 obl=0 oll=0 omem={session.pending_output_bytes} "
-        f"tot-mem={session.pending_output_bytes} events=r cmd={session.last_command} user={user} redir=-1 "
-        f"resp={session.protocol} lib-name={session.library_name.decode()} lib-ver={session.library_version.decode()}\n"
+        f"flags={flags or 'N'} db=0 sub=0 psub=0 ssub=0 multi={queued} qbuf=0 qbuf-free=0 argv-mem=0 "
+        f"multi-mem={queued_bytes} rbs=0 rbp=0 obl=0 oll=0 omem={session.pending_output_bytes} "
+        f"tot-mem={session.pending_output_bytes + queued_bytes} events=r cmd={session.last_command} user={user} "
+        f"redir=-1 resp={session.protocol} lib-name={session.library_name.decode()} "
+        f"lib-ver={session.library_version.decode()}\n"
     )
     return text.encode()
 
 
+def _sessions_seen_by(node: Node, session: Session) -> list[Session]:
+    """Return the sessions of the own tenant; all of them to those who run the server."""
+    found = list(node.sessions.values())
+    if session.user.is_operator:
+        return found
+    return [other for other in found if other.authenticated and other.tenant == session.tenant]
+
+
+def _is_normal(kind: Argument) -> bool:
+    """Return whether a type of clients is the one that there is."""
+    name = bytes(kind).lower()
+    if name not in (b"normal", b"master", b"replica", b"slave", b"pubsub"):
+        raise CommandError(f"ERR Unknown client type '{quote(kind)}'")
+    return name == b"normal"
+
+
 def client_list(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """CLIENT LIST [TYPE type | ID id [id ...]]: of the own tenant, but for those who run the server."""
-    chosen = list(node.sessions.values())
-    if not session.user.is_operator:
-        chosen = [other for other in chosen if other.authenticated and other.tenant == session.tenant]
+    chosen = _sessions_seen_by(node, session)
     if len(arguments) > 2:
         option = bytes(arguments[2]).upper()
         if option == b"TYPE" and len(arguments) == 4:
-            kind = bytes(arguments[3]).lower()
-            if kind not in (b"normal", b"master", b"replica", b"slave", b"pubsub"):
-                raise CommandError(f"ERR Unknown client type '{quote(arguments[3])}'")
-            chosen = chosen if kind == b"normal" else []
+            chosen = chosen if _is_normal(arguments[3]) else []
         elif option == b"ID" and len(arguments) > 3:
             ids = _client_ids(arguments[3:])
             chosen = [other for other in chosen if other.id in ids]
@@ -228,6 +247,63 @@ def _client_ids(arguments: list[Argument]) -> set[int]:
         return {as_integer(argument) for argument in arguments}
     except CommandError:
         raise CommandError("ERR Invalid client ID") from None
+
+
+def client_kill(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """CLIENT KILL address, or CLIENT KILL filter value [filter value ...]: of the clients that CLIENT LIST shows.
+
+    The filters are ID, TYPE, ADDR, LADDR and USER; SKIPME no includes the client itself.
+    """
+    chosen = _sessions_seen_by(node, session)
+    if len(arguments) == 3:
+        address = quote(arguments[2])
+        chosen = [other for other in chosen if other.address == address]
+        if not chosen:
+            raise CommandError("ERR No such client")
+    else:
+        chosen = _filtered(node, session, chosen, arguments[2:])
+    for other in chosen:
+        other.closing = True  # at once: its thread may be about to execute a command that has come already
+        other.finish()
+    return OK if len(arguments) == 3 else b":%d\r\n" % len(chosen)
+
+
+def _filtered(node: Node, session: Session, chosen: list[Session], filters: list[Argument]) -> list[Session]:
+    """Return the sessions that all of CLIENT KILL's filters let through."""
+    skips_own = True
+    for position in range(0, len(filters), 2):
+        if position + 1 == len(filters):
+            syntax_error()
+        name, value = bytes(filters[position]).upper(), filters[position + 1]
+        if name == b"ID":
+            wanted = _client_id(value)
+            chosen = [other for other in chosen if other.id == wanted]
+        elif name == b"TYPE":
+            chosen = chosen if _is_normal(value) else []
+        elif name == b"ADDR":
+            chosen = [other for other in chosen if other.address == quote(value)]
+        elif name == b"LADDR":
+            chosen = [other for other in chosen if other.local_address == quote(value)]
+        elif name == b"USER":
+            user = node.users.by_name.get(bytes(value))
+            if user is None or not (session.user.is_operator or user.tenant == session.user.tenant):
+                raise CommandError(f"ERR No such user '{quote(value)}'")
+            chosen = [other for other in chosen if other.user is user]
+        elif name == b"SKIPME" and bytes(value).lower() in (b"yes", b"no"):
+            skips_own = bytes(value).lower() == b"yes"
+        else:
+            syntax_error()
+    return [other for other in chosen if other is not session or not skips_own]
+
+
+def _client_id(argument: Argument) -> int:
+    try:
+        number = as_integer(argument)
+    except CommandError:
+        number = 0
+    if number <= 0:
+        raise CommandError("ERR client-id should be greater than 0")
+    return number
 
 
 def client_info(node: Node, session: Session, arguments: list[Argument]) -> Reply:

@@ -1,21 +1,68 @@
 """Commands on keys: presence, expiry, iteration."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 
-from shadowserve.resp import encode
-from storage_kv.commands._arguments import OK, as_integer, quote, settled, syntax_error
+from shadowserve.resp import encode, encode_array_header, encode_bulk
+from storage_kv.commands._arguments import KEYS_AT_A_TIME, OK, as_integer, in_turns, quote, settled, syntax_error
 from storage_kv.glob import Glob
 from storage_kv.node import Argument, CommandError, Node, Reply, Session
 
-__all__ = ["dbsize", "delete", "exists", "expire", "flush", "persist", "pexpire", "pttl", "scan", "ttl", "type_"]
+__all__ = [
+    "dbsize",
+    "delete",
+    "exists",
+    "expire",
+    "expireat",
+    "expiretime",
+    "flush",
+    "keys",
+    "persist",
+    "pexpire",
+    "pexpireat",
+    "pexpiretime",
+    "pttl",
+    "scan",
+    "touch",
+    "ttl",
+    "type_",
+]
 
-_TIME_MS_MAX = (1 << 63) - 1
+_TIME_MS_MIN, _TIME_MS_MAX = -(1 << 63), (1 << 63) - 1
 _SCAN_COUNT_MAX = 100_000  # keys looked at in one call, so that no COUNT can hold up the others
+_CURSOR = re.compile(rb"(?:([+-]?)0*([0-9]{1,20}))?")
+_PATTERN_BYTES_MAX = 1 << 10
+_LISTING_BYTES_MAX = 16 << 20
+"""Of what KEYS answers: some 200,000 keys of chunks. Who has more may read them with SCAN, a page at a time."""
+
+
+class _Count:
+    """How many of a command's keys something is true of, which is found out of some at a time."""
+
+    def __init__(self, node: Node, session: Session, names: Sequence[Argument], test: Callable[[bytes], bool]) -> None:
+        self._node = node
+        self._session = session
+        self._names = names
+        self._test = test
+        self._position = 0
+        self._count = 0
+
+    def __call__(self) -> bytes | None:
+        """Look at some; see :func:`in_turns`."""
+        begin, self._position = self._position, self._position + KEYS_AT_A_TIME
+        qualify, test = self._session.qualify, self._test
+        self._count += sum(test(qualify(name)) for name in self._names[begin : self._position])
+        return b":%d\r\n" % self._count if self._position >= len(self._names) else None
 
 
 def exists(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """EXISTS key [key ...]: how many of them are there, repeated ones counted repeatedly."""
-    return b":%d\r\n" % sum(node.read(session.qualify(key), touch=False) is not None for key in arguments[1:])
+    return in_turns(_Count(node, session, arguments[1:], lambda key: node.read(key, touch=False) is not None))
+
+
+def touch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """TOUCH key [key ...]: as EXISTS, and a use of each."""
+    return in_turns(_Count(node, session, arguments[1:], lambda key: node.read(key) is not None))
 
 
 def delete(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -24,25 +71,41 @@ def delete(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     That a key is absent is a promise, too: another's removal of it may not be durable yet, or it may lie on a device
     that is gone, while those that are left have not noted that.
     """
-    removed = sum(node.engine.remove(session.qualify(key)) for key in arguments[1:])
-    return settled(node, node.engine.barrier(), "DEL", b":%d\r\n" % removed)
+    removed = _Count(node, session, arguments[1:], node.engine.remove)
+
+    def step() -> Reply | None:
+        reply = removed()
+        return None if reply is None else settled(node, node.engine.barrier(), "DEL", reply)
+
+    return in_turns(step)
 
 
 def expire(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """EXPIRE key seconds [NX | XX | GT | LT]."""
-    return _expire(node, session, arguments, 1000, "expire")
+    return _expire(node, session, arguments, 1000, node.clock_ms())
 
 
 def pexpire(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """PEXPIRE key milliseconds [NX | XX | GT | LT]."""
-    return _expire(node, session, arguments, 1, "pexpire")
+    return _expire(node, session, arguments, 1, node.clock_ms())
 
 
-def _expire(node: Node, session: Session, arguments: list[Argument], unit_ms: int, name: str) -> Reply:
+def expireat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """EXPIREAT key unix-time-seconds [NX | XX | GT | LT]."""
+    return _expire(node, session, arguments, 1000, 0)
+
+
+def pexpireat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """PEXPIREAT key unix-time-milliseconds [NX | XX | GT | LT]."""
+    return _expire(node, session, arguments, 1, 0)
+
+
+def _expire(node: Node, session: Session, arguments: list[Argument], unit_ms: int, from_ms: int) -> Reply:
+    name = bytes(arguments[0]).decode("ascii").lower()
     allowed = _expire_condition(arguments[3:])
     number = as_integer(arguments[2])
-    time_ms = number * unit_ms + node.clock_ms()
-    if abs(number) * unit_ms > _TIME_MS_MAX or time_ms > _TIME_MS_MAX:
+    time_ms = number * unit_ms + from_ms
+    if not _TIME_MS_MIN <= number * unit_ms <= _TIME_MS_MAX or time_ms > _TIME_MS_MAX:
         raise CommandError(f"ERR invalid expire time in '{name}' command")
     key = session.qualify(arguments[1])
     item = node.engine.peek(key)
@@ -76,12 +139,18 @@ def _expire_condition(options: list[Argument]) -> Callable[[int | None, int], bo
     return allowed
 
 
-def _remaining_ms(node: Node, session: Session, key: Argument) -> int:
-    """Return the milliseconds that ``key`` has left; -1 without expiry, -2 if absent."""
+def _expiry_ms(node: Node, session: Session, key: Argument) -> int:
+    """Return the Unix time in milliseconds when ``key`` expires; -1 without expiry, -2 if absent."""
     item = node.read(session.qualify(key), touch=False)
     if item is None:
         return -2
-    return -1 if item.expires_at_ms is None else max(item.expires_at_ms - node.clock_ms(), 0)
+    return -1 if item.expires_at_ms is None else item.expires_at_ms
+
+
+def _remaining_ms(node: Node, session: Session, key: Argument) -> int:
+    """Return the milliseconds that ``key`` has left; -1 without expiry, -2 if absent."""
+    time_ms = _expiry_ms(node, session, key)
+    return time_ms if time_ms < 0 else max(time_ms - node.clock_ms(), 0)
 
 
 def ttl(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -93,6 +162,17 @@ def ttl(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 def pttl(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """PTTL key: milliseconds."""
     return b":%d\r\n" % _remaining_ms(node, session, arguments[1])
+
+
+def expiretime(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """EXPIRETIME key: Unix time in seconds, rounded; -1 without expiry, -2 if absent."""
+    time_ms = _expiry_ms(node, session, arguments[1])
+    return b":%d\r\n" % (time_ms if time_ms < 0 else (time_ms + 500) // 1000)
+
+
+def pexpiretime(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """PEXPIRETIME key: Unix time in milliseconds; -1 without expiry, -2 if absent."""
+    return b":%d\r\n" % _expiry_ms(node, session, arguments[1])
 
 
 def persist(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -112,9 +192,7 @@ def type_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """SCAN cursor [MATCH pattern] [COUNT count] [TYPE type]."""
-    cursor_text = bytes(arguments[1])
-    if not cursor_text.isdigit() or len(cursor_text) > 20 or int(cursor_text) >= 1 << 64:
-        raise CommandError("ERR invalid cursor")
+    cursor = _cursor(bytes(arguments[1]))
     pattern: Glob | None = None
     count, of_type = 10, b"string"
     options = arguments[2:]
@@ -124,18 +202,72 @@ def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             syntax_error()
         argument = bytes(options[position + 1])
         if name == b"MATCH":
-            pattern = None if argument == b"*" else Glob(argument)
+            pattern = None if argument == b"*" else _glob(argument)
         elif name == b"TYPE":
             of_type = argument.lower()
         else:
             count = as_integer(argument)
             if count < 1:
                 syntax_error()
-    cursor, keys = node.engine.scan(session.tenant, int(cursor_text), min(count, _SCAN_COUNT_MAX))
+    cursor, names = node.engine.scan(session.tenant, cursor, min(count, _SCAN_COUNT_MAX))
     if of_type != b"string":
-        keys = []
-    found = [key for key in keys if pattern is None or pattern.matches(key)]
+        names = []
+    found = [name for name in names if pattern is None or pattern.matches(name)]
     return encode([b"%d" % cursor, list(found)])
+
+
+def _glob(pattern: Argument) -> Glob:
+    """Compile a pattern that many keys will be compared with."""
+    if len(pattern) > _PATTERN_BYTES_MAX:
+        raise CommandError(
+            f"ERR pattern is too long: {len(pattern)} bytes, and at most {_PATTERN_BYTES_MAX} are allowed"
+        )
+    return Glob(bytes(pattern))
+
+
+def _cursor(text: bytes) -> int:
+    """Return a cursor as Redis' strtoul() reads it: maybe empty, or negative, which counts from the end of 64 bits."""
+    match = _CURSOR.fullmatch(text.partition(b"\0")[0])
+    number = 0 if match is None else int(match[2] or 0)
+    if match is None or number >= 1 << 64:
+        raise CommandError("ERR invalid cursor")
+    return (-number if match[1] == b"-" else number) % (1 << 64)
+
+
+def keys(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KEYS pattern: found some at a time, so that others are served meanwhile, and each but once."""
+    return in_turns(_Listing(node, session, bytes(arguments[1])))
+
+
+def _all(name: bytes) -> bool:
+    return True
+
+
+class _Listing:
+    """The keys of a tenant that match a pattern."""
+
+    def __init__(self, node: Node, session: Session, pattern: bytes) -> None:
+        self._node = node
+        self._tenant = session.tenant
+        self._matches: Callable[[bytes], bool] = _all if pattern == b"*" else _glob(pattern).matches
+        self._cursor = 0
+        self._found: set[bytes] = set()
+        self._parts: list[bytes] = []
+        self._bytes = 0
+
+    def __call__(self) -> Reply | None:
+        """Look at some; see :func:`in_turns`."""
+        matches, seen = self._matches, self._found
+        self._cursor, names = self._node.engine.scan(self._tenant, self._cursor, KEYS_AT_A_TIME)
+        fresh = [name for name in names if name not in seen and matches(name)]
+        seen.update(fresh)
+        self._parts.append(b"".join(map(encode_bulk, fresh)))
+        self._bytes += len(self._parts[-1])
+        if self._bytes > _LISTING_BYTES_MAX:
+            raise CommandError(
+                f"ERR KEYS finds more than {_LISTING_BYTES_MAX >> 20} MiB of keys, use SCAN or a narrower pattern"
+            )
+        return None if self._cursor else [encode_array_header(len(seen)), *self._parts]
 
 
 def dbsize(node: Node, session: Session, arguments: list[Argument]) -> Reply:

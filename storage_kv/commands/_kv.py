@@ -1,12 +1,11 @@
 """Our own commands; their names begin with ``KV.``."""
 
-from shadowserve.resp import encode_array_header, encode_null
-from storage_kv.commands._arguments import as_integer, bulk_of, settled
+from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
+from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_turns, settled, syntax_error
+from storage_kv.engine import DEFAULT_TENANT, PinShareError
 from storage_kv.node import Argument, CommandError, Node, Part, Reply, Session
 
-__all__ = ["meta", "pin"]
-
-_PIN_SECONDS_MAX = 10 * 365 * 86_400  # so that its end can be kept in 32 bits
+__all__ = ["meta", "pin", "pins", "unpin"]
 
 
 def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -29,10 +28,86 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 
 def pin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """KV.PIN seconds key [key ...]: how many of them are there, and will not be evicted for so long; 0 unpins."""
-    seconds = as_integer(arguments[1])
-    if not 0 <= seconds <= _PIN_SECONDS_MAX:
-        raise CommandError("ERR invalid pin time in 'kv.pin' command")
-    until_ms = node.clock_ms() + 1000 * seconds if seconds else 0
-    found = sum(node.engine.pin(session.qualify(key), until_ms) for key in arguments[2:])
-    return settled(node, node.engine.barrier() if found else None, "KV.PIN", b":%d\r\n" % found)
+    """KV.PIN seconds key [key ...]: how many of them are there, and will not be evicted for so long; 0 unpins.
+
+    Pins count against shares. At the first key beyond one the rest is left as it is, and the reply is an error.
+    """
+    seconds, seconds_max = as_integer(arguments[1]), node.config.pin_seconds_max
+    if not 0 <= seconds <= seconds_max:
+        raise CommandError(f"ERR invalid pin time in 'kv.pin' command: 0 to {seconds_max} seconds (pin_seconds_max)")
+    return in_turns(_Pinning(node, session, arguments[2:], seconds))
+
+
+class _Pinning:
+    """The keys of one KV.PIN."""
+
+    def __init__(self, node: Node, session: Session, names: list[Argument], seconds: int) -> None:
+        self._node = node
+        self._session = session
+        self._names = names
+        self._until_ms = node.clock_ms() + 1000 * seconds if seconds else 0
+        self._position = 0
+        self._found = 0
+
+    def __call__(self) -> Reply | None:
+        """Pin some; see :func:`in_turns`."""
+        engine, end = self._node.engine, self._position + KEYS_AT_A_TIME
+        for name in self._names[self._position : end]:
+            try:
+                self._found += engine.pin(self._session.qualify(name), self._until_ms)
+            except PinShareError as error:
+                raise CommandError(f"OOM {error}. Of this command's keys {self._found} are pinned") from None
+        self._position = end
+        if end < len(self._names):
+            return None
+        return settled(self._node, engine.barrier() if self._found else None, "KV.PIN", b":%d\r\n" % self._found)
+
+
+def unpin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.UNPIN [TENANT name | ALL]: ends all pins of the own tenant, or of others; returns how many these were."""
+    tenant: int | None = session.tenant
+    if len(arguments) > 1:
+        tenant = _other_tenant(node, session, arguments)
+    count = 0
+
+    def step() -> Reply | None:
+        nonlocal count
+        some = node.engine.unpin_some(tenant)
+        count += some
+        if some:
+            return None
+        return settled(node, node.engine.barrier() if count else None, "KV.UNPIN", b":%d\r\n" % count)
+
+    return in_turns(step)
+
+
+def pins(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.PINS [TENANT name]: keys and bytes that the own tenant has pinned, and may; to operators, of each tenant."""
+    engine = node.engine
+    tenants = [session.tenant]
+    if len(arguments) > 1:
+        other = _other_tenant(node, session, arguments)
+        tenants = [other] if other is not None else engine.pinning_tenants(KEYS_AT_A_TIME)
+    elif session.user.is_operator:
+        tenants = engine.pinning_tenants(KEYS_AT_A_TIME)
+    found: list[Value] = []
+    for tenant in tenants:
+        pinned = engine.pinned(tenant)
+        fields: list[Value] = [b"tenant", engine.tenant_name(tenant).encode(), b"keys", pinned.keys]
+        found.append(Map([*fields, b"bytes", pinned.bytes, b"bytes_max", pinned.bytes_max]))
+    return encode(found, session.protocol)
+
+
+def _other_tenant(node: Node, session: Session, arguments: list[Argument]) -> int | None:
+    """Return the tenant that ``TENANT name`` names, or None for ``ALL``; only operators may."""
+    words = [bytes(argument) for argument in arguments[1:]]
+    if not (len(words) == 1 and words[0].upper() == b"ALL") and not (len(words) == 2 and words[0].upper() == b"TENANT"):
+        syntax_error()
+    if not session.user.is_operator:
+        raise CommandError("NOPERM pins of other tenants are for users with the category @admin")
+    if len(words) == 1:
+        return None
+    name = words[1].decode("utf-8", "replace")
+    if name and name not in node.config.tenants and all(name != user.tenant for user in node.users.by_name.values()):
+        raise CommandError("ERR there is no such tenant")
+    return node.engine.tenant(name) if name else DEFAULT_TENANT

@@ -1,5 +1,6 @@
 """Commands on values, and the rule that records are immutable."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,12 +8,38 @@ from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
-from storage_kv.commands._arguments import OK, OUT_OF_MEMORY, OldValue, as_integer, bulk_of, settled, syntax_error
+from storage_kv.commands._arguments import (
+    KEYS_AT_A_TIME,
+    OK,
+    OUT_OF_MEMORY,
+    OldValue,
+    as_integer,
+    bulk_of,
+    in_turns,
+    settled,
+    syntax_error,
+)
 from storage_kv.commands._table import RUN_REPLY_BYTES_MAX
-from storage_kv.engine import KEY_BYTES_MAX, BusyError, OutOfBudgetError
+from storage_kv.engine import KEY_BYTES_MAX, BusyError, OutOfBudgetError, Ticket
 from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
 
-__all__ = ["get", "get_run", "getrange", "mget", "set_", "set_run", "strlen"]
+__all__ = [
+    "get",
+    "get_run",
+    "getdel",
+    "getex",
+    "getrange",
+    "getset",
+    "mget",
+    "mset",
+    "msetnx",
+    "psetex",
+    "set_",
+    "set_run",
+    "setex",
+    "setnx",
+    "strlen",
+]
 
 _VERIFY_INLINE_BYTES_MAX = 128 << 10
 """Checking this much takes about 0.1 ms: less than handing it to another thread and back would disturb."""
@@ -93,42 +120,60 @@ def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 @dataclass(slots=True)
 class _SetOptions:
-    """The options of SET; at most one of those that concern expiry."""
+    """The options of SET and GETEX; of those that concern expiry only one, but that one any number of times.
+
+    Attributes:
+        condition: NX, XX or empty.
+        returns_old: GET was given.
+        keeps_expiry: KEEPTTL was.
+        ends_expiry: PERSIST was.
+        expiry: the option that was given, and its argument.
+    """
 
     condition: bytes = b""
     returns_old: bool = False
     keeps_expiry: bool = False
-    expires_at_ms: int | None = None
+    ends_expiry: bool = False
+    expiry: tuple[bytes, Argument] | None = None
 
     @classmethod
-    def parse(cls, node: Node, options: list[Argument]) -> "_SetOptions":
+    def parse(cls, options: list[Argument], *, of_set: bool = True) -> "_SetOptions":
         self = cls()
         position = 0
-        expiry: tuple[Argument, int, bool] | None = None
+        fixed = b"KEEPTTL" if of_set else b"PERSIST"
+        about_expiry = b""
         while position < len(options):
             option = bytes(options[position]).upper()
-            if option in (b"NX", b"XX") and self.condition in (b"", option):
+            takes_argument = option in _EXPIRY_UNITS
+            if takes_argument or option == fixed:
+                if about_expiry not in (b"", option) or position + takes_argument >= len(options):
+                    syntax_error()
+                about_expiry = option
+                if takes_argument:  # the last one counts
+                    position += 1
+                    self.expiry = (option, options[position])
+            elif of_set and option in (b"NX", b"XX") and self.condition in (b"", option):
                 self.condition = option
-            elif option == b"GET":
+            elif of_set and option == b"GET":
                 self.returns_old = True
-            elif option == b"KEEPTTL" and expiry is None:
-                self.keeps_expiry = True
-            elif option in _EXPIRY_UNITS and expiry is None and not self.keeps_expiry and position + 1 < len(options):
-                position += 1
-                expiry = (options[position], *_EXPIRY_UNITS[option])
             else:
                 syntax_error()
             position += 1
-        if expiry is not None:
-            self.expires_at_ms = _expiry_time(node, *expiry)
+        self.keeps_expiry = about_expiry == b"KEEPTTL"
+        self.ends_expiry = about_expiry == b"PERSIST"
         return self
 
+    def expires_at_ms(self, node: Node, command: str) -> int | None:
+        """Return the new expiry, None for none."""
+        return None if self.expiry is None else _expiry_time(node, *self.expiry, command)
 
-def _expiry_time(node: Node, argument: Argument, unit_ms: int, relative: bool) -> int:
+
+def _expiry_time(node: Node, option: bytes, argument: Argument, command: str) -> int:
+    unit_ms, relative = _EXPIRY_UNITS[option]
     number = as_integer(argument)
     time_ms = number * unit_ms + (node.clock_ms() if relative else 0)
     if number <= 0 or time_ms > _TIME_MS_MAX:
-        raise CommandError("ERR invalid expire time in 'set' command")
+        raise CommandError(f"ERR invalid expire time in '{command}' command")
     return time_ms
 
 
@@ -138,27 +183,86 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     A value that begins like a record must be the valid record of its key, and then never changes any more: setting
     another record of the same key answers OK and keeps the first, its expiry included.
     """
-    key, value = bytes(arguments[1]), arguments[2]
-    if len(key) > KEY_BYTES_MAX:
-        raise CommandError(f"ERR key is too long: {len(key)} bytes, and at most {KEY_BYTES_MAX} are allowed")
-    options = _SetOptions.parse(node, arguments[3:]) if len(arguments) > 3 else _PLAIN
-    if value[:4] != _MAGIC:
-        if options is _PLAIN:  # most often, and worth no more calls
-            try:
-                ticket = node.engine.put(session.prefix + key, value)
-            except OutOfBudgetError:
-                raise CommandError(OUT_OF_MEMORY) from None
-            return OK if ticket is None else settled(node, ticket, "SET", OK)
-        return _store(node, session, key, value, options, _NO_CHUNK)
-    if len(value) <= _VERIFY_INLINE_BYTES_MAX:
-        return _store_verified(node, session, key, value, options, _verify(key, value))
-    return Later(
-        lambda: _verify(key, value),
-        lambda verdict: _store_verified(node, session, key, value, options, verdict),
+    key, value = _checked(arguments[1]), arguments[2]
+    if len(arguments) == 3 and value[:4] != _MAGIC:  # most often, and worth no more calls
+        try:
+            ticket = node.engine.put(session.prefix + key, value)
+        except OutOfBudgetError:
+            raise CommandError(OUT_OF_MEMORY) from None
+        return OK if ticket is None else settled(node, ticket, "SET", OK)
+    options = _SetOptions.parse(arguments[3:])
+    expires_at_ms = options.expires_at_ms(node, "set")
+    answers = _Answers(
+        met=encode_null(session.protocol) if options.returns_old else OK,
+        unmet=encode_null(session.protocol),
+        returns_old=options.returns_old,
+    )
+    return _put(
+        _Write(node, session, key, value, options.condition, expires_at_ms, options.keeps_expiry, "SET", answers)
     )
 
 
-_PLAIN = _SetOptions()
+def setnx(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """SETNX key value."""
+    key, value = _checked(arguments[1]), arguments[2]
+    answers = _Answers(met=b":1\r\n", unmet=b":0\r\n")
+    return _put(_Write(node, session, key, value, b"NX", None, False, "SETNX", answers))
+
+
+def setex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """SETEX key seconds value."""
+    return _set_expiring(node, session, arguments, b"EX", "setex")
+
+
+def psetex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """PSETEX key milliseconds value."""
+    return _set_expiring(node, session, arguments, b"PX", "psetex")
+
+
+def _set_expiring(node: Node, session: Session, arguments: list[Argument], unit: bytes, name: str) -> Reply:
+    key, value = _checked(arguments[1]), arguments[3]
+    expires_at_ms = _expiry_time(node, unit, arguments[2], name)
+    return _put(_Write(node, session, key, value, b"", expires_at_ms, False, name.upper(), _Answers(met=OK)))
+
+
+def getset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """GETSET key value."""
+    key, value = _checked(arguments[1]), arguments[2]
+    answers = _Answers(met=encode_null(session.protocol), returns_old=True)
+    return _put(_Write(node, session, key, value, b"", None, False, "GETSET", answers))
+
+
+def getdel(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """GETDEL key."""
+    key = session.qualify(arguments[1])
+    item = node.read(key)
+    if item is None:
+        return encode_null(session.protocol)
+    old_value = OldValue(node, item, "GETDEL", encode_null(session.protocol))
+    node.engine.remove(key)
+    return old_value.reply(node.engine.barrier())
+
+
+def getex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """GETEX key [EX seconds | PX ms | EXAT time | PXAT ms-time | PERSIST]."""
+    options = _SetOptions.parse(arguments[2:], of_set=False)
+    key, null = session.qualify(arguments[1]), encode_null(session.protocol)
+    item = node.read(key)
+    if item is None:
+        return null
+    expires_at_ms = options.expires_at_ms(node, "getex")
+    if expires_at_ms is None and not options.ends_expiry:
+        return bulk_of(node, item, missing=null)
+    old_value = OldValue(node, item, "GETEX", null)
+    node.engine.set_expiry(key, expires_at_ms)
+    return old_value.reply(node.engine.barrier())
+
+
+def _checked(key: Argument) -> bytes:
+    """Return a key that something may be stored under."""
+    if len(key) > KEY_BYTES_MAX:
+        raise CommandError(f"ERR key is too long: {len(key)} bytes, and at most {KEY_BYTES_MAX} are allowed")
+    return bytes(key)
 
 
 def set_run(node: Node, session: Session, arguments: tuple[bytes, ...]) -> tuple[int, bytes, Reply | None]:
@@ -204,49 +308,176 @@ def _verify(key: bytes, value: Argument) -> "_Chunk | str":
     return _Chunk(head.head_length, head.parent)
 
 
-def _store_verified(
-    node: Node, session: Session, key: bytes, value: Argument, options: _SetOptions, verdict: "_Chunk | str"
-) -> bytes | list[Part]:
+class _Answers(NamedTuple):
+    """What a command answers that has stored, or has not; an old value comes before either if it is asked for."""
+
+    met: bytes
+    unmet: bytes = b""
+    returns_old: bool = False
+
+
+class _Write(NamedTuple):
+    """What is to be stored, whether, and what is answered."""
+
+    node: Node
+    session: Session
+    key: bytes
+    value: Argument
+    condition: bytes
+    expires_at_ms: int | None
+    keeps_expiry: bool
+    operation: str
+    answers: _Answers
+
+
+def _put(write: _Write) -> Reply:
+    """Check a value if it is a record, at once or in another thread, and store it."""
+    key, value = write.key, write.value
+    if value[:4] != _MAGIC:
+        return _store(write, _NO_CHUNK)
+    if len(value) <= _VERIFY_INLINE_BYTES_MAX:
+        return _store(write, _accepted(write.node, _verify(key, value)))
+    return Later(lambda: _verify(key, value), lambda verdict: _store(write, _accepted(write.node, verdict)))
+
+
+def _accepted(node: Node, verdict: "_Chunk | str") -> _Chunk:
     if isinstance(verdict, str):
         node.counters.records_refused += 1
         raise CommandError(f"ERR record refused, nothing was stored: {verdict}")
-    return _store(node, session, key, value, options, verdict)
+    return verdict
 
 
-def _store(
-    node: Node,
-    session: Session,
-    key: bytes,
-    value: Argument,
-    options: _SetOptions,
-    chunk: "_Chunk",
-) -> bytes | list[Part]:
-    head_bytes = chunk.head_bytes
-    engine, name, null = node.engine, session.qualify(key), encode_null(session.protocol)
+def _store(write: _Write, chunk: _Chunk) -> bytes | list[Part]:
+    node, session, answers = write.node, write.session, write.answers
+    engine, name, null = node.engine, session.qualify(write.key), encode_null(session.protocol)
     # With GET the old value is the answer, which is a use of it, whether it is replaced or not.
-    old = node.read(name) if options.returns_old else engine.peek(name)
-    unmet = bool(options.condition) and (options.condition == b"NX") == (old is not None)
-    keeps_record = not unmet and old is not None and head_bytes > 0 and old.head_bytes > 0
+    old = node.read(name) if answers.returns_old else engine.peek(name)
+    unmet = bool(write.condition) and (write.condition == b"NX") == (old is not None)
+    keeps_record = not unmet and old is not None and chunk.head_bytes > 0 and old.head_bytes > 0
     if keeps_record:
         engine.get(name)  # counts as a use: somebody still computes it
         node.counters.records_kept += 1
     if unmet or keeps_record:
-        if options.returns_old:
+        if answers.returns_old:
             return null if old is None else bulk_of(node, old, missing=null)
         # The record was stored by another, maybe just now: this client, too, is told OK when that is durable.
-        return null if unmet else settled(node, engine.settling(name), "SET", OK)
-    expires_at_ms = old.expires_at_ms if options.keeps_expiry and old is not None else options.expires_at_ms
-    old_value = OldValue(node, old) if options.returns_old and old is not None else None
+        return answers.unmet if unmet else settled(node, engine.settling(name), write.operation, answers.met)
+    expires_at_ms = old.expires_at_ms if write.keeps_expiry and old is not None else write.expires_at_ms
+    old_value = OldValue(node, old, write.operation, null) if answers.returns_old and old is not None else None
     try:
-        ticket = engine.put(name, value, head_bytes=head_bytes, expires_at_ms=expires_at_ms, parent=chunk.parent)
+        ticket = engine.put(
+            name, write.value, head_bytes=chunk.head_bytes, expires_at_ms=expires_at_ms, parent=chunk.parent
+        )
     except (OutOfBudgetError, BusyError) as error:
         if old_value is not None:
             node.drop(old_value.reply(None))
         if isinstance(error, BusyError):
             raise
         raise CommandError(OUT_OF_MEMORY) from None
-    if head_bytes:
+    if chunk.head_bytes:
         node.counters.records_stored += 1
     if old_value is not None:
         return old_value.reply(ticket)
-    return settled(node, ticket, "SET", null if options.returns_old else OK)
+    return settled(node, ticket, write.operation, answers.met)
+
+
+# ---- Several at a time
+
+
+def mset(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """MSET key value [key value ...]: many of them not all at once, but in order.
+
+    Records are checked before anything is stored. If memory ends in between, the first ones are stored.
+    """
+    pairs = _pairs(arguments, "mset")
+    return _checked_pairs(node, pairs, lambda chunks: in_turns(_Puts(node, session, pairs, chunks, "MSET", OK)))
+
+
+def msetnx(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """MSETNX key value [key value ...]: stores nothing if any of the keys is there."""
+    pairs = _pairs(arguments, "msetnx")
+    if len(pairs) > KEYS_AT_A_TIME:  # all of them at once or none, so not in turns
+        raise CommandError(f"ERR MSETNX takes at most {KEYS_AT_A_TIME} keys, got {len(pairs)}: use SET with NX")
+
+    def store(chunks: Sequence[_Chunk]) -> Reply:
+        if any(node.engine.peek(session.qualify(key)) is not None for key, _ in pairs):
+            return b":0\r\n"
+        return in_turns(_Puts(node, session, pairs, chunks, "MSETNX", b":1\r\n"))
+
+    return _checked_pairs(node, pairs, store)
+
+
+def _pairs(arguments: list[Argument], name: str) -> list[tuple[bytes, Argument]]:
+    if len(arguments) % 2 == 0:
+        raise CommandError(f"ERR wrong number of arguments for '{name}' command")
+    return [(_checked(key), value) for key, value in zip(arguments[1::2], arguments[2::2], strict=True)]
+
+
+def _checked_pairs(
+    node: Node, pairs: Sequence[tuple[bytes, Argument]], store: Callable[[Sequence[_Chunk]], Reply]
+) -> Reply:
+    """Check the values that are records, at once or in another thread, and go on with what is known of each."""
+
+    def verify() -> list[_Chunk | str]:
+        return [_verify(key, value) if value[:4] == _MAGIC else _NO_CHUNK for key, value in pairs]
+
+    def finish(verdicts: Sequence[_Chunk | str]) -> Reply:
+        return store([_accepted(node, verdict) for verdict in verdicts])
+
+    record_bytes = sum(len(value) for _, value in pairs if value[:4] == _MAGIC)
+    return finish(verify()) if record_bytes <= _VERIFY_INLINE_BYTES_MAX else Later(verify, finish)
+
+
+class _Puts:
+    """Several values that are stored one after the other, some at a time."""
+
+    def __init__(
+        self,
+        node: Node,
+        session: Session,
+        pairs: Sequence[tuple[bytes, Argument]],
+        chunks: Sequence[_Chunk],
+        operation: str,
+        reply: bytes,
+    ) -> None:
+        self._node = node
+        self._session = session
+        self._pairs = pairs
+        self._chunks = chunks
+        self._operation = operation
+        self._reply = reply
+        self._position = 0
+        self._tickets: list[Ticket] = []
+
+    def __call__(self) -> Reply | None:
+        """Store some; see :func:`in_turns`."""
+        began = self._position
+        while self._position < min(began + KEYS_AT_A_TIME, len(self._pairs)):
+            try:
+                self._store(*self._pairs[self._position], self._chunks[self._position])
+            except BusyError:
+                if self._position == began:
+                    raise
+                return None
+            self._position += 1
+        if self._position < len(self._pairs):
+            return None
+        ticket = Ticket.of(*self._tickets) if self._tickets else None
+        return settled(self._node, ticket, self._operation, self._reply)
+
+    def _store(self, key: bytes, value: Argument, chunk: _Chunk) -> None:
+        """Store one, but a record in place of a record."""
+        engine, name, counters = self._node.engine, self._session.qualify(key), self._node.counters
+        old = engine.peek(name) if chunk.head_bytes else None
+        if old is not None and old.head_bytes:
+            engine.get(name)
+            counters.records_kept += 1
+            ticket = engine.settling(name)
+        else:
+            try:
+                ticket = engine.put(name, value, head_bytes=chunk.head_bytes, parent=chunk.parent)
+            except OutOfBudgetError:
+                raise CommandError(OUT_OF_MEMORY) from None
+            counters.records_stored += chunk.head_bytes > 0
+        if ticket is not None:
+            self._tickets.append(ticket)

@@ -21,7 +21,19 @@ stops, nothing has been done yet of the command there, which is left to the hand
 RUN_REPLY_BYTES_MAX: Final = 1 << 10
 """Of a reply that a RunHandler gives together with others."""
 
-_GROUPS: Final = {"string": ("string",), "generic": ("keyspace",), "connection": ("connection",), "server": ()}
+_GROUPS: Final = {
+    "string": ("string",),
+    "generic": ("keyspace",),
+    "connection": ("connection",),
+    "server": (),
+    "transactions": ("transaction",),
+}
+
+
+_VARIABLE: Final = "variable_flags"
+"""Of a command, SET, that does more to its key with an option."""
+
+_SET_NOTES: Final = b"RW and ACCESS due to the optional `GET` argument"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +45,11 @@ class Command:
         arity: number of arguments, the name included (for a subcommand, its command's too); -n means n or more.
         flags: as Redis names them; ``no_auth`` is what unauthenticated clients may call.
         categories: of ACLs, beside those that follow from the flags; None for that of the group.
-        access: what it does to its keys, of ``R`` and ``W``; None for what follows from the flags. Redis does not
-            count asking whether a key is there as reading.
         run: executes many of them with the least number of arguments at a time; for commands that are sent in masses.
         keys: first key's position, last key's (negative from the end), step; zeros for none.
+        key_flags: what it does to its keys, in Redis' words, in its order. Asking whether a key is there is no access.
+        tips: for clients of clusters, as Redis names them.
+        access: what that is for ACLs: of ``R`` and ``W``.
         since: version of Redis that brought it; of ShadowServe for ours.
     """
 
@@ -49,13 +62,15 @@ class Command:
     handler: Handler
     run: RunHandler | None = None
     keys: tuple[int, int, int] = (0, 0, 0)
+    key_flags: str = ""
+    tips: str = ""
     subcommands: Sequence["Command"] = ()
     parent: str = ""
     categories: Collection[str] | None = None
-    access: str | None = None
     full_name: str = field(init=False)
     open_to_all: bool = field(init=False)
     is_audited: bool = field(init=False)
+    access: str = field(init=False)
 
     def __post_init__(self) -> None:
         """Derive the name that errors and COMMAND use, and whether clients need not have authenticated."""
@@ -63,8 +78,7 @@ class Command:
         flags = self.flags.split()
         object.__setattr__(self, "open_to_all", "no_auth" in flags)
         object.__setattr__(self, "categories", tuple(self._categories(flags)))
-        if self.access is None:
-            object.__setattr__(self, "access", "R" if "readonly" in flags else "W" if "write" in flags else "")
+        object.__setattr__(self, "access", _access(self.key_flags))
         flushes = "write" in flags and "dangerous" in (self.categories or ())
         object.__setattr__(self, "is_audited", "admin" in flags or flushes)
 
@@ -84,25 +98,42 @@ class Command:
             return ()
         return arguments[first : last + 1 if last >= 0 else len(arguments) + last + 1 : step]
 
+    def flags_of_keys(self, arguments: Sequence[Argument]) -> str:
+        """Return what the command, with these arguments, does to its keys, in Redis' words."""
+        if not self.key_flags.endswith(_VARIABLE):
+            return self.key_flags
+        returns_old = any(bytes(option[:4]).upper() == b"GET" for option in arguments[3:])
+        return "RW access update" if returns_old else "OW update"
+
     def access_of(self, arguments: Sequence[Argument]) -> str:
-        """Return what the command, with these arguments, does to its keys."""
-        if self.name == "set" and any(bytes(option).upper() == b"GET" for option in arguments[3:]):
-            return "RW"
-        return self.access or ""
+        """Return what the command, with these arguments, does to its keys, of ``R`` and ``W``."""
+        return _access(self.flags_of_keys(arguments)) if self.key_flags.endswith(_VARIABLE) else self.access
 
     def describe(self) -> Value:
         """Return what COMMAND INFO says: ten elements, as since Redis 7."""
-        flags = self.flags.split()
         return [
             self.full_name.encode(),
             self.arity,
-            SetReply([SimpleString(flag.encode()) for flag in flags]),
+            _words(self.flags),
             *self.keys,
             SetReply([SimpleString(f"@{category}".encode()) for category in self.categories or ()]),
-            [],
-            [],
-            [subcommand.describe() for subcommand in self.subcommands],
+            SetReply([tip.encode() for tip in self.tips.split()]),
+            SetReply([self._describe_keys()] if self.key_flags else []),
+            SetReply([subcommand.describe() for subcommand in self.subcommands]),
         ]
+
+    def _describe_keys(self) -> Value:
+        """Return where the keys are among the arguments, and what is done to them."""
+        first, last, step = self.keys
+        # Of a range, Redis counts the last key's position from the first's.
+        found: list[Value] = [b"lastkey", last if last < 0 else last - first, b"keystep", step, b"limit", 0]
+        notes: list[Value] = [b"notes", _SET_NOTES] if self.key_flags.endswith(_VARIABLE) else []
+        return Map([
+            *notes,
+            *(b"flags", _words(self.key_flags)),
+            *(b"begin_search", Map([b"type", b"index", b"spec", Map([b"index", first])])),
+            *(b"find_keys", Map([b"type", b"range", b"spec", Map(found)])),
+        ])  # fmt: skip
 
     def document(self) -> Value:
         """Return what COMMAND DOCS says."""
@@ -114,3 +145,12 @@ class Command:
                 nested += [subcommand.full_name.encode(), subcommand.document()]
             fields += [b"subcommands", Map(nested)]
         return Map(fields)
+
+
+def _access(key_flags: str) -> str:
+    words = set(key_flags.split())
+    return ("R" if "access" in words else "") + ("W" if words & {"insert", "update", "delete"} else "")
+
+
+def _words(text: str) -> SetReply:
+    return SetReply([SimpleString(word.encode()) for word in text.split()])

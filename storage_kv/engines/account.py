@@ -1,12 +1,12 @@
-"""One tenant's entries in memory, in the order of their use, and which of them may go."""
+"""One tenant's entries in memory, and which of them may go."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 from storage_kv.engine import Item
 from storage_kv.engines.key_index import KeyIndex
 
-__all__ = ["Account", "MemoryItem", "Walk"]
+__all__ = ["Account", "Counts", "MemoryItem"]
 
 _NAME_KEY_BYTES = 2 + 3 + 64  # of the qualified key of a chunk: tenant, "kv:", the name in hexadecimal digits
 
@@ -53,62 +53,156 @@ class MemoryItem(Item):
         self.used = used
 
 
+@dataclass(slots=True)
+class Counts:
+    """What a tenant has and what has become of its entries; or all tenants together, so that nobody has to add it up.
+
+    Attributes:
+        evicted_for_quota: of the evicted keys those that went because of the tenant's own quota.
+        stuck_bytes: of stored entries that may not be evicted now: pinned ones, and those that are being sent.
+        stuck_keys: how many these are.
+    """
+
+    keys: int = 0
+    used_bytes: int = 0
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    stuck_bytes: int = 0
+    stuck_keys: int = 0
+    records: int = 0
+    record_bytes: int = 0
+    expiring_keys: int = 0
+    evicted_keys: int = 0
+    evicted_for_quota: int = 0
+    evicted_bytes: int = 0
+    expired_keys: int = 0
+
+    def use(self, more_bytes: int) -> None:
+        """Count that much more, or less if it is negative."""
+        self.used_bytes += more_bytes
+        if self.used_bytes > self.peak_bytes:
+            self.peak_bytes = self.used_bytes
+
+
 class Account:
     """What one tenant has.
 
     Attributes:
-        evicted_for_quota: of the evicted keys those that went because of its own quota.
-        items: by qualified key, the least recently used first.
-        index: clients' keys in the order of their creation.
+        both: its own counts, and those of all.
         children: how many present entries name a chunk as their parent, by the name; only for those with any.
+        counts: its own.
+        index: clients' keys in the order of their creation.
+        items: what may be evicted, by qualified key, the least recently used first.
+        number: of the tenant.
+        parents: those that stay because they have present children; they go when nothing else may.
+        pinned: those with a pin.
+        prefix: of its keys.
         quota_bytes: most that it may use, None for no bound.
         quota_keys: most entries that it may have, None for no bound.
     """
 
     __slots__ = (
+        "both",
         "children",
-        "evicted_bytes",
-        "evicted_for_quota",
-        "evicted_keys",
-        "expired_keys",
-        "expiring_keys",
+        "counts",
         "has_quota",
-        "held_bytes",
         "index",
         "items",
-        "peak_bytes",
-        "pinned_keys",
+        "number",
+        "parents",
+        "pinned",
+        "prefix",
         "quota_bytes",
         "quota_keys",
-        "record_bytes",
-        "records",
-        "used_bytes",
     )
 
-    def __init__(self) -> None:
-        """Make one that has nothing."""
-        self.items: OrderedDict[bytes, MemoryItem] = OrderedDict()
+    def __init__(self, prefix: bytes, everybody: Counts) -> None:
+        """Make one that has nothing, and counts for everybody."""
+        self.counts = Counts()
+        self.both = (self.counts, everybody)
+        self.prefix = prefix
+        self.number = int.from_bytes(prefix, "big")
         self.index = KeyIndex()
-        self.children: dict[bytes, int] = {}
         self.quota_bytes: int | None = None
         self.quota_keys: int | None = None
         self.has_quota = False
-        self.used_bytes = self.held_bytes = self.peak_bytes = 0
-        self.records = self.record_bytes = 0
-        self.evicted_keys = self.evicted_for_quota = self.evicted_bytes = self.expired_keys = 0
-        self.expiring_keys = self.pinned_keys = 0
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Let go of all entries; whoever had taken them has to deal with them."""
+        self.items: OrderedDict[bytes, MemoryItem] = OrderedDict()
+        self.parents: OrderedDict[bytes, MemoryItem] = OrderedDict()
+        self.pinned: OrderedDict[bytes, MemoryItem] = OrderedDict()
+        self.children: dict[bytes, int] = {}
+        self.index = self.index.successor()
+
+    # ---- Where an entry is
+
+    def find(self, key: bytes) -> MemoryItem | None:
+        """Return the entry of a qualified key."""
+        return self.items.get(key) or self.parents.get(key) or self.pinned.get(key)
+
+    def use(self, key: bytes) -> None:
+        """Put an entry behind those that were used before."""
+        if key in self.items:
+            self.items.move_to_end(key)
+        elif key in self.parents:
+            self.parents.move_to_end(key)
+
+    def add(self, key: bytes, item: MemoryItem) -> None:
+        """Add an entry as used last."""
+        (self.pinned if item.pinned_until_ms else self.parents if self._has_children(key) else self.items)[key] = item
+
+    def take(self, key: bytes) -> None:
+        """Take an entry out, wherever it is."""
+        if self.items.pop(key, None) is None and self.parents.pop(key, None) is None:
+            del self.pinned[key]
+
+    def _has_children(self, key: bytes) -> bool:
+        return bool(self.children) and _name_of(key) in self.children
 
     def adopt(self, parent: bytes) -> None:
         """Count a new child of the chunk of that name."""
-        self.children[parent] = self.children.get(parent, 0) + 1
+        known = self.children.get(parent, 0)
+        self.children[parent] = known + 1
+        if not known:
+            key = self._key_of(parent)
+            item = self.items.pop(key, None)
+            if item is not None:
+                self.parents[key] = item
 
     def disown(self, parent: bytes) -> None:
-        """Count a child less."""
+        """Count a child less; a parent without any may go again, as one of the oldest if nobody has used it since."""
         left = self.children[parent] - 1
         if left:
             self.children[parent] = left
-        else:
-            del self.children[parent]
+            return
+        del self.children[parent]
+        key = self._key_of(parent)
+        item = self.parents.pop(key, None)
+        if item is not None:
+            oldest = next(iter(self.items.values()), None)
+            self.items[key] = item
+            if oldest is not None and item.used < oldest.used:
+                self.items.move_to_end(key, last=False)
+
+    def _key_of(self, name: bytes) -> bytes:
+        return self.prefix + b"kv:" + name.hex().encode()
+
+    # ---- What goes
+
+    def victim(self, looks: int, spared: MemoryItem | None) -> tuple[bytes, MemoryItem] | None:
+        """Return what is to be evicted next, among the first ``looks``; None: nothing of these may go.
+
+        What is being sent is passed over, and ``spared``; both are looked at last the next time.
+        """
+        for queue in (self.items, self.parents):
+            for _ in range(min(len(queue), looks)):
+                key, item = next(iter(queue.items()))
+                if not item.holds and item is not spared:
+                    return key, item
+                queue.move_to_end(key)
+        return None
 
 
 def _name_of(key: bytes) -> bytes:
@@ -119,85 +213,3 @@ def _name_of(key: bytes) -> bytes:
         return bytes.fromhex(key[5:].decode("ascii"))
     except ValueError:
         return b""
-
-
-class Walk:
-    """Goes through an account's entries from the least recently used, naming those that may be evicted.
-
-    Nothing is changed; what was taken counts as gone. An entry that had to stay for its children's sake is named as
-    soon as the last of them has been taken: then it is the oldest again.
-
-    Attributes:
-        account: whose.
-        taken: with their keys.
-        taken_bytes: what they cost.
-        for_quota: how many of them, the first ones, were taken because of the tenant's own quota.
-    """
-
-    def __init__(self, account: Account, now_ms: int, spared: MemoryItem | None) -> None:
-        """Begin at the oldest. ``spared`` is passed over, for it is being replaced."""
-        self.account = account
-        self.taken_bytes = self.for_quota = 0
-        self.taken: list[tuple[bytes, MemoryItem]] = []
-        self._now_ms = now_ms
-        self._spared = spared
-        self._items: Iterator[tuple[bytes, MemoryItem]] = iter(account.items.items())
-        self._gone: dict[bytes, int] = {}  # children that were taken, by the parent's name
-        self._passed: dict[bytes, tuple[bytes, MemoryItem]] = {}  # parents that stayed, by their name
-        self._next: tuple[bytes, MemoryItem] | None = None
-
-    def peek(self) -> MemoryItem | None:
-        """Return the entry that take() would take; None if none may go."""
-        if self._next is None:
-            self._next = self._find()
-        return None if self._next is None else self._next[1]
-
-    def take(self) -> int:
-        """Take what peek() returned; return its cost."""
-        assert self._next is not None
-        key, item = self._next
-        self._next = None
-        self.taken.append((key, item))
-        self.taken_bytes += item.cost
-        if item.parent:
-            gone = self._gone[item.parent] = self._gone.get(item.parent, 0) + 1
-            if gone == self.account.children[item.parent]:
-                self._next = self._passed.pop(item.parent, None)  # None too when it went first, from a ring
-        return item.cost
-
-    def _find(self) -> tuple[bytes, MemoryItem] | None:
-        children = self.account.children
-        for key, item in self._items:
-            if item.holds or item is self._spared:
-                continue
-            if item.pinned_until_ms > self._now_ms:
-                continue
-            if children:
-                name = _name_of(key)
-                present = children.get(name, 0) if name else 0
-                if present and present != self._gone.get(name, 0):
-                    self._passed[name] = (key, item)
-                    continue
-            return key, item
-        return self._find_in_a_ring()
-
-    def _find_in_a_ring(self) -> tuple[bytes, MemoryItem] | None:
-        """Return one of those entries that stay only because they name each other as parents in a ring.
-
-        No honest client makes such, since names are digests. Left alone, they would stay for ever.
-        """
-        if not self._passed:
-            return None
-        items = self.account.items
-        wanted: set[bytes] = set()  # by what is not going, or by what is wanted by it
-        for item in items.values():
-            if item.holds or item is self._spared or item.pinned_until_ms > self._now_ms:
-                parent = item.parent
-                while parent and parent not in wanted:
-                    wanted.add(parent)
-                    found = self._passed.get(parent)
-                    parent = b"" if found is None else found[1].parent
-        for name in self._passed:
-            if name not in wanted:
-                return self._passed.pop(name)
-        return None

@@ -6,7 +6,7 @@ often. The budget counts the files' bytes.
 
 Three groups of threads wait for the file system: readers, writers, and one that removes files and notes changed
 expiries and pins, as many as there are at a time before it synchronizes the folders. They take the node's lock when
-they are done; poll() has nothing to do.
+they are done.
 
 An entry whose file cannot be read, or holds anything but what was written, is dropped and counted.
 """
@@ -16,7 +16,7 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from typing import Final
 from shadowserve.errors import NativeError
 from shadowserve.native import OBJECT_HEADER_BYTES
 from storage_kv.engine import (
+    ENTRIES_PER_HOLD,
     TENANT_BYTES,
     BusyError,
     EngineStatistics,
@@ -57,6 +58,11 @@ _READING_BYTES_MAX: Final = 256 << 20
 
 _KEY_ROOM: Final = 512
 """Bytes behind a buffer that a value is received in, for the name; with a longer key the value is copied once."""
+
+_EVERYBODY: Final = -1
+"""Among tenants' ids: all of them."""
+_LITTER: Final = -1
+"""Among the numbers of changes: one that nobody waits for."""
 
 _PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
 """Errors that say nothing of the file: the client gets a miss, the entry stays."""
@@ -117,10 +123,13 @@ class FilesystemEngine(MemoryEngine):
         self._unread: deque[tuple[int, Callable[[], None]]] = deque()  # reads that wait for memory
         self._reading_bytes = 0
         self._buffers: dict[int, tuple[memoryview, memoryview]] = {}  # by id: what was given out, and all of it
-        self._changes: dict[int, None] = {}  # under way, oldest first
+        self._changes: OrderedDict[int, None] = OrderedDict()  # under way, oldest first
         self._change_numbers = itertools.count(1)
-        self._queue: list[tuple[int, FileItem]] = []  # of them, what the thread can begin
-        self._barriers: list[tuple[int, Ticket]] = []
+        self._queue: deque[tuple[int, FileItem | None]] = deque()  # of them, what the thread can begin
+        self._litter: deque[FileItem] = deque()  # what was cleared: nobody waits until its files are removed
+        self._cleared: dict[int, int] = {}  # by tenant, the generation up to which its objects are gone
+        self._is_changing = False
+        self._barriers: deque[tuple[int, Ticket]] = deque()
         self._failed_changes: list[tuple[int, Exception]] = []
         self._lost = {"io_error": 0, "rotten": 0}
         self._failed_writes = 0
@@ -130,7 +139,6 @@ class FilesystemEngine(MemoryEngine):
 
     def start(self, lock: threading.Lock) -> None:
         """See :meth:`Engine.start`."""
-        self._lock = lock
         began_s = time.monotonic()
         self._files = ObjectFiles(self._root)
         try:
@@ -140,16 +148,23 @@ class FilesystemEngine(MemoryEngine):
         except BaseException:
             self._files.close()
             raise
+        super().start(lock)
         self._readers = Workers(_READERS, "read")
         self._writers = Workers(_WRITERS, "write")
         self._changer = Workers(1, "change")
-        keys = sum(len(account.items) for account in self._accounts.values())
-        _log.info("recovered path=%s keys=%d seconds=%.3f", self._root, keys, time.monotonic() - began_s)
+        _log.info("recovered path=%s keys=%d seconds=%.3f", self._root, self._all.keys, time.monotonic() - began_s)
+        with lock:  # what was left may be more than the budget of today
+            self.set_budget(self._budget_bytes)
 
     def _recover(self) -> None:
         newest: dict[bytes, FoundObject] = {}
         now_ms = self._clock_ms()
+        self._cleared = self._files.cleared()
+        everyones = self._cleared.get(_EVERYBODY, 0)
         for found in self._files.find():
+            if found.name.generation <= max(everyones, self._cleared.get(found.name.tenant, 0)):
+                self._files.remove(found.name)
+                continue
             key = qualified(found.name.tenant, found.name.key)
             other = newest.get(key, found)
             newest[key] = max(found, other, key=lambda each: each.name.generation)
@@ -166,21 +181,16 @@ class FilesystemEngine(MemoryEngine):
             item = FileItem(account, key, name, attributes.expires_at_ms or None, attributes.parent, used)
             self._enter(key, item, None)
             if attributes.pinned_until_ms > now_ms:
-                item.pinned_until_ms = attributes.pinned_until_ms
-                account.pinned_keys += 1
-        if ordered:
-            self._generations = itertools.count(ordered[-1][1].name.generation + 1)
-        missing = self._used_bytes - self._budget_bytes
-        for walk in self._plan(missing, None)[0]:
-            for key, victim in walk.taken:
-                assert isinstance(victim, FileItem)
-                self._files.remove(victim.name)
-                del victim.account.items[key]
-                victim.account.index.remove(victim.serial)
-                super()._forget(victim)
+                self._pin(key, item, attributes.pinned_until_ms)
+        last = ordered[-1][1].name.generation if ordered else 0
+        self._generations = itertools.count(max(last, *self._cleared.values(), 0) + 1)
 
     def drain(self, timeout_s: float) -> None:
         """See :meth:`Engine.drain`."""
+        ends_s = time.monotonic() + timeout_s
+        while self.poll() and time.monotonic() < ends_s:
+            pass
+        timeout_s = max(ends_s - time.monotonic(), 0.0)
         with self._idle:
             if not self._idle.wait_for(lambda: not self._writing_bytes and not self._changes, timeout_s):
                 _log.warning("drain_cut_off path=%s timeout_s=%g", self._root, timeout_s)
@@ -190,6 +200,7 @@ class FilesystemEngine(MemoryEngine):
         ended = [workers.stop(1.0) for workers in (self._readers, self._writers, self._changer)]
         if all(ended):  # else somebody still writes: the folder stays this process's until it ends
             self._files.close()
+        super().close()
 
     # ---- Reading
 
@@ -209,6 +220,10 @@ class FilesystemEngine(MemoryEngine):
             self._unread.popleft()
             self._reading_bytes += size
             self._readers.submit(call)
+
+    def _drop_if_present(self, item: FileItem) -> None:
+        if item.account.find(item.key) is item:  # else it was cleared, and poll() sees to it
+            self._drop(item.key, item)
 
     def _end_read(self, size: int) -> None:
         self._reading_bytes -= size
@@ -230,8 +245,7 @@ class FilesystemEngine(MemoryEngine):
             if data is None and lost is not None:
                 self._lost[lost] += 1
                 _log.warning("value_lost file=%s reason=%s", item.name.digest.hex(), lost)
-                if item.stored:
-                    self._drop(item.key, item)
+                self._drop_if_present(item)
             self._remove_if_unused(item)
         done(None if data is None else Lease(data, self._end_read, end - start))
 
@@ -267,8 +281,8 @@ class FilesystemEngine(MemoryEngine):
             raise BusyError(f"{self._writing_bytes} bytes are being written to {self._root}", again)
         name = ObjectName(tenant_of(key), key[TENANT_BYTES:], next(self._generations), len(value), head_bytes)
         account = self._accounts.get(key[:TENANT_BYTES]) or self._open_account(key[:TENANT_BYTES])
-        old = account.items.get(key)
-        self._make_room(account, name.stored_bytes, old)
+        old = account.find(key)
+        self._make_room(account, name.stored_bytes, key, old)
         self._uses = used = self._uses + 1
         item = FileItem(account, key, name, expires_at_ms, parent, used)
         item.value = value
@@ -301,8 +315,7 @@ class FilesystemEngine(MemoryEngine):
             item.memory = item.value = None
             if error is not None:
                 self._failed_writes += 1
-                if item.stored:
-                    self._drop(item.key, item)
+                self._drop_if_present(item)
             if item.changed:
                 self._queue_change(item.changed, item)
             self._remove_if_unused(item)
@@ -330,6 +343,14 @@ class FilesystemEngine(MemoryEngine):
         """See :meth:`Engine.pin`."""
         return super().pin(key, until_ms) and self._note_change(key)
 
+    def unpin_some(self, tenant: int | None) -> int:
+        """See :meth:`Engine.unpin_some`."""
+        some = self._pins.some(tenant, ENTRIES_PER_HOLD)
+        for _, (key, item) in some:
+            self._unpin(key, item)
+            self._note_change(key)
+        return len(some)
+
     def tenant(self, name: str) -> int:
         """See :meth:`Engine.tenant`; a new one is written down at once, which happens once for each."""
         known = name in self._names
@@ -352,18 +373,29 @@ class FilesystemEngine(MemoryEngine):
 
     # ---- Changes: removed files, changed attributes
 
-    def _forget(self, item: MemoryItem) -> None:
-        super()._forget(item)
+    def _forget(self, key: bytes, item: MemoryItem, *, cleared: bool = False) -> None:
+        super()._forget(key, item, cleared=cleared)
         assert isinstance(item, FileItem)
-        item.removal = next(self._change_numbers)
-        self._changes[item.removal] = None
+        item.removal = _LITTER if cleared else next(self._change_numbers)
+        if not cleared:
+            self._changes[item.removal] = None
         self._remove_if_unused(item)
 
     def _remove_if_unused(self, item: FileItem) -> None:
         """Begin to remove the file of what has left the table, unless it is still being written or read."""
         if item.removal and item.ticket is None and item.reads == 0:
             number, item.removal = item.removal, 0
-            self._queue_change(number, item)
+            if number == _LITTER:
+                self._litter.append(item)
+                self._begin_changes()
+            else:
+                self._queue_change(number, item)
+
+    def clear(self, tenant: int | None) -> None:
+        """See :meth:`Engine.clear`. That it was cleared is written down; files are removed when there is time."""
+        self._cleared[_EVERYBODY if tenant is None else tenant] = next(self._generations)
+        self._queue_change(next(self._change_numbers), None)
+        super().clear(tenant)
 
     def _note_change(self, key: bytes) -> bool:
         """Have the attributes of an entry written down, if it is still there."""
@@ -376,20 +408,58 @@ class FilesystemEngine(MemoryEngine):
                 self._changes[item.changed] = None
         return True
 
-    def _queue_change(self, number: int, item: FileItem) -> None:
+    def _queue_change(self, number: int, item: FileItem | None) -> None:
+        """Have an entry's change done; None: what has been cleared is to be written down."""
         self._changes[number] = None
         self._queue.append((number, item))
-        if len(self._queue) == 1:
+        self._begin_changes()
+
+    def _begin_changes(self) -> None:
+        if not self._is_changing:
+            self._is_changing = True
             self._changer.submit(self._change_some)
 
     def _change_some(self) -> None:
-        """Do everything that is queued, then synchronize the folders that it touched."""
+        """Do some of what is queued, then synchronize the folders that it touched."""
         with self._lock:
-            queue, self._queue = self._queue, []
-            items: dict[FileItem, list[int]] = {}
+            queue = [self._queue.popleft() for _ in range(min(len(self._queue), ENTRIES_PER_HOLD))]
+            items: dict[FileItem | None, list[int]] = {}
             for number, item in queue:
                 items.setdefault(item, []).append(number)
-            wanted = [(item.name, item.attributes() if item.stored else None, items[item]) for item in items]
+            for _ in range(min(len(self._litter), ENTRIES_PER_HOLD - len(queue))):
+                items.setdefault(self._litter.popleft(), [])
+            cleared = dict(self._cleared) if None in items else None
+            clears = items.pop(None, [])
+            wanted = [
+                (item.name, item.attributes() if item.stored else None, numbers)
+                for item, numbers in items.items()
+                if item is not None
+            ]
+        failed = {} if cleared is None else self._write_cleared(cleared, clears)
+        failed |= self._write_changes(wanted)
+        with self._lock:
+            for number, _ in queue:
+                del self._changes[number]
+            self._failed_changes += sorted(failed.items())
+            settled = self._settled_barriers()
+            self._is_changing = False
+            if self._queue or self._litter:
+                self._begin_changes()
+        for ticket, failure in settled:
+            ticket.settle(failure)
+        self._tell_idle()
+
+    def _write_cleared(self, cleared: dict[int, int], numbers: list[int]) -> dict[int, Exception]:
+        """Write down what has been cleared; return the changes that failed."""
+        try:
+            self._files.keep_cleared(cleared)
+        except OSError as error:
+            _log.error("change_failed file=cleared error=%r", str(error))
+            return dict.fromkeys(numbers, error)
+        return {}
+
+    def _write_changes(self, wanted: list[tuple[ObjectName, Attributes | None, list[int]]]) -> dict[int, Exception]:
+        """Remove files, or write changed attributes; return the changes that failed."""
         folders: dict[Path, list[int]] = {}
         failed: dict[int, Exception] = {}
         for name, attributes, numbers in wanted:
@@ -404,19 +474,12 @@ class FilesystemEngine(MemoryEngine):
                 self._files.synchronize(folder)
             except OSError as error:
                 failed |= dict.fromkeys(numbers, error)
-        with self._lock:
-            for number, _ in queue:
-                del self._changes[number]
-            self._failed_changes += sorted(failed.items())
-            settled = self._settled_barriers()
-        for ticket, failure in settled:
-            ticket.settle(failure)
-        self._tell_idle()
+        return failed
 
     def _settled_barriers(self) -> list[tuple[Ticket, Exception | None]]:
         settled: list[tuple[Ticket, Exception | None]] = []
-        while self._barriers and not any(number <= self._barriers[0][0] for number in self._changes):
-            last, ticket = self._barriers.pop(0)
+        while self._barriers and next(iter(self._changes), self._barriers[0][0] + 1) > self._barriers[0][0]:
+            last, ticket = self._barriers.popleft()
             failed = [error for number, error in self._failed_changes if number <= last]
             settled.append((ticket, failed[0] if failed else None))
         if not self._barriers:

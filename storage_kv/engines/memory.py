@@ -2,26 +2,38 @@
 
 The budget counts, for each entry, the key, the value and :data:`ENTRY_OVERHEAD_BYTES`, and in addition values that
 were removed but are still being sent: memory that is in use is counted, wherever it hangs.
+
+No call takes longer as there are more entries. What was cleared, and what is beyond a bound that was lowered, goes in
+poll(), a part at a time; room for a value is made by so many evictions, and then its writer has to come again.
 """
 
-import heapq
+import contextlib
+import os
 import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from storage_kv.engine import (
     DEFAULT_TENANT,
+    ENTRIES_PER_HOLD,
     TENANT_BYTES,
     TENANTS_MAX,
+    BusyError,
     EngineStatistics,
     Item,
     Lease,
     OutOfBudgetError,
+    PinnedEntries,
     Ticket,
     wall_clock_ms,
 )
 from storage_kv.engines import buffers
-from storage_kv.engines.account import Account, MemoryItem, Walk
+from storage_kv.engines.account import Account, Counts, MemoryItem
+from storage_kv.engines.ordered import Ordered
+from storage_kv.engines.pins import Pins
+from storage_kv.engines.weights import Weights
 
 __all__ = ["ENTRY_OVERHEAD_BYTES", "MemoryEngine"]
 
@@ -29,6 +41,24 @@ ENTRY_OVERHEAD_BYTES: Final = 640
 """What an entry costs beside its key and value: the item, its slots in the table and in the key index, object headers,
 the allocator's rounding and a possible expiry. Measured with CPython 3.11: 400 to 600 bytes, depending on how full
 the tables are; ``tests/storage/test_engine_memory.py`` holds it."""
+
+_HELD_LOOKS: Final = 64
+"""Entries of one tenant that are passed over, because they are being sent, in search of one to evict."""
+_GIVERS: Final = 16
+"""Tenants that are asked for something to evict before all are."""
+
+
+@dataclass(slots=True)
+class _Remains:
+    """What a tenant had when it was cleared."""
+
+    queues: tuple[OrderedDict[bytes, MemoryItem], ...]
+
+    def pop(self) -> tuple[bytes, MemoryItem] | None:
+        for queue in self.queues:
+            if queue:
+                return queue.popitem(last=False)
+        return None
 
 
 class MemoryEngine:
@@ -47,13 +77,21 @@ class MemoryEngine:
         """
         self._budget_bytes = budget_bytes
         self._clock_ms = clock_ms
+        self._lock = threading.Lock()
+        self._wake_descriptor: int | None = None
         self._names = {"": DEFAULT_TENANT}
-        self._accounts: dict[bytes, Account] = {bytes(TENANT_BYTES): Account()}  # by the prefix of their keys
-        self._expiries: list[tuple[int, int, bytes]] = []  # heap of (time, serial, key); stale entries are skipped
-        self._uses = 0  # so far: the time by which the accounts' entries are compared
-        self._used_bytes = 0
-        self._peak_bytes = 0
-        self._expiring_keys = 0
+        self._all = Counts()
+        self._accounts: dict[bytes, Account] = {}  # by the prefix of their keys
+        self._weights: Weights[Account] = Weights()  # where there are several
+        self._open_account(bytes(TENANT_BYTES))
+        self._expiries: Ordered[tuple[bytes, MemoryItem]] = Ordered()
+        self._pins: Pins[tuple[bytes, MemoryItem]] = Pins()
+        self._uses = 0  # so far: the time by which entries are compared
+        self._remains: deque[_Remains] = deque()
+        self._room: list[Ticket] = []  # settled by the next poll()
+        self._beyond: dict[Account, None] = {}  # tenants that may have more than their quota
+        self._is_beyond = False  # whether all may have more than the budget
+        self._allowance = ENTRIES_PER_HOLD  # that a lowered bound may evict at once until the next poll()
 
     # ---- Reading
 
@@ -63,21 +101,21 @@ class MemoryEngine:
 
     def get_each(self, prefix: bytes, keys: Iterable[bytes | memoryview]) -> Iterator[MemoryItem | None]:
         """See :meth:`Engine.get_each`."""
-        items = (self._accounts.get(prefix) or self._open_account(prefix)).items
+        account = self._accounts.get(prefix) or self._open_account(prefix)
         for name in keys:
             key = prefix + name
-            item = items.get(key)
+            item = account.items.get(key) or account.find(key)
             if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
                 yield None
             else:
-                items.move_to_end(key)
+                account.use(key)
                 self._uses = item.used = self._uses + 1
                 yield item
 
     def peek(self, key: bytes) -> MemoryItem | None:
         """See :meth:`Engine.peek`."""
         account = self._accounts.get(key[:TENANT_BYTES])
-        item = None if account is None else account.items.get(key)
+        item = None if account is None else account.find(key)
         if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
             return None
         return item
@@ -91,15 +129,21 @@ class MemoryEngine:
         """See :meth:`Engine.hold`."""
         assert isinstance(item, MemoryItem)
         item.holds += 1
+        if item.holds == 1 and item.stored and not item.pinned_until_ms:
+            _stick(item, 1)
 
     def release(self, item: Item) -> None:
         """See :meth:`Engine.release`."""
         assert isinstance(item, MemoryItem) and item.holds > 0, "released more often than held"
         item.holds -= 1
-        if item.holds == 0 and not item.stored:
-            item.account.held_bytes -= item.cost
-            item.account.used_bytes -= item.cost
-            self._used_bytes -= item.cost
+        if item.holds:
+            return
+        if not item.stored:
+            for counts in item.account.both:
+                counts.held_bytes -= item.cost
+            self._use(item.account, -item.cost)
+        elif not item.pinned_until_ms:
+            _stick(item, -1)
 
     # ---- Writing
 
@@ -121,24 +165,24 @@ class MemoryEngine:
     ) -> Ticket | None:
         """See :meth:`Engine.put`."""
         account = self._accounts.get(key[:TENANT_BYTES]) or self._open_account(key[:TENANT_BYTES])
-        old = account.items.get(key)
+        old = account.items.get(key) or account.find(key)
         length = len(value)
         if old is not None and not (head_bytes or parent or account.has_quota) and expires_at_ms is None:
             more = length - old.length
             is_simple = not (old.holds or old.head_bytes or old.parent or old.pinned_until_ms)
-            if is_simple and old.expires_at_ms is None and self._used_bytes + more <= self._budget_bytes:
+            if is_simple and old.expires_at_ms is None and self._all.used_bytes + more <= self._budget_bytes:
                 # Giving it another value is half the work of putting another item in its place.
                 old.value = value
                 self._uses = old.used = self._uses + 1
-                account.items.move_to_end(key)
+                account.use(key)
                 if more:
                     old.length = length
                     old.cost += more
                     self._use(account, more)
                 return None
         cost = len(key) + length + ENTRY_OVERHEAD_BYTES
-        if self._used_bytes + cost > self._budget_bytes or account.has_quota:
-            self._make_room(account, cost, old)
+        if self._all.used_bytes + cost > self._budget_bytes or account.has_quota:
+            self._make_room(account, cost, key, old)
         self._uses = used = self._uses + 1
         item = MemoryItem(account, length, head_bytes, expires_at_ms, value, cost, parent, used)
         self._enter(key, item, old)
@@ -150,16 +194,17 @@ class MemoryEngine:
         item.stored = True
         if old is not None:
             item.serial = old.serial
-            self._forget(old)
-            account.items[key] = item
-            account.items.move_to_end(key)
+            account.take(key)
+            self._forget(key, old)
         else:
             item.serial = account.index.add(key)
-            account.items[key] = item
+        account.add(key, item)
+        for counts in account.both:
+            counts.keys += 1
+            if item.head_bytes:
+                counts.records += 1
+                counts.record_bytes += item.length
         self._use(account, item.cost)
-        if item.head_bytes:
-            account.records += 1
-            account.record_bytes += item.length
         if item.parent:
             account.adopt(item.parent)
         if item.expires_at_ms is not None:
@@ -167,12 +212,10 @@ class MemoryEngine:
 
     def _use(self, account: Account, more_bytes: int) -> None:
         """Count that much more, or less if it is negative."""
-        self._used_bytes += more_bytes
-        account.used_bytes += more_bytes
-        if self._used_bytes > self._peak_bytes:
-            self._peak_bytes = self._used_bytes
-        if account.used_bytes > account.peak_bytes:
-            account.peak_bytes = account.used_bytes
+        account.counts.use(more_bytes)
+        self._all.use(more_bytes)
+        if len(self._accounts) > 1:
+            self._weights.set(account, account.counts.used_bytes)
 
     def settling(self, key: bytes) -> Ticket | None:
         """See :meth:`Engine.settling`: nothing is more durable than it is at once."""
@@ -194,50 +237,129 @@ class MemoryEngine:
         if expires_at_ms is not None and expires_at_ms <= self._clock_ms():
             self._drop(key, item)
             return True
-        if item.expires_at_ms is not None:
-            self._expiring_keys -= 1
-            item.account.expiring_keys -= 1
+        self._forget_expiry(item)
         item.expires_at_ms = expires_at_ms
         if expires_at_ms is not None:
             self._remember_expiry(key, item, expires_at_ms)
         return True
+
+    # ---- Pins
 
     def pin(self, key: bytes, until_ms: int) -> bool:
         """See :meth:`Engine.pin`."""
         item = self.peek(key)
         if item is None:
             return False
-        until_ms = until_ms if until_ms > self._clock_ms() else 0
-        item.account.pinned_keys += (until_ms > 0) - (item.pinned_until_ms > 0)
-        item.pinned_until_ms = until_ms
+        if until_ms <= self._clock_ms():
+            self._unpin(key, item)
+            return True
+        account = item.account
+        self._end_pins(ENTRIES_PER_HOLD)
+        self._pins.check(
+            account.number, (key, item), item.cost, quota_bytes=account.quota_bytes, budget_bytes=self._budget_bytes
+        )
+        self._pin(key, item, until_ms)
         return True
 
+    def _pin(self, key: bytes, item: MemoryItem, until_ms: int) -> None:
+        if not item.pinned_until_ms:
+            item.account.take(key)
+            item.account.pinned[key] = item
+            if not item.holds:
+                _stick(item, 1)
+        item.pinned_until_ms = until_ms
+        self._pins.add(item.account.number, (key, item), item.cost, until_ms)
+
+    def _unpin(self, key: bytes, item: MemoryItem) -> None:
+        """Let an entry take part again; the end of its pin counts as a use of it."""
+        if not item.pinned_until_ms:
+            return
+        item.pinned_until_ms = 0
+        account = item.account
+        self._pins.drop(account.number, (key, item))
+        if not item.holds:
+            _stick(item, -1)
+        if account.pinned.get(key) is item:  # else it was cleared
+            del account.pinned[key]
+            self._uses = item.used = self._uses + 1
+            account.add(key, item)
+
+    def _end_pins(self, count_max: int) -> int:
+        """Unpin entries whose pin has ended, so many at most; return how many."""
+        now_ms = self._clock_ms()
+        for number in range(count_max):
+            ended = self._pins.ended(now_ms)
+            if ended is None:
+                return number
+            self._unpin(*ended[1])
+        return count_max
+
+    def set_pin_shares(self, of_tenant: float, of_all: float) -> None:
+        """See :meth:`Engine.set_pin_shares`."""
+        self._pins.of_tenant, self._pins.of_all = of_tenant, of_all
+
+    def unpin_some(self, tenant: int | None) -> int:
+        """See :meth:`Engine.unpin_some`."""
+        some = self._pins.some(tenant, ENTRIES_PER_HOLD)
+        for _, (key, item) in some:
+            self._unpin(key, item)
+        return len(some)
+
+    def pinned(self, tenant: int) -> PinnedEntries:
+        """See :meth:`Engine.pinned`."""
+        account = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
+        quota_bytes = None if account is None else account.quota_bytes
+        return self._pins.entries(tenant, quota_bytes=quota_bytes, budget_bytes=self._budget_bytes)
+
+    def pinning_tenants(self, count_max: int) -> list[int]:
+        """See :meth:`Engine.pinning_tenants`."""
+        return self._pins.tenants(count_max)
+
+    # ---- Removing much
+
     def clear(self, tenant: int | None) -> None:
-        """See :meth:`Engine.clear`."""
-        if tenant is None:
-            for account in self._accounts.values():
-                self._clear(account)
-            self._expiries.clear()
-        elif (found := self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))) is not None:
-            self._clear(found)
-            self._tidy_expiries()
+        """See :meth:`Engine.clear`. Few entries go at once; of many the table does, and they themselves in poll()."""
+        found = None if tenant is None else self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
+        for account in self._accounts.values() if tenant is None else [found] if found is not None else []:
+            keys = account.counts.keys
+            if not keys:
+                continue
+            self._remains.append(_Remains((account.items, account.parents, account.pinned)))
+            for counts in account.both:
+                counts.keys -= keys
+            account.begin_anew()
+        self._allowance -= self._drain_remains(self._allowance)
+        self._tell()
+
+    def _drain_remains(self, count_max: int) -> int:
+        """Forget so many cleared entries at most; return how many."""
+        for number in range(count_max):
+            popped = None
+            while self._remains and (popped := self._remains[0].pop()) is None:
+                self._remains.popleft()
+            if popped is None:
+                return number
+            self._forget(*popped, cleared=True)
+        return count_max
 
     def barrier(self) -> Ticket | None:
-        """See :meth:`Engine.barrier`."""
+        """See :meth:`Engine.barrier`: nothing is more durable than it is at once."""
         return None
 
     def sweep(self, keys_max: int) -> int:
-        """See :meth:`Engine.sweep`."""
-        now = self._clock_ms()
+        """See :meth:`Engine.sweep`; pins that have ended are looked at, too."""
+        now_ms = self._clock_ms()
         swept = 0
-        while self._expiries and self._expiries[0][0] <= now and swept < keys_max:
-            expires_at_ms, serial, key = heapq.heappop(self._expiries)
-            item = self._accounts[key[:TENANT_BYTES]].items.get(key)
-            if item is not None and item.serial == serial and item.expires_at_ms == expires_at_ms:
-                item.account.expired_keys += 1
+        while swept < keys_max and (first := self._expiries.first()) is not None and first[0] >> 64 <= now_ms:
+            key, item = first[1]
+            if item.account.find(key) is item:
+                for counts in item.account.both:
+                    counts.expired_keys += 1
                 self._drop(key, item)
-            swept += 1  # stale ones count too: they bound the time as well
-        return swept
+            else:  # it was cleared
+                self._expiries.remove(first[0])
+            swept += 1
+        return swept + self._end_pins(keys_max - swept)
 
     # ---- Tenants, sizes
 
@@ -246,13 +368,13 @@ class MemoryEngine:
         account = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
         if account is None:
             return 0, []
-        following, keys = account.index.page(cursor, count)
+        following, keys = account.index.page(cursor, min(count, ENTRIES_PER_HOLD))
         return following, [key[TENANT_BYTES:] for key in keys if self.peek(key) is not None]
 
     def count(self, tenant: int) -> int:
         """See :meth:`Engine.count`."""
         account = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
-        return 0 if account is None else len(account.items)
+        return 0 if account is None else account.counts.keys
 
     def tenant(self, name: str) -> int:
         """See :meth:`Engine.tenant`."""
@@ -264,156 +386,206 @@ class MemoryEngine:
             self._names[name] = found
         return found
 
+    def tenant_name(self, tenant: int) -> str:
+        """See :meth:`Engine.tenant_name`."""
+        return next((name for name, number in self._names.items() if number == tenant), "")
+
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
         """See :meth:`Engine.set_quota`."""
         prefix = tenant.to_bytes(TENANT_BYTES, "big")
         account = self._accounts.get(prefix) or self._open_account(prefix)
         account.quota_bytes, account.quota_keys = bytes_max, keys_max
         account.has_quota = bytes_max is not None or keys_max is not None
-        walk = Walk(account, self._clock_ms(), None)
-        while self._beyond_quota(account, 0, 0, walk) and walk.peek() is not None:
-            walk.take()
-        walk.for_quota = len(walk.taken)
-        self._evict(walk)
+        self._beyond[account] = None
+        self._allowance -= self._trim(self._allowance)
+        self._tell()
 
     def set_budget(self, budget_bytes: int) -> None:
         """See :meth:`Engine.set_budget`."""
         self._budget_bytes = budget_bytes
-        walks, _ = self._plan(self._used_bytes - budget_bytes, None)
-        for walk in walks:
-            self._evict(walk)
+        self._is_beyond = True
+        self._allowance -= self._trim(self._allowance)
+        self._tell()
 
     def statistics(self, tenant: int | None = None) -> EngineStatistics:
         """See :meth:`Engine.statistics`."""
-        budget_bytes, peak_bytes = self._budget_bytes, self._peak_bytes
-        accounts = list(self._accounts.values())
+        counts, budget_bytes, pinned_bytes = self._all, self._budget_bytes, self._pins.total_bytes
         if tenant is not None:
-            found = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big")) or Account()
-            accounts, peak_bytes = [found], found.peak_bytes
-            budget_bytes = min(budget_bytes, budget_bytes if found.quota_bytes is None else found.quota_bytes)
-        evicted = sum(account.evicted_keys for account in accounts)
-        for_quota = sum(account.evicted_for_quota for account in accounts)
+            found = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
+            counts = Counts() if found is None else found.counts
+            pinned_bytes = self._pins.bytes_of(tenant)
+            if found is not None and found.quota_bytes is not None:
+                budget_bytes = min(budget_bytes, found.quota_bytes)
         return EngineStatistics(
-            keys=sum(len(account.items) for account in accounts),
-            expiring_keys=sum(account.expiring_keys for account in accounts),
+            keys=counts.keys,
+            expiring_keys=counts.expiring_keys,
             budget_bytes=budget_bytes,
-            used_bytes=sum(account.used_bytes for account in accounts),
-            held_bytes=sum(account.held_bytes for account in accounts),
-            peak_bytes=peak_bytes,
-            records=sum(account.records for account in accounts),
-            record_bytes=sum(account.record_bytes for account in accounts),
-            evicted_keys=evicted,
-            evictions={"budget": evicted - for_quota, "quota": for_quota},
-            evicted_bytes=sum(account.evicted_bytes for account in accounts),
-            expired_keys=sum(account.expired_keys for account in accounts),
-            pinned_keys=sum(account.pinned_keys for account in accounts),
+            used_bytes=counts.used_bytes,
+            held_bytes=counts.held_bytes,
+            peak_bytes=counts.peak_bytes,
+            records=counts.records,
+            record_bytes=counts.record_bytes,
+            evicted_keys=counts.evicted_keys,
+            evictions={"budget": counts.evicted_keys - counts.evicted_for_quota, "quota": counts.evicted_for_quota},
+            evicted_bytes=counts.evicted_bytes,
+            expired_keys=counts.expired_keys,
+            pinned_keys=self._pins.count(tenant),
+            pinned_bytes=pinned_bytes,
         )
 
-    # ---- Life: nothing to wait for, nothing to keep
+    # ---- Life
 
     def start(self, lock: threading.Lock) -> None:
         """See :meth:`Engine.start`."""
+        self._lock = lock
+        self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def descriptors(self) -> list[int]:
         """See :meth:`Engine.descriptors`."""
-        return []
+        return [] if self._wake_descriptor is None else [self._wake_descriptor]
 
-    def poll(self) -> None:
-        """See :meth:`Engine.poll`."""
+    def poll(self) -> bool:
+        """See :meth:`Engine.poll`: goes on with what was cleared, and with what is beyond a bound."""
+        if self._wake_descriptor is not None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_descriptor)
+        with self._lock:
+            done = self._drain_remains(ENTRIES_PER_HOLD)
+            done += self._trim(ENTRIES_PER_HOLD - done)
+            self._allowance = ENTRIES_PER_HOLD - done
+            settled, self._room = self._room, []
+            more = bool(self._remains or self._beyond or self._is_beyond)
+        for ticket in settled:
+            ticket.settle()
+        return more
+
+    def _tell(self) -> None:
+        """Have poll() called, if there is something to do."""
+        more = self._remains or self._beyond or self._is_beyond or self._room
+        if more and self._wake_descriptor is not None:
+            os.eventfd_write(self._wake_descriptor, 1)
 
     def drain(self, timeout_s: float) -> None:
         """See :meth:`Engine.drain`."""
 
     def close(self) -> None:
         """See :meth:`Engine.close`."""
+        if self._wake_descriptor is not None:
+            os.close(self._wake_descriptor)
+            self._wake_descriptor = None
 
     # ---- Making room
 
     def _open_account(self, prefix: bytes) -> Account:
-        account = self._accounts[prefix] = Account()
+        account = self._accounts[prefix] = Account(prefix, self._all)
+        if len(self._accounts) == 2:  # from now on weights count
+            for each in self._accounts.values():
+                self._weights.set(each, each.counts.used_bytes)
         return account
 
-    def _make_room(self, account: Account, cost: int, old: MemoryItem | None) -> None:
-        """Evict until ``cost`` more bytes fit, those of ``old`` being replaced; or raise and change nothing."""
+    def _make_room(self, account: Account, cost: int, key: bytes, old: MemoryItem | None) -> None:
+        """Evict until ``cost`` more bytes fit, those of ``old`` being replaced; or raise."""
         freed = old.cost if old is not None and old.holds == 0 else 0
-        missing = self._used_bytes - freed + cost - self._budget_bytes
-        has_quota = account.has_quota
-        if missing <= 0 and not has_quota:
+        more, more_keys = cost - freed, int(old is None)
+        missing = self._all.used_bytes + more - self._budget_bytes
+        if missing <= 0 and not account.has_quota:
             return
-        if cost > self._budget_bytes:
-            raise OutOfBudgetError(f"a value of {cost} bytes can never fit a budget of {self._budget_bytes} bytes")
-        own: Walk | None = None
-        if has_quota:
-            own = Walk(account, self._clock_ms(), old)
-            while self._beyond_quota(account, cost - freed, old is None, own):
-                if own.peek() is None:
-                    raise OutOfBudgetError("the tenant's quota is used up, and nothing of it may be evicted")
-                missing -= own.take()
-            own.for_quota = len(own.taken)
-        walks, missing = self._plan(missing, old, account, cost - freed, own)
-        if missing > 0:
-            raise OutOfBudgetError(f"{missing} bytes are missing: the rest of the budget is held by replies under way")
-        for walk in walks:
-            self._evict(walk)
+        own_max = self._budget_bytes if account.quota_bytes is None else min(self._budget_bytes, account.quota_bytes)
+        if cost > own_max:
+            raise OutOfBudgetError(f"a value of {cost} bytes can never fit {own_max} bytes")
+        looks = ENTRIES_PER_HOLD - self._end_pins(ENTRIES_PER_HOLD)
+        self._check_room(account, more, more_keys, old)
+        if old is not None:
+            account.use(key)
+        while looks > 0 and self._beyond_quota(account, more, more_keys) > 0:
+            looks -= 1
+            if not self._drain_remains(1) and not self._evict(account, old, for_quota=True):
+                break
+        while looks > 0 and self._all.used_bytes + more > self._budget_bytes:
+            looks -= 1
+            if not self._drain_remains(1) and not self._evict_anyones(account, more, old):
+                break
+        if self._beyond_quota(account, more, more_keys) > 0 or self._all.used_bytes + more > self._budget_bytes:
+            again = Ticket()
+            self._room.append(again)
+            self._tell()
+            raise BusyError("more has to be evicted than is at a time", again)
 
-    def _beyond_quota(self, account: Account, more_bytes: int, more_keys: int, walk: Walk) -> bool:
-        """Return whether a tenant has too much when so much more comes and what the walk has taken goes."""
-        too_large = (
-            account.quota_bytes is not None and account.used_bytes + more_bytes - walk.taken_bytes > account.quota_bytes
-        )
-        too_many = (
-            account.quota_keys is not None and len(account.items) + more_keys - len(walk.taken) > account.quota_keys
-        )
-        return too_large or too_many
+    def _check_room(self, account: Account, more: int, more_keys: int, old: MemoryItem | None) -> None:
+        """Raise OutOfBudgetError if so much more does not fit even if all that may be evicted is."""
+        if self._remains:  # nobody knows yet what of it is being sent
+            return
+        own_bytes, own_keys = (old.cost, 1) if old is not None and not (old.holds or old.pinned_until_ms) else (0, 0)
+        own = account.counts
+        free = own.used_bytes - own.held_bytes - own.stuck_bytes - own_bytes
+        free_keys = own.keys - own.stuck_keys - own_keys
+        if account.quota_bytes is not None and own.used_bytes + more - account.quota_bytes > free:
+            raise OutOfBudgetError("the tenant's quota is used up by what is pinned or being sent")
+        if account.quota_keys is not None and own.keys + more_keys - account.quota_keys > free_keys:
+            raise OutOfBudgetError("the tenant's quota of keys is used up by what is pinned or being sent")
+        everyone = self._all
+        free = everyone.used_bytes - everyone.held_bytes - everyone.stuck_bytes - own_bytes
+        if everyone.used_bytes + more - self._budget_bytes > free:
+            raise OutOfBudgetError("the rest of the budget is held by replies under way, or pinned")
 
-    def _plan(
-        self,
-        missing: int,
-        spared: MemoryItem | None,
-        writer: Account | None = None,
-        more_bytes: int = 0,
-        own: Walk | None = None,
-    ) -> tuple[list[Walk], int]:
-        """Choose what goes to gain ``missing`` bytes; return the walks that have taken it, and what is missing still.
+    @staticmethod
+    def _beyond_quota(account: Account, more_bytes: int, more_keys: int) -> int:
+        """Return by how much a tenant has too much, in bytes or keys, when so much more comes."""
+        counts = account.counts
+        by_bytes = 0 if account.quota_bytes is None else counts.used_bytes + more_bytes - account.quota_bytes
+        by_keys = 0 if account.quota_keys is None else counts.keys + more_keys - account.quota_keys
+        return max(by_bytes, by_keys)
+
+    def _evict_anyones(self, writer: Account | None, more: int, spared: MemoryItem | None) -> bool:
+        """Evict one entry of whoever has most; return whether there was one that may go.
 
         Args:
-            missing: bytes to gain.
+            writer: the tenant that is about to have ``more`` bytes more.
+            more: see writer.
             spared: an entry that stays.
-            writer: the tenant that is about to have ``more_bytes`` more.
-            more_bytes: see writer.
-            own: a walk through the writer's that has taken some already.
         """
-        if missing <= 0:
-            return [own] if own is not None else [], missing
-        now_ms = self._clock_ms()
-        walks = [
-            own if own is not None and account is writer else Walk(account, now_ms, spared)
-            for account in self._accounts.values()
-            if account.items
-        ]
-        share = self._budget_bytes // max(len(walks), 1)
-        while missing > 0:
-            best: tuple[bool, int] | None = None
-            chosen: Walk | None = None
-            for walk in walks:
-                if (item := walk.peek()) is None:
-                    continue
-                uses = walk.account.used_bytes - walk.taken_bytes + (more_bytes if walk.account is writer else 0)
-                rank = (uses <= share, item.used)
-                if best is None or rank < best:
-                    best, chosen = rank, walk
-            if chosen is None:
-                break
-            missing -= chosen.take()
-        return walks, missing
+        if len(self._accounts) == 1:
+            return self._evict(next(iter(self._accounts.values())), spared)
+        for count in (_GIVERS, ENTRIES_PER_HOLD):
+            givers = list(self._weights.heaviest_first(count))
+            if writer is not None and (not givers or _used_bytes(writer) + more >= _used_bytes(givers[0])):
+                givers.insert(0, writer)
+            if any(self._evict(giver, spared) for giver in givers):
+                return True
+        return False
 
-    def _evict(self, walk: Walk) -> None:
-        account = walk.account
-        account.evicted_for_quota += walk.for_quota
-        for key, item in walk.taken:
-            account.evicted_keys += 1
-            account.evicted_bytes += len(key) + item.length
-            self._drop(key, item)
+    def _evict(self, account: Account, spared: MemoryItem | None, *, for_quota: bool = False) -> bool:
+        """Evict one of a tenant's entries; return whether there was one that may go."""
+        victim = account.victim(_HELD_LOOKS, spared)
+        if victim is None:
+            return False
+        key, item = victim
+        for counts in account.both:
+            counts.evicted_keys += 1
+            counts.evicted_for_quota += for_quota
+            counts.evicted_bytes += len(key) + item.length
+        self._drop(key, item)
+        return True
+
+    def _trim(self, count_max: int) -> int:
+        """Evict so many entries at most that are beyond quotas and budget; return how many."""
+        done = 0
+        while self._beyond and done < count_max:
+            account = next(iter(self._beyond))
+            while done < count_max and self._beyond_quota(account, 0, 0) > 0:
+                if not self._evict(account, None, for_quota=True):
+                    break
+                done += 1
+            else:
+                if done == count_max:
+                    break
+            del self._beyond[account]
+        while self._is_beyond and not self._beyond and done < count_max:
+            if self._all.used_bytes <= self._budget_bytes or not self._evict_anyones(None, 0, None):
+                self._is_beyond = False
+            else:
+                done += 1
+        return done
 
     # ---- Bookkeeping
 
@@ -421,54 +593,64 @@ class MemoryEngine:
         """Remove ``item`` if its time has come; return whether it had."""
         if item.expires_at_ms is None or item.expires_at_ms > self._clock_ms():
             return False
-        item.account.expired_keys += 1
+        for counts in item.account.both:
+            counts.expired_keys += 1
         self._drop(key, item)
         return True
 
     def _drop(self, key: bytes, item: MemoryItem) -> None:
-        del item.account.items[key]
+        item.account.take(key)
         item.account.index.remove(item.serial)
-        self._forget(item)
+        self._forget(key, item)
 
-    def _clear(self, account: Account) -> None:
-        for item in account.items.values():
-            self._forget(item)
-        account.items.clear()
-        account.index.clear()
+    def _forget(self, key: bytes, item: MemoryItem, *, cleared: bool = False) -> None:
+        """Take an item that is no longer in the table out of the counts, or into those of held ones.
 
-    def _forget(self, item: MemoryItem) -> None:
-        """Take an item that is no longer in the table out of the accounts, or into those of held ones."""
+        ``cleared``: it left with all others, so that its key and its parent count no more.
+        """
         account = item.account
         item.stored = False
-        if item.head_bytes:
-            account.records -= 1
-            account.record_bytes -= item.length
-        if item.parent:
-            account.disown(item.parent)
+        if item.pinned_until_ms or item.holds:
+            _stick(item, -1)
         if item.pinned_until_ms:
-            account.pinned_keys -= 1
-        if item.expires_at_ms is not None:
-            self._expiring_keys -= 1
-            account.expiring_keys -= 1
-        if item.holds:
-            account.held_bytes += item.cost
-        else:
-            account.used_bytes -= item.cost
-            self._used_bytes -= item.cost
+            self._pins.drop(account.number, (key, item))
+        self._forget_expiry(item)
+        for counts in account.both:
+            counts.keys -= not cleared
+            if item.head_bytes:
+                counts.records -= 1
+                counts.record_bytes -= item.length
+            if item.holds:
+                counts.held_bytes += item.cost
+        if item.parent and not cleared:
+            account.disown(item.parent)
+        if not item.holds:
+            self._use(account, -item.cost)
 
     def _remember_expiry(self, key: bytes, item: MemoryItem, expires_at_ms: int) -> None:
-        self._expiring_keys += 1
-        item.account.expiring_keys += 1
-        heapq.heappush(self._expiries, (expires_at_ms, item.serial, key))
-        self._tidy_expiries()
+        for counts in item.account.both:
+            counts.expiring_keys += 1
+        self._expiries.add(_expiry_number(item, expires_at_ms), (key, item))
 
-    def _tidy_expiries(self) -> None:
-        # Each change of an expiry leaves a stale entry behind. Rebuilding at twice the live ones keeps that linear.
-        if len(self._expiries) > 64 + 2 * self._expiring_keys:
-            self._expiries = [
-                (item.expires_at_ms, item.serial, key)
-                for account in self._accounts.values()
-                for key, item in account.items.items()
-                if item.expires_at_ms is not None
-            ]
-            heapq.heapify(self._expiries)
+    def _forget_expiry(self, item: MemoryItem) -> None:
+        if item.expires_at_ms is None:
+            return
+        for counts in item.account.both:
+            counts.expiring_keys -= 1
+        self._expiries.remove(_expiry_number(item, item.expires_at_ms))
+
+
+def _used_bytes(account: Account) -> int:
+    return account.counts.used_bytes
+
+
+def _stick(item: MemoryItem, sign: int) -> None:
+    """Count an entry as one that may not be evicted, or no more."""
+    for counts in item.account.both:
+        counts.stuck_bytes += sign * item.cost
+        counts.stuck_keys += sign
+
+
+def _expiry_number(item: MemoryItem, expires_at_ms: int) -> int:
+    """Return what an expiry is ordered by: its time, and what makes it unique."""
+    return max(expires_at_ms, 0) << 64 | item.account.number << 48 | item.serial

@@ -2,6 +2,7 @@
 
     ROOT/lock                           held by the server that uses the folder
     ROOT/tenants.json                   ids by names
+    ROOT/cleared.json                   up to which generation each tenant's objects were removed
     ROOT/objects/ab/NAME.GENERATION     one object; NAME is the SHA-256 of tenant and key, "ab" its first two digits
     ROOT/objects/ab/NAME.GENERATION.changed     its expiry and pin, where they have changed since it was written
 
@@ -154,14 +155,17 @@ class ObjectFiles:
         Raises:
             ConfigurationError: the file of them cannot be read.
         """
-        path = self._root / "tenants.json"
+        return self._numbers("tenants.json", "nobody knows whose values these are")
+
+    def _numbers(self, file_name: str, without: str) -> dict[str, int]:
+        path = self._root / file_name
         try:
             return {str(name): int(number) for name, number in json.loads(path.read_text("utf-8")).items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise ConfigurationError(
-                f"cannot read {path}: {error}; without it nobody knows whose values these are: restore it, or remove "
+                f"cannot read {path}: {error}; without it {without}: restore it, or remove "
                 f"{self._root} with everything in it"
             ) from error
 
@@ -172,6 +176,30 @@ class ObjectFiles:
             OSError: they could not be written.
         """
         self._write(self._root, "tenants.json", memoryview(json.dumps(names, indent=1).encode()))
+        self.synchronize(self._root)
+
+    def cleared(self) -> dict[int, int]:
+        """Return the generations up to which objects are gone, by tenants' ids; -1 for all tenants.
+
+        Raises:
+            ConfigurationError: the file of them cannot be read.
+        """
+        found = self._numbers("cleared.json", "values that were removed may come back")
+        try:
+            return {int(tenant): generation for tenant, generation in found.items()}
+        except ValueError as error:
+            raise ConfigurationError(
+                f"cannot read {self._root / 'cleared.json'}: {error}; restore it, or remove {self._root} with "
+                "everything in it"
+            ) from error
+
+    def keep_cleared(self, generations: dict[int, int]) -> None:
+        """Write down up to which generations objects are gone.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        self._write(self._root, "cleared.json", memoryview(json.dumps(generations).encode()))
         self.synchronize(self._root)
 
     def write(self, name: ObjectName, attributes: Attributes, memory: memoryview) -> None:

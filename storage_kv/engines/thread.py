@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 _INTERVAL_S: Final = 0.1
 """Of poll() where nothing happens: for what an engine does as time passes."""
 
+_BREATH_S: Final = 0.001
+"""Between two parts of long work: who has waited for the lock meanwhile is sure to get it."""
+
 _CLOSING_S: Final = 10.0
 """Beyond the time to drain, until a process gives up an engine that does not end: what is durable is so already."""
 
@@ -54,13 +57,17 @@ class EngineThread:
 
     def _run(self) -> None:
         engine = self._engine
+        more = False
         while not self._stop.is_set():
             try:
-                if self._descriptors:
+                if more:
+                    self._stop.wait(_BREATH_S)
+                elif self._descriptors:
                     self._wake.poll(_INTERVAL_S)
                 else:
                     self._stop.wait(_INTERVAL_S)
-                engine.poll()
+                more = False
+                more = engine.poll()
                 while self._handed:
                     self._handed.popleft()()
             except Exception:  # a bug of ours must not leave every client waiting

@@ -72,6 +72,7 @@ _ENGINE_GAUGES: Final[_Table] = (
     ("keys", "keys", "Keys."),
     ("expiring_keys", "expiring_keys", "Keys with an expiry."),
     ("pinned_keys", "pinned_keys", "Keys that are pinned."),
+    ("pinned_bytes", "pinned_bytes", "Bytes of keys that are pinned."),
     ("records", "records", "Keys whose values are records."),
     ("record_bytes", "record_bytes", "Bytes of records."),
     ("memory_budget_bytes", "budget_bytes", "Bytes that may be used."),

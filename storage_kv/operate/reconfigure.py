@@ -56,6 +56,8 @@ class Reconfiguration:
             "tenants": self._follow_tenants,
             "devices": self._follow_devices,
             "scrub_bytes_per_s": self._follow_scrub,
+            "pin_share": self._follow_pins,
+            "pin_share_of_tenant": self._follow_pins,
         }
         self._tenants = node.config.tenants
         node.change_configuration = self.change
@@ -86,6 +88,9 @@ class Reconfiguration:
         self._tenants = config.tenants
         for session in node.sessions.values():
             node.limit(session)
+
+    def _follow_pins(self, config: StorageConfig) -> None:
+        self._node.engine.set_pin_shares(config.pin_share_of_tenant, config.pin_share)
 
     def _follow_devices(self, config: StorageConfig) -> None:
         engine = self._node.engine

@@ -12,10 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from shadowserve.native import Index, IndexEntry, ObjectFields
+from shadowserve.native import ANY, Index, IndexEntry, ObjectFields
 from storage_kv.engine import Item
+from storage_kv.engines.pins import Pins
+from storage_kv.engines.weights import Weights
 from storage_kv.pool.admission import Admission
 from storage_kv.pool.arena import BLOCK_BYTES, Arenas, Buffer, object_blocks
+from storage_kv.pool.clears import Clears
 from storage_kv.pool.copies import Copies
 from storage_kv.pool.disk import Disk, Place, Quarantined
 from storage_kv.pool.volume import Call, VolumeError
@@ -57,6 +60,7 @@ class Counters:
         copied_bytes: of values that were stored from other memory than the pool's.
         busy_writes: puts that were turned away for the moment.
         lost: entries dropped because of their bytes, by reason.
+        everyones: the sums over all tenants.
     """
 
     lookups: int = 0
@@ -71,14 +75,11 @@ class Counters:
     busy_writes: int = 0
     lost: dict[str, int] = field(default_factory=dict)
     tenants: defaultdict[int, TenantCounters] = field(default_factory=lambda: defaultdict(TenantCounters))
+    everyones: TenantCounters = field(default_factory=TenantCounters)
 
-    def summed(self) -> TenantCounters:
-        """Return what has become of everybody's objects."""
-        total = TenantCounters()
-        for one in self.tenants.values():
-            for name in TenantCounters.__slots__:
-                setattr(total, name, getattr(total, name) + getattr(one, name))
-        return total
+    def of(self, tenant: int) -> tuple[TenantCounters, TenantCounters]:
+        """Return a tenant's counters and those of all: whoever counts for the one counts for the others, too."""
+        return self.tenants[tenant], self.everyones
 
 
 class Entry:
@@ -161,7 +162,9 @@ class Core:
         cancel_write: takes back the write of a slot, whose entry goes or is replaced (True); set by the writer. None:
             none is under way.
         cancel_read: has the read of a slot bring no copy, since its entry goes or is replaced; set by the reader.
-        pins: until when entries are pinned (Unix time in s), by slot; those of this run.
+        pins: which entries are pinned, by slot.
+        clears: what was cleared, and is in the index still.
+        weights: who has how many bytes.
     """
 
     def __init__(
@@ -177,7 +180,9 @@ class Core:
         self.ticks: Callable[[], int] = time.perf_counter_ns
         self.counters = Counters()
         self.generation = 1
-        self.pins: dict[int, int] = {}
+        self.pins: Pins[int] = Pins()
+        self.clears = Clears(index)
+        self.weights: Weights[int] = Weights()
         self.cancel_write: Callable[[int, bool], Cancelled | None] = lambda slot, replaced: None
         self.cancel_read: Callable[[int], None] = lambda slot: None
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -185,6 +190,7 @@ class Core:
         for disk in disks:
             disk.wake = self.wake
             disk.on_gone = self.begin_session
+            disk.volume.living = self.clears.living
 
     # ---- The engine's thread
 
@@ -283,6 +289,11 @@ class Core:
             logged: whether the log says so already.
         """
         disk = self.disk_of(entry)
+        if self.clears.under_way:
+            if self.clears.covers(entry.tenant, entry.generation):
+                logged, remember = True, False
+            else:
+                self.clears.count_change(entry.tenant, -1)
         write = self.cancel_write(entry.slot, False)
         if disk is not None and disk.gone is None:
             place = (entry.extent, entry.size)
@@ -301,6 +312,30 @@ class Core:
             self.index.evict(entry.slot)
         else:
             self.index.remove(entry.slot)
+        self.weigh(entry.tenant)
+
+    def weigh(self, tenant: int) -> None:
+        """Take note of what a tenant has now."""
+        self.weights.set(tenant, self.index.totals(tenant).bytes)
+
+    def clear(self, tenant: int | None) -> None:
+        """Have nobody find a tenant's entries any more, or anyone's; step_clears() removes them."""
+        for disk in self.disks:
+            disk.log_clear(tenant)
+        self.clears.begin(ANY if tenant is None else tenant, self.generation)
+
+    def step_clears(self, looks: int) -> int:
+        """Look at so many entries for what was cleared, and remove it; return how many were."""
+        removed = 0
+        for _ in range(looks):
+            slot = self.clears.next_slot()
+            if not slot:
+                break
+            entry = self.entry(slot)
+            if entry is not None and self.clears.covers(entry.tenant, entry.generation):
+                self.forget(entry)
+                removed += 1
+        return removed
 
     def replace(self, old: Entry, disk: Disk | None) -> tuple[Place | None, list[Left]]:
         """Take leave of what an entry was: its slot in the index has been given to a put on ``disk`` already.
@@ -338,13 +373,15 @@ class Core:
     def _take_leave(self, entry: Entry) -> None:
         self.copies.drop(entry.slot)
         self.cancel_read(entry.slot)
-        self.pins.pop(entry.slot, None)
+        self.pins.drop(entry.tenant, entry.slot)
         if entry.fields.head_length:
-            self.counters.tenants[entry.tenant].record_bytes -= entry.length
+            for counters in self.counters.of(entry.tenant):
+                counters.record_bytes -= entry.length
 
     def expire(self, entry: Entry) -> None:
         """Remove an entry whose time has come."""
-        self.counters.tenants[entry.tenant].expired_keys += 1
+        for counters in self.counters.of(entry.tenant):
+            counters.expired_keys += 1
         self.forget(entry)
 
     def lose(self, entry: Entry, reason: str) -> None:
@@ -355,7 +392,8 @@ class Core:
     def count_lost(self, reason: str, tenant: int, count: int) -> None:
         """Count entries of a tenant that were dropped."""
         self.counters.lost[reason] = self.counters.lost.get(reason, 0) + count
-        self.counters.tenants[tenant].lost_keys += count
+        for counters in self.counters.of(tenant):
+            counters.lost_keys += count
 
     # ---- Time
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shadowserve.native import IndexEntry
-from storage_kv.engine import BusyError, Ticket
+from storage_kv.engine import ENTRIES_PER_HOLD, BusyError, Ticket
 from storage_kv.pool.arena import BLOCK_BYTES
 from storage_kv.pool.format import RecordFlag, RecordKind, pack_record
 from storage_kv.pool.organizer import BandwidthMeter
@@ -151,10 +151,16 @@ class Disk:
     def step(self, now_ms: int) -> list[Callable[[], None]]:
         """Drive the volume; return what to call without the lock."""
         calls = self.volume.step()
-        while self._unlogged and self._append(self._unlogged[0]):
+        if self.volume.wants_step:
+            self.wake()
+        for _ in range(min(len(self._unlogged), ENTRIES_PER_HOLD)):
+            if not self._append(self._unlogged[0]):
+                break
             self._unlogged.popleft()
-        while self._freeable and not self._unlogged:
+            self.wake()
+        for _ in range(0 if self._unlogged else min(len(self._freeable), ENTRIES_PER_HOLD)):
             self.volume.free(*self._freeable.popleft())
+            self.wake()
         if self.gone is None and self.volume.error is not None:
             self.give_up(str(self.volume.error))
         if self.session != self._session_wanted:

@@ -15,10 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Self
 
-from shadowserve.errors import ConfigurationError
-from shadowserve.native import NO_PARENT, IndexFlag
+from shadowserve.native import ANY, NO_PARENT, IndexFlag
 from storage_kv.config import StorageConfig
 from storage_kv.engine import (
+    ENTRIES_PER_HOLD,
     BusyError,
     EngineStatistics,
     Item,
@@ -28,15 +28,15 @@ from storage_kv.engine import (
     wall_clock_ms,
 )
 from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
-from storage_kv.pool.core import MEMORY_ONLY, Core, Entry, PoolItem
+from storage_kv.pool.bounds import Bounds
+from storage_kv.pool.core import MEMORY_ONLY, Entry, PoolItem
 from storage_kv.pool.homes import Home, Homes
 from storage_kv.pool.keys import ParsedKey, parse_key
 from storage_kv.pool.opening import Found, Opened, open_devices, open_parts
 from storage_kv.pool.reads import Reader, Told
 from storage_kv.pool.reports import pool_statistics, tenant_statistics
-from storage_kv.pool.scanning import scan_keys
+from storage_kv.pool.scanning import Cursors, scan_keys
 from storage_kv.pool.scrub import Scrubber
-from storage_kv.pool.space import Quota, Space
 from storage_kv.pool.volume import Call
 from storage_kv.pool.writes import Writer, joined
 
@@ -48,7 +48,7 @@ _WRITABLE_SHARE: Final = 2
 """Of the memory, at most a half receives values and waits to be written: the other half is for readers."""
 
 
-class PoolEngine:
+class PoolEngine(Bounds):
     """An :class:`storage_kv.engine.Engine` over memory and any number of devices, none included."""
 
     def __init__(
@@ -80,6 +80,7 @@ class PoolEngine:
         self._budget_bytes = budget_bytes
         self._clock_ms = clock_ms
         self._ticks = ticks
+        self._entropy = entropy
         self._open_parts = partial(open_parts, config, clock_ms=clock_ms, seed=seed, measure=measure, entropy=entropy)
         self._lock: threading.Lock | None = None
         self._ready: deque[Callable[[], None]] = deque()
@@ -110,22 +111,23 @@ class PoolEngine:
         found, absent = open_devices(self._config) if self._devices is None else (self._devices(), [])
         opened = self._open_parts(found, absent)
         self._opened = opened
-        self._core: Core = opened.core
+        self._core = opened.core
         self._core.ticks = self._ticks
         self._index = opened.core.index
-        self._space: Space = opened.space
+        self._space = opened.space
         self._space.budget_bytes = self._budget_bytes
         self._homes: Homes = opened.homes
         self._reader = Reader(opened.core, opened.space)
         self._writer = Writer(opened.core)
         self._scrubber = Scrubber(opened.core, self._config.scrub_bytes_per_s)
         self._tenants = opened.tenants
+        self._cursors = Cursors(self._entropy(16))
 
     def descriptors(self) -> list[int]:
         """See :meth:`Engine.descriptors`."""
         return [self._core.wake_descriptor, *(disk.volume.device.fileno() for disk in self._core.disks)]
 
-    def poll(self) -> None:
+    def poll(self) -> bool:
         """See :meth:`Engine.poll`."""
         lock, core, reader = self._lock, self._core, self._reader
         assert lock is not None, "start() comes first"
@@ -145,10 +147,23 @@ class PoolEngine:
             done(lease)
         if calls or more:
             self._go_on(lock, calls)
+        return self._work_on(lock)
+
+    def _work_on(self, lock: threading.Lock) -> bool:
+        """Go on with what takes long, in a hold of the lock of its own; return whether there is more."""
+        core, space = self._core, self._space
+        if not (core.clears.under_way or space.is_beyond):
+            return False
+        with lock:
+            space.begin_hold()
+            if core.clears.under_way:
+                space.left -= core.step_clears(ENTRIES_PER_HOLD)
+            space.trim()
+            return core.clears.under_way or space.is_beyond
 
     def _has_more(self, now_ms: int) -> bool:
         """Return whether there is more to do than to hand on what devices have read and found sound."""
-        waiting = self._barriers or self._busy or self._ready
+        waiting = self._barriers or self._busy or self._ready or self._space.wants_turn or self._reader.wants_turn
         more = self._writer.has_more or self._reader.unsure or self._scrubber.has_read
         return bool(waiting or more or self._is_turn(now_ms))
 
@@ -176,7 +191,8 @@ class PoolEngine:
                 writer.finish()
                 self._pass_barriers()
             core.arenas.settle()
-            changed |= self._turn()
+            changed |= self._turn() | self._space.wants_turn | reader.wants_turn
+            self._space.wants_turn = False
             if reading:
                 core.counters.grouping_ns += core.ticks() - began
             if changed:
@@ -204,7 +220,9 @@ class PoolEngine:
             return False
         self._next_turn_ms = now_ms + _TURN_MS
         self._homes.update()
+        self._space.begin_hold()
         self._space.keep_headroom()
+        self._end_pins()
         self._scrubber.turn(now_ms)
         return True
 
@@ -280,9 +298,9 @@ class PoolEngine:
         found = self._index.get(parsed.tenant, parsed.key, now_s)
         if found is None:
             return None
-        entry = Entry(*found)
+        entry = self._unless_cleared(Entry(*found))
         # A chunk's key may be made from another key's digest, or the reverse.
-        if (entry.fields.flags & _NAMED == 0) != (parsed.name is None):
+        if entry is None or (entry.fields.flags & _NAMED == 0) != (parsed.name is None):
             return None
         expires_at_ms = entry.fields.expires_at_ms
         if expires_at_ms and expires_at_ms <= self._clock_ms():
@@ -328,6 +346,8 @@ class PoolEngine:
         buffer = self._space.memory(blocks) if self._may_receive(blocks * BLOCK_BYTES) else None
         if buffer is None:
             self._ready.append(ready)
+            if self._space.wants_turn:
+                self._core.wake()
             return None
         return self._core.arenas.lend(buffer, size)
 
@@ -366,7 +386,9 @@ class PoolEngine:
         under_way = self._writer.bytes_under_way
         if under_way and under_way + blocks * BLOCK_BYTES > self._config.write_bytes_under_way_max:
             raise self._busy_error("as many bytes as write_bytes_under_way_max wait to be written")
-        self._space.make_room_for(parsed.tenant, blocks * BLOCK_BYTES, old)
+        self._space.begin_hold()
+        if not self._space.make_room_for(parsed.tenant, blocks * BLOCK_BYTES, old):
+            raise self._busy_error("more has to be evicted than is at a time")
         buffer = core.arenas.lent(value) if isinstance(value, memoryview) else None
         if buffer is not None:
             buffer.users += 1
@@ -386,7 +408,14 @@ class PoolEngine:
 
     def _present(self, parsed: ParsedKey) -> Entry | None:
         found = self._index.get(parsed.tenant, parsed.key)
-        return None if found is None else Entry(*found)
+        return None if found is None else self._unless_cleared(Entry(*found))
+
+    def _unless_cleared(self, entry: Entry) -> Entry | None:
+        """Return an entry; None for what was cleared, which then goes at once."""
+        if self._core.clears.under_way and self._core.clears.covers(entry.tenant, entry.generation):
+            self._core.forget(entry)
+            return None
+        return entry
 
     def _check_size(self, length: int, blocks: int) -> None:
         if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes or length >= 1 << 32:
@@ -399,6 +428,7 @@ class PoolEngine:
         again = Ticket()
         self._busy.append(again)
         self._free_blocks = self._count_free_blocks()
+        self._core.wake()
         return BusyError(f"too many writes are under way: {why}", again)
 
     def _store(
@@ -434,8 +464,11 @@ class PoolEngine:
             raise
         replaced, left = (None, []) if old is None else core.replace(old, disk)
         if head_bytes:
-            core.counters.tenants[tenant].record_bytes += length
-        self._space.tenants.add(tenant)
+            for counters in core.counters.of(tenant):
+                counters.record_bytes += length
+        if old is None and core.clears.under_way:
+            core.clears.count_change(tenant, 1)
+        core.weigh(tenant)
         core.copies.keep(slot, buffer)
         self._peak_bytes = max(self._peak_bytes, self._used_bytes())
         if disk is None:
@@ -452,7 +485,7 @@ class PoolEngine:
         home = self._homes.choose(length, prefix + parent if parent else b"", prefix + parsed.key, old)
         if home is not None:
             return home
-        if any(disk.is_freeing for disk in core.disks):
+        if self._space.left <= 0 or any(disk.is_freeing for disk in core.disks):
             raise self._busy_error("the devices are full, and what was evicted is not free yet")
         raise OutOfBudgetError(f"no device has room for {length} bytes, and nothing on them may be evicted")
 
@@ -525,27 +558,41 @@ class PoolEngine:
         if entry is None:
             return False
         until_s = -(-until_ms // 1000) if until_ms > self._clock_ms() else 0
+        if until_s:
+            self._end_pins()
+            quota_bytes, budget_bytes = self._space.bounds(entry.tenant)
+            self._core.pins.check(
+                entry.tenant, entry.slot, entry.size, quota_bytes=quota_bytes, budget_bytes=budget_bytes
+            )
+        self._pin(entry, until_s)
+        return True
+
+    def _pin(self, entry: Entry, until_s: int) -> None:
         self._index.pin(entry.slot, until_s)
         if until_s:
-            self._core.pins[entry.slot] = until_s
+            self._core.pins.add(entry.tenant, entry.slot, entry.size, 1000 * until_s)
         else:
-            self._core.pins.pop(entry.slot, None)
+            self._core.pins.drop(entry.tenant, entry.slot)
         disk = self._core.disk_of(entry)
         if disk is not None and not self._writer.is_unsubmitted(entry.slot):
             disk.log_pin(entry.tenant, entry.key, until_s)
-        return True
+
+    def unpin_some(self, tenant: int | None) -> int:
+        """See :meth:`Engine.unpin_some`."""
+        some = self._core.pins.some(tenant, ENTRIES_PER_HOLD)
+        for _, slot in some:
+            entry = self._core.entry(slot)
+            assert entry is not None, "a pin outlived its entry"
+            self._pin(entry, 0)
+        return len(some)
 
     def clear(self, tenant: int | None) -> None:
-        """See :meth:`Engine.clear`."""
-        for disk in self._core.disks:
-            disk.log_clear(tenant)
-        slot = self._index.next()
-        while slot:
-            following = self._index.next(slot)
-            entry = self._core.entry(slot)
-            if entry is not None and (tenant is None or entry.tenant == tenant):
-                self._core.forget(entry, logged=True)
-            slot = following
+        """See :meth:`Engine.clear`. Few entries go at once."""
+        self._core.clear(tenant)
+        if self._index.totals(ANY if tenant is None else tenant).objects <= self._space.left:
+            self._space.left -= self._core.step_clears(ENTRIES_PER_HOLD)
+        if self._core.clears.under_way:
+            self._core.wake()
 
     def barrier(self) -> Ticket | None:
         """See :meth:`Engine.barrier`."""
@@ -586,70 +633,14 @@ class PoolEngine:
     # ---- Tenants, sizes
 
     def scan(self, tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """See :meth:`Engine.scan`: the cursor is the slot that came last."""
-        return scan_keys(self._core, tenant, cursor, count)
+        """See :meth:`Engine.scan`."""
+        position, keys = scan_keys(self._core, tenant, self._cursors.position(cursor), count)
+        return self._cursors.shown(position), keys
 
     def count(self, tenant: int) -> int:
         """See :meth:`Engine.count`."""
-        return self._index.totals(tenant).objects
-
-    def tenant(self, name: str) -> int:
-        """See :meth:`Engine.tenant`."""
-        return self._tenants.id_of(name)
-
-    def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
-        """See :meth:`Engine.set_quota`. Bytes count as they lie: with headers, in blocks of 4 KiB."""
-        if bytes_max is None and keys_max is None:
-            self._space.quotas.pop(tenant, None)
-        else:
-            self._space.quotas[tenant] = Quota(bytes_max, keys_max)
-            self._space.trim()
-
-    def set_budget(self, budget_bytes: int) -> None:
-        """See :meth:`Engine.set_budget`: bounds all objects together, below what devices and memory have room for."""
-        self._space.budget_bytes = budget_bytes
-        self._space.trim()
-
-    def set_memory_budget(self, budget_bytes: int) -> None:
-        """Bound the memory that is used, and without devices so all objects.
-
-        The arenas stay as large as they were mapped: beyond that it has no effect.
-        """
-        arenas = self._core.arenas
-        arenas.budget_bytes = min(budget_bytes, arenas.size)
-        if not self._core.disks:
-            self._space.budget_bytes = arenas.budget_bytes
-        self._space.trim()
-
-    def drop_copies(self) -> None:
-        """Forget what memory holds of what devices have, as far as nobody uses it: to measure reads of devices."""
-        while self._core.copies.make_room():
-            pass
-
-    def set_scrub_rate(self, bytes_per_s: int) -> None:
-        """Change how much of each device is checked in the background a second; 0 for nothing."""
-        self._scrubber.bytes_per_s = bytes_per_s
-
-    def set_device_budget(
-        self, name: str, bytes_max: int | None, objects_max: int | None, write_bytes_per_day: int | None = None
-    ) -> None:
-        """Change what a device may hold; None for all that it has room for. What is beyond it goes bit by bit.
-
-        Args:
-            name: its path.
-            bytes_max: of objects.
-            objects_max: how many.
-            write_bytes_per_day: most that is written in a day; None for no limit.
-
-        Raises:
-            ConfigurationError: there is no such device.
-        """
-        for disk in self._core.disks:
-            if disk.name == name:
-                self._space.set_device_budget(disk, bytes_max, objects_max)
-                disk.wear.budget_bytes = write_bytes_per_day
-                return
-        raise ConfigurationError(f"there is no device {name}; there are {[disk.name for disk in self._core.disks]}")
+        living = self._core.clears.count(tenant) if self._core.clears.under_way else None
+        return self._index.totals(tenant).objects if living is None else living
 
     def _used_bytes(self) -> int:
         held = 0 if self._core.disks else self._core.arenas.held_bytes
@@ -657,19 +648,15 @@ class PoolEngine:
 
     def statistics(self, tenant: int | None = None) -> EngineStatistics:
         """See :meth:`Engine.statistics`; of all, a :class:`PoolStatistics`."""
-        now_s = self._core.now_s()
+        keys = self._core.clears.count_all() if tenant is None else self.count(tenant)
         if tenant is None:
-            pinned = sum(until_s > now_s for until_s in self._core.pins.values())
-            found = pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes, pinned)
-            return replace(found, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found)
-        pinned = 0
-        for slot, until_s in self._core.pins.items():
-            pinned += until_s > now_s and self._index.read(slot).tenant == tenant
+            found = pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes)
+            return replace(found, keys=keys, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found)
         quota = self._space.quotas.get(tenant)
         budget = self._space.capacity_bytes
         if quota is not None and quota.bytes_max is not None:
             budget = quota.bytes_max
-        return tenant_statistics(self._core, tenant, budget, pinned)
+        return replace(tenant_statistics(self._core, tenant, budget), keys=keys)
 
     # ---- Those that wait
 

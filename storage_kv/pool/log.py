@@ -27,7 +27,10 @@ from storage_kv.pool.pages import Pages
 __all__ = ["GROUP_BLOCKS_MAX", "Log", "Submit"]
 
 GROUP_BLOCKS_MAX: Final = 256
-"""A MiB: at an SSD's speed it takes as long as the flush that follows."""
+"""Of the format: a MiB, which at an SSD's speed takes as long as the flush that follows."""
+
+_WRITTEN_BLOCKS_MAX: Final = 64
+"""Of a group that this writes: as many records as are told durable in one hold of the node's lock."""
 
 Submit = Callable[[list[Operation]], None]
 """Gives operations to the device, later if it takes no more now; ``done`` comes with the node's lock held."""
@@ -76,7 +79,7 @@ class Log:
         self._epoch = epoch
         self._previous_epoch = previous_epoch
         self._pending = bytearray()
-        self._buffer = Pages(min(GROUP_BLOCKS_MAX, self._layout.log_blocks) * BLOCK_BYTES)
+        self._buffer = Pages(min(_WRITTEN_BLOCKS_MAX, self._layout.log_blocks) * BLOCK_BYTES)
         self._durable_records = 0
         self._group_records = 0
         self._writes = 0

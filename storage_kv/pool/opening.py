@@ -170,7 +170,8 @@ def open_parts(
         memory_homes=config.memory_homes,
     )
     tenants = Tenants(sorted(disks, key=lambda disk: disk.number in stale))
-    space.tenants |= tenants.ids()
+    for tenant in tenants.ids():
+        core.weigh(tenant)
     _drop_strangers(core, tenants)
     _count_stale(core, lost)
     _count_dropped(core)
@@ -267,10 +268,13 @@ def _take_census(core: Core) -> None:
         heads = some[(some["flags"] & IndexFlag.RECORD) != 0]
         for tenant in np.unique(heads["tenant"]):
             lengths = heads["length"][heads["tenant"] == tenant]
-            core.counters.tenants[int(tenant)].record_bytes += int(lengths.sum(dtype=np.uint64))
+            for counters in core.counters.of(int(tenant)):
+                counters.record_bytes += int(lengths.sum(dtype=np.uint64))
         for pinned in some[some["pinned_until_s"] > now_s]:
             slot = core.index.find(int(pinned["tenant"]), pinned["key"].tobytes())
-            core.pins[slot] = int(pinned["pinned_until_s"])
+            entry = core.entry(slot)
+            if entry is not None:
+                core.pins.add(entry.tenant, slot, entry.size, 1000 * int(pinned["pinned_until_s"]))
 
 
 def _drop_strangers(core: Core, tenants: Tenants) -> None:

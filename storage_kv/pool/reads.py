@@ -17,7 +17,7 @@ from functools import partial
 from typing import Final
 
 from shadowserve.native import Result, check_object, object_unit
-from storage_kv.engine import Lease
+from storage_kv.engine import ENTRIES_PER_HOLD, Lease
 from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
 from storage_kv.pool.core import Core, Entry
 from storage_kv.pool.device import Operation, Priority
@@ -75,6 +75,7 @@ class Reader:
 
     Attributes:
         under_way: reads that nobody has been told of yet.
+        wants_turn: more of those that wait can begin than did in one hold of the lock.
         unsure: of these, what has ended, but has failed, or was not checked by its device.
     """
 
@@ -88,6 +89,7 @@ class Reader:
         self._spare_bytes = 0  # that have become free since memory was last looked for in vain
         self.unsure: list[_Read] = []
         self.under_way = 0
+        self.wants_turn = False
         core.cancel_read = self.cancel
 
     @property
@@ -119,15 +121,20 @@ class Reader:
 
     def pump(self) -> None:
         """Begin reads that had to wait, in their order, as far as there is memory now."""
+        self.wants_turn = False
         if self._waiting:
             self._spare_bytes = self._core.arenas.size
             self._use_spare()
 
     def _use_spare(self) -> None:
         """Begin waiting reads while what has become free may be enough: looking for memory in vain takes long."""
-        began = self._core.ticks()
-        while self._waiting and self._waiting[0].size <= self._spare_bytes and self._begin(self._waiting[0]):
+        began, left = self._core.ticks(), ENTRIES_PER_HOLD
+        while left and self._waiting and self._waiting[0].size <= self._spare_bytes and self._begin(self._waiting[0]):
             self._waiting.popleft()
+            left -= 1
+        if not left:
+            self.wants_turn = True
+            self._core.wake()
         self._core.counters.grouping_ns += self._core.ticks() - began
 
     def _plan(self, entry: Entry, start: int, end: int) -> _Read:

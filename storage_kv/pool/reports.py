@@ -13,14 +13,15 @@ from storage_kv.pool.writes import Writer
 __all__ = ["pool_statistics", "tenant_statistics"]
 
 
-def tenant_statistics(core: Core, tenant: int, budget_bytes: int, pinned: int) -> EngineStatistics:
+def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> EngineStatistics:
     """Return what one tenant has."""
     totals = core.index.totals(tenant)
     counters = core.counters.tenants[tenant]
     return EngineStatistics(
         keys=totals.objects,
         expiring_keys=totals.expiring,
-        pinned_keys=pinned,
+        pinned_keys=core.pins.count(tenant),
+        pinned_bytes=core.pins.bytes_of(tenant),
         budget_bytes=budget_bytes,
         used_bytes=totals.bytes,
         held_bytes=0,
@@ -36,18 +37,19 @@ def tenant_statistics(core: Core, tenant: int, budget_bytes: int, pinned: int) -
     )
 
 
-def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: int, pinned: int) -> PoolStatistics:
+def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: int) -> PoolStatistics:
     """Return what all of it has and has done."""
     core = opened.core
     totals, counters, arenas, copies = core.index.totals(), core.counters, core.arenas, core.copies
-    summed = counters.summed()
+    summed = counters.everyones
     homes = opened.homes
     # Where there are devices, the budget is of their room; what is still being sent lies in memory.
     held = 0 if core.disks else arenas.held_bytes
     return PoolStatistics(
         keys=totals.objects,
         expiring_keys=totals.expiring,
-        pinned_keys=pinned,
+        pinned_keys=core.pins.count(None),
+        pinned_bytes=core.pins.total_bytes,
         budget_bytes=opened.space.capacity_bytes,
         used_bytes=totals.bytes + held,
         held_bytes=held,

@@ -1,35 +1,73 @@
-"""Listing keys: a walk over the index's slots, a bounded part of it at a time."""
+"""Listing keys: a walk through a tenant's entries in the order of their keys' hashes, a bounded part at a time.
 
+The order is made by the keys and the index's seed, so that a cursor tells a tenant nothing of what others do, and a key
+that stays is returned exactly once whatever comes and goes. But hashes of keys that a client chooses tell of the seed,
+and who knows that can choose keys that collide. So clients get cursors enciphered.
+"""
+
+import hashlib
+import os
 from typing import Final
 
+from shadowserve.native import Index
+from storage_kv.engine import ENTRIES_PER_HOLD
+from storage_kv.pool.clears import SCAN_LINES
 from storage_kv.pool.core import Core, Entry
 from storage_kv.pool.keys import chunk_key
 
-__all__ = ["scan_keys"]
+__all__ = ["Cursors", "scan_keys"]
 
-_SCAN_ENTRIES_MAX: Final = 10_000
-"""Entries of other tenants that one SCAN passes over: about 10 ms."""
+_ROUNDS: Final = 4
+_HALF: Final = 32
+_MASK: Final = (1 << _HALF) - 1
 
 
-def scan_keys(core: Core, tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
-    """Return some of a tenant's keys, and the slot that came last; see :meth:`storage_kv.engine.Engine.scan`."""
-    index = core.index
+class Cursors:
+    """A permutation of the numbers of 64 bits, by four rounds of Feistel's; 0, where a scan begins and ends, stays."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        """Make one of a secret of 16 bytes; by default a random one."""
+        self._key = key or os.urandom(16)
+
+    def shown(self, position: int) -> int:
+        """Return the cursor that clients get for a position."""
+        while position:
+            position = self._permuted(position, range(_ROUNDS))
+            if position:
+                break
+        return position
+
+    def position(self, cursor: int) -> int:
+        """Return the position that a client's cursor stands for."""
+        while cursor:
+            left, right = cursor >> _HALF, cursor & _MASK
+            swapped = self._permuted(right << _HALF | left, range(_ROUNDS - 1, -1, -1))
+            cursor = (swapped & _MASK) << _HALF | swapped >> _HALF
+            if cursor:
+                break
+        return cursor
+
+    def _permuted(self, number: int, rounds: range) -> int:
+        left, right = number >> _HALF, number & _MASK
+        for number_of_round in rounds:
+            digest = hashlib.blake2b(bytes([number_of_round]) + right.to_bytes(4, "big"), digest_size=4, key=self._key)
+            left, right = right, left ^ int.from_bytes(digest.digest(), "big")
+        return left << _HALF | right
+
+
+def scan_keys(core: Core, tenant: int, position: int, count: int) -> tuple[int, list[bytes]]:
+    """Return the next position and some of a tenant's keys; see :meth:`storage_kv.engine.Engine.scan`."""
+    index: Index = core.index
     found: list[bytes] = []
     now_ms = core.clock_ms()
-    slot = index.next(cursor) if cursor < 1 << 32 else 0
-    for _ in range(_SCAN_ENTRIES_MAX):
-        if not slot:
-            return 0, found
+    position, slots = index.scan(tenant, position, min(count, ENTRIES_PER_HOLD), SCAN_LINES)
+    for slot in slots:
         fields = index.read(slot)
-        if fields.tenant == tenant:
-            if fields.expires_at_ms and fields.expires_at_ms <= now_ms:
-                core.expire(Entry(slot, fields))
-            else:
-                name = index.name(slot)
-                found.append(chunk_key(fields.key) if name is None else name)
-                if len(found) >= count:
-                    break
-        slot, last = index.next(slot), slot
-    else:
-        return last, found
-    return (slot if index.next(slot) else 0), found
+        if core.clears.under_way and core.clears.covers(tenant, fields.generation):
+            continue
+        if fields.expires_at_ms and fields.expires_at_ms <= now_ms:
+            core.expire(Entry(slot, fields))
+            continue
+        name = index.name(slot)
+        found.append(chunk_key(fields.key) if name is None else name)
+    return position, found

@@ -39,6 +39,10 @@ SLICE_BLOCKS: Final = 64
 """About 2,000 objects: half a millisecond with the node's lock held."""
 
 
+_DUMPS_PER_STEP: Final = 4
+"""Parts of the index that are looked at for a slice; where they hold nothing of this device, the next step goes on."""
+
+
 class Snapshot:
     """One snapshot on its way. With the node's lock held.
 
@@ -46,6 +50,7 @@ class Snapshot:
         header: of it, once it is complete.
         error: why it will not be.
         written_bytes: so far.
+        wants_step: step() is to be called again, although the device does nothing for this.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class Snapshot:
         tenants: dict[int, bytes],
         notes: dict[bytes, bytes],
         held: dict[tuple[int, bytes], bytes],
+        living: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
         settle_writes: Callable[[Callable[[], None]], None],
         clock_ms: Callable[[], int],
     ) -> None:
@@ -75,12 +81,14 @@ class Snapshot:
             tenants: names by id.
             notes: of the pool, by name.
             held: records of objects that the index has no more and the log has, by tenant and key.
+            living: returns which of some records are to be in it.
             settle_writes: calls back when all writes that are under way now have their record in the log.
             clock_ms: Unix time.
         """
         self.header: SnapshotHeader | None = None
         self.error: Exception | None = None
         self.written_bytes = 0
+        self.wants_step = False
         self._superblock = superblock
         self._layout = superblock.layout
         self._submit = submit
@@ -89,6 +97,7 @@ class Snapshot:
         self._number = number
         self._generation = generation
         self._held = held
+        self._living = living
         self._settle_writes = settle_writes
         self._clock_ms = clock_ms
         self._log_first, self._log_epoch = log.sequence, log.epoch
@@ -116,15 +125,20 @@ class Snapshot:
     def step(self) -> None:
         """Take and write the next slice; called once at first, then by the device's completions."""
         room = SLICE_BLOCKS * RECORDS_PER_BLOCK * RECORD_BYTES
-        while not self._dumped and len(self._pending) < RECORDS_PER_BLOCK * RECORD_BYTES:
+        self.wants_step = False
+        for _ in range(_DUMPS_PER_STEP):
+            if self._dumped or len(self._pending) >= RECORDS_PER_BLOCK * RECORD_BYTES:
+                break
             self._cursor, count = self._index.dump(self._cursor, self._slice, self._number)
             self._dumped = self._cursor == 0
-            records = self._slice[:count]
+            records = self._living(self._slice[:count])
             records["device"] = 0  # a device's number is the pool's of today
             self._add(records)
             if self._dumped and self._held:  # behind what the index says by now, of which nothing may be durable
                 self._add(np.frombuffer(b"".join(self._held.values()), INDEX_RECORD_DTYPE))
-        if self._pending:
+        if not self._dumped and len(self._pending) < RECORDS_PER_BLOCK * RECORD_BYTES:
+            self.wants_step = True
+        elif self._pending:
             self._write_slice(room)
         else:
             self._settle_writes(self._settled)

@@ -1,14 +1,18 @@
 """Room: which object goes when there is none, in memory, on a device, in the index, or within a budget.
 
-A tenant beyond its own quota gives up its own objects only. Beyond anything else, tenants that use more than an equal
-share of the budget go first, then whatever the index names: the least recently used or what S3-FIFO says, never before
-its descendants, never while it is pinned.
+A tenant beyond its own quota gives up its own objects only. Beyond anything else, whoever has most gives first, if it
+has more than an equal share of the budget: what the index names, the least recently used or what S3-FIFO says, never
+before its descendants, never while it is pinned. What was cleared goes before all that.
+
+So many objects go in one hold of the node's lock: whoever needs more room comes again, and what is beyond a bound that
+was lowered goes in poll().
 """
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
-from storage_kv.engine import TENANT_BYTES, OutOfBudgetError
+from storage_kv.engine import ENTRIES_PER_HOLD, TENANT_BYTES, OutOfBudgetError
 from storage_kv.pool.arena import BLOCK_BYTES, Buffer, object_blocks
 from storage_kv.pool.core import MEMORY_ONLY, Core, Entry
 from storage_kv.pool.disk import Disk
@@ -18,8 +22,8 @@ __all__ = ["EVICTION_CAUSES", "Quota", "Space"]
 
 EVICTION_CAUSES: Final = ("budget", "device", "memory", "quota")
 """Why an object goes: all have too much, a device is full, memory alone has it and is full, its tenant has too much."""
-_TRIES_MAX: Final = 4_096
-"""Copies dropped for one object: as many of 4 KiB as one of 16 MiB takes."""
+_TRIES_MAX: Final = 1_024
+"""Copies dropped for one object at a time: about 3 ms. One that needs more room goes on with the next poll()."""
 _HEADROOM_SHARE: Final = 0.01
 _HEADROOM_BYTES_MAX: Final = 256 << 20
 _HEADROOM_OBJECTS: Final = 8
@@ -28,6 +32,10 @@ _HEADROOM_SMALL: Final = 8
 _PIECES: Final = 2
 """Evicted for an object that finds no room, in multiples of its size: space may be in pieces."""
 _EVICTIONS_PER_TURN: Final = 64
+_CLEARED_LOOKS: Final = 16
+"""Entries looked at for one that was cleared, before another one is evicted."""
+_GIVERS: Final = 16
+"""Tenants that are asked for something on a device, those with most first."""
 _HELD_BACK_SHARE: Final = 0.25
 _MEMORY_HOMES_SHARE: Final = 0.75
 
@@ -46,7 +54,12 @@ class Quota:
 
 
 class Space:
-    """Makes room."""
+    """Makes room.
+
+    Attributes:
+        left: how many objects may still be evicted before the lock is given up; begin_hold() says anew.
+        wants_turn: somebody has looked for memory for as long as is allowed in one hold.
+    """
 
     def __init__(self, core: Core, *, budget_bytes: int | None, objects_max: int, memory_homes: bool) -> None:
         """Make one for a pool without quotas.
@@ -61,7 +74,10 @@ class Space:
         self.budget_bytes = budget_bytes
         self.objects_max = objects_max
         self.quotas: dict[int, Quota] = {}
-        self.tenants: set[int] = {0}
+        self.begin_hold()
+        self.wants_turn = False
+        self._beyond: dict[int, None] = {}  # tenants that may have more than their quota
+        self._is_beyond = False  # whether all may have more than the capacity
         self._filled = {disk.number for disk in core.disks}  # where less may be free than when there was enough
         if not core.disks:
             self._memory_only_max = core.arenas.size
@@ -76,15 +92,28 @@ class Space:
         room = disks or self._core.arenas.size
         return room if self.budget_bytes is None else self.budget_bytes
 
+    def begin_hold(self) -> None:
+        """Allow as many evictions as there may be in one hold of the lock."""
+        self.left = ENTRIES_PER_HOLD
+        self._cleared_looks = ENTRIES_PER_HOLD
+
     # ---- Quotas and budgets
 
-    def make_room_for(self, tenant: int, size: int, old: Entry | None) -> None:
+    def bounds(self, tenant: int) -> tuple[int | None, int]:
+        """Return the bytes of a tenant's quota, None without one, and those that all may have."""
+        quota = self.quotas.get(tenant)
+        return None if quota is None else quota.bytes_max, self.capacity_bytes
+
+    def make_room_for(self, tenant: int, size: int, old: Entry | None) -> bool:
         """Evict until an object of ``size`` bytes is within its tenant's quota and the pool's budget.
 
         Args:
             tenant: whose.
             size: bytes, rounded up to blocks.
             old: what it replaces.
+
+        Returns:
+            Whether it is: if not, more has to be evicted than is at a time.
 
         Raises:
             OutOfBudgetError: it can never be, or everything else is pinned. Nothing has changed in the first case.
@@ -100,23 +129,28 @@ class Space:
         index = self._core.index
         if old is not None:
             index.touch(old.slot, self._core.now_s())  # it goes anyway: others must not go for it
-        if quota is not None:
-            while True:
-                totals = index.totals(tenant=tenant)
-                freed_bytes, freed_keys = self._freed(old)
-                if not quota.is_exceeded(totals.bytes - freed_bytes + size, totals.objects - freed_keys + 1):
-                    break
-                if not self.evict(cause="quota", tenant=tenant):
-                    raise OutOfBudgetError("the tenant's quota is used up by pinned objects")
+        while quota is not None:
+            totals = index.totals(tenant=tenant)
+            freed_bytes, freed_keys = self._freed(old)
+            if not quota.is_exceeded(totals.bytes - freed_bytes + size, totals.objects - freed_keys + 1):
+                break
+            if not self.evict(cause="quota", tenant=tenant):
+                return self._refuse("the tenant's quota is used up by pinned objects")
         while True:
             totals = index.totals()
             freed_bytes, freed_keys = self._freed(old)
             used = totals.bytes - freed_bytes + held
             fits = used + size <= self.capacity_bytes
             if fits and totals.objects - freed_keys < self.objects_max:
-                return
+                return True
             if not self.evict(cause="budget" if fits else self._shortage):
-                raise OutOfBudgetError("the budget is used up by pinned objects")
+                return self._refuse("the budget is used up by pinned objects")
+
+    def _refuse(self, why: str) -> bool:
+        """Return False where nothing was evicted for the sake of those who wait for the lock, else raise."""
+        if self.left > 0 and not self._core.clears.under_way:
+            raise OutOfBudgetError(why)
+        return False
 
     def _freed(self, old: Entry | None) -> tuple[int, int]:
         """Return the bytes, and the keys, that become free when an entry is replaced."""
@@ -128,16 +162,33 @@ class Space:
                 return 0, 1
         return old.size, 1
 
+    def bound(self, tenant: int | None) -> None:
+        """Take note that a tenant's quota has changed, or what all may have, and evict what is beyond it."""
+        if tenant is None:
+            self._is_beyond = True
+        else:
+            self._beyond[tenant] = None
+        self.trim()
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether trim() has more to do."""
+        return self._is_beyond or bool(self._beyond)
+
     def trim(self) -> None:
-        """Evict what is beyond budget and quotas, as far as it may be; after one of them has changed."""
+        """Evict what is beyond quotas and budget, as far as it may be, and as many as there may in this hold."""
         index = self._core.index
-        for tenant, quota in self.quotas.items():
-            while True:
+        for tenant in list(islice(self._beyond, ENTRIES_PER_HOLD)):
+            quota = self.quotas.get(tenant)
+            while quota is not None:
                 totals = index.totals(tenant=tenant)
                 if not quota.is_exceeded(totals.bytes, totals.objects) or not self.evict(cause="quota", tenant=tenant):
                     break
-        while index.totals().bytes > self.capacity_bytes and self.evict(cause=self._shortage):
-            pass
+            if self.left <= 0:
+                return
+            del self._beyond[tenant]
+        while self._is_beyond and self.left > 0:
+            self._is_beyond = index.totals().bytes > self.capacity_bytes and self.evict(cause=self._shortage)
 
     @property
     def _shortage(self) -> str:
@@ -145,8 +196,15 @@ class Space:
         return "device" if self._core.disks and self.budget_bytes is None else "budget"
 
     def evict(self, *, cause: str, device: int = -1, tenant: int = -1) -> bool:
-        """Evict one object, of a device or of a tenant or any; return whether there was one that may go."""
+        """Evict one object, of a device or of a tenant or any; return whether there was one that may go now."""
         core = self._core
+        if self.left <= 0:
+            return False
+        self.left -= 1
+        if core.clears.under_way and self._cleared_looks > 0:
+            self._cleared_looks -= _CLEARED_LOOKS
+            if core.step_clears(_CLEARED_LOOKS):
+                return True
         now_s = core.now_s()
         for _ in range(_EVICTIONS_PER_TURN):
             heavy = self._heaviest(device) if tenant < 0 else None
@@ -161,9 +219,9 @@ class Space:
             core.index.touch(slot, now_s)  # it is being sent: evicting it would free nothing
         else:
             return False
-        counters = core.counters.tenants[entry.tenant]
-        counters.evictions[cause] += 1
-        counters.evicted_bytes += entry.length + self._key_bytes(entry)
+        for counters in core.counters.of(entry.tenant):
+            counters.evictions[cause] += 1
+            counters.evicted_bytes += entry.length + self._key_bytes(entry)
         core.forget(entry, remember=True)
         return True
 
@@ -173,20 +231,16 @@ class Space:
 
     def _heaviest(self, device: int) -> int | None:
         """Return the tenant that is most over an equal share of the budget, and has something on the device."""
-        if len(self.tenants) < 2:
+        weights, index = self._core.weights, self._core.index
+        if len(weights) < 2:
             return None
-        index = self._core.index
-        used = {tenant: index.totals(tenant=tenant).bytes for tenant in self.tenants}
-        active = [tenant for tenant, amount in used.items() if amount]
-        if len(active) < 2:
-            return None
-        share = self.capacity_bytes // len(active)
-        over = [
-            tenant
-            for tenant in active
-            if used[tenant] > share and (device < 0 or index.totals(tenant=tenant, device=device).objects)
-        ]
-        return max(over, key=lambda tenant: used[tenant]) if over else None
+        share = self.capacity_bytes // len(weights)
+        for tenant in weights.heaviest_first(_GIVERS):
+            if weights.of(tenant) <= share:
+                return None
+            if device < 0 or index.totals(tenant=tenant, device=device).objects:
+                return tenant
+        return None
 
     # ---- Devices
 
@@ -251,6 +305,7 @@ class Space:
         tries = _TRIES_MAX
         while (buffer := core.arenas.take(blocks, parent, key)) is None:
             if not tries:
+                self.wants_turn = True
                 return None
             bound = self._memory_only_max - blocks * BLOCK_BYTES
             first_homeless = core.copies.kept_bytes > bound and core.index.totals(device=MEMORY_ONLY).bytes > bound

@@ -19,9 +19,10 @@ class Tenants:
             strangers: devices and ids of tenants whose objects there are somebody else's.
         """
         self._disks = disks
+        self._next_id = 1
         self._ids: dict[str, int] = {"": 0}
         self.strangers: list[tuple[Disk, int]] = []
-        names: dict[int, str] = {0: ""}
+        names = self._names = {0: ""}
         for disk in disks:
             for tenant, text in disk.volume.tenants.items():
                 name = text.decode(errors="surrogateescape")
@@ -40,6 +41,10 @@ class Tenants:
         """Return all ids that were given out."""
         return set(self._ids.values())
 
+    def name_of(self, tenant: int) -> str:
+        """Return the name of an id that was given out."""
+        return self._names.get(tenant, "")
+
     def id_of(self, name: str) -> int:
         """Return a tenant's id, a new one if it has none.
 
@@ -48,11 +53,13 @@ class Tenants:
         """
         tenant = self._ids.get(name)
         if tenant is None:
-            used = set(self._ids.values())
-            tenant = next((number for number in range(1, TENANTS_MAX) if number not in used), 0)
+            while self._next_id in self._names:
+                self._next_id += 1
+            tenant = self._next_id if self._next_id < TENANTS_MAX else 0
             if not tenant:
                 raise OutOfBudgetError(f"there are {TENANTS_MAX} tenants already")
             self._ids[name] = tenant
+            self._names[tenant] = name
             for disk in self._disks:
                 disk.name_tenant(tenant, name)
         return tenant

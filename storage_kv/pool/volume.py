@@ -13,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
+
+import numpy.typing as npt
 
 from shadowserve.errors import BusyError as DeviceBusyError
 from shadowserve.errors import ShadowServeError
@@ -128,6 +130,7 @@ class Volume:
         tenants: names by id, as the volume knows them.
         notes: the pool's own, by name, as note() left them.
         generation_last: of the newest put that it knows of.
+        living: returns those PUT records that snapshots are to have: the index may have some that were cleared.
     """
 
     def __init__(self, device: BlockDevice, index: Index, number: int, superblock: Superblock) -> None:
@@ -139,6 +142,7 @@ class Volume:
         self.tenants: dict[int, bytes] = {}
         self.notes: dict[bytes, bytes] = {}
         self.generation_last = 0
+        self.living: Callable[[npt.NDArray[Any]], npt.NDArray[Any]] = lambda records: records
         self._index = index
         self._layout = superblock.layout
         self._clock_ms: Callable[[], int] = wall_clock_ms
@@ -154,6 +158,7 @@ class Volume:
         self._writing: dict[Key, list[_Write]] = {}
         self._in_flight: dict[int, None] = {}  # numbers of writes, in their order
         self._write_number = 0
+        self._followers = 0  # of all writes
         self._held: dict[Key, bytes] = {}
         self._waits: deque[tuple[int, Callable[[], None]]] = deque()
         self._reserved_blocks = 0
@@ -399,6 +404,7 @@ class Volume:
         if kind in (RecordKind.EXPIRE, RecordKind.PIN) and key in self._writing:
             self._reserved_blocks += 1
             self._writing[key][-1].followers.append(_anonymous(record))
+            self._followers += 1
             return
         if kind == RecordKind.REMOVE:
             self._held.pop(key, None)
@@ -433,7 +439,7 @@ class Volume:
     def barrier(self) -> Ticket | None:
         """Return a ticket that is settled when all changes logged so far are durable; None if they are."""
         ticket = Ticket()
-        if any(write.followers for writes in self._writing.values() for write in writes):
+        if self._followers:
             self._after_writes(lambda: self._log.when_durable(self._settling(ticket)))
         elif self.error is None and self._log.is_durable:
             return None
@@ -478,6 +484,11 @@ class Volume:
                 self._calls.append(room.settle)
         calls, self._calls = self._calls, []
         return calls
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether step() has more to do that the device does not announce."""
+        return self._snapshot is not None and self._snapshot.wants_step
 
     def snapshot(self) -> None:
         """Begin a snapshot with the next step although the log has room: the next start is then quicker."""
@@ -537,6 +548,7 @@ class Volume:
         if not writes:
             del self._writing[write.key]
         self._reserved_blocks -= _log_blocks(write.name) + len(write.followers)
+        self._followers -= len(write.followers)
         if write.superseded:
             self._log.when_durable(self._settling(write.ticket))
         elif error is not None:
@@ -601,6 +613,8 @@ class Volume:
                 self._snapshot_wanted = True
                 self._steps_to_retry = _RETRY_STEPS
             self._snapshot = None
+        elif snapshot is not None and snapshot.wants_step:
+            snapshot.step()
         used = self._log.sequence - self._log.first
         if self._snapshot is None and (self._snapshot_wanted or 3 * used >= self._layout.log_blocks):
             if self._steps_to_retry or self.error is not None:
@@ -621,6 +635,7 @@ class Volume:
             tenants=self.tenants,
             notes=self.notes,
             held=self._held,
+            living=self.living,
             settle_writes=self._after_writes,
             clock_ms=self._clock_ms,
         )

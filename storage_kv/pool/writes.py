@@ -14,7 +14,7 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import seal_object
-from storage_kv.engine import BusyError, Ticket
+from storage_kv.engine import ENTRIES_PER_HOLD, BusyError, Ticket
 from storage_kv.pool.arena import Buffer
 from storage_kv.pool.core import Cancelled, Core, Entry, Left
 from storage_kv.pool.disk import Disk, Place
@@ -23,6 +23,8 @@ __all__ = ["Writer", "joined"]
 
 _SEALED_PER_TURN: Final = 32
 """Objects whose checksums are made between two looks at the devices."""
+_SEALED_MAX: Final = 256
+"""Objects that wait for their device with their checksums made: each is looked at in every turn."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +86,7 @@ class Writer:
         self._unsure: deque[_Unsure] = deque()
         self._settled: deque[tuple[Ticket, Exception | None]] = deque()
         self._count = 0
+        self._may_settle_more = False
         self.bytes_under_way = 0
         core.cancel_write = self.cancel
 
@@ -98,7 +101,8 @@ class Writer:
     @property
     def waiting(self) -> bool:
         """Whether poll() has something to do that no device announces."""
-        return bool(self._unsealed or self._ended or self._settled)
+        is_full = len(self._sealed) >= _SEALED_MAX
+        return bool((self._unsealed and not is_full) or self._ended or self._settled or self._may_settle_more)
 
     def ticket(self, slot: int) -> Ticket | None:
         """Return the ticket of an entry that is not durable yet."""
@@ -153,7 +157,7 @@ class Writer:
 
     def take_unsealed(self) -> list[_Write]:
         """Return writes to seal, the first few."""
-        count = min(len(self._unsealed), _SEALED_PER_TURN)
+        count = min(len(self._unsealed), _SEALED_PER_TURN) if len(self._sealed) < _SEALED_MAX else 0
         return [self._unsealed.popleft() for _ in range(count)]
 
     def seal(self, writes: list[_Write]) -> None:
@@ -168,6 +172,9 @@ class Writer:
         waiting: deque[_Write] = deque()
         while self._sealed:
             write = self._sealed.popleft()
+            entry = write.entry
+            if not write.cancelled and self._core.clears.covers(entry.tenant, entry.generation):
+                self._core.forget(entry)  # behind the log's CLEAR its record would bring it back
             if write.cancelled:
                 self._end(write)
                 continue
@@ -199,13 +206,14 @@ class Writer:
         ticket.then(note_end)
 
     def finish(self) -> None:
-        """Deal with writes that have ended."""
-        while self._ended:
+        """Deal with writes that have ended, so many at a time."""
+        for _ in range(min(len(self._ended), ENTRIES_PER_HOLD)):
             write = self._ended.popleft()
             if write.error is None:
                 write.disk.note_written()
             elif not write.cancelled:
-                self._core.counters.tenants[write.entry.tenant].failed_writes += 1
+                for counters in self._core.counters.of(write.entry.tenant):
+                    counters.failed_writes += 1
                 write.disk.note_error(write.error, self._core.clock_ms(), writing=True)
             self._end(write)
         self._settle_sure()
@@ -236,7 +244,8 @@ class Writer:
         Such a one could bring back what a value replaced on another device, or, where it was removed before it was
         written, on its own.
         """
-        for _ in range(len(self._unsure)):
+        waiting, self._may_settle_more = len(self._unsure), False
+        for _ in range(min(waiting, ENTRIES_PER_HOLD)):
             unsure = self._unsure.popleft()
             disks = self._core.unsure(unsure.tenant, unsure.key, but=unsure.own)
             if unsure.removed and unsure.own is not None and unsure.own.gone is None and unsure.own not in disks:
@@ -244,6 +253,7 @@ class Writer:
             if any(disk.is_logging for disk in disks):
                 self._unsure.append(unsure)
                 continue
+            self._may_settle_more = waiting > ENTRIES_PER_HOLD
             durable = joined(disk.barrier() for disk in disks)
             if durable is None:
                 self._settle_all(unsure, None)

@@ -2,20 +2,24 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from engine_driver import Clock, Driver, Reading
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from work_meter import WORK_MAX, WorkMeter
 
-from storage_kv.engine import TENANT_BYTES, Engine, OutOfBudgetError
+from storage_kv.engine import ENTRIES_PER_HOLD, TENANT_BYTES, Engine, OutOfBudgetError, PinShareError, qualified
 from storage_kv.engines.memory import ENTRY_OVERHEAD_BYTES
 
 
 class EngineConformance(ABC):
     """The suite. Budgets are given in bytes; engines say with self.cost() what an entry needs."""
 
+    MANY = 3_000
+    """Entries of which there are enough to tell work on each of them from work on some."""
     PIN_UNIT_MS = 1
     """How exactly the engine keeps the end of a pin."""
 
@@ -35,9 +39,14 @@ class EngineConformance(ABC):
         for driver in self.driven:
             driver.stop()
 
-    def drive(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Driver:
-        self.driven.append(Driver(self.make(budget_bytes, clock_ms)))
+    def drive(self, budget_bytes: int, clock_ms: Callable[[], int], lock: WorkMeter | None = None) -> Driver:
+        self.driven.append(Driver(self.make(budget_bytes, clock_ms), lock=lock))
         return self.driven[-1]
+
+    def fill(self, engine: Driver, count: int, tenant: int = 0, size: int = 0, **named: Any) -> None:
+        """Store so many entries, and wait until all are durable."""
+        changes = [engine.put_soon(b"%d" % number, b"x" * size, tenant, **named) for number in range(count)]
+        assert {change.wait() for change in changes} == {None}
 
     def test_a_value_is_read_back_as_it_was_stored(self) -> None:
         engine = self.drive(1 << 20, Clock())
@@ -332,6 +341,176 @@ class EngineConformance(ABC):
         engine.put(b"kv:" + names[1].hex().encode(), b"x" * 1000, parent=names[0])
         engine.put(b"large", b"x" * (3 * self.cost(b"kv:" + 64 * b"a", 1000) - 2200))
         assert engine.keys() == {b"large"}
+
+    # ---- One tenant's pins
+
+    def test_a_tenant_that_pins_all_it_may_leaves_the_others_room(self) -> None:
+        clock, unit = Clock(), self.PIN_UNIT_MS
+        engine = self.drive(16 * self.cost(b"00", 1000), clock)
+        engine.call(engine.engine.set_pin_shares, 0.25, 0.5)
+        tenants = [engine.call(engine.engine.tenant, name) for name in ("one", "two", "three")]
+        until_ms = clock.now_ms + 100 * unit
+
+        def pin_all(tenant: int) -> int:
+            pinned = 0
+            for number in range(16):
+                engine.put(b"%02d" % number, b"x" * 1000, tenant)
+                try:
+                    pinned += engine.pin(b"%02d" % number, until_ms, tenant)
+                except PinShareError:
+                    continue
+            return pinned
+
+        assert pin_all(tenants[0]) == 4 and engine.statistics(tenants[0]).pinned_keys == 4
+        assert engine.statistics(tenants[0]).pinned_bytes == 4 * self.cost(b"00", 1000)
+        for number in range(40):  # whatever it has pinned, a SET of another goes on
+            engine.put(b"%d" % (100 + number), b"x" * 1000, tenants[1])
+        assert pin_all(tenants[1]) == 4
+        assert pin_all(tenants[2]) == 0  # all together have half
+        assert engine.statistics().pinned_bytes == 8 * self.cost(b"00", 1000)
+        assert sorted(engine.call(engine.engine.pinning_tenants, 9)) == tenants[:2]
+        assert engine.call(engine.engine.pinned, tenants[1]) == (
+            4,
+            4 * self.cost(b"00", 1000),
+            4 * self.cost(b"00", 1000),
+        )
+        assert engine.call(engine.engine.unpin_some, tenants[0]) == 4 and pin_all(tenants[2]) == 4
+        clock.now_ms += 200 * unit
+        until_ms = clock.now_ms + 100 * unit
+        assert pin_all(tenants[0]) == 4
+        assert engine.call(engine.engine.unpin_some, None) == 4 and engine.statistics().pinned_keys == 0
+
+    def test_what_is_pinned_counts_against_the_share_of_a_quota(self) -> None:
+        clock = Clock()
+        engine = self.drive(100 * self.cost(b"0", 1000), clock)
+        one = engine.call(engine.engine.tenant, "one")
+        engine.call(engine.engine.set_pin_shares, 0.5, 1.0)
+        engine.call(engine.engine.set_quota, one, 4 * self.cost(b"0", 1000), None)
+        for number in range(4):
+            engine.put(b"%d" % number, b"x" * 1000, one)
+        assert engine.pin(b"0", clock.now_ms + 10**6, one) and engine.pin(b"1", clock.now_ms + 10**6, one)
+        with pytest.raises(PinShareError):
+            engine.pin(b"2", clock.now_ms + 10**6, one)
+        assert engine.pin(b"0", clock.now_ms + 2 * 10**6, one)  # which it has already
+        engine.put(b"0", b"new", one)  # a pin goes with the old value
+        assert engine.pin(b"2", clock.now_ms + 10**6, one)
+        for number in range(10):
+            engine.put(b"%d" % (10 + number), b"x" * 1000, one)
+        assert {b"1", b"2"} < engine.keys(one)
+
+    def test_the_pin_of_the_end_of_a_chain_does_not_keep_all_of_it(self) -> None:
+        clock = Clock()
+        names = [bytes([number + 1]) * 32 for number in range(8)]
+        keys = [b"kv:" + name.hex().encode() for name in names]
+        engine = self.drive(8 * self.cost(keys[0], 1000), clock)
+        engine.call(engine.engine.set_pin_shares, 0.25, 0.5)
+        for number, key in enumerate(keys):
+            engine.put(key, b"x" * 1000, parent=names[number - 1] if number else b"")
+        assert engine.pin(keys[7], clock.now_ms + 10**6)
+        other = engine.call(engine.engine.tenant, "other")
+        for number in range(20):
+            engine.put(b"%d" % number, b"x" * 1000, other)
+        assert engine.peek(keys[7]) is not None and len(engine.keys(other)) >= 3
+
+    # ---- Everything in parts
+
+    def test_no_hold_of_the_lock_grows_with_what_is_stored(self) -> None:
+        clock, meter, many = Clock(), WorkMeter(), self.MANY
+        engine = self.drive(10 * many * self.cost(b"10000", 100), clock, meter)
+        one = engine.call(engine.engine.tenant, "one")
+        tenants = [engine.call(engine.engine.tenant, f"t{number}") for number in range(1_000)]
+        longest: dict[str, int] = {}
+
+        def measure(what: str, function: Callable[..., Any], *arguments: Any) -> None:
+            meter.begin()
+            function(*arguments)
+            longest[what] = meter.end()
+
+        def over(count: int) -> Callable[[], bool]:
+            return lambda: engine.count(one) <= count
+
+        def settle_down(count: int) -> None:
+            engine.pump(over(count))
+
+        self.fill(engine, many, one)
+        for tenant in tenants[: many // 4]:
+            engine.put_soon(b"a", b"", tenant)
+        measure("flush", engine.clear, one)
+        measure("after flush", engine.pump, lambda: engine.statistics(one).used_bytes == 0)
+        self.fill(engine, many, one)
+        measure("statistics", lambda: [engine.statistics(), engine.count(one), engine.statistics(one)])
+        measure("scan", engine.scan, 0, 100_000, one)
+        until_ms = clock.now_ms + 10**7
+        for number in range(0, many, 2):
+            engine.call(engine.engine.pin, qualified(one, b"%d" % number), until_ms)
+        measure("quota", engine.call, engine.engine.set_quota, one, None, 3 * many // 4)
+        measure("after quota", settle_down, 3 * many // 4)
+        measure("set", lambda: [engine.put(b"%d" % number, b"", one) for number in range(many, many + 20)])
+        measure("unpin", lambda: engine.call(engine.engine.unpin_some, one))
+        engine.call(engine.engine.set_quota, one, None, None)
+        engine.pump(lambda: engine.call(engine.engine.unpin_some, None) == 0)
+        used = engine.statistics().used_bytes
+        measure("budget", engine.call, engine.engine.set_budget, used // 2)
+        measure("after budget", engine.pump, lambda: engine.statistics().used_bytes <= used // 2)
+        measure("large", engine.put, b"large", bytes(used // 4))
+        self.fill(engine, many // 2, 0, expires_at_ms=clock.now_ms + 10)
+        clock.now_ms += 1_000
+        measure("sweep", lambda: engine.pump(lambda: engine.sweep(ENTRIES_PER_HOLD) == 0))
+        measure("flush all", engine.clear)
+        measure("after flush all", engine.pump, lambda: engine.statistics().used_bytes == 0)
+        assert max(longest.values()) < WORK_MAX, longest
+
+    def test_what_is_cleared_is_gone_at_once_and_what_comes_after_stays(self) -> None:
+        engine = self.drive(10 * self.MANY * self.cost(b"10000", 100), Clock())
+        one = engine.call(engine.engine.tenant, "one")
+        self.fill(engine, self.MANY, one)
+        engine.put(b"a", b"another's")
+        with engine.lock:
+            engine.engine.clear(one)
+            assert engine.engine.count(one) == 0 and engine.engine.statistics(one).keys == 0
+            assert engine.engine.get(qualified(one, b"1")) is None and engine.engine.peek(qualified(one, b"7")) is None
+            assert not engine.engine.remove(qualified(one, b"2")) and not engine.engine.pin(qualified(one, b"3"), 1)
+            cursor = 0
+            while True:
+                cursor, keys = engine.engine.scan(one, cursor, 1000)
+                assert keys == []
+                if cursor == 0:
+                    break
+        for number in range(4, 8):
+            engine.put(b"%d" % number, b"new", one, parent=b"p" * 32)
+        engine.clear(999)
+        assert engine.count(one) == 4 and engine.keys(one) == {b"4", b"5", b"6", b"7"}
+        engine.pump(lambda: engine.statistics(one).used_bytes <= 4 * self.cost(b"4", 3))
+        assert engine.count(one) == 4 and engine.value(b"5", tenant=one) == b"new"
+        with engine.lock:
+            engine.engine.clear(one)
+            engine.engine.clear(None)
+        assert engine.count() == engine.count(one) == 0 == engine.statistics().keys
+        engine.pump(lambda: engine.statistics().used_bytes == 0)
+
+    def test_a_cursor_tells_nothing_of_what_others_do(self) -> None:
+        engine = self.drive(1 << 24, Clock())
+        one, two = (engine.call(engine.engine.tenant, name) for name in ("one", "two"))
+
+        def cursors() -> list[int]:
+            for number in range(50):
+                engine.remove(b"%d" % number, one)
+            for number in range(50):
+                engine.put_soon(b"%d" % number, b"x", one)
+            found: list[int] = []
+            while True:
+                cursor, keys = engine.scan(found[-1] if found else 0, 7, one)
+                if not cursor:
+                    return found
+                assert len(keys) == 7
+                found.append(cursor)
+
+        first, second = cursors(), cursors()
+        for number in range(100):
+            engine.put_soon(b"%d" % number, b"x", two)
+        third = cursors()
+        moved = [after - before for before, after in zip(first, second, strict=True)]
+        assert [after - before for before, after in zip(second, third, strict=True)] == moved
 
     def test_parts_of_a_value_are_read_as_they_were_stored(self) -> None:
         engine = self.drive(1 << 24, Clock())

@@ -80,9 +80,9 @@ class Change:
 class Driver:
     """An engine with its lock. Keys are clients' keys, of tenant 0 if not said otherwise."""
 
-    def __init__(self, engine: Engine, *, start: bool = True) -> None:
+    def __init__(self, engine: Engine, *, start: bool = True, lock: Any = None) -> None:
         self.engine = engine
-        self.lock = threading.Lock()
+        self.lock = threading.Lock() if lock is None else lock
         if start:
             engine.start(self.lock)
 
@@ -172,7 +172,9 @@ class Driver:
 
     def keys(self, tenant: int = 0) -> set[bytes]:
         cursor, found = self.scan(0, 1000, tenant)
-        assert cursor == 0
+        while cursor:
+            cursor, more = self.scan(cursor, 1000, tenant)
+            found += more
         return set(found)
 
     def count(self, tenant: int = 0) -> int:

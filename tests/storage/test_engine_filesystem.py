@@ -93,6 +93,7 @@ def test_the_oldest_go_when_the_budget_is_smaller_than_before(tmp_path: Path) ->
         first.put(b"%d" % number, b"x" * 1000)
     first.stop()
     again = opened(tmp_path, clock, 4 * 4096)
+    again.settle(again.call(again.engine.barrier))
     assert again.keys() == {b"6", b"7", b"8", b"9"} and len(object_files(tmp_path)) == 4
     again.stop()
 

@@ -394,6 +394,124 @@ uint32_t ss_index_next(const struct ss_index *index, uint32_t slot) {
     return 0;
 }
 
+/* Of what one line of the table is home to: its own places, and those behind it that took what did not fit. */
+enum { HOME_MAX = 4096 };
+
+struct found {
+    uint64_t hash;
+    uint32_t slot;
+};
+
+static int by_hash(const void *one, const void *other) {
+    uint64_t first = ((const struct found *)one)->hash, second = ((const struct found *)other)->hash;
+    return (first > second) - (first < second);
+}
+
+static bool is_of(const struct ss_index *index, uint32_t slot, int32_t tenant) {
+    const struct entry *entry = &index->entries[slot];
+    return !entry->phantom && (tenant < 0 || entry->tenant == tenant);
+}
+
+/* at_home() finds a tenant's objects whose home is a line, from a hash on, and sorts them; returns how many. */
+static size_t at_home(const struct ss_index *index, uint64_t home, int32_t tenant, uint64_t from, struct found *found) {
+    size_t count = 0;
+    uint64_t number = home;
+    for (uint64_t tried = 0; tried < index->line_count; tried++) {
+        const struct line *line = &index->lines[number];
+        for (uint32_t at = 0; at < LINE_SLOTS; at++) {
+            if (line->tags[at] == 0 || !is_of(index, line->slots[at], tenant)) {
+                continue;
+            }
+            const struct entry *entry = &index->entries[line->slots[at]];
+            uint64_t hash = ss_index_hash(index, entry->tenant, entry->key);
+            if (hash >= from && line_of(index, hash) == home && count < HOME_MAX) {
+                found[count++] = (struct found){.hash = hash, .slot = line->slots[at]};
+            }
+        }
+        if (line->overflow == 0) {
+            break;
+        }
+        number = number + 1 < index->line_count ? number + 1 : 0;
+    }
+    qsort(found, count, sizeof *found, by_hash);
+    return count;
+}
+
+/* first_of() returns the least hash whose home is a line; 0 behind the last line. */
+static uint64_t first_of(const struct ss_index *index, uint64_t line) {
+    if (line >= index->line_count) {
+        return 0;
+    }
+    unsigned __int128 first = (((unsigned __int128)line << 64) + index->line_count - 1) / index->line_count;
+    return (uint64_t)first;
+}
+
+/* in_cell() adds a cell's objects, from a hash on; returns how many there are by now. */
+static size_t in_cell(const struct ss_index *index, const struct cell *cell, uint64_t from, struct found *found,
+                      size_t count) {
+    for (size_t list = LIST_SMALL; list < LIST_COUNT; list++) {
+        for (uint32_t slot = cell->lists[list].head; slot != 0; slot = index->entries[slot].next) {
+            uint64_t hash = ss_index_hash(index, index->entries[slot].tenant, index->entries[slot].key);
+            if (hash >= from) {
+                found[count++] = (struct found){.hash = hash, .slot = slot};
+            }
+        }
+    }
+    return count;
+}
+
+/* all_of() finds all objects of a tenant that has few, from a hash on, and sorts them; returns how many. */
+static size_t all_of(const struct ss_index *index, int32_t tenant, uint64_t from, struct found *found) {
+    const struct cell *whole = tenant < 0 ? NULL : ss_index_cell(index, (uint16_t)tenant, ANY_DEVICE);
+    size_t count = 0;
+    for (uint32_t number = whole != NULL ? whole->next : 0; number != 0; number = index->cells[number].next) {
+        count = in_cell(index, &index->cells[number], from, found, count);
+    }
+    for (uint32_t number = 1; tenant < 0 && number <= index->cell_count; number++) {
+        if ((index->cells[number].id & 511u) != ANY_DEVICE) {
+            count = in_cell(index, &index->cells[number], from, found, count);
+        }
+    }
+    qsort(found, count, sizeof *found, by_hash);
+    return count;
+}
+
+size_t ss_index_scan(const struct ss_index *index, int32_t tenant, uint64_t *cursor, uint32_t *slots, size_t max,
+                     size_t lines_max) {
+    struct found found[HOME_MAX];
+    size_t stored = 0;
+    uint64_t home = line_of(index, *cursor);
+    if (tenant > UINT16_MAX || max == 0) {
+        *cursor = 0;
+        return 0;
+    }
+    struct ss_index_totals totals;
+    ss_index_totals(index, tenant, -1, &totals);
+    if (totals.objects <= HOME_MAX) { /* sooner than looking through everybody's */
+        size_t count = all_of(index, tenant, *cursor, found);
+        for (; stored < count && stored < max; stored++) {
+            slots[stored] = found[stored].slot;
+        }
+        *cursor = stored < count ? found[stored].hash : 0;
+        return stored;
+    }
+    for (size_t looked = 0; looked < lines_max; looked++) {
+        size_t count = at_home(index, home, tenant, *cursor, found);
+        for (size_t at = 0; at < count; at++) {
+            if (stored == max) {
+                *cursor = found[at].hash;
+                return stored;
+            }
+            slots[stored++] = found[at].slot;
+        }
+        *cursor = first_of(index, ++home);
+        if (*cursor == 0) {
+            break;
+        }
+    }
+    return stored;
+}
+
 void ss_index_totals(const struct ss_index *index, int32_t tenant, int32_t device, struct ss_index_totals *totals) {
     const struct cell *cell;
     memset(totals, 0, sizeof *totals);

@@ -125,6 +125,7 @@ struct ss_index {
     uint32_t heap_count;
     uint32_t cell_count;
     uint32_t cell_room; /* a power of two; the table has twice as many places */
+    uint32_t looked_at; /* the cell whose blocked objects were looked at last */
     struct list_ends phantoms;
     struct ss_index_totals totals;
     struct ss_index_totals devices[256];

@@ -289,10 +289,10 @@ static uint32_t leaf_below(struct ss_index *index, struct cell *cell, uint32_t t
 }
 
 /* Lets some of what was blocked take part again, where no pin holds it any more; returns how many. */
-static uint32_t look_at_blocked(struct ss_index *index, struct cell *cell, uint32_t now_s, uint32_t max) {
+static uint32_t look_at_blocked(struct ss_index *index, struct cell *cell, uint32_t now_s, uint32_t *looks) {
     struct list_ends *blocked = &cell->lists[LIST_BLOCKED];
-    uint32_t freed = 0, looks = blocked->count < max ? blocked->count : max;
-    for (; looks > 0; looks--) {
+    uint32_t freed = 0, left = blocked->count;
+    for (; left > 0 && *looks > 0; left--, --*looks) {
         uint32_t slot = blocked->tail;
         if (index->entries[slot].pinned_until_s <= now_s) {
             unblock(index, cell, slot);
@@ -352,15 +352,43 @@ static uint32_t search(struct ss_index *index, int32_t device, int32_t tenant) {
     return 0;
 }
 
+/* At most 'max' looks, however many cells there are: the next call goes on behind the last cell that it came to. */
 static uint32_t look_at_all_blocked(struct ss_index *index, int32_t device, int32_t tenant, uint32_t now_s,
                                     uint32_t max) {
-    uint32_t freed = 0;
-    for (uint32_t number = next_cell(index, 0, tenant); number != 0; number = next_cell(index, number, tenant)) {
+    uint32_t freed = 0, looks = max;
+    for (uint32_t tried = 0; tenant < 0 && tried < index->cell_count && looks > 0; tried++) {
+        index->looked_at = index->looked_at % index->cell_count + 1;
+        if (cell_matches(&index->cells[index->looked_at], device, tenant)) {
+            freed += look_at_blocked(index, &index->cells[index->looked_at], now_s, &looks);
+        }
+    }
+    for (uint32_t number = tenant < 0 ? 0 : next_cell(index, 0, tenant); number != 0 && looks > 0;
+         number = next_cell(index, number, tenant)) {
         if (cell_matches(&index->cells[number], device, tenant)) {
-            freed += look_at_blocked(index, &index->cells[number], now_s, max);
+            freed += look_at_blocked(index, &index->cells[number], now_s, &looks);
         }
     }
     return freed;
+}
+
+/*
+ * ancestor() returns an object that stays for the sake of pinned descendants only; 0 for none. Else the pin of one
+ * small object at the end would keep a whole chain. search() has just blocked such ones: they are at the heads.
+ */
+static uint32_t ancestor(const struct ss_index *index, int32_t device, int32_t tenant, uint32_t now_s) {
+    uint32_t looks = LOOK_AT_BLOCKED_MAX;
+    for (uint32_t number = next_cell(index, 0, tenant); number != 0; number = next_cell(index, number, tenant)) {
+        if (!cell_matches(&index->cells[number], device, tenant)) {
+            continue;
+        }
+        uint32_t slot = index->cells[number].lists[LIST_BLOCKED].head;
+        for (; slot != 0 && looks > 0; slot = index->entries[slot].next, looks--) {
+            if (index->entries[slot].pinned_until_s <= now_s) {
+                return slot;
+            }
+        }
+    }
+    return 0;
 }
 
 uint32_t ss_index_victim(struct ss_index *index, int32_t device, int32_t tenant, uint32_t now_s) {
@@ -376,7 +404,7 @@ uint32_t ss_index_victim(struct ss_index *index, int32_t device, int32_t tenant,
     if (slot == 0 && look_at_all_blocked(index, device, tenant, now_s, LOOK_AT_BLOCKED_MAX) > 0) {
         slot = search(index, device, tenant);
     }
-    return slot;
+    return slot != 0 ? slot : ancestor(index, device, tenant, now_s);
 }
 
 static uint64_t clear_cell(struct ss_index *index, uint32_t number) {

@@ -1,0 +1,130 @@
+"""MULTI and EXEC: a client's commands kept until it says so, then executed in order.
+
+EXEC answers the head of an array. What it executes, the connection then treats as though the client had sent it again,
+before everything that came behind: so every bound on what one client may have executed, waiting and held is a bound on
+transactions, too. As many commands as one turn executes, nobody else's come in between, unless the client does not read
+its replies or the engine has no room; of a longer transaction the lock is let go of in between.
+"""
+
+from collections import deque
+from typing import Final
+
+from shadowserve.resp import encode_array_header
+from storage_kv.commands._arguments import OK
+from storage_kv.commands._table import Command
+from storage_kv.node import Argument, CommandError, Node, Reply, Session, Transaction
+
+__all__ = ["EXECUTED_AT_ONCE", "discard", "exec_", "multi", "note_change", "queue", "rejected", "unwatch", "watch"]
+
+EXECUTED_AT_ONCE: Final = frozenset({"multi", "exec", "discard", "watch", "quit", "reset"})
+"""The commands that are not queued in a transaction, as in Redis."""
+
+_QUEUED: Final = b"+QUEUED\r\n"
+_WATCHED_KEYS_MAX: Final = 1_000
+_WATCHED_BYTES_MAX: Final = 1 << 20
+_NULL_ARRAY: Final = {2: b"*-1\r\n", 3: b"_\r\n"}
+_NULLS: Final = (b"$-1\r\n", b"_\r\n")
+_ZERO: Final = b":0\r\n"
+
+
+def multi(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """MULTI."""
+    if session.transaction is not None:
+        raise CommandError("ERR MULTI calls can not be nested")
+    session.transaction = Transaction()
+    return OK
+
+
+def queue(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """Keep a command for EXEC. A transaction may be as much as one request may: its memory is the server's."""
+    transaction = session.transaction
+    assert transaction is not None
+    if transaction.failed:  # it will never be executed
+        return _QUEUED
+    config = node.config
+    transaction.arguments += len(arguments)
+    transaction.size_bytes += sum(map(len, arguments))
+    if transaction.arguments > config.arguments_max or transaction.size_bytes > config.request_bytes_max:
+        transaction.fail()
+        raise CommandError(
+            f"ERR transaction too large: at most {config.arguments_max} arguments of {config.request_bytes_max} bytes "
+            "in all; send fewer commands, or send them without MULTI"
+        )
+    transaction.commands.append(arguments)
+    return _QUEUED
+
+
+def rejected(node: Node, session: Session, command: Command, error: CommandError) -> CommandError:
+    """Return the error for a command that is neither executed nor queued: the transaction has failed with it."""
+    if command.name == "exec" and not command.parent:
+        session.transaction = None
+        node.unwatch(session)
+        return CommandError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
+    if session.transaction is not None:
+        session.transaction.fail()
+    return error
+
+
+def discard(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """DISCARD."""
+    if session.transaction is None:
+        raise CommandError("ERR DISCARD without MULTI")
+    session.transaction = None
+    node.unwatch(session)
+    return OK
+
+
+def exec_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """EXEC: the head of the array; the replies in it are those of the commands that are executed next."""
+    transaction, session.transaction = session.transaction, None
+    if transaction is None:
+        raise CommandError("ERR EXEC without MULTI")
+    broken = session.watch_failed or any(
+        (node.engine.peek(key) is not None) is not was_there for key, was_there in session.watched.items()
+    )
+    node.unwatch(session)
+    if transaction.failed:
+        raise CommandError("EXECABORT Transaction discarded because of previous errors.")
+    if broken:
+        return _NULL_ARRAY[session.protocol]
+    session.executing = deque(transaction.commands)
+    return encode_array_header(len(transaction.commands))
+
+
+def watch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """WATCH key [key ...]: have EXEC execute nothing if one of them is changed before it."""
+    if session.transaction is not None:
+        raise CommandError("ERR WATCH inside MULTI is not allowed")
+    keys = {session.qualify(key) for key in arguments[1:]}.union(session.watched)
+    if len(keys) > _WATCHED_KEYS_MAX or sum(map(len, keys)) > _WATCHED_BYTES_MAX:
+        raise CommandError(
+            f"ERR too much is watched: at most {_WATCHED_KEYS_MAX} keys of {_WATCHED_BYTES_MAX >> 20} MiB in all"
+        )
+    for key in keys:
+        node.watch(session, key)
+    return OK
+
+
+def unwatch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """UNWATCH."""
+    node.unwatch(session)
+    return OK
+
+
+def note_change(node: Node, session: Session, command: Command, arguments: list[Argument], reply: Reply) -> None:
+    """Tell those who watch the keys of a command that has been executed, or has begun to be.
+
+    Keys that go - removed, expired, evicted, flushed - EXEC misses itself.
+    """
+    words = command.key_flags.split()
+    if ("update" in words or "insert" in words) and not _is_unchanged(command, arguments, reply):
+        node.changed(map(session.qualify, command.keys_of(arguments)))
+
+
+def _is_unchanged(command: Command, arguments: list[Argument], reply: Reply) -> bool:
+    """Return whether a reply says that nothing has changed; in doubt it does not."""
+    if command.name == "getex" and (len(arguments) == 2 or reply in _NULLS):
+        return True
+    if reply in _NULLS:  # unless it is that of an old value that there was not
+        return "R" not in command.access_of(arguments)
+    return reply == _ZERO
