@@ -4,7 +4,9 @@ Three kinds, of which the pipeline's backend takes some:
 
 - *shared memory*: a file directly under /dev/shm that belongs to the daemon's own user; the client may unlink it once
   it is registered. The daemon maps it for as long as it is registered and used. Its pages are allocated and mapped at
-  registration, so that a full /dev/shm is an error then, and no page fault slows a round;
+  registration, so that a full /dev/shm is an error then, and no page fault slows a round. The client may shrink the
+  file at any moment all the same. Whoever touches what is gone survives it (:class:`shadowserve.native.Guard`), and
+  every job looks at its end, and before it passes on what it has read, whether its memory was whole to the last;
 - *exported memory* of the host, or of its GPU, which a DPU's engines write over PCIe: never read or written here;
 - *memory of a GPU* of this machine, by CUDA IPC: only the driver's copies reach it.
 
@@ -93,11 +95,16 @@ class Destination:
         return self._registered.region(offset, length)
 
     def check_whole(self) -> None:
-        """Raise DestinationError if the file has shrunk: to touch what is gone would kill the daemon (SIGBUS)."""
-        if self._segment is not None and os.fstat(self._segment.file).st_size < self.size:
-            raise DestinationError(
-                f"the segment had {self.size} bytes when it was registered and is shorter now; register it again"
-            )
+        """Raise DestinationError if a part of the memory is gone: what was read from there, or written, is void.
+
+        It is of no more use then: jobs that come later do not find it.
+        """
+        if self._segment is not None and not self._segment.is_whole():
+            lost = f"the segment had {self.size} bytes when it was registered and is shorter now"
+            if not self.released:
+                logger.warning("destination %016x is forgotten: %s", self.destination_id, lost)
+            self.released = True
+            raise DestinationError(f"{lost}; register it again")
 
     def close(self) -> None:
         """Let go. Nobody may be using the memory."""
@@ -108,12 +115,18 @@ class Destination:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A file under /dev/shm, open and mapped."""
+    """A file under /dev/shm, open, mapped and guarded."""
 
     file: int
     memory: mmap.mmap
+    guard: native.Guard
+
+    def is_whole(self) -> bool:
+        """Return whether nothing of it is gone, or was when it was touched."""
+        return not self.guard.lost and os.fstat(self.file).st_size >= len(self.memory)
 
     def close(self) -> None:
+        self.guard.close()
         try:
             self.memory.close()
         except BufferError:  # a view is still alive somewhere: the mapping then goes with it
@@ -218,7 +231,7 @@ class DestinationTable:
         """Use a region for the length of a job. Two jobs may share bytes only to read them.
 
         Raises:
-            DestinationError: the region is not inside the destination, or a segment is not whole.
+            DestinationError: the region is not inside the destination; or a segment is not whole, before or after.
             OverlapError: another job uses a part of it.
         """
         if offset + length > destination.size:
@@ -239,6 +252,7 @@ class DestinationTable:
         destination.quiet.clear()
         try:
             yield
+            destination.check_whole()
         finally:
             claims.remove(claim)
             if not claims:
@@ -367,7 +381,7 @@ def _map(name: str, size: int) -> _Segment:
         except OSError as error:
             kind = TooManyError if error.errno in (errno.ENOSPC, errno.ENOMEM) else DestinationError
             raise kind(f"cannot allocate {size} bytes for {path}: {error.strerror}; is /dev/shm full?") from error
+        return _Segment(file, memory, native.Guard(memory))
     except BaseException:
         os.close(file)
         raise
-    return _Segment(file, memory)

@@ -291,7 +291,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:
-                    if isinstance(error, QueueFull):
+                    if isinstance(error, QueueFull | DestinationError):
                         raise
                     outcome, detail = _internal("Fetch", error)
                     return pb.FetchResponse(outcome=outcome, detail=detail)
@@ -315,7 +315,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:
-                    if isinstance(error, QueueFull):
+                    if isinstance(error, QueueFull | DestinationError):
                         raise
                     outcome, detail = _internal("Store", error)
                     return pb.StoreResponse(outcome=outcome, detail=detail)

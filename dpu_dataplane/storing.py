@@ -201,6 +201,7 @@ class Storer:
                 loop = asyncio.get_running_loop()
                 with job.interruptible(round_.cancel):
                     failure = await loop.run_in_executor(self._executor, self._pipeline.encode, round_)
+                destination.check_whole()  # else zeros would be stored in the place of what is gone
                 results = round_.results
                 if failure is not Result.OK and all(result is Result.OK for result in results):
                     raise self._stop(keys[batch[0]], failure, "")

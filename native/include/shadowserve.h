@@ -529,6 +529,25 @@ struct ss_commands {
 SS_API uint32_t ss_commands_read(const uint8_t *data, size_t offset, size_t size, uint32_t arguments_max,
                                  uint32_t bytes_max, struct ss_commands *commands);
 
+/* ---- Memory that others may take away ------------------------------------------------------------------------- */
+
+struct ss_guard;
+
+/*
+ * ss_guard_open() makes this process survive that the file behind a mapping shrinks, or that its file system is full:
+ * a thread that touches what is gone then finds zeros, in memory that is nobody else's, all over the mapping, which is
+ * lost. 'address' is where the mapping begins, at a page; it stays mapped until ss_guard_close(). The first call
+ * installs a handler of SIGBUS, which passes on what is not about guarded memory; a thread that blocks the signal
+ * survives nothing. SS_BAD_ARGUMENT, SS_NO_MEMORY, SS_OS_ERROR (errno). From any thread.
+ */
+SS_API enum ss_result ss_guard_open(void *address, uint64_t size, struct ss_guard **guard);
+
+/* ss_guard_lost() returns whether that has happened: ask after the last access, and trust nothing read where it has. */
+SS_API int ss_guard_lost(const struct ss_guard *guard);
+
+/* ss_guard_close() ends it; nobody may be touching the memory. NULL is allowed. */
+SS_API void ss_guard_close(struct ss_guard *guard);
+
 /* ---- Memory for other machines' pipelines --------------------------------------------------------------------- */
 
 struct ss_export;

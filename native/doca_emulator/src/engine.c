@@ -258,8 +258,9 @@ bool engine_start(struct doca_ctx *ctx) {
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_cond_init(&ctx->wake, &monotonic);
     pthread_condattr_destroy(&monotonic);
-    /* Signals are for the program's threads. */
+    /* Signals are for the program's threads, but for what comes of memory that is touched here and would be pinned. */
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&ctx->thread, NULL, engine_thread, ctx);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

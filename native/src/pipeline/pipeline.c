@@ -326,11 +326,15 @@ static enum ss_result wait_until_ready(struct ss_pipeline *pipeline) {
     return result;
 }
 
-/* Starts all threads with every signal blocked: signals are the host program's business, on its own threads. */
+/*
+ * Starts all threads with every signal blocked: signals are the host program's business, on its own threads. But not
+ * SIGBUS, which is about what a thread itself has touched: guarded memory (memory/guard.c).
+ */
 static enum ss_result start_workers(struct ss_pipeline *pipeline) {
     sigset_t all;
     sigset_t before;
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);
     uint8_t *scratch = pipeline->scratch.data;
     enum ss_result result = SS_OK;
     for (uint32_t i = 0; i < pipeline->worker_count && result == SS_OK; i++) {
