@@ -34,7 +34,14 @@ from shadowserve.errors import NativeError, ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import ChunkLayout
 
-__all__ = ["Destination", "DestinationError", "DestinationTable", "OverlapError", "TooManyError"]
+__all__ = [
+    "Destination",
+    "DestinationError",
+    "DestinationTable",
+    "DeviceGivenUpError",
+    "OverlapError",
+    "TooManyError",
+]
 
 SHARED_MEMORY: Final = "/dev/shm"
 DESCRIPTOR_MAX: Final = 4096
@@ -56,6 +63,17 @@ class TooManyError(DestinationError):
 
 class OverlapError(DestinationError):
     """Another job is using the region."""
+
+
+class DeviceGivenUpError(ShadowServeError):
+    """The device never ended what it was given: nobody can say that memory is quiet before the process has ended."""
+
+    def __init__(self) -> None:
+        """Say so."""
+        super().__init__(
+            "the accelerator does not end what it was given and was given up; this data plane ends, and until then the "
+            "region may still be written: give the memory up"
+        )
 
 
 class Destination:
@@ -140,6 +158,9 @@ class DestinationTable:
     Args:
         config: of the data plane.
         pipeline: that the memory is made known to.
+
+    Attributes:
+        device_lost: set once a job has found that the device was given up.
     """
 
     def __init__(self, config: DataPlaneConfig, pipeline: native.Pipeline) -> None:
@@ -151,6 +172,7 @@ class DestinationTable:
         self._count_max = config.destinations_max
         self._bytes_max = int(config.destination_bytes_max)
         self._idle_max = config.destination_idle
+        self.device_lost = asyncio.Event()
         self._destinations: dict[int, Destination] = {}
         self._pending = 0  # registrations in progress
         self._pending_bytes = 0
@@ -160,6 +182,11 @@ class DestinationTable:
     def kinds(self) -> list[str]:
         """The fields of RegisterDestinationRequest.memory that :meth:`register` takes."""
         return list(self._kinds)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the device was given up, over whatever job."""
+        return self._pipeline.given_up
 
     def __len__(self) -> int:
         return len(self._destinations)
@@ -233,6 +260,7 @@ class DestinationTable:
         Raises:
             DestinationError: the region is not inside the destination; or a segment is not whole, before or after.
             OverlapError: another job uses a part of it.
+            DeviceGivenUpError: the region is never quiet any more, and no job is to be answered as if it were.
         """
         if offset + length > destination.size:
             raise DestinationError(
@@ -252,8 +280,12 @@ class DestinationTable:
         destination.quiet.clear()
         try:
             yield
-            destination.check_whole()
+            if not self.given_up:
+                destination.check_whole()
         finally:
+            if self.given_up:  # the claim stays: neither a release nor the end of the table touches the memory
+                self.device_lost.set()
+                raise DeviceGivenUpError
             claims.remove(claim)
             if not claims:
                 del self._claims[destination.identity]

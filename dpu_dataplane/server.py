@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -42,6 +45,7 @@ MESSAGE_BYTES_MAX: Final = 8 << 20
 KEEPALIVE_MS: Final = 10_000
 CALLS_MAX: Final = 4096
 """Calls in progress, waiting ones included: above the default queues by an order of magnitude."""
+_TICK: Final = 0.1
 _UNTIL_TOLD: Final = 86400.0
 """Seconds; the server stops before, when it is told to stop at once."""
 
@@ -54,7 +58,11 @@ class Daemon:
     Attributes:
         address: where gRPC listens, ``host:port`` or ``unix:/path``.
         metrics: its counts.
+        device_lost: set once the accelerator was given up: the process is to end.
+        unclean: jobs, or the accelerator, may still be at it after the end: nothing but the process' end is safe.
     """
+
+    device_lost: asyncio.Event
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.config = config
@@ -64,6 +72,8 @@ class Daemon:
         self._loop: asyncio.AbstractEventLoop
         self._client: Storage
         self._draining = False
+        self._pipeline: native.Pipeline
+        self.unclean = False
         self._exit = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -82,7 +92,11 @@ class Daemon:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let jobs finish for half of ``shutdown_time``, cancel the rest, and stop everything."""
+        """Let jobs finish for half of ``shutdown_time``, cancel the rest, and stop everything.
+
+        Where jobs do not end, what they may use is left as it is (:attr:`unclean`).
+        """
+        self.unclean |= self._pipeline.given_up
         await self._exit.aclose()
 
     async def _start(self) -> None:
@@ -90,7 +104,7 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         codec = _codec(config)
         buffers = _buffers(config)
-        pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
+        self._pipeline = pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
         self._exit.callback(pipeline.close)
         self.metrics.stages = lambda: _stage_counts(pipeline)
         self.metrics.gauges["pipeline_locked_bytes"] = (
@@ -105,6 +119,7 @@ class Daemon:
         self._exit.push_async_callback(catalog.close)
         destinations = DestinationTable(config, pipeline)
         self._exit.callback(destinations.close)
+        self.device_lost = destinations.device_lost
         fetch_links = DataLinks(client.dialer, len(config.stage_cores()["net"]), self.metrics)
         store_links = DataLinks(client.dialer, 1, self.metrics)
         self._exit.callback(fetch_links.close)
@@ -171,7 +186,11 @@ class Daemon:
 
     def health(self) -> list[Check]:
         """Check that the event loop, on which all control runs, answers; from any thread but its own."""
-        return [answers("event loop", self._loop.call_soon_threadsafe)]
+        sound = not self._pipeline.given_up
+        return [
+            answers("event loop", self._loop.call_soon_threadsafe),
+            check("accelerator", sound, self._pipeline.backend, "given up: it does not end what it was given"),
+        ]
 
     def readiness(self) -> list[Check]:
         """Check whether calls are taken. Without storage they are, and every one of them is a miss: a warning."""
@@ -217,10 +236,25 @@ class Daemon:
         await server.start()
         for name in ("", SERVICE_NAME):
             await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._exit.push_async_callback(_stop_task, asyncio.create_task(self._watch_device(health_service)))
         self._exit.push_async_callback(self._stop_serving, server, service, health_service)
 
+    async def _watch_device(self, health_service: Any) -> None:
+        await self.device_lost.wait()
+        logger.critical(
+            "%s does not end what it was given, for %g s: it is given up, and this data plane ends, since nobody knows "
+            "what it still writes; start it again, and if that does not help, see 'shadowserve doctor'",
+            self._pipeline.device or "the accelerator",
+            self.config.device_timeout,
+        )
+        for name in ("", SERVICE_NAME):
+            await health_service.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+
     async def _stop_serving(self, server: grpc.aio.Server, service: DataPlaneService, health_service: Any) -> None:
-        """Refuse new calls at once; give jobs half the time to finish, then half of it to be cancelled."""
+        """Refuse new calls at once; give jobs half the time to finish, then a quarter of it to be cancelled.
+
+        In the last quarter those without a caller come to rest; if not, all that they may use is left as it is.
+        """
         self._draining = True
         await health_service.enter_graceful_shutdown()
         half = self.config.shutdown_time / 2
@@ -230,12 +264,16 @@ class Daemon:
             logger.info("cancelling %d jobs that did not finish within %g s", len(service.jobs), half)
             service.jobs.cancel_all()
         # Counted from here: had the machine stood still meanwhile, they would have no time left to answer.
-        await asyncio.wait({stopping}, timeout=half)
+        await asyncio.wait({stopping}, timeout=half / 2)
         await server.stop(None)
         await stopping
-        end = time.monotonic() + half
+        end = time.monotonic() + half / 2
         while len(service.jobs) and time.monotonic() < end:  # their callers are gone, but memory must be quiet
             await asyncio.sleep(0.01)
+        if len(service.jobs):
+            logger.error("%d jobs do not end: what they use is left to the end of the process", len(service.jobs))
+            self.unclean = True
+            self._left = self._exit.pop_all()  # and so nothing else is stopped, or waited for
 
 
 def _codec(config: DataPlaneConfig) -> native.Codec:
@@ -286,6 +324,7 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
             memory_management=config.memory_management,
             trace_events=config.trace_events,
             nodes_max=NODES_MAX if config.storage_cluster else 1,
+            device_timeout_ms=max(1, int(1000 * config.device_timeout)),
         )
     except NativeError as error:
         raise ConfigurationError(f"the pipeline cannot be made: {error}") from error
@@ -328,19 +367,43 @@ async def _stop_task(task: "asyncio.Task[None]") -> None:
 
 async def _main(config: DataPlaneConfig) -> None:
     stop = asyncio.Event()
+    stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with Daemon(config) as daemon:
         print(f"ready {daemon.address}", flush=True)
         backend = native.backends()[config.backend].label
         logger.info("ready on %s (storage %s, backend %s)", daemon.address, daemon.storage_name, backend)
-        await stop.wait()
+        ends = [asyncio.ensure_future(event.wait()) for event in (stop, daemon.device_lost)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         logger.info("stopping")
+        threading.Thread(target=_last_resort, args=(2 * config.shutdown_time, stopped), daemon=True).start()
+    stopped.set()
     logger.info("stopped")
+    if daemon.unclean:
+        _end_now()
+
+
+def _last_resort(seconds: float, stopped: threading.Event) -> None:
+    """End the process where stopping it does not: a driver's call that never returns, say, on whatever thread."""
+    for _ in range(int(seconds / _TICK)):  # ticks and not a clock: while the machine stands still, nothing can stop
+        if stopped.wait(_TICK):
+            return
+    logger.critical("it does not stop: ending without giving back what it uses")
+    _end_now()
+
+
+def _end_now() -> None:
+    """End without unmapping anything first: whatever still writes there is stopped by the end of the process."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def run(config: DataPlaneConfig) -> None:
     """Run the daemon until SIGTERM or SIGINT.
+
+    Does not return where something may still be writing after the end: the process then ends at once, with status 1.
 
     Prints ``ready ADDRESS`` on standard output once calls are answered; logs go to standard error.
 

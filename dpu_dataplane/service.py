@@ -14,7 +14,14 @@ from prometheus_client import Histogram
 
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.destinations import Destination, DestinationError, DestinationTable, OverlapError, TooManyError
+from dpu_dataplane.destinations import (
+    Destination,
+    DestinationError,
+    DestinationTable,
+    DeviceGivenUpError,
+    OverlapError,
+    TooManyError,
+)
 from dpu_dataplane.fetching import Fetcher, FetchRegion
 from dpu_dataplane.hosts import Host, HostTable
 from dpu_dataplane.jobs import Job, JobTable, QueueFull, Stop
@@ -173,6 +180,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except DestinationError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except DeviceGivenUpError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except QueueFull:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "as many jobs wait as may: treat it as a miss, or raise fetch_queue"
@@ -324,7 +333,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
 
     def _check_reach(self, destination: Destination, outcome: pb.Outcome) -> None:
         """Drop a destination that could not be reached: whoever still owns it registers it anew."""
-        if outcome == pb.OUTCOME_DEVICE:
+        if outcome == pb.OUTCOME_DEVICE and not self._destinations.given_up:
             logger.warning("destination %016x could not be reached: forgotten", destination.destination_id)
             self._destinations.lost(destination)
 

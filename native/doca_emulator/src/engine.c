@@ -213,6 +213,9 @@ static void queued_work(struct doca_ctx *ctx) {
     bool ordered = ctx->dev->info.settings.reorder_seed == 0;
     uint32_t index = ordered ? 0 : (uint32_t)(engine_random(&ctx->random) % ctx->queued.count);
     struct doca_task *task = queue_take(&ctx->queued, index);
+    if (task->hang) {
+        return; /* in flight for ever, and its context never idle again */
+    }
     bool flushed = ctx->flushing;
     pthread_mutex_unlock(&ctx->pe->lock);
     if (flushed) {

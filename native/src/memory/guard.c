@@ -3,10 +3,10 @@
  * guard.c - mappings of files that others may shrink, survived
  *
  * To touch a page that its file does not have any more, or that a full file system cannot give, is SIGBUS, and by
- * default the end of the process with all that it serves. So the handler puts plain memory over the whole of a guarded
- * mapping, with whatever is touched next being zeros, and notes that it is lost; the instruction is then done again,
- * and the owner looks before it says what came of it. All of the mapping, not a page: what is lost in part is of no use,
- * and one fault is then all there is. Plain memory is given page by page as it is touched, so it costs what is touched.
+ * default the end of the process with all that it serves. So the handler puts plain memory, which reads as zeros, over
+ * the whole of a guarded mapping, and notes that it is lost; the instruction is then done again, and the owner looks
+ * before it says what came of it. All of the mapping, not a page: what is lost in part is of no use, and one fault is
+ * then all there is. Plain memory is given page by page as it is touched, so it costs what is touched.
  *
  * A handler may not wait, so the list is read without a lock: guards are added in front and used again, never freed.
  * One that is being opened or closed is nobody's memory yet, or any more, so no fault is looked up in it.
