@@ -158,6 +158,9 @@ class DataPlaneConfig(Section):
     """Stores that may wait; further ones are refused."""
     keys_max: int = Field(65536, ge=1, le=1 << 20)
     """Keys in one call."""
+    call_bytes_max: ByteSize = Field(ByteSize(256 * MIB), ge=8 * MIB)
+    """Bytes of the messages of all calls in progress; each of ``hosts_max`` hosts has an equal share of them. What is
+    made of them takes about five times as much."""
     timeout_max: Positive = 600.0
     """Longest deadline that a call may ask for."""
     head_cache_bytes: ByteSize = Field(ByteSize(32 * MIB), ge=0)

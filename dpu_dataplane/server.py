@@ -15,6 +15,7 @@ from typing import Any, Final, Self
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from dpu_dataplane.admission import Admission
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.cluster import ClusterClient
 from dpu_dataplane.config import DataPlaneConfig, codec_name, split_address
@@ -24,6 +25,7 @@ from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable
 from dpu_dataplane.links import DataLinks
 from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
+from dpu_dataplane.repeats import Repeats
 from dpu_dataplane.rounds import Buffers
 from dpu_dataplane.service import DataPlaneService
 from dpu_dataplane.storage import Storage, StorageClient
@@ -45,6 +47,10 @@ MESSAGE_BYTES_MAX: Final = 8 << 20
 KEEPALIVE_MS: Final = 10_000
 CALLS_MAX: Final = 4096
 """Calls in progress, waiting ones included: above the default queues by an order of magnitude."""
+STREAMS_MAX: Final = 512
+"""Calls in progress on one connection; more wait at the caller. All of one host's queues fit several times."""
+HANDSHAKE_MS: Final = 20_000
+"""For a connection to become one; it takes milliseconds, and two round trips more with TLS."""
 _TICK: Final = 0.1
 _UNTIL_TOLD: Final = 86400.0
 """Seconds; the server stops before, when it is told to stop at once."""
@@ -133,10 +139,13 @@ class Daemon:
             int(config.slice_bytes), config.store_queue,
         )  # fmt: skip
         hosts = HostTable(config, destinations)
-        service = DataPlaneService(config, catalog, fetcher, storer, destinations, hosts, buffers, self.metrics, tracer)
+        self._repeats = Repeats()
+        service = DataPlaneService(
+            config, catalog, fetcher, storer, destinations, hosts, buffers, self.metrics, tracer, self._repeats
+        )
         self._measure(client, catalog, fetcher, storer, destinations, buffers)
         self.metrics.gauges["hosts"] = ("Hosts that are connected", lambda: len(hosts))
-        self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, config)))
+        self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, self._repeats, config)))
         if config.metrics_port:
             self._serve_metrics()
         await self._serve(service)
@@ -204,7 +213,13 @@ class Daemon:
         ]
 
     async def _serve(self, service: DataPlaneService) -> None:
+        admission = Admission(int(self.config.call_bytes_max), self.config.hosts_max, self._repeats)
+        self.metrics.gauges["call_bytes"] = (
+            "Bytes of the messages of calls in progress",
+            lambda: admission.total_bytes,
+        )
         server = grpc.aio.server(
+            interceptors=[admission],
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -212,6 +227,10 @@ class Daemon:
                 # Hosts ask in this interval whether the connection still stands; by default gRPC takes that for abuse.
                 ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
                 ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.max_concurrent_streams", STREAMS_MAX),
+                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+                # A host without a call for so long is forgotten; its connection, or anybody's, is no more worth.
+                ("grpc.max_connection_idle_ms", int(1000 * self.config.destination_idle)),
             ],
             maximum_concurrent_rpcs=CALLS_MAX,
         )
@@ -353,10 +372,11 @@ def _stage_counts(pipeline: native.Pipeline) -> list[StageCount]:
     ]
 
 
-async def _expire(hosts: HostTable, config: DataPlaneConfig) -> None:
+async def _expire(hosts: HostTable, repeats: Repeats, config: DataPlaneConfig) -> None:
     while True:
         await asyncio.sleep(min(config.destination_idle / 4, 60.0))
         hosts.expire(time.monotonic())
+        repeats.flush(time.monotonic())
 
 
 async def _stop_task(task: "asyncio.Task[None]") -> None:

@@ -26,6 +26,7 @@ from dpu_dataplane.fetching import Fetcher, FetchRegion
 from dpu_dataplane.hosts import Host, HostTable
 from dpu_dataplane.jobs import Job, JobTable, QueueFull, Stop
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
+from dpu_dataplane.repeats import Repeats, address_of
 from dpu_dataplane.rounds import Buffers, encoded_bound
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import NotTraceable, Tracer
@@ -62,9 +63,11 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         buffers: Buffers,
         metrics: Metrics,
         tracer: Tracer,
+        repeats: Repeats,
     ) -> None:
         self._config = config
         self._tracer = tracer
+        self._repeats = repeats
         self._catalog = catalog
         self._fetcher = fetcher
         self._storer = storer
@@ -83,7 +86,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         try:
             return self._hello(request, context)
         except InvalidCall as error:
-            logger.warning("refused %s at %s: %s", request.process[:80] or "a host", context.peer(), error)
+            refused = f"refused {request.process[:80] or 'a host'} at {context.peer()}: {error}"
+            self._repeats.tell(logging.WARNING, "refused", address_of(context.peer()), refused)
             await context.abort(error.code, str(error))
         raise AssertionError("abort() always raises")
 
@@ -238,7 +242,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             except StorageRefusedError as error:
                 outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
             except Exception as error:
-                outcome, detail = _internal("Lookup", error)
+                outcome, detail = self._internal("Lookup", error)
         self._metrics.lookups[outcome_name(outcome)] += 1
         response = pb.LookupResponse(hits=hits, outcome=outcome, detail=detail)
         self._report(response)
@@ -248,12 +252,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         layout = self._validate.layout(request.layout)
         self._check_buffers(layout)
         destination = await self._destinations.register(request, layout, host.owner)
-        logger.info(
-            "registered destination %016x: %d bytes of %s, %d a chunk",
-            destination.destination_id,
-            destination.size,
-            request.WhichOneof("memory"),
-            layout.raw_bytes,
+        self._repeats.tell(
+            logging.INFO,
+            "registered",
+            host.owner,
+            f"registered destination {destination.destination_id:016x}: {destination.size} bytes of "
+            f"{request.WhichOneof('memory')}, {layout.raw_bytes} a chunk",
         )
         return pb.RegisterDestinationResponse(destination_id=destination.destination_id, chunk_bytes=layout.raw_bytes)
 
@@ -302,7 +306,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 except Exception as error:
                     if isinstance(error, QueueFull | DestinationError):
                         raise
-                    outcome, detail = _internal("Fetch", error)
+                    outcome, detail = self._internal("Fetch", error)
                     return pb.FetchResponse(outcome=outcome, detail=detail)
 
         return await self._run(host, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
@@ -326,7 +330,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 except Exception as error:
                     if isinstance(error, QueueFull | DestinationError):
                         raise
-                    outcome, detail = _internal("Store", error)
+                    outcome, detail = self._internal("Store", error)
                     return pb.StoreResponse(outcome=outcome, detail=detail)
 
         return await self._run(host, request, work, self._metrics.stores, self._metrics.store_seconds)
@@ -334,7 +338,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     def _check_reach(self, destination: Destination, outcome: pb.Outcome) -> None:
         """Drop a destination that could not be reached: whoever still owns it registers it anew."""
         if outcome == pb.OUTCOME_DEVICE and not self._destinations.given_up:
-            logger.warning("destination %016x could not be reached: forgotten", destination.destination_id)
+            forgotten = f"destination {destination.destination_id:016x} could not be reached: forgotten"
+            self._repeats.tell(logging.WARNING, "unreachable", destination.owner, forgotten)
             self._destinations.lost(destination)
 
     async def _run(
@@ -377,11 +382,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             self._reported[kind] = now
             logger.warning("%s ended with %s: %s", kind[0], outcome_name(response.outcome), response.detail)
 
+    def _internal(self, call: str, error: Exception) -> tuple[pb.Outcome, str]:
+        detail = f"{call} met a bug: {type(error).__name__}: {error}"
+        if self._repeats.tell(logging.ERROR, f"{call}: {type(error).__name__}", "", f"{detail}; please report it"):
+            logger.exception("where it is")
+        return pb.OUTCOME_INTERNAL, detail
+
 
 def _unknown(destination_id: int) -> str:
     return f"there is no destination {destination_id:016x} (any more): register again"
-
-
-def _internal(call: str, error: Exception) -> tuple[pb.Outcome, str]:
-    logger.exception("%s met a bug; please report it", call)
-    return pb.OUTCOME_INTERNAL, f"{call} met a bug: {type(error).__name__}: {error}"
