@@ -174,8 +174,8 @@ class DestinationTable:
         self._idle_max = config.destination_idle
         self.device_lost = asyncio.Event()
         self._destinations: dict[int, Destination] = {}
-        self._pending = 0  # registrations in progress
-        self._pending_bytes = 0
+        self._shares = config.hosts_max
+        self._pending: list[tuple[str, int]] = []  # owner and bytes of registrations in progress
         self._claims: defaultdict[object, list[tuple[int, int, bool]]] = defaultdict(list)
 
     @property
@@ -232,13 +232,10 @@ class DestinationTable:
         size = int(memory.size)
         if size < layout.raw_bytes:
             raise DestinationError(f"{field}.size is {size}; one chunk of this layout takes {layout.raw_bytes}")
-        if len(self._destinations) + self._pending >= self._count_max:
-            raise TooManyError(f"{self._count_max} destinations are registered; release one, or raise destinations_max")
-        if self.total_bytes + self._pending_bytes + size > self._bytes_max:
-            raise TooManyError(f"the destinations would exceed destination_bytes_max, {self._bytes_max} bytes")
+        self._check_room(size, owner)
         _, connect = self._kinds[field]
-        self._pending += 1
-        self._pending_bytes += size
+        pending = (owner, size)
+        self._pending.append(pending)
         try:
             connecting = asyncio.ensure_future(asyncio.to_thread(connect, self._pipeline, memory, layout))
             try:
@@ -249,9 +246,21 @@ class DestinationTable:
             destination.owner = owner
             self._destinations[destination.destination_id] = destination
         finally:
-            self._pending -= 1
-            self._pending_bytes -= size
+            self._pending.remove(pending)
         return destination
+
+    def _check_room(self, size: int, owner: str) -> None:
+        """Raise TooManyError unless a host may register so many bytes more; several hosts have equal shares."""
+        taken = [(each.owner, each.size) for each in self._destinations.values()] + self._pending
+        mine = [each for each in taken if each[0] == owner]
+        for these, shares, of in ((taken, 1, ""), (mine, self._shares, ", this host's share")):
+            count_max, bytes_max = max(1, self._count_max // shares), self._bytes_max // shares
+            if len(these) >= count_max:
+                raise TooManyError(
+                    f"{count_max} destinations are registered{of}; release one, or raise destinations_max"
+                )
+            if sum(bytes_ for _, bytes_ in these) + size > bytes_max:
+                raise TooManyError(f"the destinations would exceed destination_bytes_max, {bytes_max} bytes{of}")
 
     @contextlib.contextmanager
     def claim(self, destination: Destination, offset: int, length: int, *, writing: bool) -> Iterator[None]:

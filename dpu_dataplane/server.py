@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from dpu_dataplane.admission import Admission
+from dpu_dataplane.admission import CALLS_MAX, Admission
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.cluster import ClusterClient
 from dpu_dataplane.config import DataPlaneConfig, codec_name, split_address
@@ -23,6 +23,7 @@ from dpu_dataplane.credentials import server_credentials
 from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable
+from dpu_dataplane.jobs import Turnstile
 from dpu_dataplane.links import DataLinks
 from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
 from dpu_dataplane.repeats import Repeats
@@ -45,8 +46,6 @@ SERVICE_NAME: Final = dataplane_pb2.DESCRIPTOR.services_by_name["DataPlane"].ful
 MESSAGE_BYTES_MAX: Final = 8 << 20
 """Of one gRPC message: 65,536 keys take 2.2 MB; gRPC's own default is 4 MiB."""
 KEEPALIVE_MS: Final = 10_000
-CALLS_MAX: Final = 4096
-"""Calls in progress, waiting ones included: above the default queues by an order of magnitude."""
 STREAMS_MAX: Final = 512
 """Calls in progress on one connection; more wait at the caller. All of one host's queues fit several times."""
 HANDSHAKE_MS: Final = 20_000
@@ -133,10 +132,11 @@ class Daemon:
         tracer = Tracer(pipeline)
         executor = self._executor("fetch")
         transfer = Transfer(pipeline, executor, client, fetch_links, self.metrics)
-        fetcher = Fetcher(executor, catalog, client, transfer, buffers, self.metrics, config.fetch_queue, tracer)
+        fetches, stores = (Turnstile(size, config.hosts_max) for size in (config.fetch_queue, config.store_queue))
+        fetcher = Fetcher(executor, catalog, client, transfer, buffers, self.metrics, fetches, tracer)
         storer = Storer(
             pipeline, self._executor("store"), catalog, client, store_links, buffers, self.metrics, codec,
-            int(config.slice_bytes), config.store_queue,
+            int(config.slice_bytes), stores,
         )  # fmt: skip
         hosts = HostTable(config, destinations)
         self._repeats = Repeats()
@@ -213,7 +213,8 @@ class Daemon:
         ]
 
     async def _serve(self, service: DataPlaneService) -> None:
-        admission = Admission(int(self.config.call_bytes_max), self.config.hosts_max, self._repeats)
+        config = self.config
+        admission = Admission(int(config.call_bytes_max), config.hosts_max, service.hosts.knows, self._repeats)
         self.metrics.gauges["call_bytes"] = (
             "Bytes of the messages of calls in progress",
             lambda: admission.total_bytes,
@@ -232,7 +233,7 @@ class Daemon:
                 # A host without a call for so long is forgotten; its connection, or anybody's, is no more worth.
                 ("grpc.max_connection_idle_ms", int(1000 * self.config.destination_idle)),
             ],
-            maximum_concurrent_rpcs=CALLS_MAX,
+            maximum_concurrent_rpcs=2 * CALLS_MAX,  # who comes in is Admission's business; here is but the last wall
         )
         dataplane_pb2_grpc.add_DataPlaneServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         health_service: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it

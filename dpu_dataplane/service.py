@@ -72,7 +72,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._fetcher = fetcher
         self._storer = storer
         self._destinations = destinations
-        self._hosts = hosts
+        self.hosts = hosts
         self._buffers = buffers
         self._metrics = metrics
         self._validate = Validator(config)
@@ -152,7 +152,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     ) -> AsyncIterator[pb.TraceResponse]:
         """Record the next fetches."""
         try:
-            with self._hosts.call(context) as host:
+            with self.hosts.call(context) as host:
                 timeout = self._validate.timeout(request.timeout_ms)
                 fetches = self._validate.count("fetches", request.fetches)
                 with self._tracer.recording(host.owner, fetches) as recording:
@@ -174,7 +174,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     ) -> _Response:
         """Run a handler for the host that calls; turn what is wrong with the call into a gRPC status."""
         try:
-            with self._hosts.call(context) as host:
+            with self.hosts.call(context) as host:
                 return await handle(request, host)
         except InvalidCall as error:
             await context.abort(error.code, str(error), error.metadata)
@@ -196,7 +196,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._validate.hello(request)
         if request.HasField("layout"):
             self._check_shape(self._validate.layout(request.layout), request.chunk_bytes)
-        host, new = self._hosts.enter(request, context)
+        host, new = self.hosts.enter(request, context)
         if new:
             logger.info("connected: %s", host)
         backend = native.backends()[self._config.backend]

@@ -86,7 +86,7 @@ class Storer:
         metrics: Metrics,
         codec: native.Codec,
         slice_bytes: int,
-        queue_max: int,
+        queue: Turnstile,
     ) -> None:
         self._pipeline = pipeline
         self._executor = executor
@@ -97,7 +97,7 @@ class Storer:
         self._metrics = metrics
         self._codec = codec
         self._slice_bytes = slice_bytes
-        self.queue = Turnstile(queue_max)
+        self.queue = queue
 
     async def run(
         self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], parents: Sequence[bytes] = ()

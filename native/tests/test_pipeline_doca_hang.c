@@ -95,7 +95,10 @@ static void test_a_store_that_never_ends(const char *device) {
         CHECK_EQUAL(ss_pipeline_given_up(bench.pipeline), 1);
     }
     emulate("HANG", NULL);
-    round->registered = NULL; /* kept: the device may be at it */
+    static struct ss_destination *kept; /* the device may be at it */
+    kept = round->registered;
+    CHECK(ss_destination_address(kept) == round->destination);
+    round->registered = NULL;
     ss_export_close(exported);
     round_free(round);
     bench_stop(&bench);

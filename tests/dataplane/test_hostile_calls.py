@@ -8,10 +8,11 @@ from typing import Any
 
 import grpc
 import pytest
-from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record
+from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record, running
 from grpc_health.v1 import health_pb2
 from machine import NEVER_MS, NEVER_S, until
 
+from dpu_dataplane import admission
 from shadowserve.proto import SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -131,6 +132,40 @@ async def test_the_bytes_of_calls_in_progress_are_bounded(mortal_storage: Server
         mortal_storage.thaw()
         answer = await asyncio.wait_for(client.lookup(KEYS), NEVER_S)
         assert list(answer.hits) == [4], "and given back"
+
+
+async def test_calls_of_strangers_that_never_send_do_not_keep_the_host_out(storage: Server, tmp_path: Path) -> None:
+    async with attacked(storage, tmp_path) as (daemon, client):
+        stranger = Client(daemon.address)
+        try:
+            lookup = stranger.channel.stream_unary(METHODS[1])
+            sessions: list[Any] = [(), ((SESSION_KEY, b"x" * 16),)]
+            calls = [lookup(metadata=sessions[number % 2]) for number in range(400)]
+            await until(lambda: sum(call.done() for call in calls) >= 400 - 128)
+            waiting = [call for call in calls if not call.done()]
+            assert 0 < len(waiting) <= 128, "they have few places, all together"
+            for call in calls:
+                if call.done():
+                    assert (await status_of(call))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert list((await client.lookup(KEYS)).hits) == [4], "the host has its own"
+            for call in calls:
+                call.cancel()
+        finally:
+            await stranger.close()
+
+
+async def test_a_message_that_does_not_come_gives_its_place_back(
+    storage: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_MESSAGE_S", 0.2)
+    async with running(storage) as (_, client):
+        for method in (METHODS[1], f"/{SERVICE.full_name}/Trace"):
+            make = client.channel.stream_stream if method in STREAMING else client.channel.stream_unary
+            calls = [make(method)() for _ in range(3)]
+            for call in calls:
+                code, detail = await call.code(), await call.details()
+                assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "did not arrive" in detail
+        assert (await client.lookup(KEYS, SHAPE.namespace)).outcome == pb.OUTCOME_COMPLETE
 
 
 async def test_a_session_that_is_none_gets_no_further_than_that(storage: Server, tmp_path: Path) -> None:
