@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_pipeline_doca_hang.c - a device that never ends what it was given: the round ends, and says so, and the end comes
+ * test_pipeline_doca_hang.c - a device that never ends what it was given: the round ends, says so, and so does the rest
  *
  * The emulator swallows tasks. What is given up stays open until the process ends, and a device that is open keeps its
  * settings, so that each case takes a card of its own.
@@ -79,8 +79,7 @@ static void test_a_store_that_never_ends(const char *device) {
     struct bench bench = bench_start(device, 300, 0);
     struct ss_round *round = fixture_round(bench.fixture);
     struct ss_export *exported = NULL;
-    struct ss_memory memory = {
-        .kind = SS_MEMORY_EXPORTED, .address = round->destination, .size = bench.fixture->size};
+    struct ss_memory memory = {.kind = SS_MEMORY_EXPORTED, .address = round->destination, .size = bench.fixture->size};
     CHECK_EQUAL(ss_export_open(device, memory.address, memory.size, -1, &exported), SS_OK);
     ss_export_descriptor(exported, &memory.descriptor, &memory.descriptor_size);
     CHECK_EQUAL(ss_destination_register(bench.pipeline, &memory, &round->registered), SS_OK);
