@@ -255,6 +255,10 @@ class ExportedHostMemory:
         """Return what was delivered there."""
         return self.memory[offset : offset + length]
 
+    def whole(self) -> bool:
+        """Return true: it is nobody else's."""
+        return True
+
     def close(self) -> None:
         """End the export."""
         self._export.close()
@@ -285,6 +289,9 @@ class _Locked:
 
     def arrived(self, offset: int, length: int) -> Any:
         return self._under.arrived(offset, length)
+
+    def whole(self) -> bool:
+        return bool(self._under.whole())
 
     def close(self) -> None:
         self._gpu.device.synchronize()  # the engine's stream may still copy, too
@@ -325,6 +332,9 @@ class _GpuMemory:
 
     def announced(self) -> None:
         pass
+
+    def whole(self) -> bool:
+        return True
 
     def close(self) -> None:
         pass  # freed with the last tensor over it

@@ -277,8 +277,14 @@ class StoreQueue:
             if segment is None:
                 self._drop(batch, self.last_error)
                 return
-            if batch[0].segment is not segment:
+            source = batch[0].segment
+            if source is not segment:
                 batch = self._move(batch, segment)
+            if not source.whole():  # what was read of it may be zeros that nobody has put there
+                self._destination.lost(source)
+                self._drop(batch, "no_memory", "the memory that chunks wait in was made shorter; it is given up")
+                return
+            if source is not segment:
                 continue
             answer = self._call(batch)
             if answer.reason == "unknown_destination" and not retried:

@@ -30,7 +30,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 6
+ABI_VERSION: Final = 7
 
 
 class Result(enum.IntEnum):

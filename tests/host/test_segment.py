@@ -61,6 +61,19 @@ def test_more_than_there_is_says_what_to_do(leftovers: Callable[[], set[str]]) -
     assert leftovers() == set()
 
 
+def test_a_segment_that_is_made_shorter_reads_as_zeros_and_says_so() -> None:
+    segment = Segment.create(3 * 4096)
+    segment.memory[:] = b"x" * segment.size
+    view = segment.memory[4096:]
+    assert segment.whole()
+    os.ftruncate(segment._descriptor, 4096)
+    assert not segment.whole(), "before anybody touches it"
+    assert bytes(view) == bytes(len(view))
+    segment.close()
+    assert not segment.whole()
+    assert bytes(view) == bytes(len(view)), "a view of it outlives it"
+
+
 def test_file_of_a_killed_process_is_removed_by_the_next(leftovers: Callable[..., set[str]]) -> None:
     program = "from host_control.segment import Segment; s = Segment.create(4096); print(s.name, flush=True); input()"
     with subprocess.Popen(
