@@ -20,8 +20,8 @@ from storage_kv.pool.arena import BLOCK_BYTES, Arenas
 from storage_kv.pool.core import Core
 from storage_kv.pool.device import BlockDevice, Operation, OperationKind, Priority
 from storage_kv.pool.disk import Disk
-from storage_kv.pool.foreign import describe_content
 from storage_kv.pool.format import FormatError
+from storage_kv.pool.formatting import check_empty
 from storage_kv.pool.homes import Homes
 from storage_kv.pool.organizer import BUSY_DEPTH, BandwidthMeter
 from storage_kv.pool.recovery import Reader, read_superblocks
@@ -185,17 +185,22 @@ def open_parts(
 
 
 def _prepare(found: Found, config: StorageConfig, clock_ms: Callable[[], int], entropy: Callable[[int], bytes]) -> int:
-    """Make volumes of empty devices; return how many objects all of them may hold."""
+    """Make volumes of empty devices, if none holds anything else; return how many objects all of them may hold."""
     superblocks = [read_superblocks(Reader(device), device)[0] for _, device in found]
     pool_id = next((superblock.pool_id for superblock in superblocks if superblock is not None), None)
+    for (_, device), superblock in zip(found, superblocks, strict=True):
+        if superblock is None:
+            check_empty(device)
     total = 0
     for (entry, device), superblock in zip(found, superblocks, strict=True):
-        if superblock is None and describe_content(Reader(device), device.capacity_bytes) is None:
+        if superblock is None:
             pool_id = pool_id or entropy(16)
             wanted = entry.objects_max or max(device.capacity_bytes // _BYTES_PER_OBJECT, _OBJECTS_MIN)
-            superblock = Volume.format(device, pool_id=pool_id, objects_max=wanted, clock_ms=clock_ms, entropy=entropy)
+            superblock = Volume.format(
+                device, pool_id=pool_id, objects_max=wanted, force=True, clock_ms=clock_ms, entropy=entropy
+            )
             _log.info("device_formatted device=%s objects_max=%d", device.name, wanted)
-        total += superblock.layout.objects_max if superblock is not None else 0
+        total += superblock.layout.objects_max
     return total
 
 

@@ -194,7 +194,7 @@ class Volume:
         begin = time.perf_counter()
         reader = Reader(device)
         superblock, damaged = read_superblocks(reader, device)
-        superblock = check_superblock(superblock, device, reader, pool_id)
+        superblock = check_superblock(superblock, damaged, device, pool_id)
         volume = cls(device, index, number, superblock)
         volume._clock_ms = clock_ms or wall_clock_ms
         recovery = volume._recovery = Recovery(reader, superblock, index, number)
