@@ -11,7 +11,6 @@ they are done; poll() has nothing to do.
 An entry whose file cannot be read, or holds anything but what was written, is dropped and counted.
 """
 
-import errno
 import itertools
 import logging
 import threading
@@ -22,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from shadowserve.errors import NativeError
+from shadowserve.errors import ConfigurationError, NativeError, is_passing
 from shadowserve.native import OBJECT_HEADER_BYTES
 from storage_kv.engine import (
     TENANT_BYTES,
@@ -57,9 +56,6 @@ _READING_BYTES_MAX: Final = 256 << 20
 
 _KEY_ROOM: Final = 512
 """Bytes behind a buffer that a value is received in, for the name; with a longer key the value is copied once."""
-
-_PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
-"""Errors that say nothing of the file: the client gets a miss, the entry stays."""
 
 
 class FileItem(MemoryItem):
@@ -137,8 +133,13 @@ class FilesystemEngine(MemoryEngine):
             self._names = {"": 0} | self._files.tenants()
             with lock:
                 self._recover()
-        except BaseException:
+        except BaseException as error:
             self._files.close()
+            if isinstance(error, OSError):
+                raise ConfigurationError(
+                    f"cannot read the values in {self._root}: {error}; nothing that could not be read was removed. Try "
+                    "again: it may be possible then. If it never is, remove that file"
+                ) from error
             raise
         self._readers = Workers(_READERS, "read")
         self._writers = Workers(_WRITERS, "write")
@@ -220,8 +221,7 @@ class FilesystemEngine(MemoryEngine):
         try:
             data = self._files.read(item.name, start, end)
         except Exception as error:  # whatever it was, the reader hears of it
-            passing = isinstance(error, MemoryError) or getattr(error, "errno", None) in _PASSING
-            lost = None if passing else "io_error"
+            lost = None if is_passing(error) else "io_error"  # else the client gets a miss, and the entry stays
             _log.warning("read_failed file=%s error=%r", item.name.digest.hex(), str(error))
         with self._lock:
             item.reads -= 1

@@ -94,9 +94,9 @@ def check_empty(device: BlockDevice) -> None:
             f"device, or drop all that is on this one: shadowserve pool format --force {device.name}"
         )
     raise FormatError(
-        f"device {device.name} holds {found}, but no superblock that is sound; nothing was changed. If it was a volume, "
-        f"restore one of its first 4 KiB or its 4 KiB at 1 MiB; to drop all that is on it: shadowserve pool format "
-        f"--force {device.name}"
+        f"device {device.name} holds {found}, but no superblock that is sound; nothing was changed. If it was a "
+        f"volume, restore one of its first 4 KiB or its 4 KiB at 1 MiB; to drop all that is on it: shadowserve pool "
+        f"format --force {device.name}"
     )
 
 

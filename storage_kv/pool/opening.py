@@ -1,6 +1,7 @@
 """Opening a pool: devices, what is on them, memory, and how fast they are."""
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -11,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from shadowserve.errors import ConfigurationError, DeviceError, NativeError
+from shadowserve.errors import ConfigurationError, DeviceError, NativeError, is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag, IndexPolicy
 from shadowserve.native import BlockDevice as NativeDevice
 from storage_kv.config import DeviceConfig, StorageConfig
@@ -84,7 +85,8 @@ def open_devices(config: StorageConfig) -> tuple[Found, list[tuple[str, str]]]:
     """Open the devices that the configuration names; return them, and those that cannot be, with the reason.
 
     Raises:
-        ConfigurationError: there are devices, and none of them can be opened.
+        ConfigurationError: there are devices, and none of them can be opened; or one of them is there, but not to be
+            had at the moment. Going on without it would cost all that is on it.
     """
     found: Found = []
     absent: list[tuple[str, str]] = []
@@ -98,6 +100,13 @@ def open_devices(config: StorageConfig) -> tuple[Found, list[tuple[str, str]]]:
             )
         except (DeviceError, NativeError) as error:
             _log.error("device_not_opened device=%s error=%r", entry.path, str(error))
+            if is_passing(error) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM):
+                for _, opened in found:
+                    opened.close()
+                raise ConfigurationError(
+                    f"{error}. The device is there: without it the server does not start, since others would go on "
+                    "without it and what is on it would be dropped. To do without it, take it out of 'devices'"
+                ) from error
             absent.append((str(entry.path), str(error)))
         else:
             _log.info(

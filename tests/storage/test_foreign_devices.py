@@ -290,12 +290,13 @@ def test_a_device_that_cannot_be_read_is_not_taken_for_an_empty_one(
     """Symptom: what could not be read counted as zeros, so that a volume was formatted."""
     monkeypatch.setattr(recovery, "_PAUSES_S", 0.1)
     device = device_of()
+    written = len(device.trace)
     device.fail(OperationKind.READ, error=error, times=None)
     with pytest.raises(OSError, match=os.strerror(error)):
         Store(device)
     with pytest.raises(OSError, match=os.strerror(error)):
         Volume.format(device, pool_id=POOL, objects_max=200)
-    assert all(kind is OperationKind.READ for kind, _, _ in device.trace[len(device.trace) // 2 :])
+    assert all(kind is OperationKind.READ for kind, _, _ in device.trace[written:])
     device.faults.clear()
     Store(device)
 
