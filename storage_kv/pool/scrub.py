@@ -4,6 +4,7 @@ It goes round each device at a bounded rate, behind everything else that the dev
 dropped and counted like what a client finds, and its extent goes into quarantine (``quarantine.py``).
 """
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass
 from typing import Final
@@ -11,9 +12,10 @@ from typing import Final
 from shadowserve.block import Operation, Priority
 from shadowserve.errors import is_passing
 from shadowserve.native import Result, object_unit
-from storage_kv.pool.arena import HEADER_BYTES, Buffer
+from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
 from storage_kv.pool.core import Core, Entry
 from storage_kv.pool.disk import Disk
+from storage_kv.pool.pages import Pages
 from storage_kv.pool.quarantine import Tester
 from storage_kv.pool.reads import failure_of
 
@@ -24,13 +26,25 @@ _PASSED_PER_TURN: Final = 256
 """Entries looked at in one turn for those of the device whose turn it is."""
 
 
+class _Own:
+    """Memory for one object, as a :class:`Buffer` is, of the scrubber's own."""
+
+    def __init__(self, blocks: int) -> None:
+        self._pages = Pages(blocks * BLOCK_BYTES)
+        self.address = self._pages.address
+        self.size = blocks * BLOCK_BYTES
+
+    def view(self, begin: int, end: int) -> memoryview:
+        return self._pages.view[begin:end]
+
+
 @dataclass(slots=True, eq=False)
 class _Check:
     """An object being read."""
 
     disk: Disk
     entry: Entry
-    buffer: Buffer
+    buffer: Buffer | _Own
     verdict: Result | None = None
     failure: str | None = None
     error: Exception | None = None
@@ -88,14 +102,21 @@ class Scrubber:
             return True
         if self._credit[disk.number] <= 0:
             return False
-        # Only from memory that is free: a scrubber drops no copies.
-        buffer = core.arenas.take(entry.blocks)
+        buffer = self._memory(entry.blocks)
         if buffer is None:
             return False
         self._slot = slot
         self._credit[disk.number] -= entry.size
         self._begin(_Check(disk, entry, buffer))
         return True
+
+    def _memory(self, blocks: int) -> Buffer | _Own | None:
+        """Return memory that is free, since a scrubber drops no copies; where none is, its own for one at a time."""
+        buffer = self._core.arenas.take(blocks)
+        if buffer is None and not self._under_way:
+            with contextlib.suppress(MemoryError):
+                return _Own(blocks)
+        return buffer
 
     def _begin(self, check: _Check) -> None:
         def done(operation: Operation) -> None:
@@ -134,7 +155,8 @@ class Scrubber:
         for check in checks:
             self._under_way -= 1
             check.disk.unuse(check.entry.extent)
-            core.arenas.release(check.buffer)
+            if isinstance(check.buffer, Buffer):
+                core.arenas.release(check.buffer)
             check.disk.scrubbed_bytes += check.entry.size
             if check.error is not None:
                 check.disk.note_error(check.error, core.clock_ms(), writing=False)

@@ -49,7 +49,7 @@ class Finding:
     """Something that is not as it should be.
 
     Attributes:
-        part: superblock, size, log, snapshot, index or object.
+        part: device, superblock, size, log, snapshot, index or object.
         where: block, or key, that it is about.
         what: in words.
     """
@@ -89,14 +89,13 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
         DeviceError: the device does not answer.
     """
     found = Verification()
-    part = "superblock"
     try:
         damaged = _check_superblocks(found, device)
-        part = "log"
         if damaged is not None:
             _check_volume(found, device, damaged, progress or (lambda _done, _total: None) if objects else None)
     except (FormatError, OSError) as error:  # what a server would say, too
-        found.findings.append(Finding(part, device.name, str(error)))
+        part = "device" if isinstance(error, OSError) else "superblock"
+        found.findings.append(Finding(part, "", str(error)))
     return found
 
 
@@ -178,9 +177,10 @@ def _check_objects(found: Verification, reader: Reader, index: Index, progress: 
 
 
 def _check_object(reader: Reader, entry: IndexEntry) -> str | None:
-    content = np.concatenate(
-        [data.copy() for _, data in reader.pieces(entry.extent, blocks_of(entry.length, entry.name_blocks))]
-    )
+    blocks = range(entry.extent, entry.extent + blocks_of(entry.length, entry.name_blocks))
+    content = np.concatenate([data.copy() for _, data in reader.pieces(blocks.start, len(blocks))])
+    if reader.unreadable.intersection(blocks):
+        return f"it cannot be read: {reader.unreadable_error()}"
     value = memoryview(content)[OBJECT_HEADER_BYTES : OBJECT_HEADER_BYTES + entry.length]
     expected = ObjectFields(
         key=entry.key,

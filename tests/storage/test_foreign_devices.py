@@ -28,6 +28,7 @@ from shadowserve.native import BlockDevice
 from storage_kv.pool import foreign, recovery
 from storage_kv.pool.engine import PoolEngine
 from storage_kv.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError
+from storage_kv.pool.verification import verify_volume
 from storage_kv.pool.volume import Volume
 
 MIB = 1 << 20
@@ -174,6 +175,39 @@ def test_a_signature_is_found_wherever_it_lies(offset: int, content: bytes, mean
     """Symptom: formatted, since only the first MiB was looked at."""
     size = 16 * MIB if 0 <= offset < 4 * MIB else LARGE
     refused(sparse(tmp_path / "device", size, (offset, content)), meaning)
+
+
+def test_what_only_wipefs_knows_is_named(tmp_path: Path) -> None:
+    if shutil.which("wipefs", path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None:
+        pytest.skip("wipefs is not installed")
+    refused(sparse(tmp_path / "device", 16 * MIB, (1024, bytes.fromhex("e2e1f5e0"))), "what wipefs calls erofs")
+
+
+@pytest.mark.parametrize("words", ["exit 1", "echo nonsense", "echo '{\"signatures\": [{}]}'", "echo {}"])
+def test_a_wipefs_that_is_of_no_use_is_done_without(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "wipefs"
+    program.write_text(f"#!/bin/sh\n{words}\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with closing(BlockDevice(sparse(tmp_path / "device", 16 * MIB))) as device:
+        assert foreign.describe_content(device) is None
+
+
+def test_an_object_that_cannot_be_read_is_a_finding_that_says_so() -> None:
+    """Symptom: 'there is no object'."""
+    store = Store(device_of())
+    for key, value in VALUES.items():
+        store.put(key, value)
+        store.drain()
+    store.volume.snapshot()
+    store.drain()
+    assert isinstance(store.device, SimulatedDevice)
+    device = store.device.restart()
+    device.fail(OperationKind.READ, times=None, first_block=store.volume.superblock.layout.data_first)
+    told = {finding.what for finding in verify_volume(device).findings}
+    assert told and all(each.startswith("it cannot be read: ") for each in told)
 
 
 def test_a_volume_without_any_superblock_is_not_taken_for_empty(volume: Path) -> None:

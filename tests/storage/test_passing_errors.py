@@ -339,3 +339,19 @@ def test_the_tests_of_much_quarantined_room_take_a_bounded_part_of_a_device() ->
     pass_time(pool, clock, 60)
     assert not pool_statistics(pool).devices[0].quarantined_bytes
     pool.stop()
+
+
+def test_scrubbing_goes_on_although_all_memory_is_in_use() -> None:
+    """Symptom: with copies in all of the memory, as a cache has them, no object was ever checked."""
+    clock = Clock()
+    pool, devices = start(clock_ms=clock, scrub_bytes_per_s=64 << 20)
+    for number in range(30):
+        pool.put(b"%d" % number, b"x" * 30_000)
+    cool(pool)
+    devices[0].rot(place_of(pool, b"7")[1] + 12_345)
+    arenas = pool.engine._core.arenas  # type: ignore[attr-defined]
+    while arenas.take(1) is not None:
+        pass
+    pass_time(pool, clock, 20)
+    assert pool_statistics(pool).lost == {"rotten": 1} and arenas.used_bytes <= arenas.budget_bytes
+    pool.stop()
