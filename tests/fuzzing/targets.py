@@ -10,7 +10,7 @@ from typing import Final
 
 import golden_volume
 from google.protobuf.message import DecodeError
-from test_resp import FRAGMENTS, check_hostile
+from test_resp import FRAGMENTS, outcome
 from test_volume_format import kept, parse
 
 from dpu_dataplane.config import DataPlaneConfig
@@ -18,7 +18,7 @@ from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import record
 from shadowserve.errors import ConfigurationError, RecordError
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.resp import split_inline
+from shadowserve.resp import CommandReader, Limits, ReplyReader, split_inline
 from storage_kv.access.rules import RuleError, User, parse_line
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
@@ -52,7 +52,12 @@ def _files(folder: Path, pattern: str = "*") -> list[bytes]:
 
 
 def _resp(data: bytes) -> None:
-    check_hostile(data)
+    """See that what is read does not depend on how it is cut; of a line that is too long the error's text does."""
+    for make in (ReplyReader, CommandReader):
+        whole, error = outcome(make(_LIMITS), data, max(len(data), 1))
+        pieces, piece_error = outcome(make(_LIMITS), data, 1 if len(data) <= 64 else 7)
+        assert pieces[: len(whole)] == whole, (whole, pieces)
+        assert (error is None) == (piece_error is None), (error, piece_error)
     split_inline(data)
 
 
@@ -84,6 +89,7 @@ def _volume_blocks() -> list[bytes]:
     return kept() + golden[:64]
 
 
+_LIMITS: Final = Limits(large_bulk_bytes=32, bulk_bytes_max=4096, items_max=64, line_bytes_max=256)
 _VALIDATOR: Final = Validator(DataPlaneConfig.load(environment={}))
 
 
