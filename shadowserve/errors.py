@@ -21,6 +21,9 @@ Messages say which operation on what failed, why, and what to do about it. A cac
 serving path every one of these ends as a miss with a reason.
 """
 
+import errno
+from typing import Final
+
 __all__ = [
     "BusyError",
     "ConfigurationError",
@@ -36,7 +39,21 @@ __all__ = [
     "StorageError",
     "StorageRefusedError",
     "StorageUnavailableError",
+    "is_passing",
 ]
+
+_NOT_BEGUN: Final = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY})
+_PASSING: Final = _NOT_BEGUN | {errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT}
+
+
+def is_passing(error: BaseException, *, flushing: bool = False) -> bool:
+    """Return whether an error says only that the system was short of something, or a device busy, at that moment.
+
+    Nothing follows from it for what was to be read or written: it can be tried again. A flush (``flushing``) only where
+    it has not begun, since one that failed may have dropped what it was to make durable.
+    """
+    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+    return number in (_NOT_BEGUN if flushing else _PASSING)
 
 
 class ShadowServeError(Exception):
