@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "pool": "shadowserve.cli.pool:pool",
     "verify": "shadowserve.cli.verify:verify",
     "stats": "shadowserve.cli.stats:stats",
+    "config": "shadowserve.cli.configuration:config",
     "doctor": "shadowserve.cli.doctor:doctor",
 }
 
@@ -55,11 +56,12 @@ def main() -> None:
 
     \b
     Try it on this machine:    shadowserve demo
-    On the storage node:       shadowserve storage --config configs/storage.yaml
-    On the DPU, or the host:   shadowserve dpu --config configs/emulated.yaml
+    On the storage node:       shadowserve storage --memory-budget-bytes 64GiB
+    On the DPU, or the host:   shadowserve dpu --storage 127.0.0.1:6380
     In the serving process:    vllm serve MODEL --kv-transfer-config '{"kv_connector": "ShadowServeConnector", ...}'
     What a BlueField would do: shadowserve simulate bluefield
     What a fetch's time is:    shadowserve trace -o fetch.json
     What the storage does:     shadowserve stats --watch
+    Every key of a program:    shadowserve config storage.yaml > storage.yaml
     When something is wrong:   shadowserve doctor
     """
