@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -33,6 +32,7 @@ from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.health import Check, Endpoint, answers, check
 from shadowserve.logs import configure_logging
 from shadowserve.proto import dataplane_pb2, dataplane_pb2_grpc
+from shadowserve.signals import stop_signals
 
 __all__ = ["Daemon", "run"]
 
@@ -328,7 +328,7 @@ async def _stop_task(task: "asyncio.Task[None]") -> None:
 
 async def _main(config: DataPlaneConfig) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with Daemon(config) as daemon:
         print(f"ready {daemon.address}", flush=True)

@@ -62,6 +62,7 @@ def test_watching_shows_what_happens_between_two_looks(server: Child) -> None:
     assert shown.exit_code == 0 and "hit rate" in shown.output
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_watching_ends_in_order_on_an_interrupt(server: Child) -> None:
     command = [sys.executable, "-m", "shadowserve.cli", "stats", "--port", str(server.port), "--json", "--watch"]
     with subprocess.Popen(
