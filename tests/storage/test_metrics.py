@@ -216,6 +216,7 @@ def test_info_has_the_commands_as_redis_has_them(start: Callable[..., Child]) ->
 # ---- Alerts and the dashboard ----------------------------------------------------------------------------------------
 
 RULES = REPOSITORY / "configs" / "prometheus" / "shadowserve.rules.yaml"
+RULES_TEST = Path(__file__).with_name("alerts.test.yaml")
 DASHBOARD = REPOSITORY / "configs" / "grafana" / "shadowserve-storage.json"
 ANY_METRIC = re.compile(r"\bshadowserve_[a-z0-9_]+")
 
@@ -265,9 +266,15 @@ def test_every_metric_is_explained_and_nothing_else_is(start: Callable[..., Chil
     assert set(re.findall(r"`([a-z_]+)(?:{[a-z, ]+})?`", table)) - {"shadowserve_storage_"} == there
 
 
+def test_whoever_loads_all_of_the_folder_loads_rules_alone() -> None:
+    """As ``rule_files: [prometheus/*.yaml]`` does; Prometheus does not start with anything else among them."""
+    for path in RULES.parent.iterdir():
+        assert set(yaml.safe_load(path.read_text())) == {"groups"}, path.name
+
+
 def test_every_alert_is_explained_and_tested() -> None:
     explained = (REPOSITORY / "docs" / "operate.md").read_text()
-    tests = yaml.safe_load(RULES.with_name("shadowserve.rules.test.yaml").read_text())["tests"]
+    tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
     fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
     quiet = {case["alertname"] for case in tests[-1]["alert_rule_test"] if not case["exp_alerts"]}
     assert fired == quiet == set(alerts())
@@ -275,10 +282,10 @@ def test_every_alert_is_explained_and_tested() -> None:
 
 
 @needs_promtool
-@pytest.mark.parametrize("arguments", ["check rules shadowserve.rules.yaml", "test rules shadowserve.rules.test.yaml"])
-def test_promtool_finds_the_alerts_in_order(arguments: str) -> None:
+@pytest.mark.parametrize(("command", "file"), [("check", RULES), ("test", RULES_TEST)])
+def test_promtool_finds_the_alerts_in_order(command: str, file: Path) -> None:
     done = subprocess.run(
-        ["promtool", *arguments.split()], cwd=RULES.parent, capture_output=True, text=True, timeout=NEVER_S, check=False
+        ["promtool", command, "rules", file], capture_output=True, text=True, timeout=NEVER_S, check=False
     )
     assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
 
