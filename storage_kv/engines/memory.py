@@ -6,7 +6,7 @@ were removed but are still being sent: memory that is in use is counted, whereve
 
 import heapq
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final
 
 from storage_kv.engine import (
@@ -263,6 +263,10 @@ class MemoryEngine:
                 raise OutOfBudgetError(f"tenant {name!r} cannot be added: there are {TENANTS_MAX} already")
             self._names[name] = found
         return found
+
+    def tenants(self) -> Mapping[str, int]:
+        """See :meth:`Engine.tenants`."""
+        return self._names
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
         """See :meth:`Engine.set_quota`."""

@@ -10,7 +10,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Final, Self
@@ -597,6 +597,10 @@ class PoolEngine:
         """See :meth:`Engine.tenant`."""
         return self._tenants.id_of(name)
 
+    def tenants(self) -> Mapping[str, int]:
+        """See :meth:`Engine.tenants`."""
+        return self._tenants.by_name()
+
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
         """See :meth:`Engine.set_quota`. Bytes count as they lie: with headers, in blocks of 4 KiB."""
         if bytes_max is None and keys_max is None:
@@ -611,10 +615,7 @@ class PoolEngine:
         self._space.trim()
 
     def set_memory_budget(self, budget_bytes: int) -> None:
-        """Bound the memory that is used, and without devices so all objects.
-
-        The arenas stay as large as they were mapped: beyond that it has no effect.
-        """
+        """Bound the memory that is used, and without devices so all objects; at most to what the arenas have."""
         arenas = self._core.arenas
         arenas.budget_bytes = min(budget_bytes, arenas.size)
         if not self._core.disks:

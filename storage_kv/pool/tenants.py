@@ -1,5 +1,7 @@
 """Tenants' ids: given out in order, and told to every device, so that a restart knows whose objects are whose."""
 
+from collections.abc import Mapping
+
 from storage_kv.engine import TENANTS_MAX, OutOfBudgetError
 from storage_kv.pool.disk import Disk
 
@@ -35,6 +37,10 @@ class Tenants:
             for name, tenant in self._ids.items():
                 if tenant:
                     disk.name_tenant(tenant, name)
+
+    def by_name(self) -> Mapping[str, int]:
+        """Return all ids that were given out, by the tenants' names."""
+        return self._ids
 
     def ids(self) -> set[int]:
         """Return all ids that were given out."""
