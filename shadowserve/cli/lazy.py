@@ -2,8 +2,10 @@
 
 import importlib
 import importlib.metadata
+import importlib.util
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import click
@@ -52,10 +54,17 @@ class LazyGroup(click.Group):
     that line and exit code 1.
     """
 
-    def __init__(self, *arguments: Any, places: Mapping[str, str], **options: Any) -> None:
-        """Take ``places``: the command of each name, as ``module:attribute``."""
+    def __init__(
+        self,
+        *arguments: Any,
+        places: Mapping[str, str],
+        needs: Mapping[str, Sequence[str]] | None = None,
+        **options: Any,
+    ) -> None:
+        """Take ``places``, the command of each name as ``module:attribute``, and packages that some import late."""
         super().__init__(*arguments, **options)
         self.places = places
+        self.needs = needs or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, in their order."""
@@ -67,12 +76,22 @@ class LazyGroup(click.Group):
             return None
         module, name = self.places[cmd_name].split(":")
         try:
+            for package in self.needs.get(cmd_name, ()):
+                if not _is_there(package):
+                    raise ModuleNotFoundError(name=package)
             command: click.Command = getattr(importlib.import_module(module), name)
         except NotInstalledError as error:
             return _not_here(cmd_name, error)
         except ModuleNotFoundError as error:
             return _not_here(cmd_name, missing_package(error))
         return command
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # it is being imported, or was taken out of sight
+        return sys.modules.get(package) is not None
 
 
 def _not_here(name: str, error: NotInstalledError) -> click.Command:

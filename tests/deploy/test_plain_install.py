@@ -12,7 +12,7 @@ from machine import NEVER_S
 
 from shadowserve import native
 from shadowserve.cli import COMMANDS
-from shadowserve.cli.bench import BENCHES
+from shadowserve.cli.bench import BENCHES, NEEDS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -74,7 +74,8 @@ def test_every_command_explains_itself_without_extras(environment: dict[str, str
     for words, (code, output, exception) in found.items():
         assert code == 0 and "Usage: " in output, f"{words}: {exception}"
     absent = {words for words, (_, output, _) in found.items() if "\n  Not available here" in output}
-    assert absent == {"bench gpu"} and "torch" in found["bench gpu"][1]
+    assert absent == {"bench gpu", *(f"bench {name}" for name in NEEDS)}
+    assert "torch" in found["bench gpu"][1] and "redis" in found["bench fetch"][1]
 
 
 def test_trace_works_without_extras(environment: dict[str, str], tmp_path: Path) -> None:
@@ -91,7 +92,9 @@ def test_trace_works_without_extras(environment: dict[str, str], tmp_path: Path)
             ["bench", "gpu", "--device", "cpu"],
             "needs the Python package torch, which is not .*pip install vllm",
         ),
-        (["bench", "control"], "vLLM"),
+        (["bench", "control"], "needs the Python package vllm, .*pip install vllm"),
+        (["bench", "ablation", "--requests", "1"], "needs the Python package vllm, .*pip install vllm"),
+        (["bench", "stages"], r"needs the Python package redis, .*pip install 'shadowserve\[bench\]'"),
         (["bench", "memory", "--plot", "x.svg"], r"pip install 'shadowserve\[bench\]'"),
         (["dpu", "--storage-cluster", "[127.0.0.1:1]"], r"shadowserve\[cluster\]"),
     ],

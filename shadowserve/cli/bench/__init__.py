@@ -36,7 +36,19 @@ BENCHES: Final = (
 )
 
 
-@click.group(cls=LazyGroup, places={name: f"shadowserve.cli.bench.{name}:{name}" for name in BENCHES})
+NEEDS: Final = {
+    "stages": ["redis"],
+    "storage": ["redis"],
+    "fetch": ["redis"],
+    "link": ["redis"],
+    "interference": ["vllm"],
+    "ablation": ["vllm"],
+    "control": ["vllm", "redis"],
+}
+"""Packages of others that a benchmark imports late: better missed before it has measured for minutes."""
+
+
+@click.group(cls=LazyGroup, places={name: f"shadowserve.cli.bench.{name}:{name}" for name in BENCHES}, needs=NEEDS)
 @click.pass_context
 def bench(context: click.Context) -> None:
     """Measure, against a peer or a limit in the same run."""
