@@ -1,6 +1,7 @@
 """What the data plane can be told: section ``dpu``; ``configs/emulated.yaml`` says why each default is what it is."""
 
 import ipaddress
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
@@ -48,6 +49,16 @@ class DataPlaneConfig(Section):
     """Configuration of the data plane daemon. Sizes take units: ``256MiB``. Times are seconds."""
 
     section: ClassVar[str] = "dpu"
+    headings: ClassVar[Mapping[str, str]] = {
+        "listen": "Address and access",
+        "metrics_port": "Metrics and logs",
+        "storage": "Storage",
+        "backend": "What decodes",
+        "cores": "Cores",
+        "queue_depth": "Pipeline and buffers",
+        "fetch_queue": "Limits",
+        "quarantine_time": "Faulty records, and the end",
+    }
 
     listen: str = "127.0.0.1:50151"
     """Where gRPC listens, host:port (port 0 takes a free one) or unix:/path."""

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -39,6 +38,7 @@ from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.health import Check, Endpoint, answers, check
 from shadowserve.logs import configure_logging
 from shadowserve.proto import dataplane_pb2, dataplane_pb2_grpc
+from shadowserve.signals import stop_signals
 
 __all__ = ["Daemon", "run"]
 
@@ -389,7 +389,7 @@ async def _stop_task(task: "asyncio.Task[None]") -> None:
 async def _main(config: DataPlaneConfig) -> None:
     stop = asyncio.Event()
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with Daemon(config) as daemon:
         print(f"ready {daemon.address}", flush=True)

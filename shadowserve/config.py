@@ -52,6 +52,8 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
     section: ClassVar[str]
+    headings: ClassVar[Mapping[str, str]] = {}
+    """For those who read all keys: key that begins a group to the group's heading."""
 
     @classmethod
     def load(

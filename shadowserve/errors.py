@@ -11,6 +11,7 @@ The tree::
     +-- ProtocolError            the peer broke a wire protocol
     +-- NativeError              the C core returned a failure; ``result`` holds its code
     +-- DataPlaneError           the daemon could not do what was asked; ``outcome`` holds the reason
+    +-- NotInstalledError        a library or a package that this needs is not here; ``remedy`` says how to install it
     +-- DeviceError              a block device cannot be opened, or does not answer; ``errno`` holds the cause
     +-- BusyError                too much is under way: wait until some of it has ended, then try again
     +-- StorageError             the storage server could not be reached, or refused
@@ -33,6 +34,7 @@ __all__ = [
     "MismatchError",
     "NativeError",
     "NotARecordError",
+    "NotInstalledError",
     "ProtocolError",
     "RecordError",
     "ShadowServeError",
@@ -112,6 +114,23 @@ class DataPlaneError(ShadowServeError):
 
     def __reduce__(self) -> tuple[type["DataPlaneError"], tuple[str, str]]:
         return type(self), (str(self), self.outcome)
+
+
+class NotInstalledError(ShadowServeError, ImportError):
+    """A shared library or a Python package that this needs is not on this machine.
+
+    Attributes:
+        missing: what is not there, and what needs it.
+        remedy: how to install it.
+    """
+
+    def __init__(self, missing: str, remedy: str) -> None:
+        super().__init__(f"{missing}; {remedy}")
+        self.missing = missing
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type["NotInstalledError"], tuple[str, str]]:
+        return type(self), (self.missing, self.remedy)
 
 
 class DeviceError(ShadowServeError):
