@@ -164,7 +164,8 @@ def _container(
 
     ``categories`` are the command's own; its subcommands have them, too, or those of the group.
     """
-    rows = (*rows, _row("help", 2, "loading stale", _help, since, "Returns helpful text about the subcommands."))
+    help_since = max(since, "5.0.0")
+    rows = (*rows, _row("help", 2, "loading stale", _help, help_since, "Returns helpful text about the subcommands."))
     return Command(
         name=name,
         arity=arity,
