@@ -254,7 +254,7 @@ def client_kill(node: Node, session: Session, arguments: list[Argument]) -> Repl
 
     The filters are ID, TYPE, ADDR, LADDR and USER; SKIPME no includes the client itself.
     """
-    chosen = _sessions_seen_by(node, session)
+    chosen = [other for other in _sessions_seen_by(node, session) if not other.closing]
     if len(arguments) == 3:
         address = quote(arguments[2])
         chosen = [other for other in chosen if other.address == address]
