@@ -217,6 +217,11 @@ class Transaction:
     size_bytes: int = 0
     failed: bool = False
 
+    @property
+    def held_bytes(self) -> int:
+        """About what it makes the node hold, Python's own of each argument included."""
+        return self.size_bytes + 64 * self.arguments
+
     def fail(self) -> None:
         """Execute nothing of it, and hold nothing of it any longer."""
         self.failed = True
@@ -241,6 +246,7 @@ class Session:
         skip: commands whose replies are still to be dropped, CLIENT REPLY SKIP itself included.
         transaction: what MULTI has begun; None outside of it.
         executing: what EXEC has left to execute, before anything else that the client has sent.
+        executing_bytes: what that held when EXEC came.
         watched: the keys of WATCH, qualified, and whether each was there.
         watch_failed: one of them has been changed since.
     """
@@ -251,6 +257,7 @@ class Session:
         "closing",
         "created_s",
         "executing",
+        "executing_bytes",
         "file_descriptor",
         "finish",
         "id",
@@ -299,12 +306,20 @@ class Session:
         self.authenticated = authenticated
         self.limiter: RateLimiter | None = None
         self.executing: deque[list[Argument]] = deque()
+        self.executing_bytes = 0
         self.reset()
 
     @property
     def user_name(self) -> bytes:
         """Name of the user, for logs; of a connection that has not authenticated, none."""
         return self.user.name if self.authenticated else b""
+
+    @property
+    def queued_bytes(self) -> int:
+        """About what commands hold that wait for EXEC, or that it has yet to execute."""
+        if self.transaction is not None:
+            return self.transaction.held_bytes
+        return self.executing_bytes if self.executing else 0
 
     def reset(self) -> None:
         """Return to the state of a new connection but for the user, as RESET does."""

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from storage_kv.access.redis_names import ELSEWHERE
 from storage_kv.config import is_tenant_name
 from storage_kv.glob import Glob
 
@@ -155,6 +156,10 @@ class User:
         """Whether it may change users, itself included, and so do everything: it runs the server, for all tenants."""
         return self.unrestricted or self.may_run(_CHANGING_USERS)
 
+    def names_beyond(self, commands: Collection[str]) -> set[str]:
+        """Return the commands that its rules name and that are not among ``commands``: Redis has them."""
+        return {rule for _, rule in self._rules if not rule.startswith("@") and rule not in commands}
+
     # ---- Describing
 
     @property
@@ -282,7 +287,8 @@ class User:
         allows, rule = word[0] == "+", word[1:]
         if rule.count("|") > 1:
             raise RuleError(_FIRST_ARGUMENT)
-        if rule[1:] not in CATEGORIES if rule.startswith("@") else rule not in commands:
+        is_known = rule[1:] in CATEGORIES if rule.startswith("@") else rule in commands or rule in ELSEWHERE
+        if not is_known:
             raise RuleError(_UNKNOWN)
         # What an earlier rule says of the same command, or of its subcommands, has no effect any more.
         self._rules = [

@@ -5,6 +5,7 @@ no such user, so that an answer's time tells neither whether a user exists nor h
 """
 
 import hmac
+import logging
 import os
 import secrets
 import time
@@ -20,6 +21,8 @@ from storage_kv.config import StorageConfig
 __all__ = ["DEFAULT_USER", "Denial", "DenialLog", "Users", "read_users"]
 
 DEFAULT_USER: Final = b"default"
+
+_log = logging.getLogger(__name__)
 
 _DENIALS_MAX: Final = 128  # as Redis' acllog-max-len
 _SAME_DENIAL_S: Final = 60.0  # as Redis
@@ -50,6 +53,9 @@ def read_users(path: str, commands: Mapping[str, Described]) -> dict[bytes, User
             errors.append(f"{path}:{number}: {error}")
     if errors:
         raise ConfigurationError("; ".join(errors))
+    absent: set[str] = set().union(*(user.names_beyond(commands) for user in found.values()))
+    if absent:
+        _log.warning("users_file_names_commands_of_redis file=%s absent_here=%r", path, " ".join(sorted(absent)))
     return found
 
 

@@ -164,7 +164,8 @@ def _container(
 
     ``categories`` are the command's own; its subcommands have them, too, or those of the group.
     """
-    rows = (*rows, _row("help", 2, "loading stale", _help, since, "Returns helpful text about the subcommands."))
+    help_since = max(since, "5.0.0")
+    rows = (*rows, _row("help", 2, "loading stale", _help, help_since, "Returns helpful text about the subcommands."))
     return Command(
         name=name,
         arity=arity,
@@ -499,9 +500,9 @@ def execute_run(
     found = _IN_RUNS.get(arguments[0])
     if found is None or found[2] != width or not session.authenticated or session.skip or not session.replies:
         return 0, b"", None
-    if session.transaction is not None or node.watchers:  # each of them is looked at for itself
-        return 0, b"", None
     command, handler, _ = found
+    if session.transaction is not None or (node.watchers and "W" in command.access):  # each is looked at for itself
+        return 0, b"", None
     count = len(arguments) // width
     if count > 1:
         count = min(count, count_max, bytes_max // RUN_REPLY_BYTES_MAX + 1)

@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 REDIS_VERSION: Final = "7.0.15"
 """The Redis whose replies ours equal. Clients choose what they send by it."""
 
-_NAME_BYTES_MAX: Final = 1 << 10
-"""Of what a client calls itself: it is kept, and shown to all who list the clients."""
+_NAME_BYTES_MAX: Final = 256
+"""Of what a client calls itself, or its library: it is kept as long as the connection, and listed."""
 
 _NOT_AUTHENTICATED_HELLO = (
     "NOAUTH HELLO must be called with the client already authenticated, otherwise the HELLO AUTH <user> <pass> "
@@ -155,10 +155,10 @@ def _is_printable(text: bytes) -> bool:
 
 def _checked_name(argument: Argument) -> bytes:
     name = bytes(argument[: _NAME_BYTES_MAX + 1])
+    if len(name) > _NAME_BYTES_MAX:
+        raise CommandError(f"ERR Client names have at most {_NAME_BYTES_MAX} bytes.")
     if not _is_printable(name):
         raise CommandError("ERR Client names cannot contain spaces, newlines or special characters.")
-    if len(name) > _NAME_BYTES_MAX:
-        raise CommandError(f"ERR Client names cannot be longer than {_NAME_BYTES_MAX} bytes.")
     return name
 
 
@@ -198,7 +198,7 @@ def describe_client(session: Session) -> bytes:
     user = session.user.name.decode(errors="replace")
     transaction = session.transaction
     flags = ("x" if transaction is not None else "") + ("e" if session.no_evict else "")
-    queued, queued_bytes = (-1, 0) if transaction is None else (len(transaction.commands), transaction.size_bytes)
+    queued, queued_bytes = -1 if transaction is None else len(transaction.commands), session.queued_bytes
     text = (
         f"id={session.id} addr={session.address} laddr={session.local_address} fd={session.file_descriptor} "
         f"name={session.name.decode()} age={int(now - session.created_s)} idle={int(now - session.last_command_s)} "
@@ -254,7 +254,7 @@ def client_kill(node: Node, session: Session, arguments: list[Argument]) -> Repl
 
     The filters are ID, TYPE, ADDR, LADDR and USER; SKIPME no includes the client itself.
     """
-    chosen = _sessions_seen_by(node, session)
+    chosen = [other for other in _sessions_seen_by(node, session) if not other.closing]
     if len(arguments) == 3:
         address = quote(arguments[2])
         chosen = [other for other in chosen if other.address == address]

@@ -259,7 +259,7 @@ class _Listing:
         """Look at some; see :func:`in_turns`."""
         matches, seen = self._matches, self._found
         self._cursor, names = self._node.engine.scan(self._tenant, self._cursor, KEYS_AT_A_TIME)
-        fresh = [name for name in names if name not in seen and matches(name)]
+        fresh = [name for name in dict.fromkeys(names) if name not in seen and matches(name)]
         seen.update(fresh)
         self._parts.append(b"".join(map(encode_bulk, fresh)))
         self._bytes += len(self._parts[-1])

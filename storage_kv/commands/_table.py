@@ -33,7 +33,10 @@ _GROUPS: Final = {
 _VARIABLE: Final = "variable_flags"
 """Of a command, SET, that does more to its key with an option."""
 
-_SET_NOTES: Final = b"RW and ACCESS due to the optional `GET` argument"
+_KEY_NOTES: Final = {
+    "getex": b"RW and UPDATE because it changes the TTL",
+    "set": b"RW and ACCESS due to the optional `GET` argument",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +130,7 @@ class Command:
         first, last, step = self.keys
         # Of a range, Redis counts the last key's position from the first's.
         found: list[Value] = [b"lastkey", last if last < 0 else last - first, b"keystep", step, b"limit", 0]
-        notes: list[Value] = [b"notes", _SET_NOTES] if self.key_flags.endswith(_VARIABLE) else []
+        notes: list[Value] = [b"notes", _KEY_NOTES[self.name]] if self.name in _KEY_NOTES else []
         return Map([
             *notes,
             *(b"flags", _words(self.key_flags)),

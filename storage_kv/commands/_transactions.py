@@ -87,7 +87,7 @@ def exec_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         raise CommandError("EXECABORT Transaction discarded because of previous errors.")
     if broken:
         return _NULL_ARRAY[session.protocol]
-    session.executing = deque(transaction.commands)
+    session.executing, session.executing_bytes = deque(transaction.commands), transaction.held_bytes
     return encode_array_header(len(transaction.commands))
 
 

@@ -61,6 +61,13 @@ class SlowEngine(MemoryEngine):
         finally:
             self.away = away
 
+    def set_expiry(self, key: bytes, expires_at_ms: int | None) -> bool:
+        away, self.away = self.away, False
+        try:
+            return super().set_expiry(key, expires_at_ms)
+        finally:
+            self.away = away
+
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
         assert isinstance(item, Away) and 0 <= start < end <= item.length
         self.reads.append((item, start, end, done))

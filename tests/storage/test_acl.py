@@ -350,3 +350,27 @@ def test_without_a_file_there_is_nothing_to_save(shared_server: Child) -> None:
     with Client(shared_server.port) as client:
         for command in ("SAVE", "LOAD"):
             assert client.call("ACL", command).startswith(b"ERR This Redis instance is not configured")  # type: ignore[union-attr]
+
+
+def test_a_file_that_names_commands_of_redis_is_read_and_the_log_says_so_once(
+    start: Callable[..., Child], tmp_path: Path
+) -> None:
+    file = tmp_path / "users.acl"
+    file.write_text(
+        "user default on nopass ~* &* +@all -eval -script|load\n"
+        "user alice on >pw ~a:* -@all +get +lpush +xgroup|create -@list +HSET\n"
+        "user bob on >pw ~b:* +@read -keys +lpush\n"
+    )
+    child = start("--users-file", str(file))
+    with child.client() as client:
+        assert client.call("AUTH", "alice", "pw") == b"OK"
+        assert client.call("GET", "a:1") is None
+        assert client.call("LPUSH", "a:1", "x") == ErrorReply(
+            b"ERR unknown command 'LPUSH', with args beginning with: 'a:1' 'x' "
+        )
+        lines = [line for line in child.log if "users_file_names_commands_of_redis" in line]
+        assert len(lines) == 1 and "eval hset lpush script|load xgroup|create" in lines[0]
+        client.call("RESET")
+        file.write_text(file.read_text() + "user carol on +lpushh\n")
+        refused = client.call("ACL", "LOAD")
+        assert isinstance(refused, ErrorReply) and b"+lpushh" in refused and b"Unknown command" in refused

@@ -27,13 +27,16 @@ SCRIPTS = {
         ACL SETUSER alice >x >y ; ACL GETUSER alice ; ACL SETUSER alice <x ; ACL GETUSER alice ;
         ACL SETUSER alice skip-sanitize-payload resetpass off -@all ; ACL GETUSER alice ; ACL USERS ;
         ACL SETUSER alice resetkeys %R~x %W~x ~y* %R~y* ; ACL GETUSER alice ; ACL SETUSER alice clearselectors "" ;
-        ACL SETUSER alice +get +set -get ; ACL SETUSER alice -@all +@all ; ACL GETUSER alice ; ACL DELUSER alice bob
+        ACL SETUSER alice +get +set -get ;
+        ACL SETUSER alice +lpush -eval +cluster|nodes -@list +xgroup|create +SORT_RO +getex +client|kill +command|list ;
+        ACL SETUSER alice -@all +@all ; ACL GETUSER alice ; ACL DELUSER alice bob
     """,
     "wrong rules": r"""
         ACL SETUSER bob on ; ACL SETUSER bob +foo ; ACL SETUSER bob +@foo ; ACL SETUSER bob <nopw ;
         ACL SETUSER bob #abc ; ACL SETUSER bob !abc ; ACL SETUSER bob %Q~x ; ACL SETUSER bob %~x ; ACL SETUSER bob %x ;
         ACL SETUSER bob allkeys ~x ; ACL SETUSER bob allchannels &x ; ACL SETUSER bob zzz ; ACL SETUSER "b b" on ;
-        ACL SETUSER bob +client|foo ; ACL SETUSER bob -get|foo ; ACL SETUSER bob +client|list|x ;
+        ACL SETUSER bob +client|foo ; ACL SETUSER bob +lpushx1 ; ACL SETUSER bob +cluster|foo ; ACL SETUSER bob -hge ;
+        ACL SETUSER bob -get|foo ; ACL SETUSER bob +client|list|x ;
         ACL SETUSER bob "~a b" ; ACL SETUSER bob on zzz >x ; ACL GETUSER bob ; ACL SETUSER ; ACL SETUSER bob "zz\x00z"
     """,
     "others": r"""
@@ -49,6 +52,14 @@ SCRIPTS = {
         ACL DRYRUN alice set a:1 x ; ACL DRYRUN alice set r:1 x ; ACL DRYRUN alice set w:1 x ;
         ACL DRYRUN alice set w:1 x GET ; ACL DRYRUN alice set w:1 x EX 10 ; ACL DRYRUN alice del r:1 ;
         ACL DRYRUN alice del w:1 a:1 ; ACL DRYRUN alice exists w:1 r:1 ; ACL DRYRUN alice exists z ;
+        ACL DRYRUN alice getex r:1 ; ACL DRYRUN alice getex a:1 ; ACL DRYRUN alice getdel w:1 ;
+        ACL DRYRUN alice getset w:1 x ; ACL DRYRUN alice setex w:1 1 x ; ACL DRYRUN alice setnx r:1 x ;
+        ACL DRYRUN alice psetex w:1 1 x ; ACL DRYRUN alice mset w:1 x a:1 y ; ACL DRYRUN alice mset w:1 x r:1 y ;
+        ACL DRYRUN alice msetnx w:1 x z y ; ACL DRYRUN alice touch z ; ACL DRYRUN alice touch w:1 ;
+        ACL DRYRUN alice keys * ; ACL DRYRUN alice expireat r:1 1 ; ACL DRYRUN alice pexpireat w:1 1 ;
+        ACL DRYRUN alice expiretime w:1 ; ACL DRYRUN alice pexpiretime r:1 ; ACL DRYRUN alice multi ;
+        ACL DRYRUN alice exec ; ACL DRYRUN alice watch w:1 ; ACL DRYRUN alice client kill x ;
+        ACL DRYRUN alice command list ; ACL DRYRUN alice getex w:1 ex 1 ;
         ACL DRYRUN alice strlen w:1 ; ACL DRYRUN alice type w:1 ; ACL DRYRUN alice ttl w:1 ; ACL DRYRUN alice ttl r:1 ;
         ACL DRYRUN alice expire r:1 1 ; ACL DRYRUN alice expire w:1 1 ; ACL DRYRUN alice persist r:1 ;
         ACL DRYRUN alice getrange w:1 0 1 ; ACL DRYRUN alice unlink w:1 z ; ACL DRYRUN alice mget a:1 ;
@@ -62,6 +73,7 @@ SCRIPTS = {
         AUTH carol wrong ; AUTH carol pc ; ACL WHOAMI ;
         ACL LIST ; GET z ; MGET a:1 z ; MGET z ; SET r:1 x ; SET a:1 x ; SET a:1 y GET ; FLUSHALL ; CLIENT LIST ;
         CLIENT ID ;
+        MULTI ; EXEC ; KEYS * ; WATCH a:1 ; MGET a:1 a:2 ; SETEX a:1 1 x ;
         DEL a:1 ; EXISTS zzz ; CONFIG GET save ; NOSUCH ; GET ; PING ; HELLO 2 ; RESET ; ACL WHOAMI ;
         AUTH carol ;
         AUTH default x ; HELLO 2 AUTH carol pc ; ACL WHOAMI ; HELLO 2 AUTH nobody pc ; ACL WHOAMI ; RESET

@@ -1,0 +1,257 @@
+"""Commands on many keys, and on all of them: others are served in between, and nothing is held without a bound."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from machine import wait_for
+from slow_engine import Served
+from storage_support import Child, Client, make_record
+
+from shadowserve.resp import ErrorReply
+from storage_kv.commands import _keys
+from storage_kv.commands._arguments import KEYS_AT_A_TIME
+from storage_kv.engine import OutOfBudgetError
+
+MANY = 3 * KEYS_AT_A_TIME + 10
+
+
+class Asked:
+    """Counts what an engine is asked for between two times that its lock is free."""
+
+    def __init__(self, served: Served) -> None:
+        self.most = self._now = 0
+        self._within = False
+        engine, lock = served.engine, served.server.node.lock
+        for name in ("peek", "get", "remove", "put"):
+            setattr(engine, name, self._counted(getattr(engine, name)))
+        engine.scan = self._scan(engine.scan)  # type: ignore[method-assign]
+        served.server.node.lock = _Lock(lock, self)  # type: ignore[assignment]
+
+    def _counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self._now += not self._within  # what the engine asks itself is no more
+            within, self._within = self._within, True
+            try:
+                return method(*arguments, **named)
+            finally:
+                self._within = within
+
+        return counted
+
+    def _scan(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        asked = self._counted(method)
+
+        def counted(tenant: int, cursor: int, count: int) -> Any:
+            self._now += count - 1
+            return asked(tenant, cursor, count)
+
+        return counted
+
+    def freed(self) -> None:
+        self.most, self._now = max(self.most, self._now), 0
+
+
+class _Lock:
+    def __init__(self, lock: Any, asked: Asked) -> None:
+        self._lock, self._asked = lock, asked
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._asked.freed()
+        self._lock.release()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with Served(io_threads=2) as served:
+        yield served
+
+
+def pairs(count: int) -> list[str]:
+    return [word for number in range(count) for word in (f"k{number}", str(number))]
+
+
+def test_commands_on_many_keys_let_others_have_the_lock(served: Served) -> None:
+    names = [f"k{number}" for number in range(MANY)]
+    with served.client() as client:
+        asked = Asked(served)
+        assert client.call("MSET", *pairs(MANY)) == b"OK"
+        assert client.call("EXISTS", *names, "none", "k1") == MANY + 1
+        assert client.call("TOUCH", *names, "none") == MANY
+        found = client.call("KEYS", "k*")
+        assert isinstance(found, list) and sorted(found) == sorted(name.encode() for name in names)  # type: ignore[type-var]
+        assert client.call("KEYS", "*") == found
+        assert client.call("KEYS", "k1?") == [b"k%d" % number for number in range(10, 20)]
+        assert client.call("UNLINK", *names[:10], *names[:10], "none") == 10
+        assert client.call("DEL", *names) == MANY - 10
+        assert client.call("KEYS", "*") == []
+        assert asked.most <= KEYS_AT_A_TIME
+
+
+def test_keys_are_listed_once_though_others_come_and_go(served: Served) -> None:
+    engine = served.engine
+    scan, calls = engine.scan, 0
+    with served.client() as client:
+        client.call("MSET", *pairs(MANY))
+
+        def scan_and_change(tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
+            nonlocal calls
+            calls += 1
+            engine.put(b"\0\0new%d" % calls, b"x")
+            engine.remove(b"\0\0k%d" % (MANY - calls))
+            next_cursor, names = scan(tenant, cursor, count)
+            return next_cursor, [*names, b"k0"]  # an engine may return a key twice
+
+        engine.scan = scan_and_change  # type: ignore[method-assign]
+        found = client.call("KEYS", "k*")
+        assert isinstance(found, list) and len(found) == len(set(found))  # type: ignore[arg-type]
+        assert {b"k%d" % number for number in range(MANY - 10)} <= set(found)  # type: ignore[arg-type]
+        assert calls >= 4
+
+
+def test_a_listing_that_would_be_too_long_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_keys, "_LISTING_BYTES_MAX", 1 << 20)
+    with served.client() as client:
+        for number in range(40):
+            client.call("SET", f"{number}" + "x" * 30_000, "")
+        refused = client.call("KEYS", "*")
+        assert isinstance(refused, ErrorReply) and b"use SCAN" in refused
+        assert len(client.call("KEYS", "1*")) == 11  # type: ignore[arg-type]
+        too_long = client.call("KEYS", "x" * 2000)
+        assert isinstance(too_long, ErrorReply) and b"pattern is too long" in too_long
+        assert isinstance(client.call("SCAN", "0", "MATCH", "x" * 2000), ErrorReply)
+
+
+@pytest.mark.parametrize("count", [5, MANY])
+def test_values_set_together_wait_for_room_and_are_answered_when_durable(served: Served, count: int) -> None:
+    engine = served.engine
+    with served.client() as client:
+        engine.lazy = True
+        put, puts = engine.put, 0
+
+        def put_with_pauses(*arguments: Any, **named: Any) -> Any:
+            nonlocal puts
+            puts += 1
+            engine.crowded |= puts % max(3, count // 5) == 0  # until the test makes room
+            return put(*arguments, **named)
+
+        engine.put = put_with_pauses  # type: ignore[method-assign]
+        client.send("MSET", *pairs(count))
+        room = 0
+        while len(engine.tickets) < count:
+            wait_for(lambda: engine.busy or len(engine.tickets) == count)
+            room += bool(engine.busy)
+            engine.make_room()
+        assert room >= 2
+        other = served.client()
+        assert other.call("EXISTS", "k0") == 1  # and yet there is no answer
+        for number in range(count):
+            engine.settle(OutOfBudgetError("gone") if number == 1 else None)
+        refused = client.receive()
+        assert isinstance(refused, ErrorReply) and refused.startswith(b"OOM ")
+
+
+def test_records_set_together_are_checked_before_any_is_stored(client: Client) -> None:
+    key, record = make_record(b"a" * 32, body_bytes=300_000)
+    small_key, small = make_record(b"b" * 32)
+    for value in (record[:-1], b"SSR"):
+        refused = client.call("MSET", "plain", "1", small_key, small, key, record[:4] + value)
+        assert isinstance(refused, ErrorReply) and b"record refused" in refused
+        assert client.call("EXISTS", "plain", key, small_key) == 0
+    assert client.call("MSET", "plain", "1", small_key, small, key, record) == b"OK"
+    other = make_record(b"a" * 32, body_bytes=300_000, fill=1)[1]
+    for command in (("MSET", key, other), ("SETEX", key, 100, other), ("SET", key, other)):
+        assert client.call(*command) == b"OK"  # as with SET, the first record stays
+        assert client.call("GET", key) == record and client.call("TTL", key) == -1
+    assert client.call("SETNX", key, other) == 0 and client.call("GETSET", key, other) == record
+    assert client.call("GETDEL", key) == record and client.call("MSETNX", key, other, small_key, small) == 0
+    assert isinstance(client.call("PSETEX", key, 100, record[:-1]), ErrorReply)
+    assert client.call("PSETEX", key, 1_000_000, other) == b"OK" and client.call("GETEX", key, "PERSIST") == other
+
+
+def test_more_keys_than_may_be_set_at_once_or_not_at_all_are_refused(client: Client) -> None:
+    assert client.call("MSETNX", *pairs(KEYS_AT_A_TIME)) == 1
+    refused = client.call("MSETNX", *(f"other{word}" for word in pairs(KEYS_AT_A_TIME + 1)))
+    assert isinstance(refused, ErrorReply) and b"at most 1000 keys" in refused
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_value_that_is_removed_as_it_is_read_is_sent_whole(served: Served, away: bool) -> None:
+    engine = served.engine
+    with served.client() as client:
+        for command in (("GETDEL", "a"), ("GETEX", "a", "EXAT", 1), ("GETSET", "a", "new")):
+            client.call("SET", "a", "x" * 100_000)
+            engine.away, engine.lazy = away, True
+            client.send(*command)
+            if away:
+                served.wait_for_reads(1)
+                engine.finish_read()
+            wait_for(lambda: len(engine.tickets) == 1)
+            engine.settle()
+            assert client.receive() == b"x" * 100_000
+            engine.away = engine.lazy = False
+            assert client.call("GET", "a") == (b"new" if command[0] == "GETSET" else None)
+        wait_for(lambda: engine.leases == 0 and engine.statistics().held_bytes == 0)
+
+
+def test_a_value_whose_removal_does_not_last_is_not_answered(served: Served) -> None:
+    engine = served.engine
+    with served.client() as client:
+        client.call("SET", "a", "x" * 100_000)
+        engine.lazy = True
+        client.send("GETDEL", "a")
+        wait_for(lambda: len(engine.tickets) == 1)
+        engine.settle(OSError("the device is gone"))
+        failed = client.receive()
+        assert isinstance(failed, ErrorReply) and failed == b"IOERR GETDEL failed: the device is gone"
+        wait_for(lambda: engine.statistics().held_bytes == 0)
+
+
+def test_killed_clients_are_those_that_the_filters_name(start: Callable[..., Child]) -> None:
+    with start() as child, child.client() as admin:
+
+        def address_of(client: Client) -> str:
+            host, port = client.socket.getsockname()[:2]
+            return f"{host}:{port}"
+
+        def is_gone(client: Client) -> bool:
+            try:
+                client.call("PING")
+            except (EOFError, ConnectionError):
+                return True
+            return False
+
+        admin.call("ACL", "SETUSER", "alice", "on", ">pw", "~*", "+@all", "-acl", "tenant=a")
+        admin.call("ACL", "SETUSER", "bob", "on", ">pw", "~*", "+@all", "tenant=b")
+        first, second, third = (child.client() for _ in range(3))
+        number = [client.call("CLIENT", "ID") for client in (first, second, third)][1]
+        assert admin.call("CLIENT", "KILL", address_of(first)) == b"OK" and is_gone(first)
+        assert isinstance(admin.call("CLIENT", "KILL", address_of(first)), ErrorReply)
+        assert admin.call("CLIENT", "KILL", "ID", str(number), "TYPE", "master") == 0
+        assert admin.call("CLIENT", "KILL", "ID", str(number), "ADDR", address_of(second)) == 1 and is_gone(second)
+        assert third.call("AUTH", "alice", "pw") == b"OK"
+        assert admin.call("CLIENT", "KILL", "USER", "alice") == 1 and is_gone(third)
+
+        alice, alice_too, bob = (child.client() for _ in range(3))
+        for client, name in ((alice, "alice"), (alice_too, "alice"), (bob, "bob")):
+            assert client.call("AUTH", name, "pw") == b"OK"
+        unknown = alice.call("CLIENT", "KILL", "USER", "bob")  # of another tenant: not even that there is one
+        assert isinstance(unknown, ErrorReply) and unknown == b"ERR No such user 'bob'"
+        assert isinstance(alice.call("CLIENT", "KILL", address_of(bob)), ErrorReply)
+        assert alice.call("CLIENT", "KILL", "TYPE", "normal") == 1 and is_gone(alice_too)
+        assert bob.call("PING") == b"PONG" and admin.call("PING") == b"PONG"
+        assert alice.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "no") == 1 and is_gone(alice)
+        assert admin.call("CLIENT", "KILL", address_of(admin)) == b"OK" and is_gone(admin)
+
+
+def test_what_a_client_calls_itself_is_bounded(client: Client) -> None:
+    assert client.call("CLIENT", "SETNAME", "x" * 256) == b"OK"
+    for command in (("CLIENT", "SETNAME", "x" * 257), ("HELLO", 2, "SETNAME", "y" * 500_000)):
+        refused = client.call(*command)
+        assert isinstance(refused, ErrorReply) and b"at most 256 bytes" in refused
+    assert client.call("CLIENT", "GETNAME") == b"x" * 256
+    assert client.call("CLIENT", "SETINFO", "LIB-NAME", "z" * 500_000) == b"OK"
+    assert len(client.call("CLIENT", "INFO")) < 4000  # type: ignore[arg-type]

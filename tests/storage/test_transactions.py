@@ -1,0 +1,282 @@
+"""MULTI and EXEC: in order, within bounds, with replies that are not known yet, and with what others do in between."""
+
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+from machine import wait_for
+from slow_engine import Served
+from storage_support import Child, Client, make_record
+from test_against_redis import commands_of
+from test_generated_against_redis import converse
+
+from shadowserve.resp import ErrorReply, encode_command
+
+CONVERSATION = r"""
+        EXEC ; DISCARD ; MULTI ; MULTI ; WATCH a ; SET a 1 ; GET a ; EXEC ; MULTI ; EXEC ; MULTI ; NOSUCH ; SET a 2 ;
+        EXEC ; GET a ; MULTI ; SET a ; PING ; EXEC ; MULTI ; SET a 3 ; DISCARD ; GET a ; MULTI ; EXPIRE a x ; GET a ;
+        EXEC ; EXEC x ; MULTI ; EXEC x ; EXEC ; MULTI ; DISCARD x ; EXEC ; WATCH a ; SET a 4 ; MULTI ; GET a ; EXEC ;
+        WATCH a b ; UNWATCH ; SET a 5 ; MULTI ; GET a ; EXEC ; MULTI ; RESET ; EXEC ; MULTI ; CLIENT SETNAME "a b" ;
+        SELECT x ; CLIENT NOSUCH ; EXEC ; MULTI ; CONFIG GET save ; KEYS none ; ECHO x ; EXEC ; WATCH ; MULTI x
+    """
+
+LARGE = bytes(range(256)) * 400  # sent by reference, received in place
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    """A server whose engine does what the test says."""
+    with Served(io_threads=2) as served:
+        yield served
+
+
+def calls(client: Client, *commands: tuple[object, ...]) -> list[object]:
+    """Send all at once; return the replies."""
+    client.socket.sendall(b"".join(encode_command(*command) for command in commands))  # type: ignore[arg-type]
+    return [client.receive() for _ in commands]
+
+
+def test_commands_of_a_transaction_are_executed_in_order_when_exec_comes(client: Client, shared_server: Child) -> None:
+    with shared_server.client() as other:
+        assert client.call("MULTI") == b"OK"
+        assert calls(client, ("SET", "a", "1"), ("GET", "a"), ("SET", "b", LARGE), ("STRLEN", "b")) == [b"QUEUED"] * 4
+        assert other.call("EXISTS", "a", "b") == 0
+        assert client.call("EXEC") == [b"OK", b"1", b"OK", len(LARGE)]
+        assert other.call("GET", "b") == LARGE
+        assert calls(client, ("MULTI",), ("DEL", "a"), ("DISCARD",), ("EXISTS", "a")) == [b"OK", b"QUEUED", b"OK", 1]
+        assert isinstance(client.call("EXEC"), ErrorReply)
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_replies_equal_those_of_redis(protocol: int, shared_server: Child, redis_port: int) -> None:
+    commands = commands_of(CONVERSATION)
+    got, expected = (
+        converse(port, commands, protocol, [1] * len(commands)) for port in (shared_server.port, redis_port)
+    )
+    for command, answer, reference in zip(commands, got, expected, strict=True):
+        assert answer == reference, f"to {command}"
+
+
+def test_what_a_transaction_has_queued_is_seen_in_the_list_of_clients(client: Client) -> None:
+    assert calls(client, ("MULTI",), ("PING",)) == [b"OK", b"QUEUED"]
+    with_multi = calls(client, ("CLIENT", "INFO"), ("EXEC",))[1]
+    assert isinstance(with_multi, list) and b" multi=-1 " in with_multi[1] and b" flags=N " in with_multi[1]
+    client.call("CLIENT", "SETNAME", "queues")
+    calls(client, ("MULTI",), ("PING",), ("ECHO", "12345"))
+    with Client(client.socket.getpeername()[1]) as other:
+        listed = other.call("CLIENT", "LIST")
+    assert isinstance(listed, bytes)
+    line = next(line for line in listed.split(b"\n") if b" name=queues " in line)
+    assert b" flags=x " in line and b" multi=2 " in line and b" multi-mem=%d " % (13 + 3 * 64) in line
+
+
+def test_replies_of_a_transaction_wait_for_devices_and_keep_their_places(served: Served) -> None:
+    engine = served.engine
+    key, record = make_record(b"a" * 32, body_bytes=400_000)  # checked in another thread
+    with served.client() as client, served.client() as other:
+        client.call("SET", "a", LARGE)
+        engine.away = engine.lazy = True
+        calls(client, ("MULTI",), ("GET", "a"), ("SET", key, record), ("GETDEL", "a"), ("MGET", "a", "b"))
+        client.send("EXEC")
+        served.wait_for_reads(2)
+        assert other.call("EXISTS", "a", key) == 1  # all of it has been executed
+        engine.finish_read(1)
+        wait_for(lambda: len(engine.tickets) == 2)
+        engine.settle()
+        engine.settle()
+        engine.finish_read(0)
+        assert client.receive() == [LARGE, b"OK", LARGE, [None, None]]
+        wait_for(lambda: engine.leases == 0)
+        assert not engine.buffers
+
+
+def test_a_transaction_waits_for_room_and_goes_on_where_it_stopped(served: Served) -> None:
+    engine = served.engine
+    with served.client() as client:
+        calls(client, ("MULTI",), ("SET", "a", "1"), ("SET", "b", LARGE), ("MSET", "c", "3", "d", "4"), ("GET", "b"))
+        engine.crowded = True
+        client.send("EXEC")
+        wait_for(lambda: engine.busy)
+        engine.make_room()
+        assert client.receive() == [b"OK", b"OK", b"OK", LARGE]
+        assert client.call("MGET", "a", "c", "d") == [b"1", b"3", b"4"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "commands"),
+    [
+        ({"request_bytes_max": 1 << 20, "bulk_bytes_max": 1 << 20}, [("SET", "a", "x" * 200_000)] * 6),
+        ({"arguments_max": 100}, [("GET", "a")] * 60),
+    ],
+    ids=["bytes", "arguments"],
+)
+def test_a_transaction_holds_no_more_than_a_request_may(
+    keys: dict[str, int], commands: list[tuple[object, ...]]
+) -> None:
+    with Served(**keys) as served, served.client() as client:
+        replies = calls(client, ("MULTI",), *commands, ("PING",))
+        refused = [reply for reply in replies if isinstance(reply, ErrorReply)]
+        assert len(refused) == 1 and b"transaction too large" in refused[0]
+        assert replies[-1] == b"QUEUED"
+        session = next(iter(served.server.node.sessions.values()))
+        assert session.transaction is not None and session.transaction.commands == []
+        aborted = client.call("EXEC")
+        assert isinstance(aborted, ErrorReply) and aborted.startswith(b"EXECABORT ")
+        assert client.call("EXISTS", "a") == 0
+
+
+def test_a_long_transaction_lets_others_have_the_lock() -> None:
+    """What one turn executes is the bound; a turn's worth is executed in one, and never more."""
+    with Served(pipeline_commands_max=10) as served, served.client() as client:
+        node = served.server.node
+        held: list[int] = []
+        lock, executed = node.lock, lambda: node.counters.commands
+
+        class Counting:
+            def __enter__(self) -> None:
+                lock.acquire()
+                held.append(executed())
+
+            def __exit__(self, *_: object) -> None:
+                held[-1] = executed() - held[-1]
+                lock.release()
+
+        node.lock = Counting()  # type: ignore[assignment]
+        calls(client, ("MULTI",), *[("INFO", "server")] * 55)
+        held.clear()
+        client.send("EXEC")
+        found = client.receive()
+        assert isinstance(found, list) and len(found) == 55
+        assert max(held) <= 2 * 10 and sum(held) >= 56
+        calls(client, ("MULTI",), *[("PING",)] * 9)
+        held.clear()
+        assert client.call("EXEC") == [b"PONG"] * 9
+        assert 10 in held  # all of it together with EXEC
+
+
+def test_a_client_that_does_not_read_stops_its_transaction(served: Served) -> None:
+    with served.client(receive_buffer=4096) as client, served.client() as other:
+        other.call("SET", "a", "x" * 500_000)
+        calls(client, ("MULTI",), *[("GET", "a")] * 200)
+        client.send("EXEC")
+        node = served.server.node
+        wait_for(lambda: any(session.executing for session in node.sessions.values()))
+        sizes = {session.pending_output_bytes for session in node.sessions.values()}
+        assert max(sizes) < node.config.output_buffer_bytes_max + 1_000_000
+        found = client.receive()
+        assert isinstance(found, list) and len(found) == 200 and len(found[199]) == 500_000  # type: ignore[arg-type]
+
+
+def test_a_client_that_leaves_within_its_transaction_leaves_nothing(served: Served) -> None:
+    engine, node = served.engine, served.server.node
+    with served.client() as other:
+        other.call("SET", "a", LARGE)
+        engine.away = True
+        client = served.client()
+        client.call("WATCH", "w", "v")
+        calls(client, ("MULTI",), *[("GET", "a")] * 3, ("SET", "b", LARGE))
+        client.send("EXEC")
+        served.wait_for_reads(3)
+        watching = served.client()
+        assert watching.call("WATCH", "w") == b"OK"
+        calls(watching, ("MULTI",), ("SET", "a", LARGE))
+        client.close()
+        watching.close()
+        wait_for(lambda: len(node.sessions) == 1)
+        for _ in range(3):
+            engine.finish_read()
+        wait_for(lambda: engine.leases == 0)
+        assert node.watchers == {} and not engine.buffers
+
+
+def test_rules_hold_when_a_command_is_queued_and_when_it_is_executed(start: Callable[..., Child]) -> None:
+    with start() as child, child.client() as admin, child.client() as client:
+        admin.call("ACL", "SETUSER", "alice", "on", ">pw", "~a*", "+@all", "-flushall")
+        client.call("AUTH", "alice", "pw")
+        replies = calls(client, ("MULTI",), ("GET", "b"), ("FLUSHALL",), ("GET", "a"), ("EXEC",))
+        assert [isinstance(reply, ErrorReply) for reply in replies] == [False, True, True, False, True]
+        assert calls(client, ("MULTI",), ("SET", "a", "1"), ("GET", "a")) == [b"OK", b"QUEUED", b"QUEUED"]
+        admin.call("ACL", "SETUSER", "alice", "-set")
+        executed = client.call("EXEC")
+        assert isinstance(executed, list) and isinstance(executed[0], ErrorReply) and executed[1] is None
+        entries = admin.call("ACL", "LOG")
+        assert isinstance(entries, list)
+        assert {entry[entry.index(b"context") + 1] for entry in entries} == {b"multi"}  # type: ignore[index, union-attr]
+
+
+@pytest.mark.parametrize(
+    ("change", "breaks"),
+    [
+        (("SET", "w", "2"), True), (("SET", "w", "2", "NX"), False), (("SET", "new", "1"), True), (("DEL", "w"), True),
+        (("DEL", "other", "new"), False), (("EXPIRE", "w", "100"), True), (("EXPIRE", "new", "100"), False),
+        (("PERSIST", "w"), False), (("GET", "w"), False), (("GETEX", "w"), False), (("GETEX", "w", "EX", "100"), True),
+        (("GETDEL", "w"), True), (("GETDEL", "new"), False), (("FLUSHALL",), True), (("MSET", "x", "1", "w", "1"), 1),
+        (("MSETNX", "x", "1", "w", "1"), False), (("SET", "new", "1", "GET"), True), (("PEXPIRE", "w", "-1"), True),
+        (("SET", "other", "3"), False), (("SETRANGE", "w", "1", "x"), False), (("TOUCH", "w"), False),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_exec_executes_nothing_if_a_watched_key_has_changed(
+    change: tuple[object, ...], breaks: bool, client: Client, shared_server: Child
+) -> None:
+    with shared_server.client() as other:
+        client.call("MSET", "w", "1", "other", "2")
+        assert client.call("WATCH", "w", "new") == b"OK"
+        other.call(*change)  # type: ignore[arg-type]
+        assert client.call("MULTI") == b"OK"
+        client.call("SET", "done", "1")
+        assert client.call("EXEC") == (None if breaks else [b"OK"])
+        assert client.call("EXISTS", "done") == (not breaks)
+        assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] == [b"PONG"]  # what was watched is forgotten
+
+
+def test_a_pipeline_of_others_is_seen_by_those_who_watch(client: Client, shared_server: Child) -> None:
+    with shared_server.client() as other:
+        client.call("WATCH", "w50")
+        assert calls(other, *[("SET", f"w{number}", "1") for number in range(100)]) == [b"OK"] * 100
+        assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] is None
+        for forget in (("UNWATCH",), ("RESET",), ("DISCARD",)):
+            client.call("WATCH", "w50")
+            other.call("SET", "w50", "2")
+            calls(client, *([("MULTI",)] if forget == ("DISCARD",) else []), forget)
+            assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] == [b"PONG"]
+
+
+def test_a_key_that_expires_or_is_evicted_is_a_change_to_those_who_watch(start: Callable[..., Child]) -> None:
+    with start("--memory-budget-bytes", "1048576") as child, child.client() as client, child.client() as other:
+        other.call("SET", "gone", "1", "PX", "1")
+        client.call("SET", "w", "1")
+        client.call("WATCH", "w")
+        for number in range(20):
+            assert other.call("SET", f"k{number}", "x" * 100_000) == b"OK"
+        assert other.call("EXISTS", "w") == 0
+        assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] is None
+
+
+def test_another_tenants_key_of_the_same_name_is_another_key(start: Callable[..., Child]) -> None:
+    with start() as child, child.client() as admin, child.client() as client:
+        admin.call("ACL", "SETUSER", "alice", "on", ">pw", "~*", "+@all", "-@dangerous", "tenant=a")
+        client.call("AUTH", "alice", "pw")
+        client.call("WATCH", "w")
+        admin.call("SET", "w", "1")
+        assert calls(client, ("MULTI",), ("KEYS", "*"), ("GET", "w"), ("EXEC",))[1] != b"QUEUED"
+        client.call("WATCH", "w")
+        admin.call("SET", "w", "2")
+        assert calls(client, ("MULTI",), ("GET", "w"), ("EXEC",))[2] == [None]
+
+
+def test_what_a_client_may_watch_is_bounded(client: Client) -> None:
+    assert client.call("WATCH", *(f"k{number}" for number in range(1000))) == b"OK"
+    refused = client.call("WATCH", "one more")
+    assert isinstance(refused, ErrorReply) and b"too much is watched" in refused
+    assert client.call("UNWATCH") == b"OK"
+    assert isinstance(client.call("WATCH", *("x" * 60_000 + str(number) for number in range(20))), ErrorReply)
+
+
+def test_a_client_that_has_finished_sending_gets_all_of_its_transaction(served: Served) -> None:
+    with served.client() as client:
+        commands = [("MULTI",), *[("ECHO", str(number)) for number in range(3000)], ("EXEC",)]
+        client.socket.sendall(b"".join(encode_command(*command) for command in commands))  # type: ignore[arg-type]
+        client.socket.shutdown(socket.SHUT_WR)
+        replies = [client.receive() for _ in commands]
+        assert replies[-1] == [b"%d" % number for number in range(3000)]
