@@ -1,6 +1,5 @@
 """Commands on the connection itself."""
 
-import logging
 import time
 from typing import Final
 
@@ -29,7 +28,8 @@ __all__ = [
     "select",
 ]
 
-_log = logging.getLogger(__name__)
+_NAME_BYTES_MAX: Final = 256
+"""Of what a client calls itself, or its library: it is kept as long as the connection, and listed."""
 
 REDIS_VERSION: Final = "7.0.15"
 """The Redis whose replies ours equal. Clients choose what they send by it."""
@@ -119,10 +119,15 @@ def _authenticate(node: Node, session: Session, name: bytes, password: bytes, co
     session.pause_until_s, session.pause_holds_replies = until_s, until_s > 0
     if user is None:
         node.counters.authentication_failures += 1
-        node.users.denials.add(Denial("auth", command, name, describe_client(session).strip()))
+        node.users.denials.add(Denial("auth", command, name[:_NAME_BYTES_MAX], describe_client(session).strip()))
         node.audit.write("authentication", session, outcome="failed", user=name)
-        _log.warning("authentication_failed address=%s user=%r", session.address, name[:64])
+        node.tell("authentication_failed", session.address, f"wrong password of user {quote(name, 64)}")
         raise CommandError(_WRONG_PASSWORD)
+    if user.tenant != session.place and not node.has_place(user.tenant):
+        node.counters.connections_rejected += 1
+        node.audit.write("authentication", session, outcome="refused", user=name, reason="no place for its tenant")
+        session.closing = True
+        raise CommandError("ERR max number of clients of this tenant reached")
     node.bind(session, user)
     node.audit.write("authentication", session, outcome="ok")
 
@@ -152,7 +157,9 @@ def _is_printable(text: bytes) -> bool:
 
 
 def _checked_name(argument: Argument) -> bytes:
-    name = bytes(argument)
+    name = bytes(argument[: _NAME_BYTES_MAX + 1])
+    if len(name) > _NAME_BYTES_MAX:
+        raise CommandError(f"ERR Client names have at most {_NAME_BYTES_MAX} bytes.")
     if not _is_printable(name):
         raise CommandError("ERR Client names cannot contain spaces, newlines or special characters.")
     return name
@@ -176,7 +183,7 @@ def client_getname(node: Node, session: Session, arguments: list[Argument]) -> R
 
 def client_setinfo(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """CLIENT SETINFO LIB-NAME | LIB-VER text, as Redis 7.2 has it: new clients send it to every server."""
-    option, text = bytes(arguments[2]).lower(), bytes(arguments[3])
+    option, text = bytes(arguments[2]).lower(), bytes(arguments[3][:_NAME_BYTES_MAX])
     if option not in (b"lib-name", b"lib-ver"):
         raise CommandError(f"ERR Unrecognized option '{quote(arguments[2])}'")
     if not _is_printable(text):

@@ -105,6 +105,8 @@ class MemoryEngine:
 
     def allocate(self, size: int, ready: Callable[[], None]) -> memoryview | None:
         """See :meth:`Engine.allocate`."""
+        if size + ENTRY_OVERHEAD_BYTES > self._budget_bytes:
+            raise MemoryError("command not allowed when used memory > 'maxmemory'.")
         return buffers.allocate(size)
 
     def discard(self, buffer: memoryview) -> None:
