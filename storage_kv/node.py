@@ -70,6 +70,16 @@ class Outgoing:
         self.view = view
         self.source = source
 
+    @property
+    def pinned(self) -> int:
+        """What tells what is kept in memory from everything else that is."""
+        return id(getattr(self.source, "buffer", self.source))
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much is kept in memory so that these bytes can be sent."""
+        return self.source.length if isinstance(self.source, Item) else len(self.source.view)
+
     def hold(self, engine: Engine) -> None:
         """Keep the bytes until release(); a lease does so from its beginning. With the node's lock held."""
         if isinstance(self.source, Item):

@@ -6,8 +6,8 @@ sent. Both are kept with the node's lock held, where commands are executed.
 
 What is large is admitted before it is received; where there is no room, its client waits and is not read. What is
 small is counted as soon as it is there; where that is too much, the client that holds most is closed, of the tenant
-that holds most, as Redis' ``maxmemory-clients`` does. Where somebody waits, those are closed who would not be done within
-``stall_timeout_s`` at the pace that they have kept: who dribbles keeps nobody waiting.
+that holds most, as Redis' ``maxmemory-clients`` does. Where somebody waits, those are closed who would not be done
+within ``stall_timeout_s`` at the pace that they have kept: who dribbles keeps nobody waiting.
 
 A tenant has no more than half where there are several, and strangers, who have yet to authenticate, a sixteenth.
 """
@@ -23,8 +23,8 @@ STRANGERS: Final = -1
 
 _STRANGERS_SHARE: Final = 16
 _TENANT_SHARE: Final = 2
-_PACED_TICKS: Final = 10
-"""Looked at so often, a client's pace is known: a second, of time that this process has had, too."""
+_PACED_SHARE: Final = 6
+"""Of the patience, for which a client is looked at until its pace is known; and a second at least."""
 
 
 class Client(Protocol):
@@ -47,9 +47,9 @@ class Account:
     """What one client holds of one bound.
 
     Attributes:
-        held: bytes.
+        held: bytes, which may be others', too.
         tenant: whose share they count against.
-        client: whose account it is.
+        client: whose account it is; None of a closed one, or neither would be freed without a full collection.
         closed: nothing is counted any more.
         woken: it has waited, and it is its turn.
         ticks: how often it was looked at since somebody waits.
@@ -61,7 +61,7 @@ class Account:
     def __init__(self, bound: "Bound", client: Client, tenant: int) -> None:
         """Open one that holds nothing."""
         self.bound = bound
-        self.client = client
+        self.client: Client | None = client
         self.tenant = tenant
         self.held = 0
         self.closed = self.woken = False
@@ -88,15 +88,18 @@ class Account:
         """Count nothing any more."""
         self.settle(0)
         self.closed = True
+        self.client = None
 
 
 class Bound:
     """A number of bytes that all accounts together stay within.
 
+    What is ours is what the accounts hold. What is not, stored values, is pinned beside that, and counts once however
+    many hold it.
+
     Attributes:
-        used: bytes that they hold.
+        used: bytes.
         waiting: accounts that wait for room.
-        ended: clients that were closed for what they held.
     """
 
     def __init__(self, bytes_max: Callable[[], int], has_tenants: Callable[[], bool], *, is_ours: bool) -> None:
@@ -113,8 +116,8 @@ class Bound:
         self._by_tenant: dict[int, int] = {}
         self._holders: set[Account] = set()
         self._queues: dict[int, deque[tuple[Account, int]]] = {}
+        self._pins: dict[int, list[int]] = {}  # how often, how many bytes, whose
         self.used = 0
-        self.ended = 0
 
     @property
     def waiting(self) -> int:
@@ -144,8 +147,8 @@ class Bound:
 
     @property
     def typical(self) -> int:
-        """What one account holds, on average."""
-        return self.used // max(1, len(self._holders))
+        """How large what is pinned is, on average."""
+        return self.used // max(1, len(self._pins))
 
     # ---- Holding
 
@@ -153,20 +156,40 @@ class Bound:
         """Take note of what an account holds; see :meth:`Account.settle`."""
         more = held - account.held
         account.held = held
-        self.used += more
-        total = self._by_tenant[account.tenant] = self._by_tenant.get(account.tenant, 0) + more
-        if not total:
-            del self._by_tenant[account.tenant]
         if held:
             self._holders.add(account)
         else:
             self._holders.discard(account)
             account.ticks = 0
-        if more < 0:
-            if self._queues:
-                self._wake()
-        elif self._is_ours and not self.has_room(account.tenant, 0):
-            self._relieve(account.tenant)
+        if self._is_ours:
+            self._use(account.tenant, more)
+            if more > 0 and not self.has_room(account.tenant, 0):
+                self._relieve(account.tenant)
+
+    def _use(self, tenant: int, more: int) -> None:
+        self.used += more
+        total = self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + more
+        if not total:
+            del self._by_tenant[tenant]
+        if more < 0 and self._queues:
+            self._wake()
+
+    def pin(self, key: int, size: int, tenant: int) -> None:
+        """Count something of somebody else's that is kept; once, however often it is pinned."""
+        pinned = self._pins.get(key)
+        if pinned is None:
+            self._pins[key] = [1, size, tenant]
+            self._use(tenant, size)
+        else:
+            pinned[0] += 1
+
+    def unpin(self, key: int) -> None:
+        """Undo one pin()."""
+        pinned = self._pins[key]
+        pinned[0] -= 1
+        if not pinned[0]:
+            del self._pins[key]
+            self._use(pinned[2], -pinned[1])
 
     def _relieve(self, tenant: int) -> None:
         """Close those who hold most until what all, and one tenant, hold is within the bounds."""
@@ -182,10 +205,10 @@ class Bound:
         return max((account for account in self._holders if account.tenant == tenant), key=lambda each: each.held)
 
     def _end(self, account: Account) -> None:
-        held = account.held
+        held, client = account.held, account.client
         account.close()
-        self.ended += 1
-        account.client.end_for_memory(held)
+        if client is not None:
+            client.end_for_memory(held)
 
     # ---- Waiting
 
@@ -194,7 +217,8 @@ class Bound:
         woken, account.woken = account.woken, False
         queue = self._queues.get(account.tenant)
         if (woken or not queue) and self.has_room(account.tenant, more):
-            account.settle(account.held + more)
+            if self._is_ours:
+                account.settle(account.held + more)
             return True
         if queue is None:
             queue = self._queues[account.tenant] = deque()
@@ -211,7 +235,7 @@ class Bound:
             queue = self._queues[tenant]
             while queue:
                 account, more = queue[0]
-                if not account.closed and account.tenant == tenant:
+                if account.client is not None and account.tenant == tenant:
                     if not self.has_room(tenant, promised + more):
                         break
                     promised += more
@@ -231,15 +255,16 @@ class Bound:
         if not self._queues:
             return
         self._wake()
-        slowest: Account | None = None
+        paced_ticks = max(1.0, patience_s / _PACED_SHARE) / tick_s
+        slow: list[Account] = []
         for account in self._holders:
+            assert account.client is not None
+            moved = account.client.moved_bytes
             if not account.ticks:
-                account.began = account.client.moved_bytes
+                account.began = moved
             account.ticks += 1
-            pace = (account.client.moved_bytes - account.began) / (account.ticks * tick_s)
-            if account.ticks > _PACED_TICKS and account.held > pace * patience_s:
-                rank = (self._by_tenant[account.tenant], account.held)
-                if slowest is None or rank > (self._by_tenant[slowest.tenant], slowest.held):
-                    slowest = account
-        if slowest is not None and self._queues:
-            self._end(slowest)
+            pace = (moved - account.began) / (account.ticks * tick_s)
+            if account.ticks > paced_ticks and account.held > pace * patience_s:
+                slow.append(account)
+        if slow and self._queues:
+            self._end(max(slow, key=lambda each: (self._by_tenant.get(each.tenant, 0), each.held)))

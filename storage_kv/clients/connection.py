@@ -120,7 +120,7 @@ class Connection(Watched):
         self._reader = CommandReader(limits_of(host.node, session))
         self._signal = Signal(loop, self._on_signal)
         self._room = Signal(loop, self._on_room)
-        self._replies = Replies(host.node, self._signal.send)
+        self._replies = Replies(host.node, session, self._signal.send)
         self._holdings = Holdings(host.node, session, self)
         self._intake = Intake(host.node, session, self._reader, self._holdings.memory, self._room.send)
         self.moved_bytes = 0
@@ -522,6 +522,7 @@ class Connection(Watched):
                 if self.session.limiter is not None:
                     self.session.limiter.charge(0, sent_bytes)
                 for part in sent_parts:
+                    self._node.lent.unpin(part.pinned)
                     part.release(self._engine)
                 if self._holdings.any:
                     self._account()

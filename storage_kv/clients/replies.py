@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from storage_kv.clients.gather import gather
 from storage_kv.clients.transport import Transport
-from storage_kv.node import Node, Outgoing, Part, Pending, Ready
+from storage_kv.node import Node, Outgoing, Part, Pending, Ready, Session
 
 __all__ = ["Replies"]
 
@@ -26,6 +26,7 @@ class Replies:
         "_node",
         "_notify",
         "_offset",
+        "_session",
         "lent_bytes",
         "out",
         "out_bytes",
@@ -34,9 +35,10 @@ class Replies:
         "waiting_bytes",
     )
 
-    def __init__(self, node: Node, notify: Callable[[], None]) -> None:
+    def __init__(self, node: Node, session: Session, notify: Callable[[], None]) -> None:
         """Make an empty queue; ``notify`` is called, from any thread, when advance() may find that more is known."""
         self._node = node
+        self._session = session
         self._notify = notify
         self._offset = 0  # bytes of the first part that are sent
         self.out: deque[Ready] = deque()
@@ -71,14 +73,20 @@ class Replies:
         if isinstance(part, bytes):
             size = len(part)
         else:
-            size = len(part.view)
-            self.lent_bytes += size
+            size = self._pin(part)
         if self.waiting:
             self.waiting.append(part)
             self.waiting_bytes += size
         else:
             self.out.append(part)
             self.out_bytes += size
+
+    def _pin(self, part: Outgoing) -> int:
+        """Count a stored value that is to be sent, or a part of it; return how many bytes are to be sent."""
+        size = len(part.view)
+        self.lent_bytes += size
+        self._node.lent.pin(part.pinned, part.pinned_bytes, self._session.share)
+        return size
 
     def _wait_for(self, pending: Pending) -> None:
         self.waiting.append(pending)
@@ -108,9 +116,7 @@ class Replies:
                 self._count(first)
                 self.out.extend(first.parts)
                 for part in first.parts:
-                    size = len(part) if isinstance(part, bytes) else len(part.view)
-                    self.out_bytes += size
-                    self.lent_bytes += 0 if isinstance(part, bytes) else size
+                    self.out_bytes += len(part) if isinstance(part, bytes) else self._pin(part)
             waiting.popleft()
 
     def _count(self, pending: Pending) -> None:
@@ -170,6 +176,10 @@ class Replies:
 
     def drop(self) -> None:
         """Let go of everything."""
+        for queue in (self.out, self.waiting):
+            for part in queue:
+                if isinstance(part, Outgoing):
+                    self._node.lent.unpin(part.pinned)
         self._node.drop(self.out)
         self._node.drop(self.waiting)
         self.out.clear()
