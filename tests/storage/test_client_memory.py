@@ -148,7 +148,7 @@ def test_what_is_refused_is_dropped_and_the_connection_goes_on(start: Callable[.
         for command in (("GET", long), ("SET", long, "x"), ("SET", "a", "x", "EX", long), ("DEL", "a", long, long, "b"),
                         (long,), ("NOSUCH", long), ("MSET", long, "x"), ("ECHO", long)):  # fmt: skip
             assert client.call(*command) == refused, command[0][:10]
-        assert client.call("SET", "a", bytes(65 * MIB)) == b"OOM command not allowed when used memory > 'maxmemory'."
+        assert bytes(client.call("SET", "a", bytes(65 * MIB))).startswith(b"OOM a value of ")  # type: ignore[arg-type]
         client.socket.sendall(encode_command("GET", long) * 3 + encode_command("PING"))
         assert [client.receive() for _ in range(4)] == [refused] * 3 + [b"PONG"]
         assert client.call("SET", "a", bytes(30 * MIB)) == b"OK" and client.call("STRLEN", "a") == 30 * MIB
@@ -255,7 +255,7 @@ def test_readers_that_dribble_keep_stored_values_only_until_somebody_needs_them_
         with tenants.client() as root:
             root.call("AUTH", "root", "pr")
             wait_for(lambda: int(root.info()["lent_bytes"]) > 16 * MIB)
-            # A quarter of the budget, half of what may be lent: and one value more, since its size shows when it is found.
+            # Half of what may be lent, a quarter of the budget; and one value, whose size shows when it is found.
             assert int(root.info()["lent_bytes"]) <= (16 + 6) * MIB
             assert bob.call("PING") == b"PONG" and bob.call("EXISTS", "b5") == 1
             assert bob.call("GET", "b5") == bytes(6 * MIB)
