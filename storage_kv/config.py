@@ -34,6 +34,7 @@ LIVE: Final = (
 
 _TENANT_NAME_BYTES_MAX: Final = 128
 _CLIENTS_MEMORY_BYTES_MIN: Final = 64 << 20
+_STRANGERS_MIN: Final = 16
 
 
 def is_tenant_name(text: str) -> bool:
@@ -156,7 +157,8 @@ class StorageConfig(Section):
     connections_max: int = Field(10_000, ge=1)
     """Clients at one time; more are told so and closed."""
     unauthenticated_connections_max: int | None = Field(None, ge=1)
-    """Of them, clients that have yet to authenticate; beyond it, the oldest makes way. null: a tenth of all."""
+    """Of them, clients that have yet to authenticate; beyond it, the oldest makes way. null: a tenth of all, and no
+    less than 16."""
     authentication_timeout_s: float = Field(10.0, gt=0.0)
     """Close clients that have not authenticated within this time, their TLS handshake included."""
     clients_memory_bytes_max: ByteSize | None = Field(None, ge=1 << 20)
@@ -252,7 +254,7 @@ class StorageConfig(Section):
         """Clients that have yet to authenticate at one time."""
         if self.unauthenticated_connections_max is not None:
             return min(self.unauthenticated_connections_max, self.connections_max)
-        return max(1, self.connections_max // 10)
+        return min(self.connections_max, max(_STRANGERS_MIN, self.connections_max // 10))
 
     @property
     def listens_beyond_loopback(self) -> bool:

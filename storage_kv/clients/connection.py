@@ -140,6 +140,8 @@ class Connection(Watched):
         self._last_progress_s = time.monotonic()
         session.finish = self._finish_soon
         session.cut = self._cut_soon
+        if session.closing:  # since it was accepted, there was another use for its place
+            self._cut_soon()
         self._update_interest()
 
     # ---- Reading and executing
