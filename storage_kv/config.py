@@ -126,7 +126,8 @@ class StorageConfig(Section):
     audit_log_bytes_max: ByteSize = Field(ByteSize(64 << 20), ge=1 << 12)
     """Size at which the audit log is begun anew; the one before stays beside it, with ``.1`` added to its name."""
     tenants: Annotated[dict[str, TenantLimits], AfterValidator(_checked_tenants)] = {}
-    """Limits of each tenant: ``{name: {bytes_max, keys_max, commands_per_s, bytes_per_s}}``; all of them optional."""
+    """Limits of each tenant, all optional: ``{name: {bytes_max, keys_max, commands_per_s, bytes_per_s,
+    connections_max}}``."""
 
     engine: Literal["auto", "memory", "pool", "filesystem"] = "auto"
     """What holds the values: memory, a pool of memory and SSDs, or files; auto: pool where there are devices."""
@@ -165,7 +166,7 @@ class StorageConfig(Section):
     """Most that requests on their way in and replies that wait cost, of all clients together, beside what is stored.
     null: a quarter of memory_budget_bytes, and no less than 64 MiB and the largest value."""
     bulk_bytes_max: ByteSize = Field(ByteSize(512 << 20), ge=1 << 10)
-    """Largest single argument, so largest value."""
+    """Largest value; other arguments have at most 64 KiB."""
     request_bytes_max: ByteSize = Field(ByteSize(1 << 30), ge=1 << 10)
     """Largest sum of the arguments of one command."""
     arguments_max: int = Field(65_536, ge=16)

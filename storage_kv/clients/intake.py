@@ -24,6 +24,9 @@ _IN_PLACE: Final = {b"SET": 2, b"SETNX": 2, b"GETSET": 2, b"SETEX": 3, b"PSETEX"
 
 _SEVERAL: Final = frozenset({b"MSET", b"MSETNX"})
 
+_ECHOED: Final = frozenset({b"ECHO", b"PING"})
+_ECHOED_BYTES_MAX: Final = 1 << 20
+
 
 class Intake:
     """Provides for one client's large arguments; used with the node's lock held.
@@ -99,7 +102,7 @@ class Intake:
         name = bytes(arguments[0][:8]).upper() if arguments else b""
         is_value = _IN_PLACE.get(name) == len(arguments)
         if not self.refusal:
-            self.refusal = self._refusal(size, is_value or (name in _SEVERAL and not len(arguments) % 2))
+            self.refusal = self._refusal(name, size, is_value or (name in _SEVERAL and not len(arguments) % 2))
         if self.refusal or not (self._admitted or self._account.admit(size)):
             return self._drop() if self.refusal else self._wait(size)
         self.bytes += 0 if self._admitted else size
@@ -127,15 +130,16 @@ class Intake:
         self._reader.drop()
         return True
 
-    def _refusal(self, size: int, is_value: bool) -> bytes:
+    def _refusal(self, name: bytes, size: int, is_value: bool) -> bytes:
         """Return why an argument will never do, as a reply; empty if it may."""
         config = self._node.config
         limits = config.tenants.get(self._session.user.tenant)
         quota = None if limits is None else limits.bytes_max
         if not is_value:
-            if size <= KEY_BYTES_MAX:
+            most = _ECHOED_BYTES_MAX if name in _ECHOED else KEY_BYTES_MAX
+            if size <= most:
                 return b""
-            text = f"ERR an argument of {size} bytes is too long: at most {KEY_BYTES_MAX} are allowed, but for values"
+            text = f"ERR an argument of {size} bytes is too long: at most {most} are allowed, but for values"
         elif quota is not None and size > quota:
             text = OUT_OF_MEMORY
         elif size > config.clients_memory_bytes:
