@@ -29,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from shadowserve._resp_lines import TYPED_COMMANDS, protocol_of, refusal_of, split_inline
 from shadowserve._resp_values import (
     NULL_ARRAY,
     BigNumber,
@@ -86,20 +87,7 @@ __all__ = [
 
 CRLF: Final = b"\r\n"
 
-TYPED_COMMANDS: Final = frozenset({b"AUTH", b"ECHO", b"INFO", b"PING", b"QUIT"})
-"""What may be asked for in a line of text, as probes and people do. None of them reads or changes a key: a line of text
-is what other protocols are made of, and whoever can have a program of this machine send one is not yet a client."""
-
-_TYPED: Final = "AUTH, ECHO, INFO, PING and QUIT"
 _ARRAY: Final = 0x2A  # "*"
-_TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS client
-_TEXT: Final = frozenset(b"\r\n\t" + bytes(range(0x20, 0x7F)))
-_HTTP: Final = re.compile(
-    rb"(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH|TRACE|CONNECT|PRI)[ \t]+(?:[/*]|https?:)"  # a request, HTTP/0.9's too
-    rb"|[^\r\n]*[ \t]HTTP/[0-9]"  # of any method
-    rb"|[A-Z][A-Z0-9-]*:(?:[ \t]|\r?\n)",  # a header
-    re.IGNORECASE,
-)
 
 
 class NeedData(enum.Enum):
@@ -500,7 +488,7 @@ class CommandReader(_Reader):
 
     def _refuses(self, line: bytes) -> bool:
         """Return whether a line, or its beginning, is of another protocol; nothing more is read then."""
-        protocol = "TLS" if line[0] == _TLS_HANDSHAKE else "HTTP" if _HTTP.match(line) else ""
+        protocol = protocol_of(line)
         if protocol:
             self._failure = ForeignProtocolError(protocol)
         return bool(protocol)
@@ -510,82 +498,17 @@ class CommandReader(_Reader):
         line = self._line()
         if self._refuses(line):
             self._check_failure()
-        if line[0] not in _TEXT:
-            raise self._fail(f"no command begins with the byte 0x{line[0]:02x}")
-        if len(line) > self._limits.line_bytes_max + 1:
-            raise self._fail("too big inline request")
+        if (reason := refusal_of(line, self._limits.line_bytes_max)) is not None:
+            raise self._fail(reason)
         if not line.endswith(b"\n"):
             return NEED_DATA
         self._position += len(line)
-        line = line[:-1].removesuffix(b"\r")
-        name = b"".join(line.split(None, 1)[:1]).upper()
-        if name and name not in TYPED_COMMANDS:
-            shown = name[:32].decode("ascii", "replace")
-            raise self._fail(f"{shown!r} cannot be typed: of typed commands, only {_TYPED} are taken; send RESP")
-        arguments = split_inline(line)
+        arguments = split_inline(line[:-1].removesuffix(b"\r"))
         if arguments is None:
             raise self._fail("unbalanced quotes in request")
         if len(arguments) > self._limits.items_max:
             raise self._fail("invalid multibulk length")
         return list(arguments)
-
-
-_BLANKS: Final = b" \t\n\v\f\r\0"
-_ESCAPES: Final = {0x6E: b"\n", 0x72: b"\r", 0x74: b"\t", 0x62: b"\b", 0x61: b"\a"}
-_HEX_ESCAPE: Final = re.compile(rb"\\x([0-9a-fA-F]{2})")
-
-
-def split_inline(line: bytes) -> list[bytes] | None:
-    r"""Split an inline request as Redis does: blanks separate, ``"..."`` with escapes and ``'...'`` keep together.
-
-    Returns None where a quote does not close, or closes in the middle of a word.
-    """
-    words: list[bytes] = []
-    position = 0
-    while True:
-        while position < len(line) and line[position] in _BLANKS:
-            position += 1
-        if position >= len(line):
-            return words
-        word = bytearray()
-        while position < len(line) and line[position] not in _BLANKS:
-            character = line[position]
-            if character in (0x22, 0x27):
-                closing = _unquote(line, position, word)
-                if closing is None or (closing < len(line) and line[closing] not in _BLANKS):
-                    return None
-                position = closing
-            else:
-                word.append(character)
-                position += 1
-        words.append(bytes(word))
-
-
-def _unquote(line: bytes, position: int, word: bytearray) -> int | None:
-    """Append the quoted part that begins at ``position`` to ``word``; return where it ends, None if it does not."""
-    quote = line[position]
-    position += 1
-    while position < len(line):
-        character = line[position]
-        if character == quote:
-            return position + 1
-        if character == 0x5C and quote == 0x22:  # a backslash in double quotes
-            escape = _HEX_ESCAPE.match(line, position)
-            if escape:
-                word.append(int(escape[1], 16))
-                position += 4
-                continue
-            if position + 1 < len(line):
-                word += _ESCAPES.get(line[position + 1], line[position + 1 : position + 2])
-                position += 2
-                continue
-        elif character == 0x5C and line[position + 1 : position + 2] == b"'":
-            word.append(0x27)
-            position += 2
-            continue
-        word.append(character)
-        position += 1
-    return None
 
 
 class _Frame:
