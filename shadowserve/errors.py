@@ -9,6 +9,7 @@ The tree::
     |   +-- CorruptRecordError   a checksum or a length is wrong: a miss, to be quarantined
     |   +-- MismatchError        a sound record, but of another key, namespace, shape or dtype
     +-- ProtocolError            the peer broke a wire protocol
+    |   +-- ForeignProtocolError it speaks another one
     +-- NativeError              the C core returned a failure; ``result`` holds its code
     +-- DataPlaneError           the daemon could not do what was asked; ``outcome`` holds the reason
     +-- NotInstalledError        a library or a package that this needs is not here; ``remedy`` says how to install it
@@ -31,6 +32,7 @@ __all__ = [
     "CorruptRecordError",
     "DataPlaneError",
     "DeviceError",
+    "ForeignProtocolError",
     "MismatchError",
     "NativeError",
     "NotARecordError",
@@ -84,6 +86,19 @@ class MismatchError(RecordError):
 
 class ProtocolError(ShadowServeError):
     """The peer sent bytes that its protocol does not allow, or more than the limits do."""
+
+
+class ForeignProtocolError(ProtocolError):
+    """The peer speaks another protocol.
+
+    Attributes:
+        protocol: which one: ``HTTP``, ``TLS``.
+    """
+
+    def __init__(self, protocol: str) -> None:
+        """Make one for a protocol."""
+        super().__init__(f"Protocol error: the client speaks {protocol}, this server does not")
+        self.protocol = protocol
 
 
 class NativeError(ShadowServeError):

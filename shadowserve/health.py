@@ -6,9 +6,17 @@
 Both answer 200 or 503 with one line for each check, ``ok``, ``failed`` or ``warning``, its name and what was found. A
 warning does not fail the whole. Answers are made by threads of their own, so that a program whose loops stand still is
 found out and not waited for.
+
+Nothing can be changed here, and yet not everybody may ask. A request has a deadline and a size as a whole; when all
+threads are taken, the one that has waited longest for its request makes way, so that nobody who dribbles keeps a probe
+out, which would have the program restarted. What comes over the loopback interface must name it, by number or as
+localhost: a web page whose name has been made to lead there (DNS rebinding) reads nothing.
 """
 
+import contextlib
 import http.server
+import io
+import ipaddress
 import logging
 import socket
 import socketserver
@@ -32,6 +40,8 @@ HEALTH_TIMEOUT_S: Final = 5.0
 
 _REQUEST_TIMEOUT_S: Final = 10.0
 _REQUESTS_MAX: Final = 16
+_REQUEST_BYTES_MAX: Final = 16 << 10
+_MAKING_WAY_S: Final = 1.0
 _CONTENT_TYPE: Final = "text/plain; charset=utf-8"
 
 
@@ -152,6 +162,8 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         self.registry = registry
         self.checks = checks
         self._slots = threading.BoundedSemaphore(_REQUESTS_MAX)
+        self._awaited: dict[socket.socket, None] = {}  # whose requests are still to come, the oldest first
+        self._lock = threading.Lock()
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -163,17 +175,35 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a new thread; beyond the limit of them, hang up."""
+        """Answer in a new thread; beyond the limit of them, another makes way; if all are being answered, hang up."""
         if not self._slots.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
+            self._make_way()
+            if not self._slots.acquire(timeout=_MAKING_WAY_S):
+                self.shutdown_request(request)
+                return
+        with self._lock:
+            self._awaited[request] = None
         super().process_request(request, client_address)
+
+    def _make_way(self) -> None:
+        with self._lock:
+            for oldest in self._awaited:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread finds the end, and closes it
+                del self._awaited[oldest]
+                return
+
+    def note_request(self, request: Any) -> None:
+        """Take note that a request has come, or that its client is gone."""
+        with self._lock:
+            self._awaited.pop(request, None)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, and give the slot back."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.note_request(request)
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -181,11 +211,61 @@ class _Server(socketserver.ThreadingMixIn, http.server.HTTPServer):
         _log.debug("http_failed address=%s", client_address, exc_info=True)
 
 
+class _Request(io.RawIOBase):
+    """What a client sends, until it is too much or too late."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._left = _REQUEST_BYTES_MAX
+        self._ends_s = time.monotonic() + _REQUEST_TIMEOUT_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: self._left]
+        patience_s = self._ends_s - time.monotonic()
+        if not view or patience_s <= 0:
+            raise TimeoutError("the request is too long, or too slow")
+        self._socket.settimeout(patience_s)
+        size = self._socket.recv_into(view)
+        self._left -= size
+        return size
+
+
+def _names_loopback(host: str) -> bool:
+    """Return whether a Host header names an address by number, or this machine as itself does."""
+    name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return name.lower().rstrip(".") in ("localhost", "") or name.lower().endswith(".localhost")
+    return True
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     server: _Server
     timeout = _REQUEST_TIMEOUT_S
     server_version = "shadowserve"
     sys_version = ""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_Request(self.connection), 1024)
+
+    def parse_request(self) -> bool:
+        """Read the head of the request; answer it here if it is not to be answered otherwise."""
+        well = super().parse_request()
+        self.server.note_request(self.request)
+        if well:
+            self.connection.settimeout(_REQUEST_TIMEOUT_S)
+            here = str(self.connection.getsockname()[0]).removeprefix("::ffff:")
+            if ipaddress.ip_address(here.partition("%")[0]).is_loopback:
+                hosts = self.headers.get_all("Host", [])
+                if len(hosts) > 1 or not all(map(_names_loopback, hosts)):
+                    self._answer(421, _CONTENT_TYPE, b"this address is called localhost, 127.0.0.1 or [::1]\n")
+                    return False
+        return well
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
@@ -213,6 +293,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

@@ -5,7 +5,8 @@ what Redis 7 answers on the wire.
 
 Two readers share their buffering:
 
-- :class:`CommandReader` is the server's side. It understands multibulk requests and inline ones, as people type them.
+- :class:`CommandReader` is the server's side. It understands multibulk requests and, of those that people type, a few.
+  What speaks another protocol is told apart before anything of it can be taken for a command.
 - :class:`ReplyReader` is the client's side. It understands every RESP2 and RESP3 type.
 
 Neither touches a socket. Bytes go in with ``feed()``; ``next_command()`` or ``next_value()`` gives what is complete,
@@ -28,6 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from shadowserve._resp_lines import TYPED_COMMANDS, protocol_of, refusal_of, split_inline
 from shadowserve._resp_values import (
     NULL_ARRAY,
     BigNumber,
@@ -49,7 +51,7 @@ from shadowserve._resp_values import (
     encode_map_header,
     encode_null,
 )
-from shadowserve.errors import ProtocolError
+from shadowserve.errors import ForeignProtocolError, ProtocolError
 from shadowserve.native import BATCH_ARGUMENTS_MAX, BATCH_BULK_BYTES_MAX, CommandRun, read_commands
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "NeedData",
     "NullArray",
     "Push",
+    "TYPED_COMMANDS",
     "ReplyReader",
     "SetReply",
     "SimpleString",
@@ -83,6 +86,8 @@ __all__ = [
 ]
 
 CRLF: Final = b"\r\n"
+
+_ARRAY: Final = 0x2A  # "*"
 
 
 class NeedData(enum.Enum):
@@ -107,7 +112,7 @@ class Limits:
     """What a peer may send. Beyond it: :class:`~shadowserve.errors.ProtocolError`.
 
     Attributes:
-        line_bytes_max: an inline request, or any line of the protocol. Redis: 64 KiB.
+        line_bytes_max: a typed request, or any line of the protocol. Redis: 64 KiB.
         bulk_bytes_max: one bulk. Redis's ``proto-max-bulk-len``: 512 MiB.
         items_max: elements of one array, or arguments of one command. Redis before version 7: 1,048,576.
         depth_max: nesting of arrays in a reply. The deepest that Redis sends is COMMAND's: 6.
@@ -133,6 +138,8 @@ _SMALL_LENGTHS: Final = {b"%d" % number: number for number in range(2048)}
 _INTEGER: Final = re.compile(rb"(?:0|-?[1-9][0-9]*)\Z")
 _REPLY_INTEGER: Final = re.compile(rb"[+-]?[0-9]+\Z")
 _DOUBLE: Final = re.compile(rb"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|inf|nan)\Z")
+_OBJECT_BYTES: Final = 64  # of each argument, beside its bytes
+_READY_FACTOR: Final = 6  # of commands as objects to commands on the wire, at worst: names of one byte
 _INT64_MIN: Final = -(1 << 63)
 _INT64_MAX: Final = (1 << 63) - 1
 _BIG_NUMBER_DIGITS_MAX: Final = 4000  # int() refuses more than 4300 digits, because the conversion is quadratic
@@ -152,6 +159,7 @@ class _Reader:
     __slots__ = (
         "_buffer",
         "_failure",
+        "_dropping",
         "_large",
         "_large_filled",
         "_large_size",
@@ -165,8 +173,9 @@ class _Reader:
         self._buffer = b""
         self._position = 0
         self._total_bytes = 0
-        self._failure: str | None = None
+        self._failure: ProtocolError | None = None
         self._large: memoryview | None = None
+        self._dropping = False  # nobody wants the large bulk in progress
         self._large_size = -1  # -1: no large bulk in progress
         self._large_filled = 0
 
@@ -177,7 +186,11 @@ class _Reader:
 
     def feed(self, data: bytes) -> None:
         """Take ``data`` as the next bytes of the stream. Any split of a stream gives the same results."""
-        if self._large_size >= 0 and self._large_filled < self._large_size:
+        if self._dropping:
+            dropped = min(self._large_size - self._large_filled, len(data))
+            self._large_filled += dropped
+            data = data[dropped:]
+        elif self._large_size >= 0 and self._large_filled < self._large_size:
             view = self.get_buffer()
             if view is not None:
                 size = min(len(view), len(data))
@@ -206,9 +219,18 @@ class _Reader:
         self._position += filled
         self._let_go()
 
+    def drop(self) -> None:
+        """Drop the bytes of the :class:`LargeBulk` just announced as they are fed; an empty one is handed out later."""
+        if self._large_size < 0 or self._large is not None:
+            raise RuntimeError("drop() was called without a LargeBulk just announced; this is a bug in the caller")
+        self._dropping = True
+        self._large_filled = min(len(self._buffer) - self._position, self._large_size)
+        self._position += self._large_filled
+        self._let_go()
+
     def get_buffer(self) -> memoryview | None:
         """Return where the next bytes of the large bulk in progress belong, or None if there is none: then feed()."""
-        if self._large_size < 0 or self._large_filled >= self._large_size:
+        if self._large_size < 0 or self._large_filled >= self._large_size or self._dropping:
             return None
         if self._large is None:
             self.provide(memoryview(bytearray(self._large_size)))
@@ -230,12 +252,12 @@ class _Reader:
 
     def _fail(self, reason: str) -> ProtocolError:
         """Remember that the stream cannot be followed any further, and return what to raise."""
-        self._failure = f"Protocol error: {reason}"
-        return ProtocolError(self._failure)
+        self._failure = ProtocolError(f"Protocol error: {reason}")
+        return self._failure
 
     def _check_failure(self) -> None:
         if self._failure is not None:
-            raise ProtocolError(self._failure)
+            raise self._failure
 
     def _count_bulk(self, size: int) -> None:
         """Count a bulk's declared size against the limits."""
@@ -260,15 +282,17 @@ class _Reader:
         self._large_filled = 0
         return LargeBulk(size)
 
-    def _continue_large(self) -> memoryview | NeedData:
-        if self.get_buffer() is not None or len(self._buffer) - self._position < 2:
+    def _continue_large(self) -> bytes | memoryview | NeedData:
+        if self.get_buffer() is not None or self._large_filled < self._large_size:
+            return NEED_DATA
+        if len(self._buffer) - self._position < 2:
             return NEED_DATA
         if self._buffer[self._position : self._position + 2] != CRLF:
             raise self._fail("expected CRLF after a bulk")
         self._position += 2
-        value = self._large
+        value = b"" if self._dropping else self._large
         assert value is not None
-        self._large = None
+        self._large, self._dropping = None, False
         self._large_size = -1
         self._large_filled = 0
         return value
@@ -277,14 +301,25 @@ class _Reader:
 class CommandReader(_Reader):
     """Reads commands, as a server does."""
 
-    __slots__ = ("_arguments", "_batch_bulk_bytes_max", "_batch_items_max", "_bulk_size", "_ready", "_remaining")
+    __slots__ = (
+        "_argument_bytes",
+        "_arguments",
+        "_batch_bulk_bytes_max",
+        "_batch_items_max",
+        "_bulk_size",
+        "_ready",
+        "_ready_bytes",
+        "_remaining",
+    )
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         """Make a reader that holds its peer to ``limits``."""
         super().__init__(limits)
         self.limits = limits
         self._ready: deque[CommandRun] = deque()  # whole commands, read in one go; none of these is empty
+        self._ready_bytes = 0  # what they came from
         self._arguments: list[bytes | memoryview] = []
+        self._argument_bytes = 0  # of the small ones
         self._remaining = 0  # arguments still to come of the command in progress
         self._bulk_size = -1  # of the argument whose length line was read
 
@@ -307,6 +342,12 @@ class CommandReader(_Reader):
     def in_progress(self) -> bool:
         """Whether a part of a command has arrived and the rest has not."""
         return bool(self._ready) or self._remaining > 0 or self._position < len(self._buffer)
+
+    @property
+    def held_bytes(self) -> int:
+        """About the memory of what was fed and is not handed out yet, but for large bulks: they are the caller's."""
+        held = len(self._buffer) + self._argument_bytes + _OBJECT_BYTES * len(self._arguments)
+        return held + _READY_FACTOR * self._ready_bytes if self._ready else held
 
     @property
     def arguments(self) -> Sequence[bytes | memoryview]:
@@ -339,7 +380,7 @@ class CommandReader(_Reader):
             if event is not None:
                 return event
             arguments = self._arguments
-            self._arguments = []
+            self._arguments, self._argument_bytes = [], 0
             self._let_go()
             return arguments
 
@@ -353,7 +394,10 @@ class CommandReader(_Reader):
         if not ready and not self._remaining and position < len(buffer) and self._failure is None:
             # Pipelines of small commands are what costs a server in Python most, so they are read in C. Whatever is
             # unusual - long, incomplete, wrong - ends that, and is left to the general way.
+            self._ready_bytes = len(buffer) - position
             runs, self._position = read_commands(buffer, position, self._batch_items_max, self._batch_bulk_bytes_max)
+            if self._position < len(buffer) and buffer[self._position] != _ARRAY and self._refuses(self._line()):
+                return ready  # what is in front of it came from the same hand
             ready.extend(runs)
             self._let_go()
         return ready
@@ -374,7 +418,7 @@ class CommandReader(_Reader):
         buffer = self._buffer
         while self._position < len(buffer):
             position = self._position
-            if buffer[position] != 0x2A:  # "*"
+            if buffer[position] != _ARRAY:
                 inline = self._read_inline()
                 if inline is NEED_DATA or inline:
                     return inline
@@ -419,6 +463,8 @@ class CommandReader(_Reader):
             if isinstance(value, LargeBulk):
                 return value
             arguments.append(value)
+            if isinstance(value, bytes):
+                self._argument_bytes += size if len(value) else 0
             self._bulk_size = -1
             self._remaining -= 1
         return None
@@ -435,79 +481,34 @@ class CommandReader(_Reader):
         self._count_bulk(size)
         return size
 
+    def _line(self) -> bytes:
+        """Return the line at the position, its line feed included, or as much of it as there is."""
+        end = self._buffer.find(b"\n", self._position)
+        return self._buffer[self._position : end + 1 if end >= 0 else len(self._buffer)]
+
+    def _refuses(self, line: bytes) -> bool:
+        """Return whether a line, or its beginning, is of another protocol; nothing more is read then."""
+        protocol = protocol_of(line)
+        if protocol:
+            self._failure = ForeignProtocolError(protocol)
+        return bool(protocol)
+
     def _read_inline(self) -> list[bytes | memoryview] | Literal[NeedData.NEED_DATA]:
         """Read one line as people type it; an empty list for an empty line."""
-        end = self._buffer.find(b"\n", self._position)
-        if end < 0 or end - self._position > self._limits.line_bytes_max:
-            if len(self._buffer) - self._position > self._limits.line_bytes_max:
-                raise self._fail("too big inline request")
+        line = self._line()
+        if self._refuses(line):
+            self._check_failure()
+        if (reason := refusal_of(line, self._limits.line_bytes_max)) is not None:
+            raise self._fail(reason)
+        if not line.endswith(b"\n"):
             return NEED_DATA
-        line = self._buffer[self._position : end]
-        self._position = end + 1
-        arguments = split_inline(line[:-1] if line.endswith(b"\r") else line)
+        self._position += len(line)
+        arguments = split_inline(line[:-1].removesuffix(b"\r"))
         if arguments is None:
             raise self._fail("unbalanced quotes in request")
         if len(arguments) > self._limits.items_max:
             raise self._fail("invalid multibulk length")
         return list(arguments)
-
-
-_BLANKS: Final = b" \t\n\v\f\r\0"
-_ESCAPES: Final = {0x6E: b"\n", 0x72: b"\r", 0x74: b"\t", 0x62: b"\b", 0x61: b"\a"}
-_HEX_ESCAPE: Final = re.compile(rb"\\x([0-9a-fA-F]{2})")
-
-
-def split_inline(line: bytes) -> list[bytes] | None:
-    r"""Split an inline request as Redis does: blanks separate, ``"..."`` with escapes and ``'...'`` keep together.
-
-    Returns None where a quote does not close, or closes in the middle of a word.
-    """
-    words: list[bytes] = []
-    position = 0
-    while True:
-        while position < len(line) and line[position] in _BLANKS:
-            position += 1
-        if position >= len(line):
-            return words
-        word = bytearray()
-        while position < len(line) and line[position] not in _BLANKS:
-            character = line[position]
-            if character in (0x22, 0x27):
-                closing = _unquote(line, position, word)
-                if closing is None or (closing < len(line) and line[closing] not in _BLANKS):
-                    return None
-                position = closing
-            else:
-                word.append(character)
-                position += 1
-        words.append(bytes(word))
-
-
-def _unquote(line: bytes, position: int, word: bytearray) -> int | None:
-    """Append the quoted part that begins at ``position`` to ``word``; return where it ends, None if it does not."""
-    quote = line[position]
-    position += 1
-    while position < len(line):
-        character = line[position]
-        if character == quote:
-            return position + 1
-        if character == 0x5C and quote == 0x22:  # a backslash in double quotes
-            escape = _HEX_ESCAPE.match(line, position)
-            if escape:
-                word.append(int(escape[1], 16))
-                position += 4
-                continue
-            if position + 1 < len(line):
-                word += _ESCAPES.get(line[position + 1], line[position + 1 : position + 2])
-                position += 2
-                continue
-        elif character == 0x5C and line[position + 1 : position + 2] == b"'":
-            word.append(0x27)
-            position += 2
-            continue
-        word.append(character)
-        position += 1
-    return None
 
 
 class _Frame:

@@ -16,6 +16,9 @@ __all__ = ["DEVICES_MAX", "LIVE", "DeviceConfig", "StorageConfig", "TenantLimits
 LIVE: Final = (
     "memory_budget_bytes",
     "connections_max",
+    "unauthenticated_connections_max",
+    "authentication_timeout_s",
+    "clients_memory_bytes_max",
     "pipeline_commands_max",
     "output_buffer_bytes_max",
     "idle_timeout_s",
@@ -34,6 +37,8 @@ LIVE: Final = (
 """Keys that can change while the node runs; of ``devices``, their budgets. All others are read once, at the start."""
 
 _TENANT_NAME_BYTES_MAX: Final = 128
+_CLIENTS_MEMORY_BYTES_MIN: Final = 64 << 20
+_STRANGERS_MIN: Final = 16
 
 
 def is_tenant_name(text: str) -> bool:
@@ -63,6 +68,8 @@ class TenantLimits(BaseModel):
     """Commands a second, of all its clients together."""
     bytes_per_s: ByteSize | None = Field(None, ge=1)
     """Bytes a second, received and sent, of all its clients together."""
+    connections_max: int | None = Field(None, ge=1)
+    """Clients at one time; not given, half of those of the node where it has several tenants."""
 
 
 DEVICES_MAX: Final = 255
@@ -133,7 +140,8 @@ class StorageConfig(Section):
     audit_log_bytes_max: ByteSize = Field(ByteSize(64 << 20), ge=1 << 12)
     """Size at which the audit log is begun anew; the one before stays beside it, with ``.1`` added to its name."""
     tenants: Annotated[dict[str, TenantLimits], AfterValidator(_checked_tenants)] = {}
-    """Limits of each tenant: ``{name: {bytes_max, keys_max, commands_per_s, bytes_per_s}}``; all of them optional."""
+    """Limits of each tenant, all optional: ``{name: {bytes_max, keys_max, commands_per_s, bytes_per_s,
+    connections_max}}``."""
 
     pin_share: float = Field(0.5, ge=0.0, le=1.0)
     """Share of the whole budget that pins of all tenants together may take."""
@@ -170,8 +178,16 @@ class StorageConfig(Section):
 
     connections_max: int = Field(10_000, ge=1)
     """Clients at one time; more are told so and closed."""
+    unauthenticated_connections_max: int | None = Field(None, ge=1)
+    """Of them, clients that have yet to authenticate; beyond it, the oldest makes way. null: a tenth of all, and no
+    less than 16."""
+    authentication_timeout_s: float = Field(10.0, gt=0.0)
+    """Close clients that have not authenticated within this time, their TLS handshake included."""
+    clients_memory_bytes_max: ByteSize | None = Field(None, ge=1 << 20)
+    """Most that requests on their way in and replies that wait cost, of all clients together, beside what is stored.
+    null: a quarter of memory_budget_bytes, and no less than 64 MiB and the largest value."""
     bulk_bytes_max: ByteSize = Field(ByteSize(512 << 20), ge=1 << 10)
-    """Largest single argument, so largest value."""
+    """Largest value; other arguments have at most 64 KiB."""
     request_bytes_max: ByteSize = Field(ByteSize(1 << 30), ge=1 << 10)
     """Largest sum of the arguments of one command."""
     arguments_max: int = Field(65_536, ge=16)
@@ -239,6 +255,28 @@ class StorageConfig(Section):
         if self.tls_users != "off" and not self.tls_client_ca:
             raise ValueError("tls_users is given without tls_client_ca: a certificate that nobody checks names nobody")
         return self
+
+    @property
+    def clients_memory_bytes(self) -> int:
+        """Bytes that all clients together may cost beside what is stored."""
+        if self.clients_memory_bytes_max is not None:
+            return int(self.clients_memory_bytes_max)
+        budget = int(self.memory_budget_bytes)
+        return max(_CLIENTS_MEMORY_BYTES_MIN, budget // 4, min(int(self.bulk_bytes_max), budget))
+
+    @property
+    def lent_bytes_max(self) -> int:
+        """Bytes of stored values that may be kept from going by being sent."""
+        # The engine filesystem's budget is of its files; what it reads of them is memory of its own.
+        in_files = self.engine == "filesystem"
+        return self.clients_memory_bytes if in_files else max(1, int(self.memory_budget_bytes) // 2)
+
+    @property
+    def strangers_max(self) -> int:
+        """Clients that have yet to authenticate at one time."""
+        if self.unauthenticated_connections_max is not None:
+            return min(self.unauthenticated_connections_max, self.connections_max)
+        return min(self.connections_max, max(_STRANGERS_MIN, self.connections_max // 10))
 
     @property
     def listens_beyond_loopback(self) -> bool:

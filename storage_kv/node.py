@@ -10,19 +10,21 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 from shadowserve.errors import ConfigurationError, ShadowServeError
 from storage_kv.access.attempts import Attempts
 from storage_kv.access.audit import AuditLog
-from storage_kv.access.handshakes import FailedHandshakes
+from storage_kv.access.incidents import Incidents
 from storage_kv.access.limits import RateLimiter
+from storage_kv.access.memory import STRANGERS, Bound
+from storage_kv.access.places import Places
 from storage_kv.access.rules import User
 from storage_kv.access.users import Denial, Users
 from storage_kv.config import StorageConfig
-from storage_kv.engine import DEFAULT_TENANT, TENANT_BYTES, Engine, Item, Lease
+from storage_kv.engine import DEFAULT_TENANT, ENTRIES_PER_HOLD, TENANT_BYTES, Engine, Item, Lease
 from storage_kv.operate.command_statistics import CommandStatistics
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "Pending",
     "Ready",
     "Reply",
+    "Series",
     "Session",
     "Transaction",
 ]
@@ -46,6 +49,9 @@ _log = logging.getLogger(__name__)
 REFERENCE_BYTES_MIN: Final = 16 << 10
 """Values from this size on are sent from where they are stored; smaller ones are copied into the reply, since a buffer
 of its own in the gathering write costs about as much as copying 16 KiB."""
+
+_PIECE_BYTES: Final = 64 << 10
+"""Of a series, at a time: about a quarter of a millisecond."""
 
 Argument: TypeAlias = bytes | memoryview
 """Of a command. Only SET's value is ever a memoryview: a value that was received in place."""
@@ -64,6 +70,16 @@ class Outgoing:
         """Make one; ``view`` is of the item's value, or of the lease's."""
         self.view = view
         self.source = source
+
+    @property
+    def pinned(self) -> int:
+        """What tells what is kept in memory from everything else that is."""
+        return id(getattr(self.source, "buffer", self.source))
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much is kept in memory so that these bytes can be sent."""
+        return self.source.length if isinstance(self.source, Item) else len(self.source.view)
 
     def hold(self, engine: Engine) -> None:
         """Keep the bytes until release(); a lease does so from its beginning. With the node's lock held."""
@@ -141,6 +157,40 @@ class Pending:
 Part: TypeAlias = bytes | Outgoing | Pending
 
 
+class Series:
+    """The reply of a command on many keys, of which only the beginning is made: what follows, as its client takes it.
+
+    So a client that asks for everything and reads nothing makes the node hold little, and the lock is held for some
+    keys at a time. Each value is what it is when its turn comes.
+
+    Attributes:
+        parts: the beginning.
+        rest: makes what follows: parts or, again, a series; called with the node's lock held.
+    """
+
+    __slots__ = ("parts", "rest")
+
+    def __init__(self, parts: "list[Part]", rest: "Callable[[], list[Part] | Series]") -> None:
+        """Make one."""
+        self.parts = parts
+        self.rest = rest
+
+    @classmethod
+    def of(cls, parts: "list[Part]", pieces: "Iterator[bytes | list[Part]]") -> "list[Part] | Series":
+        """Return ``parts`` and what ``pieces`` yields, as a series if it is much."""
+        size = 0
+        for count, piece in enumerate(pieces, 1):
+            if isinstance(piece, bytes):
+                parts.append(piece)
+                size += len(piece)
+            else:
+                parts += piece
+                size += _PIECE_BYTES // 4  # counts like copying a quarter of what may be copied
+            if size >= _PIECE_BYTES or count == ENTRIES_PER_HOLD:
+                return cls(parts, lambda: cls.of([], pieces))
+        return parts
+
+
 class Later:
     """The reply of a command whose work is too long for the event loop.
 
@@ -156,7 +206,7 @@ class Later:
         self.finish = finish
 
 
-Reply: TypeAlias = bytes | list[Part] | Later
+Reply: TypeAlias = bytes | list[Part] | Series | Later
 
 
 @dataclass(slots=True)
@@ -184,6 +234,10 @@ class Counters:
     stalled_clients: int = 0
     idle_clients: int = 0
     protocol_errors: int = 0
+    http_refused: int = 0
+    strangers_closed: int = 0
+    strangers_displaced: int = 0
+    greedy_clients: int = 0
     authentication_failures: int = 0
     denied_commands: int = 0
     denied_keys: int = 0
@@ -238,6 +292,7 @@ class Session:
         prefix: what the tenant's keys begin with in the engine.
         replies: False after CLIENT REPLY OFF.
         finish: ends its connection, soon, once what it has been answered is sent; from any thread.
+        cut: ends its connection, soon, as it is; from any thread.
         user: whose rules hold for it; of a connection that has not authenticated, the default user.
         tenant: id of the tenant whose keys it sees.
         limiter: of its tenant; None for no limits.
@@ -249,6 +304,8 @@ class Session:
         executing_bytes: what that held when EXEC came.
         watched: the keys of WATCH, qualified, and whether each was there.
         watch_failed: one of them has been changed since.
+        place: tenant among whose places it is counted; None where it is not.
+        stranger_since_s: when it began not to be authenticated.
     """
 
     __slots__ = (
@@ -256,6 +313,7 @@ class Session:
         "authenticated",
         "closing",
         "created_s",
+        "cut",
         "executing",
         "executing_bytes",
         "file_descriptor",
@@ -272,10 +330,12 @@ class Session:
         "pause_holds_replies",
         "pause_until_s",
         "pending_output_bytes",
+        "place",
         "prefix",
         "protocol",
         "replies",
         "skip",
+        "stranger_since_s",
         "transaction",
         "user",
         "watch_failed",
@@ -300,6 +360,7 @@ class Session:
         self.library_name = b""
         self.library_version = b""
         self.finish: Callable[[], None] = lambda: None
+        self.cut: Callable[[], None] = lambda: None
         self.pause_until_s = 0.0
         self.pause_holds_replies = False
         self.user = _ANYTHING if authenticated else _NOTHING
@@ -307,7 +368,14 @@ class Session:
         self.limiter: RateLimiter | None = None
         self.executing: deque[list[Argument]] = deque()
         self.executing_bytes = 0
+        self.place: str | None = None
+        self.stranger_since_s = self.created_s
         self.reset()
+
+    @property
+    def share(self) -> int:
+        """Whose share of memory it uses."""
+        return self.tenant if self.authenticated else STRANGERS
 
     @property
     def user_name(self) -> bytes:
@@ -366,6 +434,10 @@ class Node:
             Commands are executed under it, so that each sees and leaves a whole.
         watchers: of each qualified key, the sessions that watch it.
         change_configuration: changes keys, all or none, with the lock held; raises ConfigurationError.
+        incidents: what strangers do, for the log.
+        places: who has a connection.
+        memory: of requests on their way in and replies that are copied out.
+        lent: of stored values that are being sent.
     """
 
     config: StorageConfig
@@ -382,8 +454,11 @@ class Node:
     audit: AuditLog = field(default_factory=AuditLog)
     certificate_expires_s: float = 0.0
     attempts: Attempts = field(default_factory=Attempts)
-    failed_handshakes: FailedHandshakes = field(default_factory=FailedHandshakes)
     watchers: dict[bytes, set[Session]] = field(default_factory=dict)
+    incidents: Incidents = field(default_factory=Incidents)
+    places: Places = field(default_factory=Places)
+    memory: Bound = field(init=False)
+    lent: Bound = field(init=False)
     users: Users = field(init=False)
     limiters: dict[str, RateLimiter] = field(init=False)
 
@@ -396,6 +471,8 @@ class Node:
         from storage_kv.commands import BY_FULL_NAME  # which needs this module
 
         self.users = Users(self.config, BY_FULL_NAME)
+        self.memory = Bound(lambda: self.config.clients_memory_bytes, self.has_tenants, is_ours=True)
+        self.lent = Bound(lambda: self.config.lent_bytes_max, self.has_tenants, is_ours=False)
         now_s = time.monotonic()
         self.limiters = {name: RateLimiter(limits, now_s) for name, limits in self.config.tenants.items()}
 
@@ -407,10 +484,28 @@ class Node:
                 tenant = self.engine.tenant(name) if name else DEFAULT_TENANT
                 self.engine.set_quota(tenant, limits.bytes_max, limits.keys_max)
 
+    def has_tenants(self) -> bool:
+        """Return whether there are users of more than one tenant."""
+        users = iter(self.users.by_name.values())
+        first = next((user.tenant for user in users if user.enabled), "")
+        return any(user.enabled and user.tenant != first for user in users)
+
+    def has_place(self, tenant: str) -> bool:
+        """Return whether one more client of a tenant may connect."""
+        limits = self.config.tenants.get(tenant)
+        most = None if limits is None else limits.connections_max
+        if most is None:
+            most = self.config.connections_max
+            if 2 * self.places.by_tenant.get(tenant, 0) < most:
+                return True
+            most = -(-most // 2) if self.has_tenants() else most
+        return self.places.by_tenant.get(tenant, 0) < most
+
     def begin(self, session: Session) -> None:
         """Make a session that of the default user, let in if that one needs no password."""
         session.user = self.users.default
         session.authenticated = self.users.anyone_enters
+        session.stranger_since_s = time.monotonic()
         self._bind_tenant(session)
 
     def bind(self, session: Session, user: User) -> None:
@@ -422,6 +517,7 @@ class Node:
     def _bind_tenant(self, session: Session) -> None:
         name = session.user.tenant
         session.tenant = self.engine.tenant(name) if name else DEFAULT_TENANT
+        self.places.enter(session)
         self.limit(session)
 
     def limit(self, session: Session) -> None:
@@ -436,9 +532,14 @@ class Node:
         if user is not None and known:
             self.bind(session, user)
         else:
-            _log.warning("certificate_names_no_user address=%s name=%r", session.address, name[:256])
+            self.tell("certificate_names_no_user", session.address, name[:128])
         outcome = "ok" if known else "failed"
         self.audit.write("authentication", session, outcome=outcome, user=name.encode(), by="certificate")
+
+    def tell(self, event: str, address: str, reason: str) -> None:
+        """Log what a stranger does, where it is news; the rest is told with a count, once a minute."""
+        if self.incidents.note(event, address, reason, time.monotonic()):
+            _log.warning("%s address=%s reason=%r", event, address, reason)
 
     def deny(self, session: Session, reason: str, object: bytes, client: bytes) -> None:
         """Take note that something was denied to a session, for ACL LOG."""

@@ -48,7 +48,8 @@ _BREATH_S: Final = 0.001  # between two parts of long work, so that who waits fo
 _REFUSED_LINGER_S: Final = 0.5
 _REFUSED_LINGERING_MAX: Final = 128
 _KEEPALIVE_S: Final = 300  # as Redis: finds clients whose machine has vanished
-_DESCRIPTORS_RESERVED: Final = 64
+_DESCRIPTORS_RESERVED: Final = 128
+_LEAVING_MAX: Final = 64  # connections that make way for others, at one time
 
 _LOOPBACK_SEND_BYTES: Final = 512 << 10
 """Of the kernel's send buffer towards clients of the same machine. Left alone it grows to 4 MiB and falls out of the
@@ -225,16 +226,17 @@ class StorageServer:
     def _admit(self, sock: socket.socket, address: tuple[str, int]) -> None:
         node = self.node
         sock.setblocking(False)
-        if len(node.sessions) >= self._connections_max:
-            with node.lock:
-                node.counters.connections_rejected += 1
-            self._refuse(sock, "ERR max number of clients reached")
-            return
         if node.config.protected_mode and self._lets_anyone_in and not _is_loopback(address[0]):
             with node.lock:
                 node.counters.connections_denied += 1
-            _log.warning("client_denied address=%s:%d reason='protected mode'", *address[:2])
+                node.tell("client_denied", _text(address), "protected mode")
             self._refuse(sock, _DENIED)
+            return
+        with node.lock:
+            has_place = self._make_place()
+            node.counters.connections_rejected += not has_place
+        if not has_place:
+            self._refuse(sock, "ERR max number of clients reached")
             return
         with node.lock:
             node.counters.connections += 1
@@ -252,11 +254,39 @@ class StorageServer:
             file_descriptor=transport.socket.fileno(),
         )
         with node.lock:
-            node.begin(session)
             node.sessions[session.id] = session
+            node.begin(session)
             thread = min(self._io_threads, key=lambda thread: thread.clients)
             thread.clients += 1
         thread.adopt(transport, session)
+
+    def _make_place(self) -> bool:
+        """Return whether there is a place for one more; a stranger may have to make it. With the node's lock held."""
+        node = self.node
+        places = node.places
+        if node.users.anyone_enters:
+            if not node.has_place(node.users.default.tenant):
+                return False
+        elif places.strangers >= node.config.strangers_max:
+            self._displace()
+        if len(node.sessions) < self._connections_max:
+            return True
+        # Those who make way are gone a moment later. So many may be on their way out that there are descriptors left.
+        taken = places.strangers + sum(places.by_tenant.values())
+        if taken >= self._connections_max and not self._displace():
+            return False
+        return len(node.sessions) < self._connections_max + _LEAVING_MAX
+
+    def _displace(self) -> bool:
+        """End the stranger who is to make way; return whether there was one."""
+        session = self.node.places.give_way()
+        if session is None:
+            return False
+        self.node.counters.strangers_displaced += 1
+        self.node.tell("client_displaced", session.address, "newcomers needed its place, and it had not authenticated")
+        session.closing = True
+        session.cut()
+        return True
 
     def _transport(self, sock: socket.socket) -> Transport:
         if self._certificates is None:
@@ -300,13 +330,16 @@ class StorageServer:
                 await asyncio.sleep(_BREATH_S)
             for thread in self._io_threads:
                 thread.watch()
-            self._tell_handshakes(time.monotonic())
+            with self.node.lock:
+                for bound in (self.node.memory, self.node.lent):
+                    bound.press(self.node.config.stall_timeout_s, _WATCH_INTERVAL_S)
+            self._tell_incidents(time.monotonic())
 
-    def _tell_handshakes(self, now_s: float) -> None:
+    def _tell_incidents(self, now_s: float) -> None:
         with self.node.lock:
-            repeated = self.node.failed_handshakes.due(now_s)
-        for address, times, reason in repeated:
-            _log.warning("tls_failed_again address=%s times=%d last_reason=%r", address, times, reason)
+            repeated = self.node.incidents.due(now_s)
+        for event, address, times, reason in repeated:
+            _log.warning("%s_again address=%s times=%d last_reason=%r", event, address, times, reason)
 
     def _sweep(self) -> int:
         with self.node.lock:
@@ -358,7 +391,7 @@ class StorageServer:
         threads, self._io_threads = self._io_threads, []  # a second signal finds none to hurry
         for thread in threads:
             thread.stop()
-        self._tell_handshakes(math.inf)
+        self._tell_incidents(math.inf)
         # Nobody can ask for anything any more. What has been acknowledged is durable; this makes the next start quick.
         if self._engine_thread is not None:
             drain_s = self.node.config.shutdown_timeout_s

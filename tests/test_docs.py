@@ -50,6 +50,15 @@ def test_each_metric_that_a_document_names_is_counted(document: Path) -> None:
         assert any(f'"{each}"' in SOURCES for each in (counted, counted.removeprefix("storage_"))), name
 
 
+def test_each_promise_names_a_test_that_is_there() -> None:
+    rows = re.findall(r"^\| .* \| (.*) \|$", (REPOSITORY / "docs" / "security.md").read_text(), re.MULTILINE)
+    named = [test for row in rows for test in re.findall(r"`(test_\w+\.py)::(test_\w+)`", row)]
+    assert len(named) > 30
+    for file, test in named:
+        sources = [path.read_text() for path in (REPOSITORY / "tests").rglob(file)]
+        assert any(f"def {test}(" in source for source in sources), f"{file}::{test}"
+
+
 def test_the_failures_document_explains_every_outcome() -> None:
     text = (REPOSITORY / "docs" / "failures.md").read_text()
     explained = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))

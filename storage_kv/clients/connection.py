@@ -24,7 +24,10 @@ How bytes cross the wire is the transport's business (transport.py); what TLS ne
 
 Replies to small commands that arrived together leave together. Nothing is executed while more than
 ``output_buffer_bytes_max`` waits for the client, nor read while commands wait to be executed, so that a client that
-does not read stops itself, and holds at most that much and one reply.
+does not read stops itself, and holds at most that much and one value: a reply of many values is made as it is taken
+(``Series``). What all clients cost together is bounded in access/memory.py: large arguments are admitted before they
+are received (intake.py), values are sent by reference only while that may keep more of them from going, and the rest is
+counted after each step.
 """
 
 import logging
@@ -32,21 +35,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
-from shadowserve.errors import ProtocolError
-from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, NeedData, encode_error
+from shadowserve.errors import ForeignProtocolError, ProtocolError
+from shadowserve.resp import CommandReader, LargeBulk, encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop
+from storage_kv.clients.holdings import Holdings
 from storage_kv.clients.host import Host
+from storage_kv.clients.intake import Intake
 from storage_kv.clients.replies import Replies
-from storage_kv.clients.requests import limits_of, with_bytes
+from storage_kv.clients.requests import limits_of
 from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import Transport
+from storage_kv.clients.watched import Watched
 from storage_kv.commands import execute, execute_run
 from storage_kv.engine import BusyError
-from storage_kv.engines import buffers
-from storage_kv.node import Argument, Later, Outgoing, Part, Pending, Reply, Session
+from storage_kv.node import Later, Outgoing, Part, Pending, Reply, Series, Session
 
 __all__ = ["Connection"]
 
@@ -64,51 +69,44 @@ _LINGER_S: Final = 1.0
 _PENDING_MAX: Final = 256
 """Pending parts of one client beyond which no more of its commands are executed: enough to keep every device busy."""
 
-_SET_VALUE: Final = 2  # the position of SET's value among its arguments
+_STRANGERS_OUTPUT_BYTES_MAX: Final = 16 << 10
+"""Of replies that wait for a client that has yet to authenticate."""
+
+_LENDING: Final = frozenset(b"GET GETRANGE SUBSTR MGET GETDEL GETEX GETSET SET KV.META EXEC".split())
+"""Commands whose replies may be stored values."""
 
 _NO_ROOM: Final = "no room to write for too long: devices are slower than those who write; try again later"
 
-_Event: TypeAlias = list[Argument] | LargeBulk | Literal[NeedData.NEED_DATA]
 
-_TLS_GREETING: Final = b"\x16\x03"  # how a TLS client's first record begins; no command does
-
-
-class Connection:
+class Connection(Watched):
     """A client's connection, from acceptance to its end."""
 
     __slots__ = (
         "_at_end",
-        "_begun",
         "_blocked",
         "_blocked_since_s",
-        "_buffer",
-        "_closed",
-        "_descriptor",
         "_ends_turn",
         "_engine",
+        "_holdings",
         "_holds_replies",
         "_host",
-        "_interest",
+        "_intake",
         "_last_progress_s",
-        "_lingering",
-        "_loop",
         "_more",
         "_node",
         "_paused",
         "_reader",
         "_receive_bytes",
         "_received_bytes",
-        "_received_in_place",
         "_replies",
+        "_rest",
         "_retry",
         "_room",
         "_scheduled",
         "_signal",
-        "_socket",
         "_transport",
-        "_wanted_bytes",
         "_working",
-        "session",
+        "moved_bytes",
     )
 
     def __init__(self, host: Host, transport: Transport, session: Session, loop: EventLoop) -> None:
@@ -116,17 +114,16 @@ class Connection:
         self._host = host
         self._node = host.node
         self._engine = host.node.engine
-        self._loop = loop
+        super().__init__(transport.socket, loop)
         self._transport = transport
-        self._socket = transport.socket
-        self._descriptor = transport.socket.fileno()
         self.session = session
         self._reader = CommandReader(limits_of(host.node, session))
         self._signal = Signal(loop, self._on_signal)
         self._room = Signal(loop, self._on_room)
-        self._replies = Replies(host.node, self._signal.send)
-        self._interest = 0  # what the loop waits for
-        self._begun = False  # something has been read
+        self._replies = Replies(host.node, session, self._signal.send)
+        self._holdings = Holdings(host.node, session, self)
+        self._intake = Intake(host.node, session, self._reader, self._holdings.memory, self._room.send)
+        self.moved_bytes = 0
         self._paused = False  # nothing is read or executed before a certain time
         self._holds_replies = False  # and nothing sent
         self._working = False  # a Later is under way
@@ -134,62 +131,32 @@ class Connection:
         self._blocked = False  # the engine has no room: until the signal
         self._blocked_since_s = 0.0  # without having got on since
         self._retry: Callable[[], Reply] | None = None  # what the engine had no room for
-        self._wanted_bytes = -1  # of a large argument for which there is no buffer yet
-        self._buffer: memoryview | None = None  # the engine's, of the command in progress
+        self._rest: Callable[[], Reply] | None = None  # what follows of a reply that is made as it is taken
         self._scheduled = False  # the next turn will come without any event
         self._ends_turn = False  # this turn's end is still to come
-        self._received_in_place = False
         self._receive_bytes = _RECEIVE_FEW_BYTES
         self._received_bytes = 0  # not yet in the node's counters
         self._at_end = False  # the client has finished sending
-        self._lingering = False
-        self._closed = False
         self._last_progress_s = time.monotonic()
         session.finish = self._finish_soon
+        session.cut = self._cut_soon
+        if session.closing:  # since it was accepted, there was another use for its place
+            self._cut_soon()
         self._update_interest()
 
     # ---- Reading and executing
 
-    def _on_event(self, events: int) -> None:
-        """Read or write; an error or the peer's end wakes whatever waits, to find it out for itself."""
-        interest = self._interest
-        try:
-            if events & ~WRITE and interest & READ:
-                if self._lingering:
-                    self._on_lingering()
-                else:
-                    self._on_readable()
-            if events & ~READ and interest & WRITE and not self._closed:
-                self._on_writable()
-        except Exception:
-            self._fail_by_bug()
-
-    def _guarded(self, step: Callable[[], None]) -> None:
-        """Do a step. A bug of ours must cost this client its connection, not all of them the server."""
-        try:
-            step()
-        except Exception:
-            self._fail_by_bug()
-
-    def _fail_by_bug(self) -> None:
-        _log.exception("connection_failed address=%s", self.session.address)
-        self.abort()
-
     def _on_readable(self) -> None:
         try:
-            view = self._reader.get_buffer() if self._received_in_place else None
+            view = self._reader.get_buffer() if self._intake.in_place else None
             if view is not None:
                 size = self._transport.recv_into(view)
                 self._reader.advance(size)
             else:
                 data = self._transport.recv(self._receive_bytes)
                 size = len(data)
-                self._receive_bytes = _RECEIVE_BYTES if size >= _RECEIVE_FEW_BYTES else _RECEIVE_FEW_BYTES
-                if not self._begun:
-                    self._begun = True
-                    if data[:2] == _TLS_GREETING:
-                        self._refuse_tls()
-                        return
+                more = size >= _RECEIVE_FEW_BYTES and self.session.authenticated
+                self._receive_bytes = _RECEIVE_BYTES if more else _RECEIVE_FEW_BYTES
                 self._reader.feed(data)
         except (BlockingIOError, InterruptedError):
             self._update_interest()
@@ -198,6 +165,7 @@ class Connection:
             self.abort()
             return
         self._received_bytes += size
+        self.moved_bytes += size
         self._last_progress_s = time.monotonic()
         if size == 0:
             self._at_end = True
@@ -210,11 +178,6 @@ class Connection:
         if not self._ends_turn:
             self._ends_turn = True
             self._loop.call_soon(self._end_turn)
-
-    def _refuse_tls(self) -> None:  # the client's library says 'wrong version number'
-        with self._node.lock:
-            self._replies.append(self._give_up(ProtocolError("the client speaks TLS, this server does not")))
-        self._after_step()
 
     # ---- Turns
 
@@ -253,6 +216,7 @@ class Connection:
                     self._execute_some()
                 else:
                     self._execute_within(session.limiter)
+                self._account()
             if session.pause_until_s:
                 self._pause()
 
@@ -272,7 +236,7 @@ class Connection:
         node, session, reader = self._node, self.session, self._reader
         node.counters.input_bytes += self._received_bytes
         self._received_bytes = 0
-        output_max = node.config.output_buffer_bytes_max
+        output_max = self._output_bytes_max
         left = node.config.pipeline_commands_max
         small: list[bytes] = []
         small_bytes = 0
@@ -281,12 +245,13 @@ class Connection:
             if session.pause_until_s:
                 break
             room = output_max - self._replies.out_bytes - small_bytes
-            if session.closing or room <= 0 or (self._replies.pendings and self._is_far_ahead()):
-                self._more = reader.in_progress or self._retry is not None or bool(session.executing)
+            is_over = session.closing and self._rest is None
+            if is_over or room <= 0 or (self._replies.pendings and self._is_far_ahead()):
+                self._more = reader.in_progress or self._unfinished
                 break
             reply: Reply | None = None
             ready = reader.ready()
-            if ready and self._retry is None and not session.executing:
+            if ready and not self._unfinished and self._holdings.lends:
                 run = ready[0]
                 executed, replies, reply = execute_run(node, session, run, left, room)
                 if executed:
@@ -313,8 +278,8 @@ class Connection:
             if isinstance(reply, Later):
                 self._start_work(reply)
                 break
-            if self._buffer is not None:
-                self._discard_buffer()
+            if self._intake.bytes or self._intake.refusal:
+                self._intake.let_go()
             if not session.replies or session.skip:
                 self._swallow(reply)
             elif isinstance(reply, bytes):
@@ -324,9 +289,44 @@ class Connection:
                 if small:
                     self._replies.append(b"".join(small))
                     small, small_bytes = [], 0
-                self._replies.extend(reply)
+                left -= self._extend(reply)
         if small:
             self._replies.append(b"".join(small))
+
+    @property
+    def _unfinished(self) -> bool:
+        """Whether something that was begun has to go on before what the client sends."""
+        return self._retry is not None or self._rest is not None or bool(self.session.executing)
+
+    def _extend(self, reply: list[Part] | Series) -> int:
+        """Queue a reply of several parts, or as much of it as is made; return how many."""
+        parts = reply
+        if isinstance(reply, Series):
+            parts, self._rest = reply.parts, reply.rest
+        assert isinstance(parts, list)
+        self._replies.extend(parts)
+        return len(parts)
+
+    def _account(self) -> None:
+        """Say what this client makes the node hold; with the node's lock held."""
+        replies = self._replies
+        held = self._intake.bytes + self._reader.held_bytes + replies.out_bytes + replies.waiting_bytes
+        held += self.session.queued_bytes
+        self._holdings.settle(held - replies.lent_bytes, replies.lent_bytes)
+
+    def _wait_to_lend(self, step: Callable[[], Reply]) -> bool:
+        """Return whether a step has to wait because too many stored values are being sent."""
+        if self._holdings.may_lend():
+            return False
+        self._retry = step
+        self._block(None)
+        return True
+
+    @property
+    def _output_bytes_max(self) -> int:
+        """Bytes of replies beyond which nothing is executed."""
+        most = self._node.config.output_buffer_bytes_max
+        return most if self.session.authenticated else min(most, _STRANGERS_OUTPUT_BYTES_MAX)
 
     def _execute_next(self, small: list[bytes]) -> Reply | None:
         """Execute one command, whatever it is; None if nothing more is to be executed now.
@@ -336,22 +336,29 @@ class Connection:
         session, reader = self.session, self._reader
         was_authenticated = session.authenticated
         try:
-            if self._retry is not None:
-                return self._try_again()
-            command: _Event
-            if session.executing:
-                command = session.executing.popleft()
-            else:
-                command = reader.next_command() if self._wanted_bytes < 0 else LargeBulk(self._wanted_bytes)
-            if isinstance(command, LargeBulk) or self._received_in_place:
-                command = self._take_large(command)
+            if self._retry is not None or self._rest is not None:
+                return self._go_on()
+            command = session.executing.popleft() if session.executing else self._intake.next_command()
             if not isinstance(command, list):
                 # The next argument may be large as well, or there is no buffer for this one.
+                if self._intake.waits:
+                    self._block(None)
+                else:
+                    self._blocked_since_s = 0.0
                 self._more = self._blocked or isinstance(command, LargeBulk)
                 return None
+            if self._intake.refusal:
+                self._node.counters.errors += 1
+                if session.transaction is not None:
+                    session.transaction.fail()
+                return self._intake.refusal
+            self._blocked_since_s = 0.0
+            if not self._holdings.lends and bytes(command[0][:8]).upper() in _LENDING:
+                if self._wait_to_lend(partial(execute, self._node, session, command)):
+                    return None
             reply = execute(self._node, session, command)
         except (ProtocolError, MemoryError) as error:
-            small.append(self._give_up(error))
+            self._give_up(error, small)
             return None
         except BusyError as error:
             if self._retry is None:
@@ -370,37 +377,6 @@ class Connection:
             or self._replies.waiting_bytes >= self._node.config.read_ahead_bytes_max
         )
 
-    def _take_large(self, command: _Event) -> _Event:
-        """Provide for a large argument, or return the command that had one."""
-        if isinstance(command, LargeBulk):
-            view = self._allocate(command.size)
-            if view is None:
-                self._wanted_bytes = command.size
-                self._block(None)
-                return NEED_DATA
-            self._wanted_bytes, self._blocked_since_s = -1, 0.0
-            self._reader.provide(view)
-            self._received_in_place = True
-            command = self._reader.next_command()
-        if isinstance(command, list):
-            self._received_in_place = False
-            command = with_bytes(command)
-        return command
-
-    def _allocate(self, size: int) -> memoryview | None:
-        """Return a buffer for a large argument: the engine's, where it is a value to be stored now."""
-        arguments, waits = self._reader.arguments, self.session.transaction is not None
-        if waits or len(arguments) != _SET_VALUE or bytes(arguments[0][:4]).upper() != b"SET":
-            return buffers.allocate(size)
-        self._buffer = self._engine.allocate(size, self._room.send)
-        return self._buffer
-
-    def _discard_buffer(self) -> None:
-        """Give the engine's buffer back, unless it has been stored; with the node's lock held."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            self._engine.discard(buffer)
-
     def _block(self, error: BusyError | None) -> None:
         """Stop until the engine has room; without an error, it was given the signal already."""
         self._blocked = True
@@ -408,39 +384,71 @@ class Connection:
         if error is not None:
             error.again.then(self._room.send)
 
-    def _try_again(self) -> Reply:
-        assert self._retry is not None
-        reply = self._retry()
-        self._retry, self._blocked_since_s = None, 0.0
+    def _go_on(self) -> Reply | None:
+        """Do again what there was no room for, or make more of a reply; None if there is still no room."""
+        step = self._retry or self._rest
+        assert step is not None
+        if not self._holdings.lends and self._wait_to_lend(step):
+            return None
+        reply = step()
+        if self._retry is step:
+            self._retry = None
+        if self._rest is step:
+            self._rest = None
+        self._blocked_since_s = 0.0
         return reply
 
     def _on_room(self) -> None:
-        """Try what the engine had no room for."""
+        """Try what there was no room for."""
         self._blocked = False
         self._guarded(self._process)
+
+    def on_memory(self) -> None:
+        """Try again: there may be room for what this client wants held."""
+        self._room.send()
+
+    def end_for_memory(self, held_bytes: int) -> None:
+        """End, soon: others need what this one holds. With the node's lock held, in any thread."""
+        self._node.counters.greedy_clients += 1
+        self._node.tell("client_greedy", self.session.address, "it held more than its share, or for too long")
+        self._node.audit.write("memory", self.session, outcome="closed", bytes=held_bytes)
+        self.session.closing = True
+        self._cut_soon()
 
     def _stop_waiting_for_room(self) -> None:
         """Tell the client that there was no room for too long."""
         _log.info("client_refused address=%s reason='no room in the engine'", self.session.address)
         with self._node.lock:
-            if self._retry is None:
-                self._replies.append(self._give_up(MemoryError(_NO_ROOM)))
+            error = encode_error(f"OOM {_NO_ROOM}")
+            if self._intake.waits:
+                self._intake.refuse(error)
+            elif self._retry is self._rest:  # in the middle of a reply
+                self._loop.call_soon(self.abort)
             else:
                 self._retry = None
-                self._discard_buffer()
+                self._intake.let_go()
                 self._node.counters.errors += 1
-                self._answer(encode_error(f"OOM {_NO_ROOM}"))
-        self._blocked, self._blocked_since_s, self._wanted_bytes = False, 0.0, -1
+                self._answer(error)
+        self._blocked, self._blocked_since_s = False, 0.0
         self._last_progress_s = time.monotonic()
         self._process()
 
-    def _give_up(self, error: Exception) -> bytes:
-        """Return the last reply to a client that cannot be followed or served any further."""
-        self._node.counters.protocol_errors += isinstance(error, ProtocolError)
-        self.session.closing = True
-        code = "ERR" if isinstance(error, ProtocolError) else "OOM"
-        _log.info("client_refused address=%s reason=%r", self.session.address, str(error))
-        return encode_error(f"{code} {error}")
+    def _give_up(self, error: Exception, last: list[bytes]) -> None:
+        """End a client that cannot be followed or served any further; what it is still told is added to ``last``."""
+        node, session = self._node, self.session
+        session.closing = True
+        node.tell("client_refused", session.address, str(error)[:128])
+        if isinstance(error, ProtocolError):
+            node.counters.protocol_errors += 1
+            node.audit.write("protocol", session, outcome="refused", reason=str(error))
+        if isinstance(error, ForeignProtocolError) and error.protocol == "HTTP":
+            node.counters.http_refused += (
+                1  # who asked is told nothing, and what is unsent of its commands' replies goes
+            )
+            last.clear()
+            self._loop.call_soon(self.abort)
+            return
+        last.append(encode_error(f"{'ERR' if isinstance(error, ProtocolError) else 'OOM'} {error}"))
 
     def _start_work(self, later: Later) -> None:
         self._working = True
@@ -468,23 +476,25 @@ class Connection:
                 if not isinstance(reply, Later):
                     self._answer(reply)
             if self._closed or (self._retry is None and not isinstance(reply, Later)):
-                self._discard_buffer()
+                self._intake.let_go()
         self._last_progress_s = time.monotonic()
         if isinstance(reply, Later) and not self._closed:
             self._start_work(reply)
         else:
             self._process()
 
-    def _answer(self, reply: bytes | list[Part]) -> None:
+    def _answer(self, reply: bytes | list[Part] | Series) -> None:
         """Queue the reply of a command that has taken its time."""
         if self._closed or not self.session.replies or self.session.skip:
             self._swallow(reply)
         else:
-            self._replies.extend([reply] if isinstance(reply, bytes) else reply)
+            self._extend([reply] if isinstance(reply, bytes) else reply)
 
-    def _swallow(self, reply: bytes | list[Part]) -> None:
+    def _swallow(self, reply: bytes | list[Part] | Series) -> None:
         """Drop a reply that the client does not want."""
         self.session.skip = max(self.session.skip - 1, 0)
+        if isinstance(reply, Series):
+            reply = reply.parts
         if not isinstance(reply, bytes):
             for part in reply:
                 if isinstance(part, Pending):
@@ -524,13 +534,17 @@ class Connection:
         except OSError:
             self.abort()
         if sent_bytes:
+            self.moved_bytes += sent_bytes
             self._last_progress_s = time.monotonic()
             with self._node.lock:
                 self._node.counters.output_bytes += sent_bytes
                 if self.session.limiter is not None:
                     self.session.limiter.charge(0, sent_bytes)
                 for part in sent_parts:
+                    self._node.lent.unpin(part.pinned)
                     part.release(self._engine)
+                if self._holdings.any:
+                    self._account()
 
     def _on_writable(self) -> None:
         self._flush()
@@ -569,36 +583,22 @@ class Connection:
 
     def _may_execute(self) -> bool:
         """Return whether there may be a command, and nothing keeps it from being executed."""
-        if not self._more or self.session.closing or self._working or self._blocked or self._paused:
+        if not self._more or self._working or self._blocked or self._paused:
             return False
-        return self._replies.out_bytes < self._node.config.output_buffer_bytes_max and not self._is_far_ahead()
-
-    def _update_interest(self) -> None:
-        """Tell the event loop what to wait for."""
-        interest = self._interest_now()
-        if interest != self._interest:
-            self._watch(interest)
+        if self.session.closing and self._rest is None:
+            return False
+        return self._replies.out_bytes < self._output_bytes_max and not self._is_far_ahead()
 
     def _interest_now(self) -> int:
         reads = self._lingering or not (self._more or self._working or self._paused or self.session.closing)
         return (READ if reads else 0) | (WRITE if self._replies.out and not self._holds_replies else 0)
-
-    def _watch(self, interest: int) -> None:
-        if interest == self._interest:
-            return
-        if self._interest == 0:
-            self._loop.add(self._descriptor, interest, self._on_event)
-        elif interest:
-            self._loop.modify(self._descriptor, interest)
-        else:  # waiting for nothing, it would still be woken by the peer's end, over and over
-            self._loop.remove(self._descriptor)
-        self._interest = interest
 
     def _close_if_done(self) -> None:
         if (
             not self.session.closing
             or self._replies.out
             or self._replies.waiting
+            or self._rest
             or self._working
             or self._lingering
             or self._closed
@@ -640,15 +640,16 @@ class Connection:
         """From any thread, finish()."""
         self._loop.call_threadsafe(lambda: self._guarded(self.finish))
 
+    def _cut_soon(self) -> None:
+        """From any thread, abort()."""
+        self._loop.call_threadsafe(lambda: self._guarded(self.abort))
+
     def abort(self) -> None:
         """End at once, whatever is under way."""
         if self._closed:
             return
         self._closed = True
-        if self._interest:
-            self._loop.remove(self._descriptor)
-            self._interest = 0
-        self._socket.close()
+        self._unwatch()
         self._signal.cut()
         self._room.cut()
         with self._node.lock:
@@ -656,18 +657,26 @@ class Connection:
             self._node.unwatch(self.session)
             self._replies.drop()
             if not self._working:  # else its end does
-                self._discard_buffer()
-        self._retry = None
-        self.session.finish = lambda: None  # it led back here: nothing but a full collection would have freed the two
+                self._intake.let_go()
+            self._holdings.close()
+        self._retry = self._rest = None
+        # They led back here: nothing but a full collection would have freed the two.
+        self.session.finish = self.session.cut = lambda: None
         self._host.forget(self)
 
     def check_time(self, now_s: float) -> None:
         """End the connection if it has stood still for longer than the configuration allows."""
-        config, counters = self._node.config, self._node.counters
+        config, counters, session = self._node.config, self._node.counters, self.session
         still_s = now_s - self._last_progress_s
         if self._lingering:
             if still_s > _LINGER_S:
                 self.abort()
+            return
+        if not session.authenticated and now_s - session.stranger_since_s > config.authentication_timeout_s:
+            with self._node.lock:
+                counters.strangers_closed += 1
+                self._node.tell("client_unknown", session.address, "it has not authenticated in time")
+            self.abort()
             return
         if self._working or self._paused:
             return

@@ -97,6 +97,7 @@ class IoThread:
         with self.node.lock:
             self.clients -= 1
             self.node.sessions.pop(connection.session.id, None)
+            self.node.places.leave(connection.session)
         self._on_forgotten()
 
     def _each(self, action: Callable[[Connection], None]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from storage_kv.clients.gather import gather
 from storage_kv.clients.transport import Transport
-from storage_kv.node import Node, Outgoing, Part, Pending, Ready
+from storage_kv.node import Node, Outgoing, Part, Pending, Ready, Session
 
 __all__ = ["Replies"]
 
@@ -16,20 +16,34 @@ class Replies:
     Attributes:
         out: what may be sent.
         out_bytes: of it, less what is sent of its first part.
+        lent_bytes: of both, those of stored values, in memory or on their way there: they are not ours.
         pendings: parts in ``waiting`` that are pending.
         waiting: what may not be sent yet; the first of it is pending.
         waiting_bytes: about how many they are.
     """
 
-    __slots__ = ("_node", "_notify", "_offset", "out", "out_bytes", "pendings", "waiting", "waiting_bytes")
+    __slots__ = (
+        "_node",
+        "_notify",
+        "_offset",
+        "_session",
+        "lent_bytes",
+        "out",
+        "out_bytes",
+        "pendings",
+        "waiting",
+        "waiting_bytes",
+    )
 
-    def __init__(self, node: Node, notify: Callable[[], None]) -> None:
+    def __init__(self, node: Node, session: Session, notify: Callable[[], None]) -> None:
         """Make an empty queue; ``notify`` is called, from any thread, when advance() may find that more is known."""
         self._node = node
+        self._session = session
         self._notify = notify
         self._offset = 0  # bytes of the first part that are sent
         self.out: deque[Ready] = deque()
         self.out_bytes = 0
+        self.lent_bytes = 0
         self.waiting: deque[Part] = deque()
         self.waiting_bytes = 0
         self.pendings = 0
@@ -56,7 +70,10 @@ class Replies:
 
     def append(self, part: Ready) -> None:
         """Append a part that is held already, if it has to be."""
-        size = len(part) if isinstance(part, bytes) else len(part.view)
+        if isinstance(part, bytes):
+            size = len(part)
+        else:
+            size = self._pin(part)
         if self.waiting:
             self.waiting.append(part)
             self.waiting_bytes += size
@@ -64,9 +81,17 @@ class Replies:
             self.out.append(part)
             self.out_bytes += size
 
+    def _pin(self, part: Outgoing) -> int:
+        """Count a stored value that is to be sent, or a part of it; return how many bytes are to be sent."""
+        size = len(part.view)
+        self.lent_bytes += size
+        self._node.lent.pin(part.pinned, part.pinned_bytes, self._session.share)
+        return size
+
     def _wait_for(self, pending: Pending) -> None:
         self.waiting.append(pending)
         self.waiting_bytes += pending.expects
+        self.lent_bytes += pending.expects
         self.pendings += 1
         if pending.parts is None:
             pending.attach(self._notify)
@@ -87,9 +112,11 @@ class Replies:
             else:
                 self.pendings -= 1
                 self.waiting_bytes -= first.expects
+                self.lent_bytes -= first.expects
                 self._count(first)
                 self.out.extend(first.parts)
-                self.out_bytes += sum(len(part) if isinstance(part, bytes) else len(part.view) for part in first.parts)
+                for part in first.parts:
+                    self.out_bytes += len(part) if isinstance(part, bytes) else self._pin(part)
             waiting.popleft()
 
     def _count(self, pending: Pending) -> None:
@@ -138,6 +165,7 @@ class Replies:
             sent -= size
             out.popleft()
             if not isinstance(first, bytes):
+                self.lent_bytes -= size
                 whole.append(first)
         self._offset = sent
 
@@ -148,8 +176,12 @@ class Replies:
 
     def drop(self) -> None:
         """Let go of everything."""
+        for queue in (self.out, self.waiting):
+            for part in queue:
+                if isinstance(part, Outgoing):
+                    self._node.lent.unpin(part.pinned)
         self._node.drop(self.out)
         self._node.drop(self.waiting)
         self.out.clear()
         self.waiting.clear()
-        self.out_bytes = self.waiting_bytes = self.pendings = 0
+        self.out_bytes = self.waiting_bytes = self.lent_bytes = self.pendings = 0

@@ -1,14 +1,15 @@
-"""What a client may send, and which of its bytes stay where they were received."""
+"""What a client may send."""
 
 from typing import Final
 
 from shadowserve.resp import Limits
-from storage_kv.node import Argument, Node, Session
+from storage_kv.node import Node, Session
 
-__all__ = ["limits_of", "with_bytes"]
+__all__ = ["limits_of"]
 
 _UNAUTHENTICATED_ITEMS_MAX: Final = 10
 _UNAUTHENTICATED_BULK_BYTES_MAX: Final = 16 << 10  # both as Redis
+_UNAUTHENTICATED_TOTAL_BYTES_MAX: Final = 2 * _UNAUTHENTICATED_BULK_BYTES_MAX
 
 
 def limits_of(node: Node, session: Session) -> Limits:
@@ -18,6 +19,8 @@ def limits_of(node: Node, session: Session) -> Limits:
         return Limits(
             bulk_bytes_max=min(_UNAUTHENTICATED_BULK_BYTES_MAX, config.bulk_bytes_max),
             items_max=_UNAUTHENTICATED_ITEMS_MAX,
+            line_bytes_max=_UNAUTHENTICATED_BULK_BYTES_MAX,
+            total_bytes_max=_UNAUTHENTICATED_TOTAL_BYTES_MAX,
             unauthenticated=True,
         )
     return Limits(
@@ -25,12 +28,3 @@ def limits_of(node: Node, session: Session) -> Limits:
         items_max=config.arguments_max,
         total_bytes_max=config.request_bytes_max,
     )
-
-
-def with_bytes(command: list[Argument]) -> list[Argument]:
-    """Return the command with only SET's value left where it was received: nothing else is worth its buffer."""
-    is_set = bytes(command[0][:4]).upper() == b"SET"
-    return [
-        argument if isinstance(argument, bytes) or (is_set and position == 2) else bytes(argument)
-        for position, argument in enumerate(command)
-    ]

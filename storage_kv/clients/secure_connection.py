@@ -1,11 +1,10 @@
 """A client's connection through TLS: the handshake, and waiting for the other direction.
 
-A handshake is driven by readiness like everything else, and has ``stall_timeout_s`` in all. Later, reading may have to
-wait for room to write and the reverse, and bytes that are decrypted already are announced by nobody.
+A handshake is driven by readiness like everything else, and has ``authentication_timeout_s`` in all. Later, reading may
+have to wait for room to write and the reverse, and bytes that are decrypted already are announced by nobody.
 """
 
 import contextlib
-import logging
 import socket
 import ssl
 import time
@@ -20,8 +19,6 @@ from storage_kv.clients.transport import PlainClientError, Transport
 from storage_kv.node import Session
 
 __all__ = ["SecureConnection"]
-
-_log = logging.getLogger(__name__)
 
 _TLS_ONLY: Final = encode_error("ERR this server speaks TLS only: connect with TLS (redis-cli --tls)")
 
@@ -106,10 +103,8 @@ class SecureConnection(Connection):
         node = self._node
         with node.lock:
             node.counters.tls_failures += 1
-            tell = node.failed_handshakes.note(self.session.address, reason, time.monotonic())
+            node.tell("tls_failed", self.session.address, reason)
             node.audit.write("tls", self.session, outcome="failed", reason=reason)
-        if tell:
-            _log.warning("tls_failed address=%s reason=%r", self.session.address, reason)
         self.session.closing = True
         self._shaking_hands = False
         with contextlib.suppress(OSError):
@@ -128,7 +123,7 @@ class SecureConnection(Connection):
         """End the connection if it has stood still for longer than the configuration allows."""
         if not self._shaking_hands:
             super().check_time(now_s)
-        elif now_s - self._last_progress_s > self._node.config.stall_timeout_s:
+        elif now_s - self.session.created_s > self._node.config.authentication_timeout_s:
             self._fail("the client has not finished the handshake in time")
 
 

@@ -1,6 +1,5 @@
 """Commands on the connection itself."""
 
-import logging
 import time
 from typing import Final
 
@@ -29,8 +28,6 @@ __all__ = [
     "reset",
     "select",
 ]
-
-_log = logging.getLogger(__name__)
 
 REDIS_VERSION: Final = "7.0.15"
 """The Redis whose replies ours equal. Clients choose what they send by it."""
@@ -120,10 +117,15 @@ def _authenticate(node: Node, session: Session, name: bytes, password: bytes, co
     session.pause_until_s, session.pause_holds_replies = until_s, until_s > 0
     if user is None:
         node.counters.authentication_failures += 1
-        node.users.denials.add(Denial("auth", command, name, describe_client(session).strip()))
+        node.users.denials.add(Denial("auth", command, name[:_NAME_BYTES_MAX], describe_client(session).strip()))
         node.audit.write("authentication", session, outcome="failed", user=name)
-        _log.warning("authentication_failed address=%s user=%r", session.address, name[:64])
+        node.tell("authentication_failed", session.address, f"wrong password of user {quote(name, 64)}")
         raise CommandError(_WRONG_PASSWORD)
+    if user.tenant != session.place and not node.has_place(user.tenant):
+        node.counters.connections_rejected += 1
+        node.audit.write("authentication", session, outcome="refused", user=name, reason="no place for its tenant")
+        session.closing = True
+        raise CommandError("ERR max number of clients of this tenant reached")
     node.bind(session, user)
     node.audit.write("authentication", session, outcome="ok")
 

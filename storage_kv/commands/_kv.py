@@ -1,9 +1,11 @@
 """Our own commands; their names begin with ``KV.``."""
 
+from collections.abc import Iterator
+
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_turns, settled, syntax_error
 from storage_kv.engine import DEFAULT_TENANT, PinShareError
-from storage_kv.node import Argument, CommandError, Node, Part, Reply, Session
+from storage_kv.node import Argument, CommandError, Node, Part, Reply, Series, Session
 
 __all__ = ["meta", "pin", "pins", "unpin"]
 
@@ -15,16 +17,17 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     use of each record found: whoever asks is about to fetch.
     """
     null = encode_null(session.protocol)
-    parts: list[Part] = [encode_array_header(len(arguments) - 1)]
     node.counters.meta_keys += len(arguments) - 1
-    for key in arguments[1:]:
-        item = node.read(session.qualify(key))
-        if item is None or not item.head_bytes:
-            parts.append(null)
-            continue
-        part = bulk_of(node, item, 0, item.head_bytes, missing=null, head=b"*2\r\n:%d\r\n" % item.length)
-        parts += [part] if isinstance(part, bytes) else part
-    return parts
+
+    def heads() -> Iterator[bytes | list[Part]]:
+        for key in arguments[1:]:
+            item = node.read(session.qualify(key))
+            if item is None or not item.head_bytes:
+                yield null
+            else:
+                yield bulk_of(node, item, 0, item.head_bytes, missing=null, head=b"*2\r\n:%d\r\n" % item.length)
+
+    return Series.of([encode_array_header(len(arguments) - 1)], heads())
 
 
 def pin(node: Node, session: Session, arguments: list[Argument]) -> Reply:

@@ -1,6 +1,7 @@
 """Whether a user may execute a command, and what happens where it may not."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from storage_kv.access.rules import User
 from storage_kv.commands._connection import describe_client
@@ -8,6 +9,9 @@ from storage_kv.commands._table import Command
 from storage_kv.node import Argument, CommandError, Node, Session
 
 __all__ = ["check", "forbidden"]
+
+_SHOWN_BYTES_MAX: Final = 256
+"""Of a key that is denied: ACL LOG keeps it."""
 
 
 def forbidden(user: User, command: Command, arguments: Sequence[Argument]) -> tuple[str, bytes] | None:
@@ -17,7 +21,7 @@ def forbidden(user: User, command: Command, arguments: Sequence[Argument]) -> tu
     access = command.access_of(arguments)
     for key in command.keys_of(arguments):
         if not user.may_use(bytes(key), access):
-            return "key", bytes(key)
+            return "key", bytes(key[:_SHOWN_BYTES_MAX])
     return None
 
 

@@ -1,6 +1,6 @@
 """Commands on values, and the rule that records are immutable."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from storage_kv.commands._arguments import (
 )
 from storage_kv.commands._table import RUN_REPLY_BYTES_MAX
 from storage_kv.engine import KEY_BYTES_MAX, BusyError, OutOfBudgetError, Ticket
-from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Session
+from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Series, Session
 
 __all__ = [
     "get",
@@ -106,16 +106,18 @@ def strlen(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """MGET key [key ...]."""
-    parts: list[Part] = [encode_array_header(len(arguments) - 1)]
     null = encode_null(session.protocol)
-    misses = 0
-    for item in node.engine.get_each(session.prefix, arguments[1:]):
-        misses += item is None
-        part = null if item is None else bulk_of(node, item, missing=null)
-        parts += [part] if isinstance(part, bytes) else part
-    node.counters.misses += misses
-    node.counters.hits += len(arguments) - 1 - misses
-    return parts
+
+    def values() -> Iterator[bytes | list[Part]]:
+        for item in node.engine.get_each(session.prefix, arguments[1:]):
+            if item is None:
+                node.counters.misses += 1
+                yield null
+            else:
+                node.counters.hits += 1
+                yield bulk_of(node, item, missing=null)
+
+    return Series.of([encode_array_header(len(arguments) - 1)], values())
 
 
 @dataclass(slots=True)

@@ -101,8 +101,8 @@ class MemoryEngine:
 
     def get_each(self, prefix: bytes, keys: Iterable[bytes | memoryview]) -> Iterator[MemoryItem | None]:
         """See :meth:`Engine.get_each`."""
-        account = self._accounts.get(prefix) or self._open_account(prefix)
         for name in keys:
+            account = self._accounts.get(prefix) or self._open_account(prefix)  # a clear makes another one
             key = prefix + name
             item = account.items.get(key) or account.find(key)
             if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
@@ -149,6 +149,8 @@ class MemoryEngine:
 
     def allocate(self, size: int, ready: Callable[[], None]) -> memoryview | None:
         """See :meth:`Engine.allocate`."""
+        if size + ENTRY_OVERHEAD_BYTES > self._budget_bytes:
+            raise MemoryError("command not allowed when used memory > 'maxmemory'.")
         return buffers.allocate(size)
 
     def discard(self, buffer: memoryview) -> None:

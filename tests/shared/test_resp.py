@@ -90,9 +90,9 @@ COMMANDS: list[tuple[list[bytes], bytes]] = [
 
 INLINE: list[tuple[bytes, list[bytes]]] = [
     (b"PING\r\n", [b"PING"]),
-    (b"  set\tk   v \n", [b"set", b"k", b"v"]),
-    (rb'set k "a b\x41\n\"\q"' + b"\r\n", [b"set", b"k", b'a bA\n"q']),
-    (rb"set 'it\'s' 'a\n'" + b"\r\n", [b"set", b"it's", rb"a\n"]),
+    (b"  echo\tk   v \n", [b"echo", b"k", b"v"]),
+    (rb'echo k "a b\x41\n\"\q"' + b"\r\n", [b"echo", b"k", b'a bA\n"q']),
+    (rb"auth 'it\'s' 'a\n'" + b"\r\n", [b"auth", b"it's", rb"a\n"]),
     (b'echo ""\r\n', [b"echo", b""]),
 ]
 
@@ -225,8 +225,8 @@ def test_encode_command_takes_text_and_numbers_and_does_not_copy_large_arguments
         (b"*1\r\n$" + b"1" * 70_000, "too big bulk count string"),
         (b"*1\r\n$4\r\nPINGxx", "expected CRLF after a bulk"),
         (b"a" * 70_000, "too big inline request"),
-        (b'get "a\r\n', "unbalanced quotes in request"),
-        (b'get "a"b\r\n', "unbalanced quotes in request"),
+        (b'echo "a\r\n', "unbalanced quotes in request"),
+        (b'echo "a"b\r\n', "unbalanced quotes in request"),
     ],
     ids=lambda item: repr(item)[:40],
 )
@@ -269,7 +269,7 @@ def test_a_command_whose_bulks_together_are_too_large_is_refused() -> None:
     [
         encode_command("SET", "a", b"x" * 500) * 20,
         encode_command("SET", "a", b"x" * 30_000),
-        b"SET a " + b"x" * 500 + b"\r\n",
+        b"ECHO " + b"x" * 500 + b"\r\n",
         b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$100000\r\n" + b"x" * 50_000,
     ],
     ids=["pipeline", "one", "inline", "large"],

@@ -155,7 +155,7 @@ def test_replies_equal_those_of_redis(name: str, protocol: int, shared_server: C
 
 MALFORMED = [
     b"*x\r\n", b"*1\r\n:5\r\n", b"*1\r\nGET\r\n", b"*1\r\n$-1\r\n", b"*1\r\n$x\r\n", b"*1\r\n$99999999999999999\r\n",
-    b'get "a\r\n', b"get 'a'b\r\n", b"*" + b"1" * 70_000, b"*1\r\n$" + b"1" * 70_000, b"a" * 70_000, b"*01\r\n",
+    b'echo "a\r\n', b"echo 'a'b\r\n", b"*" + b"1" * 70_000, b"*1\r\n$" + b"1" * 70_000, b"a" * 70_000, b"*01\r\n",
     b"*9999999999\r\n", b"*1_0\r\n$1\r\n", b"*01\r\n$4\r\nPING\r\n", b"*-0\r\n", b"*1\r\n$-0\r\n",
     b"*1\r\n$04\r\nPING\r\n", b"*+1\r\n", b"*\r\n", b"* 1\r\n", b"*1\r\n$4 \r\nPING\r\n",
 ]  # fmt: skip
@@ -180,8 +180,8 @@ def test_malformed_requests_get_the_answer_of_redis_and_end_the_connection(
 @pytest.mark.parametrize(
     "data",
     [
-        b"PING\r\n", b"PING\n", b"\r\n\r\nPING\r\n", b"*0\r\n*-1\r\nPING\r\n", b"set a \"x\\x41\\n\"\r\nget a\r\n",
-        b"  GET   nothing  \r\n", b"echo 'it\\'s'\r\n", b"echo \"\"\r\n", b"nosuch a 'b c'\r\n",
+        b"PING\r\n", b"PING\n", b"\r\n\r\nPING\r\n", b"*0\r\n*-1\r\nPING\r\n", b"echo \"x\\x41\\n\"\r\nping a\r\n",
+        b"  ECHO   x  \r\n", b"echo 'it\\'s'\r\n", b"echo \"\"\r\n", b"ping a 'b c'\r\n",
     ],
     ids=repr,
 )  # fmt: skip

@@ -10,6 +10,8 @@ import redis.asyncio
 from machine import NEVER_S
 from storage_support import Child, Client
 
+from shadowserve.resp import encode_command
+
 
 def run(*command: str, text: str = "") -> str:
     program = shutil.which(command[0])
@@ -65,7 +67,8 @@ def test_redis_cli_reads_writes_and_inspects(shared_server: Child, client: Clien
     assert "getrange" in run("redis-cli", "-p", port, "command", "docs", "getrange")
     assert run("redis-cli", "-p", port, "-x", "set", "b", text="from a pipe") == "OK\n"
     assert run("redis-cli", "-p", port, "strlen", "b") == "11\n"
-    assert "errors: 0, replies: 100" in run("redis-cli", "-p", port, "--pipe", text="SET c 1\r\n" * 100)
+    commands = encode_command("SET", "c", "1").decode() * 100
+    assert "errors: 0, replies: 100" in run("redis-cli", "-p", port, "--pipe", text=commands)
     assert "Biggest string" in run("redis-cli", "-p", port, "--bigkeys").replace("Biggest\tstring", "Biggest string")
 
 

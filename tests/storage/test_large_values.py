@@ -47,8 +47,10 @@ def test_mget_mixes_large_small_and_absent(client: Client) -> None:
     assert client.call("MGET", "large", "small", "none", "large") == expected
 
 
-def test_large_arguments_of_other_commands_are_values_too(client: Client) -> None:
+def test_large_arguments_of_other_commands_are_taken_as_far_as_they_may_be_large(client: Client) -> None:
     assert client.call("ECHO", VALUE[:100_000]) == VALUE[:100_000]
+    refused = client.call("ECHO", VALUE[: 2 * MIB])
+    assert isinstance(refused, ErrorReply) and refused.startswith(b"ERR an argument of 2097152 bytes is too long")
     key = VALUE[:50_000]
     assert client.call("SET", key, VALUE[:MIB]) == b"OK"
     assert client.call("GET", key) == VALUE[:MIB] and client.call("DEL", key) == 1

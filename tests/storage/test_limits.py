@@ -38,9 +38,9 @@ def test_a_bulk_or_a_request_beyond_the_limit_is_refused(start: Callable[..., Ch
         client.socket.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1048577\r\n")
         assert client.receive_to_end() == error
     with child.client() as client:
-        client.socket.sendall(encode_command("DEL", b"x" * 900_000, b"x" * 900_000))
+        client.socket.sendall(encode_command("DEL", *[b"x" * 60_000] * 34))
         assert client.receive() == 0
-        client.socket.sendall(b"*4\r\n$3\r\nDEL\r\n" + b"$900000\r\n%b\r\n" % (b"x" * 900_000) * 2 + b"$900000\r\n")
+        client.socket.sendall(b"*36\r\n$3\r\nDEL\r\n" + b"$60000\r\n%b\r\n" % (b"x" * 60_000) * 34 + b"$60000\r\n")
         assert client.receive_to_end() == error
     with child.client() as client:
         assert client.call("EXISTS", *["a"] * 99) == 99

@@ -1,0 +1,96 @@
+"""Lines of text towards a server: the few commands that may be typed, and what other protocols begin with."""
+
+import re
+from typing import Final
+
+__all__ = ["TYPED_COMMANDS", "protocol_of", "refusal_of", "split_inline"]
+
+TYPED_COMMANDS: Final = frozenset({b"AUTH", b"ECHO", b"INFO", b"PING", b"QUIT"})
+"""What may be asked for in a line of text, as probes and people do. None of them reads or changes a key: a line of text
+is what other protocols are made of, and whoever can have a program of this machine send one is not yet a client."""
+
+_TYPED: Final = "AUTH, ECHO, INFO, PING and QUIT"
+_TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS client
+_TEXT: Final = frozenset(b"\r\n\t" + bytes(range(0x20, 0x7F)))
+_HTTP: Final = re.compile(
+    rb"(?:GET|HEAD|POST|PUT|DELETE|OPTIONS|PATCH|TRACE|CONNECT|PRI)[ \t]+(?:[/*]|https?:)"  # a request, HTTP/0.9's too
+    rb"|[^\r\n]*[ \t]HTTP/[0-9]"  # of any method
+    rb"|[A-Z][A-Z0-9-]*:(?:[ \t]|\r?\n)",  # a header
+    re.IGNORECASE,
+)
+
+
+def protocol_of(line: bytes) -> str:
+    """Return which protocol a line is of, or the beginning of one, if it is known and not ours; else nothing."""
+    return "TLS" if line[0] == _TLS_HANDSHAKE else "HTTP" if _HTTP.match(line) else ""
+
+
+def refusal_of(line: bytes, bytes_max: int) -> str | None:
+    """Return why a line, or the beginning of one, is not to be executed; None for what may be, or may yet become so."""
+    if line[0] not in _TEXT:
+        return f"no command begins with the byte 0x{line[0]:02x}"
+    if len(line) > bytes_max + 1:
+        return "too big inline request"
+    name = b"".join(line.split(None, 1)[:1]).upper()
+    if line.endswith(b"\n") and name and name not in TYPED_COMMANDS:
+        shown = name[:32].decode("ascii", "replace")
+        return f"{shown!r} cannot be typed: of typed commands, only {_TYPED} are taken; send RESP"
+    return None
+
+
+_BLANKS: Final = b" \t\n\v\f\r\0"
+_ESCAPES: Final = {0x6E: b"\n", 0x72: b"\r", 0x74: b"\t", 0x62: b"\b", 0x61: b"\a"}
+_HEX_ESCAPE: Final = re.compile(rb"\\x([0-9a-fA-F]{2})")
+
+
+def split_inline(line: bytes) -> list[bytes] | None:
+    r"""Split an inline request as Redis does: blanks separate, ``"..."`` with escapes and ``'...'`` keep together.
+
+    Returns None where a quote does not close, or closes in the middle of a word.
+    """
+    words: list[bytes] = []
+    position = 0
+    while True:
+        while position < len(line) and line[position] in _BLANKS:
+            position += 1
+        if position >= len(line):
+            return words
+        word = bytearray()
+        while position < len(line) and line[position] not in _BLANKS:
+            character = line[position]
+            if character in (0x22, 0x27):
+                closing = _unquote(line, position, word)
+                if closing is None or (closing < len(line) and line[closing] not in _BLANKS):
+                    return None
+                position = closing
+            else:
+                word.append(character)
+                position += 1
+        words.append(bytes(word))
+
+
+def _unquote(line: bytes, position: int, word: bytearray) -> int | None:
+    """Append the quoted part that begins at ``position`` to ``word``; return where it ends, None if it does not."""
+    quote = line[position]
+    position += 1
+    while position < len(line):
+        character = line[position]
+        if character == quote:
+            return position + 1
+        if character == 0x5C and quote == 0x22:  # a backslash in double quotes
+            escape = _HEX_ESCAPE.match(line, position)
+            if escape:
+                word.append(int(escape[1], 16))
+                position += 4
+                continue
+            if position + 1 < len(line):
+                word += _ESCAPES.get(line[position + 1], line[position + 1 : position + 2])
+                position += 2
+                continue
+        elif character == 0x5C and line[position + 1 : position + 2] == b"'":
+            word.append(0x27)
+            position += 2
+            continue
+        word.append(character)
+        position += 1
+    return None

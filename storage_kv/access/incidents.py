@@ -1,0 +1,77 @@
+"""What strangers do, in the server's log: the first of an address at once, then once a minute how many more there were.
+
+A client with a certificate that is not accepted comes again and again, a web page asks as often as it likes, and
+whoever scans ports does so from many addresses: a line for each would fill the log. The counters have all of them.
+"""
+
+from typing import Final, NamedTuple
+
+from storage_kv.access.attempts import host_of
+
+__all__ = ["ADDRESSES_MAX", "INTERVAL_S", "OTHERS", "REASONS_MAX", "Incidents", "Repeated"]
+
+INTERVAL_S: Final = 60.0
+ADDRESSES_MAX: Final = 256
+"""Told apart at a time, for each event: the data planes of a fleet. What further ones do is counted together."""
+REASONS_MAX: Final = 4
+"""Of one address, told at once: a client has two or three until its certificate is right."""
+OTHERS: Final = "others"
+"""What stands for the addresses beyond ADDRESSES_MAX."""
+
+
+class Repeated(NamedTuple):
+    """What happened to one address without a line of its own; ``reason`` is the last one's."""
+
+    event: str
+    address: str
+    times: int
+    reason: str
+
+
+class _Peer:
+    __slots__ = ("due_s", "last_reason", "reasons", "times")
+
+    def __init__(self, due_s: float) -> None:
+        self.due_s = due_s
+        self.reasons: set[str] = set()
+        self.times = 0
+        self.last_reason = ""
+
+
+class Incidents:
+    """What happened lately, to whom, and how often since it was told; used with the node's lock held."""
+
+    def __init__(self) -> None:
+        """Remember nothing."""
+        self._events: dict[str, dict[str, _Peer]] = {}  # by event and address, in the order in which they are due
+
+    def note(self, event: str, address: str, reason: str, now_s: float) -> bool:
+        """Take note of an event; return whether the log is to have a line for it."""
+        peers = self._events.setdefault(event, {})
+        host = host_of(address)
+        if host not in peers and len(peers) - (OTHERS in peers) >= ADDRESSES_MAX:
+            host = OTHERS
+        peer = peers.get(host)
+        if peer is None:
+            peer = peers[host] = _Peer(now_s + INTERVAL_S)
+        if host != OTHERS and reason not in peer.reasons and len(peer.reasons) < REASONS_MAX:
+            peer.reasons.add(reason)
+            return True
+        peer.times += 1
+        peer.last_reason = reason
+        return False
+
+    def due(self, now_s: float) -> list[Repeated]:
+        """Return what is still to be told of those whose minute is over; forget those of whom there is nothing."""
+        repeated = []
+        for event, peers in self._events.items():
+            while peers:
+                host, peer = next(iter(peers.items()))
+                if peer.due_s > now_s:
+                    break
+                del peers[host]
+                if peer.times:
+                    repeated.append(Repeated(event, host, peer.times, peer.last_reason))
+                    peer.due_s, peer.times = now_s + INTERVAL_S, 0
+                    peers[host] = peer
+        return repeated

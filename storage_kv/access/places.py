@@ -1,0 +1,64 @@
+"""Who has a place: connections that have authenticated, by tenant, and strangers, by address.
+
+Strangers hold only a share of the places. When it is full, or all places are taken, the oldest stranger goes, of the
+address that has most: who means well authenticates within a round trip, and whoever fills the share from one address
+pushes out only its own. A tenant has half of the places where there are several, unless it is configured to have more.
+"""
+
+from typing import TYPE_CHECKING
+
+from storage_kv.access.attempts import host_of
+
+if TYPE_CHECKING:
+    from storage_kv.node import Session
+
+__all__ = ["Places"]
+
+
+class Places:
+    """Counts sessions; used with the node's lock held.
+
+    Attributes:
+        strangers: sessions that have not authenticated, those that are being ended not included.
+        by_tenant: how many sessions have authenticated, by their tenant's name.
+    """
+
+    def __init__(self) -> None:
+        """Count nobody yet."""
+        self.strangers = 0
+        self.by_tenant: dict[str, int] = {}
+        self._by_host: dict[str, dict[int, Session]] = {}  # strangers, the oldest first
+
+    def enter(self, session: "Session") -> None:
+        """Count a session for what it is now."""
+        self.leave(session)
+        if session.authenticated:
+            session.place = tenant = session.user.tenant
+            self.by_tenant[tenant] = self.by_tenant.get(tenant, 0) + 1
+        else:
+            self._by_host.setdefault(host_of(session.address), {})[session.id] = session
+            self.strangers += 1
+
+    def leave(self, session: "Session") -> None:
+        """Count a session no more; one that is not counted is let be."""
+        if session.place is not None:
+            tenant, session.place = session.place, None
+            self.by_tenant[tenant] -= 1
+            if not self.by_tenant[tenant]:
+                del self.by_tenant[tenant]
+            return
+        host = host_of(session.address)
+        there = self._by_host.get(host)
+        if there is not None and there.pop(session.id, None) is not None:
+            self.strangers -= 1
+            if not there:
+                del self._by_host[host]
+
+    def give_way(self) -> "Session | None":
+        """Return the stranger who is to make way for a newcomer, counted no more; None without one."""
+        if not self._by_host:
+            return None
+        there = max(self._by_host.values(), key=len)
+        session = next(iter(there.values()))
+        self.leave(session)
+        return session

@@ -1,0 +1,60 @@
+"""What one client makes the node hold, told to the bounds (access/memory.py)."""
+
+from typing import Final
+
+from storage_kv.access.memory import Account, Client
+from storage_kv.node import Node, Session
+
+__all__ = ["Holdings"]
+
+_UNCOUNTED_BYTES: Final = 16 << 10
+"""What a client may hold without being counted: the ends of pipelines, replies under way."""
+
+
+class Holdings:
+    """The accounts of one client; used with the node's lock held.
+
+    Attributes:
+        memory: of what it costs beside what is stored.
+        lent: of stored values that are sent to it.
+    """
+
+    __slots__ = ("_session", "lent", "memory")
+
+    def __init__(self, node: Node, session: Session, client: Client) -> None:
+        """Open them."""
+        self._session = session
+        self.memory = Account(node.memory, client, session.share)
+        self.lent = Account(node.lent, client, session.share)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything is counted."""
+        return self.memory.held > 0 or self.lent.held > 0
+
+    @property
+    def lends(self) -> bool:
+        """Whether more stored values may be sent to clients of this tenant, without asking or waiting."""
+        return self.lent.bound.is_open(self._session.share)
+
+    def may_lend(self) -> bool:
+        """Return whether a stored value may be sent now; else the client is told when to try again."""
+        return self.lent.admit(self.lent.bound.typical)
+
+    def settle(self, held: int, lent: int) -> None:
+        """Say how many bytes are held of each kind."""
+        share = self._session.share
+        if self.memory.tenant != share:
+            self.memory.move(share)
+            self.lent.move(share)
+        if held <= _UNCOUNTED_BYTES:
+            held = 0
+        if held != self.memory.held:
+            self.memory.settle(held)
+        if lent != self.lent.held:
+            self.lent.settle(lent)
+
+    def close(self) -> None:
+        """Count nothing any more."""
+        self.memory.close()
+        self.lent.close()

@@ -1,0 +1,164 @@
+"""A client's large arguments on their way in: whether they may come at all, when, and where to.
+
+What is refused is refused when its length is known, and dropped as it arrives, so that the connection goes on and
+nothing of it is ever held. What may come is counted with its whole length before there is memory for it, and waits for
+its turn where there is no room: with its client, who is not read.
+"""
+
+from collections.abc import Callable
+from typing import Final, Literal, TypeAlias
+
+from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, NeedData, encode_error
+from storage_kv.access.memory import Account
+from storage_kv.commands._arguments import OUT_OF_MEMORY
+from storage_kv.engines import buffers
+from storage_kv.node import Argument, Node, Session
+
+__all__ = ["Event", "Intake"]
+
+Event: TypeAlias = list[Argument] | LargeBulk | Literal[NeedData.NEED_DATA]
+
+_IN_PLACE: Final = {b"SET": 2, b"SETNX": 2, b"GETSET": 2, b"SETEX": 3, b"PSETEX": 3}
+"""Where a command has its value: it is received where it stays."""
+
+_SEVERAL: Final = frozenset({b"MSET", b"MSETNX"})
+
+_ECHOED: Final = frozenset({b"ECHO", b"PING"})
+_ECHOED_BYTES_MAX: Final = 1 << 20
+_ARGUMENT_BYTES_MAX: Final = 64 << 10
+"""Of a key and all else that is no value. No less than is received at once: what came with others is not looked at
+here, and both are to be answered alike."""
+
+
+class Intake:
+    """Provides for one client's large arguments; used with the node's lock held.
+
+    Attributes:
+        bytes: admitted for the command that is arriving or being executed.
+        in_place: a large argument is being received.
+        refusal: what the command that is arriving will be answered, since a part of it was refused; empty for nothing.
+    """
+
+    __slots__ = (
+        "_account",
+        "_admitted",
+        "_buffer",
+        "_node",
+        "_ready",
+        "_reader",
+        "_session",
+        "_value",
+        "_wanted_bytes",
+        "bytes",
+        "in_place",
+        "refusal",
+    )
+
+    def __init__(
+        self, node: Node, session: Session, reader: CommandReader, account: Account, ready: Callable[[], None]
+    ) -> None:
+        """Make it; ``ready`` is called, from any thread, when the engine may have room."""
+        self._node = node
+        self._session = session
+        self._reader = reader
+        self._account = account
+        self._ready = ready
+        self._wanted_bytes = -1  # of a large argument for which there is no room yet
+        self._admitted = False  # by the bound; the engine has no room
+        self._value = -1  # position of the value that the engine's buffer is for
+        self._buffer: memoryview | None = None  # the engine's
+        self.bytes = 0
+        self.in_place = False
+        self.refusal = b""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a large argument waits for room."""
+        return self._wanted_bytes >= 0
+
+    def next_command(self) -> Event:
+        """Return what the reader has, with large arguments provided for; NEED_DATA too where one waits for room.
+
+        LargeBulk says that another large argument is next: call it again.
+
+        Raises:
+            ProtocolError: the client cannot be followed any more.
+        """
+        event: Event = LargeBulk(self._wanted_bytes) if self.waits else self._reader.next_command()
+        if isinstance(event, LargeBulk):
+            if not self._provide(event.size):
+                return NEED_DATA
+            event = self._reader.next_command()
+        if isinstance(event, list):
+            self.in_place = False
+            if self.bytes:  # only the value is worth its buffer
+                value = self._value
+                event = [
+                    each if isinstance(each, bytes) or at == value else bytes(each) for at, each in enumerate(event)
+                ]
+        return event
+
+    def _provide(self, size: int) -> bool:
+        """Have a large argument received or dropped; return False where it has to wait."""
+        arguments = self._reader.arguments
+        name = bytes(arguments[0][:8]).upper() if arguments else b""
+        is_value = _IN_PLACE.get(name) == len(arguments)
+        if not self.refusal:
+            self.refusal = self._refusal(name, size, is_value or (name in _SEVERAL and not len(arguments) % 2))
+        if self.refusal or not (self._admitted or self._account.admit(size)):
+            return self._drop() if self.refusal else self._wait(size)
+        self.bytes += 0 if self._admitted else size
+        try:
+            is_stored = is_value and self._session.transaction is None
+            view = self._node.engine.allocate(size, self._ready) if is_stored else buffers.allocate(size)
+        except MemoryError as error:
+            self.refusal = encode_error(f"OOM {error}")
+            return self._drop()
+        if view is None:
+            self._admitted = True
+            return self._wait(size)
+        if is_stored:
+            self._buffer, self._value = view, len(arguments)
+        self._admitted, self._wanted_bytes = False, -1
+        self._reader.provide(view)
+        self.in_place = True
+        return True
+
+    def _wait(self, size: int) -> bool:
+        self._wanted_bytes = size
+        return False
+
+    def _drop(self) -> bool:
+        self._admitted, self._wanted_bytes = False, -1
+        self._reader.drop()
+        return True
+
+    def _refusal(self, name: bytes, size: int, is_value: bool) -> bytes:
+        """Return why an argument will never do, as a reply; empty if it may."""
+        config = self._node.config
+        limits = config.tenants.get(self._session.user.tenant)
+        quota = None if limits is None else limits.bytes_max
+        if not is_value:
+            most = _ECHOED_BYTES_MAX if name in _ECHOED else _ARGUMENT_BYTES_MAX
+            if size <= most:
+                return b""
+            text = f"ERR an argument of {size} bytes is too long: at most {most} are allowed, but for values"
+        elif quota is not None and size > quota:
+            text = OUT_OF_MEMORY
+        elif size > config.clients_memory_bytes:
+            text = f"OOM a value of {size} bytes is more than clients_memory_bytes_max, {config.clients_memory_bytes}"
+        else:
+            return b""
+        return encode_error(text)
+
+    def refuse(self, reply: bytes) -> None:
+        """Drop what waits for room, and have its command answered so."""
+        self.refusal = reply
+        self._drop()
+
+    def let_go(self) -> None:
+        """Hold nothing of the command that has been executed, or never will be; what was stored stays stored."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            self._node.engine.discard(buffer)
+        self.bytes, self.refusal, self._value = 0, b"", -1

@@ -1,0 +1,296 @@
+"""Clients that would make the server hold more than there is: attacked as an outsider would, and weighed."""
+
+import contextlib
+import hashlib
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from machine import wait_for
+from storage_support import Child, Client, make_record
+from test_large_values import resident_bytes
+
+from shadowserve.resp import ErrorReply, encode_command
+
+MIB = 1 << 20
+VALUE = b"x" * 15_000  # copied into replies, and almost large enough to be sent from where it is
+SMALL = ("--memory-budget-bytes", "64 MiB")
+
+
+class Weighed:
+    """The growth of a server's memory since this was made."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        with child.client() as client:
+            client.call("INFO")
+        self._before = resident_bytes(child.process.pid)
+
+    @property
+    def grown(self) -> int:
+        return resident_bytes(self._child.process.pid) - self._before
+
+
+def send_until_it_stops(client: Client, data: bytes | memoryview) -> int:
+    """Send as long as the server takes anything; return how much it took."""
+    client.socket.settimeout(0.5)
+    view, sent = memoryview(data), 0
+    with contextlib.suppress(TimeoutError, ConnectionError):
+        while sent < len(view):
+            sent += client.socket.send(view[sent : sent + MIB])
+    return sent
+
+
+def commands_of(child: Child, name: str, count: int, login: tuple[str, ...] = ()) -> None:
+    """Wait until so many clients have had a command of that name begun."""
+    with child.client() as client:
+        if login:
+            client.call("AUTH", *login)
+
+        def begun() -> bool:
+            listed = client.call("CLIENT", "LIST")
+            assert isinstance(listed, bytes)
+            return listed.count(b"cmd=" + name.encode()) >= count
+
+        wait_for(begun)
+
+
+def test_an_mget_of_one_key_many_times_that_is_never_read_costs_little(start: Callable[..., Child]) -> None:
+    """60,000 times cost 0.9 GiB."""
+    child = start()
+    with child.client() as client:
+        client.call("SET", "a", VALUE)
+        key, record = make_record(b"a" * 32)
+        client.call("SET", key, record)
+    weighed = Weighed(child)
+    mget, meta = child.client(receive_buffer=4096), child.client(receive_buffer=4096)
+    mget.send("MGET", *["a"] * 30_000)
+    meta.send("KV.META", *[key] * 65_000)
+    commands_of(child, "mget", 1)
+    commands_of(child, "kv.meta", 1)
+    assert weighed.grown < 24 * MIB
+    expected = b"*30000\r\n" + (b"$%d\r\n%b\r\n" % (len(VALUE), VALUE)) * 100  # and whoever reads gets all of it
+    assert mget.receive_raw(len(expected)) == expected
+    for _ in range(29_899):
+        assert len(mget.receive_raw(len(VALUE) + 10)) == len(VALUE) + 10
+    assert mget.receive_raw(len(VALUE) + 10).endswith(VALUE + b"\r\n") and mget.call("PING") == b"PONG"
+
+
+def test_an_mget_goes_on_where_it_was_while_others_write(start: Callable[..., Child]) -> None:
+    child = start()
+    with child.client() as client, child.client() as reader:
+        for number in range(100):
+            client.call("SET", f"a{number}", b"%d" % number * 5000)
+        keys = [f"a{number % 100}" for number in range(5000)]
+        reader.send("MGET", *keys)
+        reader.send("PING")
+        commands_of(child, "mget", 1)
+        client.call("FLUSHALL")
+        found = reader.receive()
+        assert isinstance(found, list) and len(found) == 5000 and found[-1] is None
+        assert all(value in (None, b"%d" % (n % 100) * 5000) for n, value in enumerate(found))
+        assert reader.receive() == b"PONG"
+
+
+@pytest.fixture
+def tenants(tmp_path: Path, start: Callable[..., Child]) -> Child:
+    users = tmp_path / "users.acl"
+    users.write_text(
+        "user ann on >pa ~* +@all tenant=a\nuser bob on >pb ~* +@all tenant=b\nuser root on >pr ~* +@all\n"
+    )
+    config = tmp_path / "storage.yaml"
+    config.write_text("storage:\n  tenants: {a: {bytes_max: 16 MiB}}\n")
+    return start(
+        *("--config", str(config), "--users-file", str(users), *SMALL),
+        *("--clients-memory-bytes-max", "64 MiB", "--stall-timeout-s", "3"),
+    )
+
+
+def test_eight_connections_of_a_small_tenant_do_not_outgrow_the_server(tenants: Child) -> None:
+    """They took a server of 64 MiB to 7.8 GB."""
+    weighed = Weighed(tenants)
+    clients = []
+    for number in range(8):
+        client = tenants.client(receive_buffer=4096)
+        assert client.call("AUTH", "ann", "pa") == b"OK"
+        assert client.call("SET", f"a{number}", VALUE) == b"OK"
+        client.send("MGET", *[f"a{number}"] * 6_000)
+        clients.append(client)
+    commands_of(tenants, "mget", 8, ("root", "pr"))
+    for client in clients:
+        send_until_it_stops(client, encode_command("GET", "a0") * 20_000)
+    assert weighed.grown < 48 * MIB
+    with tenants.client() as other:
+        assert other.call("AUTH", "bob", "pb") == b"OK" and other.call("SET", "b", VALUE * 100) == b"OK"
+        assert other.call("GET", "b") == VALUE * 100
+
+
+def test_keys_and_values_that_will_be_refused_are_not_received_first(start: Callable[..., Child]) -> None:
+    """Eight unfinished GETs of a key of 500 MB held 828 MB."""
+    child = start(*SMALL)
+    weighed = Weighed(child)
+    part = bytes(20 * MIB)
+    for begin in (b"*2\r\n$3\r\nGET\r\n$500000000\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$500000000\r\n"):
+        for _ in range(8):
+            client = child.client()
+            client.socket.sendall(begin + part)
+    with child.client() as client:
+        wait_for(lambda: int(client.info()["total_net_input_bytes"]) >= 16 * len(part))
+        assert weighed.grown < 24 * MIB
+
+
+def test_what_is_refused_is_dropped_and_the_connection_goes_on(start: Callable[..., Child]) -> None:
+    child = start(*SMALL)
+    long = b"k" * (2 * MIB)
+    refused = b"ERR an argument of 2097152 bytes is too long: at most 65472 are allowed, but for values"
+    with child.client() as client:
+        for command in (("GET", long), ("SET", long, "x"), ("SET", "a", "x", "EX", long), ("DEL", "a", long, long, "b"),
+                        (long,), ("NOSUCH", long), ("MSET", long, "x")):  # fmt: skip
+            assert client.call(*command) == refused, command[0][:10]
+        assert bytes(client.call("SET", "a", bytes(65 * MIB))).startswith(b"OOM a value of ")  # type: ignore[arg-type]
+        client.socket.sendall(encode_command("GET", long) * 3 + encode_command("PING"))
+        assert [client.receive() for _ in range(4)] == [refused] * 3 + [b"PONG"]
+        assert client.call("SET", "a", bytes(30 * MIB)) == b"OK" and client.call("STRLEN", "a") == 30 * MIB
+        assert client.call("DEL", b"k" * 65_472, "a") == 1
+
+
+def test_values_above_a_quota_are_dropped_before_they_are_held(tenants: Child) -> None:
+    with tenants.client() as client:
+        client.call("AUTH", "ann", "pa")
+        refusal = b"OOM command not allowed when used memory > 'maxmemory'."
+        assert client.call("SET", "a", bytes(17 * MIB)) == refusal and client.call("EXISTS", "a") == 0
+        assert client.call("SET", "a", bytes(10 * MIB)) == b"OK"
+
+
+def test_unfinished_values_of_one_tenant_are_bounded_and_keep_no_other_waiting(tenants: Child) -> None:
+    """And one of the same tenant waits only until those who do not get on are closed."""
+    weighed = Weighed(tenants)
+    begin = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$%d\r\n" % (15 * MIB)
+    for _ in range(8):
+        client = tenants.client()
+        assert client.call("AUTH", "ann", "pa") == b"OK"
+        send_until_it_stops(client, begin + bytes(14 * MIB))
+    with tenants.client() as root, tenants.client() as other, tenants.client() as same:
+        root.call("AUTH", "root", "pr")
+        assert int(root.info()["clients_memory_bytes"]) <= 32 * MIB, "half of the bound, for there are several tenants"
+        assert weighed.grown < 56 * MIB
+        other.call("AUTH", "bob", "pb")
+        assert other.call("SET", "b", bytes(20 * MIB)) == b"OK"
+        same.call("AUTH", "ann", "pa")
+        assert same.call("SET", "a", bytes(15 * MIB)) == b"OK"
+        assert int(root.info()["greedy_clients_closed"]) >= 1
+
+
+def test_what_many_small_arguments_take_is_bounded(start: Callable[..., Child]) -> None:
+    child = start(*SMALL, "--clients-memory-bytes-max", "64 MiB")
+    weighed = Weighed(child)
+    begin = b"*60001\r\n$3\r\nDEL\r\n" + (b"$10000\r\n%b\r\n" % bytes(10_000)) * 3_000
+    for _ in range(6):
+        send_until_it_stops(child.client(), begin)
+    with child.client() as client:
+        info = client.info()
+        assert int(info["clients_memory_bytes"]) <= 64 * MIB and int(info["greedy_clients_closed"]) >= 3
+        assert weighed.grown < 112 * MIB
+        assert client.call("DEL", *[b"%d" % number * 1000 for number in range(3000)]) == 0
+
+
+def test_strangers_take_next_to_nothing(start: Callable[..., Child]) -> None:
+    child = start(
+        *("--connections-max", "3000", "--unauthenticated-connections-max", "300", "--authentication-timeout-s", "600"),
+        environment={"SHADOWSERVE_STORAGE_PASSWORD": "pa"},
+    )
+    weighed = Weighed(child)
+    part = b"*3\r\n$4\r\nAUTH\r\n$16384\r\n" + bytes(16384) + b"\r\n$16384\r\n" + bytes(16000)
+    for _ in range(280):
+        child.client().socket.sendall(part)
+    for _ in range(10):  # what they are answered, they do not read
+        send_until_it_stops(child.client(receive_buffer=4096), encode_command("PING") * 500_000)
+    with child.client() as client:
+        assert client.call("AUTH", "pa") == b"OK"
+
+        def waiting() -> list[int]:
+            listed = client.call("CLIENT", "LIST")
+            assert isinstance(listed, bytes)
+            sizes = [int(line.partition(b" omem=")[2].split()[0]) for line in listed.splitlines()]
+            return [size for size in sizes if size]
+
+        wait_for(lambda: len(waiting()) == 10)
+        assert max(waiting()) < 20_000
+        assert weighed.grown < 40 * MIB
+
+
+def test_what_a_client_calls_itself_is_short(client: Client) -> None:
+    refused = client.call("CLIENT", "SETNAME", "n" * 300)
+    assert isinstance(refused, ErrorReply) and refused == b"ERR Client names have at most 256 bytes."
+    assert client.call("CLIENT", "SETNAME", "n" * 256) == b"OK"
+    assert client.call("CLIENT", "SETINFO", "LIB-NAME", "l" * 60_000) == b"OK"
+    listed = client.call("CLIENT", "INFO")
+    assert isinstance(listed, bytes) and len(listed) < 1200
+
+
+def test_what_is_denied_is_remembered_short(tenants: Child) -> None:
+    with tenants.client() as root, tenants.client() as client:
+        root.call("AUTH", "root", "pr")
+        root.call("ACL", "SETUSER", "eve", "on", ">pe", "~x", "+@all")
+        client.call("AUTH", "eve", "pe")
+        client.call("GET", b"k" * 60_000)
+        log = root.call("ACL", "LOG")
+        assert b"k" * 256 in repr(log).encode() and b"k" * 257 not in repr(log).encode()
+
+
+def readers(child: Child, count: int) -> Iterator[Client]:
+    for _ in range(count):
+        reader = child.client(receive_buffer=4096)
+        assert reader.call("AUTH", "bob", "pb") == b"OK"
+        yield reader
+
+
+def test_readers_that_dribble_keep_stored_values_only_until_somebody_needs_them_to_go(tenants: Child) -> None:
+    with tenants.client() as bob:
+        bob.call("AUTH", "bob", "pb")
+        for number in range(6):
+            assert bob.call("SET", f"b{number}", bytes(6 * MIB)) == b"OK"
+        slow = list(readers(tenants, 6))
+        for number, reader in enumerate(slow):
+            reader.send("GET", f"b{number}")
+        with tenants.client() as root:
+            root.call("AUTH", "root", "pr")
+            wait_for(lambda: int(root.info()["lent_bytes"]) > 16 * MIB)
+            # Half of what may be lent, a quarter of the budget; and one value, whose size shows when it is found.
+            assert int(root.info()["lent_bytes"]) <= (16 + 6) * MIB
+            assert bob.call("PING") == b"PONG" and bob.call("EXISTS", "b5") == 1
+            assert bob.call("GET", "b5") == bytes(6 * MIB)
+            assert int(root.info()["greedy_clients_closed"]) >= 1
+
+
+def test_many_readers_of_one_large_value_all_get_it(start: Callable[..., Child]) -> None:
+    """More than may be lent at a time: they take turns, and nobody is closed."""
+    child = start(*SMALL)
+    value = hashlib.shake_128(b"value").digest(20 * MIB)
+    with child.client() as client:
+        client.call("SET", "a", value)
+        crowd = [child.client() for _ in range(12)]
+        for reader in crowd:
+            for _ in range(2):
+                reader.send("GET", "a")
+        for reader in crowd:
+            assert reader.receive() == value and reader.receive() == value
+        assert client.info()["greedy_clients_closed"] == "0"
+
+
+def test_values_of_500_mib_and_long_pipelines_still_pass(start: Callable[..., Child]) -> None:
+    child = start()
+    with child.client() as client:
+        value = bytes(500 * MIB)
+        assert client.call("SET", "a", value) == b"OK" and client.call("STRLEN", "a") == len(value)
+        del value
+        assert client.call("GETRANGE", "a", -5, -1) == bytes(5)
+        client.call("DEL", "a")
+        pipeline = b"".join(encode_command("SET", f"k{number}", VALUE) for number in range(5000))
+        client.socket.sendall(pipeline)
+        assert [client.receive() for _ in range(5000)] == [b"OK"] * 5000
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        found = client.call("MGET", *[f"k{number}" for number in range(5000)])
+        assert found == [VALUE] * 5000
+        assert client.info()["clients_memory_bytes"] == "0"

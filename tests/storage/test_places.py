@@ -1,0 +1,126 @@
+"""Connections that authenticate never, or that are too many: everybody else still gets in."""
+
+import contextlib
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from machine import wait_for
+from storage_support import TIMEOUT_S, Child, Client
+
+LOGIN = {"SHADOWSERVE_STORAGE_PASSWORD": "pa"}
+
+
+def known(child: Child) -> Client:
+    client = child.client()
+    assert client.call("AUTH", "pa") == b"OK"
+    return client
+
+
+def is_open(client: Client) -> bool:
+    """Whether the server has not closed a connection that is not to be answered."""
+    client.socket.settimeout(0.01)
+    try:
+        return client.socket.recv(1, socket.MSG_PEEK) != b""
+    except TimeoutError:
+        return True
+    except ConnectionError:
+        return False
+    finally:
+        client.socket.settimeout(TIMEOUT_S)
+
+
+def test_who_does_not_authenticate_in_time_is_closed_and_who_has_stays(start: Callable[..., Child]) -> None:
+    """10,000 connections that never authenticate kept every place for ever."""
+    child = start("--authentication-timeout-s", "1", environment=LOGIN)
+    with known(child) as client, child.client() as silent, child.client() as chatty, known(child) as reset:
+        assert reset.call("RESET") == b"RESET"
+        with pytest.raises((EOFError, ConnectionError)):
+            while True:
+                chatty.call("PING")  # what it asks does not buy it time
+        assert not is_open(silent) or silent.socket.recv(1) == b""
+        assert reset.socket.recv(1) == b"", "it has ceased to be known"
+        assert client.call("PING") == b"PONG"
+        assert int(client.info()["strangers_closed"]) == 3
+    assert child.stop() == 0
+    assert len([line for line in child.log if "client_unknown " in line]) == 1
+
+
+def test_a_dribbling_stranger_is_closed_as_well(start: Callable[..., Child]) -> None:
+    child = start("--authentication-timeout-s", "1", environment=LOGIN)
+    with child.client() as stranger, pytest.raises(ConnectionError):
+        stranger.socket.settimeout(0.05)
+        stranger.socket.sendall(b"*2\r\n$4\r\nAUTH\r\n$16000\r\n")
+        for _ in range(10_000):
+            stranger.socket.sendall(b"x")
+            with contextlib.suppress(TimeoutError):
+                if stranger.socket.recv(1) == b"":
+                    raise ConnectionError
+
+
+def test_strangers_hold_a_share_and_newcomers_get_in(start: Callable[..., Child]) -> None:
+    flags = ("--connections-max", "40", "--unauthenticated-connections-max", "4", "--authentication-timeout-s", "600")
+    child = start(*flags, environment=LOGIN)
+    established = [known(child) for _ in range(5)]
+    strangers = [child.client() for _ in range(60)]
+    wait_for(lambda: sum(map(is_open, strangers)) <= 4)
+    assert all(is_open(stranger) for stranger in strangers[-4:]), "the oldest make way"
+    newcomers = [known(child) for _ in range(34)]
+    assert all(client.call("PING") == b"PONG" for client in established + newcomers)
+    with child.client() as one_too_many:  # 39 are known: there is one place, for whoever comes last
+        assert is_open(one_too_many)
+        with known(child) as last:
+            assert last.call("PING") == b"PONG"
+            with child.client() as beyond:
+                assert beyond.receive_to_end() == b"-ERR max number of clients reached\r\n"
+    assert int(established[0].info()["strangers_displaced"]) >= 56
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> str:
+    file = tmp_path / "users.acl"
+    file.write_text("user ann on >pa ~* +@all tenant=a\nuser bob on >pb ~* +@all tenant=b\n")
+    return str(file)
+
+
+def test_a_tenant_has_its_share_of_places(start: Callable[..., Child], users: str) -> None:
+    child = start("--connections-max", "20", "--users-file", users)
+
+    def comes_in(name: str, password: str) -> Client | None:
+        client = child.client()
+        if client.call("AUTH", name, password) == b"OK":
+            return client
+        client.close()
+        return None
+
+    of_ann = [comes_in("ann", "pa") for _ in range(15)]
+    assert sum(client is not None for client in of_ann) == 10
+    of_bob = [comes_in("bob", "pb") for _ in range(15)]
+    assert sum(client is not None for client in of_bob) == 10
+    first = of_ann[0]
+    assert first is not None and first.call("AUTH", "ann", "pa") == b"OK", "who has a place keeps it"
+    assert first.call("AUTH", "bob", "pb") == b"ERR max number of clients of this tenant reached"
+    second = of_ann[1]
+    assert second is not None
+    second.close()
+    wait_for(lambda: comes_in("ann", "pa"))
+
+
+def test_a_tenants_share_of_places_can_be_configured(start: Callable[..., Child], users: str, tmp_path: Path) -> None:
+    config = tmp_path / "storage.yaml"
+    config.write_text("storage:\n  connections_max: 20\n  tenants: {a: {connections_max: 3}}\n")
+    child = start("--config", str(config), "--users-file", users)
+    clients = [child.client() for _ in range(4)]
+    answers = [client.call("AUTH", "ann", "pa") for client in clients]
+    assert answers == [b"OK"] * 3 + [b"ERR max number of clients of this tenant reached"]
+
+
+def test_without_a_password_nobody_is_a_stranger(start: Callable[..., Child]) -> None:
+    child = start("--authentication-timeout-s", "0.2", "--connections-max", "10")
+    clients = [child.client() for _ in range(10)]
+    with contextlib.suppress(TimeoutError):
+        clients[0].socket.settimeout(1.0)
+        clients[0].socket.recv(1)
+    clients[0].socket.settimeout(TIMEOUT_S)
+    assert all(client.call("PING") == b"PONG" for client in clients)
