@@ -1,6 +1,5 @@
 """Commands on values, and the rule that records are immutable."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from shadowserve.keys import KEY_BYTES
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
 from storage_kv.commands._arguments import OK, OUT_OF_MEMORY, OldValue, as_integer, bulk_of, settled, syntax_error
 from storage_kv.commands._table import RUN_REPLY_BYTES_MAX
-from storage_kv.engine import KEY_BYTES_MAX, BusyError, OutOfBudgetError
+from storage_kv.engine import KEY_BYTES_MAX, BusyError, Item, OutOfBudgetError
 from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Series, Session
 
 __all__ = ["get", "get_run", "getrange", "mget", "set_", "set_run", "strlen"]
@@ -80,18 +79,17 @@ def strlen(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """MGET key [key ...]."""
-    null = encode_null(session.protocol)
+    null, counters = encode_null(session.protocol), node.counters
 
-    def values() -> Iterator[bytes | list[Part]]:
-        for item in node.engine.get_each(session.prefix, arguments[1:]):
-            if item is None:
-                node.counters.misses += 1
-                yield null
-            else:
-                node.counters.hits += 1
-                yield bulk_of(node, item, missing=null)
+    def value(item: Item | None) -> bytes | list[Part]:
+        if item is None:
+            counters.misses += 1
+            return null
+        counters.hits += 1
+        return bulk_of(node, item, missing=null)
 
-    return Series.of([encode_array_header(len(arguments) - 1)], values())
+    items = node.engine.get_each(session.prefix, arguments[1:])
+    return Series.of([encode_array_header(len(arguments) - 1)], items, value)
 
 
 @dataclass(slots=True)
