@@ -176,10 +176,14 @@ class Series:
         self.rest = rest
 
     @classmethod
-    def of(cls, parts: "list[Part]", pieces: "Iterator[bytes | list[Part]]") -> "list[Part] | Series":
-        """Return ``parts`` and what ``pieces`` yields, as a series if it is much."""
-        size = 0
-        for count, piece in enumerate(pieces, 1):
+    def of(
+        cls, parts: "list[Part]", items: Iterator[Item | None], reply_to: "Callable[[Item | None], bytes | list[Part]]"
+    ) -> "list[Part] | Series":
+        """Return ``parts`` and the reply to each item, as a series if it is much."""
+        size = count = 0
+        for item in items:
+            piece = reply_to(item)
+            count += 1
             if isinstance(piece, bytes):
                 parts.append(piece)
                 size += len(piece)
@@ -187,7 +191,7 @@ class Series:
                 parts += piece
                 size += _PIECE_BYTES // 4  # counts like copying a quarter of what may be copied
             if size >= _PIECE_BYTES or count == ENTRIES_PER_HOLD:
-                return cls(parts, lambda: cls.of([], pieces))
+                return cls(parts, lambda: cls.of([], items, reply_to))
         return parts
 
 

@@ -99,6 +99,7 @@ class Bound:
 
     Attributes:
         used: bytes.
+        is_tight: so much is used that it has to be looked at who uses it.
         waiting: accounts that wait for room.
     """
 
@@ -118,6 +119,7 @@ class Bound:
         self._queues: dict[int, deque[tuple[Account, int]]] = {}
         self._pins: dict[int, list[int]] = {}  # how often, how many bytes, whose
         self.used = 0
+        self.is_tight = False
 
     @property
     def waiting(self) -> int:
@@ -141,9 +143,7 @@ class Bound:
 
     def is_open(self, tenant: int) -> bool:
         """Return whether a tenant may hold more, and nobody of it waits to."""
-        return self.used <= self._bytes_max() // _STRANGERS_SHARE or (
-            tenant not in self._queues and self.has_room(tenant, 1)
-        )
+        return not self.is_tight or (tenant not in self._queues and self.has_room(tenant, 1))
 
     @property
     def typical(self) -> int:
@@ -168,6 +168,7 @@ class Bound:
 
     def _use(self, tenant: int, more: int) -> None:
         self.used += more
+        self.is_tight = self.used > self._bytes_max() // _STRANGERS_SHARE
         total = self._by_tenant[tenant] = self._by_tenant.get(tenant, 0) + more
         if not total:
             del self._by_tenant[tenant]

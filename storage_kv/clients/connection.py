@@ -41,7 +41,7 @@ from shadowserve.errors import ForeignProtocolError, ProtocolError
 from shadowserve.resp import CommandReader, LargeBulk, encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop
-from storage_kv.clients.holdings import Holdings
+from storage_kv.clients.holdings import UNCOUNTED_BYTES, Holdings
 from storage_kv.clients.host import Host
 from storage_kv.clients.intake import Intake
 from storage_kv.clients.replies import Replies
@@ -122,7 +122,7 @@ class Connection(Watched):
         self._room = Signal(loop, self._on_room)
         self._replies = Replies(host.node, session, self._signal.send)
         self._holdings = Holdings(host.node, session, self)
-        self._intake = Intake(host.node, session, self._reader, self._holdings.memory, self._room.send)
+        self._intake = Intake(host.node, session, self._reader, self._holdings, self._room.send)
         self.moved_bytes = 0
         self._paused = False  # nothing is read or executed before a certain time
         self._holds_replies = False  # and nothing sent
@@ -216,7 +216,14 @@ class Connection(Watched):
                     self._execute_some()
                 else:
                     self._execute_within(session.limiter)
-                self._account()
+                replies = self._replies
+                if (
+                    self._holdings.counted
+                    or replies.lent_bytes
+                    or replies.out_bytes + replies.waiting_bytes > UNCOUNTED_BYTES
+                    or self._reader.in_progress
+                ):
+                    self._account()
             if session.pause_until_s:
                 self._pause()
 
@@ -251,7 +258,8 @@ class Connection(Watched):
                 break
             reply: Reply | None = None
             ready = reader.ready()
-            if ready and not self._unfinished and self._holdings.lends:
+            lends = not node.lent.is_tight or self._holdings.lends
+            if ready and lends and not self._unfinished:
                 run = ready[0]
                 executed, replies, reply = execute_run(node, session, run, left, room)
                 if executed:
@@ -353,7 +361,7 @@ class Connection(Watched):
                     session.transaction.fail()
                 return self._intake.refusal
             self._blocked_since_s = 0.0
-            if not self._holdings.lends and bytes(command[0][:8]).upper() in _LENDING:
+            if self._node.lent.is_tight and not self._holdings.lends and bytes(command[0][:8]).upper() in _LENDING:
                 if self._wait_to_lend(partial(execute, self._node, session, command)):
                     return None
             reply = execute(self._node, session, command)
@@ -543,7 +551,7 @@ class Connection(Watched):
                 for part in sent_parts:
                     self._node.lent.unpin(part.pinned)
                     part.release(self._engine)
-                if self._holdings.any:
+                if self._holdings.counted:
                     self._account()
 
     def _on_writable(self) -> None:

@@ -5,9 +5,9 @@ from typing import Final
 from storage_kv.access.memory import Account, Client
 from storage_kv.node import Node, Session
 
-__all__ = ["Holdings"]
+__all__ = ["UNCOUNTED_BYTES", "Holdings"]
 
-_UNCOUNTED_BYTES: Final = 16 << 10
+UNCOUNTED_BYTES: Final = 16 << 10
 """What a client may hold without being counted: the ends of pipelines, replies under way."""
 
 
@@ -17,20 +17,17 @@ class Holdings:
     Attributes:
         memory: of what it costs beside what is stored.
         lent: of stored values that are sent to it.
+        counted: something is.
     """
 
-    __slots__ = ("_session", "lent", "memory")
+    __slots__ = ("_session", "counted", "lent", "memory")
 
     def __init__(self, node: Node, session: Session, client: Client) -> None:
         """Open them."""
         self._session = session
         self.memory = Account(node.memory, client, session.share)
         self.lent = Account(node.lent, client, session.share)
-
-    @property
-    def any(self) -> bool:
-        """Whether anything is counted."""
-        return self.memory.held > 0 or self.lent.held > 0
+        self.counted = False
 
     @property
     def lends(self) -> bool:
@@ -39,16 +36,28 @@ class Holdings:
 
     def may_lend(self) -> bool:
         """Return whether a stored value may be sent now; else the client is told when to try again."""
+        self._follow()
         return self.lent.admit(self.lent.bound.typical)
 
-    def settle(self, held: int, lent: int) -> None:
-        """Say how many bytes are held of each kind."""
+    def admit(self, size: int) -> bool:
+        """Count a large argument if there is room; else the client is told when to try again."""
+        self._follow()
+        self.counted = True
+        return self.memory.admit(size)
+
+    def _follow(self) -> None:
+        """Count for the tenant that the client is of now."""
         share = self._session.share
         if self.memory.tenant != share:
             self.memory.move(share)
             self.lent.move(share)
-        if held <= _UNCOUNTED_BYTES:
+
+    def settle(self, held: int, lent: int) -> None:
+        """Say how many bytes are held of each kind."""
+        self._follow()
+        if held <= UNCOUNTED_BYTES:
             held = 0
+        self.counted = held > 0 or lent > 0
         if held != self.memory.held:
             self.memory.settle(held)
         if lent != self.lent.held:

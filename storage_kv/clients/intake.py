@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
 from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, NeedData, encode_error
-from storage_kv.access.memory import Account
+from storage_kv.clients.holdings import Holdings
 from storage_kv.commands._arguments import OUT_OF_MEMORY
 from storage_kv.engines import buffers
 from storage_kv.node import Argument, Node, Session
@@ -40,9 +40,9 @@ class Intake:
     """
 
     __slots__ = (
-        "_account",
         "_admitted",
         "_buffer",
+        "_holdings",
         "_node",
         "_ready",
         "_reader",
@@ -55,13 +55,13 @@ class Intake:
     )
 
     def __init__(
-        self, node: Node, session: Session, reader: CommandReader, account: Account, ready: Callable[[], None]
+        self, node: Node, session: Session, reader: CommandReader, holdings: Holdings, ready: Callable[[], None]
     ) -> None:
         """Make it; ``ready`` is called, from any thread, when the engine may have room."""
         self._node = node
         self._session = session
         self._reader = reader
-        self._account = account
+        self._holdings = holdings
         self._ready = ready
         self._wanted_bytes = -1  # of a large argument for which there is no room yet
         self._admitted = False  # by the bound; the engine has no room
@@ -105,7 +105,7 @@ class Intake:
         is_value = _IN_PLACE.get(name) == len(arguments)
         if not self.refusal:
             self.refusal = self._refusal(name, size, is_value or (name in _SEVERAL and not len(arguments) % 2))
-        if self.refusal or not (self._admitted or self._account.admit(size)):
+        if self.refusal or not (self._admitted or self._holdings.admit(size)):
             return self._drop() if self.refusal else self._wait(size)
         self.bytes += 0 if self._admitted else size
         try:

@@ -1,10 +1,8 @@
 """Our own commands; their names begin with ``KV.``."""
 
-from collections.abc import Iterator
-
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_turns, settled, syntax_error
-from storage_kv.engine import DEFAULT_TENANT, PinShareError
+from storage_kv.engine import DEFAULT_TENANT, Item, PinShareError
 from storage_kv.node import Argument, CommandError, Node, Part, Reply, Series, Session
 
 __all__ = ["meta", "pin", "pins", "unpin"]
@@ -19,15 +17,13 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     null = encode_null(session.protocol)
     node.counters.meta_keys += len(arguments) - 1
 
-    def heads() -> Iterator[bytes | list[Part]]:
-        for key in arguments[1:]:
-            item = node.read(session.qualify(key))
-            if item is None or not item.head_bytes:
-                yield null
-            else:
-                yield bulk_of(node, item, 0, item.head_bytes, missing=null, head=b"*2\r\n:%d\r\n" % item.length)
+    def head(item: Item | None) -> bytes | list[Part]:
+        if item is None or not item.head_bytes:
+            return null
+        return bulk_of(node, item, 0, item.head_bytes, missing=null, head=b"*2\r\n:%d\r\n" % item.length)
 
-    return Series.of([encode_array_header(len(arguments) - 1)], heads())
+    items = (node.read(session.qualify(key)) for key in arguments[1:])
+    return Series.of([encode_array_header(len(arguments) - 1)], items, head)
 
 
 def pin(node: Node, session: Session, arguments: list[Argument]) -> Reply:

@@ -1,6 +1,6 @@
 """Commands on values, and the rule that records are immutable."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ from storage_kv.commands._arguments import (
     syntax_error,
 )
 from storage_kv.commands._table import RUN_REPLY_BYTES_MAX
-from storage_kv.engine import KEY_BYTES_MAX, BusyError, OutOfBudgetError, Ticket
+from storage_kv.engine import KEY_BYTES_MAX, BusyError, Item, OutOfBudgetError, Ticket
 from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Series, Session
 
 __all__ = [
@@ -106,18 +106,17 @@ def strlen(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """MGET key [key ...]."""
-    null = encode_null(session.protocol)
+    null, counters = encode_null(session.protocol), node.counters
 
-    def values() -> Iterator[bytes | list[Part]]:
-        for item in node.engine.get_each(session.prefix, arguments[1:]):
-            if item is None:
-                node.counters.misses += 1
-                yield null
-            else:
-                node.counters.hits += 1
-                yield bulk_of(node, item, missing=null)
+    def value(item: Item | None) -> bytes | list[Part]:
+        if item is None:
+            counters.misses += 1
+            return null
+        counters.hits += 1
+        return bulk_of(node, item, missing=null)
 
-    return Series.of([encode_array_header(len(arguments) - 1)], values())
+    items = node.engine.get_each(session.prefix, arguments[1:])
+    return Series.of([encode_array_header(len(arguments) - 1)], items, value)
 
 
 @dataclass(slots=True)
