@@ -5,17 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from machine import NEVER_S
 
 from shadowserve import __version__
-from shadowserve.cli import COMMANDS
+from shadowserve.cli import COMMANDS, main
 from shadowserve.proto.dataplane_pb2 import Outcome
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDERS = ("storage_kv", "dpu_dataplane", "host_control", "native", "scripts", "tests")
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 TOLD = [*DOCUMENTS, *sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.md"))]
+COMMAND_LINE = re.compile(
+    r"(?:^(?:> )? {4}(?:\S+=\S+ |sudo |taskset \S+ \S+ )*|`)(?:\S*/)?shadowserve ([^`\n#&|]+)", re.MULTILINE
+)
 SOURCES = "".join(
     path.read_text()
     for package in ("storage_kv", "dpu_dataplane", "host_control")
@@ -34,6 +38,22 @@ def test_each_file_that_a_document_names_is_there(document: Path) -> None:
 def test_each_command_that_a_document_names_is_one(document: Path) -> None:
     named = set(re.findall(r"(?:^ {4}|`)shadowserve ([a-z]\w+)", document.read_text(), re.MULTILINE))
     assert named <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("document", TOLD, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_each_flag_that_a_document_gives_to_a_command_is_one_of_its(document: Path) -> None:
+    text = document.read_text().replace("\\\n", " ")  # a command that goes on in the next line
+    context = click.Context(main)
+    for line in COMMAND_LINE.findall(text):
+        command: click.Command | None = main
+        for word in line.split():
+            if not isinstance(command, click.Group) or word.startswith("-"):
+                break
+            command = command.get_command(context, word)
+        if command is None or command is main or "Not available here" in (command.help or ""):
+            continue
+        known = {option for parameter in command.get_params(context) for option in parameter.opts}
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= known | {"--help"}, line
 
 
 @pytest.mark.parametrize("document", TOLD, ids=lambda path: str(path.relative_to(REPOSITORY)))

@@ -48,7 +48,10 @@ class _Commands(LazyGroup):
 
 
 @click.group(
-    cls=_Commands, places=COMMANDS, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]}
+    cls=_Commands,
+    places=COMMANDS,
+    epilog=EXIT_CODES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 @click.version_option(__version__, prog_name="shadowserve")
 def main() -> None:

@@ -102,7 +102,6 @@ class Program(click.Command):
     def __init__(self, *arguments: Any, section: type[Section], **options: Any) -> None:
         """Take the ``section`` whose keys are its flags."""
         super().__init__(*arguments, **options)
-        self.context_settings = {"max_content_width": 120, **self.context_settings}
         self.section = section
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

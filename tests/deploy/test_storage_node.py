@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,8 @@ def test_the_image_is_built_of_what_is_there_and_of_all_that_a_wheel_needs() -> 
     assert all((REPOSITORY / name).exists() for name in sources)
     ignored = (FOLDER / "Containerfile.dockerignore").read_text().splitlines()
     assert {line[1:] for line in ignored if line.startswith("!")} == sources
-    packages = re.search(r"packages = \[(.*)\]", (REPOSITORY / "pyproject.toml").read_text())
-    assert packages is not None and set(re.findall(r'"(\w+)"', packages[1])) < sources
+    wheel = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]
+    assert {*wheel["packages"], *wheel["force-include"]} < sources
 
 
 def test_the_container_runs_without_rights_and_ends_in_order() -> None:

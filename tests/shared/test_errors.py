@@ -10,7 +10,7 @@ import pytest
 
 import shadowserve
 from shadowserve import errors
-from shadowserve.errors import DataPlaneError, NativeError, ShadowServeError
+from shadowserve.errors import DataPlaneError, NativeError, NotInstalledError, ShadowServeError
 
 
 def drawn() -> dict[str, str]:
@@ -49,7 +49,9 @@ def test_failures_carry_what_handlers_decide_by() -> None:
     assert str(NativeError("text", 7)) == str(DataPlaneError("text", "deadline")) == "text"
 
 
-@pytest.mark.parametrize("error", [NativeError("text", 7), DataPlaneError("text", "deadline")])
+@pytest.mark.parametrize(
+    "error", [NativeError("text", 7), DataPlaneError("text", "deadline"), NotInstalledError("no x", "install x")]
+)
 def test_an_exception_can_be_rebuilt_elsewhere(error: ShadowServeError) -> None:
     # Engines hand exceptions from process to process; one that cannot be rebuilt there hides the cause.
     rebuilt = copy.copy(error)
