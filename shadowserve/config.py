@@ -32,7 +32,7 @@ NATIVE_LIBRARY_VARIABLE: Final = "SHADOWSERVE_NATIVE_LIBRARY"
 SECTIONS: Final = ("storage", "dpu", "host")
 _PREFIX: Final = "SHADOWSERVE_"
 _UNREADABLE: Final = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
-"""What PyYAML raises of texts: the last ones of numbers of 5,000 digits, ``!!bool x``, ``!!timestamp x``, ``[[[[...``."""
+"""What PyYAML raises of texts: the last ones of numbers of 5,000 digits, ``!!bool x``, ``!!timestamp x``, ``[[[[``."""
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, ""))
 
 
