@@ -33,7 +33,7 @@ class Runs:
     def __call__(self, model: Path, lora: Any = None, **options: Any) -> tuple[list[int], list[int], int]:
         """Return an engine's output, its output without the cache, and how many tokens it found stored."""
         tick()
-        extra = {"identity_cache": str(self._memory)} if self._memory else {}
+        extra = {"identity_cache": str(self._memory)}
         engine = self._make_engine(self._plane.address, model=model, extra=extra, **options)
         try:
             output, cached = self._generate(engine, lora)
@@ -86,7 +86,7 @@ def test_weights_edited_in_place_are_not_served_what_the_old_ones_computed(run: 
     assert run(model) == (before, before, 512), "an engine of the same weights is served"
     shutil.copytree(model, tmp_path / "moved")
     assert run(tmp_path / "moved") == (before, before, 512), "and so is one that has them elsewhere"
-    edited(model, "layers.1.self_attn.k_proj")
+    edited(model, "layers.0.self_attn.k_proj")
     after, alone, cached = run(model)
     assert (after, cached) == (alone, 0) and after != before
 

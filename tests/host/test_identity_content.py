@@ -249,3 +249,33 @@ def test_long_work_is_told(tmp_path: Path, caplog: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(content, "_WORTH_A_LINE", 1000)
     hashes(tmp_path / "content.json").digests(made(tmp_path / "m"))
     assert "hashing 3 files" in caplog.text and "0.0 GB" in caplog.text
+
+
+def test_a_user_without_a_home_is_hashed_for_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from host_control.config import HostConfig
+    from host_control.vllm.identity import content
+
+    def homeless(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    files = made(tmp_path / "m")
+    assert content.content_hashes(HostConfig(), logging.getLogger("t")).digests(files) == expected(files)
+
+
+def test_where_hashes_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from host_control.config import HostConfig
+    from host_control.vllm.identity import content
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = made(tmp_path / "m")
+    for configured, place in (
+        ("", tmp_path / "cache" / "shadowserve"),
+        (str(tmp_path / "own" / "c.json"), tmp_path / "own"),
+    ):
+        content.content_hashes(HostConfig(identity_cache=configured), logging.getLogger("t")).digests(files)
+        assert list(place.iterdir())
+    before = sorted(tmp_path.rglob("*"))
+    content.content_hashes(HostConfig(identity_cache="none"), logging.getLogger("t")).digests(files)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -230,6 +230,25 @@ def test_an_image_is_its_content_whatever_it_is_called() -> None:
     assert images(feature([1.0, 2.0], "7-image-0")) == one
 
 
+@pytest.mark.parametrize("word", ["0-image-0", "cat"])
+def test_vllm_calls_two_images_by_one_word_and_they_are_told_apart(word: str) -> None:
+    # The first is what its renderer makes of the first image of every engine where nothing asks for a hash.
+    import numpy as np
+    from PIL import Image
+    from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    found = []
+    for shade in (1, 200):
+        picture = Image.new("RGB", (8, 8), (shade, 0, 0))
+        items = MultiModalDataParser().parse_mm_data({"image": [picture]})
+        inputs = ProcessorInputs(prompt=[1], mm_data_items=items, mm_uuid_items=parse_mm_uuids({"image": [word]}))
+        (identifier,) = inputs.get_mm_hashes("model", "blake3")["image"]
+        found.append((identifier, images(feature(np.asarray(picture) / 255, identifier))))
+    assert found[0][0] == found[1][0] == word
+    assert found[0][1] != found[1][1]
+
+
 def test_what_the_processor_was_told_shows_in_what_it_made() -> None:
     import torch
 

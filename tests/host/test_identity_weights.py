@@ -205,3 +205,11 @@ def test_a_quantization_s_own_file_counts(tmp_path: Path) -> None:
         object.__setattr__(config, "quant_config", Quantization())
         found.append(digest(config))
     assert found[0] != found[1]
+
+
+def test_an_engine_that_cannot_be_asked_is_served_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    monkeypatch.delattr(DefaultModelLoader, "_prepare_weights")
+    with pytest.raises(UncacheableError, match="cannot be named"):
+        namespace(engine_config(ASSET))

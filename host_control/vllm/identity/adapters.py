@@ -5,6 +5,7 @@ it has under a number, whatever becomes of the files. Which content it holds can
 changed since the engine started; requests with others are served without the cache.
 """
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -84,7 +85,7 @@ def _folder(name: str, moment_ns: int) -> Path:
     """Return the folder that vLLM loads an adapter from."""
     from huggingface_hub import snapshot_download
 
-    if (path := Path(name).expanduser()).exists():
+    if (path := Path(os.path.expanduser(name))).exists():
         if not in_hub_cache(path) and path.stat().st_ctime_ns > moment_ns:
             raise UncacheableError(f"{path} has changed since the engine started; start it again")
         return path

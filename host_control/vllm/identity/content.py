@@ -61,7 +61,7 @@ def changed_since(path: Path, moment_ns: int) -> bool:
 
     What is in a hub's cache never changes: its commits and blobs are named after their content.
     """
-    if in_hub_cache(path):
+    if in_hub_cache(path) and "snapshots" in path.parts:
         return False
     try:
         links = [part for part in (path, *path.absolute().parents) if part.is_symlink()]
@@ -307,7 +307,11 @@ def content_hashes(config: HostConfig, logger: logging.Logger) -> ContentHashes:
     if config.identity_cache == "none":
         return ContentHashes(None, logger)
     if config.identity_cache:
-        return ContentHashes(Path(config.identity_cache).expanduser(), logger)
+        return ContentHashes(Path(config.identity_cache), logger)
     base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if base.startswith("/") else Path("~/.cache").expanduser()
+    try:
+        folder = Path(base) if base.startswith("/") else Path("~/.cache").expanduser()
+    except RuntimeError:  # a container's user may have no home
+        logger.warning("ShadowServe: there is no folder to remember hashed files in; set identity_cache")
+        return ContentHashes(None, logger)
     return ContentHashes(folder / "shadowserve" / "content.json", logger)

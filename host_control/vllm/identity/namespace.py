@@ -35,6 +35,17 @@ def rank_namespace(
     Raises:
         UncacheableError: what is computed cannot be named.
     """
+    try:
+        return _named(vllm_config, kv_cache_config, config, tp_rank, hashes)
+    except UncacheableError:
+        raise
+    except Exception as error:  # of a vLLM that is not as it was: an engine must start all the same
+        raise UncacheableError(f"what this engine computes cannot be named: {error!r}") from error
+
+
+def _named(
+    vllm_config: Any, kv_cache_config: Any, config: HostConfig, tp_rank: int, hashes: ContentHashes
+) -> KVNamespace:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec

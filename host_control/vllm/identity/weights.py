@@ -4,6 +4,7 @@ vLLM's own loader is asked for the files, so that formats, indexes and duplicate
 engine loaded them. What is in a Hugging Face hub's cache is found there, without a network.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -75,8 +76,6 @@ def model_class(model_config: Any, hashes: ContentHashes) -> dict[str, Any]:
     named = {"architecture": architecture, "class": chosen.__qualname__}
     if chosen.__module__.startswith("vllm."):
         return named
-    import sys
-
     file = getattr(sys.modules.get(chosen.__module__), "__file__", None)
     if file is None:
         raise UncacheableError(f"the code of {chosen.__module__}.{chosen.__qualname__} cannot be read")
