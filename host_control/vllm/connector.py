@@ -108,10 +108,14 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         vLLM's own takes those of later stages for a mistake and ends the start. Here they say that they are off.
         """
         assert self._scheduler is not None
-        shakes = {place: shake for place, shake in metadata.items() if isinstance(shake, WorkerHandshake)}
+        # Among several connectors (MultiConnector) vLLM passes on the handshake of the first that has one.
+        silent = "a worker's handshake is missing; beside other connectors, name ShadowServe first"
+        ranks = range(self._vllm_config.parallel_config.tensor_parallel_size)
+        shakes = {rank: WorkerHandshake(b"", silent) for rank in ranks}
         # Of all stages of a rank, one that is off speaks for them.
-        ordered = sorted(shakes.items(), key=lambda item: (bool(item[1].problem), item[0]))
-        self._scheduler.start({rank: shake for (_, rank), shake in ordered})
+        stages = [(rank, shake) for (_, rank), shake in sorted(metadata.items()) if isinstance(shake, WorkerHandshake)]
+        shakes.update(sorted(stages, key=lambda stage: bool(stage[1].problem)))
+        self._scheduler.start(shakes)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the engine's blocks."""

@@ -33,13 +33,13 @@ def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         kv_load_failure_policy="recompute",
     )
     groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32), layer_names=["a"])]
+    parallel = SimpleNamespace(tensor_parallel_size=2)
+    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
     made = []
 
     def make(role: str, problem: str) -> Any:
         monkeypatch.setattr(connector, "uncacheable", lambda *_: problem or None)
-        one = connector.ShadowServeConnector(
-            SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole[role], SimpleNamespace(kv_cache_groups=groups)
-        )
+        one = connector.ShadowServeConnector(config, KVConnectorRole[role], SimpleNamespace(kv_cache_groups=groups))
         made.append(one)
         return one
 
@@ -102,7 +102,7 @@ def test_a_connector_of_which_one_half_is_off_does_nothing(
     worker = make("WORKER", "the worker says so" if off != "SCHEDULER" else "")
     scheduler = make("SCHEDULER", "the scheduler says so" if off != "WORKER" else "")
     shake = worker.get_handshake_metadata()
-    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): shake})
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): shake, (0, 1): shake})
     said = [record.getMessage() for record in caplog.records if "off" in record.getMessage()]
     reason = "the worker says so" if off == "WORKER" else "the scheduler says so"
     assert said == [f"ShadowServe is off, every prompt is computed: {reason}"], "once, whoever found it"
@@ -118,6 +118,18 @@ def test_a_later_stage_that_is_off_turns_the_engine_off(make: Callable[[str, str
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): on, (0, 1): on, (1, 0): off, (1, 1): on})
     assert scheduler._scheduler.problem == "this stage"
     assert scheduler.get_num_new_matched_tokens(Request(), 0) == (0, False)
+
+
+def test_handshakes_that_are_another_connectors_turn_the_engine_off(make: Callable[[str, str], Any]) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+
+    from host_control.vllm.metadata import WorkerHandshake
+
+    for others in ({(0, 0): KVConnectorHandshakeMetadata()}, {(0, 0): WorkerHandshake(b"n" * 32, "")}):
+        scheduler = make("SCHEDULER", "")
+        scheduler.set_xfer_handshake_metadata_pp_aware(others)
+        assert "handshake is missing" in scheduler._scheduler.problem
+        assert scheduler.get_num_new_matched_tokens(Request(), 0) == (0, False)
 
 
 def test_kv_caches_that_cannot_be_taken_leave_no_half_of_it_running(
