@@ -144,7 +144,8 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
 
     async def _receive(self, method: str, context: Any) -> _Received:
         try:
-            received = await asyncio.wait_for(context.read(), _MESSAGE_S)
+            async with asyncio.timeout(_MESSAGE_S):
+                received = await context.read()
         except TimeoutError:
             problem = f"the message of a call of {method} did not arrive within {_MESSAGE_S:g} s"
             self._repeats.tell(logging.WARNING, f"{method}: late", address_of(context.peer()), problem)

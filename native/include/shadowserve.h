@@ -382,7 +382,10 @@ SS_API uint64_t ss_pipeline_locked_bytes(const struct ss_pipeline *pipeline);
 SS_API enum ss_result ss_destination_register(struct ss_pipeline *pipeline, const struct ss_memory *memory,
                                               struct ss_destination **destination);
 
-/* ss_destination_release() forgets it. No round may be using it, and the pipeline must still be there. */
+/*
+ * ss_destination_release() forgets it. No round may be using it, and the pipeline must still be there. One whose device
+ * was given up leaves the device the right to reach the memory, which must stay if the device may be at it.
+ */
 SS_API void ss_destination_release(struct ss_destination *destination);
 
 /* ss_destination_address() returns where the memory begins, as rounds name it. */

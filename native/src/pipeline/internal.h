@@ -114,6 +114,7 @@ struct ss_destination {
     uint8_t *address;
     uint64_t size;
     enum ss_memory_kind kind;
+    struct ss_destination *next; /* of those that are kept */
 };
 
 struct ss_worker {
@@ -176,6 +177,8 @@ struct ss_pipeline {
     _Atomic uint32_t trace_recording; /* the generation that is recorded; 0: off */
     uint32_t trace_generation;        /* the last one; under the lock */
     pthread_mutex_t chunk_memory;     /* without memory management: mapping a chunk's buffers, once */
+
+    struct ss_destination *kept; /* released after the device was given up; under the lock */
 
     struct ss_pipeline *next; /* in the list that ss_round_cancel() walks */
 };

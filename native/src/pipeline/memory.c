@@ -56,6 +56,13 @@ enum ss_result ss_destination_register(struct ss_pipeline *pipeline, const struc
 
 void ss_destination_release(struct ss_destination *destination) {
     struct ss_pipeline *pipeline = destination->pipeline;
+    if (atomic_load(&pipeline->given_up)) { /* the device may be at it: it keeps the right to be, as long as we live */
+        pthread_mutex_lock(&pipeline->lock);
+        destination->next = pipeline->kept;
+        pipeline->kept = destination;
+        pthread_mutex_unlock(&pipeline->lock);
+        return;
+    }
     pipeline->backend->memory_close(pipeline->device, destination->handle);
     free(destination);
 }
