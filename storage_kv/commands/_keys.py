@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 _TIME_MS_MIN, _TIME_MS_MAX = -(1 << 63), (1 << 63) - 1
-_SCAN_COUNT_MAX = 100_000  # keys looked at in one call, so that no COUNT can hold up the others
 _CURSOR = re.compile(rb"(?:([+-]?)0*([0-9]{1,20}))?")
 _PATTERN_BYTES_MAX = 1 << 10
 _LISTING_BYTES_MAX = 16 << 20
@@ -209,7 +208,7 @@ def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             count = as_integer(argument)
             if count < 1:
                 syntax_error()
-    cursor, names = node.engine.scan(session.tenant, cursor, min(count, _SCAN_COUNT_MAX))
+    cursor, names = node.engine.scan(session.tenant, cursor, min(count, KEYS_AT_A_TIME))
     if of_type != b"string":
         names = []
     found = [name for name in names if pattern is None or pattern.matches(name)]

@@ -85,6 +85,12 @@ def test_commands_on_many_keys_let_others_have_the_lock(served: Served) -> None:
         assert isinstance(found, list) and sorted(found) == sorted(name.encode() for name in names)  # type: ignore[type-var]
         assert client.call("KEYS", "*") == found
         assert client.call("KEYS", "k1?") == [b"k%d" % number for number in range(10, 20)]
+        cursor, scanned = b"0", 0
+        for _ in range(1 + MANY // KEYS_AT_A_TIME):
+            page = client.call("SCAN", cursor, "COUNT", 10**9)
+            assert isinstance(page, list) and isinstance(page[0], bytes) and isinstance(page[1], list)
+            cursor, scanned = page[0], scanned + len(page[1])
+        assert (cursor, scanned) == (b"0", MANY)
         assert client.call("UNLINK", *names[:10], *names[:10], "none") == 10
         assert client.call("DEL", *names) == MANY - 10
         assert client.call("KEYS", "*") == []
