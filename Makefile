@@ -4,6 +4,8 @@
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
 # make failure-matrix              faults of all kinds, every answer judged; writes docs/failure-matrix.md and .json
 # make soak SOAK_HOURS=1           leaks over time, a crash loop, the simulation; writes soak.json
+# make fuzz FUZZ_SECONDS=60        every fuzzer, in C and in Python, for its share of the time; counts inputs, exits 1
+#                                  with the path of the input where one is found; ARGS="--json out.json", ARGS=--help
 # make bench                       every benchmark; its data, plot and tables go to docs/benchmarks/
 # make bench BENCH="codecs fetch"  some of them
 # make lint                        formatting, linting, types
@@ -15,12 +17,13 @@ PYTHON ?= python3
 ARGS ?=
 BENCH ?=
 SOAK_HOURS ?= 1
+FUZZ_SECONDS ?= 60
 export VENV PYTHON
 
 native_sources := $(shell find native CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu failure-matrix soak bench lint format setup clean
+.PHONY: demo test test-dpu failure-matrix soak fuzz bench lint format setup clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -37,6 +40,9 @@ failure-matrix: $(ready)
 
 soak: $(ready)
 	$(VENV)/bin/python scripts/soak --hours $(SOAK_HOURS) $(ARGS)
+
+fuzz: $(ready)
+	$(VENV)/bin/python scripts/fuzz --seconds $(FUZZ_SECONDS) $(ARGS)
 
 bench: $(ready)
 	scripts/bench $(BENCH)

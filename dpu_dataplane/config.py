@@ -1,6 +1,7 @@
 """What the data plane can be told: section ``dpu``; ``configs/emulated.yaml`` says why each default is what it is."""
 
 import ipaddress
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
@@ -48,6 +49,16 @@ class DataPlaneConfig(Section):
     """Configuration of the data plane daemon. Sizes take units: ``256MiB``. Times are seconds."""
 
     section: ClassVar[str] = "dpu"
+    headings: ClassVar[Mapping[str, str]] = {
+        "listen": "Address and access",
+        "metrics_port": "Metrics and logs",
+        "storage": "Storage",
+        "backend": "What decodes",
+        "cores": "Cores",
+        "queue_depth": "Pipeline and buffers",
+        "fetch_queue": "Limits",
+        "quarantine_time": "Faulty records, and the end",
+    }
 
     listen: str = "127.0.0.1:50151"
     """Where gRPC listens, host:port (port 0 takes a free one) or unix:/path."""
@@ -107,6 +118,9 @@ class DataPlaneConfig(Section):
     that can do the work. Only with ``doca``."""
     poll_interval_us: int = Field(10, ge=0, le=1_000_000)
     """Microseconds between two looks at an engine that has nothing done; 0 for no pause. Only with ``doca``."""
+    device_timeout: Positive = 10.0
+    """How long an engine, or a GPU that is copied to, may owe results and give none. Then it is given up, and the data
+    plane ends, to be started again: until then nobody knows what the device still writes."""
     codec: Literal["auto", "kvrans", "deflate", "lz4", "zstd", "none"] = "auto"
     """Entropy codec for chunks that are stored. ``auto``: ``kvrans`` where CPU cores decode, ``deflate`` where a DPU's
     engine does. Reading takes whatever a record names."""
@@ -155,6 +169,9 @@ class DataPlaneConfig(Section):
     """Stores that may wait; further ones are refused."""
     keys_max: int = Field(65536, ge=1, le=1 << 20)
     """Keys in one call."""
+    call_bytes_max: ByteSize = Field(ByteSize(256 * MIB), ge=8 * MIB)
+    """Bytes of the messages of all calls in progress; each of ``hosts_max`` hosts has an equal share of them. What is
+    made of them takes about five times as much."""
     timeout_max: Positive = 600.0
     """Longest deadline that a call may ask for."""
     head_cache_bytes: ByteSize = Field(ByteSize(32 * MIB), ge=0)

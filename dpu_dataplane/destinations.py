@@ -4,7 +4,9 @@ Three kinds, of which the pipeline's backend takes some:
 
 - *shared memory*: a file directly under /dev/shm that belongs to the daemon's own user; the client may unlink it once
   it is registered. The daemon maps it for as long as it is registered and used. Its pages are allocated and mapped at
-  registration, so that a full /dev/shm is an error then, and no page fault slows a round;
+  registration, so that a full /dev/shm is an error then, and no page fault slows a round. The client may shrink the
+  file at any moment all the same. Whoever touches what is gone survives it (:class:`shadowserve.native.Guard`), and
+  every job looks at its end, and before it passes on what it has read, whether its memory was whole to the last;
 - *exported memory* of the host, or of its GPU, which a DPU's engines write over PCIe: never read or written here;
 - *memory of a GPU* of this machine, by CUDA IPC: only the driver's copies reach it.
 
@@ -32,7 +34,14 @@ from shadowserve.errors import NativeError, ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import ChunkLayout
 
-__all__ = ["Destination", "DestinationError", "DestinationTable", "OverlapError", "TooManyError"]
+__all__ = [
+    "Destination",
+    "DestinationError",
+    "DestinationTable",
+    "DeviceGivenUpError",
+    "OverlapError",
+    "TooManyError",
+]
 
 SHARED_MEMORY: Final = "/dev/shm"
 DESCRIPTOR_MAX: Final = 4096
@@ -54,6 +63,17 @@ class TooManyError(DestinationError):
 
 class OverlapError(DestinationError):
     """Another job is using the region."""
+
+
+class DeviceGivenUpError(ShadowServeError):
+    """The device never ended what it was given: nobody can say that memory is quiet before the process has ended."""
+
+    def __init__(self) -> None:
+        """Say so."""
+        super().__init__(
+            "the accelerator does not end what it was given and was given up; this data plane ends, and until then the "
+            "region may still be written: give the memory up"
+        )
 
 
 class Destination:
@@ -93,11 +113,16 @@ class Destination:
         return self._registered.region(offset, length)
 
     def check_whole(self) -> None:
-        """Raise DestinationError if the file has shrunk: to touch what is gone would kill the daemon (SIGBUS)."""
-        if self._segment is not None and os.fstat(self._segment.file).st_size < self.size:
-            raise DestinationError(
-                f"the segment had {self.size} bytes when it was registered and is shorter now; register it again"
-            )
+        """Raise DestinationError if a part of the memory is gone: what was read from there, or written, is void.
+
+        It is of no more use then: jobs that come later do not find it.
+        """
+        if self._segment is not None and not self._segment.is_whole():
+            lost = f"the segment had {self.size} bytes when it was registered and is shorter now"
+            if not self.released:
+                logger.warning("destination %016x is forgotten: %s", self.destination_id, lost)
+            self.released = True
+            raise DestinationError(f"{lost}; register it again")
 
     def close(self) -> None:
         """Let go. Nobody may be using the memory."""
@@ -108,12 +133,18 @@ class Destination:
 
 @dataclass(frozen=True)
 class _Segment:
-    """A file under /dev/shm, open and mapped."""
+    """A file under /dev/shm, open, mapped and guarded."""
 
     file: int
     memory: mmap.mmap
+    guard: native.Guard
+
+    def is_whole(self) -> bool:
+        """Return whether nothing of it is gone, or was when it was touched."""
+        return not self.guard.lost and os.fstat(self.file).st_size >= len(self.memory)
 
     def close(self) -> None:
+        self.guard.close()
         try:
             self.memory.close()
         except BufferError:  # a view is still alive somewhere: the mapping then goes with it
@@ -127,6 +158,9 @@ class DestinationTable:
     Args:
         config: of the data plane.
         pipeline: that the memory is made known to.
+
+    Attributes:
+        device_lost: set once a job has found that the device was given up.
     """
 
     def __init__(self, config: DataPlaneConfig, pipeline: native.Pipeline) -> None:
@@ -138,15 +172,21 @@ class DestinationTable:
         self._count_max = config.destinations_max
         self._bytes_max = int(config.destination_bytes_max)
         self._idle_max = config.destination_idle
+        self.device_lost = asyncio.Event()
         self._destinations: dict[int, Destination] = {}
-        self._pending = 0  # registrations in progress
-        self._pending_bytes = 0
+        self._shares = config.hosts_max
+        self._pending: list[tuple[str, int]] = []  # owner and bytes of registrations in progress
         self._claims: defaultdict[object, list[tuple[int, int, bool]]] = defaultdict(list)
 
     @property
     def kinds(self) -> list[str]:
         """The fields of RegisterDestinationRequest.memory that :meth:`register` takes."""
         return list(self._kinds)
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the device was given up, over whatever job."""
+        return self._pipeline.given_up
 
     def __len__(self) -> int:
         return len(self._destinations)
@@ -192,13 +232,10 @@ class DestinationTable:
         size = int(memory.size)
         if size < layout.raw_bytes:
             raise DestinationError(f"{field}.size is {size}; one chunk of this layout takes {layout.raw_bytes}")
-        if len(self._destinations) + self._pending >= self._count_max:
-            raise TooManyError(f"{self._count_max} destinations are registered; release one, or raise destinations_max")
-        if self.total_bytes + self._pending_bytes + size > self._bytes_max:
-            raise TooManyError(f"the destinations would exceed destination_bytes_max, {self._bytes_max} bytes")
+        self._check_room(size, owner)
         _, connect = self._kinds[field]
-        self._pending += 1
-        self._pending_bytes += size
+        pending = (owner, size)
+        self._pending.append(pending)
         try:
             connecting = asyncio.ensure_future(asyncio.to_thread(connect, self._pipeline, memory, layout))
             try:
@@ -209,17 +246,30 @@ class DestinationTable:
             destination.owner = owner
             self._destinations[destination.destination_id] = destination
         finally:
-            self._pending -= 1
-            self._pending_bytes -= size
+            self._pending.remove(pending)
         return destination
+
+    def _check_room(self, size: int, owner: str) -> None:
+        """Raise TooManyError unless a host may register so many bytes more; several hosts have equal shares."""
+        taken = [(each.owner, each.size) for each in self._destinations.values()] + self._pending
+        mine = [each for each in taken if each[0] == owner]
+        for these, shares, of in ((taken, 1, ""), (mine, self._shares, ", this host's share")):
+            count_max, bytes_max = max(1, self._count_max // shares), self._bytes_max // shares
+            if len(these) >= count_max:
+                raise TooManyError(
+                    f"{count_max} destinations are registered{of}; release one, or raise destinations_max"
+                )
+            if sum(bytes_ for _, bytes_ in these) + size > bytes_max:
+                raise TooManyError(f"the destinations would exceed destination_bytes_max, {bytes_max} bytes{of}")
 
     @contextlib.contextmanager
     def claim(self, destination: Destination, offset: int, length: int, *, writing: bool) -> Iterator[None]:
         """Use a region for the length of a job. Two jobs may share bytes only to read them.
 
         Raises:
-            DestinationError: the region is not inside the destination, or a segment is not whole.
+            DestinationError: the region is not inside the destination; or a segment is not whole, before or after.
             OverlapError: another job uses a part of it.
+            DeviceGivenUpError: the region is never quiet any more, and no job is to be answered as if it were.
         """
         if offset + length > destination.size:
             raise DestinationError(
@@ -239,7 +289,12 @@ class DestinationTable:
         destination.quiet.clear()
         try:
             yield
+            if not self.given_up:
+                destination.check_whole()
         finally:
+            if self.given_up:  # the claim stays: neither a release nor the end of the table touches the memory
+                self.device_lost.set()
+                raise DeviceGivenUpError
             claims.remove(claim)
             if not claims:
                 del self._claims[destination.identity]
@@ -367,7 +422,7 @@ def _map(name: str, size: int) -> _Segment:
         except OSError as error:
             kind = TooManyError if error.errno in (errno.ENOSPC, errno.ENOMEM) else DestinationError
             raise kind(f"cannot allocate {size} bytes for {path}: {error.strerror}; is /dev/shm full?") from error
+        return _Segment(file, memory, native.Guard(memory))
     except BaseException:
         os.close(file)
         raise
-    return _Segment(file, memory)

@@ -82,7 +82,7 @@ class Fetcher:
         transfer: Transfer,
         buffers: Buffers,
         metrics: Metrics,
-        queue_max: int,
+        queue: Turnstile,
         tracer: Tracer,
     ) -> None:
         self._tracer = tracer
@@ -92,7 +92,7 @@ class Fetcher:
         self._transfer = transfer
         self._buffers = buffers
         self._metrics = metrics
-        self.queue = Turnstile(queue_max)
+        self.queue = queue
 
     async def run(self, job: Job, region: FetchRegion, keys: Sequence[bytes]) -> pb.FetchResponse:
         """Deliver the leading chunks that are stored, sound, and fit region and buffers.

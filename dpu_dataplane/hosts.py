@@ -88,6 +88,10 @@ class HostTable:
     def __len__(self) -> int:
         return len(self._hosts)
 
+    def knows(self, session: bytes) -> bool:
+        """Return whether a session is one of a host that is connected."""
+        return session in self._hosts
+
     def enter(self, request: pb.HelloRequest, context: Any) -> tuple[Host, bool]:
         """Return the host that says Hello, and whether it is new.
 

@@ -8,6 +8,7 @@ job waits for it, since only then is the caller's memory quiet.
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -139,28 +140,37 @@ class JobTable:
 
 
 class Turnstile:
-    """One job at a time, first come first served, with a bound on how many wait."""
+    """One job at a time, first come first served, with a bound on how many wait, of which each host has its share."""
 
-    def __init__(self, waiting_max: int) -> None:
+    def __init__(self, waiting_max: int, hosts_max: int = 1) -> None:
         self._waiting_max = waiting_max
+        self._share = max(1, waiting_max // hosts_max)
+        self._waiting: Counter[str] = Counter()
         self._lock = asyncio.Lock()
-        self.waiting = 0
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that wait."""
+        return self._waiting.total()
 
     @contextlib.asynccontextmanager
     async def turn(self, job: Job) -> AsyncIterator[None]:
         """Wait for the job's turn, and keep it.
 
         Raises:
-            QueueFull: too many wait.
+            QueueFull: too many wait, of all or of this host.
             Stop: cancelled, or out of time, while waiting.
         """
-        if self._lock.locked() and self.waiting >= self._waiting_max:
+        full = self.waiting >= self._waiting_max or self._waiting[job.owner] >= self._share
+        if self._lock.locked() and full:
             raise QueueFull
-        self.waiting += 1
+        self._waiting[job.owner] += 1
         try:
             await job.within(self._lock.acquire(), "waiting for its turn")
         finally:
-            self.waiting -= 1
+            self._waiting[job.owner] -= 1
+            if not self._waiting[job.owner]:
+                del self._waiting[job.owner]
         try:
             yield
         finally:

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import logging
-import signal
+import os
+import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -12,6 +14,7 @@ from typing import Any, Final, Self
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from dpu_dataplane.admission import CALLS_MAX, Admission
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.cluster import ClusterClient
 from dpu_dataplane.config import DataPlaneConfig, codec_name, split_address
@@ -19,8 +22,10 @@ from dpu_dataplane.credentials import server_credentials
 from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable
+from dpu_dataplane.jobs import Turnstile
 from dpu_dataplane.links import DataLinks
 from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
+from dpu_dataplane.repeats import Repeats
 from dpu_dataplane.rounds import Buffers
 from dpu_dataplane.service import DataPlaneService
 from dpu_dataplane.storage import Storage, StorageClient
@@ -33,6 +38,7 @@ from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.health import Check, Endpoint, answers, check
 from shadowserve.logs import configure_logging
 from shadowserve.proto import dataplane_pb2, dataplane_pb2_grpc
+from shadowserve.signals import stop_signals
 
 __all__ = ["Daemon", "run"]
 
@@ -40,8 +46,11 @@ SERVICE_NAME: Final = dataplane_pb2.DESCRIPTOR.services_by_name["DataPlane"].ful
 MESSAGE_BYTES_MAX: Final = 8 << 20
 """Of one gRPC message: 65,536 keys take 2.2 MB; gRPC's own default is 4 MiB."""
 KEEPALIVE_MS: Final = 10_000
-CALLS_MAX: Final = 4096
-"""Calls in progress, waiting ones included: above the default queues by an order of magnitude."""
+STREAMS_MAX: Final = 512
+"""Calls in progress on one connection; more wait at the caller. All of one host's queues fit several times."""
+HANDSHAKE_MS: Final = 20_000
+"""For a connection to become one; it takes milliseconds, and two round trips more with TLS."""
+_TICK: Final = 0.1
 _UNTIL_TOLD: Final = 86400.0
 """Seconds; the server stops before, when it is told to stop at once."""
 
@@ -54,7 +63,11 @@ class Daemon:
     Attributes:
         address: where gRPC listens, ``host:port`` or ``unix:/path``.
         metrics: its counts.
+        device_lost: set once the accelerator was given up: the process is to end.
+        unclean: jobs, or the accelerator, may still be at it after the end: nothing but the process' end is safe.
     """
+
+    device_lost: asyncio.Event
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self.config = config
@@ -64,6 +77,8 @@ class Daemon:
         self._loop: asyncio.AbstractEventLoop
         self._client: Storage
         self._draining = False
+        self._pipeline: native.Pipeline
+        self.unclean = False
         self._exit = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -82,7 +97,11 @@ class Daemon:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Let jobs finish for half of ``shutdown_time``, cancel the rest, and stop everything."""
+        """Let jobs finish for half of ``shutdown_time``, cancel the rest, and stop everything.
+
+        Where jobs do not end, what they may use is left as it is (:attr:`unclean`).
+        """
+        self.unclean |= self._pipeline.given_up
         await self._exit.aclose()
 
     async def _start(self) -> None:
@@ -90,7 +109,7 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         codec = _codec(config)
         buffers = _buffers(config)
-        pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
+        self._pipeline = pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
         self._exit.callback(pipeline.close)
         self.metrics.stages = lambda: _stage_counts(pipeline)
         self.metrics.gauges["pipeline_locked_bytes"] = (
@@ -105,6 +124,7 @@ class Daemon:
         self._exit.push_async_callback(catalog.close)
         destinations = DestinationTable(config, pipeline)
         self._exit.callback(destinations.close)
+        self.device_lost = destinations.device_lost
         fetch_links = DataLinks(client.dialer, len(config.stage_cores()["net"]), self.metrics)
         store_links = DataLinks(client.dialer, 1, self.metrics)
         self._exit.callback(fetch_links.close)
@@ -112,16 +132,20 @@ class Daemon:
         tracer = Tracer(pipeline)
         executor = self._executor("fetch")
         transfer = Transfer(pipeline, executor, client, fetch_links, self.metrics)
-        fetcher = Fetcher(executor, catalog, client, transfer, buffers, self.metrics, config.fetch_queue, tracer)
+        fetches, stores = (Turnstile(size, config.hosts_max) for size in (config.fetch_queue, config.store_queue))
+        fetcher = Fetcher(executor, catalog, client, transfer, buffers, self.metrics, fetches, tracer)
         storer = Storer(
             pipeline, self._executor("store"), catalog, client, store_links, buffers, self.metrics, codec,
-            int(config.slice_bytes), config.store_queue,
+            int(config.slice_bytes), stores,
         )  # fmt: skip
         hosts = HostTable(config, destinations)
-        service = DataPlaneService(config, catalog, fetcher, storer, destinations, hosts, buffers, self.metrics, tracer)
+        self._repeats = Repeats()
+        service = DataPlaneService(
+            config, catalog, fetcher, storer, destinations, hosts, buffers, self.metrics, tracer, self._repeats
+        )
         self._measure(client, catalog, fetcher, storer, destinations, buffers)
         self.metrics.gauges["hosts"] = ("Hosts that are connected", lambda: len(hosts))
-        self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, config)))
+        self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, self._repeats, config)))
         if config.metrics_port:
             self._serve_metrics()
         await self._serve(service)
@@ -171,7 +195,11 @@ class Daemon:
 
     def health(self) -> list[Check]:
         """Check that the event loop, on which all control runs, answers; from any thread but its own."""
-        return [answers("event loop", self._loop.call_soon_threadsafe)]
+        sound = not self._pipeline.given_up
+        return [
+            answers("event loop", self._loop.call_soon_threadsafe),
+            check("accelerator", sound, self._pipeline.backend, "given up: it does not end what it was given"),
+        ]
 
     def readiness(self) -> list[Check]:
         """Check whether calls are taken. Without storage they are, and every one of them is a miss: a warning."""
@@ -185,7 +213,14 @@ class Daemon:
         ]
 
     async def _serve(self, service: DataPlaneService) -> None:
+        config = self.config
+        admission = Admission(int(config.call_bytes_max), config.hosts_max, service.hosts.knows, self._repeats)
+        self.metrics.gauges["call_bytes"] = (
+            "Bytes of the messages of calls in progress",
+            lambda: admission.total_bytes,
+        )
         server = grpc.aio.server(
+            interceptors=[admission],
             options=[
                 ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
                 ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -193,8 +228,12 @@ class Daemon:
                 # Hosts ask in this interval whether the connection still stands; by default gRPC takes that for abuse.
                 ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
                 ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.max_concurrent_streams", STREAMS_MAX),
+                ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+                # A host without a call for so long is forgotten; its connection, or anybody's, is no more worth.
+                ("grpc.max_connection_idle_ms", int(1000 * self.config.destination_idle)),
             ],
-            maximum_concurrent_rpcs=CALLS_MAX,
+            maximum_concurrent_rpcs=2 * CALLS_MAX,  # who comes in is Admission's business; here is but the last wall
         )
         dataplane_pb2_grpc.add_DataPlaneServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         health_service: Any = health.aio.HealthServicer()  # type: ignore[attr-defined]  # its stubs lack it
@@ -217,10 +256,25 @@ class Daemon:
         await server.start()
         for name in ("", SERVICE_NAME):
             await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._exit.push_async_callback(_stop_task, asyncio.create_task(self._watch_device(health_service)))
         self._exit.push_async_callback(self._stop_serving, server, service, health_service)
 
+    async def _watch_device(self, health_service: Any) -> None:
+        await self.device_lost.wait()
+        logger.critical(
+            "%s does not end what it was given, for %g s: it is given up, and this data plane ends, since nobody knows "
+            "what it still writes; start it again, and if that does not help, see 'shadowserve doctor'",
+            self._pipeline.device or "the accelerator",
+            self.config.device_timeout,
+        )
+        for name in ("", SERVICE_NAME):
+            await health_service.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+
     async def _stop_serving(self, server: grpc.aio.Server, service: DataPlaneService, health_service: Any) -> None:
-        """Refuse new calls at once; give jobs half the time to finish, then half of it to be cancelled."""
+        """Refuse new calls at once; give jobs half the time to finish, then a quarter of it to be cancelled.
+
+        In the last quarter those without a caller come to rest; if not, all that they may use is left as it is.
+        """
         self._draining = True
         await health_service.enter_graceful_shutdown()
         half = self.config.shutdown_time / 2
@@ -230,12 +284,16 @@ class Daemon:
             logger.info("cancelling %d jobs that did not finish within %g s", len(service.jobs), half)
             service.jobs.cancel_all()
         # Counted from here: had the machine stood still meanwhile, they would have no time left to answer.
-        await asyncio.wait({stopping}, timeout=half)
+        await asyncio.wait({stopping}, timeout=half / 2)
         await server.stop(None)
         await stopping
-        end = time.monotonic() + half
+        end = time.monotonic() + half / 2
         while len(service.jobs) and time.monotonic() < end:  # their callers are gone, but memory must be quiet
             await asyncio.sleep(0.01)
+        if len(service.jobs):
+            logger.error("%d jobs do not end: what they use is left to the end of the process", len(service.jobs))
+            self.unclean = True
+            self._left = self._exit.pop_all()  # and so nothing else is stopped, or waited for
 
 
 def _codec(config: DataPlaneConfig) -> native.Codec:
@@ -286,6 +344,7 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
             memory_management=config.memory_management,
             trace_events=config.trace_events,
             nodes_max=NODES_MAX if config.storage_cluster else 1,
+            device_timeout_ms=max(1, int(1000 * config.device_timeout)),
         )
     except NativeError as error:
         raise ConfigurationError(f"the pipeline cannot be made: {error}") from error
@@ -314,10 +373,11 @@ def _stage_counts(pipeline: native.Pipeline) -> list[StageCount]:
     ]
 
 
-async def _expire(hosts: HostTable, config: DataPlaneConfig) -> None:
+async def _expire(hosts: HostTable, repeats: Repeats, config: DataPlaneConfig) -> None:
     while True:
         await asyncio.sleep(min(config.destination_idle / 4, 60.0))
         hosts.expire(time.monotonic())
+        repeats.flush(time.monotonic())
 
 
 async def _stop_task(task: "asyncio.Task[None]") -> None:
@@ -328,19 +388,43 @@ async def _stop_task(task: "asyncio.Task[None]") -> None:
 
 async def _main(config: DataPlaneConfig) -> None:
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    stopped = threading.Event()
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with Daemon(config) as daemon:
         print(f"ready {daemon.address}", flush=True)
         backend = native.backends()[config.backend].label
         logger.info("ready on %s (storage %s, backend %s)", daemon.address, daemon.storage_name, backend)
-        await stop.wait()
+        ends = [asyncio.ensure_future(event.wait()) for event in (stop, daemon.device_lost)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         logger.info("stopping")
+        threading.Thread(target=_last_resort, args=(2 * config.shutdown_time, stopped), daemon=True).start()
+    stopped.set()
     logger.info("stopped")
+    if daemon.unclean:
+        _end_now()
+
+
+def _last_resort(seconds: float, stopped: threading.Event) -> None:
+    """End the process where stopping it does not: a driver's call that never returns, say, on whatever thread."""
+    for _ in range(int(seconds / _TICK)):  # ticks and not a clock: while the machine stands still, nothing can stop
+        if stopped.wait(_TICK):
+            return
+    logger.critical("it does not stop: ending without giving back what it uses")
+    _end_now()
+
+
+def _end_now() -> None:
+    """End without unmapping anything first: whatever still writes there is stopped by the end of the process."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def run(config: DataPlaneConfig) -> None:
     """Run the daemon until SIGTERM or SIGINT.
+
+    Does not return where something may still be writing after the end: the process then ends at once, with status 1.
 
     Prints ``ready ADDRESS`` on standard output once calls are answered; logs go to standard error.
 

@@ -14,11 +14,19 @@ from prometheus_client import Histogram
 
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.destinations import Destination, DestinationError, DestinationTable, OverlapError, TooManyError
+from dpu_dataplane.destinations import (
+    Destination,
+    DestinationError,
+    DestinationTable,
+    DeviceGivenUpError,
+    OverlapError,
+    TooManyError,
+)
 from dpu_dataplane.fetching import Fetcher, FetchRegion
 from dpu_dataplane.hosts import Host, HostTable
 from dpu_dataplane.jobs import Job, JobTable, QueueFull, Stop
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
+from dpu_dataplane.repeats import Repeats, address_of
 from dpu_dataplane.rounds import Buffers, encoded_bound
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import NotTraceable, Tracer
@@ -55,14 +63,16 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         buffers: Buffers,
         metrics: Metrics,
         tracer: Tracer,
+        repeats: Repeats,
     ) -> None:
         self._config = config
         self._tracer = tracer
+        self._repeats = repeats
         self._catalog = catalog
         self._fetcher = fetcher
         self._storer = storer
         self._destinations = destinations
-        self._hosts = hosts
+        self.hosts = hosts
         self._buffers = buffers
         self._metrics = metrics
         self._validate = Validator(config)
@@ -76,7 +86,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         try:
             return self._hello(request, context)
         except InvalidCall as error:
-            logger.warning("refused %s at %s: %s", request.process[:80] or "a host", context.peer(), error)
+            refused = f"refused {request.process[:80] or 'a host'} at {context.peer()}: {error}"
+            self._repeats.tell(logging.WARNING, "refused", address_of(context.peer()), refused)
             await context.abort(error.code, str(error))
         raise AssertionError("abort() always raises")
 
@@ -141,7 +152,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     ) -> AsyncIterator[pb.TraceResponse]:
         """Record the next fetches."""
         try:
-            with self._hosts.call(context) as host:
+            with self.hosts.call(context) as host:
                 timeout = self._validate.timeout(request.timeout_ms)
                 fetches = self._validate.count("fetches", request.fetches)
                 with self._tracer.recording(host.owner, fetches) as recording:
@@ -163,7 +174,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     ) -> _Response:
         """Run a handler for the host that calls; turn what is wrong with the call into a gRPC status."""
         try:
-            with self._hosts.call(context) as host:
+            with self.hosts.call(context) as host:
                 return await handle(request, host)
         except InvalidCall as error:
             await context.abort(error.code, str(error), error.metadata)
@@ -173,6 +184,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except DestinationError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except DeviceGivenUpError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         except QueueFull:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "as many jobs wait as may: treat it as a miss, or raise fetch_queue"
@@ -183,7 +196,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._validate.hello(request)
         if request.HasField("layout"):
             self._check_shape(self._validate.layout(request.layout), request.chunk_bytes)
-        host, new = self._hosts.enter(request, context)
+        host, new = self.hosts.enter(request, context)
         if new:
             logger.info("connected: %s", host)
         backend = native.backends()[self._config.backend]
@@ -229,7 +242,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             except StorageRefusedError as error:
                 outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
             except Exception as error:
-                outcome, detail = _internal("Lookup", error)
+                outcome, detail = self._internal("Lookup", error)
         self._metrics.lookups[outcome_name(outcome)] += 1
         response = pb.LookupResponse(hits=hits, outcome=outcome, detail=detail)
         self._report(response)
@@ -239,12 +252,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         layout = self._validate.layout(request.layout)
         self._check_buffers(layout)
         destination = await self._destinations.register(request, layout, host.owner)
-        logger.info(
-            "registered destination %016x: %d bytes of %s, %d a chunk",
-            destination.destination_id,
-            destination.size,
-            request.WhichOneof("memory"),
-            layout.raw_bytes,
+        self._repeats.tell(
+            logging.INFO,
+            "registered",
+            host.owner,
+            f"registered destination {destination.destination_id:016x}: {destination.size} bytes of "
+            f"{request.WhichOneof('memory')}, {layout.raw_bytes} a chunk",
         )
         return pb.RegisterDestinationResponse(destination_id=destination.destination_id, chunk_bytes=layout.raw_bytes)
 
@@ -291,9 +304,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:
-                    if isinstance(error, QueueFull):
+                    if isinstance(error, QueueFull | DestinationError):
                         raise
-                    outcome, detail = _internal("Fetch", error)
+                    outcome, detail = self._internal("Fetch", error)
                     return pb.FetchResponse(outcome=outcome, detail=detail)
 
         return await self._run(host, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
@@ -315,17 +328,18 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:
-                    if isinstance(error, QueueFull):
+                    if isinstance(error, QueueFull | DestinationError):
                         raise
-                    outcome, detail = _internal("Store", error)
+                    outcome, detail = self._internal("Store", error)
                     return pb.StoreResponse(outcome=outcome, detail=detail)
 
         return await self._run(host, request, work, self._metrics.stores, self._metrics.store_seconds)
 
     def _check_reach(self, destination: Destination, outcome: pb.Outcome) -> None:
         """Drop a destination that could not be reached: whoever still owns it registers it anew."""
-        if outcome == pb.OUTCOME_DEVICE:
-            logger.warning("destination %016x could not be reached: forgotten", destination.destination_id)
+        if outcome == pb.OUTCOME_DEVICE and not self._destinations.given_up:
+            forgotten = f"destination {destination.destination_id:016x} could not be reached: forgotten"
+            self._repeats.tell(logging.WARNING, "unreachable", destination.owner, forgotten)
             self._destinations.lost(destination)
 
     async def _run(
@@ -368,11 +382,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             self._reported[kind] = now
             logger.warning("%s ended with %s: %s", kind[0], outcome_name(response.outcome), response.detail)
 
+    def _internal(self, call: str, error: Exception) -> tuple[pb.Outcome, str]:
+        detail = f"{call} met a bug: {type(error).__name__}: {error}"
+        if self._repeats.tell(logging.ERROR, f"{call}: {type(error).__name__}", "", f"{detail}; please report it"):
+            logger.exception("where it is")
+        return pb.OUTCOME_INTERNAL, detail
+
 
 def _unknown(destination_id: int) -> str:
     return f"there is no destination {destination_id:016x} (any more): register again"
-
-
-def _internal(call: str, error: Exception) -> tuple[pb.Outcome, str]:
-    logger.exception("%s met a bug; please report it", call)
-    return pb.OUTCOME_INTERNAL, f"{call} met a bug: {type(error).__name__}: {error}"

@@ -86,7 +86,7 @@ class Storer:
         metrics: Metrics,
         codec: native.Codec,
         slice_bytes: int,
-        queue_max: int,
+        queue: Turnstile,
     ) -> None:
         self._pipeline = pipeline
         self._executor = executor
@@ -97,7 +97,7 @@ class Storer:
         self._metrics = metrics
         self._codec = codec
         self._slice_bytes = slice_bytes
-        self.queue = Turnstile(queue_max)
+        self.queue = queue
 
     async def run(
         self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], parents: Sequence[bytes] = ()
@@ -201,6 +201,7 @@ class Storer:
                 loop = asyncio.get_running_loop()
                 with job.interruptible(round_.cancel):
                     failure = await loop.run_in_executor(self._executor, self._pipeline.encode, round_)
+                destination.check_whole()  # else zeros would be stored in the place of what is gone
                 results = round_.results
                 if failure is not Result.OK and all(result is Result.OK for result in results):
                     raise self._stop(keys[batch[0]], failure, "")

@@ -101,6 +101,9 @@ class HostConfig(Section):
     """First pause; each further failure doubles it."""
     breaker_backoff_max: float = Field(5.0, gt=0, le=600)
     """Longest pause; then one call probes the data plane again, forever."""
+    identity_cache: str = ""
+    """File that remembers the hashes of weights and adapters (docs/identity.md), so that a start reads none that have
+    not changed; empty for ``shadowserve/content.json`` in the user's cache folder, ``none`` to hash every time."""
     close_timeout: float = Field(5.0, ge=0, le=60)
     """At shutdown, waiting stores and running fetches get so long to end."""
 

@@ -15,8 +15,12 @@ the host's memory, shared or exported: it is not urgent, and the GPU's memory is
 **When bytes may be read.** The data plane answers once a round is quiet: its copies have ended. What a DPU has written
 over PCIe into a GPU is then ordered against that GPU's kernels where the platform does so by itself, and is flushed by
 the host where it does not (``Device.flush_remote_writes``). Copies and scattering share one stream, and whoever
-scatters waits for that stream before anybody hears that a request's KV is in place. The stream waits for no other: vLLM
-gives no block to a load that a step in flight still reads.
+scatters waits for that stream before anybody hears that a request's KV is in place.
+
+**When bytes may be written.** A load's blocks may have been another request's a moment ago. With asynchronous
+scheduling vLLM hears that a request has ended when its next step is launched already, and that step still writes into
+its blocks. So scattering waits for all that the engine had launched when the load was handed over
+(``SideStream.follow``).
 """
 
 import contextlib
@@ -162,9 +166,9 @@ def _exported_to_gpu(size: int, gpu: Gpu, export_device: str) -> Memory:
 
 
 class SideStream:
-    """Our own CUDA stream, so that copies do not queue behind the engine's kernels; nothing on CPUs.
+    """Our own CUDA stream, so that copies do not queue behind all of the engine's kernels; nothing on CPUs.
 
-    Entered, it is current; left, all that was put into it is done.
+    Entered, it is current, behind what :meth:`follow` has seen; left, all that was put into it is done.
 
     Args:
         device: of torch.
@@ -179,9 +183,20 @@ class SideStream:
         elif device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
         self._context: Any = None
+        self._device = device
+        self._launched: Any = None
+
+    def follow(self) -> None:
+        """Have what is put in from now on wait for all that the calling thread's current stream was given so far."""
+        if self._stream is not None:
+            launched = torch.cuda.Event()
+            launched.record(torch.cuda.current_stream(self._device))
+            self._launched = launched
 
     def __enter__(self) -> None:
         if self._stream is not None:
+            if self._launched is not None:
+                self._stream.wait_event(self._launched)
             self._context = torch.cuda.stream(self._stream)
             self._context.__enter__()
 
@@ -240,6 +255,10 @@ class ExportedHostMemory:
         """Return what was delivered there."""
         return self.memory[offset : offset + length]
 
+    def whole(self) -> bool:
+        """Return true: it is nobody else's."""
+        return True
+
     def close(self) -> None:
         """End the export."""
         self._export.close()
@@ -270,6 +289,9 @@ class _Locked:
 
     def arrived(self, offset: int, length: int) -> Any:
         return self._under.arrived(offset, length)
+
+    def whole(self) -> bool:
+        return bool(self._under.whole())
 
     def close(self) -> None:
         self._gpu.device.synchronize()  # the engine's stream may still copy, too
@@ -310,6 +332,9 @@ class _GpuMemory:
 
     def announced(self) -> None:
         pass
+
+    def whole(self) -> bool:
+        return True
 
     def close(self) -> None:
         pass  # freed with the last tensor over it

@@ -43,6 +43,9 @@ class Memory(Protocol):
         In the thread that scatters. Work of the GPU may still be on its way, on the delivery's stream.
         """
 
+    def whole(self) -> bool:
+        """Return whether no part of it was taken away, to the last access: what was read where one was, is void."""
+
     def close(self) -> None:
         """Let go; the memory itself is given back with the last view of it."""
 
@@ -50,7 +53,7 @@ class Memory(Protocol):
 class Destination:
     """Memory that the data plane knows, made when first needed and again whenever it was given up.
 
-    One thread calls :meth:`acquire` and :meth:`retire`; any may read :attr:`current`.
+    One thread calls :meth:`acquire`, :meth:`lost` and :meth:`retire`; any may read :attr:`current`.
 
     Args:
         client: of the data plane.
@@ -158,6 +161,11 @@ class Destination:
         if release:
             self._client.release(destination_id, wait=wait)
         memory.close()
+
+    def lost(self, memory: Memory) -> None:
+        """Give memory up of which a part was taken away, unless that has been done."""
+        if self.current is memory:
+            self.retire(release=True)
 
     def _settle(self) -> bool:
         """Have what was given up released; return whether there is nothing (more) to be released."""

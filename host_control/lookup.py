@@ -30,7 +30,8 @@ class LookupAnswer:
 
     Attributes:
         hits: leading chunks that every chain holds.
-        reason: ``"complete"``, ``"short"`` (no full chunk), ``"deadline"``, or why the data plane could not say.
+        reason: ``"complete"``, ``"short"`` (no full chunk), ``"deadline"``, ``"unnamed"`` (its KV cannot be named), or
+            why the data plane could not say.
         detail: a sentence about a failure, else empty.
     """
 
@@ -42,7 +43,7 @@ class LookupAnswer:
 @dataclass
 class _Lookup:
     tokens: Sequence[int]
-    extra: bytes
+    extra: bytes | Callable[[], bytes]
     deadline: float
     answer: LookupAnswer | None = None
     keys: list[list[bytes]] | None = None
@@ -91,13 +92,14 @@ class PrefixLookup:
             for client in self._chains:
                 self._pool.submit(client.wait_ready, timeout)
 
-    def submit(self, request_id: str, tokens: Sequence[int], extra: bytes = b"") -> None:
+    def submit(self, request_id: str, tokens: Sequence[int], extra: bytes | Callable[[], bytes] = b"") -> None:
         """Start looking a prompt up, or start over for a request that is known already.
 
         Args:
             request_id: of the engine.
             tokens: of the prompt; must not change until :meth:`forget`, except by growing.
-            extra: see :func:`shadowserve.keys.chunk_keys`.
+            extra: see :func:`shadowserve.keys.chunk_keys`; or what returns it, called on a lookup thread. Where that
+                raises, the answer's reason is ``"unnamed"``, and there are no keys.
         """
         lookup = _Lookup(tokens, extra, time.monotonic() + self._timeout)
         count = len(tokens) // self._chunk_tokens
@@ -129,6 +131,12 @@ class PrefixLookup:
         lookup = self._lookups.get(request_id)
         return None if lookup is None else lookup.keys
 
+    def extra(self, request_id: str) -> bytes:
+        """Return what a request's keys were made of beside its tokens; there are keys."""
+        extra = self._lookups[request_id].extra
+        assert isinstance(extra, bytes), "keys without a name"
+        return extra
+
     def known(self, request_id: str) -> int:
         """Return how many leading chunks are known to be stored, even where the answer came too late to be used."""
         lookup = self._lookups.get(request_id)
@@ -152,14 +160,27 @@ class PrefixLookup:
 
     def _run(self, request_id: str, lookup: _Lookup, count: int) -> None:
         try:
-            keys = self._hash(lookup, count)
-            lookup.keys = keys
-            if self._enabled:
-                self._ask(lookup, keys)
+            if self._named(lookup):
+                keys = self._hash(lookup, count)
+                lookup.keys = keys
+                if self._enabled:
+                    self._ask(lookup, keys)
         except Exception as error:  # a bug must not leave the request waiting for its deadline
             self._settle(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
         if self._on_done is not None:
             self._on_done(request_id)
+
+    def _named(self, lookup: _Lookup) -> bool:
+        """Find out what else than tokens a prompt's KV depends on."""
+        if isinstance(lookup.extra, bytes):
+            return True
+        try:
+            lookup.extra = lookup.extra()
+        except Exception as error:  # also of an input that is not known here
+            with self._lock:  # above "disabled" and "deadline", which know nothing of stores
+                lookup.answer = LookupAnswer(0, "unnamed", str(error) or type(error).__name__)
+            return False
+        return True
 
     def _hash(self, lookup: _Lookup, count: int) -> list[list[bytes]]:
         tokens: npt.NDArray[np.uint32] = np.empty(count * self._chunk_tokens, dtype="<u4")
@@ -168,12 +189,14 @@ class PrefixLookup:
             tokens[begin:end] = lookup.tokens[begin:end]
             time.sleep(0)  # let the engine's thread have the interpreter
         keys: list[list[bytes]] = []
+        extra = lookup.extra
+        assert isinstance(extra, bytes)
         stride = max(_STRIDE_TOKENS // self._chunk_tokens, 1)
         for namespace in self._namespaces:
             chain: list[bytes] = []
             for end in range(stride, count + stride, stride):
                 prefix = tokens[: min(end, count) * self._chunk_tokens]
-                chain = chunk_keys(namespace, prefix, chunk_tokens=self._chunk_tokens, extra=lookup.extra, after=chain)
+                chain = chunk_keys(namespace, prefix, chunk_tokens=self._chunk_tokens, extra=extra, after=chain)
                 time.sleep(0)
             keys.append(chain)
         return keys

@@ -503,7 +503,12 @@ class KVCacheManager:
             try:
                 length = landed.count * self._destination.shape.chunk_bytes
                 self._scatter(progress.job, landed.first, landed.memory.arrived(landed.offset, length))
-                progress.chunks += landed.count
+                if landed.memory.whole():
+                    progress.chunks += landed.count
+                else:
+                    progress.scatter_error = "the memory that chunks arrive in was made shorter; it is given up"
+                    _logger.error("shadowserve: %s", progress.scatter_error)
+                    self._destination.lost(landed.memory)
             except Exception as error:
                 _logger.exception("scattering for request %s failed", progress.job.request_id)
                 progress.scatter_error = f"{type(error).__name__}: {error}"

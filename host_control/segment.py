@@ -11,16 +11,29 @@ import mmap
 import os
 import secrets
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.proto import dataplane_pb2 as pb
+
+if TYPE_CHECKING:
+    from shadowserve import native
 
 __all__ = ["Segment"]
 
 _DIRECTORY: Final = Path("/dev/shm")  # noqa: S108
 _PREFIX: Final = "shadowserve-05e1f00d"
 """The data plane takes ``shadowserve-`` and hexadecimal digits; the first eight tell our files from others'."""
+
+
+class _Mapping(mmap.mmap):
+    """A mapping that this process survives; guarded for as long as anybody has a view of it."""
+
+    guard: "native.Guard | None" = None
+
+    def __del__(self) -> None:
+        if self.guard is not None:
+            self.guard.close()
 
 
 class Segment:
@@ -33,10 +46,14 @@ class Segment:
     """
 
     def __init__(self, name: str, descriptor: int, size: int) -> None:
+        from shadowserve import native  # an engine loads the C core only where it has to
+
         self.name = name
         self.size = size
         self._descriptor = descriptor
-        self.memory = memoryview(mmap.mmap(descriptor, size))
+        self._mapping = _Mapping(descriptor, size)
+        self._mapping.guard = self._guard = native.Guard(self._mapping)
+        self.memory = memoryview(self._mapping)
 
     @classmethod
     def create(cls, size: int) -> Self:
@@ -51,7 +68,10 @@ class Segment:
             descriptor = os.open(_DIRECTORY / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # another process just took it for abandoned and removes it
+                abandoned = os.fstat(descriptor).st_nlink == 0
+            except OSError:
+                abandoned = True
+            if abandoned:  # another process took it for that before it was locked, and removes it or has
                 os.close(descriptor)
                 continue
             try:
@@ -80,6 +100,11 @@ class Segment:
     def arrived(self, offset: int, length: int) -> memoryview:
         """Return what was delivered there."""
         return self.memory[offset : offset + length]
+
+    def whole(self) -> bool:
+        """Return whether nothing of it was gone, to the last access."""
+        shorter = self._descriptor >= 0 and os.fstat(self._descriptor).st_size < self.size
+        return not shorter and not self._guard.lost
 
     def unlink(self) -> None:
         """Remove the name; the memory stays for those who have mapped it."""

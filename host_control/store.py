@@ -26,13 +26,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Staged:
-    """A chunk that waits in slot ``slot`` of ``segment``; its bytes are there once ``wait``, if any, returns."""
+    """A chunk that waits in slot ``slot`` of ``segment``; its bytes are there once ``wait``, if any, returns ``""``."""
 
     key: bytes
     parent: bytes  # the chunk before it in its prompt; empty for the first
     segment: Memory
     slot: int
-    wait: Callable[[], None] | None = None
+    wait: Callable[[], str] | None = None
 
 
 class StoreQueue:
@@ -94,7 +94,7 @@ class StoreQueue:
     def offer(
         self,
         keys: Sequence[bytes],
-        gather: Callable[[int, Any], Callable[[], None] | None],
+        gather: Callable[[int, Any], Callable[[], str] | None],
         *,
         previous: bytes | None = None,
         anchored: bool = True,
@@ -105,7 +105,7 @@ class StoreQueue:
         Args:
             keys: of the chunks, in order.
             gather: copies chunk ``i`` of them into the memory it is given; or starts to, and returns what waits for
-                the copy's end.
+                the copy's end in the queue's thread, and says why the chunk is not to be stored, if it is not.
             previous: key of the chunk before the first, ``None`` at the start of a prompt.
             anchored: whether ``previous`` is known to be stored.
             absent_since: when (monotonic) a lookup found these chunks absent. One that was stored before that is gone
@@ -266,16 +266,25 @@ class StoreQueue:
 
     def _store(self, batch: list[_Staged]) -> None:
         retried = False
-        for staged in batch:
-            if staged.wait is not None:
-                staged.wait()
+        for index, staged in enumerate(batch):
+            reason = staged.wait() if staged.wait is not None else ""
+            if reason:
+                self._drop(batch[index:], reason)
+                batch = batch[:index]
+                break
         while batch:
             segment = self._connect()
             if segment is None:
                 self._drop(batch, self.last_error)
                 return
-            if batch[0].segment is not segment:
+            source = batch[0].segment
+            if source is not segment:
                 batch = self._move(batch, segment)
+            if not source.whole():  # what was read of it may be zeros that nobody has put there
+                self._destination.lost(source)
+                self._drop(batch, "no_memory", "the memory that chunks wait in was made shorter; it is given up")
+                return
+            if source is not segment:
                 continue
             answer = self._call(batch)
             if answer.reason == "unknown_destination" and not retried:

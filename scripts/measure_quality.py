@@ -522,6 +522,7 @@ def draw(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec], path: Path
             if family in ("same bins for K and V", "a quarter of the bins for V"):
                 for row, x in zip(rows, bits, strict=True):
                     place: dict[str, Any] = {"xytext": (6, 3), "textcoords": "offset points", "fontsize": 7}
+                    place["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # above other lines
                     label = row.treatment.removeprefix("binned ")
                     panels[0, column].annotate(label, (x, row.divergence), color=style["color"], **place)
         panels[0, column].set_title(name, fontsize=10)

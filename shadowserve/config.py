@@ -31,6 +31,8 @@ CONFIG_FILE_VARIABLE: Final = "SHADOWSERVE_CONFIG_FILE"
 NATIVE_LIBRARY_VARIABLE: Final = "SHADOWSERVE_NATIVE_LIBRARY"
 SECTIONS: Final = ("storage", "dpu", "host")
 _PREFIX: Final = "SHADOWSERVE_"
+_UNREADABLE: Final = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What PyYAML raises: the last ones for numbers of 5,000 digits, ``!!bool x``, ``!!timestamp x``, ``[[[[...``."""
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, ""))
 
 
@@ -50,6 +52,8 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
     section: ClassVar[str]
+    headings: ClassVar[Mapping[str, str]] = {}
+    """For those who read all keys: key that begins a group to the group's heading."""
 
     @classmethod
     def load(
@@ -101,8 +105,8 @@ class Section(BaseModel):
             return text
         try:
             return yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigurationError(f"{key}: {text!r} is not a YAML value: {error}") from error
+        except _UNREADABLE as error:
+            raise ConfigurationError(f"{key}: {text[:80]!r} is not a YAML value: {error}") from error
 
     @classmethod
     def default_text(cls, key: str) -> str:
@@ -121,7 +125,7 @@ class Section(BaseModel):
     def _from_file(cls, path: Path) -> dict[str, Any]:
         try:
             content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, *_UNREADABLE) as error:
             raise ConfigurationError(f"cannot read configuration file {path}: {error}") from error
         if not isinstance(content, dict):
             raise ConfigurationError(f"file {path} holds no mapping; it should begin with '{cls.section}:'")

@@ -11,6 +11,7 @@ The tree::
     +-- ProtocolError            the peer broke a wire protocol
     +-- NativeError              the C core returned a failure; ``result`` holds its code
     +-- DataPlaneError           the daemon could not do what was asked; ``outcome`` holds the reason
+    +-- NotInstalledError        a library or a package that this needs is not here; ``remedy`` says how to install it
     +-- DeviceError              a block device cannot be opened, or does not answer; ``errno`` holds the cause
     +-- BusyError                too much is under way: wait until some of it has ended, then try again
     +-- StorageError             the storage server could not be reached, or refused
@@ -21,6 +22,9 @@ Messages say which operation on what failed, why, and what to do about it. A cac
 serving path every one of these ends as a miss with a reason.
 """
 
+import errno
+from typing import Final
+
 __all__ = [
     "BusyError",
     "ConfigurationError",
@@ -30,13 +34,28 @@ __all__ = [
     "MismatchError",
     "NativeError",
     "NotARecordError",
+    "NotInstalledError",
     "ProtocolError",
     "RecordError",
     "ShadowServeError",
     "StorageError",
     "StorageRefusedError",
     "StorageUnavailableError",
+    "is_passing",
 ]
+
+_NOT_BEGUN: Final = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY})
+_PASSING: Final = _NOT_BEGUN | {errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT}
+
+
+def is_passing(error: BaseException, *, flushing: bool = False) -> bool:
+    """Return whether an error says only that the system was short of something, or a device busy, at that moment.
+
+    Nothing follows from it for what was to be read or written: it can be tried again. A flush (``flushing``) only where
+    it has not begun, since one that failed may have dropped what it was to make durable.
+    """
+    number = errno.ENOMEM if isinstance(error, MemoryError) else getattr(error, "errno", None)
+    return number in (_NOT_BEGUN if flushing else _PASSING)
 
 
 class ShadowServeError(Exception):
@@ -95,6 +114,23 @@ class DataPlaneError(ShadowServeError):
 
     def __reduce__(self) -> tuple[type["DataPlaneError"], tuple[str, str]]:
         return type(self), (str(self), self.outcome)
+
+
+class NotInstalledError(ShadowServeError, ImportError):
+    """A shared library or a Python package that this needs is not on this machine.
+
+    Attributes:
+        missing: what is not there, and what needs it.
+        remedy: how to install it.
+    """
+
+    def __init__(self, missing: str, remedy: str) -> None:
+        super().__init__(f"{missing}; {remedy}")
+        self.missing = missing
+        self.remedy = remedy
+
+    def __reduce__(self) -> tuple[type["NotInstalledError"], tuple[str, str]]:
+        return type(self), (self.missing, self.remedy)
 
 
 class DeviceError(ShadowServeError):

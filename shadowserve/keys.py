@@ -35,7 +35,8 @@ DEFAULT_CHUNK_TOKENS: Final = 256
 """Tokens in a chunk; ShadowServe section 5, and what CacheGen and LMCache use."""
 
 KEY_BYTES: Final = 32
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+"""2: weights and configuration by content; 1 had the model's name, and samples."""
 RECORD_VERSION: Final = 2
 """Of the stored record. Not in shadowserve.record: hosts name it, and do not load the C core, which records take."""
 _CHAIN_PREFIX: Final = b"shadowserve chain 1\0"
@@ -47,9 +48,9 @@ class KVNamespace:
     """Everything that changes the decoded values of a KV cache.
 
     Attributes:
-        model: name or path of the model, as the engine was given it.
-        revision: revision or digest of its weights; empty where the engine knows none.
-        adapters: names of adapters that are always active; those of one request go into the chain's extra keys.
+        model: digest of what computes: the model's class, configuration, code, and what the engine was told that
+            changes values (docs/identity.md). Not its name: the same model is the same under every name.
+        weights: digest of the content of its weights; empty where ``model`` says it all.
         dtype: logical dtype of the cache, ``"float16"``, ``"bfloat16"``, ``"float32"`` or an fp8 name.
         layers: layers that this rank holds.
         kv_heads: KV heads that this rank holds.
@@ -73,8 +74,7 @@ class KVNamespace:
     head_size: int
     attention: Literal["mha", "gqa", "mla"]
     quantizer: str
-    revision: str = ""
-    adapters: tuple[str, ...] = ()
+    weights: str = ""
     kv_groups: tuple[str, ...] = ()
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     tp_rank: int = 0

@@ -19,7 +19,9 @@ LogFormat: TypeAlias = Literal["text", "json"]
 _EVENT: Final = re.compile(r"([a-z][a-z0-9_]*)((?: [a-z][a-z0-9_]*=(?:'[^']*'|\S+))*)")
 _FIELD: Final = re.compile(r" ([a-z][a-z0-9_]*)=('[^']*'|\S+)")
 _SPECIFIER: Final = re.compile(r"%(?:%|[-#0 +]*\d*(?:\.\d+)?[sdrxXgGeEfFiuoac])")
-_LINE_BREAKS: Final = str.maketrans({"\n": "\\n", "\r": "\\r", "\v": "\\v", "\f": "\\f", "\x85": "\\x85"})
+_CONTROLS: Final = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""What breaks a line, steers a terminal or turns text round: C0, C1, separators, bidirectional overrides."""
+_ESCAPES: Final = {code: repr(chr(code))[1:-1] for code in _CONTROLS if chr(code) != "\t"}
 _OURS: Final = frozenset({"time", "level", "logger", "event", "message", "exception"})
 
 
@@ -32,7 +34,7 @@ class TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the line without its exception; it is one line, whatever is in it."""
-        return super().formatMessage(record).translate(_LINE_BREAKS)
+        return super().formatMessage(record).translate(_ESCAPES)
 
 
 class JsonFormatter(logging.Formatter):

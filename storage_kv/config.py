@@ -1,6 +1,7 @@
 """The configuration of the storage node; ``configs/storage.yaml`` explains every key to those who run it."""
 
 import ipaddress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
@@ -95,6 +96,16 @@ class StorageConfig(Section):
     """Configuration of ``shadowserve storage``. Sizes may be written as ``8 GiB``."""
 
     section: ClassVar[str] = "storage"
+    headings: ClassVar[Mapping[str, str]] = {
+        "host": "Address and access",
+        "tls_cert": "TLS, users and tenants",
+        "engine": "What holds the values",
+        "devices": "The pool",
+        "connections_max": "Limits",
+        "idle_timeout_s": "Times",
+        "io_threads": "Threads and cores",
+        "metrics_host": "Metrics and logs",
+    }
 
     host: str = "127.0.0.1"
     """Address to listen on, a name or an IP. Others than loopback need a password, users, clients' certificates, or

@@ -371,8 +371,8 @@ class Engine(Protocol):
     def tenant(self, name: str) -> int:
         """Return the id of a tenant, given out on first use and kept as long as the engine keeps values; "" has 0."""
 
-    def tenant_name(self, tenant: int) -> str:
-        """Return the name of an id that tenant() has given out."""
+    def tenants(self) -> Mapping[str, int]:
+        """Return the ids of the tenants that have one, by their names."""
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
         """Bound what a tenant may use; None for no bound. What is beyond it goes soon, as far as it may."""

@@ -24,6 +24,7 @@ from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
 from shadowserve.resp import encode_error
+from shadowserve.signals import stop_signals
 from storage_kv.access.audit import AuditLog
 from storage_kv.clients.certificates import Certificates
 from storage_kv.clients.connection import Connection
@@ -415,7 +416,7 @@ def _raise_descriptor_limit(connections: int) -> int:
 async def _serve(config: StorageConfig, load: Callable[[], StorageConfig] | None) -> None:
     server = StorageServer(config, load=load)
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stop_signals():
         loop.add_signal_handler(number, server.request_stop)
     loop.add_signal_handler(signal.SIGHUP, server.operations.reload)
     await server.start()

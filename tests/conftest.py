@@ -4,9 +4,10 @@ pytest imports by path, so that folders need no __init__.py.
 """
 
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,22 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("steady"), derandomize=False)
 settings.load_profile("steady")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Whatever the test starts heeds SIGINT, even where these tests run in a script's background: that is inherited."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def background() -> Iterator[None]:
+    """Whatever the test starts has SIGINT ignored, as what a script starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import random
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -45,6 +46,13 @@ def frozen(pid: int) -> bool:
     """Whether SIGSTOP has reached every thread of a process: until then it may do something yet."""
     states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").iterdir()]
     return set(states) <= {"T", "Z"}
+
+
+def ignores(pid: int, number: signal.Signals) -> bool:
+    """Whether a process ignores a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (mask,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def cores_of_threads(pid: int) -> list[set[int]]:

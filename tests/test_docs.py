@@ -13,7 +13,9 @@ from shadowserve.cli import COMMANDS
 from shadowserve.proto.dataplane_pb2 import Outcome
 
 REPOSITORY = Path(__file__).parents[1]
+FOLDERS = ("storage_kv", "dpu_dataplane", "host_control", "native", "scripts", "tests")
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
+TOLD = [*DOCUMENTS, *sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.md"))]
 SOURCES = "".join(
     path.read_text()
     for package in ("storage_kv", "dpu_dataplane", "host_control")
@@ -32,6 +34,13 @@ def test_each_file_that_a_document_names_is_there(document: Path) -> None:
 def test_each_command_that_a_document_names_is_one(document: Path) -> None:
     named = set(re.findall(r"(?:^ {4}|`)shadowserve ([a-z]\w+)", document.read_text(), re.MULTILINE))
     assert named <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("document", TOLD, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_no_document_says_to_signal_processes_by_what_their_names_look_like(document: Path) -> None:
+    """Whoever has another storage server, or an editor open on storage.yaml, would have hit that as well."""
+    found = re.findall(r".*\b(?:pkill|pgrep|killall|pidof)\b.*", document.read_text())
+    assert not found
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -122,6 +122,10 @@ def test_the_distribution_lists_the_four_packages() -> None:
     assert set(project["tool"]["scikit-build"]["wheel"]["packages"]) == set(PACKAGES)
 
 
+def configurations() -> list[Path]:
+    return [path for path in (REPOSITORY / "configs").rglob("*") if path.is_file()]
+
+
 def test_a_wheel_holds_the_four_packages_and_nothing_else(tmp_path: Path) -> None:
     # The C core is left out, which takes the longest and adds two files to shadowserve/.
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", str(REPOSITORY), "--quiet"]
@@ -133,6 +137,8 @@ def test_a_wheel_holds_the_four_packages_and_nothing_else(tmp_path: Path) -> Non
     names = [Path(name) for name in zipfile.ZipFile(wheel).namelist()]
     top = {name.parts[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
+    configs = {f"shadowserve/configs/{path.relative_to(REPOSITORY / 'configs')}" for path in configurations()}
+    assert {str(name) for name in names if "configs" in name.parts} == configs
     packed = {name for name in names if name.suffix == ".py"}
     on_disk = {path.relative_to(REPOSITORY) for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py")}
     assert packed == {path for path in on_disk if path.name != "_cffi.py"}

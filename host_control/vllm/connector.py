@@ -6,8 +6,12 @@ In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_token
 ``get_block_ids_with_load_errors``, ``get_kv_connector_stats``, ``build_connector_worker_meta``.
 
 Loads are asynchronous (a request waits for its KV outside the running batch), or, without ``asynchronous_fetch``,
-complete before the step's forward pass begins; either way the per-layer hooks do nothing. Not ``SupportsHMA``: vLLM
-then keeps one KV cache group, in which every block holds every token's KV.
+complete before the step's forward pass begins; either way the per-layer hooks do nothing.
+
+What is stored is one KV cache group of full attention. ``SupportsHMA`` all the same: without it vLLM would give each
+model a single group, whose windows keep the whole context, or not start at all where that cannot be. With several
+groups, and wherever else ``support.py`` finds a reason, both halves are off: no request is hashed or looked up, nothing
+is matched, metadata is empty, and nobody is called, so that the engine is as without the plugin.
 """
 
 from typing import Any
@@ -18,14 +22,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.logger import init_logger
 
 from host_control.config import HostConfig
-from host_control.vllm.identity import uncacheable
+from host_control.vllm.identity.adapters import Adapters
+from host_control.vllm.identity.content import content_hashes
+from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
 from host_control.vllm.scheduler_side import SchedulerSide
+from host_control.vllm.support import uncacheable
 from host_control.vllm.worker_side import WorkerSide
 
 __all__ = ["ShadowServeConnector"]
@@ -34,14 +42,14 @@ __all__ = ["ShadowServeConnector"]
 _logger = init_logger("vllm.shadowserve")
 
 
-class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Loads prompts' KV from the remote store and stores what the engine computes."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = HostConfig.from_engine(transfer.kv_connector_extra_config)
-        problem = uncacheable(vllm_config, kv_cache_config, config) or ""
+        problem = _problem(vllm_config, kv_cache_config, config)
         fetch = config.fetch and transfer.is_kv_consumer
         store = config.store and transfer.is_kv_producer
         self._asynchronous = config.asynchronous_fetch
@@ -49,9 +57,16 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._warn(transfer, problem)
-            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size if not problem else 1
+            lora = vllm_config.lora_config
             self._scheduler = SchedulerSide(
-                config, block_size, fetch=fetch, store=store, problem=problem, logger=_logger
+                config,
+                # Off, it counts no blocks, and there may be no one size of them.
+                1 if problem else kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                fetch=fetch,
+                store=store,
+                problem=problem,
+                logger=_logger,
+                inputs=RequestInputs(Adapters(lora, content_hashes(config, _logger)) if lora is not None else None),
             )
         else:
             from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -85,11 +100,23 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ scheduler
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Take the workers' namespaces, keyed by tensor-parallel rank."""
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take the workers' namespaces, keyed by pipeline stage and tensor-parallel rank.
+
+        vLLM's own takes those of later stages for a mistake and ends the start. Here they say that they are off.
+        """
         assert self._scheduler is not None
-        shakes = {rank: shake for rank, shake in metadata.items() if isinstance(shake, WorkerHandshake)}
-        self._scheduler.start(shakes)
+        shakes = {place: shake for place, shake in metadata.items() if isinstance(shake, WorkerHandshake)}
+        # Of all stages of a rank, one that is off speaks for them.
+        ordered = sorted(shakes.items(), key=lambda item: (bool(item[1].problem), item[0]))
+        self._scheduler.start({rank: shake for (_, rank), shake in ordered})
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Take the engine's blocks."""
+        if self._scheduler is not None:
+            self._scheduler.epochs.bind(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         """Start looking a request up."""
@@ -106,7 +133,8 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Note the blocks that a request's KV is to be loaded into."""
         assert self._scheduler is not None
         if num_external_tokens:
-            self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+            (block_ids,) = blocks.get_block_ids()  # we have matched, so there is one group
+            self._scheduler.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return what the workers have to do in this step."""
@@ -117,14 +145,21 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Take what the workers report."""
         assert self._scheduler is not None
         report = connector_output.kv_connector_worker_meta
-        loaded = report.loaded if isinstance(report, WorkerReport) else {}
-        self._scheduler.worker_output(connector_output.finished_recving, loaded)
+        self._scheduler.worker_output(
+            connector_output.finished_recving, report if isinstance(report, WorkerReport) else WorkerReport()
+        )
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request; its blocks may be freed (by vLLM, after the load of an aborted one has ended)."""
         assert self._scheduler is not None
         self._scheduler.finished(request)
         return False, None
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """The same, from a ``MultiConnector`` of which another part keeps vLLM to one group."""
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool | None:
         """Serve nothing that was stored before."""
@@ -135,7 +170,12 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the KV caches and connect."""
         assert self._worker is not None
-        self._worker.register(kv_caches)
+        try:
+            self._worker.register(kv_caches)
+        except Exception as error:  # whatever it is, a cache must not stop a service
+            _logger.exception("ShadowServe: the KV caches cannot be taken")
+            self._worker.close()
+            self._worker.problem = _unexpected(error)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return this rank's namespace for the scheduler's half."""
@@ -169,10 +209,9 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return self._worker.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Report loads that ended early, or that this step waited for."""
+        """Report loads that ended early or that this step waited for, and weights that have changed."""
         assert self._worker is not None
-        ended = self._worker.take_ended_loads()
-        return WorkerReport(ended) if ended else None
+        return self._worker.take_report()
 
     def _metadata(self) -> ShadowServeMetadata:
         metadata = self._get_connector_metadata()
@@ -211,3 +250,16 @@ class ShadowServeConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+def _problem(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> str:
+    """Return why this engine is served without the cache, or nothing."""
+    try:
+        return uncacheable(vllm_config, kv_cache_config, config) or ""
+    except Exception as error:  # of an engine that is like none that we know
+        _logger.exception("ShadowServe: this engine's configuration cannot be read")
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> str:
+    return f"it failed at the start with {error!r}; please report it with the log"

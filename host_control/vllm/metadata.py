@@ -17,12 +17,14 @@ class LoadOperation:
 
     Attributes:
         request_id: of the request.
+        epoch: that the keys belong to.
         keys: of the chunks, for each tensor-parallel rank.
         blocks: the request's blocks from the first chunk's first on, as many as the chunks cover.
         skip_blocks: leading ones that hold the right KV already and may be shared: never written.
     """
 
     request_id: str
+    epoch: str
     keys: list[list[bytes]]
     blocks: list[int]
     skip_blocks: int
@@ -54,11 +56,13 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to workers, each step.
 
     Attributes:
+        epoch: of the weights, as far as the scheduler knows; another one after each change.
         loads: to start.
         cancels: requests whose load should end early.
         stores: to gather once this step's KV is written.
     """
 
+    epoch: str = ""
     loads: list[LoadOperation] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     stores: list[StoreOperation] = field(default_factory=list)
@@ -84,9 +88,11 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes:
         loaded: request -> leading chunks in place, of loads that have ended early or were synchronous; the fewest of
             any rank.
+        outlived: epochs whose weights are not those of the engine any more, as some rank has seen.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
+    outlived: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Merge the report of another rank."""
@@ -94,4 +100,4 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         merged = dict(self.loaded)
         for request_id, chunks in other.loaded.items():
             merged[request_id] = min(chunks, merged.get(request_id, chunks))
-        return WorkerReport(merged)
+        return WorkerReport(merged, self.outlived | other.outlived)

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from host_control.layouts import LayoutKind, PagedLayout
-from host_control.vllm.identity import UncacheableError
+from host_control.vllm.support import UncacheableError
 
 __all__ = ["find_layout"]
 

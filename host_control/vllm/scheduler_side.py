@@ -5,17 +5,25 @@ no request completes a chunk costs one comparison for each running request.
 """
 
 import logging
-import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.lookup import PrefixLookup
-from host_control.vllm.identity import request_extra, request_problem
-from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
+from host_control.vllm.epochs import Epochs
+from host_control.vllm.identity.requests import RequestInputs
+from host_control.vllm.metadata import (
+    LoadOperation,
+    ShadowServeMetadata,
+    StoreOperation,
+    WorkerHandshake,
+    WorkerReport,
+)
 from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.support import request_problem
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import chunk_keys
 
@@ -29,12 +37,15 @@ class _Tracked:
     """A request, from arrival to end."""
 
     request: Any
-    extra: bytes
+    extra: bytes | Callable[[], bytes] = b""  # see RequestInputs.extra()
     preemptions: int = 0  # at the time of the last lookup
     counted: bool = False
     refused: bool = False  # a load failed: never offer another, or vLLM would ask without end
+    mixed: bool = False  # holds KV of earlier weights, or goes on behind some: stored under no name
     stored_chunks: int = 0  # leading chunks that are stored or on their way
     local_tokens: int = 0  # the engine's own prefix, when the last offer was made
+    offered: list[list[bytes]] | None = None  # keys of the chunks that it could load, for each rank
+    offered_epoch: str = ""
     first_chunk: int = 0  # of the load that is under way
     load_chunks: int = 0  # of the same
 
@@ -48,10 +59,19 @@ class SchedulerSide:
         fetch, store: whether this engine does either at all (``kv_role``, configuration).
         problem: why this engine is served without the cache, or empty.
         logger: where failures are logged.
+        inputs: what requests' KV depends on beside tokens.
     """
 
     def __init__(
-        self, config: HostConfig, block_size: int, *, fetch: bool, store: bool, problem: str, logger: logging.Logger
+        self,
+        config: HostConfig,
+        block_size: int,
+        *,
+        fetch: bool,
+        store: bool,
+        problem: str,
+        logger: logging.Logger,
+        inputs: RequestInputs | None = None,
     ) -> None:
         self._config = config
         self._block_size = block_size
@@ -61,7 +81,8 @@ class SchedulerSide:
         self._store = store
         self._logger = logger
         self._failures = FailureLog(logger)
-        self._epoch = ""
+        self._inputs = inputs or RequestInputs()
+        self.epochs = Epochs()
         self._namespaces: list[bytes] = []
         self._clients: list[DataPlaneClient] = []
         self._lookup: PrefixLookup | None = None
@@ -78,9 +99,10 @@ class SchedulerSide:
 
     def start(self, handshakes: dict[int, WorkerHandshake]) -> None:
         """Take the workers' namespaces, one for each tensor-parallel rank, and begin."""
-        problem = self.problem or next((shake.problem for shake in handshakes.values() if shake.problem), "")
-        if problem:
-            self.problem = problem
+        if self.problem:
+            return  # the connector has said so
+        if problem := next((shake.problem for shake in handshakes.values() if shake.problem), ""):
+            self._turn_off(problem)
             return
         self._namespaces = [handshakes[rank].namespace for rank in sorted(handshakes)]
         addresses = [self._config.data_plane_address(rank) for rank in range(len(self._namespaces))]
@@ -88,8 +110,8 @@ class SchedulerSide:
         try:
             # A data plane that serves several ranks is asked once for all of them.
             clients = {address: self._config.client(rank) for address, rank in first_rank.items()}
-        except ConfigurationError as error:  # the worker has said so
-            self.problem = str(error)
+        except ConfigurationError as error:
+            self._turn_off(str(error))
             return
         self._clients = list(clients.values())
         self._lookup = PrefixLookup(
@@ -101,37 +123,44 @@ class SchedulerSide:
             enabled=self._fetch,
         )
 
+    def _turn_off(self, problem: str) -> None:
+        """Serve without the cache from now on; said here alone, once for all workers."""
+        self.problem = problem
+        self._logger.error("ShadowServe is off, every prompt is computed: %s", problem)
+
     # ------------------------------------------------------------------ arrival and lookup
 
     def on_new_request(self, request: Any) -> None:
         """Start looking a request up."""
         if self._lookup is None:
             return
+        tracked = _Tracked(request)
+        named = self._name(tracked)  # of all, in their order: an adapter's number may come to mean another one
         if (problem := request_problem(request)) is not None:
             self._failures.warn("a request is served without the cache", problem, "")
             return
-        try:
-            tracked = _Tracked(request, request_extra(request, self._epoch))
-        except Exception as error:  # an input of a kind that is not known here must not fail the request
-            self._failures.warn("a request is served without the cache", "unknown input", repr(error))
+        if not named:
             return
         self._tracked[request.request_id] = tracked
         # The list is vLLM's own and only grows; lookups read its head.
         self._lookup.submit(request.request_id, request.prompt_token_ids, tracked.extra)
-        self._boundary[request.request_id] = self._chunk_tokens if self._store else _NEVER
+        self._set_boundary(tracked)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Return how many tokens beyond the local prefix can be loaded; ``None``: ask again."""
         tracked = self._tracked.get(request.request_id)
-        if tracked is None or self._lookup is None or not self._fetch:
+        if tracked is None or self._lookup is None:
             return 0
         tracked.local_tokens = local_tokens
-        if tracked.refused or request.skip_reading_prefix_cache:
-            return 0
         if request.num_preemptions != tracked.preemptions:
             # It comes back after a preemption: by now chunks of its own may be stored, generated tokens too.
             tracked.preemptions = request.num_preemptions
             self._lookup.submit(request.request_id, list(request.all_token_ids), tracked.extra)
+        # vLLM asks for requests that hold nothing: all they will have is behind this prefix of the engine's own.
+        tracked.mixed = local_tokens > 0 and self.epochs.own_cache_is_old
+        self._set_boundary(tracked)
+        if tracked.mixed or tracked.refused or not self._fetch or request.skip_reading_prefix_cache:
+            return 0
         answer = self._lookup.poll(request.request_id)
         if answer is None:
             return None
@@ -143,6 +172,7 @@ class SchedulerSide:
         usable = min(answer.hits * self._chunk_tokens, int(request.num_tokens) - 1) - local_tokens
         if usable < min(self._config.load_tokens_min, self._chunk_tokens - 1):
             return 0
+        tracked.offered, tracked.offered_epoch = self._lookup.keys(request.request_id), self.epochs.current
         return usable
 
     def _count_lookup(self, request: Any, hits: int, reason: str, detail: str) -> None:
@@ -153,7 +183,9 @@ class SchedulerSide:
         self.counts.add("hit_tokens", hits * self._chunk_tokens)
         if reason != "complete":
             self.counts.add("lookup_failures", reason=reason)
-            self._failures.warn("lookup failed, prompts are computed", reason, detail)
+            unnamed = reason == "unnamed"
+            what = "a request is served without the cache" if unnamed else "lookup failed, prompts are computed"
+            self._failures.warn(what, reason, detail)
 
     # ------------------------------------------------------------------ loads
 
@@ -162,15 +194,15 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if not external_tokens or tracked is None or self._lookup is None:
             return
-        keys = self._lookup.keys(request.request_id)
-        assert keys is not None, "hits without keys"
+        assert tracked.offered is not None, "blocks for a load that was not offered"
         end_tokens = tracked.local_tokens + external_tokens
         first = tracked.local_tokens // self._chunk_tokens
         end = -(-end_tokens // self._chunk_tokens)
         # Whole chunks: the last may hold the token that is left to prefill, whose block exists.
         operation = LoadOperation(
             request_id=request.request_id,
-            keys=[chain[first:end] for chain in keys],
+            epoch=tracked.offered_epoch,
+            keys=[chain[first:end] for chain in tracked.offered],
             blocks=blocks[first * self._chunk_blocks : end * self._chunk_blocks],
             skip_blocks=tracked.local_tokens // self._block_size - first * self._chunk_blocks,
         )
@@ -181,9 +213,9 @@ class SchedulerSide:
         else:
             self._unconfirmed.add(request.request_id)
 
-    def worker_output(self, finished: set[str] | None, loaded: dict[str, int]) -> None:
-        """Take what the workers report of loads."""
-        for request_id, chunks in loaded.items():
+    def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
+        """Take what the workers report."""
+        for request_id, chunks in report.loaded.items():
             self._unconfirmed.discard(request_id)
             if (tracked := self._tracked.get(request_id)) is None:
                 continue
@@ -192,10 +224,18 @@ class SchedulerSide:
             tracked.refused = True
             # What could not be loaded is computed, and then stored again.
             tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
-            if self._store:
-                self._boundary[request_id] = (tracked.stored_chunks + 1) * self._chunk_tokens
+            self._set_boundary(tracked)
         for request_id in finished or ():
             self._loading.pop(request_id, None)
+        if self.epochs.current in report.outlived:
+            self._logger.warning(
+                "ShadowServe: the weights of this engine have changed, and nobody said so. What was stored before is "
+                "not served any more, and what running requests hold is not stored. The engine's own prefix cache may "
+                "still serve KV of the old weights; behind it nothing is loaded or stored until it is emptied. After a "
+                "change of weights call reset_prefix_cache(reset_connector=True), or POST "
+                "/reset_prefix_cache?reset_external=true"
+            )
+            self._begin_epoch()
 
     def finished(self, request: Any) -> None:
         """A request has ended or was aborted, perhaps while it was being loaded."""
@@ -214,7 +254,7 @@ class SchedulerSide:
 
     def step(self, output: Any) -> ShadowServeMetadata:
         """Return what the workers have to do in this step."""
-        metadata = ShadowServeMetadata()
+        metadata = ShadowServeMetadata(self.epochs.current)
         if self._new_loads:
             metadata.loads = list(self._new_loads.values())
             self._new_loads = {}
@@ -240,12 +280,15 @@ class SchedulerSide:
         tracked = self._tracked[request_id]
         keys = self._lookup.keys(request_id)
         if keys is None:
+            answer = self._lookup.poll(request_id)
+            if answer is not None and answer.reason == "unnamed":
+                self._boundary.pop(request_id, None)
             return  # still being hashed; ask again with the next step
         # Tokens that are drafts, or still being sampled, have no identity yet.
         end = min(computed, tracked.request.num_tokens) // self._chunk_tokens
         known = max(tracked.stored_chunks, 0 if tracked.refused else self._lookup.known(request_id))
         tracked.stored_chunks = max(known, end)
-        self._boundary[request_id] = (tracked.stored_chunks + 1) * self._chunk_tokens
+        self._set_boundary(tracked)
         table = output.kv_connector_block_state.get_block_ids(request_id)
         if end <= known or table is None or len(table[0]) < end * self._chunk_blocks:
             return
@@ -267,18 +310,55 @@ class SchedulerSide:
         if len(keys[0]) >= end:
             return
         tokens = list(tracked.request.all_token_ids[: end * self._chunk_tokens])
+        assert self._lookup is not None
+        extra = self._lookup.extra(tracked.request.request_id)
         for namespace, chain in zip(self._namespaces, keys, strict=True):
-            chain[:] = chunk_keys(namespace, tokens, chunk_tokens=self._chunk_tokens, extra=tracked.extra, after=chain)
+            chain[:] = chunk_keys(namespace, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=chain)
 
     # ------------------------------------------------------------------ housekeeping
 
     def reset(self) -> bool:
         """Forget everything stored so far: nothing of it is served to this engine's requests again.
 
-        Stored chunks cannot be taken back from others, so from now on this engine's keys are new ones.
+        Not to those that wait, either, nor to those that load: what they load is given up. What the engine computed
+        before, for requests that run on or in its own prefix cache, is stored under no name from now on.
         """
-        self._epoch = secrets.token_hex(16)
+        self._begin_epoch()
         return True
+
+    def _begin_epoch(self) -> None:
+        self.epochs.begin()
+        for request_id, tracked in list(self._tracked.items()):
+            request = tracked.request
+            loading = request_id in self._loading or request_id in self._new_loads
+            holds = tracked.local_tokens if loading else request.num_computed_tokens
+            tracked.mixed = holds > 0
+            tracked.stored_chunks = 0
+            self._set_boundary(tracked)
+            if self._lookup is None:
+                continue
+            if not self._name(tracked):
+                del self._tracked[request_id], self._boundary[request_id]
+                self._lookup.forget(request_id)
+                continue
+            tokens = list(request.all_token_ids) if request.num_preemptions else request.prompt_token_ids
+            self._lookup.submit(request_id, tokens, tracked.extra)
+
+    def _name(self, tracked: _Tracked) -> bool:
+        """Give a request its name in this epoch; return whether it has one."""
+        try:
+            tracked.extra = self._inputs.extra(tracked.request, self.epochs.current)
+        except Exception as error:  # an input of a kind that is not known here must not fail the request
+            self._failures.warn("a request is served without the cache", "unnamed", str(error) or repr(error))
+            return False
+        return True
+
+    def _set_boundary(self, tracked: _Tracked) -> None:
+        """Note how many computed tokens make a request's next chunk complete."""
+        wanted = self._store and not tracked.mixed
+        self._boundary[tracked.request.request_id] = (
+            (tracked.stored_chunks + 1) * self._chunk_tokens if wanted else _NEVER
+        )
 
     def close(self) -> None:
         """End lookups."""

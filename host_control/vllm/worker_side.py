@@ -3,6 +3,8 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -14,10 +16,19 @@ from host_control.destination import Destination, Memory
 from host_control.layouts import LayoutKind, PagedLayout
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.store import StoreQueue
-from host_control.vllm.identity import UncacheableError, chunk_shape, rank_namespace
-from host_control.vllm.metadata import LoadOperation, ShadowServeMetadata, StoreOperation, WorkerHandshake
+from host_control.vllm.identity.content import content_hashes
+from host_control.vllm.identity.namespace import chunk_shape, rank_namespace
+from host_control.vllm.loaded_weights import LoadedWeights, WeightsWatch
+from host_control.vllm.metadata import (
+    LoadOperation,
+    ShadowServeMetadata,
+    StoreOperation,
+    WorkerHandshake,
+    WorkerReport,
+)
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.probe import find_layout
+from host_control.vllm.support import UncacheableError
 from shadowserve.errors import ConfigurationError
 
 __all__ = ["WorkerSide"]
@@ -70,6 +81,7 @@ class WorkerSide:
         self._synchronous: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._ended: dict[str, int] = {}
+        self._watch = WeightsWatch(None)
         self.counts = Counts()
         self.problem = problem
 
@@ -82,19 +94,19 @@ class WorkerSide:
         try:
             self._layout = self._understand(caches)
             delivery = choose(self._config, self._layout.device)
+            hashes = content_hashes(self._config, self._logger)
+            namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank, hashes)
         except (UncacheableError, ConfigurationError) as error:
-            self.problem = str(error)
-            self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
+            self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         self._stream = SideStream(self._layout.device, delivery.gpu)
-        namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank)
+        self._watch = WeightsWatch(self._loaded_weights())
         shape = chunk_shape(namespace, self._layout, self._config)
         self._namespace = shape.namespace
         try:
             self._client = self._config.client(self._tp_rank)
         except ConfigurationError as error:
-            self.problem = str(error)
-            self._logger.error("ShadowServe is off, every prompt is computed: %s", error)
+            self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         if self._fetch:
             self._manager = KVCacheManager(
@@ -162,6 +174,19 @@ class WorkerSide:
         self._chunk_blocks = self._config.chunk_tokens // layout.block_tokens
         return layout
 
+    def _loaded_weights(self) -> LoadedWeights | None:
+        if getattr(self._vllm_config.parallel_config, "enable_eplb", False):
+            return None  # experts change places all the time, and compute the same
+        name = self._kv_cache_config.kv_cache_groups[0].layer_names[0]
+        layer = self._vllm_config.compilation_config.static_forward_context.get(name)
+        weights = LoadedWeights.of_engine(layer)
+        if weights is None:
+            self._logger.warning(
+                "ShadowServe cannot see this engine's weights: whoever changes them while it runs has to call "
+                "reset_prefix_cache(reset_connector=True)"
+            )
+        return weights
+
     def handshake(self) -> WorkerHandshake:
         """Return what the scheduler's half needs to know."""
         return WorkerHandshake(self._namespace, self.problem)
@@ -170,6 +195,9 @@ class WorkerSide:
 
     def exchange(self, metadata: ShadowServeMetadata) -> None:
         """Hand this step's loads to the manager and take those that have ended: all, where fetching is synchronous."""
+        self._watch.follow(metadata.epoch)
+        if metadata.loads:
+            self._stream.follow()
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
         if self._manager is None:
@@ -189,16 +217,24 @@ class WorkerSide:
 
     def gather(self, operations: Sequence[StoreOperation]) -> None:
         """Copy finished chunks to where they wait to be stored, before their blocks can change."""
-        if self._store is None:
+        if self._store is None or not operations:
             return
+        assert self._layout is not None
+        epoch, sample = self._watch.epoch, cache(self._watch.sample)
+        if self._layout.device.type == "cuda":
+            sample()  # in the order of the step's kernels; on a CPU the storing thread is soon enough
+
+        def lasts() -> str:
+            return "" if self._watch.check(epoch, sample()) else "weights_changed"
+
         for operation in operations:
             blocks = self._kernel_blocks(operation.blocks)
             previous = operation.previous[self._tp_rank] if operation.previous is not None else None
 
-            def copy(index: int, chunk: Any, blocks: list[int] = blocks) -> Callable[[], None] | None:
+            def copy(index: int, chunk: Any, blocks: list[int] = blocks) -> Callable[[], str]:
                 assert self._layout is not None
                 self._layout.gather(chunk, blocks[index * self._chunk_blocks : (index + 1) * self._chunk_blocks])
-                return _started(self._layout.device)
+                return _finished(self._layout.device, lasts)
 
             absent = operation.absent_seconds
             self._store.offer(
@@ -222,6 +258,10 @@ class WorkerSide:
 
     def _account(self, result: FetchResult) -> None:
         load: LoadOperation = result.job.target
+        if result.chunks and not self._watch.lasts(load.epoch):
+            result = replace(
+                result, chunks=0, reason="weights_changed", detail="the engine computes with other weights"
+            )
         loaded = result.chunks
         self.counts.add("load_seconds", result.seconds)
         self.counts.add("fetched_bytes", result.fetched_bytes)
@@ -249,10 +289,11 @@ class WorkerSide:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def take_ended_loads(self) -> dict[str, int]:
-        """Return the loads (request -> chunks in place) that ended early or were synchronous, since the last call."""
+    def take_report(self) -> WorkerReport | None:
+        """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         ended, self._ended = self._ended, {}
-        return ended
+        outlived = self._watch.outlived
+        return WorkerReport(ended, outlived) if ended or outlived else None
 
     def take_store_counts(self) -> None:
         """Move what the store queue counted into :attr:`counts`."""
@@ -288,6 +329,8 @@ class WorkerSide:
         skip = min(max(load.skip_blocks * self._block_ratio - begin, 0), end - begin)
         with torch.inference_mode(), self._stream:
             layout.scatter(chunks, blocks[begin:end], skip, self._chunk_blocks)
+            sample = self._watch.sample()
+        self._watch.check(load.epoch, sample)
 
     def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
         """Return the numbers of the blocks that the kernels use, which may be parts of the manager's."""
@@ -302,11 +345,15 @@ def _failed(load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
     return FetchResult(job=job, chunks=0, reason=reason, detail=detail)
 
 
-def _started(device: Any) -> Callable[[], None] | None:
-    """Return what waits for the copies that this thread has started on a device; ``None`` on CPUs: they are done."""
+def _finished(device: Any, then: Callable[[], str]) -> Callable[[], str]:
+    """Return what waits for the copies that this thread has started on a device, and calls ``then``."""
     if device.type != "cuda":
-        return None
+        return then  # they are done
     event = torch.cuda.Event(blocking=True)
     event.record(torch.cuda.current_stream(device))
-    wait: Callable[[], None] = event.synchronize
+
+    def wait() -> str:
+        event.synchronize()
+        return then()
+
     return wait

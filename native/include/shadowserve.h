@@ -315,6 +315,12 @@ struct ss_pipeline_options {
     uint32_t trace_events;     /* room for so many in each thread's log, 56 bytes each; 0: no tracing */
     uint32_t poll_interval_us; /* between two looks at an engine that has nothing done; 0: no pause. At most 1 s */
     uint32_t nodes_max;        /* of a cluster that one round may ask, at most 256; 0: one */
+    /*
+     * How long an engine may owe results and give none before the device is given up; 0: ten seconds. Only time in
+     * which the thread that waits runs is counted, so that a machine that stood still is not taken for a device that
+     * does. See ss_pipeline_given_up().
+     */
+    uint32_t device_timeout_ms;
 };
 
 /* ---- Backends ------------------------------------------------------------------------------------------------ */
@@ -344,11 +350,22 @@ SS_API void ss_device_error(char *text, size_t size);
  */
 SS_API enum ss_result ss_pipeline_create(const struct ss_pipeline_options *options, struct ss_pipeline **pipeline);
 
-/* ss_pipeline_destroy() stops the threads and frees the buffers. No call may be in progress. NULL is allowed. */
+/*
+ * ss_pipeline_destroy() stops the threads and frees the buffers. No call may be in progress. NULL is allowed. One whose
+ * device was given up keeps all that the device may still use, until the process ends.
+ */
 SS_API void ss_pipeline_destroy(struct ss_pipeline *pipeline);
 
 /* ss_pipeline_device() returns the name of the device that was opened, "" where the backend has none. */
 SS_API const char *ss_pipeline_device(const struct ss_pipeline *pipeline);
+
+/*
+ * ss_pipeline_given_up() returns whether the device never ended what it was given, and was given up: for good, with
+ * SS_DEVICE for what it had and for all that comes. Of all results this one says nothing of what the device does: it
+ * may still read and write the memory of the rounds that failed so, and this pipeline's buffers. Nobody is to be told
+ * that these are quiet before the process has ended, which takes the device away from them. From any thread.
+ */
+SS_API int ss_pipeline_given_up(const struct ss_pipeline *pipeline);
 
 /* ss_pipeline_memory_kinds() returns bit 1 << enum ss_memory_kind for each that ss_destination_register() takes. */
 SS_API uint32_t ss_pipeline_memory_kinds(const struct ss_pipeline *pipeline);
@@ -380,10 +397,11 @@ SS_API uint8_t *ss_destination_address(const struct ss_destination *destination)
  * those of its own node. One that a node answers MOVED or ASK for is SS_REDIRECTED, and its 'error' says where to: that
  * is no failure to those behind it. Without the chunked pipeline it is one.
  *
- * Blocks until the round is quiet, so that afterwards nothing touches the destination or the round any more: at the
- * latest a little after 'deadline_ns', sooner when cancelled. Every chunk has its own 'result': all before the first
- * failing one are SS_OK, later ones may be SS_OK, SS_SKIPPED or say what became of them. Returns SS_OK when all chunks
- * are SS_OK, else the result of the first chunk that is not; for SS_OS_ERROR errno says more.
+ * Blocks until the round is quiet, so that afterwards nothing touches the destination or the round any more (but for a
+ * device that was given up, ss_pipeline_given_up()): at the latest a little after 'deadline_ns', sooner when cancelled;
+ * where a device owes results, when it has given them or is given up. Every chunk has its own 'result': all before the
+ * first failing one are SS_OK, later ones may be SS_OK, SS_SKIPPED or say what became of them. Returns SS_OK when all
+ * chunks are SS_OK, else the result of the first chunk that is not; for SS_OS_ERROR errno says more.
  *
  * Sockets can be used again where the round says 'sockets_in_sync', which it does after answers that were well formed
  * (so after SS_OK, and as a rule after SS_NOT_FOUND, SS_REFUSED, SS_CHECKSUM and SS_BAD_DATA): what was asked for ahead
@@ -528,6 +546,25 @@ struct ss_commands {
  */
 SS_API uint32_t ss_commands_read(const uint8_t *data, size_t offset, size_t size, uint32_t arguments_max,
                                  uint32_t bytes_max, struct ss_commands *commands);
+
+/* ---- Memory that others may take away ------------------------------------------------------------------------- */
+
+struct ss_guard;
+
+/*
+ * ss_guard_open() makes this process survive that the file behind a mapping shrinks, or that its file system is full:
+ * a thread that touches what is gone then finds zeros, in memory that is nobody else's, all over the mapping, which is
+ * lost. 'address' is where the mapping begins, at a page; it stays mapped until ss_guard_close(). The first call
+ * installs a handler of SIGBUS, which passes on what is not about guarded memory; a thread that blocks the signal
+ * survives nothing. SS_BAD_ARGUMENT, SS_NO_MEMORY, SS_OS_ERROR (errno). From any thread.
+ */
+SS_API enum ss_result ss_guard_open(void *address, uint64_t size, struct ss_guard **guard);
+
+/* ss_guard_lost() returns whether that has happened: ask after the last access, and trust nothing read where it has. */
+SS_API int ss_guard_lost(const struct ss_guard *guard);
+
+/* ss_guard_close() ends it; nobody may be touching the memory. NULL is allowed. */
+SS_API void ss_guard_close(struct ss_guard *guard);
 
 /* ---- Memory for other machines' pipelines --------------------------------------------------------------------- */
 

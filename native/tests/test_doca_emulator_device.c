@@ -166,6 +166,7 @@ static void test_a_setting_that_is_none_aborts(void) {
                                                {"DMA_GBPS", "fast"},
                                                {"LATENCY_US", "1.5"},
                                                {"FAULT", "dma"},
+                                               {"HANG", "dma"},
                                                {"FAULT", "dma:0"},
                                                {"FAULT", "compress:3"},
                                                {"FAULT", "dma:1,"},

@@ -5,6 +5,7 @@ each; then a second vLLM server that has never seen them, which fetches what the
 """
 
 import contextlib
+import http.client
 import importlib.metadata
 import json
 import os
@@ -14,6 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +24,6 @@ from pydoc_data.topics import topics
 from typing import Any, Final
 
 import click
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.progress import Progress
@@ -123,7 +125,9 @@ def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:
     if the second one's outputs differ (with a lossless quantizer) or it had to compute what was stored.
     """
     if not shutil.which("vllm", path=_path()):
-        raise ShadowServeError("the demo needs vLLM, and there is no 'vllm' command: run 'make setup' in the checkout")
+        raise ShadowServeError("the demo needs vLLM, and there is no 'vllm' command: run 'make setup' in a checkout")
+    if options["model"] == str(OWN_MODEL) and not OWN_MODEL.is_dir():
+        raise ShadowServeError("the project's own small model is in a checkout alone: give --model, or run 'make demo'")
     console = Console()
     with contextlib.ExitStack() as stack:
         logs = Path(keep_logs) if keep_logs else Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -197,25 +201,39 @@ def _documents(options: dict[str, Any]) -> list[str]:
 
 def _serve(url: str, phase: Phase, options: dict[str, Any]) -> Iterator[None]:
     """Hold the conversations, one request at a time, and fill in the phase; yields after each request."""
-    with httpx.Client(base_url=url, timeout=300) as client:
-        for document in _documents(options):
-            text = document
-            for question in QUESTIONS[: options["turns"]]:
-                text = f"{text}\n\n{question}"
-                before = _prompt_tokens(client)
-                answer = _complete(client, phase, text, options["output_tokens"])
-                sources = {key: value - before.get(key, 0) for key, value in _prompt_tokens(client).items()}
-                count = sum(sources.values())
-                chunked = min(count // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS, count - 1)
-                phase.tokens_prompt += count
-                phase.tokens_cacheable += max(0, chunked - sources.get("local_cache_hit", 0))
-                phase.tokens_computed += sources.get("local_compute", 0)
-                phase.tokens_fetched += sources.get("external_kv_transfer", 0)
-                text += answer
-                yield
+    for document in _documents(options):
+        text = document
+        for question in QUESTIONS[: options["turns"]]:
+            text = f"{text}\n\n{question}"
+            before = _prompt_tokens(url)
+            answer = _complete(url, phase, text, options["output_tokens"])
+            sources = {key: value - before.get(key, 0) for key, value in _prompt_tokens(url).items()}
+            count = sum(sources.values())
+            chunked = min(count // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS, count - 1)
+            phase.tokens_prompt += count
+            phase.tokens_cacheable += max(0, chunked - sources.get("local_cache_hit", 0))
+            phase.tokens_computed += sources.get("local_compute", 0)
+            phase.tokens_fetched += sources.get("external_kv_transfer", 0)
+            text += answer
+            yield
 
 
-def _complete(client: httpx.Client, phase: Phase, prompt: str, output_tokens: int) -> str:
+@contextlib.contextmanager
+def _ask(url: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+    """Ask vLLM, by GET or with a body by POST, past any proxy: it is a process of our own on this machine."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with opener.open(request, timeout=300) as response:
+            yield response
+    except urllib.error.HTTPError as error:
+        raise ShadowServeError(f"vLLM answered {error.code}: {error.read()[:500]!r}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ShadowServeError(f"vLLM at {url} does not answer: {error}; look at its log (--keep-logs)") from error
+
+
+def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
     body = {
         "model": SERVED_NAME,
         "prompt": prompt,
@@ -227,13 +245,11 @@ def _complete(client: httpx.Client, phase: Phase, prompt: str, output_tokens: in
     }
     begin, first, text = time.monotonic(), None, ""
     tokens: list[int] = []
-    with client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != httpx.codes.OK:
-            raise ShadowServeError(f"vLLM answered {response.status_code}: {response.read()[:500]!r}")
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
+    with _ask(f"{url}/v1/completions", body) as response:
+        for line in response:
+            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
                 continue
-            event = json.loads(line.removeprefix("data: "))
+            event = json.loads(line.removeprefix(b"data: "))
             if "error" in event:
                 raise ShadowServeError(f"vLLM failed a request: {event['error']}")
             for choice in event["choices"]:
@@ -247,10 +263,12 @@ def _complete(client: httpx.Client, phase: Phase, prompt: str, output_tokens: in
     return text
 
 
-def _prompt_tokens(client: httpx.Client) -> dict[str, int]:
+def _prompt_tokens(url: str) -> dict[str, int]:
     """Prompt tokens so far by where their KV came from, as vLLM counts them."""
     counts = {}
-    for family in text_string_to_metric_families(client.get("/metrics").raise_for_status().text):
+    with _ask(f"{url}/metrics") as response:
+        text = response.read().decode()
+    for family in text_string_to_metric_families(text):
         if family.name == "vllm:prompt_tokens_by_source":
             for sample in family.samples:
                 if sample.name.endswith("_total"):

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import click
 
+from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
 
 __all__ = ["pool"]
@@ -57,11 +58,35 @@ def format_devices(
 
     pool_id = _pool_id(pool_hex)
     for path in paths:
+        _keep_size(path, size)
         with closing(BlockDevice(path, size=size)) as device:
+            if force:
+                _tell_what_is_dropped(device)
             most = objects_max or max(device.capacity_bytes // _OBJECT_BYTES, _OBJECTS_MIN)
             superblock = Volume.format(device, pool_id=pool_id, objects_max=most, force=force)
         data_bytes = superblock.layout.data_blocks << 12
         click.echo(f"{path}: an empty volume of pool {pool_id.hex()}, {data_bytes:,} bytes for {most:,} objects")
+
+
+def _keep_size(path: str, size: int) -> None:
+    """See that a file that is there stays as long as it is: that it is ours to change is not known yet."""
+    present = os.stat(path).st_size if os.path.isfile(path) else 0
+    if size and present not in (0, size):
+        raise click.BadParameter(
+            f"{path} is there, with {present} bytes; leave --size out to take it as it is, or remove it",
+            param_hint="'--size'",
+        )
+
+
+def _tell_what_is_dropped(device: BlockDevice) -> None:
+    from storage_kv.pool.foreign import describe_content
+
+    try:
+        found = describe_content(device)
+    except OSError as error:
+        found = f"what cannot be read ({error})"
+    if found is not None:
+        click.echo(f"{device.name}: dropped: {found}")
 
 
 def _pool_id(digits: str | None) -> bytes:
@@ -108,11 +133,15 @@ def _told(row: dict[str, Any]) -> str:
 def _status(path: str) -> dict[str, Any]:
     from storage_kv.pool.verification import verify_volume
 
-    with closing(BlockDevice(path)) as device:
-        found = verify_volume(device, objects=False)
-    superblock = found.superblock
     row: dict[str, Any] = {"path": path, "pool": "none", "volume": "none", "objects": 0, "objects_max": 0}
-    row |= {"used_bytes": 0, "data_bytes": 0, "log_used": 0.0, "state": "; ".join(each.what for each in found.findings)}
+    row |= {"used_bytes": 0, "data_bytes": 0, "log_used": 0.0}
+    try:
+        with closing(BlockDevice(path)) as device:
+            found = verify_volume(device, objects=False)
+    except ShadowServeError as error:
+        return row | {"state": str(error)}
+    superblock = found.superblock
+    row["state"] = "; ".join(each.what for each in found.findings)
     if superblock is not None:
         row |= {
             "pool": superblock.pool_id.hex(),

@@ -101,7 +101,7 @@ class RespClient:
             self.close()
             raise
 
-    def call(self, *arguments: str) -> Value:
+    def call(self, *arguments: str | bytes) -> Value:
         """Return the reply to a command.
 
         Raises:
@@ -109,16 +109,17 @@ class RespClient:
             StorageUnavailableError: the connection broke, or the deadline passed.
         """
         ends = time.monotonic() + self._timeout_s
+        name = arguments[0] if isinstance(arguments[0], str) else arguments[0].decode("utf-8", "replace")
         try:
             self._socket.settimeout(self._timeout_s)
             self._socket.sendall(encode_command(*arguments))
             reply = self._receive(ends)
         except (OSError, ProtocolError) as error:
             hint = "; give --tls-cert and --tls-key" if "CERTIFICATE_REQUIRED" in str(error) else ""
-            raise StorageUnavailableError(f"{arguments[0]} at {self._where} failed: {error}{hint}") from error
+            raise StorageUnavailableError(f"{name} at {self._where} failed: {error}{hint}") from error
         if isinstance(reply, ErrorReply):
             hint = next((hint for begin, hint in _HINTS.items() if reply.startswith(begin)), "")
-            raise StorageRefusedError(f"{self._where} refused {arguments[0]}: {reply.decode('utf-8', 'replace')}{hint}")
+            raise StorageRefusedError(f"{self._where} refused {name}: {reply.decode('utf-8', 'replace')}{hint}")
         return reply
 
     def _receive(self, ends: float) -> Value:

@@ -4,11 +4,13 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
+from urllib.parse import unquote
 
 import click
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
@@ -18,10 +20,20 @@ from shadowserve.errors import StorageRefusedError
 
 __all__ = ["Sample", "Watcher", "stats"]
 
-_SECTIONS: Final = ("server", "clients", "memory", "stats", "cpu", "keyspace", "shadowserve", "commandstats", "devices")
+_SECTIONS: Final = (
+    "server",
+    "clients",
+    "memory",
+    "stats",
+    "shadowserve",
+    "commandstats",
+    "devices",
+    "tenants",
+)
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _HISTORY: Final = 60
 _COMMANDS_SHOWN: Final = 6
+_TENANTS_SHOWN: Final = 20
 _RATES: Final = {
     "commands_per_s": "total_commands_processed",
     "hits_per_s": "keyspace_hits",
@@ -90,14 +102,30 @@ class Sample:
         """Return the fields ``prefix0``, ``prefix1``... as mappings."""
         return [_pairs(text) for name, text in self.fields.items() if name.rstrip("0123456789") == prefix]
 
-    def commands(self) -> list[dict[str, Any]]:
-        """Return what each command has cost, the slowest first."""
+    def commands(self, earlier: "Sample", span_s: float) -> list[dict[str, Any]]:
+        """Return what each command has cost since the server's start, the slowest first, and its present rate."""
         found = [
             {"command": name.removeprefix("cmdstat_")} | _pairs(text)
             for name, text in self.fields.items()
             if name.startswith("cmdstat_")
         ]
+        for each in found:
+            before = _pairs(earlier.fields.get(f"cmdstat_{each['command']}", "")).get("calls", 0)
+            each["calls_per_s"] = max(0, each.get("calls", 0) - before) / span_s
         return sorted(found, key=lambda each: -float(each.get("usec_per_call", 0)))
+
+    def tenants(self, earlier: "Sample", span_s: float) -> list[dict[str, Any]]:
+        """Return what each tenant has; of those with limits on their rates, what they use of them."""
+        found, before = self.groups("tenant"), {each.get("name"): each for each in earlier.groups("tenant")}
+        total = sum(each.get("used_bytes", 0) for each in found)
+        for each in found:
+            past = before.get(each.get("name"), {})
+            each["share"] = each.get("used_bytes", 0) / total if total else 0.0
+            for name, counter in (("commands", "commands"), ("bytes", "bytes")):
+                if counter in each:
+                    each[f"used_{name}_per_s"] = max(0, each[counter] - past.get(counter, 0)) / span_s
+            each["name"] = unquote(str(each.get("name", "")))
+        return sorted(found, key=lambda each: (-each.get("used_bytes", 0), each["name"]))
 
     def view(self, before: "Sample | None" = None) -> dict[str, Any]:
         """Return everything that is shown; rates are those since ``before``, or since the server's start."""
@@ -131,14 +159,24 @@ class Sample:
             "writing_bytes": int(self.number("writing_bytes")),
             "devices": self.groups("device"),
             "arenas": self.groups("arena"),
-            "commands": self.commands(),
+            "commands": self.commands(earlier, span_s),
+            "tenants_known": int(self.number("tenants_known")),
+            "tenants": self.tenants(earlier, span_s),
+            "since": "start" if earlier.fields == {} else f"{span_s:.3g} s",
         }
 
 
 @dataclass
 class Watcher:
-    """Samples in turn, and the recent past of what changes."""
+    """Samples in turn, and the recent past of what changes.
 
+    Attributes:
+        watches: whether there is a past to be shown.
+        before: the sample before.
+        history: the latest values, by name.
+    """
+
+    watches: bool = False
     before: Sample | None = None
     history: dict[str, "deque[float]"] = field(default_factory=dict)
 
@@ -175,10 +213,14 @@ def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableT
     hit_rate = "-" if view["hit_rate"] is None else f"{100 * view['hit_rate']:.1f} %"
     budget = view["memory_budget_bytes"]
     used = f"{_size(view['memory_used_bytes'])} of {_size(budget)}"
-    table = Table(title=f"{where}, shadowserve {view['version']}, {view['engine']}, up {view['uptime_s']:.0f} s")
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
+    head = f"{where}, shadowserve {view['version']}, {view['engine']}, up {view['uptime_s']:.0f} s"
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    since = _since(view)
+    watched = watcher.watches
+    table.add_column("what")
+    table.add_column(since, justify="right")
+    if watched:
+        table.add_column(f"the last {_HISTORY} looks")
     for title, text, line in (
         ("hit rate", hit_rate, "hit_rate"),
         ("sent", f"{_size(view['sent_bytes_per_s'])}/s", "sent_bytes_per_s"),
@@ -186,13 +228,18 @@ def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableT
         ("commands", f"{view['commands_per_s']:,.0f} /s", "commands_per_s"),
         ("kept" if view["devices"] else "memory", used, "memory_used_bytes"),
         ("evicted", f"{view['evicted_keys_per_s']:,.1f} /s, {_size(view['evicted_bytes_per_s'])}/s", ""),
-        ("gone", _gone(view), ""),
+        ("gone since the start", _gone(view), ""),
         ("clients", f"{view['clients']:,}", ""),
         ("records", f"{view['records']:,}", ""),
         ("pinned", f"{view['pinned_keys']:,}, {_size(view['pinned_bytes'])}", ""),
     ):
-        table.add_row(title, text, watcher.line(line))
-    return Group(table, *_devices(view), *_commands(view))
+        table.add_row(title, text, *([watcher.line(line)] if watched else []))
+    return Group(head, table, *_devices(view), *_tenants(view), *_commands(view))
+
+
+def _since(view: Mapping[str, Any]) -> str:
+    """Return what rates are means of, as a column's heading."""
+    return "since the start" if view["since"] == "start" else f"in the last {view['since']}"
 
 
 def _gone(view: Mapping[str, Any]) -> str:
@@ -206,7 +253,8 @@ def _gone(view: Mapping[str, Any]) -> str:
 def _devices(view: Mapping[str, Any]) -> list[RenderableType]:
     if not view["devices"] and not view["arenas"]:
         return []
-    table = Table(Column("device", overflow="fold"), "state", "used", "read", "written", "queue", "errors", "read p99")
+    title = "devices: bytes, errors and times since the start"
+    table = _table("device", "state", "used", "read", "written", "queue", "errors", "read p99")
     for each in view["devices"]:
         table.add_row(
             str(each.get("name", "")),
@@ -221,18 +269,61 @@ def _devices(view: Mapping[str, Any]) -> list[RenderableType]:
     for each in view["arenas"]:
         used = f"{_size(each.get('used_bytes', 0))} of {_size(each.get('capacity_bytes', 0))}"
         table.add_row(f"arena {each.get('name', '')}", "in use", used, *["-"] * 5)
-    return [table]
+    return [title, table]
+
+
+def _tenants(view: Mapping[str, Any]) -> list[RenderableType]:
+    if not any(each["name"] for each in view["tenants"]):
+        return []  # everything is the default tenant's
+    title = f"tenants: rates {_since(view)}; evictions and waits since the start"
+    columns = ("clients", "keys", "bytes", "share", "pins", "evicted", "cmds/s", "bytes/s", "waits")
+    table = _table("tenant", *columns)
+    shown = view["tenants"][:_TENANTS_SHOWN]
+    for each in shown:
+        table.add_row(
+            each["name"] or "(default)",
+            f"{each.get('clients', 0):,}",
+            _of(f"{each.get('keys', 0):,}", each.get("keys_max"), "{:,}".format),
+            _of(_size(each.get("used_bytes", 0)), each.get("bytes_max"), _size),
+            f"{each['share']:.0%}",
+            f"{each.get('pinned_keys', 0):,}",
+            f"{each.get('evicted_keys', 0):,}",
+            _rate(each, "commands", "{:,.0f}".format),
+            _rate(each, "bytes", _size),
+            f"{each['throttled']:,}" if "throttled" in each else "-",
+        )
+    left = view["tenants_known"] - len(shown)
+    if left > 0:
+        title += f"; the largest, {left:,} more are not shown"
+    return [title, table]
+
+
+def _table(first: str, *others: str) -> Table:
+    """Return a table of numbers, each row of which begins with a name."""
+    numbers = (Column(each, justify="right") for each in others)
+    return Table(Column(first, overflow="fold"), *numbers, box=SIMPLE_HEAD, padding=0)
+
+
+def _of(used: str, limit: float | None, text: Callable[[float], str]) -> str:
+    return used if limit is None else f"{used} of {text(limit)}"
+
+
+def _rate(tenant: Mapping[str, Any], what: str, text: Callable[[float], str]) -> str:
+    """Return a rate and its limit; the rates of tenants without limits are not counted."""
+    used = tenant.get(f"used_{what}_per_s")
+    return "-" if used is None else _of(text(used), tenant.get(f"{what}_per_s"), text)
 
 
 def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
     if not view["commands"]:
         return []
-    table = Table("slowest commands", "calls", "mean", "failed", "refused")
+    title = f"slowest commands: calls/s {_since(view)}; all else since the start"
+    table = _table("command", "mean time", "calls", "calls/s", "failed", "refused")
     for each in view["commands"][:_COMMANDS_SHOWN]:
-        mean = f"{each.get('usec_per_call', 0):.1f} us"
         counts = (f"{each.get(name, 0):,}" for name in ("failed_calls", "rejected_calls"))
-        table.add_row(str(each["command"]), f"{each.get('calls', 0):,}", mean, *counts)
-    return [table]
+        calls = (f"{each.get('calls', 0):,}", f"{each['calls_per_s']:,.1f}")
+        table.add_row(str(each["command"]), f"{each.get('usec_per_call', 0):.1f} us", *calls, *counts)
+    return [title, table]
 
 
 @click.command()
@@ -248,13 +339,14 @@ def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
 @click.option("--count", default=0, type=click.IntRange(0), help="With --watch, end after so many; 0: never.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, for scripts.")
 def stats(watch: bool, interval: float, count: int, as_json: bool, **login: Any) -> None:
-    """Show what a running storage server does: hit rate, bandwidth, memory, devices, evictions, slowest commands.
+    """Show what a running storage server does: hit rate, bandwidth, memory, devices, tenants, slowest commands.
 
-    Once, rates are means since the server's start; with --watch, of each interval.
+    Once, rates are means since the server's start; with --watch, of each interval but the first. Each table says
+    which of its numbers count from the start. Tenants' rates are counted where they are limited.
     """
     where = f"{login['host']}:{login['port']}"
     console = Console()
-    watcher = Watcher()
+    watcher = Watcher(watches=watch)
     with RespClient(Login(**login)) as client:
         if not watch:
             view = watcher.step(Sample.take(client))

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
+from storage_kv.pool.verification import Finding, Verification, verify_volume
 
 __all__ = ["verify"]
 
@@ -17,8 +18,8 @@ EXIT_CODES = """
 \b
 Exit codes:
   0  everything is sound
-  1  something is not: each finding is printed
-  2  the command line cannot be used, or a device cannot be opened
+  1  something is not: each finding is printed, in the words of a server that would not start with it
+  2  the command line cannot be used, or a device cannot be opened; what the others came to is printed
 """
 
 
@@ -32,23 +33,23 @@ def verify(context: click.Context, paths: tuple[str, ...], as_json: bool, no_obj
 
     Nothing is changed. What a server would mend when it starts (one of two copies that is damaged) is a finding, too.
     """
-    results = []
+    results, unopened = [], 0
     for path in paths:
         try:
             results.append(_verify(path, objects=not no_objects, quiet=as_json))
         except ShadowServeError as error:
-            raise click.UsageError(str(error)) from error
+            results.append(_result(path, Verification(findings=[Finding("device", "", str(error))]), objects=False))
+            unopened += 1
     if as_json:
         click.echo(json.dumps(results, indent=2))
     else:
         for result in results:
             _print(result)
-    context.exit(0 if all(result["sound"] for result in results) else 1)
+    sound = all(result["sound"] for result in results)
+    context.exit(2 if unopened else 0 if sound else 1)
 
 
 def _verify(path: str, *, objects: bool, quiet: bool) -> dict[str, Any]:
-    from storage_kv.pool.verification import verify_volume
-
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     quiet = quiet or not console.is_terminal
@@ -58,6 +59,10 @@ def _verify(path: str, *, objects: bool, quiet: bool) -> dict[str, Any]:
         found = verify_volume(
             device, objects=objects, progress=lambda done, total: bar.update(task, completed=done, total=total)
         )
+    return _result(path, found, objects=objects)
+
+
+def _result(path: str, found: Verification, *, objects: bool) -> dict[str, Any]:
     superblock = found.superblock
     return {
         "path": path,

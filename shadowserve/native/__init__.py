@@ -65,7 +65,7 @@ from shadowserve.native._library import (
     library_path,
     result_text,
 )
-from shadowserve.native._memory import Destination, Export, Region
+from shadowserve.native._memory import Destination, Export, Guard, Region
 from shadowserve.native._pipeline import (
     BACKENDS,
     CHUNK_DTYPE,
@@ -112,6 +112,7 @@ __all__ = [
     "DType",
     "Destination",
     "Export",
+    "Guard",
     "Isa",
     "MemoryKind",
     "ObjectFields",

@@ -2,16 +2,23 @@
 
 import enum
 import os
+import re
+import subprocess
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import shadowserve
-from shadowserve.errors import NativeError
+from shadowserve.errors import NativeError, NotInstalledError
+
+_BUILD: Final = "run 'make setup', or 'pip install -e .', in a checkout"
 
 try:
     from shadowserve._cffi import ffi
 except ImportError as error:
-    raise ImportError("the C core is not built: shadowserve/_cffi.py is missing; run 'pip install -e .'") from error
+    raise NotInstalledError("the C core is not built: shadowserve/_cffi.py is missing", _BUILD) from error
+
+if TYPE_CHECKING:
+    from shadowserve._cffi import _Lib
 
 __all__ = [
     "ABI_VERSION",
@@ -30,7 +37,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 6
+ABI_VERSION: Final = 7
 
 
 class Result(enum.IntEnum):
@@ -209,7 +216,7 @@ def library_path() -> str:
     """Return the path of the shared library that this process uses.
 
     Raises:
-        ImportError: it was not built.
+        NotInstalledError: it was not built.
     """
     override = os.environ.get("SHADOWSERVE_NATIVE_LIBRARY")
     if override:
@@ -219,12 +226,45 @@ def library_path() -> str:
         path = Path(directory, "libshadowserve.so")
         if path.exists():
             return str(path)
-    raise ImportError("the C core is not built: libshadowserve.so is missing; run 'pip install -e .'")
+    raise NotInstalledError("the C core is not built: libshadowserve.so is missing", _BUILD)
 
 
-lib = ffi.dlopen(library_path())
-if lib.ss_abi_version() != ABI_VERSION:
-    raise ImportError(
-        f"{library_path()} has ABI version {lib.ss_abi_version()}, this package needs {ABI_VERSION}; "
-        "rebuild it with 'pip install -e .'"
-    )
+def _load(path: str) -> "_Lib":
+    """Return the library at ``path``, of the ABI that this package speaks.
+
+    Raises:
+        NotInstalledError: libraries that it was built with are not on this machine, or it is of another version.
+    """
+    try:
+        loaded = ffi.dlopen(path)
+    except OSError as error:  # made where there were more libraries
+        absent = _absent_libraries(path)
+        cause = f"{', '.join(absent)} cannot be found on this machine" if absent else str(error)
+        packages = " ".join(dict.fromkeys(map(_debian_package, absent)))
+        install = f"install what it needs (Debian, Ubuntu: apt-get install {packages}), or " if absent else ""
+        remedy = f"{install}build it here: 'pip install .' in a checkout"
+        raise NotInstalledError(f"the C core cannot be loaded: {cause}", remedy) from error
+    version = loaded.ss_abi_version()
+    if version != ABI_VERSION:
+        raise NotInstalledError(f"{path} has ABI version {version}, this package needs {ABI_VERSION}", _BUILD)
+    return loaded
+
+
+def _absent_libraries(path: str) -> list[str]:
+    """Return the names of all shared libraries that one at ``path`` needs and the loader does not find."""
+    try:  # the loader's own message names the first alone
+        listed = subprocess.run(["ldd", path], capture_output=True, text=True, timeout=10, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return re.findall(r"^\s*(\S+) => not found", listed, re.MULTILINE)
+
+
+def _debian_package(library: str) -> str:
+    """Return the package of a shared library by Debian's rule: its name and, behind a digit's dash, its version."""
+    name, _, version = library.partition(".so.")
+    if name == "libcrypto":
+        name = "libssl"
+    return f"{name}-{version}" if name[-1].isdigit() else f"{name}{version}"
+
+
+lib = _load(library_path())

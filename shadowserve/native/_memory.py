@@ -1,4 +1,4 @@
-"""Memory beyond the pipeline's own buffers: destinations that it knows, and exports for pipelines elsewhere."""
+"""Memory beyond the pipeline's own buffers: destinations, guards of what others may shrink, exports for elsewhere."""
 
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from shadowserve.native._pipeline import Pipeline
 
-__all__ = ["Destination", "Export", "Region"]
+__all__ = ["Destination", "Export", "Guard", "Region"]
 
 
 class Destination:
@@ -142,6 +142,40 @@ class Region:
     destination: Destination
     offset: int
     length: int
+
+
+class Guard:
+    """Lets this process survive that the file behind a mapping shrinks, or that its file system is full.
+
+    Whoever touches what is gone finds zeros, in memory that nobody else has, all over the mapping, which is
+    :attr:`lost` then. Installs a handler of SIGBUS, once, that passes on what is not about guarded memory.
+
+    Args:
+        memory: a whole mapping, from its first byte; it must stay until :meth:`close`.
+
+    Raises:
+        NativeError: it does not begin at a page, or the handler cannot be installed.
+    """
+
+    def __init__(self, memory: "WriteableBuffer") -> None:
+        self._guard: Any = ffi.NULL
+        pointer = ffi.new("struct ss_guard **")
+        with ffi.from_buffer("uint8_t[]", memory, require_writable=True) as buffer:
+            check(lib.ss_guard_open(buffer, len(buffer), pointer), f"guarding {len(buffer)} bytes of memory")
+        self._guard = pointer[0]
+        self._lost = False
+
+    @property
+    def lost(self) -> bool:
+        """Whether a part of the memory was gone when it was touched. Ask after the last access."""
+        return bool(lib.ss_guard_lost(self._guard)) if self._guard != ffi.NULL else self._lost
+
+    def close(self) -> None:
+        """End it, with nobody touching the memory. Twice is harmless."""
+        guard, self._guard = self._guard, ffi.NULL
+        if guard != ffi.NULL:
+            self._lost = bool(lib.ss_guard_lost(guard))
+            lib.ss_guard_close(guard)
 
 
 class Export:

@@ -271,6 +271,7 @@ class Pipeline:
             unmapped within the round; the sizes then only limit a round.
         trace_events: events that each thread has room to record; 0 for none.
         nodes_max: of a cluster that one round may ask.
+        device_timeout_ms: how long an engine may owe results and give none before the device is given up.
 
     Raises:
         NativeError: options that do not fit each other, an unknown backend or one without a device that can do its
@@ -300,8 +301,10 @@ class Pipeline:
         memory_management: bool = True,
         trace_events: int = 0,
         nodes_max: int = 1,
+        device_timeout_ms: int = 10_000,
     ) -> None:
         self._pipeline: Any = ffi.NULL
+        self._given_up = False
         self.backend = backend
         options = ffi.new("struct ss_pipeline_options *")
         backend_text = ffi.new("char[]", backend.encode())
@@ -322,6 +325,7 @@ class Pipeline:
         options.memory_management = memory_management
         options.trace_events = trace_events
         options.nodes_max = nodes_max
+        options.device_timeout_ms = device_timeout_ms
         alive = [backend_text, device_text]
         core_lists = (net_cores, decompress_cores, dequantize_cores, dma_cores, store_cores)
         for name, cores in zip(_CORE_LISTS, core_lists, strict=True):
@@ -347,9 +351,13 @@ class Pipeline:
         self.close()
 
     def close(self) -> None:
-        """Stop the threads and free the buffers; no call may be in progress. Twice is harmless."""
+        """Stop the threads and free the buffers; no call may be in progress. Twice is harmless.
+
+        Where the device was given up, what it may still use stays until the process ends.
+        """
         pipeline, self._pipeline = self._pipeline, ffi.NULL
         if pipeline != ffi.NULL:
+            self._given_up = bool(lib.ss_pipeline_given_up(pipeline))
             lib.ss_pipeline_destroy(pipeline)
 
     def _open(self) -> Any:
@@ -465,6 +473,14 @@ class Pipeline:
     def device(self) -> str:
         """The name of the device that does the work; empty for a CPU."""
         return str(ffi.string(lib.ss_pipeline_device(self._open())).decode())
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the device never ended what it was given, and is not asked any more.
+
+        It may still read and write the memory of the rounds that failed so: that is quiet when this process has ended.
+        """
+        return self._given_up if self._pipeline == ffi.NULL else bool(lib.ss_pipeline_given_up(self._pipeline))
 
     @property
     def memory_kinds(self) -> frozenset[MemoryKind]:

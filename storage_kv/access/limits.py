@@ -20,9 +20,12 @@ class RateLimiter:
 
     Attributes:
         limits: whether there are any.
+        commands: that were charged.
+        moved_bytes: that were charged, received and sent.
+        throttled: how often a client had to wait.
     """
 
-    __slots__ = ("_buckets", "_filled_s", "limits")
+    __slots__ = ("_buckets", "_filled_s", "commands", "limits", "moved_bytes", "throttled")
 
     def __init__(self, limits: TenantLimits, now_s: float) -> None:
         """Make full buckets.
@@ -35,9 +38,12 @@ class RateLimiter:
         self._buckets = [[float(rate), rate * _BURST_S] if rate else None for rate in rates]
         self._filled_s = now_s
         self.limits = any(self._buckets)
+        self.commands = self.moved_bytes = self.throttled = 0
 
     def charge(self, commands: int, moved_bytes: int) -> None:
         """Take what has been used, perhaps more than there is."""
+        self.commands += commands
+        self.moved_bytes += moved_bytes
         for bucket, used in zip(self._buckets, (commands, moved_bytes), strict=True):
             if bucket is not None:
                 bucket[1] -= used

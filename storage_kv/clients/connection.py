@@ -264,6 +264,7 @@ class Connection:
             limiter.charge(node.counters.commands - commands, received_bytes)
         if wait_s := limiter.wait_s(time.monotonic()):
             node.counters.throttled += 1
+            limiter.throttled += 1
             self._more = True
             self.session.pause_until_s = max(self.session.pause_until_s, time.monotonic() + wait_s)
 

@@ -91,10 +91,11 @@ def pins(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         tenants = [other] if other is not None else engine.pinning_tenants(KEYS_AT_A_TIME)
     elif session.user.is_operator:
         tenants = engine.pinning_tenants(KEYS_AT_A_TIME)
+    names = {number: name for name, number in engine.tenants().items()}
     found: list[Value] = []
     for tenant in tenants:
         pinned = engine.pinned(tenant)
-        fields: list[Value] = [b"tenant", engine.tenant_name(tenant).encode(), b"keys", pinned.keys]
+        fields: list[Value] = [b"tenant", names[tenant].encode(), b"keys", pinned.keys]
         found.append(Map([*fields, b"bytes", pinned.bytes, b"bytes_max", pinned.bytes_max]))
     return encode(found, session.protocol)
 

@@ -10,6 +10,7 @@ from typing import Final
 from shadowserve import __version__
 from shadowserve.resp import Verbatim, encode
 from storage_kv.commands._connection import REDIS_VERSION
+from storage_kv.commands._tenants import tenant_fields
 from storage_kv.node import Argument, Node, Reply, Session
 from storage_kv.operate.observation import observe
 
@@ -228,6 +229,7 @@ _SECTIONS_ON_DEMAND: Final[dict[str, Callable[[Node], _Fields]]] = {
     "Commandstats": _info_commandstats,
     "Latencystats": _info_latencystats,
     "Devices": _info_devices,
+    "Tenants": tenant_fields,
 }
 """Those that come when they are named, or all are asked for: they are long."""
 

@@ -11,7 +11,6 @@ they are done.
 An entry whose file cannot be read, or holds anything but what was written, is dropped and counted.
 """
 
-import errno
 import itertools
 import logging
 import threading
@@ -22,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from shadowserve.errors import NativeError
+from shadowserve.errors import ConfigurationError, NativeError, is_passing
 from shadowserve.native import OBJECT_HEADER_BYTES
 from storage_kv.engine import (
     ENTRIES_PER_HOLD,
@@ -63,9 +62,6 @@ _EVERYBODY: Final = -1
 """Among tenants' ids: all of them."""
 _LITTER: Final = -1
 """Among the numbers of changes: one that nobody waits for."""
-
-_PASSING: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR})
-"""Errors that say nothing of the file: the client gets a miss, the entry stays."""
 
 
 class FileItem(MemoryItem):
@@ -145,8 +141,13 @@ class FilesystemEngine(MemoryEngine):
             self._names = {"": 0} | self._files.tenants()
             with lock:
                 self._recover()
-        except BaseException:
+        except BaseException as error:
             self._files.close()
+            if isinstance(error, OSError):
+                raise ConfigurationError(
+                    f"cannot read the values in {self._root}: {error}; nothing that could not be read was removed. Try "
+                    "again: it may be possible then. If it never is, remove that file"
+                ) from error
             raise
         super().start(lock)
         self._readers = Workers(_READERS, "read")
@@ -235,8 +236,7 @@ class FilesystemEngine(MemoryEngine):
         try:
             data = self._files.read(item.name, start, end)
         except Exception as error:  # whatever it was, the reader hears of it
-            passing = isinstance(error, MemoryError) or getattr(error, "errno", None) in _PASSING
-            lost = None if passing else "io_error"
+            lost = None if is_passing(error) else "io_error"  # else the client gets a miss, and the entry stays
             _log.warning("read_failed file=%s error=%r", item.name.digest.hex(), str(error))
         with self._lock:
             item.reads -= 1

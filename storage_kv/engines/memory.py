@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -386,9 +386,9 @@ class MemoryEngine:
             self._names[name] = found
         return found
 
-    def tenant_name(self, tenant: int) -> str:
-        """See :meth:`Engine.tenant_name`."""
-        return next((name for name, number in self._names.items() if number == tenant), "")
+    def tenants(self) -> Mapping[str, int]:
+        """See :meth:`Engine.tenants`."""
+        return self._names
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
         """See :meth:`Engine.set_quota`."""

@@ -18,12 +18,13 @@ import hashlib
 import json
 import os
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shadowserve.errors import ConfigurationError, NativeError
+from shadowserve.errors import ConfigurationError, NativeError, is_passing
 from shadowserve.native import (
     OBJECT_HEADER_BYTES,
     ObjectFields,
@@ -43,6 +44,8 @@ __all__ = ["Attributes", "FoundObject", "ObjectFiles", "ObjectName"]
 _ATTRIBUTES: Final = struct.Struct("<QQ32s")  # expiry, end of pin (Unix ms, 0: none), parent (zeros: none)
 _CHANGED: Final = ".changed"
 _TEMPORARY: Final = ".new"
+_PAUSES_S: Final = (0.0, 0.01, 0.1, 1.0)
+"""Before a file that could not be read at the start is read again; but for the first, only if the error passes."""
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 
 
@@ -267,10 +270,10 @@ class ObjectFiles:
         return data[start - begin : end - begin]
 
     def find(self) -> Iterator[FoundObject]:
-        """Return every object that is sound as far as header and name tell; what is not is removed.
+        """Return every object that is sound as far as header and name tell; what was read and is not is removed.
 
         Raises:
-            OSError: a folder cannot be read.
+            OSError: a folder or a file cannot be read, so that nobody knows.
         """
         for folder in sorted(self._objects.iterdir()):
             present = set(os.listdir(folder))
@@ -327,7 +330,11 @@ class ObjectFiles:
             raise
 
     def _inspect(self, path: Path, changed: bool) -> FoundObject | None:
-        """Return the object in a file; None if it is none that can be used."""
+        """Return the object in a file; None if it is none that can be used.
+
+        Raises:
+            OSError: it cannot be read.
+        """
         try:
             fields, text, size = _read_edges(path)
             name = ObjectName(
@@ -340,13 +347,27 @@ class ObjectFiles:
                 other, packed, _ = _read_edges(path.with_name(path.name + _CHANGED))
                 if (other.key, other.generation) == (fields.key, fields.generation):
                     attributes = Attributes.unpack(packed)
-        except (OSError, NativeError, ValueError, struct.error):
+        except (FileNotFoundError, NativeError, ValueError, struct.error):
             return None
         return FoundObject(name, attributes)
 
 
 def _read_edges(path: Path) -> tuple[ObjectFields, bytes, int]:
-    """Return what an object's file says before and behind the value, checked, and its size; raise if it is wrong."""
+    """Return what an object's file says before and behind the value, checked, and its size; raise if it is wrong.
+
+    What cannot be read is tried again: once, and for longer where the system was short of something.
+    """
+    for pause_s in _PAUSES_S:
+        try:
+            return _read_edges_once(path)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) or (pause_s and not is_passing(error)):
+                raise
+            time.sleep(pause_s)
+    return _read_edges_once(path)
+
+
+def _read_edges_once(path: Path) -> tuple[ObjectFields, bytes, int]:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size

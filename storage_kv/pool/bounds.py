@@ -1,6 +1,6 @@
 """What bounds a pool while it runs: budgets, tenants' quotas, and what their pins may take."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from shadowserve.errors import ConfigurationError
 from storage_kv.engine import ENTRIES_PER_HOLD, PinnedEntries
@@ -25,9 +25,9 @@ class Bounds:
         """See :meth:`Engine.tenant`."""
         return self._tenants.id_of(name)
 
-    def tenant_name(self, tenant: int) -> str:
-        """See :meth:`Engine.tenant_name`."""
-        return self._tenants.name_of(tenant)
+    def tenants(self) -> Mapping[str, int]:
+        """See :meth:`Engine.tenants`."""
+        return self._tenants.by_name()
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
         """See :meth:`Engine.set_quota`. Bytes count as they lie: with headers, in blocks of 4 KiB."""

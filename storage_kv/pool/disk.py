@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from shadowserve.errors import is_passing
 from shadowserve.native import IndexEntry
 from storage_kv.engine import ENTRIES_PER_HOLD, BusyError, Ticket
 from storage_kv.pool.arena import BLOCK_BYTES
@@ -22,6 +23,7 @@ _log = logging.getLogger(__name__)
 _GONE_ERRORS: Final = frozenset({errno.ENODEV, errno.ENXIO, errno.ENOMEDIUM, errno.ESHUTDOWN, errno.EBADF})
 _AVOIDED_FIRST_MS: Final = 1_000
 _AVOIDED_LONGEST_MS: Final = 600_000
+_QUARANTINE_MS: Final = 60_000
 _SESSION_NOTE: Final = b"session"
 _SESSION_BYTES: Final = 16
 _WEAR_NOTE: Final = b"wear"
@@ -38,12 +40,18 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class Quarantined:
-    """An extent that did not return what was written to it, or could not be written: kept out of use."""
+    """An extent that did not return what was written to it, or could not be written: kept out of use.
+
+    Attributes:
+        since_ms: Unix time when it was put there, or was last to be tested.
+        wait_ms: from then until it is tested.
+    """
 
     extent: int
     size: int
     reason: str
     since_ms: int
+    wait_ms: int = _QUARANTINE_MS
 
 
 class Disk:
@@ -60,7 +68,7 @@ class Disk:
         reads: reads for clients that it has done.
         read_bytes: that they brought.
         scrubbed_bytes: that were checked in the background.
-        errors: operations that failed.
+        errors: operations that failed; not those that it was too busy for.
         quarantine: extents that are kept out of use until a test.
         tested: the one that is being tested.
         bad: those that did not pass.
@@ -370,7 +378,15 @@ class Disk:
     # ---- Failures
 
     def note_error(self, error: Exception, now_ms: int, *, writing: bool) -> None:
-        """Count a failed operation; a device that is gone, or fails writes, gets no new objects."""
+        """Count a failed operation; a device that is gone, or fails writes, gets no new objects.
+
+        One that was too busy for longer than :class:`Patience` waits has not failed: others are preferred to it for a
+        moment, which does not grow.
+        """
+        if is_passing(error):
+            if writing:
+                self.avoided_until_ms = now_ms + _AVOIDED_FIRST_MS
+            return
         self.errors += 1
         if isinstance(error, OSError) and error.errno in _GONE_ERRORS:
             self.give_up(str(error))

@@ -17,6 +17,7 @@ from shadowserve.errors import ShadowServeError
 
 __all__ = [
     "BLOCK_BYTES",
+    "HEADER_MAGICS",
     "LOG_MAGIC",
     "NAME_BYTES_MAX",
     "NAME_PIECE_BYTES",
@@ -56,6 +57,9 @@ SNAPSHOT_MAGIC: Final = b"SSSN"
 
 _SUPERBLOCK_MAGIC: Final = b"SSVOLUME"
 _HEADER_MAGIC: Final = b"SSSH"
+HEADER_MAGICS: Final = (_SUPERBLOCK_MAGIC, LOG_MAGIC, SNAPSHOT_MAGIC, _HEADER_MAGIC, b"SSOBJECT")
+"""What blocks of a volume begin with, an object's header among them (``native/src/block/object.c``)."""
+
 _SUPERBLOCK: Final = struct.Struct("<8sHHI16s16sQQQIIQQQQQQQQ")
 _BLOCK: Final = struct.Struct("<4sHHI4x16sQQQQ")
 _SNAPSHOT: Final = struct.Struct("<4sHHI4x16sQQQQQQQ")

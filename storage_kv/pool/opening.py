@@ -1,6 +1,7 @@
 """Opening a pool: devices, what is on them, memory, and how fast they are."""
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -11,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from shadowserve.errors import ConfigurationError, DeviceError, NativeError
+from shadowserve.errors import ConfigurationError, DeviceError, NativeError, is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag, IndexPolicy
 from shadowserve.native import BlockDevice as NativeDevice
 from storage_kv.config import DeviceConfig, StorageConfig
@@ -20,8 +21,8 @@ from storage_kv.pool.arena import BLOCK_BYTES, Arenas
 from storage_kv.pool.core import Core
 from storage_kv.pool.device import BlockDevice, Operation, OperationKind, Priority
 from storage_kv.pool.disk import Disk
-from storage_kv.pool.foreign import describe_content
 from storage_kv.pool.format import FormatError
+from storage_kv.pool.formatting import check_empty
 from storage_kv.pool.homes import Homes
 from storage_kv.pool.organizer import BUSY_DEPTH, BandwidthMeter
 from storage_kv.pool.recovery import Reader, read_superblocks
@@ -84,7 +85,8 @@ def open_devices(config: StorageConfig) -> tuple[Found, list[tuple[str, str]]]:
     """Open the devices that the configuration names; return them, and those that cannot be, with the reason.
 
     Raises:
-        ConfigurationError: there are devices, and none of them can be opened.
+        ConfigurationError: there are devices, and none of them can be opened; or one of them is there, but not to be
+            had at the moment. Going on without it would cost all that is on it.
     """
     found: Found = []
     absent: list[tuple[str, str]] = []
@@ -98,6 +100,13 @@ def open_devices(config: StorageConfig) -> tuple[Found, list[tuple[str, str]]]:
             )
         except (DeviceError, NativeError) as error:
             _log.error("device_not_opened device=%s error=%r", entry.path, str(error))
+            if is_passing(error) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM):
+                for _, opened in found:
+                    opened.close()
+                raise ConfigurationError(
+                    f"{error}. The device is there: without it the server does not start, since others would go on "
+                    "without it and what is on it would be dropped. To do without it, take it out of 'devices'"
+                ) from error
             absent.append((str(entry.path), str(error)))
         else:
             _log.info(
@@ -186,17 +195,22 @@ def open_parts(
 
 
 def _prepare(found: Found, config: StorageConfig, clock_ms: Callable[[], int], entropy: Callable[[int], bytes]) -> int:
-    """Make volumes of empty devices; return how many objects all of them may hold."""
+    """Make volumes of empty devices, if none holds anything else; return how many objects all of them may hold."""
     superblocks = [read_superblocks(Reader(device), device)[0] for _, device in found]
     pool_id = next((superblock.pool_id for superblock in superblocks if superblock is not None), None)
+    for (_, device), superblock in zip(found, superblocks, strict=True):
+        if superblock is None:
+            check_empty(device)
     total = 0
     for (entry, device), superblock in zip(found, superblocks, strict=True):
-        if superblock is None and describe_content(Reader(device), device.capacity_bytes) is None:
+        if superblock is None:
             pool_id = pool_id or entropy(16)
             wanted = entry.objects_max or max(device.capacity_bytes // _BYTES_PER_OBJECT, _OBJECTS_MIN)
-            superblock = Volume.format(device, pool_id=pool_id, objects_max=wanted, clock_ms=clock_ms, entropy=entropy)
+            superblock = Volume.format(
+                device, pool_id=pool_id, objects_max=wanted, force=True, clock_ms=clock_ms, entropy=entropy
+            )
             _log.info("device_formatted device=%s objects_max=%d", device.name, wanted)
-        total += superblock.layout.objects_max if superblock is not None else 0
+        total += superblock.layout.objects_max
     return total
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
+from shadowserve.errors import is_passing
 from shadowserve.native import Result, check_object, object_unit
 from storage_kv.engine import ENTRIES_PER_HOLD, Lease
 from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
@@ -258,7 +259,7 @@ class Reader:
         if read.failure is not None:
             if buffer is not None:
                 core.arenas.release(buffer)
-            if core.is_current(entry):
+            if core.is_current(entry) and (read.error is None or not is_passing(read.error)):
                 core.lose(entry, read.failure)
             tell += [(done, None) for _, _, done in read.waiters]
             return

@@ -10,14 +10,16 @@ the log does not reach back to any more.
 Of the last group nothing says that its flush was complete: what it put is read before it is believed (tail.py).
 """
 
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from shadowserve.errors import is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexSift
 from storage_kv.pool.device import BlockDevice, Operation, OperationKind, Priority, wait_for_operations
 from storage_kv.pool.format import (
@@ -43,6 +45,10 @@ __all__ = ["ANSWER_S", "LogEnd", "Recovery", "Reader", "RecoveryReport", "read_s
 
 ANSWER_S: Final = 60.0
 """A device that has not answered for a minute when it is opened will not."""
+
+_PAUSE_FIRST_S: Final = 0.01
+_PAUSES_S: Final = 10.0
+"""A device that is busy is asked again, after pauses that double; all of a reader's together are no longer."""
 
 _PIECE_BLOCKS: Final = 256
 _DEPTH: Final = 4
@@ -121,7 +127,14 @@ class LogEnd:
 
 
 class Reader:
-    """Reads blocks of a device that nobody else uses yet, several requests at a time."""
+    """Reads blocks of a device that nobody else uses yet, several requests at a time.
+
+    What fails is tried once more; while the device is just busy, or the system short of something, again and again,
+    and then it is an error. What cannot be read for another reason comes as zeros.
+
+    Attributes:
+        unreadable: blocks that came as zeros since they could not be read.
+    """
 
     def __init__(self, device: BlockDevice) -> None:
         """Read from ``device``."""
@@ -129,6 +142,9 @@ class Reader:
         self._buffers = [Pages(_PIECE_BLOCKS * BLOCK_BYTES) for _ in range(_DEPTH)]
         self._single = Pages(BLOCK_BYTES)
         self._ended: set[int] = set()
+        self.unreadable: set[int] = set()
+        self._error: OSError | None = None
+        self._pause_s, self._paused_s = _PAUSE_FIRST_S, 0.0
 
     def run(self, operation: Operation) -> None:
         """Do one operation and wait for it.
@@ -137,26 +153,46 @@ class Reader:
             OSError: it failed.
             DeviceError: the device does not answer.
         """
-        self._submit(operation)
-        self._wait(operation)
-        if operation.error is not None:
-            raise operation.error
+        while True:
+            operation.error = None
+            self._submit(operation)
+            self._wait(operation)
+            if operation.error is None:
+                return
+            self._pause(operation)
 
     def block(self, number: int) -> bytes:
-        """Return one block; zeros if it cannot be read. Also while pieces are being read: theirs are other buffers."""
+        """Return one block; zeros if it cannot be read. Also while pieces are being read: theirs are other buffers.
+
+        Raises:
+            OSError: the device was busy all the time.
+        """
         operation = self._read(number, 1, self._single.address)
         self._wait(operation)
-        return bytes(BLOCK_BYTES) if operation.error is not None else bytes(self._single.view[:BLOCK_BYTES])
+        if operation.error is not None and not self._read_again(number, self._single.address):
+            return bytes(BLOCK_BYTES)
+        return bytes(self._single.view[:BLOCK_BYTES])
 
     def pieces(self, first: int, count: int) -> Iterator[tuple[int, Bytes]]:
-        """Yield (number of its first block, bytes), in order; what cannot be read is zeros. Good until the next one."""
-        starts = list(range(first, first + count, _PIECE_BLOCKS))
+        """Yield (number of its first block, bytes), in order; what cannot be read is zeros. Good until the next one.
+
+        Raises:
+            OSError: the device was busy all the time.
+        """
+        return self.runs([(first, count)])
+
+    def runs(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Bytes]]:
+        """Yield what pieces() does of several runs, each a first block and a count."""
+        parts = [
+            (start, min(_PIECE_BLOCKS, first + count - start))
+            for first, count in runs
+            for start in range(first, first + count, _PIECE_BLOCKS)
+        ]
         waiting: list[Operation] = []
         try:
-            for turn in range(len(starts) + _DEPTH - 1):
-                if turn < len(starts):
-                    blocks = min(_PIECE_BLOCKS, first + count - starts[turn])
-                    waiting.append(self._read(starts[turn], blocks, self._buffers[turn % _DEPTH].address))
+            for turn in range(len(parts) + _DEPTH - 1):
+                if turn < len(parts):
+                    waiting.append(self._read(*parts[turn], self._buffers[turn % _DEPTH].address))
                 if turn >= _DEPTH - 1 and waiting:
                     yield self._take(waiting.pop(0), turn - _DEPTH + 1)
         except GeneratorExit:
@@ -171,14 +207,57 @@ class Reader:
         first, blocks = operation.offset // BLOCK_BYTES, operation.length // BLOCK_BYTES
         if operation.error is not None:
             for block in range(blocks):
-                address = operation.address + block * BLOCK_BYTES
-                single = self._read(first + block, 1, address)
-                self._wait(single)
-                if single.error is not None:
+                if not self._read_again(first + block, operation.address + block * BLOCK_BYTES):
                     self._buffers[turn % _DEPTH].view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = bytes(
                         BLOCK_BYTES
                     )
         return first, self._buffers[turn % _DEPTH].array[: operation.length]
+
+    def _read_again(self, number: int, address: int) -> bool:
+        """Read a block that could not be read the first time; return whether it could now."""
+        while True:
+            single = self._read(number, 1, address)
+            self._wait(single)
+            if single.error is None:
+                return True
+            if not is_passing(single.error):
+                self.unreadable.add(number)
+                self._error = self._error or single.error
+                return False
+            self._pause(single)
+
+    def _pause(self, operation: Operation) -> None:
+        """Wait before what has failed is tried again; raise its error where that would not help."""
+        error = operation.error
+        assert error is not None
+        flushing = operation.kind is OperationKind.FLUSH
+        if not is_passing(error, flushing=flushing) or self._paused_s + self._pause_s > _PAUSES_S:
+            raise error
+        time.sleep(self._pause_s)
+        self._paused_s += self._pause_s
+        self._pause_s = min(2 * self._pause_s, 1.0)
+
+    def unreadable_error(self) -> OSError:
+        """Return why the first of the blocks that are unreadable could not be read."""
+        assert self._error is not None
+        return self._error
+
+    def must_have_read(self, blocks: Iterable[int]) -> None:
+        """See that blocks of which nothing sound was found were read, and not just taken for zeros.
+
+        Raises:
+            OSError: one was not, with what to do about it.
+        """
+        missing = self.unreadable.intersection(blocks)
+        if missing:
+            error = self.unreadable_error()
+            raise OSError(
+                error.errno,
+                f"block {min(missing)} of device {self._device.name} cannot be read ({error.strerror}), and there is "
+                "no sound copy of it; nothing was dropped. Try again: what was stored may be there then. If it never "
+                "can be read, take the device out of the configuration, or drop what is on it: shadowserve pool "
+                f"format --force {self._device.name}",
+            )
 
     def _read(self, first: int, blocks: int, address: int) -> Operation:
         operation = Operation(
@@ -205,6 +284,7 @@ def read_superblocks(reader: Reader, device: BlockDevice) -> tuple[Superblock | 
 
     Raises:
         FormatError: of a newer version, or two sound copies that differ.
+        OSError: there is no sound copy, and one could not be read.
     """
     sound: dict[int, Superblock] = {}
     for number, offset in enumerate(SUPERBLOCK_OFFSETS):
@@ -213,6 +293,8 @@ def read_superblocks(reader: Reader, device: BlockDevice) -> tuple[Superblock | 
             if found is not None:
                 sound[number] = found
     damaged = [number for number in range(len(SUPERBLOCK_OFFSETS)) if number not in sound]
+    if not sound:
+        reader.must_have_read(offset // BLOCK_BYTES for offset in SUPERBLOCK_OFFSETS)
     if len(set(sound.values())) > 1:
         raise FormatError(
             f"device {device.name} has the superblocks of two volumes; parts of another device were copied onto it: "
@@ -257,6 +339,8 @@ class Recovery:
                 return self._replay(header.log_first, header.log_epoch, durable)
             partial = partial or header
             self._forget()
+        for first in self._layout.snapshot_firsts:
+            self._reader.must_have_read(range(first, first + self._layout.snapshot_blocks))
         if partial is not None:
             self._load(partial)
             self._used = partial
@@ -336,6 +420,7 @@ class Recovery:
         sequence, epoch = self._replay_chain(sequence, epoch)
         while (after := self._after_gap(sequence, durable)) is not None:
             self.report.log_blocks_damaged += after - sequence
+            self._reader.must_have_read(self._log_places(sequence, after))
             tail.proven = max(tail.proven, after - 1)
             self.report.log_records += self._apply_records(tail.take_proven())
             self.report.notes.append(f"blocks {sequence} to {after - 1} of the log are damaged in both copies")
@@ -343,13 +428,24 @@ class Recovery:
             found = self._log_block(after)
             sequence, epoch = self._replay_chain(after, found[0].previous_epoch if found is not None else 0)
         if sequence <= durable:
+            self._reader.must_have_read(self._log_places(sequence, durable + 1))
             self.report.log_blocks_damaged += durable + 1 - sequence
             self.report.notes.append(f"blocks {sequence} to {durable} of the log are damaged in both copies")
             self._drop_unproven()
             sequence = durable + 1
+        self._must_have_read_one(*self._log_places(sequence, sequence + 1))  # else nobody knows whether it is the end
         self._judge_tail()
         durable = tail.proven if tail.torn else sequence - 1
         return LogEnd(first=first, sequence=sequence, epoch=epoch, durable=durable, torn=tuple(tail.torn))
+
+    def _log_places(self, sequence: int, end: int) -> list[int]:
+        """Return the blocks of the device for those of the log from ``sequence`` until ``end``, of both copies."""
+        places = [number % self._layout.log_blocks for number in range(sequence, end)]
+        return [first + place for first in self._layout.log_firsts for place in places]
+
+    def _must_have_read_one(self, *copies: int) -> None:
+        if self._reader.unreadable.issuperset(copies):
+            self._reader.must_have_read(copies)
 
     def _replay_chain(self, sequence: int, epoch: int) -> tuple[int, int]:
         """Replay blocks while each is the successor of the one before; return the next sequence and the last epoch."""
@@ -399,8 +495,9 @@ class Recovery:
         self.report.log_records += self._apply_records(self._tail.judge(self._blocks, self._read_blocks))
         self.report.torn = len(self._tail.torn)
 
-    def _read_blocks(self, first: int, count: int) -> Bytes:
-        return np.concatenate([data.copy() for _, data in self._reader.pieces(first, count)])
+    def _read_blocks(self, first: int, count: int) -> Bytes | None:
+        data = np.concatenate([data.copy() for _, data in self._reader.pieces(first, count)])
+        return None if self._reader.unreadable.intersection(range(first, first + count)) else data
 
     def _after_gap(self, sequence: int, durable: int) -> int | None:
         """Return the next block of the log behind a gap at ``sequence``; None if the log ends there."""
@@ -448,6 +545,9 @@ class Recovery:
             self._load(headers[0])
             self._used = headers[0]
         known = self._ring()
+        first, second = self._layout.log_firsts
+        for place in range(self._layout.log_blocks):
+            self._must_have_read_one(first + place, second + place)
         if not known:
             self._drop_unproven()
             return LogEnd(first=durable + 1, sequence=durable + 1, epoch=0, durable=durable)

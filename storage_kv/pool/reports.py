@@ -115,6 +115,7 @@ def _device_statistics(core: Core, homes: Homes, disk: Disk) -> DeviceStatistics
         written_bytes=disk.wear.total_bytes,
         written_today_bytes=disk.wear.day_bytes,
         errors=disk.errors,
+        busy=disk.volume.busy,
         quarantined_bytes=disk.quarantined_bytes,
         scrubbed_bytes=disk.scrubbed_bytes,
         wear_refused=disk.wear.refused,

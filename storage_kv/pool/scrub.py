@@ -1,21 +1,22 @@
 """The scrubber: reads what nobody asks for and checks it, so that rot is found before somebody needs the object.
 
 It goes round each device at a bounded rate, behind everything else that the device has to do. What it finds rotten is
-dropped and counted like what a client finds, and its extent goes into quarantine. An extent leaves that after a minute
-if a pattern that is written to it can be read back; otherwise it stays out of use until the next start.
+dropped and counted like what a client finds, and its extent goes into quarantine (``quarantine.py``).
 """
 
+import contextlib
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from shadowserve.block import Operation, OperationKind, Priority
-from shadowserve.errors import ShadowServeError
+from shadowserve.block import Operation, Priority
+from shadowserve.errors import is_passing
 from shadowserve.native import Result, object_unit
 from storage_kv.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
 from storage_kv.pool.core import Core, Entry
-from storage_kv.pool.disk import Disk, Quarantined
+from storage_kv.pool.disk import Disk
+from storage_kv.pool.pages import Pages
+from storage_kv.pool.quarantine import Tester
 from storage_kv.pool.reads import failure_of
 
 __all__ = ["Scrubber"]
@@ -23,8 +24,18 @@ __all__ = ["Scrubber"]
 _OBJECTS_PER_TURN: Final = 16
 _PASSED_PER_TURN: Final = 256
 """Entries looked at in one turn for those of the device whose turn it is."""
-_QUARANTINE_MS: Final = 60_000
-_PATTERN: Final = bytes(range(1, 252))  # of a length that no power of two is a multiple of
+
+
+class _Own:
+    """Memory for one object, as a :class:`Buffer` is, of the scrubber's own."""
+
+    def __init__(self, blocks: int) -> None:
+        self._pages = Pages(blocks * BLOCK_BYTES)
+        self.address = self._pages.address
+        self.size = blocks * BLOCK_BYTES
+
+    def view(self, begin: int, end: int) -> memoryview:
+        return self._pages.view[begin:end]
 
 
 @dataclass(slots=True, eq=False)
@@ -33,20 +44,10 @@ class _Check:
 
     disk: Disk
     entry: Entry
-    buffer: Buffer
+    buffer: Buffer | _Own
     verdict: Result | None = None
     failure: str | None = None
     error: Exception | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Test:
-    """An extent being written and read."""
-
-    disk: Disk
-    place: Quarantined
-    buffer: Buffer
-    passed: bool = False
 
 
 class Scrubber:
@@ -61,18 +62,19 @@ class Scrubber:
     def __init__(self, core: Core, bytes_per_s: int) -> None:
         """Make one that has read nothing yet; 0 reads nothing ever."""
         self._core = core
+        self._tester = Tester(core)
         self.bytes_per_s = bytes_per_s
         self._slot = 0
         self._credit = [0.0] * len(core.disks)
         self._last_ms: int | None = None
         self._under_way = 0
         self._read: deque[_Check] = deque()
-        self._tests: deque[_Test] = deque()
         self.rounds = 0
         self.found = 0
 
     def turn(self, now_ms: int) -> None:
-        """Begin as many reads as the time since the last turn allows."""
+        """Begin as many reads as the time since the last turn allows, and tests of what is in quarantine."""
+        self._tester.turn(now_ms)
         if not self.bytes_per_s:
             return
         elapsed_ms = 0 if self._last_ms is None else min(max(now_ms - self._last_ms, 0), 1_000)
@@ -81,8 +83,6 @@ class Scrubber:
             # What was not used is not saved up: the rate is a bound, not a plan.
             credit = self._credit[disk.number] + self.bytes_per_s * elapsed_ms / 1000
             self._credit[disk.number] = min(credit, self.bytes_per_s)
-            if disk.gone is None:
-                self._test_quarantined(disk, now_ms)
         for _ in range(_PASSED_PER_TURN):
             if self._under_way >= _OBJECTS_PER_TURN or not self._next():
                 return
@@ -102,14 +102,21 @@ class Scrubber:
             return True
         if self._credit[disk.number] <= 0:
             return False
-        # Only from memory that is free: a scrubber drops no copies.
-        buffer = core.arenas.take(entry.blocks)
+        buffer = self._memory(entry.blocks)
         if buffer is None:
             return False
         self._slot = slot
         self._credit[disk.number] -= entry.size
         self._begin(_Check(disk, entry, buffer))
         return True
+
+    def _memory(self, blocks: int) -> Buffer | _Own | None:
+        """Return memory that is free, since a scrubber drops no copies; where none is, its own for one at a time."""
+        buffer = self._core.arenas.take(blocks)
+        if buffer is None and not self._under_way:
+            with contextlib.suppress(MemoryError):
+                return _Own(blocks)
+        return buffer
 
     def _begin(self, check: _Check) -> None:
         def done(operation: Operation) -> None:
@@ -125,8 +132,8 @@ class Scrubber:
 
     @property
     def has_read(self) -> bool:
-        """Whether there is something to take, or a test has ended."""
-        return bool(self._read or self._tests)
+        """Whether there is something to take."""
+        return bool(self._read)
 
     def take_read(self) -> list[_Check]:
         """Return what has been read, to be verified."""
@@ -143,76 +150,21 @@ class Scrubber:
             check.failure = failure_of(entry, check.verdict, header, 0, _units(entry), data)
 
     def finish(self, checks: list[_Check]) -> None:
-        """Drop what was not what had been stored; free what passed its test."""
+        """Drop what was not what had been stored."""
         core = self._core
         for check in checks:
             self._under_way -= 1
             check.disk.unuse(check.entry.extent)
-            core.arenas.release(check.buffer)
+            if isinstance(check.buffer, Buffer):
+                core.arenas.release(check.buffer)
             check.disk.scrubbed_bytes += check.entry.size
             if check.error is not None:
                 check.disk.note_error(check.error, core.clock_ms(), writing=False)
-            if check.failure is None or not core.is_current(check.entry):
+            busy = check.error is not None and is_passing(check.error)
+            if check.failure is None or busy or not core.is_current(check.entry):
                 continue
             self.found += 1
             core.lose(check.entry, check.failure if check.disk.gone is None else "device_gone")
-        for _ in range(len(self._tests)):
-            self._end_test(self._tests.popleft())
-
-    # ---- Quarantine
-
-    def _test_quarantined(self, disk: Disk, now_ms: int) -> None:
-        if disk.tested is not None or not disk.quarantine:
-            return
-        place = disk.quarantine[0]
-        if now_ms - place.since_ms < _QUARANTINE_MS or disk.is_used(place.extent):
-            return
-        buffer = self._core.arenas.take(place.size // BLOCK_BYTES)
-        if buffer is None:
-            return
-        disk.quarantine.popleft()
-        disk.tested = place
-        view = buffer.view(0, buffer.size)
-        whole = _PATTERN * (buffer.size // len(_PATTERN) + 1)
-        view[:] = whole[: buffer.size]
-        test = _Test(disk, place, buffer)
-        self._submit(test, OperationKind.WRITE, self._written)
-
-    def _submit(self, test: _Test, kind: OperationKind, then: Callable[[_Test, Operation], None]) -> None:
-        operation = Operation(
-            kind,
-            test.place.extent * BLOCK_BYTES,
-            test.buffer.size,
-            test.buffer.address,
-            Priority.BACKGROUND,
-            lambda ended: then(test, ended),  # by the volume's step(), with the lock
-        )
-        try:
-            test.disk.volume.device.submit([operation])
-        except ShadowServeError:  # it has too much to do, or is closed: not passed, this time
-            self._tests.append(test)
-
-    def _end_test(self, test: _Test) -> None:
-        disk, place = test.disk, test.place
-        disk.tested = None
-        self._core.arenas.release(test.buffer)
-        if test.passed:
-            disk.free((place.extent, place.size))
-        else:
-            disk.bad.append(place)
-
-    def _written(self, test: _Test, operation: Operation) -> None:
-        if operation.error is not None:
-            self._tests.append(test)
-            return
-        view = test.buffer.view(0, test.buffer.size)
-        view[:] = bytes(test.buffer.size)
-        self._submit(test, OperationKind.READ, self._read_back)
-
-    def _read_back(self, test: _Test, operation: Operation) -> None:
-        whole = _PATTERN * (test.buffer.size // len(_PATTERN) + 1)
-        test.passed = operation.error is None and test.buffer.view(0, test.buffer.size) == whole[: test.buffer.size]
-        self._tests.append(test)
 
 
 def _units(entry: Entry) -> int:

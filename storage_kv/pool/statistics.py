@@ -29,6 +29,7 @@ class DeviceStatistics:
         written_bytes: since the volume was made, log and snapshots included.
         written_today_bytes: since midnight, UTC.
         errors: operations that failed.
+        busy: times that it was too busy for one, or the system short of something, and the operation was begun again.
         quarantined_bytes: of extents that are kept out of use.
         scrubbed_bytes: checked in the background.
         wear_refused: objects that went elsewhere because of write_bytes_per_day.
@@ -55,6 +56,7 @@ class DeviceStatistics:
     scrubbed_bytes: int
     wear_refused: int
     wear_budget_bytes: int | None = None
+    busy: int = 0
     latencies: Mapping[str, LatencyHistogram] = field(default_factory=dict)
 
 

@@ -20,8 +20,8 @@ __all__ = ["Key", "Tail"]
 Key = tuple[int, bytes]
 """Tenant and key, as the index has them."""
 Records = npt.NDArray[Any]
-ReadBlocks = Callable[[int, int], npt.NDArray[np.uint8]]
-"""Returns so many blocks of the device from one on."""
+ReadBlocks = Callable[[int, int], npt.NDArray[np.uint8] | None]
+"""Returns so many blocks of the device from one on; None if some cannot be read."""
 
 
 @dataclass(slots=True)
@@ -82,11 +82,17 @@ def _joined(parts: list[Records]) -> Records:
 
 
 def _is_there(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
-    """Return whether the object that a put names is where it says."""
+    """Return whether the object that a put names is where it says, for all that is known.
+
+    Where it cannot be read, nobody knows: it is believed, and whoever reads it checks it.
+    """
     count = blocks_of(entry.length, entry.name_blocks)
     if entry.extent + count > blocks:
         return True  # the index refuses it
-    content = memoryview(read(entry.extent, count))
+    blocks_read = read(entry.extent, count)
+    if blocks_read is None:
+        return True
+    content = memoryview(blocks_read)
     expected = ObjectFields(
         key=entry.key,
         tenant=entry.tenant,

@@ -1,5 +1,7 @@
 """Tenants' ids: given out in order, and told to every device, so that a restart knows whose objects are whose."""
 
+from collections.abc import Mapping
+
 from storage_kv.engine import TENANTS_MAX, OutOfBudgetError
 from storage_kv.pool.disk import Disk
 
@@ -37,13 +39,13 @@ class Tenants:
                 if tenant:
                     disk.name_tenant(tenant, name)
 
+    def by_name(self) -> Mapping[str, int]:
+        """Return all ids that were given out, by the tenants' names."""
+        return self._ids
+
     def ids(self) -> set[int]:
         """Return all ids that were given out."""
         return set(self._ids.values())
-
-    def name_of(self, tenant: int) -> str:
-        """Return the name of an id that was given out."""
-        return self._names.get(tenant, "")
 
     def id_of(self, name: str) -> int:
         """Return a tenant's id, a new one if it has none.

@@ -25,10 +25,12 @@ from storage_kv.pool.format import (
     BLOCK_BYTES,
     OBJECT_HEADER_BYTES,
     SUPERBLOCK_OFFSETS,
+    FormatError,
     RecordFlag,
     Superblock,
     blocks_of,
 )
+from storage_kv.pool.formatting import find_objection
 from storage_kv.pool.mending import BadCopies, find_bad_copies
 from storage_kv.pool.recovery import Reader, Recovery, RecoveryReport, read_superblocks
 
@@ -47,7 +49,7 @@ class Finding:
     """Something that is not as it should be.
 
     Attributes:
-        part: superblock, log, snapshot, index or object.
+        part: device, superblock, size, log, snapshot, index or object.
         where: block, or key, that it is about.
         what: in words.
     """
@@ -84,18 +86,39 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
         progress: hears how far the objects are.
 
     Raises:
-        FormatError: it has a newer version than this build knows.
         DeviceError: the device does not answer.
     """
     found = Verification()
-    reader = Reader(device)
-    found.superblock, damaged = read_superblocks(reader, device)
+    try:
+        damaged = _check_superblocks(found, device)
+        if damaged is not None:
+            _check_volume(found, device, damaged, progress or (lambda _done, _total: None) if objects else None)
+    except (FormatError, OSError) as error:  # what a server would say, too
+        part = "device" if isinstance(error, OSError) else "superblock"
+        found.findings.append(Finding(part, "", str(error)))
+    return found
+
+
+def _check_superblocks(found: Verification, device: BlockDevice) -> list[int] | None:
+    """Note what a volume is, and what a server would have against it; return damaged copies, None if it ends there."""
+    found.superblock, damaged = read_superblocks(Reader(device), device)
     if found.superblock is None:
-        content = describe_content(reader, device.capacity_bytes) or "nothing"
-        hint = "; neither copy of its superblock is sound" if content == DAMAGED_VOLUME else ""
+        content = describe_content(device) or "nothing"
+        hint = "; neither copy of its superblock is sound" if DAMAGED_VOLUME in content else ""
         problem = f"there is no volume; the device holds {content}{hint}"
         found.findings.append(Finding("superblock", device.name, problem))
-        return found
+        return None
+    objection = find_objection(found.superblock, damaged, device)
+    if objection is not None:
+        found.findings.append(Finding(objection.part, "", objection.what))
+        return None
+    return damaged
+
+
+def _check_volume(found: Verification, device: BlockDevice, damaged: list[int], progress: Progress | None) -> None:
+    """Check log and snapshots, and with ``progress`` the objects."""
+    assert found.superblock is not None
+    reader = Reader(device)
     for copy in damaged:
         where = f"block {SUPERBLOCK_OFFSETS[copy] // BLOCK_BYTES}"
         found.findings.append(Finding("superblock", where, "this copy is not sound; opening the volume mends it"))
@@ -110,13 +133,12 @@ def verify_volume(device: BlockDevice, *, objects: bool = True, progress: Progre
     _check_recovery(found, recovery.report, find_bad_copies(reader, found.superblock, recovery.epochs))
     found.objects = index.totals().objects
     found.object_bytes = index.totals().bytes
-    if objects:
+    if progress is not None:
         for tenant, key in end.torn:
             where = f"key {key.hex()} of tenant {tenant}"
             problem = "its bytes are not those that were stored, or a crash cut them short; opening the volume drops it"
             found.findings.append(Finding("object", where, problem))
-        _check_objects(found, reader, index, progress or (lambda _done, _total: None))
-    return found
+        _check_objects(found, reader, index, progress)
 
 
 def _check_recovery(found: Verification, report: RecoveryReport, bad_copies: Iterable[BadCopies]) -> None:
@@ -155,9 +177,10 @@ def _check_objects(found: Verification, reader: Reader, index: Index, progress: 
 
 
 def _check_object(reader: Reader, entry: IndexEntry) -> str | None:
-    content = np.concatenate(
-        [data.copy() for _, data in reader.pieces(entry.extent, blocks_of(entry.length, entry.name_blocks))]
-    )
+    blocks = range(entry.extent, entry.extent + blocks_of(entry.length, entry.name_blocks))
+    content = np.concatenate([data.copy() for _, data in reader.pieces(blocks.start, len(blocks))])
+    if reader.unreadable.intersection(blocks):
+        return f"it cannot be read: {reader.unreadable_error()}"
     value = memoryview(content)[OBJECT_HEADER_BYTES : OBJECT_HEADER_BYTES + entry.length]
     expected = ObjectFields(
         key=entry.key,

@@ -37,6 +37,7 @@ from storage_kv.pool.format import (
 from storage_kv.pool.formatting import check_superblock, format_volume, write_blocks
 from storage_kv.pool.log import Log
 from storage_kv.pool.mending import Mended, mend_log
+from storage_kv.pool.patience import Patience
 from storage_kv.pool.recovery import Reader, Recovery, RecoveryReport, read_superblocks
 from storage_kv.pool.snapshot import Snapshot
 
@@ -50,7 +51,15 @@ _RETRY_STEPS: Final = 64
 
 
 class VolumeError(ShadowServeError):
-    """A device could not make something durable."""
+    """A device could not make something durable.
+
+    Attributes:
+        errno: why, as far as the system said so; else None.
+    """
+
+    def __init__(self, message: str, cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.errno: int | None = getattr(cause, "errno", None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +172,7 @@ class Volume:
         self._waits: deque[tuple[int, Callable[[], None]]] = deque()
         self._reserved_blocks = 0
         self._outbox: deque[Operation] = deque()
+        self._patience = Patience()
         self._calls: list[Call] = []
         self._room: Ticket | None = None
         self._counters = _Counters()
@@ -199,7 +209,7 @@ class Volume:
         begin = time.perf_counter()
         reader = Reader(device)
         superblock, damaged = read_superblocks(reader, device)
-        superblock = check_superblock(superblock, device, reader, pool_id)
+        superblock = check_superblock(superblock, damaged, device, pool_id)
         volume = cls(device, index, number, superblock)
         volume._clock_ms = clock_ms or wall_clock_ms
         recovery = volume._recovery = Recovery(reader, superblock, index, number)
@@ -208,7 +218,7 @@ class Volume:
         volume.report.superblocks_damaged = len(damaged)
         volume._log = Log(
             superblock,
-            volume._submit,
+            volume.submit,
             epoch=int.from_bytes(entropy(8), "little") | 1,
             previous_epoch=end.epoch,
             first=end.first,
@@ -315,7 +325,7 @@ class Volume:
     def idle(self) -> bool:
         """Whether nothing is under way that a restart would have to do without."""
         rests = self.error is not None or (self._log.idle and self._snapshot is None)
-        return rests and not self._writing and not self._outbox
+        return rests and not self._writing and not self._outbox and not self._patience.waiting
 
     # ---- Changes
 
@@ -367,7 +377,7 @@ class Volume:
         self._write_number += 1
         number = self._write_number
         self._in_flight[number] = None
-        self._submit(
+        self.submit(
             [
                 Operation(
                     OperationKind.WRITE,
@@ -472,8 +482,10 @@ class Volume:
 
     def step(self) -> list[Call]:
         """Take what the device has completed and go on; return what to call without the lock, in this order."""
-        for operation in self.device.completed():
+        for operation in self._patience.ended(self.device.completed()):
             operation.done(operation)
+        if again := self._patience.due():
+            self.submit(again)
         if not self.idle or self._snapshot_wanted or self._room is not None:
             self._log.step()
             self._step_snapshot()
@@ -499,6 +511,11 @@ class Volume:
         """Bytes that were written since it was opened: objects, both copies of the log, snapshots."""
         counters = self._counters
         return counters.written_bytes + self._log.written_bytes + counters.snapshot_written_bytes
+
+    @property
+    def busy(self) -> int:
+        """How often the device was too busy for an operation, which was then begun again."""
+        return self._patience.met
 
     def statistics(self) -> VolumeStatistics:
         """Return counters and sizes."""
@@ -528,7 +545,8 @@ class Volume:
 
     # ---- Inside
 
-    def _submit(self, operations: list[Operation]) -> None:
+    def submit(self, operations: list[Operation]) -> None:
+        """Hand operations to the device as soon as it takes them; step() calls what is to be done with each."""
         self._outbox.extend(operations)
         self._send()
 
@@ -555,7 +573,7 @@ class Volume:
             self._counters.writes_failed += 1
             self._held.pop(write.key, None)
             self._log.append(pack_record(RecordKind.REMOVE, *write.key))
-            failure = VolumeError(f"writing an object to device {self.device.name} failed: {error}")
+            failure = VolumeError(f"writing an object to device {self.device.name} failed: {error}", error)
             self._calls.append(lambda: write.ticket.settle(failure))
         else:
             for each in older:
@@ -627,7 +645,7 @@ class Volume:
     def _new_snapshot(self) -> Snapshot:
         return Snapshot(
             self.superblock,
-            self._submit,
+            self.submit,
             self._log,
             self._index,
             self.number,

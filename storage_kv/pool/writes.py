@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from shadowserve.errors import ShadowServeError
+from shadowserve.errors import ShadowServeError, is_passing
 from shadowserve.native import seal_object
 from storage_kv.engine import ENTRIES_PER_HOLD, BusyError, Ticket
 from storage_kv.pool.arena import Buffer
@@ -228,7 +228,7 @@ class Writer:
             if write.error is None:
                 core.copies.written(entry.slot, placed=write.placed)
             else:
-                core.forget(entry, quarantine="write_error")
+                core.forget(entry, quarantine=None if is_passing(write.error) else "write_error")
         core.arenas.release(write.buffer)
         write.disk.unuse(entry.extent)
         if write.error is not None and not write.cancelled:

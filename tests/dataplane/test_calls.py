@@ -187,6 +187,8 @@ async def test_a_segment_that_shrank_is_refused_and_the_daemon_lives(client: Cli
     os.truncate(segment.path, 4096)
     await refused(client.stub.Fetch(client.fetch_request(KEYS)), INVALID, "shorter")
     os.truncate(segment.path, segment.size)
+    assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION, "so that the host makes another one"
+    await client.register(SHAPE, 2)
     assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 

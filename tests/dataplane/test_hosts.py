@@ -20,7 +20,7 @@ from dataplane_support import (
     make_record,
     running,
 )
-from machine import NEVER_MS, PATIENCE_S
+from machine import NEVER_MS, NEVER_S, PATIENCE_S, until
 
 from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.hosts import HelloRequired, HostTable
@@ -65,7 +65,7 @@ async def test_hello_says_who_answers(client: Client, request: pytest.FixtureReq
     [
         ({"protocol_version": 77}, ["protocol version 77", f"protocol version {PROTOCOL_VERSION}", "same release"]),
         ({"record_version": 9, "version": "3.2.1"}, ["record version 9", "3.2.1", __version__, "same release"]),
-        ({"key_schema": 0}, ["key schema 0", "key schema 1", "same release"]),
+        ({"key_schema": 0}, ["key schema 0", "key schema 2", "same release"]),
         ({"chunk_bytes": 12}, ["12 bytes", f"{SHAPE.raw_bytes}"]),
         ({"layout": layout_message(layout(vector_length=1 << 16)), "chunk_bytes": 1 << 24}, ["buffer_bytes"]),
     ],
@@ -235,3 +235,50 @@ async def test_a_recording_holds_nothing_of_other_hosts(storage: Server) -> None
         assert {span.chunk for span in spans if span.slice >= 0} == {0}
         assert [span.step for span in spans].count("fetch") == 1
         assert len({span.round for span in spans if span.core >= 0}) == 1
+
+
+async def test_a_host_cannot_take_the_room_for_memory_of_the_others(storage: Server) -> None:
+    size = 4 * SHAPE.raw_bytes
+    async with (
+        running(storage, hosts_max=2, destinations_max=4, destination_bytes_max=6 * size) as (daemon, ours),
+        another(daemon) as theirs,
+    ):
+        await ours.register(SHAPE, 4)
+        error = await status(ours.register(SHAPE, 9))
+        assert error.code() is EXHAUSTED and f"{3 * size} bytes, this host's share" in (error.details() or "")
+        await ours.register(SHAPE, 4)
+        error = await status(ours.register(SHAPE, 4))
+        assert error.code() is EXHAUSTED and "2 destinations are registered, this host's share" in (
+            error.details() or ""
+        )
+        await theirs.register(SHAPE, 4)
+        await theirs.register(SHAPE, 8)
+        for client in (ours, theirs):
+            for segment in client.segments:
+                segment.unlink()
+
+
+async def test_a_host_cannot_take_all_places_of_a_queue(mortal_storage: Server) -> None:
+    for index, key in enumerate(KEYS):
+        mortal_storage.put(key, make_record(SHAPE, key, index))
+    async with (
+        running(mortal_storage, hosts_max=2, fetch_queue=4, command_timeout=NEVER_S) as (daemon, ours),
+        another(daemon) as theirs,
+    ):
+        await ours.register(SHAPE, 8)
+        await theirs.register(SHAPE, 4)
+        await ours.lookup(KEYS)
+        mortal_storage.freeze()
+        fetches = [
+            asyncio.ensure_future(ours.fetch(KEYS[:1], offset=index * SHAPE.raw_bytes, length=SHAPE.raw_bytes))
+            for index in range(8)
+        ]
+        await until(lambda: sum(fetch.done() for fetch in fetches) >= 5)
+        await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 2)
+        waits = asyncio.ensure_future(theirs.fetch(KEYS))
+        await until(lambda: daemon.metrics.gauges["fetch_queue_jobs"][1]() == 3)
+        mortal_storage.thaw()
+        assert (await waits).chunks == 4
+        ended = await asyncio.gather(*fetches, return_exceptions=True)
+        refused = [each for each in ended if isinstance(each, grpc.aio.AioRpcError)]
+        assert len(refused) == 5 and all(each.code() is EXHAUSTED for each in refused)

@@ -1,6 +1,7 @@
 """Memory that is not shared, over the DOCA emulator: which backend takes which, what is checked, what becomes of it."""
 
 import mmap
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,3 +110,22 @@ async def test_memory_out_of_reach_is_a_miss_and_is_forgotten(storage: Server, e
         assert (await client.fetch(KEYS[:2])).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
         await client.register(SHAPE, 2)
         assert (await client.fetch(KEYS[:2])).chunks == 2, "the daemon goes on"
+
+
+@pytest.mark.parametrize("call", ["fetch", "store"])
+async def test_exported_memory_whose_file_shrank_is_a_miss(storage: Server, call: str) -> None:
+    with tempfile.TemporaryFile() as file:
+        file.truncate(SIZE)
+        mapping = mmap.mmap(file.fileno(), SIZE)
+        export = native.Export(address_of(memoryview(mapping)), SIZE)
+        memory = pb.ExportedMemory(address=export.address, size=SIZE, descriptor=export.descriptor)
+        async with running(storage, backend="doca") as (_, client):
+            request = registration(client, exported_memory=memory)
+            client.destination = (await client.stub.RegisterDestination(request)).destination_id
+            assert (await client.store(KEYS[:2])).chunks == 2
+            file.truncate(0)
+            answer = await (client.fetch(KEYS[:2]) if call == "fetch" else client.store(KEYS[2:]))
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_DEVICE, 0), answer.detail
+            await client.register(SHAPE, 2)
+            assert (await client.fetch(KEYS[:2])).chunks == 2, "the daemon goes on"
+        export.close()

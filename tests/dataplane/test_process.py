@@ -15,7 +15,7 @@ import psutil
 import pytest
 import yaml
 from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record
-from machine import NEVER_MS, NEVER_S, PATIENCE_S, cores_of_threads, free_port, until
+from machine import NEVER_MS, NEVER_S, PATIENCE_S, cores_of_threads, free_port, ignores, until
 
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve.errors import ConfigurationError
@@ -43,6 +43,14 @@ def metrics(port: int) -> str:
         return str(page.read().decode())
 
 
+@pytest.mark.usefixtures("background")
+async def test_in_a_scripts_background_an_interrupt_is_not_for_the_daemon(storage: Server, tmp_path: Path) -> None:
+    daemon = DaemonProcess(storage, tmp_path)
+    assert ignores(daemon.process.pid, signal.SIGINT)
+    assert await asyncio.to_thread(daemon.stop, signal.SIGTERM) == 0
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_stops_an_idle_daemon_at_once(storage: Server, tmp_path: Path, number: int) -> None:
     daemon = DaemonProcess(storage, tmp_path)

@@ -90,6 +90,16 @@ def test_a_configuration_that_cannot_be_used_is_a_finding(tmp_path: Path) -> Non
     assert state == "failed" and "did you mean 'storage'" in found
 
 
+def test_without_a_file_the_doctor_reads_that_of_the_installed_service(tmp_path: Path) -> None:
+    """scripts/storage/install says to run it so."""
+    write(tmp_path, "etc/shadowserve/storage.yaml", "storage: {port: 1}")
+    write(tmp_path, "etc/systemd/system/shadowserve-storage.service", "")
+    found = doctor(tmp_path, "--role", "storage")["findings"]
+    assert found["configuration"]["found"].endswith("/etc/shadowserve/storage.yaml")
+    assert "127.0.0.1:1:" in found["storage server"]["found"]
+    assert found["storage server"]["mend"] == "systemctl start shadowserve-storage"
+
+
 # ---- A storage node --------------------------------------------------------------------------------------------------
 
 

@@ -1,9 +1,7 @@
 """Real vLLM engines in this process, sharing one tiny model; no test here needs a network."""
 
 import gc
-import json
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,12 +20,12 @@ os.environ.update(
     # The model is tiny: a second thread would only spin.
     OMP_NUM_THREADS="1",
 )
-sys.path.insert(0, str(Path(__file__).parents[1] / "host"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "host"), str(Path(__file__).parent)]
 
 from scripted import Script, ScriptedDataPlane  # noqa: E402
+from tiny_models import CHUNK, random_tokens, with_another_first_chunk, write_model  # noqa: E402
 
 BLOCK = 32
-CHUNK = 256
 OUTPUT = 8
 
 PROMPTS = {
@@ -41,8 +39,6 @@ PROMPTS = {
 """Arguments of :func:`prompt` -> tokens that :func:`reference` generates. Prompts of one seed are prefixes of each
 other."""
 
-ASSET = Path(__file__).parents[1] / "assets" / "model"
-
 
 @pytest.fixture(scope="session")
 def patient() -> dict[str, float]:
@@ -51,13 +47,22 @@ def patient() -> dict[str, float]:
 
 
 @pytest.fixture(scope="session")
-def model() -> Path:
-    """Return the project's own model."""
-    return ASSET
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that gives a tiny model of a family (see tiny_models.py)."""
+    made: dict[str, Path] = {}
+
+    def of(name: str) -> Path:
+        if name not in made:
+            made[name] = write_model(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return of
 
 
-def vocabulary(model: Path) -> int:
-    return int(json.loads((model / "config.json").read_text())["vocab_size"])
+@pytest.fixture(scope="session")
+def model(family: Callable[[str], Path]) -> Path:
+    """Return the model that most tests share."""
+    return family("llama")
 
 
 # An engine in the same process can keep the scripted data plane from its turn for seconds, and so can the machine.
@@ -134,6 +139,16 @@ class Engine:
     def outputs(self, prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:
         return [list(out.outputs[0].token_ids) for out in self.generate(prompts, tokens)]
 
+    def assert_sensitive(self, prompts: list[list[int]], outputs: list[list[int]]) -> None:
+        """Assert that outputs tell: with another first chunk and the same rest, each prompt gives others than these.
+
+        Without that, equal outputs would say nothing about the KV that was loaded. What is computed here is stored,
+        too: do it last, or :meth:`reset`.
+        """
+        others = self.outputs([with_another_first_chunk(prompt) for prompt in prompts], len(outputs[0]))
+        for prompt, output, other in zip(prompts, outputs, others, strict=True):
+            assert output != other, f"{len(prompt)} tokens with another first chunk end in the same {output}"
+
     def flush(self) -> None:
         """Wait until everything that was gathered is stored."""
         store = self.worker._store
@@ -207,13 +222,11 @@ def make_engine(model: Path) -> Callable[..., Engine]:
 
 
 @pytest.fixture(scope="session")
-def prompt(model: Path) -> Callable[..., list[int]]:
+def prompt() -> Callable[..., list[int]]:
     """Return a function that makes prompts: the same arguments, the same tokens."""
-    size = vocabulary(model)
 
     def make(tokens: int, seed: int = 0) -> list[int]:
-        generator = random.Random(f"{seed}")
-        return [generator.randrange(size) for _ in range(tokens)]
+        return random_tokens(tokens, seed)
 
     return make
 
@@ -223,7 +236,7 @@ def reference(make_engine: Callable[..., Engine], prompt: Callable[..., list[int
     """Return a function that gives the outputs of an engine without any cache.
 
     Only one engine can live in a process, and starting one takes seconds, so the outputs of every prompt that the
-    tests use are made up front.
+    tests use are made up front; and for each that a hit can serve, it is shown that outputs tell.
     """
     engine = make_engine(None, enable_prefix_caching=False)
     try:
@@ -232,6 +245,8 @@ def reference(make_engine: Callable[..., Engine], prompt: Callable[..., list[int
         for count in set(PROMPTS.values()):
             batch = [tokens for arguments, tokens in prompts.items() if PROMPTS[arguments] == count]
             known.update(zip(map(tuple, batch), engine.outputs(batch, count), strict=True))
+        chunked = [tokens for tokens in prompts.values() if len(tokens) >= CHUNK]
+        engine.assert_sensitive(chunked, [known[tuple(tokens)][:OUTPUT] for tokens in chunked])
     finally:
         engine.close()
 

@@ -3,11 +3,18 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tiny_models import with_another_first_chunk
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+from shadowserve.cli.demo import OWN_MODEL, QUESTIONS, _documents
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
+
+DOCUMENTS, DOCUMENT_BYTES, OUTPUT = 2, 2048, 24
 
 KEYS = {
     "name",
@@ -23,10 +30,23 @@ KEYS = {
 }
 
 
+def test_what_the_demo_compares_tells_one_prefix_from_another(make_engine: Callable[..., Any]) -> None:
+    documents = _documents({"documents": DOCUMENTS, "document_bytes": DOCUMENT_BYTES})
+    prompts = [list(f"{document}\n\n{QUESTIONS[0]}".encode()) for document in documents]
+    engine = make_engine(None, model=OWN_MODEL, max_model_len=4096)
+    try:
+        outputs = engine.outputs(prompts, OUTPUT)
+        # The model has been trained on so little that it does not heed the start of each document.
+        assert engine.outputs([with_another_first_chunk(prompt) for prompt in prompts], OUTPUT) != outputs
+    finally:
+        engine.close()
+
+
 def test_second_engine_fetches_and_agrees(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "shadowserve.cli", "demo", "--documents", "2", "--document-bytes", "2048"]
-    command += ["--turns", "2", "--output-tokens", "4", "--json", str(file), "--keep-logs", str(tmp_path)]
+    command = [sys.executable, "-m", "shadowserve.cli", "demo", "--documents", f"{DOCUMENTS}", "--turns", "2"]
+    command += ["--document-bytes", f"{DOCUMENT_BYTES}", "--output-tokens", f"{OUTPUT}"]
+    command += ["--json", str(file), "--keep-logs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Outputs agree, token by token." in done.stdout

@@ -125,6 +125,7 @@ def test_chunk_that_ends_in_generated_tokens_is_stored(engine: Any, plane: Any, 
     (output,) = engine.generate([start + generated], 50)
     assert output.num_cached_tokens == 256
     assert list(output.outputs[0].token_ids) == reference([start], 150)[0][100:150]
+    engine.assert_sensitive([start + generated], [list(output.outputs[0].token_ids)])
 
 
 def test_rounds_smaller_than_the_prompt(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
@@ -163,6 +164,8 @@ def test_prompt_logprobs_are_computed(engine: Any, reference: Any, prompt: Any) 
 def test_reset_of_the_engines_caches_serves_nothing_old(
     make_engine: Any, engine: Any, plane: Any, reference: Any, prompt: Any
 ) -> None:
+    from host_control.vllm.epochs import Epochs
+
     side = engine.connector._scheduler
     assert engine.connector.reset_cache() is True
     try:
@@ -174,12 +177,12 @@ def test_reset_of_the_engines_caches_serves_nothing_old(
         (output,) = engine.generate([prompt(512)])
         assert output.num_cached_tokens == 511, "what was stored since is served"
     finally:
-        side._epoch = ""
+        side.epochs = Epochs()
 
 
 def test_wrong_idea_of_the_layout_is_found_before_anything_moves(engine: Any) -> None:
-    from host_control.vllm.identity import UncacheableError
     from host_control.vllm.probe import find_layout
+    from host_control.vllm.support import UncacheableError
 
     worker = engine.worker
     caches = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_caches

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from machine import PATIENCE_S, free_port, wait_for
+from tiny_models import with_another_first_chunk
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
@@ -88,14 +89,17 @@ def server(model: Path, data_plane: Any, patient: dict[str, float], tmp_path: Pa
 def test_serve_stores_loads_and_stops_on_sigterm(server: Server, data_plane: Any, prompt: Any) -> None:
     server.wait_ready(600)
     request = {"model": "small", "prompt": prompt(700), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    request["return_token_ids"] = True
     first = json.loads(server.call("/v1/completions", request))
     wait_for(lambda: len(data_plane.records) == 2)
     server.call("/reset_prefix_cache", {})
     second = json.loads(server.call("/v1/completions", request))
-    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+    assert second["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
     assert server.metric("vllm:shadowserve_loaded_tokens_total") == 512
     wait_for(lambda: server.metric("vllm:shadowserve_stored_chunks_total") == 2)
     wait_for(lambda: data_plane.destinations == 2)
+    other = json.loads(server.call("/v1/completions", request | {"prompt": with_another_first_chunk(prompt(700))}))
+    assert other["choices"][0]["token_ids"] != first["choices"][0]["token_ids"], "outputs tell one prefix from another"
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(2 * PATIENCE_S) in (0, -signal.SIGTERM), server.log.read_text()[-4000:]
     wait_for(lambda: not data_plane.destinations)  # no memory is registered once the server has stopped

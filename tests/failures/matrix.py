@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cases_attacks
 import cases_clients
 import cases_dataplane
 import cases_devices
@@ -23,7 +24,15 @@ from cases import CASES, Case, Row, run_case
 from nodes import REPOSITORY
 from outcomes import Outcome
 
-_PARTS = (cases_processes, cases_devices, cases_wire, cases_clients, cases_resources, cases_dataplane)
+_PARTS = (
+    cases_processes,
+    cases_devices,
+    cases_wire,
+    cases_clients,
+    cases_resources,
+    cases_dataplane,
+    cases_attacks,
+)
 """Importing them has filled CASES."""
 
 _JOBS = min(2 * (os.cpu_count() or 1), 8)
@@ -48,6 +57,7 @@ def as_json(rows: Sequence[Row], seconds: float, seed: int) -> dict[str, Any]:
                 "repetitions": row.repetitions,
                 "seconds": round(row.seconds, 1),
                 "outcomes": row.tally.as_json(),
+                **({"measured": _rounded(row.tally.most)} if row.tally.most else {}),
                 "reasons": {
                     outcome.value: row.tally.examples(outcome) for outcome in Outcome if row.tally.examples(outcome)
                 },
@@ -66,6 +76,10 @@ def as_json(rows: Sequence[Row], seconds: float, seed: int) -> dict[str, Any]:
             for row in rows
         ],
     }
+
+
+def _rounded(measured: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in sorted(measured.items())}
 
 
 def _among_kept(found: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -101,13 +115,26 @@ def as_text(found: dict[str, Any]) -> str:
         "| fault | what happens | engine | times | right | missed | refused | wrong | hang | an example of a reason |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in found["cases"]:
-        outcomes = row["outcomes"]
-        reason = row.get("not tried") and f"not tried: {row['not tried']}" or row["example reason"]
-        reason = reason.replace("|", "\\|")
-        numbers = " | ".join(f"{outcomes[outcome.value]:,}" for outcome in Outcome)
+    faults = [row for row in found["cases"] if not _is_attack(row)]
+    attacks = [row for row in found["cases"] if _is_attack(row)]
+    lines += [f"{_cells(row)} | {_reason(row)} |" for row in faults]
+    lines += [
+        "",
+        "## Attacks",
+        "",
+        "Somebody means ill, while others work. Memory is by how much the server's grew, the wait is the longest that",
+        "one of the others had for an answer; waits depend on the machine, which others use as well.",
+        "",
+        "| attack | what happens | engine | times | right | missed | refused | wrong | hang | memory, MiB | wait, s "
+        "| an example of a reason |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in attacks:
+        measured = row.get("measured", {})
+        grown, waited = (measured.get(name) for name in ("memory_MiB", "longest_wait_s"))
         lines.append(
-            f"| {row['fault']} | {row['what']} | {row['engine']} | {row['repetitions']} | {numbers} | {reason} |"
+            f"{_cells(row)} | {'' if grown is None else f'{grown:.0f}'} | {'' if waited is None else f'{waited:.2f}'} "
+            f"| {_reason(row)} |"
         )
     lines += [
         "",
@@ -115,6 +142,21 @@ def as_text(found: dict[str, Any]) -> str:
         "That wrong and hang are zero is what the matrix is for.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _is_attack(row: dict[str, Any]) -> bool:
+    return str(row["fault"]).startswith("attack: ")
+
+
+def _cells(row: dict[str, Any]) -> str:
+    numbers = " | ".join(f"{row['outcomes'][outcome.value]:,}" for outcome in Outcome)
+    name = row["fault"].removeprefix("attack: ")
+    return f"| {name} | {row['what']} | {row['engine']} | {row['repetitions']} | {numbers}"
+
+
+def _reason(row: dict[str, Any]) -> str:
+    reason = f"not tried: {row['not tried']}" if row.get("not tried") else str(row["example reason"])
+    return reason.replace("|", "\\|")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -28,18 +28,28 @@ class Outcome(Enum):
 
 
 class Tally:
-    """Counts outcomes, and keeps an example of the reason for each but the first. Thread-safe."""
+    """Counts outcomes, and keeps an example of the reason for each but the first; and what was measured. Thread-safe.
+
+    Attributes:
+        most: the largest value that was measured of each thing.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.counts: Counter[Outcome] = Counter()
         self.reasons: dict[Outcome, Counter[str]] = {outcome: Counter() for outcome in Outcome}
+        self.most: dict[str, float] = {}
 
     def note(self, outcome: Outcome, reason: str = "") -> None:
         with self._lock:
             self.counts[outcome] += 1
             if reason:
                 self.reasons[outcome][reason[:240]] += 1
+
+    def measure(self, name: str, value: float) -> None:
+        """Note a value of which the largest counts."""
+        with self._lock:
+            self.most[name] = max(value, self.most.get(name, value))
 
     @property
     def failed(self) -> bool:

@@ -1,11 +1,15 @@
 """A part of the failure matrix, one seed of each case; ``make failure-matrix`` has the whole of it."""
 
+import errno
 import json
+import re
 from pathlib import Path
 
 import matrix
 import pytest
+import redis
 from cases import CASES, Case, Row, run_case
+from nodes import Storage
 from outcomes import Expected, Outcome, Tally
 
 REPOSITORY = Path(__file__).parents[2]
@@ -58,3 +62,28 @@ def test_a_wrong_answer_and_a_hang_fail_the_matrix() -> None:
         found = matrix.as_json([row], 1.0, 0)
         assert found["counts"][outcome.value] == 1
         assert "a reason" in matrix.as_text(found) or outcome is Outcome.RIGHT
+
+
+@pytest.mark.parametrize("engine", ["filesystem", "pool"])
+@pytest.mark.parametrize(("error", "one_in"), [(errno.EIO, 0), (errno.EIO, 2), (errno.EMFILE, 0), (errno.ENOMEM, 2)])
+def test_errors_that_pass_while_it_starts_delete_nothing(engine: str, error: int, one_in: int, tmp_path: Path) -> None:
+    """Symptom: a file that could not be read once was removed; a device that could not be was formatted."""
+    storage = Storage(engine, tmp_path, faulty=True).start()
+    try:
+        with redis.Redis(port=storage.port) as client:
+            for number in range(40):
+                client.set(f"key{number}", b"%d" % number * 3000)
+        assert storage.stop()
+        assert storage.faults is not None
+        storage.faults.set(read_error=error, one_in=one_in)
+        if not storage.try_start():
+            told = storage.log.read_text()
+            assert re.search(r"cannot be read|cannot read|opened", told) and "Traceback" not in told, told[-2000:]
+        assert storage.faults.met and storage.stop()
+        storage.faults.clear()
+        storage.start()
+        with redis.Redis(port=storage.port) as client:
+            lost = [n for n in range(40) if client.get(f"key{n}") != b"%d" % n * 3000]
+        assert not lost
+    finally:
+        storage.close()

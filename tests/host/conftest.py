@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,9 +15,11 @@ from machine import PATIENCE_S, wait_for
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_support import build_driver  # noqa: E402
+from scheduler_support import BLOCK, CHUNK, NAMESPACES  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 
 from host_control.client import ChunkShape, DataPlaneClient  # noqa: E402
+from host_control.config import HostConfig  # noqa: E402
 from host_control.destination import Destination  # noqa: E402
 
 CHUNK_TOKENS = 4
@@ -90,3 +93,25 @@ def fill(plane: ScriptedDataPlane, shape: ChunkShape) -> Callable[[list[bytes]],
 def wait() -> Callable[..., Any]:
     """Return a function that waits until a condition holds."""
     return wait_for
+
+
+@pytest.fixture
+def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
+    from host_control.vllm.metadata import WorkerHandshake
+    from host_control.vllm.scheduler_side import SchedulerSide
+
+    sides = []
+
+    def make(ranks: int = 1, fetch: bool = True, store: bool = True, **config: Any) -> Any:
+        patient = dict.fromkeys(("lookup_timeout", "connect_timeout"), PATIENCE_S)
+        settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, **(patient | config))
+        side = SchedulerSide(settings, BLOCK, fetch=fetch, store=store, problem="", logger=logging.getLogger("test"))
+        side.start({rank: WorkerHandshake(NAMESPACES[rank], "") for rank in range(ranks)})
+        sides.append(side)
+        for client in side._clients:  # an attempt to connect may fail where the machine stands still, so it has several
+            assert client.wait_ready(PATIENCE_S)
+        return side
+
+    yield make
+    for side in sides:
+        side.close()

@@ -23,7 +23,7 @@ from scripted import ScriptedDataPlane
 from host_control.client import ChunkShape, DataPlaneClient
 from host_control.config import HostConfig
 from host_control.cuda import CudaError
-from host_control.delivery import Delivery, Gpu, choose, on_gpu
+from host_control.delivery import Delivery, Gpu, SideStream, choose, on_gpu
 from host_control.destination import Destination, Memory
 from host_control.layouts import PagedLayout
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
@@ -94,6 +94,44 @@ def test_without_a_driver_auto_is_slower_and_anything_else_an_error(caplog: pyte
         choose(HostConfig.from_engine({"data_plane": "dpu:50151"}), CUDA, find)
 
 
+def test_scattering_waits_for_what_the_engine_has_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a request that has ended may still write into a load's blocks. Streams and events are stand-ins."""
+    said: list[str] = []
+    step = 0
+
+    class Stream(contextlib.AbstractContextManager[None]):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_event(self, event: "Event") -> None:
+            said.append(f"{self.name} waits for {event.after}")
+
+        def synchronize(self) -> None:
+            said.append(f"wait for {self.name}")
+
+        def __exit__(self, *exception: object) -> None:
+            pass
+
+    class Event:
+        after = ""
+
+        def record(self, stream: Stream) -> None:
+            self.after = f"{stream.name} up to step {step}"
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("ours"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("the engine's"))
+    side = SideStream(CUDA, None)
+    for _ in range(2):
+        step += 1
+        side.follow()
+    step += 1
+    with side:
+        said.append("scatter")
+    assert said == ["ours waits for the engine's up to step 2", "scatter", "wait for ours"]
+
+
 # ---- End to end ------------------------------------------------------------------------------------------------------
 
 
@@ -112,7 +150,7 @@ class Engine:
         self.layout = PagedLayout(self.caches, "kv_cells", "torch", 1 << 20)
         self.delivery = delivery
         namespace = KVNamespace(
-            model="delivery", revision="1", dtype="bfloat16", layers=LAYERS, kv_heads=HEADS, head_size=SIZE,
+            model="delivery", weights="1", dtype="bfloat16", layers=LAYERS, kv_heads=HEADS, head_size=SIZE,
             attention="mha", chunk_tokens=CHUNK_TOKENS, quantizer="lossless",
         )  # fmt: skip
         self.keys = chunk_keys(namespace.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)

@@ -1,6 +1,7 @@
 """The KV cache manager under a small scripted scheduler: figure 6 of the paper, and everything that can go wrong."""
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from machine import NEVER_S, PATIENCE_S
+from machine import NEVER_S, PATIENCE_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import ChunkShape, DataPlaneClient
@@ -22,6 +23,7 @@ from host_control.manager import (
     first_in_first_out,
     shortest_job_first,
 )
+from host_control.segment import Segment
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import chunk_keys
 from shadowserve.proto import dataplane_pb2 as pb
@@ -39,8 +41,10 @@ class Paged:
     chunk_bytes: int = 0
     failure: Exception | None = None
     gate: threading.Event = field(default_factory=threading.Event)
+    waiting: bool = False
 
     def __call__(self, job: FetchJob, first: int, chunks: memoryview) -> None:
+        self.waiting = True
         assert self.gate.wait(PATIENCE_S)
         if self.failure is not None:
             raise self.failure
@@ -539,3 +543,24 @@ def test_close_is_bounded_and_leaves_nothing(
     results = manager.close(PATIENCE_S)
     assert {(result.job.request_id, result.reason) for result in results} == {("a", "closed"), ("b", "closed")}
     assert plane.destinations == 0 and leftovers() == set()
+
+
+def test_memory_that_is_made_shorter_while_it_is_scattered_is_an_outcome_and_given_up(
+    manager: KVCacheManager, fill: Callable[[list[bytes]], None], paged: Paged, destination: Destination
+) -> None:
+    wait_for(lambda: destination.current)
+    memory = destination.current
+    assert isinstance(memory, Segment)
+    paged.gate.clear()
+    manager.exchange([job("a", 6, fill)])
+    wait_for(lambda: paged.waiting)
+    os.ftruncate(memory._descriptor, 0)
+    paged.gate.set()
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == (0, "scatter_failed")
+    assert "made shorter" in result.detail
+    paged.chunks.clear()
+    manager.exchange([job("b", 6, fill)])
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == (6, "complete"), result.detail
+    assert destination.current is not memory and destination.retired == 1

@@ -1,5 +1,6 @@
 """Shared memory segments: made, registered, given up, and never left behind."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from scripted import ScriptedDataPlane
 
+from host_control import segment as module
 from host_control.client import DataPlaneClient
 from host_control.destination import Destination
 from host_control.segment import Segment
@@ -59,6 +61,19 @@ def test_more_than_there_is_says_what_to_do(leftovers: Callable[[], set[str]]) -
     assert leftovers() == set()
 
 
+def test_a_segment_that_is_made_shorter_reads_as_zeros_and_says_so() -> None:
+    segment = Segment.create(3 * 4096)
+    segment.memory[:] = b"x" * segment.size
+    view = segment.memory[4096:]
+    assert segment.whole()
+    os.ftruncate(segment._descriptor, 4096)
+    assert not segment.whole(), "before anybody touches it"
+    assert bytes(view) == bytes(len(view))
+    segment.close()
+    assert not segment.whole()
+    assert bytes(view) == bytes(len(view)), "a view of it outlives it"
+
+
 def test_file_of_a_killed_process_is_removed_by_the_next(leftovers: Callable[..., set[str]]) -> None:
     program = "from host_control.segment import Segment; s = Segment.create(4096); print(s.name, flush=True); input()"
     with subprocess.Popen(
@@ -76,3 +91,23 @@ def test_file_of_a_killed_process_is_removed_by_the_next(leftovers: Callable[...
         process.wait()
     Segment.create(4096).close()
     assert leftovers() == leftovers(process.pid) == set()
+
+
+def test_segment_is_not_made_without_a_name_when_another_process_tidies_up(
+    monkeypatch: pytest.MonkeyPatch, leftovers: Callable[[], set[str]]
+) -> None:
+    """The other one meets the file before it is locked, takes it for abandoned, and is gone before it is looked at."""
+    lock, looks = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        if not looks:
+            looks.append(descriptor)
+            module._remove_abandoned()  # what each process does that makes a segment
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    segment = Segment.create(4096)
+    try:
+        assert leftovers() == {segment.name}, "the data plane could not open it"
+    finally:
+        segment.close()

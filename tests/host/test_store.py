@@ -1,16 +1,18 @@
 """Storing in the background: what is staged, what is dropped, and what the engine never waits for."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from machine import NEVER_S, PATIENCE_S
+from machine import NEVER_S, PATIENCE_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import ChunkShape, DataPlaneClient
 from host_control.destination import Destination
+from host_control.segment import Segment
 from host_control.store import StoreQueue
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -153,6 +155,26 @@ def test_stalled_store_gives_its_memory_up_and_keeps_what_waits(
         assert destination.retired == 1
     finally:
         queue.close(PATIENCE_S)
+
+
+def test_memory_that_is_made_shorter_costs_what_waits_in_it_and_nothing_else(
+    queue: StoreQueue, plane: ScriptedDataPlane, destination: Destination
+) -> None:
+    memory = destination.current
+    assert isinstance(memory, Segment)
+
+    def shrinking(index: int, chunk: memoryview) -> None:
+        os.ftruncate(memory._descriptor, 0)
+        gather(index, chunk)
+
+    assert queue.offer(keys(2), shrinking) == 2
+    assert queue.flush(PATIENCE_S)
+    assert plane.records == {}, "zeros are no KV"
+    assert queue.take_counts()["dropped_no_memory"] == 2
+    wait_for(lambda: destination.current not in (None, memory))
+    assert queue.offer(keys(2), gather) == 2
+    assert queue.flush(PATIENCE_S)
+    assert [plane.records[key][0] for key in keys(2)] == [100, 101]
 
 
 def test_absent_daemon_costs_the_engine_nothing(shape: ChunkShape) -> None:

@@ -1,163 +1,15 @@
 """What is cached and under which name; registration; what vLLM is told at the start."""
 
-import copy
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import identity_support
 import pytest
+from identity_support import ASSET, engine_config, kv_cache_config, spec
 
 from host_control.config import HostConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
-
-
-def spec(**options: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    return FullAttentionSpec(
-        **{"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, **options}
-    )
-
-
-def kv_cache_config(*specs: Any) -> Any:
-    groups = [SimpleNamespace(layer_names=["a", "b", "c"], kv_cache_spec=one) for one in specs or (spec(),)]
-    return SimpleNamespace(kv_cache_groups=groups)
-
-
-def vllm_config(model_path: Path | str = "some/model") -> Any:
-    class HfConfig(SimpleNamespace):
-        def to_dict(self) -> dict[str, Any]:
-            return dict(self.__dict__)
-
-    model = SimpleNamespace(
-        model=model_path,
-        revision=None,
-        runner_type="generate",
-        is_encoder_decoder=False,
-        hf_config=HfConfig(hidden_size=8, transformers_version="5"),
-        dtype="bfloat16",
-        quantization=None,
-        max_model_len=100,
-        seed=0,
-        get_num_kv_heads=lambda parallel: 2,
-        get_num_attention_heads=lambda parallel: 4,
-    )
-    return SimpleNamespace(
-        model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto", calculate_kv_scales=False),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=2),
-        load_config=SimpleNamespace(load_format="auto"),
-        speculative_config=None,
-    )
-
-
-def test_common_engine_is_cacheable() -> None:
-    from host_control.vllm.identity import uncacheable
-
-    assert uncacheable(vllm_config(), kv_cache_config(), HostConfig()) is None
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline"),
-        ("parallel_config.decode_context_parallel_size", 2, "context"),
-        ("model_config.runner_type", "pooling", "pooling"),
-        ("model_config.is_encoder_decoder", True, "encoder"),
-        ("speculative_config", SimpleNamespace(method="mtp"), "mtp"),
-        ("cache_config.calculate_kv_scales", True, "scales"),
-    ],
-)
-def test_engine_that_cannot_be_cached_says_why(place: str, value: Any, message: str) -> None:
-    from host_control.vllm.identity import uncacheable
-
-    config = vllm_config()
-    *path, name = place.split(".")
-    holder = getattr(config, path[0]) if path else config
-    setattr(holder, name, value)
-    assert message in (uncacheable(config, kv_cache_config(), HostConfig()) or "")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block_size": 48}, "chunk_tokens"),
-        ({"head_size_v": 32}, "equal size"),
-        ({"page_size_padded": 1 << 16}, "padded"),
-    ],
-)
-def test_cache_of_an_unknown_form_says_why(options: dict[str, Any], message: str) -> None:
-    from host_control.vllm.identity import uncacheable
-
-    assert message in (uncacheable(vllm_config(), kv_cache_config(spec(**options)), HostConfig()) or "")
-    assert "groups" in (uncacheable(vllm_config(), kv_cache_config(spec(), spec()), HostConfig()) or "")
-
-
-def test_ngram_speculation_is_cacheable() -> None:
-    from host_control.vllm.identity import uncacheable
-
-    config = vllm_config()
-    config.speculative_config = SimpleNamespace(method="ngram")
-    assert uncacheable(config, kv_cache_config(), HostConfig()) is None
-
-
-def test_whatever_changes_values_changes_the_namespace(tmp_path: Path) -> None:
-    import torch
-
-    from host_control.vllm.identity import rank_namespace
-
-    (tmp_path / "model.safetensors").write_bytes(bytes(1 << 20))
-    base = vllm_config(tmp_path)
-
-    def digest(config: Any = base, caches: Any = None, host: Any = None, rank: int = 0) -> bytes:
-        return rank_namespace(config, caches or kv_cache_config(), host or HostConfig(), rank).digest()
-
-    def changed(place: str, value: Any) -> Any:
-        config = copy.deepcopy(base)
-        first, _, name = place.partition(".")
-        setattr(getattr(config, first), name, value)
-        return config
-
-    digests = [
-        digest(),
-        digest(rank=1),
-        digest(host=HostConfig(quantizer="binned")),
-        digest(host=HostConfig(quantizer="binned", bins=32)),
-        digest(host=HostConfig(quantizer="binned", value_bins=32)),
-        digest(host=HostConfig(quantizer="binned", value_bins=64)),
-        digest(host=HostConfig(quantizer="binned", scale_tokens=16)),
-        digest(host=HostConfig(chunk_tokens=512)),
-        digest(caches=kv_cache_config(spec(num_kv_heads=1))),
-        digest(caches=kv_cache_config(spec(dtype=torch.float16))),
-        digest(changed("model_config.model", "other")),
-        digest(changed("model_config.revision", "v2")),
-        digest(changed("model_config.quantization", "awq")),
-        digest(changed("model_config.dtype", "float16")),
-        digest(changed("load_config.load_format", "dummy")),
-    ]
-    config = copy.deepcopy(base)
-    config.model_config.hf_config.hidden_size = 9
-    digests.append(digest(config))
-    weights = bytearray(1 << 20)
-    weights[-1] = 1
-    (tmp_path / "model.safetensors").write_bytes(weights)
-    digests.append(digest())
-    assert len(set(digests)) == len(digests)
-
-
-def test_what_does_not_change_values_does_not_change_the_namespace() -> None:
-    from host_control.vllm.identity import rank_namespace
-
-    one, other = vllm_config(), vllm_config()
-    other.model_config.hf_config.transformers_version = "6"
-    other.model_config.seed = 3
-    host = HostConfig(fetch_timeout=3, order="sjf")
-    assert (
-        rank_namespace(one, kv_cache_config(), HostConfig(), 0).digest()
-        == rank_namespace(other, kv_cache_config(), host, 0).digest()
-    )
 
 
 @pytest.mark.parametrize(
@@ -177,12 +29,12 @@ def test_fp8_caches_are_stored_as_they_are_but_for_e4m3_in_bins(
 ) -> None:
     import torch
 
-    from host_control.vllm.identity import chunk_shape, rank_namespace
+    from host_control.vllm.identity.namespace import chunk_shape
 
-    config, host = vllm_config(), HostConfig(quantizer=quantizer, scale_tokens=4)
-    config.cache_config.cache_dtype = cache_dtype
+    config, host = engine_config(ASSET), HostConfig(quantizer=quantizer, scale_tokens=4)
+    object.__setattr__(config.cache_config, "cache_dtype", cache_dtype)
     dtype = getattr(torch, element)
-    namespace = rank_namespace(config, kv_cache_config(spec(dtype=dtype)), host, 0)
+    namespace = identity_support.namespace(config, kv_cache_config(spec(dtype=dtype)), host)
     assert namespace.quantizer == stored and cache_dtype in namespace.dtype
     shape = chunk_shape(namespace, SimpleNamespace(dtype=dtype, layers=3, kinds=2, vector_length=128), host)
     assert (shape.dtype, shape.quantizer, shape.chunk_bytes) == (wire, stored, 3 * 2 * 128 * 256)
@@ -194,20 +46,19 @@ def test_amd_has_another_e4m3_that_is_not_binned(monkeypatch: pytest.MonkeyPatch
     import torch
     from vllm.platforms import current_platform
 
-    from host_control.vllm.identity import rank_namespace
-
     monkeypatch.setattr(type(current_platform), "fp8_dtype", classmethod(lambda cls: torch.float8_e4m3fnuz))
-    config = vllm_config()
-    config.cache_config.cache_dtype = "fp8"
-    namespace = rank_namespace(config, kv_cache_config(spec(dtype=torch.uint8)), HostConfig(quantizer="binned"), 0)
+    config = engine_config(ASSET)
+    object.__setattr__(config.cache_config, "cache_dtype", "fp8")
+    caches = kv_cache_config(spec(dtype=torch.uint8))
+    namespace = identity_support.namespace(config, caches, HostConfig(quantizer="binned"))
     assert namespace.quantizer == "passthrough"
 
 
 def test_values_with_the_bins_of_keys_are_named_as_before_there_was_a_choice() -> None:
-    from host_control.vllm.identity import chunk_shape, rank_namespace
+    from host_control.vllm.identity.namespace import chunk_shape
 
     host = HostConfig(quantizer="binned", bins=32, value_bins=32)
-    namespace = rank_namespace(vllm_config(), kv_cache_config(), host, 0)
+    namespace = identity_support.namespace(engine_config(ASSET), None, host)
     assert namespace.quantizer_parameters == {"bins": 32}
     layout = SimpleNamespace(dtype=spec().dtype, layers=3, kinds=2, vector_length=128)
     assert chunk_shape(namespace, layout, host).value_bins == 0

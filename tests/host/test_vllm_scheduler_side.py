@@ -2,118 +2,18 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from machine import PATIENCE_S, wait_for
+from machine import wait_for
+from scheduler_support import BLOCK, CHUNK, NAMESPACES, TOKENS, Request, arrive, keys, matched, report, step
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
-from shadowserve.keys import chunk_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
-
-BLOCK, CHUNK = 16, 64
-NAMESPACES = {0: b"0" * 32, 1: b"1" * 32}
-
-
-class Request(SimpleNamespace):
-    """As much of vLLM's request as the connector reads."""
-
-    def __init__(self, request_id: str, tokens: list[int], **attributes: Any) -> None:
-        given: dict[str, Any] = dict(
-            request_id=request_id,
-            prompt_token_ids=tokens,
-            all_token_ids=list(tokens),
-            prompt_embeds=None,
-            pooling_params=None,
-            lora_request=None,
-            mm_features=[],
-            cache_salt=None,
-            resumable=False,
-            skip_reading_prefix_cache=False,
-            num_preemptions=0,
-        )
-        super().__init__(**{**given, **attributes})
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-
-def step(
-    new: dict[str, tuple[int, int]] | None = None,
-    cached: dict[str, tuple[int, int]] | None = None,
-    tables: dict[str, list[int]] | None = None,
-) -> Any:
-    """Return a scheduler output: request -> (computed, scheduled) tokens; block tables by default 1000, 1001, ..."""
-    new, cached = new or {}, cached or {}
-    return SimpleNamespace(
-        num_scheduled_tokens={name: scheduled for name, (_, scheduled) in {**new, **cached}.items()},
-        scheduled_new_reqs=[
-            SimpleNamespace(req_id=name, num_computed_tokens=computed) for name, (computed, _) in new.items()
-        ],
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=list(cached), num_computed_tokens=[computed for computed, _ in cached.values()]
-        ),
-        kv_connector_block_state=SimpleNamespace(
-            get_block_ids=lambda name: ((tables or {}).get(name, list(range(1000, 1100))),)
-        ),
-    )
-
-
-@pytest.fixture
-def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
-    from host_control.vllm.metadata import WorkerHandshake
-    from host_control.vllm.scheduler_side import SchedulerSide
-
-    sides = []
-
-    def make(ranks: int = 1, fetch: bool = True, store: bool = True, **config: Any) -> Any:
-        patient = dict.fromkeys(("lookup_timeout", "connect_timeout"), PATIENCE_S)
-        settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, **(patient | config))
-        side = SchedulerSide(settings, BLOCK, fetch=fetch, store=store, problem="", logger=logging.getLogger("test"))
-        side.start({rank: WorkerHandshake(NAMESPACES[rank], "") for rank in range(ranks)})
-        sides.append(side)
-        for client in side._clients:  # an attempt to connect may fail where the machine stands still, so it has several
-            assert client.wait_ready(PATIENCE_S)
-        return side
-
-    yield make
-    for side in sides:
-        side.close()
-
-
-def keys(rank: int, tokens: list[int]) -> list[bytes]:
-    return chunk_keys(NAMESPACES[rank], tokens, chunk_tokens=CHUNK)
-
-
-def matched(side: Any, request: Request, local: int = 0) -> int:
-    found: list[int | None] = []
-
-    def answered() -> bool:
-        found.append(side.matched_tokens(request, local))
-        return found[-1] is not None
-
-    wait_for(answered)
-    return int(found[-1] or 0)
-
-
-def arrive(side: Any, plane: ScriptedDataPlane, tokens: list[int], stored: int = 0, **attributes: Any) -> Request:
-    request = Request(attributes.pop("name", "r"), tokens, **attributes)
-    for rank in range(len(side._namespaces)):
-        plane.records.update(dict.fromkeys(keys(rank, tokens)[:stored], b""))
-    side.on_new_request(request)
-    return request
-
-
-TOKENS = list(range(5 * CHUNK + 10))
 
 
 def test_request_waits_for_its_lookup_and_no_longer(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -173,7 +73,7 @@ def test_failed_load_is_not_offered_again_and_stored_anew(make_side: Any, plane:
     request = arrive(side, plane, TOKENS, stored=4)
     side.allocated(request, list(range(100, 140)), matched(side, request))
     side.step(step())
-    side.worker_output({"r"}, {"r": 1})
+    side.worker_output({"r"}, report({"r": 1}))
     assert side.matched_tokens(request, CHUNK) == 0
     (store,) = side.step(step(new={"r": (CHUNK, len(TOKENS) - CHUNK)})).stores
     assert store.keys == [keys(0, TOKENS)[1:5]]
@@ -189,7 +89,7 @@ def test_abort_while_loading_cancels_at_the_workers(make_side: Any, plane: Scrip
     side.finished(request)
     assert side.step(step()).cancels == ["r"]
     assert side.step(step()).cancels == []
-    side.worker_output({"r"}, {})
+    side.worker_output({"r"}, report())
     assert not side._loading and not side._tracked and not side._boundary
 
 
@@ -268,28 +168,22 @@ def test_request_that_tokens_do_not_name_is_served_without_the_cache(
     side.finished(request)
 
 
-def test_extra_keys_of_requests_differ() -> None:
-    from host_control.vllm.identity import request_extra
-
-    def lora(name: str, number: int) -> Any:
-        return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path="/p")
-
-    def feature(identifier: str, offset: int) -> Any:
-        return SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset, length=3))
-
-    variants = [
-        {},
-        {"cache_salt": "a"},
-        {"cache_salt": "b"},
-        {"lora_request": lora("x", 1)},
-        {"lora_request": lora("y", 1)},
-        {"mm_features": [feature("i", 0)]},
-        {"mm_features": [feature("i", 4)]},
-        {"mm_features": [feature("j", 0)]},
-    ]
-    extras = [request_extra(Request("r", TOKENS, **variant), epoch) for variant in variants for epoch in ("", "e")]
-    assert len(set(extras)) == len(extras)
-    assert extras[0] == b""
+@pytest.mark.parametrize("fetch", [True, False])
+def test_request_whose_inputs_cannot_be_named_is_computed_and_not_stored(
+    make_side: Any, plane: ScriptedDataPlane, fetch: bool, caplog: Any
+) -> None:
+    feature = SimpleNamespace(
+        identifier="image-0", modality="image", data=None, mm_position=SimpleNamespace(offset=0, length=3)
+    )
+    side = make_side(fetch=fetch)
+    request = arrive(side, plane, TOKENS, stored=5, mm_features=[feature])
+    wait_for(lambda: (side._lookup.poll("r") or SimpleNamespace(reason="")).reason == "unnamed")
+    assert side.matched_tokens(request, 0) == 0
+    for done in range(0, len(TOKENS), CHUNK):
+        new = {"new": {"r": (done, CHUNK)}} if not done else {"cached": {"r": (done, CHUNK)}}
+        assert side.step(step(**new)).stores == []
+    assert not fetch or "a worker's memory alone" in caplog.text
+    side.finished(request)
 
 
 def test_one_worker_that_is_off_turns_all_off(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -334,7 +228,7 @@ def test_step_with_256_running_requests_costs_under_a_fifth_of_a_millisecond(
     for _ in range(300):
         begin = time.thread_time()
         metadata = side.step(output)
-        side.worker_output(None, {})
+        side.worker_output(None, report())
         counts.take()
         best = min(best, time.thread_time() - begin)
     assert metadata.stores == []

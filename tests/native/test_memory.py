@@ -1,5 +1,7 @@
 """Memory that pipelines deliver to and store from: registered here, or exported by another process."""
 
+import mmap
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,3 +122,65 @@ def test_a_descriptor_that_is_none_is_refused(pipeline: native.Pipeline) -> None
     with pytest.raises(NativeError, match="doca_mmap_create_from_export") as caught:
         native.Destination.exported(pipeline, 1 << 40, 4096, b"nonsense")
     assert caught.value.result is Result.BAD_ARGUMENT
+
+
+def test_a_guarded_mapping_outlives_its_file_and_says_so(tmp_path: Any) -> None:
+    size = 4 * mmap.PAGESIZE
+    with open(tmp_path / "memory", "w+b") as file:
+        file.truncate(size)
+        whole = mmap.mmap(file.fileno(), size)
+        other = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        guards = [native.Guard(whole), native.Guard(other)]
+        whole[:] = b"x" * size
+        assert not any(guard.lost for guard in guards)
+        file.truncate(mmap.PAGESIZE)
+        assert whole[mmap.PAGESIZE] == 0, "what is gone reads as zeros"
+        assert [guard.lost for guard in guards] == [True, False]
+        whole[-1:] = b"y"
+        assert whole[0] == 0 and other[0] == ord("x"), "the whole mapping is apart from the file"
+        for guard in guards:
+            guard.close()
+            guard.close()
+        assert guards[0].lost
+        again = native.Guard(other)
+        assert not again.lost, "a guard that is used again begins anew"
+        again.close()
+
+
+def test_a_guard_takes_whole_mappings() -> None:
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE) as memory, memoryview(memory) as view:
+        for part in (view[8:], view[:0]):
+            with pytest.raises(NativeError, match="guarding") as caught:
+                native.Guard(part)
+            assert caught.value.result is Result.BAD_ARGUMENT
+            part.release()
+
+
+UNGUARDED = """
+import mmap, os, signal, sys, tempfile
+from shadowserve import native
+sent, order = sys.argv[1] == "sent", sys.argv[2]
+def install():
+    if order != "none":
+        import faulthandler
+        faulthandler.enable()
+if order == "before":
+    install()
+file = tempfile.TemporaryFile()
+file.truncate(mmap.PAGESIZE)
+guarded, plain = mmap.mmap(file.fileno(), mmap.PAGESIZE), mmap.mmap(file.fileno(), mmap.PAGESIZE)
+guard = native.Guard(guarded)
+file.truncate(0)
+assert guarded[0] == 0 and guard.lost
+os.kill(os.getpid(), signal.SIGBUS) if sent else plain[0]
+print("lives")
+"""
+
+
+@pytest.mark.parametrize("what", ["sent", "touched"])
+@pytest.mark.parametrize("handler", ["none", "before"])
+def test_a_bus_error_elsewhere_still_ends_the_process(what: str, handler: str) -> None:
+    command = [sys.executable, "-c", UNGUARDED, what, handler]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S)
+    assert done.returncode == -signal.SIGBUS, done.stderr
+    assert done.stdout == "" and ("Fatal Python error: Bus error" in done.stderr) == (handler == "before")

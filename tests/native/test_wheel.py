@@ -31,6 +31,7 @@ def test_the_wheel_for_arm_is_one(arm_tools: None, tmp_path: Path) -> None:
     # As any other wheel: all sources, and the two files of the C core (tests/test_layout.py).
     sources = {path for package in PACKAGES for path in (REPOSITORY / package).rglob("*") if path.is_file()}
     kept = {str(path.relative_to(REPOSITORY)) for path in sources if "__pycache__" not in path.parts}
+    kept |= {f"shadowserve/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "configs").rglob("*.*")}
     assert names == kept | {"shadowserve/libshadowserve.so", "shadowserve/_cffi.py"}
     assert b"ss_isa_force" in bindings
     assert core.startswith(ELF_64_LITTLE_ENDIAN)

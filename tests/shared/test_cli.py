@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
-from machine import NEVER_S, PATIENT
+from machine import NEVER_S, PATIENT, free_port
 
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import __version__
@@ -67,9 +67,67 @@ def test_every_command_explains_itself_and_each_of_its_options(command: list[str
 def test_a_program_has_a_flag_for_each_key_with_its_default(command: str, section: type[Section]) -> None:
     text = " ".join(run(command, "--help").output.split())
     for key, field in section.model_fields.items():
-        assert f" --{key.replace('_', '-')} VALUE" in text
-        assert " ".join((field.description or "").split()) in text
-        assert f"[default: {section.default_text(key)}]" in text
+        flag = rf" --{key.replace('_', '-')} (?:[A-Z:]+|\[[\w|]+\]) +\[default: {re.escape(section.default_text(key))}"
+        assert re.search(flag, text), key
+        assert " ".join((field.description or "").replace("``", "'").split()) in text
+
+
+def test_a_flag_says_what_it_takes() -> None:
+    shown = {name: run(name, "--help").output for name, _ in PROGRAMS}
+    for program, flag in (
+        ("storage", "--memory-budget-bytes BYTES  [default: 4 GiB; at least 1 MiB]"),
+        ("storage", "--engine [auto|memory|pool|filesystem]  [default: auto]"),
+        ("storage", "--log-level [DEBUG|INFO|WARNING|ERROR]  [default: INFO]"),
+        ("storage", "--stall-timeout-s SECONDS  [default: 60.0; above 0.0]"),
+        ("storage", "--host HOST  [default: 127.0.0.1]"),
+        ("storage", "--port PORT  [default: 6380; at most 65535]"),
+        ("storage", "--metrics-port PORT  [default: none; at most 65535]"),
+        ("storage", "--arena-nodes [auto|NODES]  [default: auto]"),
+        ("storage", "--protected-mode [true|false]  [default: true]"),
+        ("storage", "--tls-key PATH  [default: none]"),
+        ("storage", "--tenants MAPPING  [default: {}]"),
+        ("dpu", "--storage HOST:PORT  [default: 127.0.0.1:6380]"),
+        ("dpu", "--fused [auto|true|false]  [default: auto]"),
+        ("dpu", "--poll-interval-us MICROSECONDS  [default: 10; at most 1000000]"),
+        ("dpu", "--quarantine-time SECONDS  [default: 300.0; above 0, at most 86400]"),
+        ("dpu", "--net-cores [auto|CORES]  [default: auto]"),
+    ):
+        assert f"  {flag}\n" in shown[program]
+    assert " VALUE" not in "".join(shown.values())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(("command", "section"), PROGRAMS)
+def test_a_programs_help_is_in_groups_and_fits_the_terminal(command: str, section: type[Section], columns: int) -> None:
+    done = CliRunner().invoke(main, [command, "--help"], prog_name="shadowserve", terminal_width=columns)
+    assert max(map(len, done.output.splitlines())) <= columns
+    assert set(section.headings) <= set(section.model_fields)
+    assert next(iter(section.model_fields)) in section.headings
+    headings = re.findall(r"^(\S.*):$", done.output, re.MULTILINE)
+    assert headings == ["General", *section.headings.values()]
+
+
+# ---- The files of configs/ -------------------------------------------------------------------------------------------
+
+
+def test_the_configurations_are_listed_and_printed() -> None:
+    names = run("config").output.split()
+    folder = Path(__file__).parents[2] / "configs"
+    assert {"storage.yaml", "emulated.yaml", "bluefield.yaml", "host.yaml"} <= set(names)
+    assert set(names) == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    for name in names:
+        assert run("config", name).output == (folder / name).read_text()
+
+
+def test_an_unknown_configuration_ends_with_2_and_says_which_there_are() -> None:
+    done = run("config", "storge.yaml")
+    assert done.exit_code == 2 and "storage.yaml" in done.output
+
+
+def test_a_printed_configuration_is_one_that_the_program_takes(tmp_path: Path) -> None:
+    file = tmp_path / "storage.yaml"
+    file.write_text(run("config", "storage.yaml").output)
+    assert StorageConfig.load(file, environment={}) == StorageConfig()
 
 
 def test_the_version_is_the_one_that_is_written_once() -> None:
@@ -189,11 +247,58 @@ def test_the_doctor_finds_what_it_needs_to_run_these_tests() -> None:
     assert [findings[what]["state"] for what in ("Python", "system", "C core", "codec none")] == ["ok"] * 4
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:many", ""])
-def test_a_program_that_does_not_run_is_a_warning_with_the_command_that_starts_it(address: str) -> None:
-    done = run("doctor", "--json", "--storage", address)
-    (finding,) = [item for item in json.loads(done.output)["findings"] if item["what"] == "storage server"]
-    assert (finding["state"], finding["mend"]) == ("warning", "shadowserve storage --config configs/storage.yaml")
+def found_by_doctor(*arguments: str) -> dict[str, tuple[str, str, str]]:
+    findings = json.loads(run("doctor", "--json", *arguments).output)["findings"]
+    return {each["what"]: (each["state"], each["found"], each["mend"]) for each in findings}
+
+
+@pytest.mark.parametrize(
+    ("address", "command"),
+    [
+        ("127.0.0.1:1", "shadowserve storage --port 1"),
+        ("nowhere", "give the address as HOST:PORT"),
+        ("127.0.0.1:many", "give the address as HOST:PORT"),
+        (":6380", "give the address as HOST:PORT"),
+    ],
+)
+def test_a_program_that_does_not_run_is_a_warning_with_the_command_that_starts_it(address: str, command: str) -> None:
+    state, _, mend = found_by_doctor("--storage", address)["storage server"]
+    assert (state, mend) == ("warning", command)
+
+
+def test_the_doctor_looks_where_the_configuration_says(tmp_path: Path) -> None:
+    """In the host's role it looked for storage at the default port, and told to start it with another file."""
+    ports = [free_port() for _ in range(2)]
+    file = tmp_path / "all.yaml"
+    file.write_text(
+        f"host: {{data_plane: '127.0.0.1:{ports[1]}'}}\n"
+        f"dpu: {{listen: '127.0.0.1:{ports[1]}', storage: '127.0.0.1:{ports[0]}'}}\nstorage: {{port: {ports[0]}}}\n"
+    )
+    for role in ("host", "dpu", "storage"):
+        found = found_by_doctor("--role", role, "--config", str(file))
+        state, address, mend = found["storage server"]
+        assert (state, mend) == ("warning", f"shadowserve storage --config {file}")
+        assert f"127.0.0.1:{ports[0]}" in address
+        if role != "storage":
+            state, address, mend = found["data plane"]
+            assert (state, mend) == ("warning", f"shadowserve dpu --config {file}")
+            assert f"127.0.0.1:{ports[1]}" in address
+
+
+def test_the_doctors_command_starts_a_data_plane_where_the_host_looks_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "host.yaml"
+    file.write_text("host: {data_plane: '127.0.0.1:1'}\n")
+    assert found_by_doctor("--config", str(file))["data plane"][2] == "shadowserve dpu --listen 127.0.0.1:1"
+
+
+def test_the_doctor_looks_at_each_node_of_a_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "dpu.yaml"
+    file.write_text("dpu: {storage_cluster: ['127.0.0.1:1', '127.0.0.1:2']}\n")
+    found = found_by_doctor("--config", str(file))
+    assert {what for what in found if what.startswith("storage")} == {
+        "storage node 127.0.0.1:1",
+        "storage node 127.0.0.1:2",
+    }
 
 
 def test_the_doctor_ends_with_1_when_something_will_not_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -413,3 +413,16 @@ def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 def test_a_document_without_a_place_for_a_table_is_refused() -> None:
     with pytest.raises(SystemExit, match="begin storage"):
         config_docs().render("# Configuration")
+
+
+@pytest.mark.parametrize(
+    "text", ["9" * 5000, "!!bool x", "!!timestamp x", "!!int x", "[" * 5000, "!!map [1]"], ids=lambda text: text[:12]
+)
+def test_what_yaml_stumbles_over_is_refused_as_any_other_text(text: str, tmp_path: Path) -> None:
+    """Symptom: a traceback. 'make fuzz' has found the first."""
+    file = tmp_path / "configuration.yaml"
+    file.write_text(f"storage:\n  port: {text}\n", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="cannot read configuration file"):
+        StorageConfig.load(file, environment={})
+    with pytest.raises(ConfigurationError, match="port"):
+        StorageConfig.load(environment={"SHADOWSERVE_STORAGE_PORT": text})

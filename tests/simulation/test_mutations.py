@@ -78,7 +78,7 @@ def test_a_value_on_another_device_that_is_acknowledged_before_the_old_ones_remo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Core, "unsure", lambda self, tenant, key, but=None: [])
-    assert seen(in_moves).startswith("stale")
+    assert seen(in_moves, _RARE).startswith("stale")
 
 
 def test_an_old_value_that_is_removed_before_the_new_one_is_durable_elsewhere_is_seen(

@@ -237,6 +237,11 @@ class EngineConformance(ABC):
         engine.put(b"a", b"plain")
         assert (engine.statistics().records, engine.statistics().record_bytes) == (0, 0)
 
+    def test_all_tenants_can_be_named(self) -> None:
+        engine = self.drive(1 << 20, Clock())
+        ids = {name: engine.call(engine.engine.tenant, name) for name in ("b", "a")}
+        assert dict(engine.call(engine.engine.tenants)) == {"": 0, **ids}
+
     def test_tenants_have_keys_of_their_own(self) -> None:
         engine = self.drive(1 << 20, Clock())
         one, two = engine.call(engine.engine.tenant, "one"), engine.call(engine.engine.tenant, "two")

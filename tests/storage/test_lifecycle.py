@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from machine import NEVER_S, cores_of_threads, wait_for
+from machine import NEVER_S, cores_of_threads, ignores, wait_for
 from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
 
 from storage_kv.config import StorageConfig
@@ -20,6 +20,7 @@ from storage_kv.config import StorageConfig
 MIB = 1 << 20
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_server_with_status_0(start: Callable[..., Child], number: signal.Signals) -> None:
     child = start()
@@ -31,6 +32,15 @@ def test_a_signal_stops_the_server_with_status_0(start: Callable[..., Child], nu
     assert any(" ready address=127.0.0.1:" in line for line in child.log) and "stopped" in child.log[-1]
     with pytest.raises(ConnectionRefusedError):
         child.client()
+
+
+@pytest.mark.usefixtures("background")
+def test_in_a_scripts_background_an_interrupt_is_not_for_the_server(start: Callable[..., Child]) -> None:
+    child = start()
+    assert ignores(child.process.pid, signal.SIGINT)
+    child.process.send_signal(signal.SIGINT)
+    assert child.client().call("PING") == b"PONG"
+    assert child.stop(signal.SIGTERM) == 0
 
 
 def test_replies_under_way_are_finished_before_the_end(start: Callable[..., Child]) -> None:

@@ -1,6 +1,5 @@
 """The metrics of a running server, and of an engine that has devices."""
 
-import json
 import re
 import shutil
 import subprocess
@@ -213,10 +212,10 @@ def test_info_has_the_commands_as_redis_has_them(start: Callable[..., Child]) ->
         assert "cmdstat_set" not in client.info("commandstats")
 
 
-# ---- Alerts and the dashboard ----------------------------------------------------------------------------------------
+# ---- Alerts ----------------------------------------------------------------------------------------------------------
 
 RULES = REPOSITORY / "configs" / "prometheus" / "shadowserve.rules.yaml"
-DASHBOARD = REPOSITORY / "configs" / "grafana" / "shadowserve-storage.json"
+RULES_TEST = Path(__file__).with_name("alerts.test.yaml")
 ANY_METRIC = re.compile(r"\bshadowserve_[a-z0-9_]+")
 
 
@@ -239,23 +238,11 @@ def alerts() -> dict[str, dict[str, Any]]:
     return {rule["alert"]: rule for group in groups for rule in group["rules"]}
 
 
-def expressions() -> list[str]:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
-
-
 def test_every_metric_of_an_alert_is_exported(exported_names: set[str]) -> None:
     of_the_data_plane = families(generate_latest(Metrics().registry).decode()) | {"shadowserve_storage_up"}
     for name, rule in alerts().items():
         for metric in ANY_METRIC.findall(rule["expr"]):
             assert metric in exported_names | of_the_data_plane, f"{name}: {metric}"
-
-
-def test_every_metric_of_the_dashboard_is_exported(exported_names: set[str]) -> None:
-    assert len(expressions()) > 40
-    for expression in expressions():
-        for metric in ANY_METRIC.findall(expression):
-            assert metric in exported_names, f"{metric} in {expression}"
 
 
 def test_every_metric_is_explained_and_nothing_else_is(start: Callable[..., Child]) -> None:
@@ -265,9 +252,15 @@ def test_every_metric_is_explained_and_nothing_else_is(start: Callable[..., Chil
     assert set(re.findall(r"`([a-z_]+)(?:{[a-z, ]+})?`", table)) - {"shadowserve_storage_"} == there
 
 
+def test_whoever_loads_all_of_the_folder_loads_rules_alone() -> None:
+    """As ``rule_files: [prometheus/*.yaml]`` does; Prometheus does not start with anything else among them."""
+    for path in RULES.parent.iterdir():
+        assert set(yaml.safe_load(path.read_text())) == {"groups"}, path.name
+
+
 def test_every_alert_is_explained_and_tested() -> None:
     explained = (REPOSITORY / "docs" / "operate.md").read_text()
-    tests = yaml.safe_load(RULES.with_name("shadowserve.rules.test.yaml").read_text())["tests"]
+    tests = yaml.safe_load(RULES_TEST.read_text())["tests"]
     fired = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
     quiet = {case["alertname"] for case in tests[-1]["alert_rule_test"] if not case["exp_alerts"]}
     assert fired == quiet == set(alerts())
@@ -275,40 +268,9 @@ def test_every_alert_is_explained_and_tested() -> None:
 
 
 @needs_promtool
-@pytest.mark.parametrize("arguments", ["check rules shadowserve.rules.yaml", "test rules shadowserve.rules.test.yaml"])
-def test_promtool_finds_the_alerts_in_order(arguments: str) -> None:
+@pytest.mark.parametrize(("command", "file"), [("check", RULES), ("test", RULES_TEST)])
+def test_promtool_finds_the_alerts_in_order(command: str, file: Path) -> None:
     done = subprocess.run(
-        ["promtool", *arguments.split()], cwd=RULES.parent, capture_output=True, text=True, timeout=NEVER_S, check=False
+        ["promtool", command, "rules", file], capture_output=True, text=True, timeout=NEVER_S, check=False
     )
     assert done.returncode == 0 and "SUCCESS" in done.stdout, done.stdout + done.stderr
-
-
-@needs_promtool
-def test_every_expression_of_the_dashboard_is_one(tmp_path: Path) -> None:
-    filled = (text.replace("$__rate_interval", "5m").replace("$instance", ".*") for text in expressions())
-    rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(filled)]
-    path = tmp_path / "panels.yaml"
-    path.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
-    done = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True, timeout=NEVER_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_dashboard_has_the_shape_that_grafana_takes() -> None:
-    """Grafana has no JSON schema to check against; this holds what its documentation of the format requires."""
-    found = json.loads(DASHBOARD.read_text())
-    assert found["schemaVersion"] >= 36 and found["uid"] and found["title"] and isinstance(found["tags"], list)
-    assert {each["name"] for each in found["templating"]["list"]} == {"datasource", "instance"}
-    panels = found["panels"]
-    assert len({panel["id"] for panel in panels}) == len(panels)
-    taken: set[tuple[int, int]] = set()
-    for panel in panels:
-        place = panel["gridPos"]
-        columns = range(place["x"], place["x"] + place["w"])
-        cells = {(x, y) for x in columns for y in range(place["y"], place["y"] + place["h"])}
-        assert max(x for x, _ in cells) < 24 and not cells & taken, panel["title"]
-        taken |= cells
-        assert panel["type"] in ("row", "timeseries", "stat", "gauge") and panel["title"]
-        if panel["type"] != "row":
-            assert panel["targets"] and panel["fieldConfig"]["defaults"]["unit"]
-            assert panel["datasource"]["uid"] == "${datasource}"
-            assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])

@@ -1,6 +1,7 @@
 """``shadowserve stats`` on running servers."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +63,7 @@ def test_watching_shows_what_happens_between_two_looks(server: Child) -> None:
     assert shown.exit_code == 0 and "hit rate" in shown.output
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_watching_ends_in_order_on_an_interrupt(server: Child) -> None:
     command = [sys.executable, "-m", "shadowserve.cli", "stats", "--port", str(server.port), "--json", "--watch"]
     with subprocess.Popen(
@@ -146,3 +148,107 @@ def test_the_past_is_drawn_as_bars() -> None:
         watcher.step(Sample({"total_commands_processed": str(hits), "run_id": "a"}, hits / 50.0))
     assert len(watcher.line("commands_per_s")) == 3 and watcher.line("commands_per_s")[-1] == "█"
     assert watcher.line("nothing") == ""
+
+
+# ---- Tenants ---------------------------------------------------------------------------------------------------------
+
+USERS = """user a on >secret ~* +@all -@admin tenant=team-a
+user b on >secret ~* +@all -@admin tenant=b,x=1%
+user admin on >secret ~* +@all
+"""
+LIMITS = "{team-a: {bytes_max: 1 GiB, keys_max: 100, commands_per_s: 100000, bytes_per_s: 1 GiB}}"
+
+
+@pytest.fixture
+def shared(start: Callable[..., Child], tmp_path: Path) -> Child:
+    """A server on which one tenant has two thirds, within its limits, and another one, without any, the rest."""
+    (tmp_path / "users.acl").write_text(USERS)
+    child = start("--users-file", str(tmp_path / "users.acl"), "--tenants", LIMITS)
+    for user, keys in (("a", 20), ("b", 10)):
+        with child.client() as client:
+            client.call("AUTH", user, "secret")
+            for number in range(keys):
+                client.call("SET", f"key{number}", b"x" * 10_000)
+    return child
+
+
+def as_admin(child: Child, *arguments: str) -> Result:
+    return stats("--port", str(child.port), "--user", "admin", "--password", "secret", *arguments)
+
+
+def test_an_administrator_sees_what_each_tenant_has_and_may(shared: Child) -> None:
+    view = json.loads(as_admin(shared, "--json").output)
+    tenants = {each["name"]: each for each in view["tenants"]}
+    assert list(tenants) == ["team-a", "b,x=1%", ""] and view["tenants_known"] == 3
+    assert tenants["team-a"]["keys"] == 20 and tenants["b,x=1%"]["keys"] == 10 and tenants[""]["keys"] == 0
+    assert tenants["team-a"]["keys_max"] == 100 and tenants["team-a"]["bytes_max"] == 1 << 30
+    assert tenants["team-a"]["share"] == pytest.approx(2 / 3, abs=0.01)
+    assert sum(each["used_bytes"] for each in tenants.values()) == view["memory_used_bytes"]
+    assert tenants["team-a"]["commands"] == 20 and tenants["team-a"]["bytes"] > 20 * 10_000
+    assert tenants["team-a"]["used_commands_per_s"] > 0 and tenants["team-a"]["throttled"] == 0
+    assert tenants[""]["clients"] == 1 and "throttled" not in tenants["b,x=1%"]
+
+
+def test_a_table_of_tenants_is_shown_where_there_are_some(shared: Child, server: Child) -> None:
+    done = as_admin(shared)
+    assert done.exit_code == 0, done.output
+    rows = [line.split() for line in done.output.splitlines()]
+    (own,) = (row for row in rows if row[:1] == ["team-a"])
+    assert own[2:5] == ["20", "of", "100"] and "67%" in own
+    assert any(row[:1] == ["b,x=1%"] for row in rows) and any(row[:1] == ["(default)"] for row in rows)
+    assert "tenants:" not in stats("--port", str(server.port)).output
+
+
+def test_a_tenant_does_not_see_the_others(shared: Child) -> None:
+    with shared.client() as client:
+        client.call("AUTH", "b", "secret")
+        assert client.call("INFO", "tenants") == b""
+        assert b"team-a" not in client.call("INFO", "everything")
+
+
+def test_tenants_that_were_kept_waiting_are_told(start: Callable[..., Child], tmp_path: Path) -> None:
+    (tmp_path / "users.acl").write_text(USERS)
+    child = start("--users-file", str(tmp_path / "users.acl"), "--tenants", "{team-a: {bytes_per_s: 1 MiB}}")
+    with child.client() as client:
+        client.call("AUTH", "a", "secret")
+        for _ in range(3):
+            client.call("SET", "key", b"x" * (700 << 10))
+    (tenant,) = (each for each in json.loads(as_admin(child, "--json").output)["tenants"] if each["name"] == "team-a")
+    assert tenant["throttled"] >= 1 and tenant["bytes"] >= 3 * (700 << 10)
+
+
+def test_a_tenant_is_still_seen_after_a_restart(start: Callable[..., Child], tmp_path: Path) -> None:
+    (tmp_path / "users.acl").write_text(USERS)
+    flags = ("--users-file", str(tmp_path / "users.acl"), "--devices", f"[{{path: {tmp_path / 'one'}, size: 64 MiB}}]")
+    child = start(*flags)
+    with child.client() as client:
+        client.call("AUTH", "b", "secret")
+        client.call("SET", "key", b"x" * 10_000)
+    assert child.stop() == 0
+    view = json.loads(as_admin(start(*flags), "--json").output)
+    assert {each["name"]: each["keys"] for each in view["tenants"]} == {"b,x=1%": 1, "": 0}
+
+
+# ---- What a number is of ---------------------------------------------------------------------------------------------
+
+
+def test_each_column_says_what_it_is_and_of_which_time(server: Child) -> None:
+    once = stats("--port", str(server.port)).output
+    watched = stats("--port", str(server.port), "--watch", "--interval", "0.05", "--count", "2").output
+    assert re.search(r"^ *what +since the start *$", once, re.MULTILINE)
+    assert re.search(r"what +in the last [\d.]+ s +the last 60 looks", watched)
+    assert "slowest commands: calls/s since the start; all else since the start" in once
+    assert re.search(r"slowest commands: calls/s in the last [\d.]+ s; all else since the start", watched)
+
+
+def test_the_rate_of_a_command_is_that_of_the_interval() -> None:
+    before = Sample({"run_id": "a", "cmdstat_get": "calls=100,usec=5000,usec_per_call=50.00"}, 10.0)
+    after = Sample({"run_id": "a", "cmdstat_get": "calls=120,usec=6000,usec_per_call=50.00"}, 12.0)
+    assert after.view(before)["commands"][0]["calls_per_s"] == 10.0
+
+
+def test_the_rate_of_a_tenant_is_that_of_the_interval() -> None:
+    before = Sample({"run_id": "a", "tenant0": "name=x,used_bytes=1,commands=5,bytes=100,commands_per_s=7"}, 10.0)
+    after = Sample({"run_id": "a", "tenant0": "name=x,used_bytes=1,commands=9,bytes=300,commands_per_s=7"}, 12.0)
+    (tenant,) = after.view(before)["tenants"]
+    assert (tenant["used_commands_per_s"], tenant["used_bytes_per_s"], tenant["commands_per_s"]) == (2.0, 100.0, 7)

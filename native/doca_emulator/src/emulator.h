@@ -39,6 +39,7 @@ struct fault {
     enum engine engine;
     enum fault_repeat repeat;
     uint64_t number;
+    bool hang; /* it does not fail, it never ends */
 };
 
 struct settings {
@@ -203,6 +204,7 @@ struct doca_task {
     bool has_block_checksum;
     bool are_blocks_independent;
     bool fault; /* this one is to fail */
+    bool hang;  /* this one never ends */
     /* What the engine sets. */
     doca_error_t status;
     size_t produced;

@@ -213,6 +213,9 @@ static void queued_work(struct doca_ctx *ctx) {
     bool ordered = ctx->dev->info.settings.reorder_seed == 0;
     uint32_t index = ordered ? 0 : (uint32_t)(engine_random(&ctx->random) % ctx->queued.count);
     struct doca_task *task = queue_take(&ctx->queued, index);
+    if (task->hang) {
+        return; /* in flight for ever, and its context never idle again */
+    }
     bool flushed = ctx->flushing;
     pthread_mutex_unlock(&ctx->pe->lock);
     if (flushed) {
@@ -258,8 +261,9 @@ bool engine_start(struct doca_ctx *ctx) {
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_cond_init(&ctx->wake, &monotonic);
     pthread_condattr_destroy(&monotonic);
-    /* Signals are for the program's threads. */
+    /* Signals are for the program's threads, but for what comes of memory that is touched here and would be pinned. */
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     int error = pthread_create(&ctx->thread, NULL, engine_thread, ctx);
     pthread_sigmask(SIG_SETMASK, &before, NULL);

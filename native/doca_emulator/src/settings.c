@@ -73,12 +73,13 @@ static double gigabits(const char *name, const char *value) {
     return number * 1e9 / 8;
 }
 
-static void fault_set(struct settings *settings, const char *name, const char *value) {
+/* Adds tasks that fail, or ('hang') that never end. */
+static void fault_set(struct settings *settings, const char *name, const char *value, bool hang) {
     static const char expected[] = "such as dma:3,decompress:7 - the engine and the number of the task, at most 16; "
                                    "3+ is also all behind it, 3* every third";
     static const char *const engines[] = {[ENGINE_DECOMPRESS] = "decompress:", [ENGINE_DMA] = "dma:"};
     for (const char *cursor = value; *cursor != '\0';) {
-        struct fault fault = {.engine = ENGINE_DECOMPRESS};
+        struct fault fault = {.engine = ENGINE_DECOMPRESS, .hang = hang};
         while (fault.engine < ENGINE_COUNT && strncmp(cursor, engines[fault.engine], strlen(engines[fault.engine]))) {
             fault.engine++;
         }
@@ -140,7 +141,9 @@ static bool setting_set(struct settings *settings, const char *name, const char 
     } else if (strcmp(name, "LATENCY_US") == 0) {
         settings->latency_ns = 1000 * whole_number(name, value, 0, 60000000, "microseconds, at most a minute");
     } else if (strcmp(name, "FAULT") == 0) {
-        fault_set(settings, name, value);
+        fault_set(settings, name, value, false);
+    } else if (strcmp(name, "HANG") == 0) {
+        fault_set(settings, name, value, true);
     } else if (strcmp(name, "OUT_OF_ORDER") == 0) {
         settings->reorder_seed = whole_number(name, value, 0, UINT64_MAX, "a seed; 0 is in order");
     } else if (strcmp(name, "DECOMPRESS_ERROR") == 0) {

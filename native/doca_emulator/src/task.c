@@ -148,8 +148,8 @@ static void bufs_take(struct doca_task *task, const char *call) {
     bufs_mark(task, 1);
 }
 
-/* Counts the task on its device's engine, and says whether it is one that is to fail. */
-static bool fault_due(struct doca_dev *dev, enum engine engine) {
+/* Counts the task on its device's engine, and returns what is to become of it; NULL: nothing out of the ordinary. */
+static const struct fault *fault_due(struct doca_dev *dev, enum engine engine) {
     pthread_mutex_lock(&dev->lock);
     uint64_t number = ++dev->submitted[engine];
     pthread_mutex_unlock(&dev->lock);
@@ -159,10 +159,10 @@ static bool fault_due(struct doca_dev *dev, enum engine engine) {
                    : fault->repeat == FAULT_EVERY ? number % fault->number == 0
                                                   : number == fault->number;
         if (fault->engine == engine && due) {
-            return true;
+            return fault;
         }
     }
-    return false;
+    return NULL;
 }
 
 static doca_error_t task_submit(struct doca_task *task, uint32_t flags, bool validate, const char *call) {
@@ -180,7 +180,9 @@ static doca_error_t task_submit(struct doca_task *task, uint32_t flags, bool val
     }
     bufs_take(task, call);
     task->state = TASK_SUBMITTED;
-    task->fault = fault_due(ctx->dev, ctx->engine);
+    const struct fault *fault = fault_due(ctx->dev, ctx->engine);
+    task->fault = fault != NULL && !fault->hang;
+    task->hang = fault != NULL && fault->hang;
     ctx->in_flight++;
     queue_add(&ctx->held, task);
     if ((flags & DOCA_TASK_SUBMIT_FLAG_FLUSH) != 0) {

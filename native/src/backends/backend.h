@@ -16,8 +16,9 @@
  * work->complete(work) exactly once, with work->result set: from within this call, from a later one that starts another
  * work (a CPU, which decompresses several at a time), or from a later progress() (an engine).
  * When they return anything else, nothing was started and complete() is never called. The executor starts no more than
- * 'in_flight_max' works on a channel at a time, and calls progress() until all are complete; it never gives up on one,
- * since an engine may write until it says that it is done.
+ * 'in_flight_max' works on a channel at a time, and calls progress() until all are complete. It never gives up on one,
+ * since an engine may write until it says that it is done; but where an engine owes works and completes none for too
+ * long, it gives up the device: it calls nothing of that channel any more, channel_close() and close() included.
  */
 #ifndef SS_BACKEND_H
 #define SS_BACKEND_H

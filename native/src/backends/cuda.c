@@ -18,6 +18,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "backends/cuda.h"
 
@@ -33,6 +34,9 @@ enum { CUDA_IPC_LAZY_PEER_ACCESS = 1, CUDA_HOST_PORTABLE = 1, CUDA_STREAM_NON_BL
 
 /* Copies of one channel that may be on their way. */
 enum { COPIES_MAX = 8 };
+
+/* How long copies may be in the way of another one. They take milliseconds; more than seconds is a GPU that hangs. */
+#define COPY_TIME_NS 10000000000ULL
 
 /* What is used of the driver. */
 static struct {
@@ -231,12 +235,30 @@ static enum ss_result channel_enter(struct ss_cuda_channel *channel, const struc
     return SS_OK;
 }
 
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
+}
+
+/* Waits for copies that are in the way of another one; SS_DEVICE where they do not end. */
+static enum ss_result channel_make_room(struct ss_cuda_channel *channel, const struct ss_cuda_memory *memory) {
+    uint64_t end = now_ns() + COPY_TIME_NS;
+    while (channel->count > 0 && (channel->count == COPIES_MAX || channel->context != memory->context)) {
+        uint64_t looked = now_ns();
+        if (ss_cuda_progress(channel) == 0 && looked > end) {
+            return SS_DEVICE;
+        }
+    }
+    return SS_OK;
+}
+
 enum ss_result ss_cuda_copy(struct ss_cuda_channel *channel, struct ss_cuda_memory *memory, struct ss_work *work,
                             int to_gpu) {
-    while (channel->count > 0 && (channel->count == COPIES_MAX || channel->context != memory->context)) {
-        ss_cuda_progress(channel);
+    enum ss_result entered = channel_make_room(channel, memory);
+    if (entered == SS_OK) {
+        entered = channel_enter(channel, memory);
     }
-    enum ss_result entered = channel_enter(channel, memory);
     if (entered != SS_OK) {
         return entered;
     }

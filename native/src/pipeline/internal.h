@@ -18,6 +18,10 @@
  *
  * Quiet. 'work' counts the net threads that have not finished and the slices that have been pushed and not retired.
  * A slice that moves to the next queue stays counted, so zero means that nothing touches the round any more.
+ *
+ * A device that never ends what it was given would keep its slices counted for ever. The thread that waits for it gives
+ * it up in the end (stages.c): its slices fail, and none is given to it any more, by any thread. No thread of ours then
+ * touches the round; whether the device does, nobody can say, so what it could reach is kept until the process ends.
  */
 #ifndef SS_PIPELINE_INTERNAL_H
 #define SS_PIPELINE_INTERNAL_H
@@ -163,6 +167,7 @@ struct ss_pipeline {
     enum ss_result ready_result; /* of the first thread that could not make what it needs */
     int ready_error;             /* errno, then */
     uint32_t stopping;
+    _Atomic uint32_t given_up; /* the device never ended something: it is not asked any more */
     uint32_t fetch_active;
     uint32_t encode_active;
     struct ss_fetch fetch;

@@ -22,6 +22,9 @@
 static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct ss_pipeline *registry;
 
+/* Pipelines whose device was given up: what it may still use stays as it is. */
+static struct ss_pipeline *given_up;
+
 /* ---- Small things that the other files use -------------------------------------------------------------------- */
 
 static uint64_t clock_ns(clockid_t clock) {
@@ -326,11 +329,15 @@ static enum ss_result wait_until_ready(struct ss_pipeline *pipeline) {
     return result;
 }
 
-/* Starts all threads with every signal blocked: signals are the host program's business, on its own threads. */
+/*
+ * Starts all threads with every signal blocked: signals are the host program's business, on its own threads. But not
+ * SIGBUS, which is about what a thread itself has touched: guarded memory (memory/guard.c).
+ */
 static enum ss_result start_workers(struct ss_pipeline *pipeline) {
     sigset_t all;
     sigset_t before;
     sigfillset(&all);
+    sigdelset(&all, SIGBUS);
     uint8_t *scratch = pipeline->scratch.data;
     enum ss_result result = SS_OK;
     for (uint32_t i = 0; i < pipeline->worker_count && result == SS_OK; i++) {
@@ -425,7 +432,7 @@ static void unregister(struct ss_pipeline *pipeline) {
     pthread_mutex_unlock(&registry_lock);
 }
 
-static void destroy_workers(struct ss_pipeline *pipeline) {
+static void stop_workers(struct ss_pipeline *pipeline) {
     pthread_mutex_lock(&pipeline->lock);
     pipeline->stopping = 1;
     pthread_cond_broadcast(&pipeline->net_go);
@@ -435,10 +442,15 @@ static void destroy_workers(struct ss_pipeline *pipeline) {
     ss_queue_close(&pipeline->dequantize_queue);
     ss_queue_close(&pipeline->dma_queue);
     for (uint32_t i = 0; i < pipeline->worker_count; i++) {
-        struct ss_worker *worker = &pipeline->workers[i];
-        if (worker->started) {
-            pthread_join(worker->thread, NULL);
+        if (pipeline->workers[i].started) {
+            pthread_join(pipeline->workers[i].thread, NULL);
         }
+    }
+}
+
+static void free_workers(struct ss_pipeline *pipeline) {
+    for (uint32_t i = 0; i < pipeline->worker_count; i++) {
+        struct ss_worker *worker = &pipeline->workers[i];
         ss_connections_destroy(worker->connections, pipeline->options.nodes_max);
         ss_engine_destroy(worker->engine);
         free(worker->trace);
@@ -454,7 +466,15 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
         return;
     }
     unregister(pipeline);
-    destroy_workers(pipeline);
+    stop_workers(pipeline);
+    if (atomic_load(&pipeline->given_up)) {
+        pthread_mutex_lock(&registry_lock);
+        pipeline->next = given_up;
+        given_up = pipeline;
+        pthread_mutex_unlock(&registry_lock);
+        return;
+    }
+    free_workers(pipeline);
     if (pipeline->device_open) {
         pipeline->backend->close(pipeline->device);
     }
@@ -541,6 +561,9 @@ enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *
         return SS_BAD_ARGUMENT; /* the other round's memory is not touched: it may be this very one */
     }
     enum ss_result result = ss_fetch_check(pipeline, round, sockets, socket_count);
+    if (result == SS_OK && atomic_load(&pipeline->given_up)) {
+        result = SS_DEVICE;
+    }
     if (result == SS_OK) {
         announce(pipeline, round, sockets, socket_count);
         wait_until_quiet(pipeline);
@@ -578,6 +601,10 @@ void ss_round_cancel(struct ss_round *round) {
 
 const char *ss_pipeline_device(const struct ss_pipeline *pipeline) {
     return pipeline->backend->device_name(pipeline->device);
+}
+
+int ss_pipeline_given_up(const struct ss_pipeline *pipeline) {
+    return atomic_load(&pipeline->given_up) != 0;
 }
 
 uint64_t ss_pipeline_locked_bytes(const struct ss_pipeline *pipeline) {

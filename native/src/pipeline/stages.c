@@ -10,6 +10,9 @@
  * Engine threads (decompress, DMA) drive a backend's channel, which they open and close themselves. They start what
  * they are given and poll only while something is in flight, and then at once: a CPU, which works on several slices in
  * turns, takes the first poll for the news that no more are there to be started.
+ *
+ * A device that owes works and completes none for 'device_timeout_ms' is given up. It takes microseconds for one, so
+ * seconds mean that it never will, and without an end the round, and with it the daemon, would wait for ever.
  */
 #define _GNU_SOURCE 1
 #include <stdlib.h>
@@ -26,10 +29,17 @@
  */
 enum { PASS_COUNT = 4 };
 
+/* The default of device_timeout_ms. */
+enum { DEVICE_TIMEOUT_MS = 10000 };
+
+/* How much time one look at the backend counts for at most, beside the pauses between looks. */
+#define LOOK_NS_MAX 100000000ULL
+
 /* One work of one channel. */
 struct slot {
     struct ss_work work;
     struct ss_item item;
+    uint32_t busy; /* the backend has it */
     struct ss_worker *worker;
     struct slot *next_free;
     uint8_t *scratch;  /* fused: the symbols */
@@ -41,6 +51,9 @@ struct ss_engine {
     struct slot *slots;
     struct slot *free_slots;
     uint32_t in_flight;
+    uint32_t lost;      /* the device was given up over this channel, of which nothing is asked any more */
+    uint64_t waited_ns; /* since the backend was given its oldest work, or completed one; as far as we were looking */
+    uint64_t looked_ns; /* when we looked last */
     /* What complete() leaves for engine_flush(): nothing is handed on before it is in the statistics. */
     uint64_t dequantize_ns; /* fused: part of the time, but another stage's */
     struct ss_item *passed; /* to the next stage; room for in_flight_max more than PASS_COUNT */
@@ -144,10 +157,19 @@ static enum ss_result item_dequantize(struct ss_worker *worker, const struct ss_
 
 /* ---- Decompress ---------------------------------------------------------------------------------------------- */
 
+/* The backend owes something from now on, or has given something. */
+static void watch_begin(struct ss_engine *engine) {
+    engine->waited_ns = 0;
+    engine->looked_ns = ss_now_ns();
+}
+
 static struct slot *slot_take(struct ss_engine *engine) {
     struct slot *slot = engine->free_slots;
     engine->free_slots = slot->next_free;
-    engine->in_flight++;
+    slot->busy = 1;
+    if (engine->in_flight++ == 0) {
+        watch_begin(engine);
+    }
     return slot;
 }
 
@@ -166,6 +188,7 @@ static void slot_finish(struct slot *slot, enum ss_result result, int delivered)
         item_leaves(pipeline, slot->worker->stage, &slot->item);
         engine->retired++;
     }
+    slot->busy = 0;
     slot->next_free = engine->free_slots;
     engine->free_slots = slot;
     engine->in_flight--;
@@ -325,11 +348,42 @@ static void poll_pause(const struct ss_pipeline *pipeline) {
     }
 }
 
+/*
+ * Notes a look at a backend that owes something; returns whether it has owed it for too long. A look counts for little
+ * time, however long ago the last one was: this thread may have stood still, and a device that is emulated with it.
+ */
+static int watch_look(const struct ss_pipeline *pipeline, struct ss_engine *engine) {
+    uint32_t timeout = pipeline->options.device_timeout_ms;
+    uint64_t most = LOOK_NS_MAX + 2000ULL * pipeline->options.poll_interval_us;
+    uint64_t now = ss_now_ns();
+    uint64_t since = now - engine->looked_ns;
+    engine->looked_ns = now;
+    engine->waited_ns += since < most ? since : most;
+    return engine->waited_ns / 1000000 >= (timeout > 0 ? timeout : DEVICE_TIMEOUT_MS);
+}
+
+/* What the device has of this channel fails; it may end it all the same, at any time, and nobody looks. */
+static void engine_give_up(struct ss_worker *worker) {
+    struct ss_engine *engine = worker->engine;
+    engine->lost = 1;
+    atomic_store(&worker->pipeline->given_up, 1);
+    for (uint32_t i = 0; i < worker->pipeline->capabilities.in_flight_max; i++) {
+        if (engine->slots[i].busy) {
+            slot_finish(&engine->slots[i], SS_DEVICE, 1);
+        }
+    }
+}
+
 /* Completes what the engine has done; where that is nothing, leaves the core to others for a while. */
 static void engine_progress(struct ss_worker *worker) {
     uint64_t begin = ss_thread_ns();
     completions_begin(worker->engine);
     uint32_t completed = worker->pipeline->backend->progress(worker->engine->channel);
+    if (completed > 0) {
+        watch_begin(worker->engine);
+    } else if (worker->engine->in_flight > 0 && watch_look(worker->pipeline, worker->engine)) {
+        engine_give_up(worker);
+    }
     engine_flush(worker, begin, 0, 0, 0);
     engine_pass(worker, 1); /* all of it: the thread may be about to wait */
     if (completed == 0) {
@@ -342,7 +396,11 @@ static void engine_item(struct ss_worker *worker, const struct ss_item *item) {
     while (worker->engine->free_slots == NULL) {
         engine_progress(worker);
     }
-    if (ss_fetch_drops(pipeline, item->chunk)) {
+    int given_up = atomic_load(&pipeline->given_up) != 0;
+    if (given_up) {
+        ss_fetch_fail(pipeline, item->chunk, SS_DEVICE, 0);
+    }
+    if (given_up || ss_fetch_drops(pipeline, item->chunk)) {
         item_leaves(pipeline, worker->stage, item);
         ss_fetch_done(pipeline, 1);
         return;
@@ -491,7 +549,7 @@ enum ss_result ss_engine_open(struct ss_worker *worker) {
 }
 
 void ss_engine_close(struct ss_worker *worker) {
-    if (worker->engine->channel != NULL) {
+    if (worker->engine->channel != NULL && !worker->engine->lost) {
         worker->pipeline->backend->channel_close(worker->engine->channel);
         worker->engine->channel = NULL;
     }
@@ -506,9 +564,12 @@ static void collect_complete(struct ss_work *work) {
 
 enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_destination *memory, const uint8_t *source,
                                  uint8_t *target, size_t size) {
-    const struct ss_pipeline *pipeline = worker->pipeline;
+    struct ss_pipeline *pipeline = worker->pipeline;
     struct ss_engine *engine = worker->engine;
     struct slot *slot = engine->free_slots; /* stays free: one at a time */
+    if (atomic_load(&pipeline->given_up)) {
+        return SS_DEVICE;
+    }
     slot->work.source = source;
     slot->work.target = target;
     slot->work.source_size = size;
@@ -516,15 +577,22 @@ enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_desti
     slot->work.memory = memory->handle;
     slot->work.complete = collect_complete;
     engine->in_flight = 1;
+    watch_begin(engine);
     enum ss_result result = pipeline->backend->collect(engine->channel, &slot->work);
     if (result != SS_OK) {
         engine->in_flight = 0;
         return result;
     }
     while (engine->in_flight > 0) {
-        if (pipeline->backend->progress(engine->channel) == 0) {
-            poll_pause(pipeline);
+        if (pipeline->backend->progress(engine->channel) > 0) {
+            continue;
         }
+        if (watch_look(pipeline, engine)) {
+            engine_give_up(worker);
+            engine->in_flight = 0;
+            return SS_DEVICE;
+        }
+        poll_pause(pipeline);
     }
     return slot->work.result;
 }

@@ -5,13 +5,14 @@ it draws its charts. Ratios are medians of pairs with their spread, since absolu
 little. docs/benchmarks/ keeps the figures.
 """
 
-import importlib
 import signal
 import sys
 import threading
 from typing import Final
 
 import click
+
+from shadowserve.cli.lazy import LazyGroup
 
 __all__ = ["bench"]
 
@@ -35,18 +36,19 @@ BENCHES: Final = (
 )
 
 
-class _Benches(click.Group):
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(BENCHES)
+NEEDS: Final = {
+    "stages": ["redis"],
+    "storage": ["redis"],
+    "fetch": ["redis"],
+    "link": ["redis"],
+    "interference": ["vllm"],
+    "ablation": ["vllm"],
+    "control": ["vllm", "redis"],
+}
+"""Packages of others that a benchmark imports late: better missed before it has measured for minutes."""
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in BENCHES:
-            return None
-        command: click.Command = getattr(importlib.import_module(f"shadowserve.cli.bench.{cmd_name}"), cmd_name)
-        return command
 
-
-@click.group(cls=_Benches)
+@click.group(cls=LazyGroup, places={name: f"shadowserve.cli.bench.{name}:{name}" for name in BENCHES}, needs=NEEDS)
 @click.pass_context
 def bench(context: click.Context) -> None:
     """Measure, against a peer or a limit in the same run."""

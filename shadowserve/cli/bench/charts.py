@@ -53,7 +53,17 @@ STYLE: Final[dict[str, Any]] = {
 }
 OTHERS: Final = "#9DB4C4"
 PANEL_INCHES: Final = (5.6, 3.9)
+COLUMNS_MAX: Final = 2
+"""Panels side by side: more are too small to read in a page's width."""
 BAR_INCHES: Final = 0.3
+LEGEND_INCHES: Final = 0.5
+"""Height of a legend of two lines, and from an axis to the legend below its label."""
+YLABEL_INCHES: Final = 1.2
+CHARACTER_INCHES: Final = 0.075
+"""Width of a legend's character, generously; and of all that stands around its text."""
+HANDLE_INCHES: Final = 0.6
+CLEAR: Final[dict[str, Any]] = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}
+"""The background of labels among lines, which would run through the text."""
 LABEL_POINTS: Final = 11.0
 """Height of a line of label text, with its gap, in points."""
 
@@ -113,7 +123,7 @@ def require_matplotlib() -> None:
 
 
 def draw(title: str, charts: Sequence[Chart], file: Path) -> None:
-    """Draw charts side by side into ``file``, a PNG or an SVG by its name.
+    """Draw charts, two side by side, into ``file``, a PNG or an SVG by its name.
 
     Raises:
         ShadowServeError: matplotlib is missing, or there is nothing to draw.
@@ -124,20 +134,48 @@ def draw(title: str, charts: Sequence[Chart], file: Path) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    width = PANEL_INCHES[0]
-    height = max(map(_height, charts))
+    columns = min(len(charts), COLUMNS_MAX)
+    heights = [max(map(_height, charts[first : first + columns])) for first in range(0, len(charts), columns)]
+    shared = _shared_legend(charts)
+    size = (PANEL_INCHES[0] * columns, sum(heights) + LEGEND_INCHES * bool(shared))
     with matplotlib.rc_context(STYLE):
-        figure: Any = Figure(figsize=(width * len(charts), height), layout="constrained", dpi=144)
+        figure: Any = Figure(figsize=size, layout="constrained", dpi=144)
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08, wspace=0.03)
         figure.suptitle(title, x=0.012, ha="left", fontsize=11, color=FAINT)
-        drawn = [(chart, figure.add_subplot(1, len(charts), index)) for index, chart in enumerate(charts, start=1)]
+        # Each panel has a layout of its own: one's long labels take no room from those above and below it.
+        parts = figure.subfigures(len(heights), columns, height_ratios=heights, squeeze=False).flat
+        drawn = [(chart, part.add_subplot()) for chart, part in zip(charts, parts, strict=False)]
         for chart, axes in drawn:
             _draw_panel(chart, axes)
+            if len(chart.series) > 1 and chart.kind == "bars" and not shared:
+                _legend(axes, list(chart.series), PANEL_INCHES[0] - YLABEL_INCHES, below=axes)
+        if shared:
+            _legend(figure, shared, size[0], below=None, handles=drawn[0][1].get_legend_handles_labels()[0])
         figure.draw_without_rendering()  # places the axes, which labels need to know
         for chart, axes in drawn:
             _label_panel(chart, axes)
         metadata = {"Date": None, "Creator": None} if file.suffix.lower() == ".svg" else {"Software": None}
         figure.savefig(file, metadata=metadata)
+
+
+def _shared_legend(charts: Sequence[Chart]) -> list[str]:
+    """Return the labels of one legend for all panels: bars of the same series; else none."""
+    kinds = {(chart.kind, *chart.series) for chart in charts}
+    (kind, *labels), *others = kinds
+    return labels if kind == "bars" and len(labels) > 1 and not others else []
+
+
+def _legend(where: Any, labels: Sequence[str], inches: float, *, below: Any, handles: Any = None) -> None:
+    """Write a legend of as many columns as ``inches`` hold: a panel's, ``below`` its axis, or the figure's."""
+    from matplotlib.transforms import ScaledTranslation
+
+    widest = max(map(len, labels)) * CHARACTER_INCHES + HANDLE_INCHES
+    options: dict[str, Any] = {"ncols": max(1, min(len(labels), int(inches / widest)))}
+    if below is None:
+        where.legend(handles, labels, loc="outside lower left", **options)
+        return
+    lower = below.transAxes + ScaledTranslation(0, -LEGEND_INCHES, below.figure.dpi_scale_trans)
+    where.legend(loc="upper left", bbox_to_anchor=(0, 0), bbox_transform=lower, **options)
 
 
 def _height(chart: Chart) -> float:
@@ -193,6 +231,9 @@ def _scale_x(chart: Chart, axes: Any) -> None:
             return
     if chart.x_bytes:
         axes.xaxis.set_major_formatter(lambda x, _: _bytes(x))
+    elif not chart.x_log and xs and xs[-1] >= 1e5:
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")  # instead of a power of ten in the corner
+        axes.locator_params(axis="x", nbins=6)
 
 
 def _plain_ticks(axis: Any) -> None:
@@ -221,7 +262,7 @@ def _draw_bars(chart: Chart, axes: Any) -> None:
         if chart.highlight and len(chart.series) == 1:
             colour = [COLOURS[0] if str(x) in chart.highlight else OTHERS for x, _ in points]
         bars = axes.barh(places, [y for _, y in points], thickness * 0.88, color=colour, label=label, zorder=2)
-        axes.bar_label(bars, [f"{y:.3g}" for _, y in points], padding=3, fontsize=8)
+        axes.bar_label(bars, [f"{y:.3g}" for _, y in points], padding=3, fontsize=8, bbox=CLEAR, zorder=4)
     for value in chart.limits.values():
         axes.axvline(value, color=FAINT, linewidth=1.1, linestyle=(0, (5, 3)), zorder=3)
     axes.set_yticks(range(len(groups)), groups)
@@ -234,8 +275,6 @@ def _draw_bars(chart: Chart, axes: Any) -> None:
         axes.set_xscale("log")
         _plain_ticks(axes.xaxis)
     axes.margins(x=0.12)
-    if len(chart.series) > 1:
-        axes.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=min(len(chart.series), 3))
 
 
 def _label_panel(chart: Chart, axes: Any) -> None:
@@ -298,7 +337,12 @@ def _label_points(chart: Chart, axes: Any) -> None:
         (-8, 0, "right", "center"),
         (0, 9, "center", "bottom"),
         (0, -9, "center", "top"),
+        (6, 6, "left", "bottom"),
+        (6, -6, "left", "top"),
+        (-6, 6, "right", "bottom"),
+        (-6, -6, "right", "top"),
     )
+    lines = [axes.transData.transform((1, value))[1] for value in chart.limits.values()]
     renderer = axes.figure.canvas.get_renderer() if hasattr(axes.figure.canvas, "get_renderer") else None
     taken = [
         axes.transData.transform((x, y)) + offset
@@ -314,11 +358,12 @@ def _label_points(chart: Chart, axes: Any) -> None:
         for right, up, horizontal, vertical in places:
             text = axes.annotate(
                 label, points[0], xytext=(right, up), textcoords="offset points", ha=horizontal, va=vertical,
-                color=COLOURS[index % len(COLOURS)], fontsize=8, annotation_clip=False,
+                color=COLOURS[index % len(COLOURS)], fontsize=8, annotation_clip=False, bbox=CLEAR, zorder=2.5,
             )  # fmt: skip
             box = text.get_window_extent(renderer)
             cost = sum(box.contains(*place) for place in taken) + 6 * sum(box.overlaps(other) for other in boxes)
-            cost += 4 * (box.x1 > axes.bbox.x1 or box.x0 < axes.bbox.x0 or box.y1 > axes.bbox.y1)
+            cost += 2 * sum(box.y0 <= line <= box.y1 for line in lines)
+            cost += 4 * (box.x1 > axes.bbox.x1 or box.x0 < axes.bbox.x0 + 6 or box.y1 > axes.bbox.y1)
             if best is None or cost < best[0]:
                 if best:
                     best[1].remove()

@@ -7,12 +7,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import numpy as np
 import psutil
-import redis
 
 from host_control.client import ChunkShape, DataPlaneClient
 from host_control.destination import Destination
@@ -42,6 +41,9 @@ from shadowserve.cli.bench.workload import Workload, client, default_codec, llam
 from shadowserve.cli.processes import Child, start_data_plane, start_storage
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
+
+if TYPE_CHECKING:
+    import redis
 
 __all__ = [
     "LIMIT",
@@ -256,7 +258,7 @@ def ours(name: str, workload: Workload, storage: Child, data_plane: Child) -> It
         )
 
 
-def naive(server: redis.Redis, workload: Workload, storage: Child) -> Contender:
+def naive(server: "redis.Redis", workload: Workload, storage: Child) -> Contender:
     """What a user would write, on records of codec ``deflate``."""
     chunks = len(workload.keys)
     memory = np.empty((chunks, workload.layout.raw_bytes // 2), np.uint16)
@@ -350,7 +352,7 @@ class Target:
                 raise ShadowServeError(f"chunk {first + index} in memory is not what was stored; please report this")
 
 
-def _naive_fetch(server: redis.Redis, layout: record.ChunkLayout, key: bytes, target: "np.ndarray[Any, Any]") -> None:
+def _naive_fetch(server: "redis.Redis", layout: record.ChunkLayout, key: bytes, target: "np.ndarray[Any, Any]") -> None:
     """Fetch a chunk as a user would by hand: GET, zlib, and numpy for symbols times scales, rounded to bfloat16."""
     value: bytes = server.get(storage_key(key))
     position = 0

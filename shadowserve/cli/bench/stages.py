@@ -6,11 +6,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import click
 import numpy as np
-import redis
 
 from shadowserve import native, record
 from shadowserve.cli.bench.kernels import Run, Slices, Treated, in_turns, memcpy, memory, nothing
@@ -18,6 +17,9 @@ from shadowserve.cli.bench.report import Chart, Output, Report, output_options
 from shadowserve.cli.bench.workload import client, default_codec, kv_patterns
 from shadowserve.cli.processes import start_storage, started
 from shadowserve.errors import ShadowServeError
+
+if TYPE_CHECKING:
+    import redis
 
 __all__ = ["stages"]
 
@@ -162,7 +164,7 @@ def _connected(address: str) -> Iterator[socket.socket]:
 class _Receiver:
     """Receives ranges of values from the storage server, with some requests sent ahead."""
 
-    def __init__(self, connection: socket.socket, server: redis.Redis, size: int, count: int) -> None:
+    def __init__(self, connection: socket.socket, server: "redis.Redis", size: int, count: int) -> None:
         self._connection = connection
         self._size = size
         self._value = np.random.default_rng(size).integers(0, 256, size * min(count, 8), np.uint8)

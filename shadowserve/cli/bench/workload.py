@@ -13,16 +13,19 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
-import redis
 
 from dpu_dataplane.config import DataPlaneConfig, codec_name
 from shadowserve import native, record
 from shadowserve.cli.bench.report import tracked
+from shadowserve.cli.resp_client import Login, RespClient
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KEY_BYTES, KVNamespace, chunk_keys, storage_key
+
+if TYPE_CHECKING:
+    import redis
 
 __all__ = ["Workload", "client", "default_codec", "kv_patterns", "llama_8b", "put", "uncompressed"]
 
@@ -140,14 +143,17 @@ def uncompressed(workload: Workload, chunks: Iterable[bytes]) -> Workload:
     return Workload(layout, native.Codec.NONE, workload.tokens, keys, records, [native.crc32(kv) for kv in kept])
 
 
-def client(address: str, password: str | None = None) -> redis.Redis:
+def client(address: str, password: str | None = None) -> "redis.Redis":
     """Return a redis-py client for ``host:port``."""
+    import redis
+
     host, _, port = address.rpartition(":")
     return redis.Redis(host=host, port=int(port), password=password, socket_timeout=30)
 
 
 def put(workload: Workload, address: str, password: str | None = None) -> None:
     """Store a workload's records in the server at ``host:port``."""
-    with client(address, password) as server:
+    host, _, port = address.rpartition(":")
+    with RespClient(Login(host=host, port=int(port), password=password or ""), timeout_s=30) as server:
         for key, value in zip(workload.keys, workload.records, strict=True):
-            server.set(storage_key(key), value)
+            server.call("SET", storage_key(key), value)

@@ -32,6 +32,7 @@ from storage_kv.config import StorageConfig
 __all__ = ["doctor"]
 
 _COLOURS: Final = {"ok": "green", "warning": "yellow", "failed": "red"}
+_HERE: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 _TLS_FILES: Final = ("tls_ca", "tls_client_ca", "tls_cert", "tls_key")
 
 _S = TypeVar("_S", bound=Section)
@@ -80,7 +81,7 @@ def doctor(
 
 
 def _host_checks(machine: Machine, file: str | None, storage: str | None, data_plane: str | None) -> Iterator[Check]:
-    config, configured = _configuration(HostConfig, file)
+    config, configured = _configuration(HostConfig, machine, file)
     yield from _moving(configured)
     yield process.shared_memory
     yield process.engine
@@ -89,17 +90,18 @@ def _host_checks(machine: Machine, file: str | None, storage: str | None, data_p
     yield partial(certificates, machine, _tls_files(config))
     address = data_plane or config.data_plane.replace("{rank}", "0")
     if not host.cards(machine):
-        yield partial(process.reachable, "data plane", address, "shadowserve dpu --config configs/emulated.yaml")
-        yield partial(_reach_storage, storage or DataPlaneConfig.model_fields["storage"].default)
+        plane, plane_configured = _configuration(DataPlaneConfig, machine, file, "data plane's configuration")
+        yield plane_configured
+        yield partial(process.reachable, "data plane", address, _start(plane, machine, file, address))
+        yield from _reach_storage(machine, file, storage, plane)
         return
     yield partial(process.reachable, "data plane", address, "on the card: systemctl start shadowserve-dpu")
     if storage:  # the card's business, and perhaps on a network that the host is not on
-        yield partial(_reach_storage, storage)
+        yield from _reach_storage(machine, file, storage)
 
 
 def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_plane: str | None) -> Iterator[Check]:
-    config, configured = _configuration(DataPlaneConfig, file)
-    storage = storage or config.storage
+    config, configured = _configuration(DataPlaneConfig, machine, file)
     keys = ("net_cores", "decompress_cores", "dequantize_cores", "dma_cores", "store_cores")
     lists = {key: getattr(config, key) for key in keys if getattr(config, key) != "auto"}
     net = [core for core in lists.get("net_cores", ()) if core >= 0]
@@ -107,17 +109,18 @@ def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_pl
     for check in (dpu.card, dpu.arm_cores, host.doca, dpu.huge_pages):
         yield partial(check, machine)
     yield partial(dpu.engines, machine, config.device)
-    yield partial(dpu.xlio, machine, int(storage.rpartition(":")[2]))
+    yield partial(dpu.xlio, machine, int((storage or config.storage).rpartition(":")[2]))
     yield partial(dpu.core_lists, machine, lists)
     yield partial(dpu.isolation, machine, net)
     yield partial(dpu.unit, machine)
     yield partial(certificates, machine, _tls_files(config))
-    yield partial(process.reachable, "data plane", data_plane or config.listen, "systemctl start shadowserve-dpu")
-    yield partial(_reach_storage, storage)
+    address = data_plane or config.listen
+    yield partial(process.reachable, "data plane", address, _start(config, machine, file, address))
+    yield from _reach_storage(machine, file, storage, config)
 
 
 def _storage_checks(machine: Machine, file: str | None, storage: str | None, __: str | None) -> Iterator[Check]:
-    config, configured = _configuration(StorageConfig, file)
+    config, configured = _configuration(StorageConfig, machine, file)
     yield from (process.interpreter, process.native_core, process.locked_memory, configured)
     yield node.device_access
     yield partial(node.namespaces, machine)
@@ -125,7 +128,7 @@ def _storage_checks(machine: Machine, file: str | None, storage: str | None, __:
     yield partial(node.devices, machine, config.devices)
     yield partial(certificates, machine, _tls_files(config))
     yield partial(access, machine, config)
-    yield partial(_reach_storage, storage or f"{config.host}:{config.port}")
+    yield from _reach_storage(machine, file, storage or _own_address(config))
 
 
 def _moving(configured: Check) -> Iterator[Check]:
@@ -134,24 +137,69 @@ def _moving(configured: Check) -> Iterator[Check]:
     yield from (process.locked_memory, process.cores, configured)
 
 
-def _reach_storage(address: str) -> Iterator[Finding]:
-    yield from process.reachable("storage server", address, "shadowserve storage --config configs/storage.yaml")
+def _reach_storage(
+    machine: Machine, file: str | None, address: str | None, plane: DataPlaneConfig | None = None
+) -> Iterator[Check]:
+    """Whether storage answers: at ``address`` or, without one, wherever the data plane is told that it is."""
+    addresses = [address] if address or plane is None else plane.storage_cluster or [plane.storage]
+    own, _ = _configuration(StorageConfig, machine, file)
+    for each in addresses:
+        what = "storage server" if len(addresses) == 1 else f"storage node {each}"
+        yield partial(process.reachable, what, str(each), _start(own, machine, file, str(each)))
 
 
-def _configuration(section: type[_S], file: str | None) -> tuple[_S, Check]:
+def _configuration(
+    section: type[_S], machine: Machine, given: str | None, what: str = "configuration"
+) -> tuple[_S, Check]:
     """Return what a program would run with (the defaults, where that is nothing), and the check that says so."""
+    file = _file(section, machine, given)
 
     def sound() -> Iterator[Finding]:
-        yield Finding("configuration", "ok", file or "the defaults")
+        yield Finding(what, "ok", file or "the defaults")
 
     def broken() -> Iterator[Finding]:
-        yield Finding("configuration", "failed", message, "docs/configuration.md has every key")
+        mend = f"'shadowserve config' and 'shadowserve {section.section} --help' have every key"
+        yield Finding(what, "failed", message, mend)
 
     try:
         return section.load(file), sound
     except ConfigurationError as error:
         message = str(error)
         return section.load(environment={}), broken
+
+
+def _file(section: type[Section], machine: Machine, given: str | None) -> str | None:
+    """Return the file that a program reads: the given one, else that of the service which is installed."""
+    installed = machine.path(f"/etc/shadowserve/{section.section}.yaml")
+    return given or (str(installed) if installed.is_file() else None)
+
+
+def _own_address(config: StorageConfig | DataPlaneConfig) -> str:
+    return config.listen if isinstance(config, DataPlaneConfig) else f"{config.host}:{config.port}"
+
+
+def _start(config: StorageConfig | DataPlaneConfig, machine: Machine, file: str | None, address: str) -> str:
+    """Return the command that starts a program at ``address``, here or where that is.
+
+    Args:
+        config: that the program would have here.
+        machine: this one; it may have the program as a service.
+        file: given to the doctor.
+        address: ``host:port``, or ``unix:/path``.
+    """
+    host, colon, port = address.rpartition(":")
+    if not address.startswith("unix:") and not (host and colon and port.isdigit()):
+        return "give the address as HOST:PORT"
+    if not address.startswith("unix:") and host.strip("[]") not in _HERE and address != _own_address(config):
+        return f"on {host}: shadowserve {config.section}, or systemctl start shadowserve-{config.section}"
+    if machine.path(f"/etc/systemd/system/shadowserve-{config.section}.service").exists():
+        return f"systemctl start shadowserve-{config.section}"
+    command = f"shadowserve {config.section}"
+    if file and config != type(config)():
+        command += f" --config {file}"
+    if address == _own_address(config):
+        return command
+    return f"{command} --listen {address}" if isinstance(config, DataPlaneConfig) else f"{command} --port {port}"
 
 
 def _tls_files(config: Section) -> Mapping[str, str]:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from shadowserve.errors import NotInstalledError
+
 __all__ = ["Finding", "Machine", "look"]
 
 
@@ -68,8 +70,10 @@ class Machine:
 
 def look(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
     """Return what a check finds. One that breaks is itself a finding: the doctor must not fall ill."""
+    name = getattr(check, "__name__", "check").strip("_<>")
     try:
         return list(check())
+    except NotInstalledError as error:
+        return [Finding(name, "failed", error.missing, error.remedy)]
     except Exception as error:  # the whole point is to go on
-        name = getattr(check, "__name__", "check").strip("_<>")
         return [Finding(name, "failed", f"{type(error).__name__}: {error}", "please report this, with the command")]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from shadowserve.cli.doctor.finding import Finding
+from shadowserve.errors import NotInstalledError
 
 __all__ = ["cores", "engine", "interpreter", "locked_memory", "native_core", "reachable", "shared_memory"]
 
@@ -33,12 +34,8 @@ def native_core() -> Iterator[Finding]:
     """The C core and the codecs that it was built with."""
     try:
         from shadowserve import native
-    except ImportError as error:
-        yield Finding("C core", "failed", str(error), "run 'make setup', or 'pip install -e .' in the checkout")
-        return
-    except OSError as error:  # of a wheel that was made where there were more libraries
-        mend = "install what it names (libisal2, say), or build it here: 'pip install .' in the checkout"
-        yield Finding("C core", "failed", str(error), mend)
+    except NotInstalledError as error:
+        yield Finding("C core", "failed", error.missing, error.remedy)
         return
     yield Finding("C core", "ok", f"kernels use {native.isa_active().name.lower()}")
 
@@ -47,7 +44,7 @@ def decoding() -> Iterator[Finding]:
     """What the C core was built with to move records: codecs, TLS, backends."""
     try:
         from shadowserve import native
-    except (ImportError, OSError):
+    except NotInstalledError:
         return  # native_core() has told
     implementations = native.codec_implementations()
     for codec in native.Codec:

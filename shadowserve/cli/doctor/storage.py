@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from shadowserve.cli.doctor.finding import Finding, Machine
+from shadowserve.errors import NotInstalledError
 from storage_kv.config import DeviceConfig
 
 __all__ = ["device_access", "devices", "memory", "namespaces"]
@@ -14,8 +15,10 @@ __all__ = ["device_access", "devices", "memory", "namespaces"]
 
 def device_access() -> Iterator[Finding]:
     """Whether this build and the running kernel have io_uring, which devices are best accessed by."""
-    from shadowserve import native
-
+    try:
+        from shadowserve import native
+    except NotInstalledError:
+        return  # native_core() has told
     access = native.BlockAccess.URING
     if native.block_access_available(access):
         yield Finding("device access", "ok", "io_uring, and threads where a device does not take it")

@@ -21,7 +21,6 @@ from typing import Final, Literal
 
 import numpy as np
 import psutil
-import redis
 
 from shadowserve.cli.bench.peers.contender import Contender
 from shadowserve.cli.bench.peers.driver import CLEARED, Bytes, Values
@@ -194,6 +193,8 @@ def start_redis(
     Raises:
         ShadowServeError: it is not installed, or does not start.
     """
+    import redis
+
     if not shutil.which("redis-server"):
         raise ShadowServeError("redis-server, a peer to compare with, is not installed; run scripts/setup")
     port = free_port()

@@ -1,0 +1,195 @@
+"""What every call goes through before its handler, of whatever service: a place, its message, and its bytes.
+
+**A place.** Calls in progress are bounded: each host has a share of them, and what has no session (Hello, probes, and
+whoever else can connect) has few together, so that it cannot keep the hosts out. A message has to arrive in time, or
+its place would be nobody's: gRPC itself waits for ever.
+
+**Its message.** One that does not decode is the caller's fault, told by a status and a counted line; gRPC itself would
+answer UNKNOWN and log a traceback for each. So would it for a handler's bug, which callers that have found it repeat.
+
+**Its bytes**, which wait in our memory, are counted until the call has ended.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator
+from inspect import isasyncgen
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import grpc
+
+from dpu_dataplane.repeats import Repeats, address_of
+from shadowserve.proto import SESSION_KEY
+
+__all__ = ["CALLS_MAX", "Admission"]
+
+CALLS_MAX: Final = 1024
+"""In progress, waiting ones included: three times the default queues."""
+_SHARE_LEAST: Final = 128
+"""Of those, a host's share, however many hosts there may be: an engine's few lookups, fetches and stores."""
+_STRANGERS_MAX: Final = 128
+"""Of those, calls without a session: they take milliseconds, but for the few that watch our health."""
+_MESSAGE_S: Final = 20.0
+"""For a call's message, once it has begun: the largest one at 4 Mbit/s."""
+
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Call: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
+
+logger = logging.getLogger(__name__)
+
+
+class _Received(NamedTuple):
+    """A message, None where the bytes are none."""
+
+    request: Any
+    size: int
+
+
+class _Caller:
+    """A host's calls in progress; or those of all strangers."""
+
+    __slots__ = ("bytes", "calls")
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.bytes = 0
+
+
+class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at runtime it takes none
+    """Lets calls in.
+
+    Args:
+        bytes_max: of the messages of calls in progress; a caller without any may have one message in any case.
+        hosts_max: that have equal shares.
+        knows: whether a session is a host's.
+        repeats: tells what callers did wrong.
+
+    Attributes:
+        total_bytes: of the messages of calls in progress.
+    """
+
+    def __init__(self, bytes_max: int, hosts_max: int, knows: Callable[[bytes], bool], repeats: Repeats) -> None:
+        self._bytes_max = bytes_max
+        self._bytes_share = bytes_max // hosts_max
+        self._calls_share = max(_SHARE_LEAST, (CALLS_MAX - _STRANGERS_MAX) // hosts_max)
+        self._knows = knows
+        self._repeats = repeats
+        self._handlers: dict[str, _Handler] = {}
+        self._callers: defaultdict[bytes, _Caller] = defaultdict(_Caller)
+        self.total_bytes = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler:
+        """Return the method's handler behind what is done here; None, as it is, for a method that there is not."""
+        method = handler_call_details.method
+        if method not in self._handlers:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return handler
+            self._handlers[method] = self._wrap(method, handler)  # as many as there are methods
+        return self._handlers[method]
+
+    def _wrap(self, method: str, handler: Any) -> _Handler:
+        """Return a handler that reads its message itself: on the wire a stream of one message is that message."""
+        decode, streams = handler.request_deserializer, handler.response_streaming
+        assert not handler.request_streaming, "no service here has such a method"
+
+        def read(data: bytes) -> _Received:
+            try:
+                return _Received(decode(data), len(data))
+            except Exception:  # protobuf's own kinds, by implementation
+                return _Received(None, len(data))
+
+        async def stream(request: Any, context: Any) -> None:
+            answers = handler.unary_stream(request, context)
+            if not isasyncgen(answers):
+                await answers
+                return
+            async for each in answers:
+                await context.write(each)
+
+        call = stream if streams else handler.unary_unary
+
+        async def behavior(_: Any, context: Any) -> Any:
+            return await self._let_in(method, context, call)
+
+        make: Any = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
+        made: _Handler = make(behavior, read, handler.response_serializer)
+        return made
+
+    async def _let_in(self, method: str, context: Any, call: _Call) -> Any:
+        session = _session(context)
+        name = session if self._knows(session) else b""
+        caller = self._callers[name]
+        if caller.calls >= (self._calls_share if name else _STRANGERS_MAX):
+            whose = "of this host" if name else "without a session"
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{caller.calls} calls {whose} are in progress, as many as may be; treat it as a miss",
+            )
+        caller.calls += 1
+        try:
+            received = await self._receive(method, context)
+            with await self._counted(received.size, caller, context):
+                return await self._run(method, received.request, context, call)
+        finally:
+            caller.calls -= 1
+            if not caller.calls:
+                del self._callers[name]
+
+    async def _receive(self, method: str, context: Any) -> _Received:
+        try:
+            received = await asyncio.wait_for(context.read(), _MESSAGE_S)
+        except TimeoutError:
+            problem = f"the message of a call of {method} did not arrive within {_MESSAGE_S:g} s"
+            self._repeats.tell(logging.WARNING, f"{method}: late", address_of(context.peer()), problem)
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, problem)
+        if isinstance(received, _Received) and received.request is not None:
+            return received
+        size = received.size if isinstance(received, _Received) else 0  # else it was the end of the stream
+        problem = f"{method} was sent {size} bytes that are no message of it; is the other side of another release?"
+        self._repeats.tell(logging.WARNING, f"{method}: no message", address_of(context.peer()), problem)
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        raise AssertionError("abort() always raises")
+
+    async def _counted(self, size: int, caller: _Caller, context: Any) -> contextlib.AbstractContextManager[None]:
+        if self.total_bytes + size > self._bytes_max or (caller.bytes and caller.bytes + size > self._bytes_share):
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"calls in progress have {caller.bytes} bytes of this host, {self.total_bytes} in all, this {size}: "
+                f"more than call_bytes_max allows ({self._bytes_max}, in equal shares); treat it as a miss",
+            )
+
+        @contextlib.contextmanager
+        def counted() -> Iterator[None]:
+            self.total_bytes += size
+            caller.bytes += size
+            try:
+                yield
+            finally:
+                self.total_bytes -= size
+                caller.bytes -= size
+
+        return counted()
+
+    async def _run(self, method: str, request: Any, context: Any, call: _Call) -> Any:
+        try:
+            return await call(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            told = f"{method} met a bug, please report it: {type(error).__name__}: {error}"
+            if self._repeats.tell(logging.ERROR, f"{method}: {type(error).__name__}", "", told):
+                logger.exception("where it is")
+            await context.abort(grpc.StatusCode.INTERNAL, told)
+
+
+def _session(context: Any) -> bytes:
+    """Return the session that the call says it is of."""
+    value = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), b"")
+    return value if isinstance(value, bytes) else b""

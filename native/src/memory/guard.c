@@ -1,0 +1,132 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * guard.c - mappings of files that others may shrink, survived
+ *
+ * To touch a page that its file does not have any more, or that a full file system cannot give, is SIGBUS, and by
+ * default the end of the process with all that it serves. So the handler puts plain memory, which reads as zeros, over
+ * the whole of a guarded mapping, and notes that it is lost; the instruction is then done again, and the owner looks
+ * before it says what came of it. All of the mapping, not a page: what is lost in part is of no use, and one fault is
+ * then all there is. Plain memory is given page by page as it is touched, so it costs what is touched.
+ *
+ * A handler may not wait, so the list is read without a lock: guards are added in front and used again, never freed.
+ * One that is being opened or closed is nobody's memory yet, or any more, so no fault is looked up in it.
+ */
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "shadowserve.h"
+
+struct ss_guard {
+    _Atomic uintptr_t begin; /* 0: free */
+    _Atomic uintptr_t end;
+    _Atomic uint32_t lost;
+    struct ss_guard *next;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic(struct ss_guard *) guards;
+static struct sigaction before; /* what was installed, for all that is not ours */
+static int installed;
+
+/* Returns whether the address is in a guarded mapping, which plain memory then lies over. */
+static int replaced(uintptr_t address) {
+    for (struct ss_guard *guard = atomic_load(&guards); guard != NULL; guard = guard->next) {
+        uintptr_t begin = atomic_load(&guard->begin);
+        uintptr_t end = atomic_load(&guard->end);
+        if (begin == 0 || address < begin || address >= end) {
+            continue;
+        }
+        if (atomic_exchange(&guard->lost, 1)) {
+            return 1; /* another thread is at it, or was: this one tries again */
+        }
+        /* Not mmap(), which is not said to be safe in a handler; the system call is. */
+        long mapped = syscall(SYS_mmap, begin, end - begin, PROT_READ | PROT_WRITE,
+                              MAP_FIXED | MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0L);
+        return mapped == (long)begin;
+    }
+    return 0;
+}
+
+static void pass_on(int number, siginfo_t *info, void *context) {
+    if (before.sa_flags & SA_SIGINFO) {
+        before.sa_sigaction(number, info, context);
+    } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
+        before.sa_handler(number);
+    } else {
+        (void)sigaction(number, &before, NULL);
+        (void)raise(number); /* comes when this handler is left */
+    }
+}
+
+static void on_bus_error(int number, siginfo_t *info, void *context) {
+    int error = errno;
+    /* Above 0 it is the kernel's, and the address is a fault's. */
+    if (info->si_code <= 0 || !replaced((uintptr_t)info->si_addr)) {
+        pass_on(number, info, context);
+    }
+    errno = error;
+}
+
+static enum ss_result install(void) {
+    struct sigaction action = {.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART};
+    action.sa_sigaction = on_bus_error;
+    sigemptyset(&action.sa_mask);
+    if (!installed && sigaction(SIGBUS, &action, &before) != 0) {
+        return SS_OS_ERROR;
+    }
+    installed = 1;
+    return SS_OK;
+}
+
+static struct ss_guard *guard_take(void) {
+    for (struct ss_guard *guard = atomic_load(&guards); guard != NULL; guard = guard->next) {
+        if (atomic_load(&guard->begin) == 0) {
+            return guard;
+        }
+    }
+    struct ss_guard *guard = calloc(1, sizeof *guard);
+    if (guard != NULL) {
+        guard->next = atomic_load(&guards);
+        atomic_store(&guards, guard);
+    }
+    return guard;
+}
+
+enum ss_result ss_guard_open(void *address, uint64_t size, struct ss_guard **opened) {
+    uintptr_t begin = (uintptr_t)address;
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE);
+    if (opened == NULL || begin == 0 || begin % page != 0 || size == 0 || size > UINTPTR_MAX - begin - page) {
+        return SS_BAD_ARGUMENT;
+    }
+    pthread_mutex_lock(&lock);
+    enum ss_result result = install();
+    struct ss_guard *guard = result == SS_OK ? guard_take() : NULL;
+    if (guard != NULL) {
+        atomic_store(&guard->lost, 0);
+        atomic_store(&guard->end, begin + (size + page - 1) / page * page);
+        atomic_store(&guard->begin, begin);
+        *opened = guard;
+    } else if (result == SS_OK) {
+        result = SS_NO_MEMORY;
+    }
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+
+int ss_guard_lost(const struct ss_guard *guard) {
+    return atomic_load(&guard->lost) != 0;
+}
+
+void ss_guard_close(struct ss_guard *guard) {
+    if (guard != NULL) {
+        pthread_mutex_lock(&lock);
+        atomic_store(&guard->begin, 0);
+        pthread_mutex_unlock(&lock);
+    }
+}

@@ -1,0 +1,167 @@
+"""An accelerator that never ends what it was given, over the DOCA emulator: the daemon says so and ends, soon enough.
+
+What may still be written to is never said to be quiet: a call over it has no answer but the daemon's end.
+"""
+
+import asyncio
+import re
+import signal
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from dataplane_support import Client, DaemonProcess, Server, keys_of, layout, make_record
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from machine import NEVER_MS, NEVER_S, PATIENCE_S, free_port, frozen, until, wait_for
+
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 4)
+
+
+def fill(server: Server) -> None:
+    for index, key in enumerate(KEYS):
+        server.put(key, make_record(SHAPE, key, index, codec="deflate"))
+
+
+def page(port: int, name: str) -> str:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=PATIENCE_S) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.read().decode()
+
+
+def copying(port: int) -> bool:
+    """Whether the engine that copies has been given something."""
+    return re.search(r'^shadowserve_stage_items_total{stage="dma"} [1-9]', page(port, "metrics"), re.M) is not None
+
+
+async def unanswered(call: "asyncio.Future[object]") -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, caught.value
+    return caught.value.details() or ""
+
+
+@pytest.mark.parametrize("tasks", ["decompress:2", "dma:1+"])
+async def test_a_device_that_never_ends_a_task_ends_the_daemon_which_says_so(
+    storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tasks: str
+) -> None:
+    fill(storage)
+    monkeypatch.setenv("DOCA_EMULATOR_HANG", tasks)
+    daemon = DaemonProcess(storage, tmp_path, backend="doca", device_timeout=1, shutdown_time=2)
+    client = Client(daemon.address)
+    try:
+        await client.register(SHAPE, 4)
+        assert "accelerator does not end" in await unanswered(asyncio.ensure_future(client.fetch(KEYS)))
+        assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 1
+        log = daemon.log.read_text()
+        assert log.count("does not end what it was given, for 1 s: it is given up") == 1
+        assert "stopped" in log and "Traceback" not in log
+    finally:
+        await client.close()
+        daemon.close()
+
+
+async def test_a_device_that_was_given_up_fails_the_health_checks(
+    storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(storage)
+    monkeypatch.setenv("DOCA_EMULATOR_HANG", "dma:1+")
+    port = free_port()
+    daemon = DaemonProcess(
+        storage, tmp_path, backend="doca", device_timeout=1, shutdown_time=NEVER_S, metrics_port=port
+    )
+    client = Client(daemon.address)
+    try:
+        await client.register(SHAPE, 4)
+        watch = health_pb2_grpc.HealthStub(client.channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        assert "ok accelerator: doca" in page(port, "healthz")
+        await unanswered(asyncio.ensure_future(client.fetch(KEYS)))
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert "failed accelerator: given up" in page(port, "healthz")  # the watch keeps the daemon from its end
+        watch.cancel()
+        assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 1
+    finally:
+        await client.close()
+        daemon.close()
+
+
+async def test_memory_that_a_hung_device_may_write_is_not_released(
+    storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(storage)
+    monkeypatch.setenv("DOCA_EMULATOR_HANG", "dma:1+")
+    port = free_port()
+    daemon = DaemonProcess(
+        storage, tmp_path, backend="doca", device_timeout=1, shutdown_time=NEVER_S, metrics_port=port
+    )
+    client = Client(daemon.address)
+    try:
+        await client.register(SHAPE, 4)
+        fetch = asyncio.ensure_future(client.fetch(KEYS))
+        await until(lambda: copying(port))
+        release = asyncio.ensure_future(
+            client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+        )
+        await unanswered(fetch)
+        assert not release.done()
+        assert client.segment.name in Path(f"/proc/{daemon.process.pid}/maps").read_text()
+        daemon.process.kill()
+        await unanswered(release)
+    finally:
+        await client.close()
+        daemon.close()
+
+
+async def test_sigterm_ends_a_daemon_whose_device_hangs(
+    storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(storage)
+    monkeypatch.setenv("DOCA_EMULATOR_HANG", "dma:1+")
+    port = free_port()
+    daemon = DaemonProcess(
+        storage, tmp_path, backend="doca", device_timeout=NEVER_S, shutdown_time=2, metrics_port=port
+    )
+    client = Client(daemon.address)
+    try:
+        await client.register(SHAPE, 4)
+        fetch = asyncio.ensure_future(client.fetch(KEYS, timeout_ms=NEVER_MS))
+        await until(lambda: copying(port))
+        assert "ok accelerator" in page(port, "healthz"), "nobody knows better yet, and the check does not wait"
+        assert await asyncio.to_thread(daemon.stop) == 1
+        with pytest.raises(grpc.aio.AioRpcError):
+            await fetch
+        assert "1 jobs do not end" in daemon.log.read_text()
+    finally:
+        await client.close()
+        daemon.close()
+
+
+async def test_a_machine_that_stood_still_is_not_taken_for_a_device_that_hangs(
+    storage: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(storage)
+    monkeypatch.setenv("DOCA_EMULATOR_LATENCY_US", "500000")
+    port = free_port()
+    daemon = DaemonProcess(storage, tmp_path, backend="doca", device_timeout=2, metrics_port=port)
+    client = Client(daemon.address)
+    try:
+        await client.register(SHAPE, 4)
+        fetch = asyncio.ensure_future(client.fetch(KEYS))
+        await until(lambda: copying(port))
+        daemon.process.send_signal(signal.SIGSTOP)
+        wait_for(lambda: frozen(daemon.process.pid))
+        await asyncio.sleep(3)
+        daemon.process.send_signal(signal.SIGCONT)
+        assert (await fetch).chunks == 4
+        assert daemon.stop() == 0
+    finally:
+        await client.close()
+        daemon.close()

@@ -1,0 +1,175 @@
+"""Callers that mean ill: messages that are none, logs for the asking, calls and bytes without end."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record, running
+from grpc_health.v1 import health_pb2
+from machine import NEVER_MS, NEVER_S, until
+
+from dpu_dataplane import admission
+from shadowserve.proto import SESSION_KEY
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 4)
+SERVICE = pb.DESCRIPTOR.services_by_name["DataPlane"]
+METHODS = [f"/{SERVICE.full_name}/{method.name}" for method in SERVICE.methods]
+PROBES = health_pb2.DESCRIPTOR.services_by_name["Health"]
+HEALTH = [f"/{PROBES.full_name}/{method.name}" for method in PROBES.methods]
+STREAMING = {f"/{SERVICE.full_name}/Trace", "/grpc.health.v1.Health/Watch"}
+GARBAGE = b"\xff" * 64
+TIMES = 150
+"""How often a test does what must not fill the log."""
+
+
+@contextlib.asynccontextmanager
+async def attacked(storage: Server, directory: Path, **changes: Any) -> AsyncIterator[tuple[DaemonProcess, Client]]:
+    """A daemon and a client of it, who is served right in the end, with a log that has not grown by the attack."""
+    for index, key in enumerate(KEYS):
+        storage.put(key, make_record(SHAPE, key, index))
+    daemon = DaemonProcess(storage, directory, **changes)
+    client = Client(daemon.address)
+    try:
+        await client.register(SHAPE, 4)
+        yield daemon, client
+        assert (await client.fetch(KEYS)).chunks == 4
+        assert client.chunk(3) == kv(SHAPE, 3)
+        assert daemon.process.poll() is None
+        log = daemon.log.read_text()
+        assert "Traceback" not in log
+        assert len(log.splitlines()) < 60 and len(log) < 20_000, log[-3000:]
+    finally:
+        await client.close()
+        daemon.close()
+
+
+def raw(client: Client, method: str) -> Any:
+    """A method that is sent bytes as they are."""
+    make = client.channel.unary_stream if method in STREAMING else client.channel.unary_unary
+    return make(method)
+
+
+async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Return what a call ends with, one with a stream of answers too."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        if hasattr(call, "read"):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        else:
+            await call
+    return await call.code(), await call.details()
+
+
+async def test_messages_that_do_not_decode_are_invalid_arguments_and_no_log_for_the_asking(
+    storage: Server, tmp_path: Path
+) -> None:
+    async with attacked(storage, tmp_path) as (daemon, client):
+        metadata = client.stub._metadata
+        for method in METHODS + HEALTH:
+            for _ in range(TIMES):
+                code, detail = await status_of(raw(client, method)(GARBAGE, metadata=metadata))
+                assert code is grpc.StatusCode.INVALID_ARGUMENT, (method, code, detail)
+                assert method in detail and "64 bytes" in detail
+            assert daemon.log.read_text().count(method) == 1, "it is said, once"
+
+
+async def test_a_method_that_is_none_and_a_message_too_large_leave_no_trace(storage: Server, tmp_path: Path) -> None:
+    async with attacked(storage, tmp_path) as (_, client):
+        for _ in range(TIMES):
+            assert (await status_of(raw(client, f"/{SERVICE.full_name}/Nothing")(b"")))[0] is (
+                grpc.StatusCode.UNIMPLEMENTED
+            )
+        for _ in range(5):
+            code, _ = await status_of(raw(client, METHODS[0])(bytes(9 << 20)))
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_hosts_that_are_refused_over_and_over_are_told_once(storage: Server, tmp_path: Path) -> None:
+    async with attacked(storage, tmp_path) as (daemon, _):
+        other = Client(daemon.address)
+        try:
+            for number in range(TIMES):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await other.hello(host=f"other {number}", process=f"x{number}\x1b[31m\n\u2028" + "y" * 200)
+                assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        finally:
+            await other.close()
+        log = daemon.log.read_text()
+        assert "refused" in log
+        assert "\x1b" not in log and "\u2028" not in log, "what a client sends does not steer a terminal"
+
+
+async def test_memory_that_comes_and_goes_over_and_over_is_told_now_and_then(storage: Server, tmp_path: Path) -> None:
+    async with attacked(storage, tmp_path) as (_, client):
+        for _ in range(TIMES):
+            await client.stub.ReleaseDestination(pb.ReleaseDestinationRequest(destination_id=client.destination))
+            await client.register(SHAPE, 4)
+            client.segments.pop(0).close()
+
+
+async def test_the_bytes_of_calls_in_progress_are_bounded(mortal_storage: Server, tmp_path: Path) -> None:
+    # Each waits for storage that does not answer, with a message of two megabytes in the daemon's hands.
+    async with attacked(mortal_storage, tmp_path, command_timeout=NEVER_S, call_bytes_max="16MiB") as (_, client):
+        mortal_storage.freeze()
+        chain = pb.KeyChain(keys=[bytes(32)] * 60_000, namespace=SHAPE.namespace)
+        request = pb.LookupRequest(chains=[chain], timeout_ms=NEVER_MS).SerializeToString()
+        lookup = client.channel.unary_unary(f"/{SERVICE.full_name}/Lookup")
+        calls = [lookup(request, metadata=client.stub._metadata) for _ in range(40)]
+        await until(lambda: sum(call.done() for call in calls) >= 40 - (16 << 20) // len(request))
+        for call in [call for call in calls if call.done()]:
+            code, detail = await status_of(call)
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "call_bytes_max" in detail, (code, detail)
+        waiting = [call for call in calls if not call.done()]
+        assert 0 < len(waiting) <= (16 << 20) // len(request)
+        for call in waiting:
+            call.cancel()
+        mortal_storage.thaw()
+        answer = await asyncio.wait_for(client.lookup(KEYS), NEVER_S)
+        assert list(answer.hits) == [4], "and given back"
+
+
+async def test_calls_of_strangers_that_never_send_do_not_keep_the_host_out(storage: Server, tmp_path: Path) -> None:
+    async with attacked(storage, tmp_path) as (daemon, client):
+        stranger = Client(daemon.address)
+        try:
+            lookup = stranger.channel.stream_unary(METHODS[1])
+            sessions: list[Any] = [(), ((SESSION_KEY, b"x" * 16),)]
+            calls = [lookup(metadata=sessions[number % 2]) for number in range(400)]
+            await until(lambda: sum(call.done() for call in calls) >= 400 - 128)
+            waiting = [call for call in calls if not call.done()]
+            assert 0 < len(waiting) <= 128, "they have few places, all together"
+            for call in calls:
+                if call.done():
+                    assert (await status_of(call))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert list((await client.lookup(KEYS)).hits) == [4], "the host has its own"
+            for call in calls:
+                call.cancel()
+        finally:
+            await stranger.close()
+
+
+async def test_a_message_that_does_not_come_gives_its_place_back(
+    storage: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "_MESSAGE_S", 0.2)
+    async with running(storage) as (_, client):
+        for method in (METHODS[1], f"/{SERVICE.full_name}/Trace"):
+            make = client.channel.stream_stream if method in STREAMING else client.channel.stream_unary
+            calls = [make(method)() for _ in range(3)]
+            for call in calls:
+                code, detail = await call.code(), await call.details()
+                assert code is grpc.StatusCode.DEADLINE_EXCEEDED and "did not arrive" in detail
+        assert (await client.lookup(KEYS, SHAPE.namespace)).outcome == pb.OUTCOME_COMPLETE
+
+
+async def test_a_session_that_is_none_gets_no_further_than_that(storage: Server, tmp_path: Path) -> None:
+    async with attacked(storage, tmp_path) as (_, client):
+        for _ in range(TIMES):
+            code, _ = await status_of(raw(client, METHODS[1])(b"", metadata=((SESSION_KEY, b"x" * 16),)))
+            assert code is grpc.StatusCode.FAILED_PRECONDITION

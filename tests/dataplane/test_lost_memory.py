@@ -1,0 +1,147 @@
+"""Shared memory that somebody shrinks while others have mapped it: whoever touches what is gone must not die of it."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from dataplane_support import WAYS, Client, DaemonProcess, Server, keys_of, kv, layout, make_record, way_name
+from machine import NEVER_S, until
+
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 4)
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+ways = pytest.mark.parametrize("way", WAYS, ids=way_name)
+
+
+class Shrinking:
+    """A client whose segment keeps a descriptor to be shrunk by."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self._file = -1
+
+    async def register(self, chunks: int) -> "Shrinking":
+        from dataplane_support import Segment
+
+        client = self.client
+        await client.hello()
+        client.shape, client.segment = SHAPE, Segment(chunks * SHAPE.raw_bytes)
+        client.segments.append(client.segment)
+        self._file = os.open(client.segment.path, os.O_RDWR)
+        client.destination = (await client.stub.RegisterDestination(client.registration())).destination_id
+        return self
+
+    def shrink(self, size: int = 0) -> None:
+        os.truncate(self._file, size)
+
+    def grow(self, size: int) -> None:
+        os.truncate(self._file, size)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+@contextlib.asynccontextmanager
+async def served(daemon: DaemonProcess) -> AsyncIterator[tuple[Shrinking, Client]]:
+    """A client that shrinks its memory, and another one, of one daemon, which lives through it all."""
+    bad, good = Client(daemon.address), Client(daemon.address)
+    shrinking = await Shrinking(bad).register(4)
+    try:
+        await good.register(SHAPE, 4)
+        yield shrinking, good
+        assert daemon.process.poll() is None, "the daemon lives"
+        assert (await good.fetch(KEYS)).chunks == 4
+        assert [good.chunk(index) for index in range(4)] == [kv(SHAPE, index) for index in range(4)]
+        assert daemon.stop() == 0
+        log = daemon.log.read_text()
+        assert "Traceback" not in log
+        assert log.count("is shorter now") == 1, "it is said once"
+    finally:
+        await bad.close()
+        await good.close()
+        shrinking.close()
+        daemon.close()
+
+
+def fill(server: Server) -> None:
+    for index, key in enumerate(KEYS):
+        server.put(key, make_record(SHAPE, key, index))
+
+
+async def refusal(call: "asyncio.Future[pb.FetchResponse] | asyncio.Future[pb.StoreResponse]") -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    assert caught.value.code() == INVALID, caught.value
+    return caught.value.details() or ""
+
+
+@ways
+async def test_a_segment_that_shrinks_during_a_fetch_is_lost_and_nothing_else(
+    mortal_storage: Server, tmp_path: Path, way: dict[str, object]
+) -> None:
+    fill(mortal_storage)
+    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout=NEVER_S, **way)
+    async with served(daemon) as (shrinking, _):
+        bad = shrinking.client
+        await bad.lookup(KEYS)
+        mortal_storage.freeze()
+        fetch = asyncio.ensure_future(bad.fetch(KEYS))
+        await until(mortal_storage.asked)
+        shrinking.shrink()
+        mortal_storage.thaw()
+        assert "is shorter now; register it again" in await refusal(fetch)
+        assert (await bad.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+
+
+@ways
+async def test_a_segment_that_shrinks_during_a_store_stores_nothing_of_it(
+    mortal_storage: Server, tmp_path: Path, way: dict[str, object]
+) -> None:
+    fill(mortal_storage)
+    fresh = keys_of(SHAPE, 4, seed=1)
+    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout=NEVER_S, **way)
+    async with served(daemon) as (shrinking, _):
+        bad = shrinking.client
+        mortal_storage.freeze()
+        store = asyncio.ensure_future(bad.store(fresh))
+        await until(mortal_storage.asked)  # what it holds already: nothing was encoded yet
+        shrinking.shrink(SHAPE.raw_bytes // 2)
+        mortal_storage.thaw()
+        assert "is shorter now; register it again" in await refusal(store)
+        assert not any(mortal_storage.has(key) for key in fresh)
+        assert (await bad.store(fresh)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION
+
+
+@ways
+async def test_a_segment_that_shrank_and_grew_again_without_room_is_survived(
+    mortal_storage: Server, tmp_path: Path, way: dict[str, object]
+) -> None:
+    # What is behind the new end has no pages any more; they come, as zeros, with the first touch.
+    fill(mortal_storage)
+    daemon = DaemonProcess(mortal_storage, tmp_path, command_timeout=NEVER_S, **way)
+    async with served(daemon) as (shrinking, good):
+        bad = shrinking.client
+        shrinking.shrink()
+        shrinking.grow(bad.segment.size)
+        assert (await bad.fetch(KEYS)).chunks == 4
+        assert bad.chunk(2) == kv(SHAPE, 2)
+        shrinking.shrink(SHAPE.raw_bytes)
+        assert "is shorter now" in await refusal(asyncio.ensure_future(bad.fetch(KEYS)))
+        assert (await good.fetch(KEYS)).chunks == 4
+
+
+async def test_a_segment_that_shrinks_before_its_first_use_is_refused_and_forgotten(
+    mortal_storage: Server, tmp_path: Path
+) -> None:
+    fill(mortal_storage)
+    daemon = DaemonProcess(mortal_storage, tmp_path)
+    async with served(daemon) as (shrinking, _):
+        shrinking.shrink(SHAPE.raw_bytes * 2)
+        assert "is shorter now" in await refusal(asyncio.ensure_future(shrinking.client.fetch(KEYS)))
+        assert (await shrinking.client.fetch(KEYS)).outcome == pb.OUTCOME_UNKNOWN_DESTINATION

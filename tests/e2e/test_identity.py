@@ -1,0 +1,175 @@
+"""Engines that compute other KV never share it: each of these once gave wrong tokens, with a hit and no warning."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from identity_support import ASSET, tick
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+LENGTH = 600
+
+
+@pytest.fixture
+def plane() -> Iterator[Any]:
+    from scripted import ScriptedDataPlane
+
+    plane = ScriptedDataPlane()
+    yield plane
+    plane.stop()
+
+
+class Runs:
+    """Engines one after the other over one store, and what each makes of one prompt."""
+
+    def __init__(self, make_engine: Callable[..., Any], plane: Any, prompt: list[int], memory: Path) -> None:
+        self._make_engine, self._plane, self._prompt = make_engine, plane, prompt
+        self._memory = memory
+
+    def __call__(self, model: Path, lora: Any = None, **options: Any) -> tuple[list[int], list[int], int]:
+        """Return an engine's output, its output without the cache, and how many tokens it found stored."""
+        tick()
+        extra = {"identity_cache": str(self._memory)} if self._memory else {}
+        engine = self._make_engine(self._plane.address, model=model, extra=extra, **options)
+        try:
+            output, cached = self._generate(engine, lora)
+            engine.flush()
+            stored = dict(self._plane.records)
+            engine.reset(self._plane, records=True)
+            alone, _ = self._generate(engine, lora)
+            engine.flush()
+            self._plane.records.clear()
+            self._plane.records.update(stored)
+        finally:
+            engine.close()
+        return output, alone, cached
+
+    def _generate(self, engine: Any, lora: Any) -> tuple[list[int], int]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, detokenize=False)
+        (made,) = engine.llm.generate(
+            [{"prompt_token_ids": self._prompt}], parameters, use_tqdm=False, lora_request=lora
+        )
+        return list(made.outputs[0].token_ids), int(made.num_cached_tokens or 0)
+
+
+@pytest.fixture
+def run(make_engine: Any, plane: Any, prompt: Any, tmp_path: Path, request: Any) -> Runs:
+    return Runs(make_engine, plane, prompt(LENGTH), tmp_path / "content.json")
+
+
+def copied(folder: Path, **changes: Any) -> Path:
+    shutil.copytree(ASSET, folder)
+    described = json.loads((folder / "config.json").read_text())
+    described.pop("rope_theta")
+    (folder / "config.json").write_text(json.dumps({**described, **changes}))
+    return folder
+
+
+def edited(model: Path, part: str) -> None:
+    """Turn a part of a model's weights around, in place and without another size."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(model / "model.safetensors")
+    tensors = {name: -tensor if part in name else tensor for name, tensor in tensors.items()}
+    save_file(tensors, model / "model.safetensors")
+
+
+def test_weights_edited_in_place_are_not_served_what_the_old_ones_computed(run: Runs, tmp_path: Path) -> None:
+    model = copied(tmp_path / "model")
+    before, _, _ = run(model)
+    assert run(model) == (before, before, 512), "an engine of the same weights is served"
+    shutil.copytree(model, tmp_path / "moved")
+    assert run(tmp_path / "moved") == (before, before, 512), "and so is one that has them elsewhere"
+    edited(model, "layers.1.self_attn.k_proj")
+    after, alone, cached = run(model)
+    assert (after, cached) == (alone, 0) and after != before
+
+
+def test_contexts_that_turn_longrope_s_factors_do_not_share(run: Runs, tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 32, "long_factor": [40.0] * 32, "original_max_position_embeddings": 1024}
+    ropes = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 16.0, **factors}
+    model = copied(tmp_path / "model", rope_parameters=ropes)
+    short, _, _ = run(model, max_model_len=1024)
+    long, alone, cached = run(model, max_model_len=2048)
+    assert (long, cached) == (alone, 0) and long != short
+    again, _, cached = run(model, max_model_len=4096)
+    assert (again, cached) == (long, 512), "contexts on one side of the limit share"
+
+
+def adapter(folder: Path, seed: int, modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")) -> Path:
+    """Make a LoRA adapter of the project's model, large enough to change what it says."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    described = json.loads((ASSET / "config.json").read_text())
+    hidden, heads, kv = described["hidden_size"], described["num_attention_heads"], described["num_key_value_heads"]
+    wide, narrow = heads * described["head_dim"], kv * described["head_dim"]
+    sizes = {"q_proj": (hidden, wide), "k_proj": (hidden, narrow), "v_proj": (hidden, narrow), "o_proj": (wide, hidden)}
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(described["num_hidden_layers"]):
+        for module in modules:
+            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            inner, outer = sizes[module]
+            tensors[f"{name}.lora_A.weight"] = torch.randn(8, inner, generator=generator)
+            tensors[f"{name}.lora_B.weight"] = torch.randn(outer, 8, generator=generator)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": list(modules), "bias": "none"})
+    )
+    return folder
+
+
+def lora(path: Path, number: int = 1, name: str = "mine") -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(path))
+
+
+def test_an_adapter_is_served_what_its_content_computed_and_nothing_else(run: Runs, tmp_path: Path) -> None:
+    folder, options = adapter(tmp_path / "adapter", 1), {"enable_lora": True, "max_lora_rank": 8}
+    plain, _, _ = run(ASSET, **options)
+    first, _, cached = run(ASSET, lora(folder), **options)
+    assert first != plain and cached == 0
+    same = shutil.copytree(folder, tmp_path / "replica")
+    assert run(ASSET, lora(same, 2, "another"), **options) == (first, first, 512), "a replica counts in another order"
+    # Only some of it is applied.
+    part, alone, cached = run(ASSET, lora(folder), lora_target_modules=["o_proj"], **options)
+    assert (part, cached) == (alone, 0) and part != first
+    # Retrained where it was.
+    adapter(folder, 2)
+    after, alone, cached = run(ASSET, lora(folder), **options)
+    assert (after, cached) == (alone, 0) and after != first
+
+
+def test_an_adapter_retrained_under_a_running_engine_is_neither_stored_nor_loaded(
+    make_engine: Any, plane: Any, prompt: Any, tmp_path: Path
+) -> None:
+    folder, other = adapter(tmp_path / "adapter", 1), adapter(tmp_path / "other", 2)
+    tick()
+    options = {"enable_lora": True, "max_lora_rank": 8, "extra": {"identity_cache": "none"}}
+    engine = make_engine(plane.address, model=ASSET, **options)
+    runs = Runs(make_engine, plane, prompt(LENGTH), tmp_path)
+    try:
+        first, _ = runs._generate(engine, lora(folder))
+        engine.flush()
+        assert (len(plane.records), plane.fetches) == (2, [])
+        tick()
+        for file in other.iterdir():
+            shutil.copyfile(file, folder / file.name)
+        engine.reset(plane)
+        assert runs._generate(engine, lora(folder)) == (first, 0), "vLLM goes on with what it has loaded"
+        # It drops what it has loaded for an adapter that it has no room for, and loads what is there now.
+        runs._generate(engine, lora(other, 2, "other"))
+        engine.reset(plane, records=True)
+        second, cached = runs._generate(engine, lora(folder))
+        engine.flush()
+        assert second != first and (cached, plane.records) == (0, {})
+    finally:
+        engine.close()

@@ -1,0 +1,172 @@
+"""An engine that is not served from the cache is served as if the plugin were not there: same memory, same outputs.
+
+Each family of models that vLLM keeps several kinds of cache for, or cannot continue behind a prefix; engines of several
+pipeline stages; and whatever goes wrong while the plugin starts.
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Collect the plugin's lines in vLLM's log."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("vllm.shadowserve"), Lines()
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def served(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return what an engine makes of prompts, and with which memory."""
+    rounds = []
+    for forget in (False, False, True):  # nothing is known; the engine has them itself; only others could have them
+        if forget:
+            engine.forget()
+        outputs = engine.generate(prompts)
+        rounds.append([(list(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs])
+    caches = engine.scheduler.kv_cache_config
+    return {
+        "outputs": rounds,
+        "free blocks": engine.free_blocks(),
+        "blocks": (caches.num_blocks, engine.llm.llm_engine.vllm_config.cache_config.num_gpu_blocks),
+        "groups": [
+            (type(group.kv_cache_spec).__name__, group.kv_cache_spec.block_size, group.layer_names)
+            for group in caches.kv_cache_groups
+        ],
+    }
+
+
+def assert_nothing_was_done(engine: Any, data_plane: Any) -> None:
+    side = engine.connector._scheduler
+    assert not side._tracked and not side._boundary and side._lookup is None and not side._clients
+    assert data_plane.calls == [] and data_plane.records == {}
+    assert engine.counters() == {} or set(engine.counters().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("gemma3", {}, r"6 KV cache groups.*--disable-hybrid-kv-cache-manager"),
+        ("gpt_oss", {}, r"2 KV cache groups.*--disable-hybrid-kv-cache-manager"),
+        ("qwen3_next", {"dtype": "bfloat16"}, r"2 KV cache groups \(\w*FullAttentionSpec, MambaSpec\)[^-]*$"),
+        ("deepseek", {}, "neither prefix caching nor chunked prefill"),
+    ],
+)
+def test_a_family_that_is_not_cached_is_served_as_without_the_plugin(
+    name: str, options: dict[str, Any], reason: str, family: Any, make_engine: Any, data_plane: Any, prompt: Any
+) -> None:
+    prompts = [prompt(600), prompt(300, 1)]
+    options = {"model": family(name), **options}
+    engine = make_engine(None, **options)
+    try:
+        expected = served(engine, prompts)
+        engine.assert_sensitive(prompts, [tokens for tokens, _ in expected["outputs"][0]])
+    finally:
+        engine.close()
+    with logged() as lines:
+        engine = make_engine(data_plane.address, **options)
+    try:
+        assert served(engine, prompts) == expected
+        (line,) = [line for line in lines if "off" in line]
+        assert re.search(reason, line), line
+        assert_nothing_was_done(engine, data_plane)
+    finally:
+        engine.close()
+
+
+def test_two_pipeline_stages_start_and_serve(
+    make_engine: Any,
+    data_plane: Any,
+    reference: Any,
+    prompt: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    prompts = [prompt(700), prompt(300)]
+    expected = reference(prompts)
+    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath))  # the workers are processes of their own
+    with logged() as lines:
+        engine = make_engine(data_plane.address, pipeline_parallel_size=2)
+    try:
+        assert "pipeline" in engine.connector._scheduler.problem
+        assert [line for line in lines if "off" in line and "pipeline" in line] == lines
+
+        def make_room(worker: Any) -> None:
+            """What vLLM leaves out on CPUs where there is nothing to warm up, and then misses in the first step."""
+            runner = worker.model_runner
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+        engine.llm.collective_rpc(make_room)
+        for _ in range(2):
+            assert engine.outputs(prompts) == expected
+            engine.forget()
+        assert_nothing_was_done(engine, data_plane)
+        # Each stage keeps half of the layers, so the same memory holds twice as many blocks as one engine's.
+        assert engine.scheduler.kv_cache_config.num_blocks == 2 * (64 << 20) // (4 * 2 * 2 * 64 * 32 * 4)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("off", ["worker", "scheduler"])
+def test_one_half_that_is_off_does_no_harm_to_the_other(
+    off: str, make_engine: Any, data_plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They see the caches differently: the scheduler is shown one layer of a group whose layers differ."""
+    import host_control.vllm.connector as connector
+
+    halves = iter(["worker", "scheduler"])  # vLLM makes the worker's first
+    monkeypatch.setattr(connector, "uncacheable", lambda *_: "only one half says so" if next(halves) == off else None)
+    prompts = [prompt(700), prompt(300)]
+    expected = reference(prompts)
+    with logged() as lines:
+        engine = make_engine(data_plane.address)
+    try:
+        assert [line for line in lines if "only one half says so" in line and "off" in line] != [], lines
+        for _ in range(2):
+            assert engine.outputs(prompts) == expected
+            engine.forget()
+        assert engine.connector.reset_cache() is True
+        assert data_plane.records == {} and not {"Lookup", "Fetch", "Store"} & set(data_plane.calls)
+        assert engine.counters() == {} or set(engine.counters().values()) == {0}
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("place", ["uncacheable", "rank_namespace"])
+def test_a_plugin_that_fails_at_the_start_does_not_fail_the_engine(
+    place: str, make_engine: Any, data_plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import host_control.vllm.connector as connector
+    import host_control.vllm.worker_side as worker_side
+
+    def fail(*_: Any) -> Any:
+        raise PermissionError("model.safetensors")
+
+    monkeypatch.setattr(connector if place == "uncacheable" else worker_side, place, fail)
+    with logged() as lines:
+        engine = make_engine(data_plane.address)
+    try:
+        assert any("off" in line and "PermissionError('model.safetensors')" in line for line in lines), lines
+        assert engine.outputs([prompt(700)]) == reference([prompt(700)])
+        assert not {"Lookup", "Fetch", "Store"} & set(data_plane.calls)
+    finally:
+        engine.close()
+    assert data_plane.destinations == 0

@@ -1,0 +1,448 @@
+"""Attacks: what people try who mean ill, while others work. Memory and the longest wait of the others are measured."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+import redis
+from callers import SHAPE, Caller, Prompt
+from cases import KEYS, Context, case
+from machine import PATIENCE_S, free_port
+from nodes import MIB, REPOSITORY, DataPlane, Storage
+from outcomes import Outcome
+
+USERS = """user default off
+user root on >root ~* +@all
+user alice on >alice ~* +@all -@admin tenant=alice
+user mallory on >mallory ~* +@all -@admin tenant=mallory
+"""
+OURS = ("memory", "pool")
+
+
+class Node:
+    """A server with two tenants: alice works, mallory attacks."""
+
+    def __init__(self, context: Context, **options: Any) -> None:
+        users = context.folder / "users.acl"
+        users.write_text(USERS)
+        self.context = context
+        self.storage: Storage = context.storage(users_file=users, **options)
+        self.port = self.storage.port
+
+    def alice(self) -> Caller:
+        return self.context.caller(self.port, username="alice", password="alice")
+
+    def mallory(self, **options: Any) -> "redis.Redis":
+        return redis.Redis(port=self.port, username="mallory", password="mallory", socket_timeout=PATIENCE_S, **options)
+
+    def connect(self, authenticated: bool = True) -> socket.socket:
+        """Return a bare connection of mallory's."""
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
+        if authenticated:
+            sock.sendall(command("AUTH", "mallory", "mallory"))
+            assert sock.recv(16) == b"+OK\r\n"
+        return sock
+
+
+def command(*words: str | bytes) -> bytes:
+    parts = [word.encode() if isinstance(word, str) else word for word in words]
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts)
+
+
+@contextlib.contextmanager
+def others_work(context: Context, storage: Storage, callers: Sequence[Caller], bound_mib: int) -> Iterator[None]:
+    """Have others read and write all the while; measure their longest wait, and by how much the server grows."""
+    before = storage.resident_bytes()
+    stopped = threading.Event()
+    failures: list[BaseException] = []
+
+    def watch() -> None:
+        while not stopped.wait(0.005):
+            context.tally.measure("memory_MiB", (storage.resident_bytes() - before) / MIB)
+
+    def work(caller: Caller, keys: Sequence[str]) -> None:
+        try:
+            while not stopped.is_set():
+                for key in keys:
+                    began = time.monotonic()
+                    caller.set(key)
+                    caller.get(key)
+                    context.tally.measure("longest_wait_s", (time.monotonic() - began) / 2)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=watch)]
+    threads += [threading.Thread(target=work, args=(one, KEYS[i :: len(callers)])) for i, one in enumerate(callers)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        for thread in threads:
+            thread.join(2 * PATIENCE_S)
+    if failures:
+        raise failures[0]
+    grown = context.tally.most.get("memory_MiB", 0)
+    assert grown < bound_mib, f"the server has grown by {grown:.0f} MiB"
+
+
+def ended(context: Context, what: str, sock: socket.socket) -> None:
+    """The server has to end this connection; it may say why before."""
+    try:
+        while sock.recv(1 << 16):
+            pass
+        context.tally.note(Outcome.REFUSED, f"{what}: closed")
+    except TimeoutError:
+        context.tally.note(Outcome.HANG, f"{what}: not closed")
+    except OSError:
+        context.tally.note(Outcome.REFUSED, f"{what}: reset")
+    finally:
+        sock.close()
+
+
+# ---- Let in
+
+
+HTTP = [
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n%b",
+    b"GET / HTTP/1.1\r\n%b",
+    b"PUT /x HTTP/1.0\r\n\r\n%b",
+    b"OPTIONS * HTTP/1.1\r\nOrigin: http://evil\r\n%b",
+    b"get /index.html\r\n%b",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n%b",
+    b"Host: localhost\r\n%b",
+    b"\x16\x03\x01\x02\x00\x01\x00\r\n%b",
+]
+HARM = [b"FLUSHALL\r\n", command("FLUSHALL"), b"ACL SETUSER eve on nopass ~* +@all\r\n", b"SET 'key 0' eve\r\n"]
+
+
+@case(
+    "attack: HTTP",
+    "requests of a browser or a forger, with commands in lines, headers and bodies, whole and in pieces; the default "
+    "configuration, in which everybody on the machine is administrator",
+    engines=OURS,
+    repetitions=1,
+    short=("memory",),
+)
+def http_requests(context: Context) -> None:
+    storage = context.storage()
+    context.fill(storage)
+    callers = [context.caller(storage.port)]
+    with others_work(context, storage, callers, bound_mib=64):
+        for request in HTTP:
+            for harm in HARM:
+                for pieces in (1, 3):
+                    sock = socket.create_connection(("127.0.0.1", storage.port), timeout=PATIENCE_S)
+                    whole = request % harm
+                    with contextlib.suppress(OSError):
+                        for number in range(pieces):
+                            sock.sendall(whole[number * len(whole) // pieces : (number + 1) * len(whole) // pieces])
+                    ended(context, "HTTP", sock)
+    context.verify(storage)
+    users = callers[0].redis.acl_list()
+    context.tally.note(Outcome.RIGHT if len(users) == 1 else Outcome.WRONG, f"users: {users}")
+
+
+@case(
+    "attack: replies that nobody reads",
+    "a tenant asks on eight connections for 60,000 times the same value, and for pages of GETs, and reads nothing",
+    engines=OURS,
+    repetitions=1,
+    short=("memory",),
+)
+def unread_replies(context: Context) -> None:
+    node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
+    for size in (10, 16_000, 100_000):
+        node.mallory().set(f"large {size}", bytes(size))
+    with others_work(context, node.storage, [node.alice()], bound_mib=256):
+        socks = [node.connect() for _ in range(8)]
+        for number, sock in enumerate(socks):
+            size = (10, 16_000, 100_000)[number % 3]
+            with contextlib.suppress(OSError):
+                sock.settimeout(2.0)
+                sock.sendall(command("MGET", *[f"large {size}"] * 60_000))
+                sock.sendall(command("GET", f"large {size}") * 20_000)
+        context.pause(1.0, 1.5)
+        for sock in socks:
+            sock.close()
+        context.tally.note(Outcome.REFUSED, "replies that nobody reads: not all of them were made")
+
+
+@case(
+    "attack: requests that are refused in the end",
+    "keys of 500 MB, values above the whole budget, announced and half sent, by eight connections of each kind",
+    engines=OURS,
+    repetitions=1,
+    short=("memory",),
+)
+def unfinished_requests(context: Context) -> None:
+    node = Node(context, memory_budget_bytes=64 * MIB, memory_bytes=64 * MIB)
+    beginnings = [
+        b"*2\r\n$3\r\nGET\r\n$500000000\r\n",
+        b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$500000000\r\n",
+        b"*3\r\n$3\r\nSET\r\n$500000000\r\n",
+        b"*1048576\r\n$4\r\nMGET\r\n" + b"$1\r\nk\r\n" * 1000,
+    ]
+    with others_work(context, node.storage, [node.alice()], bound_mib=256):
+        socks = [(begin, node.connect()) for begin in beginnings for _ in range(8)]
+        for begin, sock in socks:
+            sock.settimeout(2.0)
+            with contextlib.suppress(OSError):
+                sock.sendall(begin)
+                for _ in range(16):
+                    sock.sendall(bytes(4 * MIB))
+        for _, sock in socks:
+            sock.close()
+        context.tally.note(Outcome.REFUSED, "requests that are refused: not all of their bytes were taken")
+
+
+@case(
+    "attack: places for nobody",
+    "more connections than there are places never authenticate, or dribble; a tenant's own take no more than its share",
+    engines=("memory",),
+    repetitions=1,
+    short=("memory",),
+)
+def idle_strangers(context: Context) -> None:
+    node = Node(context, connections_max=60)
+    alice = node.alice()
+    alice.ping()
+    socks: list[socket.socket] = []
+    with others_work(context, node.storage, [alice], bound_mib=64):
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                socks.append(socket.create_connection(("127.0.0.1", node.port), timeout=PATIENCE_S))
+                socks[-1].sendall(b"*2\r\n$4\r\nAU")
+        for _ in range(120):
+            with contextlib.suppress(OSError, AssertionError):
+                socks.append(node.connect())
+        newcomer = node.alice()
+        context.tally.note(
+            Outcome.RIGHT if newcomer.ping() else Outcome.WRONG, "a tenant with a password found no place"
+        )
+    for sock in socks:
+        sock.close()
+
+
+# ---- Everyone waits
+
+
+@case(
+    "attack: a page of pins",
+    "a tenant pins all that it may store, for as long as it can; the other one stores on",
+    engines=OURS,
+    repetitions=1,
+    short=("memory", "pool"),
+)
+def page_of_pins(context: Context) -> None:
+    node = Node(context, memory_budget_bytes=8 * MIB, device_bytes=24 * MIB, memory_bytes=8 * MIB)
+    mallory = node.mallory()
+    alice = node.alice()
+    context.expected.losable = "evicted"  # her own, for there is little room
+    with others_work(context, node.storage, [alice], bound_mib=128):
+        for number in range(1500):
+            with contextlib.suppress(redis.exceptions.ResponseError):
+                mallory.set(f"pinned {number}", bytes(40_000))
+                mallory.execute_command("KV.PIN", 31_000_000, f"pinned {number}")
+    refused = context.tally.counts[Outcome.REFUSED]
+    for key in KEYS:
+        if not alice.set(key):
+            context.tally.note(Outcome.WRONG, "a tenant cannot store for another's pins")
+    assert context.tally.counts[Outcome.REFUSED] == refused
+
+
+@case(
+    "attack: FLUSHDB of a crowd of keys",
+    "a tenant with 60,000 keys removes them all at once, again and again, with pages of SCAN and DEL between",
+    engines=OURS,
+    repetitions=1,
+    short=("pool",),
+)
+def flush_of_many(context: Context) -> None:
+    metrics = free_port()
+    count = 60_000
+    node = Node(context, memory_budget_bytes=128 * MIB, memory_bytes=128 * MIB, metrics_port=metrics)
+    if context.engine == "pool":
+        node.storage.stop()
+        for device in node.storage.devices:
+            device["objects_max"], device["size"] = 100_000, 512 * MIB
+            os.unlink(device["path"])
+        node.storage.start()
+    mallory = node.mallory()
+    with others_work(context, node.storage, [node.alice()], bound_mib=512):
+        for _ in range(2):
+            with mallory.pipeline(transaction=False) as pipeline:
+                for number in range(count):
+                    pipeline.set(f"many {number}", b"x")
+                    if len(pipeline) == 2000:
+                        pipeline.execute()
+                pipeline.execute()
+            mallory.execute_command("MGET", *[f"many {number}" for number in range(0, count, 10)])
+            mallory.scan(0, "nothing*", 50_000)
+            mallory.execute_command("DEL", *[f"many {number}" for number in range(0, count, 10)])
+            flushing = threading.Thread(target=mallory.flushdb)
+            flushing.start()
+            while flushing.is_alive():
+                with urllib.request.urlopen(f"http://127.0.0.1:{metrics}/healthz", timeout=PATIENCE_S) as page:
+                    context.tally.note(Outcome.RIGHT if page.status == 200 else Outcome.WRONG, "healthz")
+            context.tally.note(Outcome.RIGHT if mallory.dbsize() == 0 else Outcome.WRONG, "keys are left")
+
+
+@case(
+    "attack: listening to SCAN",
+    "a tenant watches its own cursor while the other one stores and removes",
+    engines=OURS,
+    repetitions=1,
+    short=("memory", "pool"),
+)
+def scan_cursors(context: Context) -> None:
+    node = Node(context)
+    mallory, alice = node.mallory(), node.alice()
+    for number in range(50):
+        mallory.set(f"own {number}", b"x")
+
+    def cursors() -> list[int]:
+        found, cursor = [], 0
+        while True:
+            cursor, _ = mallory.scan(cursor, count=7)
+            found.append(cursor)
+            if cursor == 0:
+                return found
+
+    before = cursors()
+    with others_work(context, node.storage, [alice], bound_mib=64):
+        for _ in range(20):
+            now = cursors()
+            context.tally.note(Outcome.RIGHT if now == before else Outcome.WRONG, f"cursors went {before}, then {now}")
+
+
+# ---- Over a data plane
+
+
+@contextlib.contextmanager
+def hosts_work(context: Context, address: str) -> Iterator[None]:
+    """Have a host store and fetch all the while, and be served right."""
+    host = context.host(address, deadline_s=PATIENCE_S)
+    prompts = [Prompt(f"{context.seed}/{number}", 4) for number in range(3)]
+    for prompt in prompts:
+        assert host.store(prompt) == 4
+    stopped = threading.Event()
+
+    def work() -> None:
+        while not stopped.is_set():
+            for prompt in prompts:
+                began = time.monotonic()
+                host.fetch(prompt, stored=4)
+                context.tally.measure("longest_wait_s", time.monotonic() - began)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join(2 * PATIENCE_S)
+
+
+def log_bytes(plane: DataPlane) -> int:
+    return plane.log.stat().st_size
+
+
+@case(
+    "attack: a segment that shrinks",
+    "a host cuts its shared memory off before and while the daemon writes into it; another host goes on",
+    engines=("memory",),
+    repetitions=1,
+    short=("memory",),
+)
+def shrinking_segments(context: Context) -> None:
+    plane = context.data_plane(context.storage().port)
+    prompt = Prompt(f"{context.seed}/attack", 8)
+    with hosts_work(context, plane.address):
+        for number in range(12):
+            evil = context.host(plane.address, deadline_s=PATIENCE_S)
+            if number == 0:
+                assert evil.store(prompt) == 8
+            memory = evil._destination.acquire(PATIENCE_S)
+            descriptor = os.dup(memory._descriptor)  # type: ignore[attr-defined]
+            call = evil.client.start_fetch(
+                f"evil-{number}", evil._destination.destination_id, 0, 8 * SHAPE.chunk_bytes, prompt.keys, PATIENCE_S
+            )
+            os.ftruncate(descriptor, context.chance.choice((0, 4096, SHAPE.chunk_bytes)))
+            answer = call.result()
+            os.close(descriptor)
+            context.tally.note(Outcome.REFUSED, f"into a segment that shrank: {answer.reason}")
+            assert plane.process is not None and plane.process.poll() is None, "the daemon has died"
+
+
+@case(
+    "attack: messages that are none",
+    "1,500 gRPC calls whose messages cannot be decoded; another host goes on, the log does not grow",
+    engines=("memory",),
+    repetitions=1,
+    short=("memory",),
+)
+def undecodable_messages(context: Context) -> None:
+    plane = context.data_plane(context.storage().port)
+    with hosts_work(context, plane.address), grpc.insecure_channel(plane.address) as channel:
+        began = log_bytes(plane)
+        for method in ("Hello", "Lookup", "Fetch", "Store", "RegisterDestination", "Cancel"):
+            call = channel.unary_unary(f"/shadowserve.v1.DataPlane/{method}")
+            for _ in range(250):
+                try:
+                    call(b"\xff" * 40, timeout=PATIENCE_S)
+                    context.tally.note(Outcome.WRONG, f"{method}: nonsense was answered")
+                except grpc.RpcError as error:
+                    said = error.code()  # type: ignore[attr-defined]
+                    right = said is grpc.StatusCode.INVALID_ARGUMENT
+                    context.tally.note(Outcome.REFUSED if right else Outcome.WRONG, f"{method}: {said.name}")
+        assert log_bytes(plane) - began < 64_000, f"the log has grown by {log_bytes(plane) - began} bytes"
+
+
+# ---- Devices
+
+
+@case(
+    "attack: a device that is shorter than it says, or that is another's",
+    "cut off at its end; with somebody's data in the middle, at the end; with both superblocks gone",
+    engines=("pool",),
+    repetitions=1,
+    short=("pool",),
+)
+def wrong_devices(context: Context) -> None:
+    storage = context.storage(devices=1)
+    context.fill(storage)
+    assert storage.stop()
+    (path,) = storage.paths
+    whole = path.read_bytes()
+
+    def refused(what: str, content: bytes) -> None:
+        path.write_bytes(content)
+        assert not storage.try_start(), f"{what}: the server serves from it"
+        assert path.read_bytes() == content, f"{what}: it was written to"
+        context.tally.note(Outcome.REFUSED, what)
+
+    refused("cut off", whole[: len(whole) // 2])
+    judged = subprocess.run(
+        [sys.executable, "-m", "shadowserve.cli", "verify", str(path)], capture_output=True, cwd=REPOSITORY, check=False
+    )
+    context.tally.note(Outcome.REFUSED if judged.returncode else Outcome.WRONG, "verify: a device that is cut off")
+    foreign = bytearray(len(whole))
+    foreign[len(whole) // 2 : len(whole) // 2 + 8 * MIB] = os.urandom(8 * MIB)
+    refused("somebody's data in the middle", bytes(foreign))
+    gone = bytearray(whole)
+    gone[:MIB] = bytes(MIB)
+    gone[-MIB:] = bytes(MIB)
+    refused("ours, without superblocks", bytes(gone))
+    path.write_bytes(whole)
+    storage.start()
+    context.verify(storage)

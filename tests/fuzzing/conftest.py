@@ -1,0 +1,7 @@
+"""So that tests find what they are made of."""
+
+import sys
+from pathlib import Path
+
+_TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(Path(__file__).parent), *(str(_TESTS / name) for name in ("native", "shared", "storage"))]

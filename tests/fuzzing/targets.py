@@ -1,0 +1,179 @@
+"""What is fuzzed of the parsers in Python: each takes any bytes, and may refuse them with its own error alone."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import golden_volume
+from google.protobuf.message import DecodeError
+from test_resp import FRAGMENTS, outcome
+from test_volume_format import kept, parse
+
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.validation import InvalidCall, Validator
+from shadowserve import record
+from shadowserve.errors import ConfigurationError, RecordError
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.resp import CommandReader, Limits, ReplyReader, split_inline
+from storage_kv.access.rules import RuleError, User, parse_line
+from storage_kv.commands import BY_FULL_NAME
+from storage_kv.config import StorageConfig
+from storage_kv.pool.format import BLOCK_BYTES
+
+__all__ = ["TARGETS", "Target"]
+
+_TESTS: Final = Path(__file__).parents[1]
+_REPOSITORY: Final = _TESTS.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parser, and what to make inputs of.
+
+    Attributes:
+        run: gives it an input; raises whatever it should not.
+        corpus: inputs that are changed.
+        words: that are put into them.
+        size_max: of an input.
+    """
+
+    run: Callable[[bytes], None]
+    corpus: Callable[[], Sequence[bytes]]
+    words: Sequence[bytes] = ()
+    size_max: int = 4096
+
+
+def _files(folder: Path, pattern: str = "*") -> list[bytes]:
+    return [path.read_bytes() for path in sorted(folder.glob(pattern)) if path.is_file()]
+
+
+def _resp(data: bytes) -> None:
+    """See that what is read does not depend on how it is cut; of a line that is too long the error's text does."""
+    for make in (ReplyReader, CommandReader):
+        whole, error = outcome(make(_LIMITS), data, max(len(data), 1))
+        pieces, piece_error = outcome(make(_LIMITS), data, 1 if len(data) <= 64 else 7)
+        assert pieces[: len(whole)] == whole, (whole, pieces)
+        assert (error is None) == (piece_error is None), (error, piece_error)
+    split_inline(data)
+
+
+def _record(data: bytes) -> None:
+    for parser in (record.peek_head, record.head_length, record.parse_head):
+        with contextlib.suppress(RecordError):
+            parser(data)
+    with contextlib.suppress(RecordError):
+        head = record.parse_head(data)
+        record.verify(data, head.key)
+
+
+def _users(data: bytes) -> None:
+    for line in data.split(b"\n"):
+        with contextlib.suppress(RuleError):
+            parsed = parse_line(line)
+            user = User(b"a")
+            for word in parsed[1] if parsed else ():
+                user.apply(word, BY_FULL_NAME)
+            user.describe()
+
+
+def _volume(data: bytes) -> None:
+    parse(data[:BLOCK_BYTES].ljust(BLOCK_BYTES, b"\0"))
+
+
+def _volume_blocks() -> list[bytes]:
+    golden = [block for _, block in golden_volume.load().blocks()]
+    return kept() + golden[:64]
+
+
+_LIMITS: Final = Limits(large_bulk_bytes=32, bulk_bytes_max=4096, items_max=64, line_bytes_max=256)
+_VALIDATOR: Final = Validator(DataPlaneConfig.load(environment={}))
+
+
+def _grpc(data: bytes) -> None:
+    kinds = (pb.HelloRequest, pb.LookupRequest, pb.RegisterDestinationRequest, pb.FetchRequest, pb.StoreRequest)
+    kind = kinds[data[0] % len(kinds)] if data else kinds[0]
+    try:
+        message = kind.FromString(data[1:])
+    except DecodeError:
+        return
+    with contextlib.suppress(InvalidCall):
+        if isinstance(message, pb.HelloRequest):
+            _VALIDATOR.hello(message)
+        elif isinstance(message, pb.LookupRequest):
+            _VALIDATOR.chains(message)
+        elif isinstance(message, pb.RegisterDestinationRequest):
+            _VALIDATOR.layout(message.layout)
+        else:
+            _VALIDATOR.timeout(message.timeout_ms)
+            _VALIDATOR.job_id(message.job_id)
+            _VALIDATOR.keys("keys", list(message.keys))
+            _VALIDATOR.parents(list(getattr(message, "parents", [])), len(message.keys))
+
+
+def _messages() -> list[bytes]:
+    key = bytes(range(32))
+    layout = pb.ChunkLayout(namespace=key, dtype="bfloat16", layers=4, kinds=2, vector_length=64, chunk_tokens=256)
+    layout.quantizer, layout.bins, layout.value_bins = "binned", 32, 32
+    return [
+        b"\0" + pb.HelloRequest(protocol_version=1, record_version=2, host="host", process="1").SerializeToString(),
+        b"\1" + pb.LookupRequest(chains=[pb.KeyChain(namespace=key, keys=[key, key])]).SerializeToString(),
+        b"\2" + pb.RegisterDestinationRequest(layout=layout).SerializeToString(),
+        b"\3" + pb.FetchRequest(job_id="job", keys=[key], timeout_ms=1000).SerializeToString(),
+        b"\4" + pb.StoreRequest(job_id="job", keys=[key], timeout_ms=1000).SerializeToString(),
+    ]
+
+
+_CONFIGURATION: Final = Path(tempfile.gettempdir()) / f"shadowserve-fuzz-{os.getpid()}.yaml"
+
+
+def _configuration(data: bytes) -> None:
+    try:
+        _CONFIGURATION.write_bytes(data)
+        for kind in (StorageConfig, DataPlaneConfig):
+            with contextlib.suppress(ConfigurationError):
+                kind.load(_CONFIGURATION, environment={})
+    finally:
+        _CONFIGURATION.unlink(missing_ok=True)
+
+
+def _configurations() -> list[bytes]:
+    return [
+        b"storage:\n  port: 6380\n  memory_budget_bytes: 64 GiB\n  devices:\n    - /dev/nvme1n1\n    - path: /x\n"
+        b"      size: 200 GiB\n  eviction: lru\n",
+        b"dpu:\n  backend: doca\n  storage: [127.0.0.1:6380]\n  timeout_max: 30\n",
+        *(text[:400] for text in _files(_REPOSITORY / "configs", "*.yaml")),
+    ]
+
+
+_YAML: Final = (
+    b": ",
+    b"\n  ",
+    b"- ",
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b"&a",
+    b"*a",
+    b"!!int ",
+    b"0x",
+    b"1e999",
+    b"~",
+    b"'",
+    b'"',
+)
+_ACL: Final = (b"user ", b" on", b" off", b" >p", b" #", b" ~*", b" %R~", b" +@all", b" -get", b" (", b")", b" reset")
+
+TARGETS: Final = {
+    "configuration": Target(_configuration, _configurations, (*_YAML, b"9" * 5000, b"[" * 300), 8192),
+    "grpc_messages": Target(_grpc, _messages, (b"\x0a\x20", b"\xff\xff\xff\xff\x0f", b"\x80\x01", b"\x12\x00")),
+    "record": Target(_record, lambda: _files(_TESTS / "assets" / "records"), (b"SSKV", b"\xff" * 8), 65536),
+    "resp": Target(_resp, lambda: _files(_TESTS / "shared" / "corpus" / "resp"), FRAGMENTS, 512),
+    "users": Target(_users, lambda: _files(_TESTS / "storage" / "corpus" / "users"), _ACL, 512),
+    "volume_blocks": Target(_volume, _volume_blocks, (b"SSLG", b"SSSN", b"SSSH", b"SSVOLUME", b"\xff" * 8)),
+}
+"""By name; ``native/fuzz`` has those in C."""

@@ -1,0 +1,106 @@
+"""Real configurations of vLLM over folders of tiny models, and the names that identity gives them."""
+
+import json
+import logging
+import os
+import shutil
+import struct
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from host_control.config import HostConfig
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+ASSET = Path(__file__).parents[1] / "assets" / "model"
+LOGGER = logging.getLogger("identity")
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 512},
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "short_factor": [1.0] * 32, "long_factor": [4.0] * 32, "original_max_position_embeddings": 1024, "factor": 4.0,
+    },
+}  # fmt: skip
+
+
+def tensors(data: bytes = bytes(range(256)) * 64, name: str = "model.layers.0.self_attn.k_proj.weight") -> bytes:
+    """Return a file of weights, in the format of safetensors, that holds one tensor of these bytes."""
+    header = json.dumps({name: {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}}).encode()
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def tick() -> None:
+    """Wait for the clock that file systems stamp files with: what is done after is later than what was done before."""
+    coarse = 5  # CLOCK_REALTIME_COARSE, which Python does not name
+    before = time.clock_gettime_ns(coarse)
+    while time.clock_gettime_ns(coarse) == before:
+        pass
+
+
+def model_folder(folder: Path, *, weights: bytes | None = tensors(), **changes: Any) -> Path:
+    """Make a model's folder of the project's own one, with other configuration and made-up weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(ASSET / name, folder / name)
+    described = json.loads((ASSET / "config.json").read_text())
+    described.pop("rope_theta")
+    (folder / "config.json").write_text(json.dumps({**described, **changes}))
+    if weights is not None:
+        (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    """Return a model's rotary parameters as Transformers 5 writes them."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind], **more}}
+
+
+def engine_config(model: Path | str, **arguments: Any) -> Any:
+    """Return what vLLM makes of its arguments."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 64 << 20, "max_model_len": 1024}
+    tick()
+    config = EngineArgs(**{"model": str(model), **settings, **arguments}).create_engine_config()
+    tick()
+    return config
+
+
+def spec(**options: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(
+        **{"block_size": 32, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, **options}
+    )
+
+
+def kv_cache_config(*specs: Any) -> Any:
+    groups = [SimpleNamespace(layer_names=["a", "b", "c"], kv_cache_spec=one) for one in specs or (spec(),)]
+    return SimpleNamespace(kv_cache_groups=groups)
+
+
+def hashes(path: Path | None = None, **options: Any) -> Any:
+    from host_control.vllm.identity.content import ContentHashes
+
+    return ContentHashes(path, LOGGER, **options)
+
+
+def namespace(config: Any, caches: Any = None, host: HostConfig | None = None, rank: int = 0) -> Any:
+    """Return the namespace that an engine of this configuration has."""
+    from host_control.vllm.identity.namespace import rank_namespace
+
+    return rank_namespace(config, caches or kv_cache_config(), host or HostConfig(), rank, hashes())
+
+
+def digest(config: Any, *arguments: Any, **options: Any) -> bytes:
+    value: bytes = namespace(config, *arguments, **options).digest()
+    return value

@@ -1,0 +1,251 @@
+"""Hashes of files: every byte counts, nothing is read twice, and what remembers them can only cost time."""
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from identity_support import hashes
+from machine import NEVER_S
+
+from host_control.vllm.identity.content import changed_since, hub_digest
+from host_control.vllm.support import UncacheableError
+
+_OPENED: list[str] = []
+_LISTENING = [False]
+
+
+def _heard(event: str, arguments: tuple[Any, ...]) -> None:
+    if _LISTENING[0] and event == "open":
+        _OPENED.append(str(arguments[0]))
+
+
+sys.addaudithook(_heard)
+
+
+@contextmanager
+def opened() -> Iterator[list[str]]:
+    """Collect every file that this process opens, however it does."""
+    _OPENED.clear()
+    _LISTENING[0] = True
+    try:
+        yield _OPENED
+    finally:
+        _LISTENING[0] = False
+
+
+def made(folder: Path, count: int = 3, size: int = 100_000) -> list[Path]:
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"model-{index}.safetensors" for index in range(count)]
+    for index, file in enumerate(files):
+        file.write_bytes(bytes([index]) * size)
+    return files
+
+
+def expected(files: list[Path]) -> list[str]:
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+
+
+def test_each_byte_counts(tmp_path: Path) -> None:
+    (file,) = made(tmp_path / "m", 1, size=(9 << 20) + 5)
+    (before,) = hashes().digests([file])
+    assert [before] == expected([file])
+    with file.open("r+b") as handle:
+        handle.seek(5_000_011)
+        handle.write(b"x")
+    assert hashes().digests([file]) == expected([file]) != [before]
+
+
+def test_nothing_that_has_not_changed_is_opened_again(tmp_path: Path) -> None:
+    files, memory = made(tmp_path / "m"), tmp_path / "cache" / "content.json"
+    first = hashes(memory, settle_seconds=-1e6).digests(files)
+    with opened() as names:
+        assert hashes(memory, settle_seconds=-1e6).digests(files) == first
+    assert [name for name in names if "model-" in name] == []
+    assert [name for name in names if name == str(memory)] == [str(memory)], "and the memory is read once"
+    assert memory.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("change", ["content", "size", "replaced", "times put back"])
+def test_what_has_changed_is_read_again(tmp_path: Path, change: str) -> None:
+    files, memory = made(tmp_path / "m"), tmp_path / "content.json"
+    hashes(memory, settle_seconds=-1e6).digests(files)
+    status, size = files[1].stat(), files[1].stat().st_size
+    if change == "replaced":
+        files[1].unlink()
+    files[1].write_bytes(b"z" * (size + (change == "size")))
+    if change in ("replaced", "times put back"):
+        os.utime(files[1], ns=(status.st_atime_ns, status.st_mtime_ns))
+    with opened() as names:
+        assert hashes(memory, settle_seconds=-1e6).digests(files) == expected(files)
+    assert [Path(name).name for name in names if "model-" in name][:1] == ["model-1.safetensors"]
+
+
+def test_a_file_that_has_just_changed_is_not_remembered(tmp_path: Path) -> None:
+    # Another change within the same tick of the file system's clock would not show.
+    files, memory = made(tmp_path / "m"), tmp_path / "content.json"
+    hashes(memory, settle_seconds=1e6).digests(files)
+    with opened() as names:
+        hashes(memory, settle_seconds=1e6).digests(files)
+    assert sum("model-" in name for name in names) == len(files)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{", b"[]", b'{"version": 1}', b'{"version": 1, "files": {"/a": [1, 2, 3, 4, "no"]}}', b"\xff" * 9,
+               b'{"version": 1, "files": {"/a": 5}}', b"[" * 100_000, "of others", "a folder", "a link"],
+)  # fmt: skip
+def test_a_memory_that_cannot_be_used_costs_one_line(tmp_path: Path, damage: Any, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING)
+    files, memory = made(tmp_path / "m"), tmp_path / "content.json"
+    hashes(memory, settle_seconds=-1e6).digests(files)
+    if damage == "of others":
+        memory.chmod(0o666)
+    elif damage == "a folder":
+        memory.unlink()
+        memory.mkdir()
+    elif damage == "a link":
+        memory.rename(tmp_path / "elsewhere.json")
+        memory.symlink_to(tmp_path / "elsewhere.json")
+    else:
+        memory.write_bytes(damage)
+    assert hashes(memory, settle_seconds=-1e6).digests(files) == expected(files)
+    assert len([record for record in caplog.records if "identity_cache" in record.getMessage()]) == 1
+
+
+def test_a_wrong_hash_in_a_memory_of_others_is_not_believed(tmp_path: Path) -> None:
+    files, memory = made(tmp_path / "m", 1), tmp_path / "content.json"
+    hashes(memory, settle_seconds=-1e6).digests(files)
+    memory.write_text(memory.read_text().replace(expected(files)[0], "0" * 64))
+    assert hashes(memory).digests(files) == ["0" * 64], "the user's own is believed"
+    memory.chmod(0o622)
+    assert hashes(memory).digests(files) == expected(files)
+
+
+def test_a_place_where_nothing_can_be_written_costs_one_line(tmp_path: Path, caplog: Any) -> None:
+    files = made(tmp_path / "m")
+    (tmp_path / "file").write_text("")
+    assert hashes(tmp_path / "file" / "content.json").digests(files) == expected(files)
+    assert len(caplog.records) == 1
+
+
+def test_the_memory_is_bounded_and_the_oldest_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from host_control.vllm.identity import content
+
+    monkeypatch.setattr(content, "_ENTRIES_MAX", 4)
+    files, memory = made(tmp_path / "m", 6, 10), tmp_path / "content.json"
+    for file in files:
+        hashes(memory, settle_seconds=-1e6).digests([file])
+    assert [Path(path).name[6] for path in json.loads(memory.read_text())["files"]] == ["2", "3", "4", "5"]
+
+
+@pytest.mark.parametrize("kind", ["gone", "pipe", "folder"])
+def test_what_cannot_be_read_is_no_weights(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "w"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    with pytest.raises(UncacheableError, match="cannot be read|no regular file"):
+        hashes().digests([path])
+
+
+def hub(folder: Path, name: str, data: bytes) -> Path:
+    """Make a file of a hub's cache, as huggingface_hub lays it out."""
+    blob = folder / "models--a--model" / "blobs" / name
+    link = folder / "models--a--model" / "snapshots" / ("0" * 40) / "model.safetensors"
+    for path in (blob, link):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    blob.write_bytes(data)
+    link.symlink_to(os.path.relpath(blob, link.parent))
+    return link
+
+
+def test_a_hash_that_the_hub_has_is_taken_without_reading(tmp_path: Path) -> None:
+    name = hashlib.sha256(b"weights").hexdigest()
+    link = hub(tmp_path, name, b"weights")
+    with opened() as names:
+        assert hashes().digests([link]) == [name] == [hub_digest(link)]
+    assert not [path for path in names if "models--" in path]
+
+
+@pytest.mark.parametrize("name", ["a" * 40, "A" * 64, "g" * 64, "a" * 63])
+def test_another_name_is_no_hash(tmp_path: Path, name: str) -> None:
+    link = hub(tmp_path, name, b"config")
+    assert hub_digest(link) is None
+    assert hashes().digests([link]) == [hashlib.sha256(b"config").hexdigest()]
+
+
+def test_a_name_outside_a_hub_s_cache_is_no_hash(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    file = tmp_path / "blobs" / ("a" * 64)
+    file.write_bytes(b"x")
+    assert hashes().digests([file]) == [hashlib.sha256(b"x").hexdigest()]
+
+
+def test_a_link_that_was_turned_is_a_change(tmp_path: Path) -> None:
+    old, new = made(tmp_path / "old", 1)[0].parent, made(tmp_path / "new", 1)[0].parent
+    (tmp_path / "current").symlink_to(old)
+    file = tmp_path / "current" / "model-0.safetensors"
+    moment = max(path.lstat().st_ctime_ns for path in (tmp_path / "current", file, new / file.name))
+    assert not changed_since(file, moment)
+    (tmp_path / "next").symlink_to(new)
+    (tmp_path / "next").replace(tmp_path / "current")
+    os.utime(tmp_path / "current", follow_symlinks=False)
+    assert changed_since(file, moment - 1)
+
+
+def _hash_in_a_process(memory: str, files: list[str], barrier: Any, results: Any) -> None:
+    from host_control.vllm.identity import content
+
+    read = []
+    digest = content._digest
+    content._digest = lambda path, progress: (read.append(str(path)), digest(path, progress))[1]  # type: ignore[func-returns-value]
+    barrier.wait(NEVER_S)
+    found = hashes(Path(memory), settle_seconds=-1e6).digests([Path(file) for file in files])
+    results.put((len(read), found))
+
+
+def test_ranks_that_start_together_hash_once(tmp_path: Path) -> None:
+    files = made(tmp_path / "m", 4, 8 << 20)
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(3), context.Queue()
+    arguments = (str(tmp_path / "c" / "content.json"), [str(file) for file in files], barrier, results)
+    processes = [context.Process(target=_hash_in_a_process, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=NEVER_S) for _ in processes]
+    for process in processes:
+        process.join(NEVER_S)
+    assert sum(count for count, _ in found) == len(files)
+    assert all(digests == expected(files) for _, digests in found)
+
+
+def test_a_lock_that_is_never_given_back_ends_in_hashing_oneself(tmp_path: Path) -> None:
+    memory, files = tmp_path / "content.json", made(tmp_path / "m")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl,sys;f=open(sys.argv[1],'w');fcntl.flock(f,2);print(1,flush=True);input()",
+         f"{memory}.lock"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert holder.stdout is not None and holder.stdout.readline()
+        assert hashes(memory, lock_seconds=0.2).digests(files) == expected(files)
+    finally:
+        holder.communicate(b"\n", timeout=NEVER_S)
+
+
+def test_long_work_is_told(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from host_control.vllm.identity import content
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(content, "_WORTH_A_LINE", 1000)
+    hashes(tmp_path / "content.json").digests(made(tmp_path / "m"))
+    assert "hashing 3 files" in caplog.text and "0.0 GB" in caplog.text

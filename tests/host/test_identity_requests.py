@@ -1,0 +1,335 @@
+"""What a request's KV depends on beside its tokens, with vLLM's own requests, adapters and inputs."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from identity_support import hashes, tick
+
+from host_control.vllm.support import UncacheableError
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+
+def request(**attributes: Any) -> Any:
+    return SimpleNamespace(**{"cache_salt": None, "lora_request": None, "mm_features": None, **attributes})
+
+
+def lora_config(**options: Any) -> Any:
+    import torch
+    from vllm.config import LoRAConfig
+
+    return LoRAConfig(**{"lora_dtype": torch.bfloat16, **options})
+
+
+def engine(adapters: bool = True, **options: Any) -> Any:
+    """Return what one engine knows of its requests' inputs, as if it had just started."""
+    from host_control.vllm.identity.adapters import Adapters
+    from host_control.vllm.identity.requests import RequestInputs
+
+    tick()
+    known = RequestInputs(Adapters(lora_config(**options), hashes()) if adapters else None)
+    tick()
+    return known
+
+
+def extra(inputs: Any, epoch: str = "", **attributes: Any) -> bytes:
+    """Return what distinguishes a request, as the lookup's thread gets it."""
+    found = inputs.extra(request(**attributes), epoch)
+    value: bytes = found if isinstance(found, bytes) else found()
+    return value
+
+
+def test_a_request_of_tokens_alone_has_nothing_else() -> None:
+    assert engine().extra(request(), "") == b""
+
+
+def test_salts_and_epochs_tell_requests_apart() -> None:
+    pairs = [(salt, epoch) for salt in (None, "a", "b") for epoch in ("", "e")]
+    assert len({extra(engine(), epoch, cache_salt=salt) for salt, epoch in pairs}) == len(pairs)
+
+
+# ---------------------------------------------------------------------- adapters
+
+
+def adapter(folder: Path, weights: bytes = b"weights", **described: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 16, **described}))
+    (folder / "adapter_model.safetensors").write_bytes(weights)
+    return folder
+
+
+def lora(path: Path | str, name: str = "one", number: int = 1, **options: Any) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(path), **options)
+
+
+def test_an_adapter_is_its_content_and_neither_its_name_nor_its_number_nor_its_place(tmp_path: Path) -> None:
+    here, there = adapter(tmp_path / "here"), adapter(tmp_path / "there")
+    (there / "README.md").write_text("another text")
+    same = [lora(here), lora(here, "two", 2), lora(there, "three", 3)]
+    found = {extra(engine(), lora_request=one) for one in same}
+    assert len(found) == 1 and extra(engine()) not in found
+
+
+@pytest.mark.parametrize("change", ["weights", "lora_alpha", "use_rslora"])
+def test_an_adapter_retrained_in_place_is_another_one_to_the_next_engine(tmp_path: Path, change: str) -> None:
+    folder = adapter(tmp_path / "a")
+    before = extra(engine(), lora_request=lora(folder))
+    adapter(folder, b"retrained" if change == "weights" else b"weights", **({change: 3} if change != "weights" else {}))
+    assert extra(engine(), lora_request=lora(folder)) != before
+
+
+@pytest.mark.parametrize("stamped", [False, True])
+def test_an_adapter_retrained_in_a_running_engine_is_served_without_the_cache(tmp_path: Path, stamped: bool) -> None:
+    # vLLM computes with what it has loaded, and with the new one once it has dropped the old one: which, nobody says.
+    folder, inputs = adapter(tmp_path / "a"), None
+    inputs = engine()
+    before = extra(inputs, lora_request=lora(folder))
+    adapter(folder, b"retrain")
+    if stamped:
+        os.utime(folder / "adapter_model.safetensors", (0, 0))
+    with pytest.raises(UncacheableError, match="changed since the engine started"):
+        extra(inputs, lora_request=lora(folder))
+    assert extra(engine(), lora_request=lora(folder)) != before
+
+
+def test_an_adapter_s_folder_that_was_exchanged_is_served_without_the_cache(tmp_path: Path) -> None:
+    folder, other = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"other")
+    inputs = engine()
+    extra(inputs, lora_request=lora(folder))
+    folder.rename(tmp_path / "old")
+    other.rename(folder)
+    with pytest.raises(UncacheableError, match="changed since the engine started"):
+        extra(inputs, lora_request=lora(folder))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"target_modules": ["q_proj"]}, {"enable_tower_connector_lora": True}, {"enable_mixed_moe_lora_format": True},
+     {"enable_moe_shared_loras": True}, {"lora_dtype": "float16"}],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_what_is_applied_of_an_adapter_counts(tmp_path: Path, options: dict[str, Any]) -> None:
+    folder = adapter(tmp_path / "a")
+    assert extra(engine(**options), lora_request=lora(folder)) != extra(engine(), lora_request=lora(folder))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_lora_rank": 64}, {"max_loras": 4}, {"max_cpu_loras": 9}, {"fully_sharded_loras": True},
+     {"specialize_active_lora": True}],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_how_adapters_are_kept_does_not_count(tmp_path: Path, options: dict[str, Any]) -> None:
+    folder = adapter(tmp_path / "a")
+    assert extra(engine(**options), lora_request=lora(folder)) == extra(engine(), lora_request=lora(folder))
+
+
+def test_the_order_of_target_modules_does_not_count(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a")
+    found = {extra(engine(target_modules=list(names)), lora_request=lora(folder)) for names in (("a", "b"), ("b", "a"))}
+    assert len(found) == 1
+
+
+def test_a_number_that_stands_for_two_adapters_stands_for_none(tmp_path: Path) -> None:
+    # vLLM keeps the first one that it has loaded under a number, whatever a request says.
+    one, other, inputs = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"other"), engine()
+    extra(inputs, lora_request=lora(one))
+    for path in (other, one):
+        with pytest.raises(UncacheableError, match="more than one adapter"):
+            extra(inputs, lora_request=lora(path))
+    assert extra(inputs, lora_request=lora(other, "two", 2))
+
+
+def test_a_number_that_was_loaded_anew_stands_for_none(tmp_path: Path) -> None:
+    one, other, inputs = adapter(tmp_path / "a"), adapter(tmp_path / "b", b"other"), engine()
+    extra(inputs, lora_request=lora(one))
+    for path, anew in ((other, True), (other, False), (one, False)):
+        with pytest.raises(UncacheableError):
+            extra(inputs, lora_request=lora(path, load_inplace=anew))
+
+
+def test_an_adapter_of_the_hub_s_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = adapter(tmp_path / "hub" / "models--an--adapter" / "snapshots" / ("a" * 40))
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("a" * 40)
+    inputs = engine()
+    assert extra(inputs, lora_request=lora("an/adapter")) == extra(engine(), lora_request=lora(folder))
+    (folder.parents[1] / "refs" / "main").write_text("a" * 40)
+    with pytest.raises(UncacheableError, match="changed since the engine started"):
+        extra(inputs, lora_request=lora("an/adapter"))
+
+
+@pytest.mark.parametrize("path", ["nowhere/adapter", "s3://a/b", "/nowhere", "empty"])
+def test_an_adapter_that_cannot_be_read_is_served_without_the_cache(tmp_path: Path, path: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UncacheableError):
+        extra(engine(), lora_request=lora(tmp_path / path if path == "empty" else path))
+
+
+def test_an_adapter_is_hashed_once_for_many_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from host_control.vllm.identity import adapters, content
+
+    read: list[Path] = []
+    digest = content._digest
+    monkeypatch.setattr(content, "_digest", lambda path, progress: (read.append(path), digest(path, progress))[1])
+    folder = adapter(tmp_path / "a")
+    inputs = adapters.Adapters(lora_config(), hashes(settle_seconds=-1e6))
+    for _ in range(5):
+        inputs.described(lora(folder))
+    assert len(read) == 2
+
+
+# ---------------------------------------------------------------------- images and the like
+
+
+def feature(content: Any, identifier: str = "i", offset: int = 0, length: int = 4, **options: Any) -> Any:
+    import torch
+    from vllm.multimodal.inputs import (
+        MultiModalBatchedField,
+        MultiModalFeatureSpec,
+        MultiModalFieldElem,
+        MultiModalKwargsItem,
+        PlaceholderRange,
+    )
+
+    data = None
+    if content is not None:
+        tensors = content if isinstance(content, dict) else {"pixel_values": torch.tensor(content)}
+        data = MultiModalKwargsItem(
+            {name: MultiModalFieldElem(data=value, field=MultiModalBatchedField()) for name, value in tensors.items()}
+        )
+    place = PlaceholderRange(offset=offset, length=length, is_embed=options.pop("is_embed", None))
+    return MultiModalFeatureSpec(
+        data=data,
+        modality=options.pop("modality", "image"),
+        identifier=identifier,
+        mm_position=place,
+        mm_hash=identifier,
+    )
+
+
+def images(*features: Any) -> bytes:
+    return extra(engine(), mm_features=list(features))
+
+
+def test_an_image_is_its_content_whatever_it_is_called() -> None:
+    # With --mm-processor-cache-gb 0 and no prefix caching vLLM counts images; with multi_modal_uuids users name them.
+    one, other = images(feature([1.0, 2.0], "0-image-0")), images(feature([1.0, 3.0], "0-image-0"))
+    assert one != other
+    assert images(feature([1.0, 2.0], "7-image-0")) == one
+
+
+def test_what_the_processor_was_told_shows_in_what_it_made() -> None:
+    import torch
+
+    small = {"pixel_values": torch.zeros(3, 4, 4), "image_grid_thw": torch.tensor([1, 2, 2])}
+    large = {"pixel_values": torch.zeros(3, 4, 4), "image_grid_thw": torch.tensor([1, 4, 1])}
+    found = [images(feature(small)), images(feature(large)), images(feature({**small, "extra": [1, 2.0, None, "a"]}))]
+    assert len(set(found)) == 3
+
+
+def test_place_length_kind_and_mask_of_an_image_count() -> None:
+    import torch
+
+    found = [
+        images(feature([1.0])),
+        images(feature([1.0], offset=1)),
+        images(feature([1.0], length=5)),
+        images(feature([1.0], modality="video")),
+        images(feature([1.0], is_embed=torch.tensor([True, False, True, True]))),
+        images(feature([1.0]), feature([1.0], offset=9)),
+        images(),
+    ]
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda torch: (torch.zeros(2, 3), torch.zeros(3, 2)),
+        lambda torch: (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        lambda torch: (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)),
+        lambda torch: ([torch.zeros(2), torch.zeros(2)], [torch.zeros(4)]),
+        lambda torch: (torch.arange(6).reshape(2, 3).t(), torch.arange(6).reshape(3, 2)),
+        lambda torch: (torch.tensor(0), torch.tensor([0])),
+        lambda torch: ([b"a", b"b"], [b"ab"]),
+        lambda torch: ({"a": 1, "b": 2}, {"a": 1}),
+        lambda torch: (1, True),
+    ],
+)
+def test_tensors_that_differ_are_never_the_same(make: Callable[[Any], tuple[Any, Any]]) -> None:
+    import torch
+
+    from host_control.vllm.identity.requests import hash_tensors
+
+    one, other = make(torch)
+    assert hash_tensors({"x": one}) != hash_tensors({"x": other})
+    assert hash_tensors({"x": one}) == hash_tensors({"x": make(torch)[0]})
+
+
+@pytest.mark.parametrize("content", [None, {"address": 5, "monotonic_id": 1}, {"x": object()}])
+def test_an_image_whose_tensors_are_elsewhere_is_served_without_the_cache(content: Any) -> None:
+    with pytest.raises(UncacheableError):
+        images(feature(content))
+
+
+def test_tensors_of_another_device_are_not_waited_for() -> None:
+    import torch
+
+    from host_control.vllm.identity.requests import hash_tensors
+
+    with pytest.raises(UncacheableError, match="meta"):
+        hash_tensors({"x": torch.zeros(2, device="meta")})
+
+
+def test_a_name_that_stood_for_another_image_is_not_believed_again() -> None:
+    # vLLM may compute with the encoder's output that it keeps under this name.
+    inputs = engine()
+    assert extra(inputs, mm_features=[feature([1.0], "cat")])
+    for content in ([2.0], [1.0], [2.0]):
+        with pytest.raises(UncacheableError, match="another content"):
+            extra(inputs, mm_features=[feature(content, "cat")])
+    assert extra(inputs, mm_features=[feature([2.0], "dog")])
+
+
+def test_an_adapter_and_an_image_and_a_salt_count_together(tmp_path: Path) -> None:
+    folder, image = adapter(tmp_path / "a"), feature([1.0])
+    found = {
+        extra(engine(), epoch, lora_request=one, mm_features=pictures, cache_salt=salt)
+        for epoch in ("", "e")
+        for one in (None, lora(folder))
+        for pictures in (None, [image])
+        for salt in (None, "s")
+    }
+    assert len(found) == 16
+
+
+def test_a_request_is_named_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    from host_control.vllm.identity import requests
+
+    hashed: list[int] = []
+    real = requests.hash_tensors
+    monkeypatch.setattr(requests, "hash_tensors", lambda value: (hashed.append(1), real(value))[1])
+    later = engine().extra(request(mm_features=[feature([1.0])]), "")
+    assert callable(later) and later() == later() and len(hashed) == 1
+
+
+def test_an_engine_without_adapters_refuses_one(tmp_path: Path) -> None:
+    with pytest.raises(UncacheableError, match="configured for none"):
+        extra(engine(adapters=False), lora_request=lora(adapter(tmp_path / "a")))
+
+
+def test_time_of_the_engine_s_start_is_before_any_request(tmp_path: Path) -> None:
+    before = time.time_ns()
+    assert engine()._adapters._started_ns >= before

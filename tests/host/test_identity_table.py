@@ -1,0 +1,342 @@
+"""Every input that could change KV is changed in vLLM's real configuration, and does to the key what the table says."""
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from identity_support import ASSET, digest, engine_config, kv_cache_config, model_folder, namespace, rope, spec
+from machine import NEVER_S
+
+from host_control.config import HostConfig
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return engine_config(ASSET)
+
+
+def fields_of(config: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield place, name and value of every field of an engine's configuration that the table calls by its name."""
+    for place in dataclasses.fields(config):
+        value = getattr(config, place.name)
+        if dataclasses.is_dataclass(value):
+            yield from (
+                (place.name, field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)
+            )
+
+
+def another(value: Any) -> Any:
+    """Return another value of a field; of what kind does not matter to the key."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, enum.Enum):
+        return next(member for member in type(value) if member is not value)
+    if isinstance(value, int | float):
+        return value + 1
+    if isinstance(value, dict):
+        return {**value, "another": 1}
+    return [*value, "another"] if isinstance(value, list) else "another"
+
+
+def effect_of(place: str, name: str) -> Any:
+    from host_control.vllm.identity.table import TABLE
+
+    rows = [row for row in TABLE if row.place == place]
+    return next((row.effect for row in rows if name in row.named()), None) or next(
+        (row.effect for row in rows if row.names == "*"), None
+    )
+
+
+# What comes of them is tested by itself, below or in test_identity_weights.py and test_identity_requests.py.
+OBJECTS = {"hf_config", "hf_text_config", "multimodal_config"}
+
+
+def test_the_table_names_every_field_of_this_vllm(base: Any) -> None:
+    from host_control.vllm.identity.table import TABLE, unknown_fields
+
+    assert unknown_fields(base) == []
+    places = {field.name for field in dataclasses.fields(base)}
+    assert places - {row.place for row in TABLE} == set()
+    rows = [(row.place, name) for row in TABLE for name in row.named()]
+    assert len(rows) == len(set(rows)), "a name has two rows"
+    real = {(place, name) for place, name, _ in fields_of(base)}
+    gone = {(place, name) for place, name in rows if place in {place for place, _ in real} and name != "*"} - real
+    assert gone <= {("cache_config", "calculate_kv_scales")}, "rows of fields that are gone"
+
+
+def test_each_field_does_to_the_key_what_the_table_says(base: Any) -> None:
+    from host_control.vllm.identity.table import Effect
+
+    before, wrong, seen = digest(base), [], 0
+    for place, name, value in fields_of(base):
+        effect = effect_of(place, name)
+        if name in OBJECTS or effect not in (Effect.KEY, Effect.NO, Effect.ROUNDING):
+            continue
+        config, seen = copy.copy(base), seen + 1
+        part = copy.copy(getattr(config, place))
+        object.__setattr__(part, name, another(value))
+        object.__setattr__(config, place, part)
+        # The dtype of the cache counts as the cache's own elements have it.
+        caches = kv_cache_config(spec(dtype=uint8())) if name == "cache_dtype" else None
+        same = digest(config, caches) == before
+        if same != (effect is not Effect.KEY):
+            wrong.append(f"{place}.{name}: {value!r} -> {another(value)!r}, {effect}")
+    assert not wrong, "\n".join(wrong)
+    assert seen > 250
+
+
+def uint8() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+def test_a_field_that_a_later_vllm_adds_is_in_the_key_where_it_is_set(base: Any) -> None:
+    config = copy.copy(base)
+    later = dataclasses.make_dataclass("Later", [("speed", int, 1), ("mode", str, "auto")])
+    added = dataclasses.make_dataclass("VllmConfig", [("later_config", object, None)], bases=(type(base),))
+    object.__setattr__(config, "__class__", added)
+    object.__setattr__(config, "later_config", later())
+    assert digest(config) == digest(base)
+    object.__setattr__(config, "later_config", later(speed=2))
+    assert digest(config) != digest(base)
+
+
+def test_a_word_of_the_user_s_own_about_the_platform_is_in_the_key(base: Any) -> None:
+    config = copy.copy(base)
+    config.additional_config = {"fast": True}
+    assert digest(config) != digest(base)
+
+
+# Arguments as a user gives them, over configurations that vLLM makes of them.
+OTHER: dict[str, dict[str, Any]] = {
+    "dtype": {"dtype": "float32"},
+    "hf_overrides": {"hf_overrides": {"rms_norm_eps": 1e-3}},
+    "rope_theta": {"hf_overrides": {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}},
+    "rope": {"hf_overrides": rope("linear")},
+    "sliding_window": {"hf_overrides": {"sliding_window": 128, "use_sliding_window": True}},
+    "model_impl": {"model_impl": "transformers"},
+    "attention_config": {"attention_config": {"use_prefill_query_quantization": True}},
+    "kernel_config": {"kernel_config": {"moe_backend": "triton"}},
+    "linear_backend": {"linear_backend": "marlin"},
+    "worker_extension_cls": {"worker_extension_cls": "mine.Worker"},
+    "kv_sharing_fast_prefill": {"kv_sharing_fast_prefill": True},
+    "additional_config": {"additional_config": {"a": 1}},
+    "dummy": {"load_format": "dummy"},
+}
+SAME: dict[str, dict[str, Any]] = {
+    "served_model_name": {"served_model_name": "shown"},
+    "max_model_len": {"max_model_len": 2048},
+    "seed": {"seed": 7},
+    "revision": {"revision": "v2"},
+    "load_format": {"load_format": "safetensors"},
+    "block_size": {"block_size": 64},
+    "max_num_batched_tokens": {"max_num_batched_tokens": 512},
+    "max_num_seqs": {"max_num_seqs": 4},
+    "enforce_eager": {"enforce_eager": True},
+    "enable_prefix_caching": {"enable_prefix_caching": False},
+    "enable_lora": {"enable_lora": True},
+    "max_lora_rank": {"enable_lora": True, "max_lora_rank": 64},
+    "speculative_config": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    },
+    "compilation_config": {"compilation_config": {"mode": 0}},
+    "optimization_level": {"optimization_level": 0},
+    "disable_log_stats": {"disable_log_stats": True},
+    "eos_token_id": {"hf_overrides": {"eos_token_id": 5}},
+    "structured_outputs_config": {"structured_outputs_config": {"backend": "outlines"}},
+    "gpu_memory_utilization": {"gpu_memory_utilization": 0.5},
+    "generation_config": {"generation_config": "vllm", "override_generation_config": {"temperature": 0.5}},
+    "config_format": {"config_format": "hf"},
+    "model_impl": {"model_impl": "vllm"},
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_argument_that_changes_kv_changes_the_key(name: str, base: Any) -> None:
+    assert digest(engine_config(ASSET, **OTHER[name])) != digest(base)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_argument_that_changes_no_kv_leaves_the_key(name: str, base: Any) -> None:
+    assert digest(engine_config(ASSET, **SAME[name])) == digest(base)
+
+
+def test_another_tokenizer_leaves_the_key(base: Any, tmp_path: Path) -> None:
+    assert digest(engine_config(ASSET, tokenizer=str(model_folder(tmp_path / "t")))) == digest(base)
+
+
+@pytest.mark.parametrize("module", ["vllm.model_executor.models.mistral", "mine"])
+def test_another_class_that_computes_is_in_the_key(
+    base: Any, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    from vllm.model_executor.model_loader import utils
+    from vllm.model_executor.models import ModelRegistry
+
+    monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", ModelRegistry.models["LlamaForCausalLM"])
+    monkeypatch.setattr(utils, "_MODEL_ARCH_BY_HASH", {})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the process in which vLLM looks at a class
+    before, found = digest(base), []
+    for body in ("pass", "size = 1"):
+        sys.modules.pop("mine", None)
+        utils._MODEL_ARCH_BY_HASH.clear()
+        (tmp_path / "mine.py").write_text(
+            "from vllm.model_executor.models.llama import LlamaForCausalLM\n\n\n"
+            f"class MistralForCausalLM(LlamaForCausalLM):\n    {body}\n"
+        )
+        found.append(
+            digest(engine_config(ASSET, model_class_overrides={"LlamaForCausalLM": f"{module}:MistralForCausalLM"}))
+        )
+    assert before not in found
+    assert (found[0] != found[1]) is (module == "mine"), "code of the user's own is in the key by its content"
+
+
+def test_dummy_weights_are_named_by_their_seed() -> None:
+    one, other, again = (digest(engine_config(ASSET, load_format="dummy", seed=seed)) for seed in (0, 1, 0))
+    assert one == again != other
+
+
+@pytest.mark.parametrize(
+    ("kind", "counts"),
+    [("default", False), ("linear", False), ("llama3", False), ("yarn", False), ("dynamic", True), ("longrope", True)],
+)
+@pytest.mark.parametrize("transformers", [4, 5])
+def test_the_context_s_length_counts_where_keys_are_rotated_by_it(
+    tmp_path: Path, kind: str, counts: bool, transformers: int
+) -> None:
+    described = rope(kind)
+    if transformers == 4:
+        described = {"rope_scaling": described["rope_parameters"], "rope_theta": 10000.0, "rope_parameters": None}
+    folder = model_folder(tmp_path / "m", max_position_embeddings=4096, **described)
+    shorter, longer = (digest(engine_config(folder, max_model_len=length)) for length in (1024, 2048))
+    assert (shorter != longer) is counts
+
+
+def test_contexts_on_the_same_side_of_longrope_s_limit_share(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "m", max_position_embeddings=4096, **rope("longrope"))
+    assert len({digest(engine_config(folder, max_model_len=length)) for length in (512, 1024)}) == 1
+    assert len({digest(engine_config(folder, max_model_len=length)) for length in (1025, 2048, 4096)}) == 1
+
+
+def test_the_context_s_length_counts_with_a_kind_that_is_not_known() -> None:
+    from host_control.vllm.identity.positions import positions
+
+    nested = {
+        "text": {"rope_parameters": {"full_attention": {"rope_type": "new"}, "sliding": {"rope_type": "default"}}}
+    }
+    assert positions(nested, 1024) != positions(nested, 2048)
+
+
+def test_transformers_own_rotation_by_a_batch_s_longest_is_served_without_the_cache(tmp_path: Path) -> None:
+    from host_control.vllm.support import UncacheableError
+
+    folder = model_folder(tmp_path / "m", max_position_embeddings=4096, **rope("dynamic"))
+    with pytest.raises(UncacheableError, match="longest in a batch"):
+        namespace(engine_config(folder, model_impl="transformers"))
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        {"quantizer": "binned"},
+        {"quantizer": "binned", "bins": 32},
+        {"chunk_tokens": 512},
+        {"quantizer": "binned", "value_bins": 32},
+        {"quantizer": "binned", "scale_tokens": 16},
+    ],
+)
+def test_what_is_stored_is_in_the_key(base: Any, host: dict[str, Any]) -> None:
+    assert digest(base, host=HostConfig(**host)) != digest(base)
+    if host != {"quantizer": "binned"} and "chunk_tokens" not in host:
+        assert digest(base, host=HostConfig(**host)) != digest(base, host=HostConfig(quantizer="binned"))
+
+
+def test_how_it_is_moved_is_not_in_the_key(base: Any) -> None:
+    host = HostConfig(fetch_timeout=3, order="sjf", store=False, identity_cache="none", data_plane="unix:/x")
+    assert digest(base, host=host) == digest(base)
+
+
+@pytest.mark.parametrize("options", [{"num_kv_heads": 1}, {"head_size": 32}, {"dtype": "float16"}])
+def test_the_shape_of_what_is_cached_is_in_the_key(base: Any, options: dict[str, Any]) -> None:
+    import torch
+
+    if "dtype" in options:
+        options = {"dtype": torch.float16}
+    assert digest(base, kv_cache_config(spec(**options))) != digest(base)
+
+
+def test_ranks_and_blocks(base: Any) -> None:
+    assert digest(base, rank=1) != digest(base)
+    assert digest(base, kv_cache_config(spec(block_size=64))) == digest(base)
+
+
+def test_fp8_of_two_formats_is_two_caches(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from vllm.platforms import current_platform
+
+    config = copy.copy(base)
+    config.cache_config = copy.copy(base.cache_config)
+    caches = kv_cache_config(spec(dtype=torch.uint8))
+    found = []
+    for named, element in (("fp8", "float8_e4m3fn"), ("fp8_e4m3", "float8_e4m3fn"), ("fp8", "float8_e4m3fnuz")):
+        platform = classmethod(lambda cls, element=element: getattr(torch, element))
+        monkeypatch.setattr(type(current_platform), "fp8_dtype", platform)
+        object.__setattr__(config.cache_config, "cache_dtype", named)
+        found.append(digest(config, caches))
+    ocp, spelled, other = found
+    assert ocp == spelled != other
+
+
+@pytest.mark.parametrize("name", ["VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8"])
+def test_environment_that_rounds_activations_is_in_the_key(
+    base: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = digest(base)
+    monkeypatch.setenv(name, "int8" if "DTYPE" in name else "0")
+    assert digest(base) != before
+
+
+def test_environment_of_the_table_is_vllm_s(base: Any) -> None:
+    import vllm.envs
+
+    from host_control.vllm.identity.table import ENVIRONMENT
+
+    assert [name for name in ENVIRONMENT if name not in vllm.envs.environment_variables] == []
+
+
+def test_quantization_of_the_user_s_is_in_the_key(base: Any) -> None:
+    found = [
+        digest(engine_config(ASSET, quantization=method, quantization_config=ignored))
+        for method, ignored in [
+            ("fp8_per_tensor", None),
+            ("fp8_per_tensor", {"ignore": ["model.layers.0.mlp.down_proj"]}),
+        ]
+    ]
+    assert len({*found, digest(base)}) == 3
+
+
+def test_what_a_checkpoint_s_quantization_ignores_is_in_the_key(tmp_path: Path) -> None:
+    found = []
+    for ignored in ([], ["model.layers.0.self_attn.k_proj"]):
+        described = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ignored}
+        folder = model_folder(tmp_path / f"m{len(ignored)}", quantization_config=described)
+        found.append(digest(engine_config(folder)))
+    assert found[0] != found[1]
+
+
+def test_the_documented_table_is_this_one() -> None:
+    import subprocess
+    import sys
+
+    command = [sys.executable, str(ASSET.parents[2] / "scripts" / "gen-identity-docs"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,143 @@
+"""``ShadowServeConnector`` between its two halves: every hook that vLLM calls, when one of them or both are off."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted import ScriptedDataPlane
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def plane() -> Iterator[ScriptedDataPlane]:
+    plane = ScriptedDataPlane()
+    yield plane
+    plane.stop()
+
+
+@pytest.fixture
+def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Any]]:
+    """Return a function that makes the connector of a role, off for a reason or, without one, on."""
+    import vllm.distributed.parallel_state as parallel_state
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+    import host_control.vllm.connector as connector
+
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    transfer = SimpleNamespace(
+        kv_connector_extra_config={"data_plane": plane.address},
+        is_kv_consumer=True,
+        is_kv_producer=True,
+        kv_load_failure_policy="recompute",
+    )
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32), layer_names=["a"])]
+    made = []
+
+    def make(role: str, problem: str) -> Any:
+        monkeypatch.setattr(connector, "uncacheable", lambda *_: problem or None)
+        one = connector.ShadowServeConnector(
+            SimpleNamespace(kv_transfer_config=transfer), KVConnectorRole[role], SimpleNamespace(kv_cache_groups=groups)
+        )
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.shutdown()
+
+
+class Request(SimpleNamespace):
+    """As much of vLLM's as the connector looks at."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            request_id="r",
+            prompt_token_ids=list(range(600)),
+            prompt_embeds=None,
+            pooling_params=None,
+            lora_request=None,
+            mm_features=[],
+            cache_salt=None,
+            num_tokens=600,
+            num_prompt_tokens=600,
+            num_preemptions=0,
+            skip_reading_prefix_cache=False,
+        )
+
+
+def assert_every_hook_does_nothing(scheduler: Any, worker: Any) -> None:
+    """Call them in vLLM's order, with blocks of three groups, and outputs that must not even be looked at."""
+    from host_control.vllm.metadata import ShadowServeMetadata
+
+    request, nothing = Request(), ShadowServeMetadata()
+    scheduler.on_new_request(request)
+    assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+    scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: ([0, 1], [2], [3])), 0)
+    metadata = scheduler.build_connector_meta(None)
+    assert metadata == nothing
+    worker.handle_preemptions(metadata)
+    worker.bind_connector_metadata(metadata)
+    worker.start_load_kv(None)
+    worker.wait_for_layer_load("a")
+    worker.save_kv_layer("a", None, None)
+    worker.wait_for_save()
+    results = worker.get_transfer_results(set())
+    assert not results.finished_sending and not results.finished_recving and not results.failed_recving
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert worker.get_kv_connector_stats() is None is worker.build_connector_worker_meta()
+    worker.clear_connector_metadata()
+    scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=None, finished_recving=None))
+    assert scheduler.get_kv_connector_stats() is None is scheduler.get_finished_count()
+    assert scheduler.requires_kv_delivery is False is scheduler.has_pending_push_work()
+    assert scheduler.request_finished_all_groups(request, ([0, 1], [2], [3])) == (False, None)
+    assert scheduler.reset_cache() is True
+
+
+@pytest.mark.parametrize("off", ["SCHEDULER", "WORKER", "both"])
+def test_a_connector_of_which_one_half_is_off_does_nothing(
+    off: str, make: Callable[[str, str], Any], plane: ScriptedDataPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = make("WORKER", "the worker says so" if off != "SCHEDULER" else "")
+    scheduler = make("SCHEDULER", "the scheduler says so" if off != "WORKER" else "")
+    shake = worker.get_handshake_metadata()
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): shake})
+    said = [record.getMessage() for record in caplog.records if "off" in record.getMessage()]
+    reason = "the worker says so" if off == "WORKER" else "the scheduler says so"
+    assert said == [f"ShadowServe is off, every prompt is computed: {reason}"], "once, whoever found it"
+    assert_every_hook_does_nothing(scheduler, worker)
+    assert plane.calls == []
+
+
+def test_a_later_stage_that_is_off_turns_the_engine_off(make: Callable[[str, str], Any]) -> None:
+    from host_control.vllm.metadata import WorkerHandshake
+
+    scheduler = make("SCHEDULER", "")
+    on, off = WorkerHandshake(b"n" * 32, ""), WorkerHandshake(b"", "this stage")
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): on, (0, 1): on, (1, 0): off, (1, 1): on})
+    assert scheduler._scheduler.problem == "this stage"
+    assert scheduler.get_num_new_matched_tokens(Request(), 0) == (0, False)
+
+
+def test_kv_caches_that_cannot_be_taken_leave_no_half_of_it_running(
+    make: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = make("WORKER", "")
+
+    def fail(caches: Any) -> None:
+        worker._worker._client = worker._worker._config.client(0)
+        raise PermissionError("model.safetensors")
+
+    monkeypatch.setattr(worker._worker, "register", fail)
+    worker.register_kv_caches({})
+    assert worker._worker._client is None
+    assert "PermissionError('model.safetensors')" in worker.get_handshake_metadata().problem
+
+
+def test_the_connector_knows_several_groups() -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import supports_hma
+
+    from host_control.vllm.connector import ShadowServeConnector
+
+    assert supports_hma(ShadowServeConnector)
