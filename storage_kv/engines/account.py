@@ -77,12 +77,6 @@ class Counts:
     evicted_bytes: int = 0
     expired_keys: int = 0
 
-    def use(self, more_bytes: int) -> None:
-        """Count that much more, or less if it is negative."""
-        self.used_bytes += more_bytes
-        if self.used_bytes > self.peak_bytes:
-            self.peak_bytes = self.used_bytes
-
 
 class Account:
     """What one tenant has.

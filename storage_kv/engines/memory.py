@@ -214,8 +214,10 @@ class MemoryEngine:
 
     def _use(self, account: Account, more_bytes: int) -> None:
         """Count that much more, or less if it is negative."""
-        account.counts.use(more_bytes)
-        self._all.use(more_bytes)
+        for counts in account.both:
+            used_bytes = counts.used_bytes = counts.used_bytes + more_bytes
+            if used_bytes > counts.peak_bytes:
+                counts.peak_bytes = used_bytes
         if len(self._accounts) > 1:
             self._weights.set(account, account.counts.used_bytes)
 
@@ -495,19 +497,20 @@ class MemoryEngine:
         own_max = self._budget_bytes if account.quota_bytes is None else min(self._budget_bytes, account.quota_bytes)
         if cost > own_max:
             raise OutOfBudgetError(f"a value of {cost} bytes can never fit {own_max} bytes")
-        looks = ENTRIES_PER_HOLD - self._end_pins(ENTRIES_PER_HOLD)
+        looks = ENTRIES_PER_HOLD - (self._end_pins(ENTRIES_PER_HOLD) if len(self._pins) else 0)
         self._check_room(account, more, more_keys, old)
         if old is not None:
             account.use(key)
-        while looks > 0 and self._beyond_quota(account, more, more_keys) > 0:
+        while account.has_quota and looks > 0 and self._beyond_quota(account, more, more_keys) > 0:
             looks -= 1
             if not self._drain_remains(1) and not self._evict(account, old, for_quota=True):
                 break
-        while looks > 0 and self._all.used_bytes + more > self._budget_bytes:
+        everyone, most = self._all, self._budget_bytes - more
+        while everyone.used_bytes > most and looks > 0:
             looks -= 1
-            if not self._drain_remains(1) and not self._evict_anyones(account, more, old):
+            if not (self._remains and self._drain_remains(1)) and not self._evict_anyones(account, more, old):
                 break
-        if self._beyond_quota(account, more, more_keys) > 0 or self._all.used_bytes + more > self._budget_bytes:
+        if everyone.used_bytes > most or (account.has_quota and self._beyond_quota(account, more, more_keys) > 0):
             again = Ticket()
             self._room.append(again)
             self._tell()
@@ -519,15 +522,14 @@ class MemoryEngine:
             return
         own_bytes, own_keys = (old.cost, 1) if old is not None and not (old.holds or old.pinned_until_ms) else (0, 0)
         own = account.counts
-        free = own.used_bytes - own.held_bytes - own.stuck_bytes - own_bytes
-        free_keys = own.keys - own.stuck_keys - own_keys
-        if account.quota_bytes is not None and own.used_bytes + more - account.quota_bytes > free:
+        # What is left when all goes that may, in bytes and in keys.
+        least, least_keys = own.held_bytes + own.stuck_bytes + own_bytes, own.stuck_keys + own_keys
+        if account.quota_bytes is not None and least + more > account.quota_bytes:
             raise OutOfBudgetError("the tenant's quota is used up by what is pinned or being sent")
-        if account.quota_keys is not None and own.keys + more_keys - account.quota_keys > free_keys:
+        if account.quota_keys is not None and least_keys + more_keys > account.quota_keys:
             raise OutOfBudgetError("the tenant's quota of keys is used up by what is pinned or being sent")
         everyone = self._all
-        free = everyone.used_bytes - everyone.held_bytes - everyone.stuck_bytes - own_bytes
-        if everyone.used_bytes + more - self._budget_bytes > free:
+        if everyone.held_bytes + everyone.stuck_bytes + own_bytes + more > self._budget_bytes:
             raise OutOfBudgetError("the rest of the budget is held by replies under way, or pinned")
 
     @staticmethod
@@ -547,7 +549,7 @@ class MemoryEngine:
             spared: an entry that stays.
         """
         if len(self._accounts) == 1:
-            return self._evict(next(iter(self._accounts.values())), spared)
+            return self._evict(writer or next(iter(self._accounts.values())), spared)
         for count in (_GIVERS, ENTRIES_PER_HOLD):
             givers = list(self._weights.heaviest_first(count))
             if writer is not None and (not givers or _used_bytes(writer) + more >= _used_bytes(givers[0])):

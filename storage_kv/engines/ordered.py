@@ -29,6 +29,10 @@ class Ordered(Generic[T]):
     def add(self, number: int, thing: T) -> None:
         """Add a thing under a number that is not there."""
         self._count += 1
+        if self._firsts and number > self._numbers[-1][-1] and len(self._numbers[-1]) < _PART_MAX:  # most often
+            self._numbers[-1].append(number)
+            self._things[-1].append(thing)
+            return
         if not self._firsts:
             self._firsts.append(number)
             self._numbers.append([number])
@@ -36,7 +40,7 @@ class Ordered(Generic[T]):
             return
         part = max(bisect_right(self._firsts, number) - 1, 0)
         numbers, things = self._numbers[part], self._things[part]
-        if number > numbers[-1]:  # most often
+        if number > numbers[-1]:
             numbers.append(number)
             things.append(thing)
         else:

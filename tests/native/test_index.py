@@ -1,7 +1,7 @@
 """The index of what is stored and the allocator of blocks, by their Python face, against dictionaries."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shadowserve import native
 from shadowserve.errors import NativeError
-from shadowserve.native import Extents, Index, IndexEntry, IndexFlag, IndexPolicy, IndexRecordKind
+from shadowserve.native import ANY, NO_PARENT, Extents, Index, IndexEntry, IndexFlag, IndexPolicy, IndexRecordKind
 
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(24)]
 DEVICES = 2
@@ -341,3 +341,56 @@ def hits(policy: IndexPolicy) -> int:
 def test_s3_fifo_keeps_what_is_used_again_while_others_come_once() -> None:
     lru, s3_fifo = hits(IndexPolicy.LRU), hits(IndexPolicy.S3FIFO)
     assert s3_fifo > lru * 1.05, (lru, s3_fifo)
+
+
+def test_a_scan_returns_what_stays_exactly_once_and_depends_on_the_tenants_own_keys_alone() -> None:
+    def keys_of(
+        index: Index, tenant: int, change: Callable[[int], None], lines: int = 50
+    ) -> tuple[list[bytes], list[int]]:
+        cursor, keys, cursors = 0, [], []
+        while True:
+            cursor, slots = index.scan(tenant, cursor, 7, lines)
+            keys += [index.read(slot).key for slot in slots]
+            cursors.append(cursor)
+            if not cursor:
+                return keys, cursors
+            change(len(cursors))
+
+    for count in (300, 6_000):  # few are found by the tenant's lists, many in the table
+        index = Index(40_000, seed=1)
+        own = [hashlib.sha256(b"%d" % number).digest() for number in range(count)]
+        for key in own:
+            index.insert(3, key, device=0, length=1, now_s=1)
+        alone = keys_of(index, 3, lambda step: None)
+        assert sorted(alone[0]) == sorted(own)
+
+        def disturb(step: int, index: Index = index) -> None:
+            key = hashlib.sha256(b"other%d" % step).digest()
+            index.insert(4, key, device=1, length=1, now_s=1)
+            index.remove(index.find(4, hashlib.sha256(b"other%d" % (step - 3)).digest()))
+
+        for number in range(5_000):
+            index.insert(5, hashlib.sha256(b"more%d" % number).digest(), device=2, length=1, now_s=1)
+        assert keys_of(index, 3, disturb) == alone
+        gone = set(own[::3])
+        for key in gone:
+            index.remove(index.find(3, key))
+        assert [key for key in alone[0] if key not in gone] == keys_of(index, 3, disturb)[0]
+        everybody = keys_of(index, ANY, lambda step: None, lines=3)[0]
+        assert len(everybody) == len(set(everybody)) == len(index)
+        assert index.scan(3, 1 << 63, 0, 10) == (0, []) and index.scan(9, 0, 10, 10) == (0, [])
+        index.close()
+
+
+def test_what_pinned_objects_descend_from_goes_when_nothing_else_may() -> None:
+    index = Index(1_000, seed=1)
+    keys = [bytes([number + 1]) * 32 for number in range(20)]
+    for number, key in enumerate(keys):
+        index.insert(1, key, device=0, length=1, now_s=number, parent=keys[number - 1] if number else NO_PARENT)
+    index.pin(index.find(1, keys[19]), 1_000)
+    gone = set()
+    while slot := index.victim(100):
+        gone.add(index.read(slot).key)
+        index.remove(slot)
+    assert gone == set(keys[:19])
+    assert index.victim(2_000) == index.find(1, keys[19])

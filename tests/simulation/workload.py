@@ -301,7 +301,9 @@ class Workload:
         return 100_000_000 if self._clocks else 0
 
     def _pin(self, tenant: str) -> Call:
-        return self._call(("KV.PIN", self.world.random.choice((0, 1)), self._key()), lambda call: None)
+        if self.world.chance(0.2):
+            return self._call(("KV.UNPIN",), lambda call: None)
+        return self._call(("KV.PIN", self.world.random.choice((0, 1, 60)), self._key()), lambda call: None)
 
     def _all(self, tenant: str) -> Call:
         def check(call: Call) -> None:
