@@ -1,10 +1,9 @@
 """One client's socket: bytes in, commands executed, replies out.
 
-Some facts. asyncio's transports on Python 3.11 join what is written into one bytearray and, after each partial send,
-move what is left to its front: a reply of 32 MiB is copied once and then moved dozens of times. Its stream readers
-copy what arrives twice. A future for every wait costs about 20 us, as much as executing ten small commands.
-
-Consequence: sockets are non-blocking and driven by the event loop's readiness callbacks directly.
+asyncio's transports on Python 3.11 join what is written into one bytearray and, after each partial send, move what is
+left to its front: a reply of 32 MiB is copied once and then moved dozens of times. Its stream readers copy what arrives
+twice. A future for every wait costs about 20 us, as much as executing ten small commands. So sockets are non-blocking
+and driven by the event loop's readiness callbacks directly.
 
 Where the bytes of a large value are copied: by the kernel from the socket into the buffer in which the value stays
 (``recv_into``), and by the kernel from that buffer into the sockets that fetch it (``sendmsg``). Nowhere in between,
@@ -12,15 +11,14 @@ but for at most ``_RECEIVE_BYTES`` of its start, which may have arrived together
 
 Some parts of replies are not known yet when their command has been executed (``Pending``): a value that is on its way
 from a device, an OK that waits until a write is durable. They keep their place; the commands behind them are executed,
-within limits, and nothing behind a pending part is sent before it. So there are two queues (_replies.py): what
-may be sent, and what begins with a pending part. Word that one is known comes from other threads, through the
-connection's :class:`~storage_kv.clients.signal.Signal`.
+within limits, and nothing behind a pending part is sent before it. Word that one is known comes from other threads
+(signal.py).
 
 An engine may have no room: for a buffer to receive a value in, or for one more write. Then the connection reads and
 executes nothing until the engine says when to try again, which the client feels as TCP's back-pressure; after
 ``stall_timeout_s`` of that it is told that there is no memory.
 
-How bytes cross the wire is the transport's business (transport.py); what TLS needs beyond is in secure_connection.py.
+How bytes cross the wire is the transport's business (transport.py, secure_connection.py).
 
 Replies to small commands that arrived together leave together. Nothing is executed while more than
 ``output_buffer_bytes_max`` waits for the client, nor read while commands wait to be executed, so that a client that
@@ -41,7 +39,7 @@ from shadowserve.errors import ForeignProtocolError, ProtocolError
 from shadowserve.resp import CommandReader, LargeBulk, encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop
-from storage_kv.clients.holdings import UNCOUNTED_BYTES, Holdings
+from storage_kv.clients.holdings import LENDING, UNCOUNTED_BYTES, Holdings
 from storage_kv.clients.host import Host
 from storage_kv.clients.intake import Intake
 from storage_kv.clients.replies import Replies
@@ -71,9 +69,6 @@ _PENDING_MAX: Final = 256
 
 _STRANGERS_OUTPUT_BYTES_MAX: Final = 16 << 10
 """Of replies that wait for a client that has yet to authenticate."""
-
-_LENDING: Final = frozenset(b"GET GETRANGE SUBSTR MGET GETDEL GETEX GETSET SET KV.META EXEC".split())
-"""Commands whose replies may be stored values."""
 
 _NO_ROOM: Final = "no room to write for too long: devices are slower than those who write; try again later"
 
@@ -341,7 +336,7 @@ class Connection(Watched):
 
         Last words to a client that is given up are added to ``small``.
         """
-        session, reader = self.session, self._reader
+        session = self.session
         was_authenticated = session.authenticated
         try:
             if self._retry is not None or self._rest is not None:
@@ -361,21 +356,20 @@ class Connection(Watched):
                     session.transaction.fail()
                 return self._intake.refusal
             self._blocked_since_s = 0.0
-            if self._node.lent.is_tight and not self._holdings.lends and bytes(command[0][:8]).upper() in _LENDING:
-                if self._wait_to_lend(partial(execute, self._node, session, command)):
-                    return None
-            reply = execute(self._node, session, command)
+            step = partial(execute, self._node, session, command)
+            lends = not self._node.lent.is_tight or self._holdings.lends
+            if not lends and bytes(command[0][:8]).upper() in LENDING and self._wait_to_lend(step):
+                return None
+            reply = step()
         except (ProtocolError, MemoryError) as error:
             self._give_up(error, small)
             return None
         except BusyError as error:
-            if self._retry is None:
-                assert isinstance(command, list)
-                self._retry = partial(execute, self._node, session, command)
+            self._retry = self._retry or step
             self._block(error)
             return None
         if session.authenticated is not was_authenticated:
-            reader.limits = limits_of(self._node, session)
+            self._reader.limits = limits_of(self._node, session)
         return reply
 
     def _is_far_ahead(self) -> bool:
@@ -450,9 +444,8 @@ class Connection(Watched):
             node.counters.protocol_errors += 1
             node.audit.write("protocol", session, outcome="refused", reason=str(error))
         if isinstance(error, ForeignProtocolError) and error.protocol == "HTTP":
-            node.counters.http_refused += (
-                1  # who asked is told nothing, and what is unsent of its commands' replies goes
-            )
+            # Who asked is told nothing, and what is unsent of its commands' replies goes.
+            node.counters.http_refused += 1
             last.clear()
             self._loop.call_soon(self.abort)
             return
