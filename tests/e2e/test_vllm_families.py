@@ -67,6 +67,7 @@ def assert_nothing_was_done(engine: Any, data_plane: Any) -> None:
         ("qwen3_next", {"dtype": "bfloat16"}, r"2 KV cache groups \(\w*FullAttentionSpec, MambaSpec\)[^-]*$"),
         ("deepseek", {}, "neither prefix caching nor chunked prefill"),
     ],
+    ids=["gemma3", "gpt_oss", "qwen3_next", "deepseek"],
 )
 def test_a_family_that_is_not_cached_is_served_as_without_the_plugin(
     name: str, options: dict[str, Any], reason: str, family: Any, make_engine: Any, data_plane: Any, prompt: Any
