@@ -255,9 +255,9 @@ def test_killed_clients_are_those_that_the_filters_name(start: Callable[..., Chi
 
 def test_what_a_client_calls_itself_is_bounded(client: Client) -> None:
     assert client.call("CLIENT", "SETNAME", "x" * 256) == b"OK"
-    for command in (("CLIENT", "SETNAME", "x" * 257), ("HELLO", 2, "SETNAME", "y" * 500_000)):
+    for command in (("CLIENT", "SETNAME", "x" * 257), ("HELLO", 2, "SETNAME", "y" * 5_000)):
         refused = client.call(*command)
         assert isinstance(refused, ErrorReply) and b"at most 256 bytes" in refused
     assert client.call("CLIENT", "GETNAME") == b"x" * 256
-    assert client.call("CLIENT", "SETINFO", "LIB-NAME", "z" * 500_000) == b"OK"
+    assert client.call("CLIENT", "SETINFO", "LIB-NAME", "z" * 5_000) == b"OK"
     assert len(client.call("CLIENT", "INFO")) < 4000  # type: ignore[arg-type]
