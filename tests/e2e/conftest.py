@@ -95,6 +95,7 @@ class Engine:
                     **PATIENT,
                     "breaker_backoff": 0.05,
                     "breaker_backoff_max": 0.2,
+                    "identity_cache": "none",  # not the user's own
                     **extra,
                 },
             }

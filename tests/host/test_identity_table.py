@@ -176,8 +176,6 @@ def test_another_tokenizer_leaves_the_key(base: Any, tmp_path: Path) -> None:
 def test_another_class_that_computes_is_in_the_key(
     base: Any, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     from vllm.model_executor.model_loader import utils
     from vllm.model_executor.models import ModelRegistry
 
@@ -187,8 +185,7 @@ def test_another_class_that_computes_is_in_the_key(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the process in which vLLM looks at a class
     before, found = digest(base), []
     for body in ("pass", "size = 1"):
-        sys.modules.pop("mine", None)
-        utils._MODEL_ARCH_BY_HASH.clear()
+        utils._MODEL_ARCH_BY_HASH.clear()  # an engine in a process of its own knows nothing of the one before
         (tmp_path / "mine.py").write_text(
             "from vllm.model_executor.models.llama import LlamaForCausalLM\n\n\n"
             f"class MistralForCausalLM(LlamaForCausalLM):\n    {body}\n"
