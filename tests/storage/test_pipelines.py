@@ -232,7 +232,7 @@ def test_who_authenticates_in_a_pipeline_may_do_so_from_there(start: Callable[..
 
 @pytest.mark.parametrize("quota", ["keys_max: 3", "bytes_max: 2400"])
 def test_a_quota_that_is_used_up_in_a_pipeline(start: Callable[..., Child], quota: str) -> None:
-    child = start("--tenants", f"{{'': {{{quota}}}}}")
+    child = start("--tenants", f"{{'': {{{quota}}}}}", "--pin-share-of-tenant", "1")
     commands = words(
         "SET a 1 ; KV.PIN 100 a ; SET b 1 ; KV.PIN 100 b ; SET c 1 ; *2 SET c 2 ; KV.PIN 100 c ; *2 SET d 1 ; GET d ;"
         "SET a 2 ; GET a ; *3 SET e 1 ; KV.PIN 0 b ; *3 SET f 1 ; GET b ; GET f ; DBSIZE"
