@@ -543,7 +543,7 @@ class Node:
     def tell(self, event: str, address: str, reason: str) -> None:
         """Log what a stranger does, where it is news; the rest is told with a count, once a minute."""
         if self.incidents.note(event, address, reason, time.monotonic()):
-            _log.warning("%s address=%s reason=%r", event, address, reason)
+            _log.warning(event + " address=%s reason=%r", address, reason)
 
     def deny(self, session: Session, reason: str, object: bytes, client: bytes) -> None:
         """Take note that something was denied to a session, for ACL LOG."""

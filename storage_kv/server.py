@@ -339,7 +339,7 @@ class StorageServer:
         with self.node.lock:
             repeated = self.node.incidents.due(now_s)
         for event, address, times, reason in repeated:
-            _log.warning("%s_again address=%s times=%d last_reason=%r", event, address, times, reason)
+            _log.warning(event + "_again address=%s times=%d last_reason=%r", address, times, reason)
 
     def _sweep(self) -> int:
         with self.node.lock:

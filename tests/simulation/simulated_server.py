@@ -204,6 +204,7 @@ class SimulatedServer:
         self._connections.pop(connection, None)
         with self.lock:
             self.node.sessions.pop(connection.session.id, None)
+            self.node.places.leave(connection.session)
 
     def _each(self, action: Callable[[Connection], None]) -> None:
         for connection, loop in list(self._connections.items()):
