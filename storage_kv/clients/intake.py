@@ -23,11 +23,8 @@ _IN_PLACE: Final = {b"SET": 2, b"SETNX": 2, b"GETSET": 2, b"SETEX": 3, b"PSETEX"
 
 _SEVERAL: Final = frozenset({b"MSET", b"MSETNX"})
 
-_ECHOED: Final = frozenset({b"ECHO", b"PING"})
-_ECHOED_BYTES_MAX: Final = 1 << 20
-_ARGUMENT_BYTES_MAX: Final = 64 << 10
-"""Of a key and all else that is no value. No less than is received at once: what came with others is not looked at
-here, and both are to be answered alike."""
+_ARGUMENT_BYTES_MAX: Final = 1 << 20
+"""Of what is no value: keys, which have far less, and what is echoed."""
 
 
 class Intake:
@@ -139,9 +136,9 @@ class Intake:
         limits = config.tenants.get(self._session.user.tenant)
         quota = None if limits is None else limits.bytes_max
         if not is_value:
-            most = _ECHOED_BYTES_MAX if name in _ECHOED else _ARGUMENT_BYTES_MAX
-            if size <= most:
+            if size <= _ARGUMENT_BYTES_MAX:
                 return b""
+            most = _ARGUMENT_BYTES_MAX
             text = f"ERR an argument of {size} bytes is too long: at most {most} are allowed, but for values"
         elif quota is not None and size > quota:
             text = OUT_OF_MEMORY

@@ -143,7 +143,7 @@ def test_keys_and_values_that_will_be_refused_are_not_received_first(start: Call
 def test_what_is_refused_is_dropped_and_the_connection_goes_on(start: Callable[..., Child]) -> None:
     child = start(*SMALL)
     long = b"k" * (2 * MIB)
-    refused = b"ERR an argument of 2097152 bytes is too long: at most 65472 are allowed, but for values"
+    refused = b"ERR an argument of 2097152 bytes is too long: at most 1048576 are allowed, but for values"
     with child.client() as client:
         for command in (("GET", long), ("SET", long, "x"), ("SET", "a", "x", "EX", long), ("DEL", "a", long, long, "b"),
                         (long,), ("NOSUCH", long), ("MSET", long, "x")):  # fmt: skip
