@@ -179,7 +179,7 @@ class Storage:
     def stored(self) -> int:
         """Return how many keys it has."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as sock:
-            sock.sendall(b"DBSIZE\r\n")
+            sock.sendall(b"*1\r\n$6\r\nDBSIZE\r\n")
             return int(sock.recv(64)[1:])
 
     def complaints(self) -> list[str]:

@@ -142,7 +142,7 @@ def test_redis_cli(shared_server: Child) -> None:
     assert run(*cli, given="MULTI\nSET a 1\nGET a\nEXEC\n") == "OK\nQUEUED\nQUEUED\nOK\n1\n"
     assert run(*cli, "--scan", "--pattern", "key:*") == "key:1\n"
     assert "Biggest string found" in run(*cli, "--bigkeys")
-    piped = "".join(f"SET p{number} v\r\n" for number in range(1000))
+    piped = "".join(f"*3\r\n$3\r\nSET\r\n$5\r\np{number:04}\r\n$1\r\nv\r\n" for number in range(1000))
     assert "errors: 0, replies: 1000" in run(*cli, "--pipe", given=piped)
     assert run(*cli, "-r", "3", "PING") == "PONG\n" * 3
     assert run("redis-cli", "-u", f"redis://127.0.0.1:{shared_server.port}/0", "DBSIZE") == "1002\n"
