@@ -16,7 +16,7 @@ import redis
 from callers import SHAPE, Caller, Prompt
 from cases import KEYS, Context, case
 from machine import PATIENCE_S, free_port
-from nodes import MIB, REPOSITORY, DataPlane, Storage
+from nodes import MIB, REPOSITORY, DataPlane, Storage, await_end
 from outcomes import Outcome
 
 from storage_kv.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS
@@ -408,6 +408,31 @@ def undecodable_messages(context: Context) -> None:
                     right = said is grpc.StatusCode.INVALID_ARGUMENT
                     context.tally.note(Outcome.REFUSED if right else Outcome.WRONG, f"{method}: {said.name}")
         assert log_bytes(plane) - began < 64_000, f"the log has grown by {log_bytes(plane) - began} bytes"
+
+
+@case(
+    "attack: an accelerator that never completes",
+    "an engine of the emulated DPU ends nothing that it is given; the daemon gives it up, says so and ends",
+    engines=("memory",),
+    repetitions=1,
+    short=("memory",),
+)
+def hung_accelerator(context: Context) -> None:
+    storage = context.storage()
+    prompt = Prompt(f"{context.seed}/hang", 4)
+    plane = context.data_plane(storage.port, codec="deflate")
+    assert context.host(plane.address, deadline_s=PATIENCE_S).store(prompt) == 4
+    plane.kill()
+    for tasks in ("decompress:1", "dma:1+"):
+        hung = context.data_plane(
+            storage.port, environment={"DOCA_EMULATOR_HANG": tasks}, backend="doca", device_timeout=1
+        )
+        began = time.monotonic()
+        assert context.host(hung.address, deadline_s=PATIENCE_S).fetch(prompt) == 0
+        context.tally.measure("longest_wait_s", time.monotonic() - began)
+        assert hung.process is not None and await_end(hung.process, PATIENCE_S), "the daemon does not end"
+        assert "it is given up" in hung.log.read_text()
+    assert plane.start() and context.host(plane.address, deadline_s=PATIENCE_S).fetch(prompt, stored=4) == 4
 
 
 # ---- Devices

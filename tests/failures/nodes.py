@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -205,8 +205,11 @@ class Storage:
 class DataPlane:
     """One daemon, on the same port after each start."""
 
-    def __init__(self, storage_port: int, folder: Path, **options: Any) -> None:
+    def __init__(
+        self, storage_port: int, folder: Path, environment: Mapping[str, str] | None = None, **options: Any
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.environment = dict(environment or {})
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self.log = folder / "dataplane.log"
@@ -233,6 +236,7 @@ class DataPlane:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=REPOSITORY,
+                env=os.environ | self.environment,
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
