@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from machine import PATIENT
 
+from host_control.delivery import ExportedHostMemory
 from shadowserve.cli.processes import start_data_plane, start_storage
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -29,6 +30,8 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
                 (output,) = engine.generate([tokens])
                 assert [list(output.outputs[0].token_ids)] == reference([tokens])
                 assert output.num_cached_tokens == 512
+            for part in (engine.worker._manager, engine.worker._store):  # to fetch into, and to store from
+                assert isinstance(part._destination.current, ExportedHostMemory)
         finally:
             engine.close()
-        assert data_plane.log.read_text().count(" bytes of exported_memory, ") == 2, "to fetch into, and to store from"
+        assert " bytes of exported_memory, " in data_plane.log.read_text()
