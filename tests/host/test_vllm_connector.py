@@ -34,7 +34,7 @@ def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     )
     groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32), layer_names=["a"])]
     parallel = SimpleNamespace(tensor_parallel_size=2)
-    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, lora_config=None)
     made = []
 
     def make(role: str, problem: str) -> Any:
