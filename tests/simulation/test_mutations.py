@@ -61,7 +61,7 @@ def test_an_answer_before_the_flush_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_tenant_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Session, "qualify", lambda self, argument: b"\0\0" + argument)
-    assert seen(lambda plan: True).startswith(("wrong", "stale", "lost"))
+    assert seen(lambda plan: not plan.dataplane).startswith(("wrong", "stale", "lost"))
 
 
 def test_a_removal_that_is_not_logged_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +119,10 @@ def test_an_eviction_that_nobody_counts_is_seen(monkeypatch: pytest.MonkeyPatch)
     evict = Space.evict
 
     def quietly(self: Space, **named: Any) -> bool:
-        before = {tenant: (each.evictions.copy(), each) for tenant, each in self._core.counters.tenants.items()}
+        counters = self._core.counters
+        before = [(each.evictions.copy(), each) for each in (*counters.tenants.values(), counters.everyones)]
         found = evict(self, **named)
-        for counts, each in before.values():
+        for counts, each in before:
             each.evictions = counts
         return found
 
