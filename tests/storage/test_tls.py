@@ -216,11 +216,12 @@ def test_what_is_told_of_failed_handshakes_has_a_bound_however_many_fail() -> No
     assert told == {"2001:db8::": 101 - REASONS_MAX, OTHERS: 10_000 - (ADDRESSES_MAX - 1)}
 
 
-def test_a_tls_client_at_a_plain_port_is_told(shared_server: Child, certificates: Path) -> None:
+def test_a_tls_client_at_a_plain_port_is_told(start: Callable[..., Child], certificates: Path) -> None:
+    child = start()  # of its own: of each address a server tells so many reasons at once, and no more
     with pytest.raises(ssl.SSLError) as caught:
-        TlsClient(shared_server.port, context_of(certificates))
+        TlsClient(child.port, context_of(certificates))
     assert caught.value.reason == "WRONG_VERSION_NUMBER"
-    wait_for(lambda: any("client_refused" in line and "speaks TLS" in line for line in shared_server.log))
+    wait_for(lambda: any("client_refused" in line and "speaks TLS" in line for line in child.log))
 
 
 def test_old_versions_and_renegotiation_are_refused(secure: Child, certificates: Path) -> None:
