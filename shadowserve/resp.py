@@ -25,8 +25,9 @@ Python values stand for RESP types as :data:`Value` says; :func:`encode` writes 
 import enum
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from shadowserve._resp_lines import TYPED_COMMANDS, protocol_of, refusal_of, split_inline
@@ -173,7 +174,7 @@ class _Reader:
         self._buffer = b""
         self._position = 0
         self._total_bytes = 0
-        self._failure: ProtocolError | None = None
+        self._failure: Callable[[], ProtocolError] | None = None  # an error once raised would lead back here
         self._large: memoryview | None = None
         self._dropping = False  # nobody wants the large bulk in progress
         self._large_size = -1  # -1: no large bulk in progress
@@ -252,12 +253,12 @@ class _Reader:
 
     def _fail(self, reason: str) -> ProtocolError:
         """Remember that the stream cannot be followed any further, and return what to raise."""
-        self._failure = ProtocolError(f"Protocol error: {reason}")
-        return self._failure
+        self._failure = partial(ProtocolError, f"Protocol error: {reason}")
+        return self._failure()
 
     def _check_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise self._failure()
 
     def _count_bulk(self, size: int) -> None:
         """Count a bulk's declared size against the limits."""
@@ -490,7 +491,7 @@ class CommandReader(_Reader):
         """Return whether a line, or its beginning, is of another protocol; nothing more is read then."""
         protocol = protocol_of(line)
         if protocol:
-            self._failure = ForeignProtocolError(protocol)
+            self._failure = partial(ForeignProtocolError, protocol)
         return bool(protocol)
 
     def _read_inline(self) -> list[bytes | memoryview] | Literal[NeedData.NEED_DATA]:
