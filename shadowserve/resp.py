@@ -140,7 +140,6 @@ _INTEGER: Final = re.compile(rb"(?:0|-?[1-9][0-9]*)\Z")
 _REPLY_INTEGER: Final = re.compile(rb"[+-]?[0-9]+\Z")
 _DOUBLE: Final = re.compile(rb"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|inf|nan)\Z")
 _OBJECT_BYTES: Final = 64  # of each argument, beside its bytes
-_READY_FACTOR: Final = 6  # of commands as objects to commands on the wire, at worst: names of one byte
 _INT64_MIN: Final = -(1 << 63)
 _INT64_MAX: Final = (1 << 63) - 1
 _BIG_NUMBER_DIGITS_MAX: Final = 4000  # int() refuses more than 4300 digits, because the conversion is quadratic
@@ -309,7 +308,6 @@ class CommandReader(_Reader):
         "_batch_items_max",
         "_bulk_size",
         "_ready",
-        "_ready_bytes",
         "_remaining",
     )
 
@@ -318,7 +316,6 @@ class CommandReader(_Reader):
         super().__init__(limits)
         self.limits = limits
         self._ready: deque[CommandRun] = deque()  # whole commands, read in one go; none of these is empty
-        self._ready_bytes = 0  # what they came from
         self._arguments: list[bytes | memoryview] = []
         self._argument_bytes = 0  # of the small ones
         self._remaining = 0  # arguments still to come of the command in progress
@@ -348,7 +345,7 @@ class CommandReader(_Reader):
     def held_bytes(self) -> int:
         """About the memory of what was fed and is not handed out yet, but for large bulks: they are the caller's."""
         held = len(self._buffer) + self._argument_bytes + _OBJECT_BYTES * len(self._arguments)
-        return held + _READY_FACTOR * self._ready_bytes if self._ready else held
+        return held + sum(sum(map(len, run[0])) + _OBJECT_BYTES * len(run[0]) for run in self._ready)
 
     @property
     def arguments(self) -> Sequence[bytes | memoryview]:
@@ -395,12 +392,13 @@ class CommandReader(_Reader):
         if not ready and not self._remaining and position < len(buffer) and self._failure is None:
             # Pipelines of small commands are what costs a server in Python most, so they are read in C. Whatever is
             # unusual - long, incomplete, wrong - ends that, and is left to the general way.
-            self._ready_bytes = len(buffer) - position
-            runs, self._position = read_commands(buffer, position, self._batch_items_max, self._batch_bulk_bytes_max)
-            if self._position < len(buffer) and buffer[self._position] != _ARRAY and self._refuses(self._line()):
+            runs, end = read_commands(buffer, position, self._batch_items_max, self._batch_bulk_bytes_max)
+            self._position = end
+            if end == len(buffer):  # most often
+                self._let_go()
+            elif buffer[end] != _ARRAY and self._refuses(self._line()):
                 return ready  # what is in front of it came from the same hand
             ready.extend(runs)
-            self._let_go()
         return ready
 
     def skip_ready(self, commands: int) -> None:

@@ -150,8 +150,10 @@ class Connection(Watched):
             else:
                 data = self._transport.recv(self._receive_bytes)
                 size = len(data)
-                more = size >= _RECEIVE_FEW_BYTES and self.session.authenticated
-                self._receive_bytes = _RECEIVE_BYTES if more else _RECEIVE_FEW_BYTES
+                if size >= _RECEIVE_FEW_BYTES and self.session.authenticated:
+                    self._receive_bytes = _RECEIVE_BYTES
+                else:
+                    self._receive_bytes = _RECEIVE_FEW_BYTES
                 self._reader.feed(data)
         except (BlockingIOError, InterruptedError):
             self._update_interest()
@@ -211,14 +213,6 @@ class Connection(Watched):
                     self._execute_some()
                 else:
                     self._execute_within(session.limiter)
-                replies = self._replies
-                if (
-                    self._holdings.counted
-                    or replies.lent_bytes
-                    or replies.out_bytes + replies.waiting_bytes > UNCOUNTED_BYTES
-                    or self._reader.in_progress
-                ):
-                    self._account()
             if session.pause_until_s:
                 self._pause()
 
@@ -228,6 +222,8 @@ class Connection(Watched):
         if not limiter.wait_s(time.monotonic()):
             self._execute_some()
             limiter.charge(node.counters.commands - commands, received_bytes)
+        else:
+            self._account()
         if wait_s := limiter.wait_s(time.monotonic()):
             node.counters.throttled += 1
             limiter.throttled += 1
@@ -235,26 +231,27 @@ class Connection(Watched):
             self.session.pause_until_s = max(self.session.pause_until_s, time.monotonic() + wait_s)
 
     def _execute_some(self) -> None:
-        node, session, reader = self._node, self.session, self._reader
+        node, session, reader, queue = self._node, self.session, self._reader, self._replies
         node.counters.input_bytes += self._received_bytes
         self._received_bytes = 0
-        output_max = self._output_bytes_max
-        left = node.config.pipeline_commands_max
+        config = node.config
+        output_max = config.output_buffer_bytes_max if session.authenticated else self._output_bytes_max
+        left = config.pipeline_commands_max
         small: list[bytes] = []
         small_bytes = 0
-        self._more = True
+        in_progress = self._more = True
         while left > 0:
             if session.pause_until_s:
                 break
-            room = output_max - self._replies.out_bytes - small_bytes
-            is_over = session.closing and self._rest is None
-            if is_over or room <= 0 or (self._replies.pendings and self._is_far_ahead()):
-                self._more = reader.in_progress or self._unfinished
+            room = output_max - queue.out_bytes - small_bytes
+            unfinished = self._retry or self._rest or session.executing  # has to go on before what the client sends
+            is_over = room <= 0 or (session.closing and self._rest is None)
+            if is_over or (queue.pendings and self._is_far_ahead()):
+                self._more = reader.in_progress or bool(unfinished)
                 break
             reply: Reply | None = None
             ready = reader.ready()
-            lends = not node.lent.is_tight or self._holdings.lends
-            if ready and lends and not self._unfinished:
+            if ready and not unfinished and (not node.lent.is_tight or self._holdings.lends):
                 run = ready[0]
                 executed, replies, reply = execute_run(node, session, run, left, room)
                 if executed:
@@ -268,7 +265,7 @@ class Connection(Watched):
                     if reply is None:
                         if reader.in_progress:
                             continue
-                        self._more = False  # most often
+                        in_progress = self._more = False  # most often
                         break
             if reply is None:
                 left -= 1
@@ -290,16 +287,18 @@ class Connection(Watched):
                 small_bytes += len(reply)
             else:
                 if small:
-                    self._replies.append(b"".join(small))
+                    queue.append(b"".join(small))
                     small, small_bytes = [], 0
                 left -= self._extend(reply)
         if small:
-            self._replies.append(b"".join(small))
-
-    @property
-    def _unfinished(self) -> bool:
-        """Whether something that was begun has to go on before what the client sends."""
-        return self._retry is not None or self._rest is not None or bool(self.session.executing)
+            queue.append(b"".join(small))
+        if (
+            in_progress
+            or queue.lent_bytes
+            or queue.out_bytes + queue.waiting_bytes > UNCOUNTED_BYTES
+            or self._holdings.counted
+        ):
+            self._account()
 
     def _extend(self, reply: list[Part] | Series) -> int:
         """Queue a reply of several parts, or as much of it as is made; return how many."""

@@ -59,23 +59,23 @@ def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def get_run(node: Node, session: Session, arguments: tuple[bytes, ...]) -> tuple[int, bytes, Reply | None]:
     """GET key, many times: up to a value that is not small or not in memory."""
-    lengths = len(_SMALL_HEADERS)
+    headers, lengths = _SMALL_HEADERS, len(_SMALL_HEADERS)
     parts: list[bytes] = []
     large: Reply | None = None
-    done = misses = 0
-    for item in node.engine.get_each(session.prefix, arguments[1::2]):
-        done += 1
+    names = arguments[1::2]
+    done, misses = len(names), 0
+    for position, item in enumerate(node.engine.get_each(session.prefix, names), 1):
         if item is None:
             misses += 1
             parts.append(encode_null(session.protocol))
             continue
         value = item.value
-        if isinstance(value, bytes) and len(value) < lengths:  # most often, and worth no more calls
-            parts += (_SMALL_HEADERS[len(value)], value, b"\r\n")
+        if isinstance(value, bytes) and (size := len(value)) < lengths:  # most often, and worth no more calls
+            parts += (headers[size], value, b"\r\n")
             continue
         reply = bulk_of(node, item, missing=encode_null(session.protocol))
         if not isinstance(reply, bytes) or len(reply) > RUN_REPLY_BYTES_MAX:
-            large = reply
+            done, large = position, reply
             break
         parts.append(reply)
     if misses:

@@ -101,16 +101,20 @@ class MemoryEngine:
 
     def get_each(self, prefix: bytes, keys: Iterable[bytes | memoryview]) -> Iterator[MemoryItem | None]:
         """See :meth:`Engine.get_each`."""
+        account = self._accounts.get(prefix) or self._open_account(prefix)
         for name in keys:
-            account = self._accounts.get(prefix) or self._open_account(prefix)  # a clear makes another one
             key = prefix + name
-            item = account.items.get(key) or account.find(key)
-            if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
-                yield None
+            item = account.items.get(key)  # a clear between two puts others in its place
+            if item is not None and item.expires_at_ms is None:  # most often
+                account.items.move_to_end(key)
             else:
+                item = item or account.find(key)
+                if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
+                    yield None
+                    continue
                 account.use(key)
-                self._uses = item.used = self._uses + 1
-                yield item
+            self._uses = item.used = self._uses + 1
+            yield item
 
     def peek(self, key: bytes) -> MemoryItem | None:
         """See :meth:`Engine.peek`."""
@@ -167,16 +171,18 @@ class MemoryEngine:
     ) -> Ticket | None:
         """See :meth:`Engine.put`."""
         account = self._accounts.get(key[:TENANT_BYTES]) or self._open_account(key[:TENANT_BYTES])
-        old = account.items.get(key) or account.find(key)
+        old = account.items.get(key)
         length = len(value)
-        if old is not None and not (head_bytes or parent or account.has_quota) and expires_at_ms is None:
+        if old is None:
+            old = account.find(key)
+        elif not (head_bytes or parent or account.has_quota) and expires_at_ms is None:
             more = length - old.length
-            is_simple = not (old.holds or old.head_bytes or old.parent or old.pinned_until_ms)
+            is_simple = not (old.holds or old.head_bytes or old.parent)
             if is_simple and old.expires_at_ms is None and self._all.used_bytes + more <= self._budget_bytes:
                 # Giving it another value is half the work of putting another item in its place.
                 old.value = value
                 self._uses = old.used = self._uses + 1
-                account.use(key)
+                account.items.move_to_end(key)
                 if more:
                     old.length = length
                     old.cost += more
