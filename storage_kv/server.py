@@ -338,6 +338,7 @@ class StorageServer:
     def _tell_incidents(self, now_s: float) -> None:
         with self.node.lock:
             repeated = self.node.incidents.due(now_s)
+            self.node.audit.tell_repeats(now_s)
         for event, address, times, reason in repeated:
             _log.warning(event + "_again address=%s times=%d last_reason=%r", address, times, reason)
 

@@ -2,7 +2,8 @@
 
 What is in it: who authenticated or did not, what was denied, what administrators did. What is not: keys, values,
 passwords. A thread of its own writes, so that a slow disk holds up nobody; where the disk is gone or too slow, lines
-are dropped and counted, and serving goes on.
+are dropped and counted, and serving goes on. What any client may cause as often as it likes has some lines a minute
+and then a count, so that nobody can push out what others did.
 """
 
 import json
@@ -14,6 +15,8 @@ import time
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
+from storage_kv.access.incidents import Incidents
+
 __all__ = ["AuditLog", "Audited"]
 
 _log = logging.getLogger(__name__)
@@ -22,6 +25,8 @@ _LINES_WAITING_MAX: Final = 4096
 _RETRY_S: Final = 5.0
 _LINE_BYTES_MAX: Final = 2048
 _TEXT_MAX: Final = 256
+_LINES_PER_MINUTE: Final = 64
+"""Of one event and one address, before the rest of it is counted."""
 
 
 class Audited(Protocol):
@@ -51,6 +56,7 @@ class AuditLog:
         self._lines: queue.Queue[bytes | None] = queue.Queue(_LINES_WAITING_MAX)
         self._file: int | None = None
         self._failed_s: float | None = None
+        self._repeats = Incidents(_LINES_PER_MINUTE, alike=True)
         self.written = 0
         self.lost = 0
         self._thread: threading.Thread | None = None
@@ -58,24 +64,42 @@ class AuditLog:
             self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
             self._thread.start()
 
-    def write(self, event: str, session: Audited, *, outcome: str, user: bytes | None = None, **details: Any) -> None:
-        """Log an event; never waits.
+    def write(
+        self,
+        event: str,
+        session: Audited,
+        *,
+        outcome: str,
+        user: bytes | None = None,
+        each: bool = False,
+        **details: Any,
+    ) -> None:
+        """Log an event; never waits. To be called with the node's lock held, as all but close() are.
 
         Args:
-            event: ``authentication``, ``denied``, ``command``, ``users``, ``tls``, ...
+            event: ``authentication``, ``denied``, ``command``, ``tls``, ...
             session: whose it is.
             outcome: ``ok``, ``failed``, ``denied``...
             user: that was asked for, where it is not the session's.
+            each: it has a line however many there are: only administrators can cause it.
             details: texts or numbers; neither keys nor values nor passwords.
         """
         if self._thread is None:
             return
+        who = _text(session.user_name if user is None else user)
+        kind = f"{event} {_text(session.user_name)}"  # of whoever it is known to be: anybody can claim any name
+        if each or self._repeats.note(kind, session.address, who, time.monotonic()):
+            self._queue(event, user=who, address=session.address, outcome=outcome, **details)
+
+    def tell_repeats(self, now_s: float) -> None:
+        """Log what had no line of its own, where its minute is over by ``time.monotonic()``."""
+        for kind, address, times, last_user in self._repeats.due(now_s):
+            self._queue(kind.partition(" ")[0], user=last_user, address=address, outcome="repeated", times=times)
+
+    def _queue(self, event: str, **details: Any) -> None:
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "event": event,
-            "user": _text(session.user_name if user is None else user),
-            "address": session.address,
-            "outcome": outcome,
             **{name: _text(value) if isinstance(value, str | bytes) else value for name, value in details.items()},
         }
         try:

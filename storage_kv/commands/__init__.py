@@ -453,7 +453,8 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         if session.transaction is not None and command.name not in _transactions.EXECUTED_AT_ONCE:
             return _transactions.queue(node, session, arguments)
         if command.is_audited:
-            node.audit.write("command", session, outcome="allowed", command=command.full_name)
+            each = "admin" in command.flags
+            node.audit.write("command", session, outcome="allowed", each=each, command=command.full_name)
     except CommandError as error:
         statistics.rejected += 1
         return _refuse(node, _transactions.rejected(node, session, command, error))

@@ -67,7 +67,7 @@ def unpin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     tenant: int | None = session.tenant
     if len(arguments) > 1:
         tenant = _other_tenant(node, session, arguments)
-        node.audit.write("command", session, outcome="allowed", command="kv.unpin")
+        node.audit.write("command", session, outcome="allowed", each=True, command="kv.unpin")
     count = 0
 
     def step() -> Reply | None:

@@ -19,8 +19,8 @@ from shadowserve.resp import encode_command
 from storage_kv.access.incidents import (
     ADDRESSES_MAX,
     INTERVAL_S,
+    LINES_MAX,
     OTHERS,
-    REASONS_MAX,
     Incidents,
     Repeated,
 )
@@ -208,12 +208,12 @@ def test_failed_handshakes_are_told_at_once_then_counted_by_the_minute() -> None
 def test_what_is_told_of_failed_handshakes_has_a_bound_however_many_fail() -> None:
     failed = Incidents()
     one = [failed.note("tls", "[2001:db8::1]:7", f"reason {number}", 0.0) for number in range(100)]
-    assert sum(one) == REASONS_MAX
+    assert sum(one) == LINES_MAX
     assert not failed.note("tls", "[2001:db8::2]:7", "a new one", 0.0), "a client of IPv6 has a whole network"
     many = [failed.note("tls", f"10.{number >> 8}.{number & 255}.1:7", "scan", 1.0) for number in range(10_000)]
     assert sum(many) == ADDRESSES_MAX - 1
     told = {repeated.address: repeated.times for repeated in failed.due(math.inf)}
-    assert told == {"2001:db8::": 101 - REASONS_MAX, OTHERS: 10_000 - (ADDRESSES_MAX - 1)}
+    assert told == {"2001:db8::": 101 - LINES_MAX, OTHERS: 10_000 - (ADDRESSES_MAX - 1)}
 
 
 def test_a_tls_client_at_a_plain_port_is_told(start: Callable[..., Child], certificates: Path) -> None:
