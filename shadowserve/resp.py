@@ -136,6 +136,8 @@ DEFAULT_LIMITS: Final = Limits()
 # Lengths on the wire are mostly small. A table look-up is a third of the cost of checking and converting, and what it
 # holds is canonical by construction: no sign, blank, underscore or leading zero, all of which int() would accept.
 _SMALL_LENGTHS: Final = {b"%d" % number: number for number in range(2048)}
+_SMALL_BULKS: Final = {b"$%d" % number: number for number in range(2048)}
+_SMALL_LINE_BYTES: Final = 7  # at most, with the line's end
 _INTEGER: Final = re.compile(rb"(?:0|-?[1-9][0-9]*)\Z")
 _REPLY_INTEGER: Final = re.compile(rb"[+-]?[0-9]+\Z")
 _DOUBLE: Final = re.compile(rb"[+-]?(?:[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?|inf|nan)\Z")
@@ -447,6 +449,8 @@ class CommandReader(_Reader):
         arguments = self._arguments
         while self._remaining:
             size = self._bulk_size
+            if size < 0 and self._read_small_arguments():
+                return None
             if size < 0:
                 end = buffer.find(CRLF, self._position)
                 if end < 0:
@@ -467,6 +471,30 @@ class CommandReader(_Reader):
             self._bulk_size = -1
             self._remaining -= 1
         return None
+
+    def _read_small_arguments(self) -> bool:
+        """Read what is small and all there, as most is; return whether none remains. The rest goes the general way."""
+        buffer, position, remaining, arguments = self._buffer, self._position, self._remaining, self._arguments
+        if self._large_size >= 0 or self._limits.bulk_bytes_max < len(_SMALL_BULKS):
+            return False
+        begin_room = room = self._limits.total_bytes_max - self._total_bytes
+        while remaining:
+            end = buffer.find(CRLF, position, position + _SMALL_LINE_BYTES)
+            size = _SMALL_BULKS.get(buffer[position:end]) if end >= 0 else None
+            if size is None or size > room:
+                break
+            stop = end + 2 + size
+            if buffer[stop : stop + 2] != CRLF:
+                break
+            arguments.append(buffer[end + 2 : stop])
+            position = stop + 2
+            room -= size
+            remaining -= 1
+        read = begin_room - room
+        self._position, self._remaining = position, remaining
+        self._total_bytes += read
+        self._argument_bytes += read
+        return not remaining
 
     def _bulk_length(self, line: bytes) -> int:
         if line[:1] != b"$":

@@ -55,8 +55,9 @@ __all__ = ["Connection"]
 
 _log = logging.getLogger(__name__)
 
-_RECEIVE_BYTES: Final = 64 << 10
-"""Asked of the kernel at most for small things at a time: 2,000 commands, and below what malloc maps anew each time."""
+_RECEIVE_BYTES: Final = 32 << 10
+"""Asked of the kernel at most for small things at a time: 1,000 commands, or 4,700 arguments of one byte. These are read
+with the node's lock held."""
 
 _RECEIVE_FEW_BYTES: Final = 4 << 10
 """Asked of a client that sends less than this at a time: giving back most of 64 KiB takes malloc a while."""

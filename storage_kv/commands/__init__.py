@@ -5,10 +5,21 @@ Each command is one row of :data:`TABLE`, which also answers COMMAND. A handler 
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, Final
 
 from shadowserve.native import CommandRun
-from shadowserve.resp import Map, SetReply, SimpleString, Value, encode, encode_bulk, encode_error
+from shadowserve.resp import (
+    SetReply,
+    SimpleString,
+    Value,
+    encode,
+    encode_array_header,
+    encode_bulk,
+    encode_error,
+    encode_map_header,
+    encode_null,
+)
 from storage_kv.access.rules import CATEGORIES, User
 from storage_kv.commands import (
     _acl,
@@ -30,6 +41,9 @@ from storage_kv.operate.command_statistics import SAMPLE_EVERY
 
 __all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute", "execute_run"]
 
+_ASKED_MAX: Final = 1024
+"""Names or keys in one question about commands; the table has a tenth of that."""
+
 
 def _command(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """COMMAND: every row."""
@@ -45,21 +59,34 @@ def _command_info(node: Node, session: Session, arguments: list[Argument]) -> Re
     """COMMAND INFO [name ...]."""
     if len(arguments) == 2:
         return _command(node, session, arguments)
-    described: list[Value] = []
-    for argument in arguments[2:]:
-        command = _find(bytes(argument))
-        described.append(None if command is None else command.describe())
-    return encode(described, session.protocol)
+    null = encode_null(session.protocol)
+    found = [_find(bytes(name)) for name in _few(arguments[2:])]
+    described = [null if command is None else _described(command, session.protocol) for command in found]
+    return encode_array_header(len(found)) + b"".join(described)
 
 
 def _command_docs(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """COMMAND DOCS [name ...]: a map that leaves unknown names out."""
-    chosen = TABLE if len(arguments) == 2 else [_find(bytes(argument)) for argument in arguments[2:]]
-    fields: list[Value] = []
-    for command in chosen:
-        if command is not None:
-            fields += [command.full_name.encode(), command.document()]
-    return encode(Map(fields), session.protocol)
+    chosen = TABLE if len(arguments) == 2 else [_find(bytes(name)) for name in _few(arguments[2:])]
+    documents = [_documented(command, session.protocol) for command in chosen if command is not None]
+    return encode_map_header(len(documents), session.protocol) + b"".join(documents)
+
+
+@cache
+def _described(command: Command, protocol: int) -> bytes:
+    return encode(command.describe(), protocol)
+
+
+@cache
+def _documented(command: Command, protocol: int) -> bytes:
+    return encode_bulk(command.full_name.encode()) + encode(command.document(), protocol)
+
+
+def _few(arguments: list[Argument]) -> list[Argument]:
+    """Return them if they are few enough to be answered in one hold of the node's lock, and in one reply."""
+    if len(arguments) > _ASKED_MAX:
+        raise CommandError(f"ERR {len(arguments)} are too many to ask for at once: at most {_ASKED_MAX}")
+    return arguments
 
 
 def _command_list(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -103,7 +130,7 @@ def _keys_in(arguments: list[Argument]) -> tuple[Command, list[Argument]]:
         _check_arity(command, arguments)
     except CommandError:
         raise CommandError("ERR Invalid number of arguments specified for command") from None
-    return command, list(command.keys_of(arguments))
+    return command, _few(list(command.keys_of(arguments)))
 
 
 def _help(node: Node, session: Session, arguments: list[Argument]) -> Reply:

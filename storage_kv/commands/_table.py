@@ -39,7 +39,7 @@ _KEY_NOTES: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Command:
     """One command, or one subcommand of one.
 

@@ -7,6 +7,7 @@ import pytest
 from machine import wait_for
 from slow_engine import Served
 from storage_support import Child, Client, make_record
+from work_meter import WORK_MAX, WorkMeter
 
 from shadowserve.resp import ErrorReply
 from storage_kv.commands import _keys
@@ -95,6 +96,20 @@ def test_commands_on_many_keys_let_others_have_the_lock(served: Served) -> None:
         assert client.call("DEL", *names) == MANY - 10
         assert client.call("KEYS", "*") == []
         assert asked.most <= KEYS_AT_A_TIME
+
+
+def test_a_question_about_commands_is_answered_at_once_or_not_at_all(served: Served) -> None:
+    meter = WorkMeter()
+    served.server.node.lock = meter  # type: ignore[assignment]
+    questions = {"DOCS": ["client"], "INFO": ["client"], "GETKEYS": ["MSET"], "GETKEYSANDFLAGS": ["MSET"]}
+    with served.client() as client:
+        for name, words in questions.items():
+            for count in (1000, 60_000):
+                asked = words * count if words != ["MSET"] else ["MSET", *pairs(count // 2)]
+                meter.begin()
+                reply = client.call("COMMAND", name, *asked)
+                assert meter.end() < WORK_MAX, (name, count)
+                assert isinstance(reply, ErrorReply) == (count == 60_000), name
 
 
 def test_keys_are_listed_once_though_others_come_and_go(served: Served) -> None:
