@@ -56,7 +56,7 @@ __all__ = ["Connection"]
 _log = logging.getLogger(__name__)
 
 _RECEIVE_BYTES: Final = 32 << 10
-"""Asked of the kernel at most for small things at a time: 1,000 commands, or 4,700 arguments of one byte. These are read
+"""Asked of the kernel at most for small things at a time: 1,000 commands, or 4,700 arguments of a byte. These are read
 with the node's lock held."""
 
 _RECEIVE_FEW_BYTES: Final = 4 << 10
