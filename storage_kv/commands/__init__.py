@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from shadowserve.native import CommandRun
+from shadowserve.pool.changes import BusyError
 from shadowserve.resp import Map, SetReply, SimpleString, Value, encode, encode_bulk, encode_error
 from storage_kv.access.rules import CATEGORIES, User
 from storage_kv.commands import (
@@ -23,7 +24,6 @@ from storage_kv.commands import (
 )
 from storage_kv.commands._arguments import OK, quote, syntax_error
 from storage_kv.commands._table import RUN_REPLY_BYTES_MAX, Command
-from storage_kv.engine import BusyError
 from storage_kv.glob import Glob
 from storage_kv.node import Argument, CommandError, Later, Node, Reply, Session
 from storage_kv.operate.command_statistics import SAMPLE_EVERY

@@ -3,9 +3,10 @@
 from importlib import import_module
 from typing import cast
 
+from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError
+from shadowserve.pool.contract import Engine
 from storage_kv.config import StorageConfig
-from storage_kv.engine import Engine, wall_clock_ms
 from storage_kv.engines.filesystem import FilesystemEngine
 from storage_kv.engines.memory import MemoryEngine
 
@@ -31,7 +32,7 @@ def open_engine(config: StorageConfig) -> Engine:
     if kind == "filesystem":
         return _filesystem(config)
     try:
-        module = import_module("storage_kv.pool.engine")  # only where it is used: it needs much that others do not
+        module = import_module("shadowserve.pool.engine")  # only where it is used: it needs much that others do not
     except ImportError as error:
         raise ConfigurationError(f"engine pool is not in this build ({error}): choose memory or filesystem") from error
     return cast(Engine, module.open_pool(config))

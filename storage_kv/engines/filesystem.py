@@ -21,20 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError, NativeError, is_passing
 from shadowserve.native import OBJECT_HEADER_BYTES
-from storage_kv.engine import (
-    ENTRIES_PER_HOLD,
-    TENANT_BYTES,
-    BusyError,
-    EngineStatistics,
-    Item,
-    Lease,
-    Ticket,
-    qualified,
-    tenant_of,
-    wall_clock_ms,
-)
+from shadowserve.pool.changes import BusyError, Ticket
+from shadowserve.pool.statistics import Statistics
+from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address, Item, Lease
 from storage_kv.engines import buffers
 from storage_kv.engines.account import Account, MemoryItem
 from storage_kv.engines.memory import MemoryEngine
@@ -68,7 +60,7 @@ class FileItem(MemoryItem):
     """An entry whose value is in a file.
 
     Attributes:
-        key: qualified.
+        key: among its tenant's.
         name: which file.
         memory: the object while it is being written.
         reads: under way, of the file; what else needs the file counts too.
@@ -158,7 +150,7 @@ class FilesystemEngine(MemoryEngine):
             self.set_budget(self._budget_bytes)
 
     def _recover(self) -> None:
-        newest: dict[bytes, FoundObject] = {}
+        newest: dict[Address, FoundObject] = {}
         now_ms = self._clock_ms()
         self._cleared = self._files.cleared()
         everyones = self._cleared.get(_EVERYBODY, 0)
@@ -166,18 +158,18 @@ class FilesystemEngine(MemoryEngine):
             if found.name.generation <= max(everyones, self._cleared.get(found.name.tenant, 0)):
                 self._files.remove(found.name)
                 continue
-            key = qualified(found.name.tenant, found.name.key)
-            other = newest.get(key, found)
-            newest[key] = max(found, other, key=lambda each: each.name.generation)
+            address = found.name.tenant, found.name.key
+            other = newest.get(address, found)
+            newest[address] = max(found, other, key=lambda each: each.name.generation)
             if other is not found:
                 self._files.remove(min(found, other, key=lambda each: each.name.generation).name)
         ordered = sorted(newest.items(), key=lambda pair: pair[1].name.generation)
-        for key, found in ordered:
+        for (tenant, key), found in ordered:
             attributes, name = found.attributes, found.name
             if 0 < attributes.expires_at_ms <= now_ms or name.stored_bytes > self._budget_bytes:
                 self._files.remove(name)
                 continue
-            account = self._accounts.get(key[:TENANT_BYTES]) or self._open_account(key[:TENANT_BYTES])
+            account = self._accounts.get(tenant) or self._open_account(tenant)
             self._uses = used = self._uses + 1
             item = FileItem(account, key, name, attributes.expires_at_ms or None, attributes.parent, used)
             self._enter(key, item, None)
@@ -267,7 +259,7 @@ class FilesystemEngine(MemoryEngine):
 
     def put(
         self,
-        key: bytes,
+        address: Address,
         value: bytes | memoryview,
         *,
         head_bytes: int = 0,
@@ -279,8 +271,9 @@ class FilesystemEngine(MemoryEngine):
             again = Ticket()
             self._waiting.append(again.settle)
             raise BusyError(f"{self._writing_bytes} bytes are being written to {self._root}", again)
-        name = ObjectName(tenant_of(key), key[TENANT_BYTES:], next(self._generations), len(value), head_bytes)
-        account = self._accounts.get(key[:TENANT_BYTES]) or self._open_account(key[:TENANT_BYTES])
+        tenant, key = address
+        name = ObjectName(tenant, key, next(self._generations), len(value), head_bytes)
+        account = self._accounts.get(tenant) or self._open_account(tenant)
         old = account.find(key)
         self._make_room(account, name.stored_bytes, key, old)
         self._uses = used = self._uses + 1
@@ -330,25 +323,25 @@ class FilesystemEngine(MemoryEngine):
             ready()
         self._tell_idle()
 
-    def settling(self, key: bytes) -> Ticket | None:
+    def settling(self, address: Address) -> Ticket | None:
         """See :meth:`Engine.settling`."""
-        item = self.peek(key)
+        item = self.peek(address)
         return item.ticket if isinstance(item, FileItem) else None
 
-    def set_expiry(self, key: bytes, expires_at_ms: int | None) -> bool:
+    def set_expiry(self, address: Address, expires_at_ms: int | None) -> bool:
         """See :meth:`Engine.set_expiry`."""
-        return super().set_expiry(key, expires_at_ms) and self._note_change(key)
+        return super().set_expiry(address, expires_at_ms) and self._note_change(address)
 
-    def pin(self, key: bytes, until_ms: int) -> bool:
+    def pin(self, address: Address, until_ms: int) -> bool:
         """See :meth:`Engine.pin`."""
-        return super().pin(key, until_ms) and self._note_change(key)
+        return super().pin(address, until_ms) and self._note_change(address)
 
     def unpin_some(self, tenant: int | None) -> int:
         """See :meth:`Engine.unpin_some`."""
         some = self._pins.some(tenant, ENTRIES_PER_HOLD)
-        for _, (key, item) in some:
+        for tenant_id, (key, item) in some:
             self._unpin(key, item)
-            self._note_change(key)
+            self._note_change((tenant_id, key))
         return len(some)
 
     def tenant(self, name: str) -> int:
@@ -363,7 +356,7 @@ class FilesystemEngine(MemoryEngine):
                 raise
         return number
 
-    def statistics(self, tenant: int | None = None) -> EngineStatistics:
+    def statistics(self, tenant: int | None = None) -> Statistics:
         """See :meth:`Engine.statistics`."""
         found = super().statistics(tenant)
         if tenant is not None:
@@ -397,9 +390,9 @@ class FilesystemEngine(MemoryEngine):
         self._queue_change(next(self._change_numbers), None)
         super().clear(tenant)
 
-    def _note_change(self, key: bytes) -> bool:
+    def _note_change(self, address: Address) -> bool:
         """Have the attributes of an entry written down, if it is still there."""
-        item = self.peek(key)
+        item = self.peek(address)
         if isinstance(item, FileItem):
             if item.ticket is None:
                 self._queue_change(next(self._change_numbers), item)

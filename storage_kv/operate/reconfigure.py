@@ -14,11 +14,11 @@ from pydantic import ValidationError
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.terms import DEFAULT_TENANT
 from storage_kv.access.limits import RateLimiter
 from storage_kv.config import LIVE, StorageConfig, TenantLimits
-from storage_kv.engine import DEFAULT_TENANT
 from storage_kv.node import Node
-from storage_kv.pool.engine import PoolEngine
 
 __all__ = ["Reconfiguration", "Reload"]
 

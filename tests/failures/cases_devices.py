@@ -14,7 +14,7 @@ from faults import is_root
 from images import StoredObject
 from nodes import MIB, Storage
 
-from storage_kv.pool.format import BLOCK_BYTES
+from shadowserve.pool.format import BLOCK_BYTES
 
 _DURABLE = ("pool", "filesystem")
 

@@ -7,9 +7,9 @@ from simulated_server import SimulatedServer
 from world import World
 
 from shadowserve.native import NO_PARENT
-from storage_kv.engine import Engine
+from shadowserve.pool.contract import Engine
+from shadowserve.pool.engine import PoolEngine
 from storage_kv.engines.memory import MemoryEngine
-from storage_kv.pool.engine import PoolEngine
 
 __all__ = ["Invariants"]
 

@@ -17,7 +17,8 @@ from test_io_threads import work_against_a_model
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import object_bytes
-from storage_kv.engine import KEY_BYTES_MAX, Engine
+from shadowserve.pool.contract import Engine
+from shadowserve.pool.terms import KEY_BYTES_MAX
 from storage_kv.engines.filesystem import FilesystemEngine
 
 ATTRIBUTES_BYTES = 48

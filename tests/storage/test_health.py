@@ -12,8 +12,8 @@ import pytest
 from machine import NEVER_S, PATIENCE_S, wait_for
 from storage_support import Child
 
+from shadowserve.clock import wall_clock_ms
 from storage_kv.config import StorageConfig
-from storage_kv.engine import wall_clock_ms
 from storage_kv.node import Node
 from storage_kv.operate.health import Condition
 from storage_kv.operate.observation import DeviceObservation, Observation

@@ -19,6 +19,8 @@ from machine import PATIENCE_S, wait_for
 from slow_engine import Served
 from storage_support import make_record
 
+from shadowserve.pool import copies, placement
+from shadowserve.pool.engine import PoolEngine
 from shadowserve.resp import CommandReader, encode_command
 from storage_kv.access import attempts
 from storage_kv.clients.connection import Connection
@@ -27,8 +29,6 @@ from storage_kv.clients.secure_connection import SecureConnection
 from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import PlainTransport, TlsTransport
 from storage_kv.node import Session
-from storage_kv.pool import copies, placement
-from storage_kv.pool.engine import PoolEngine
 from storage_kv.server import StorageServer
 
 _OF_A_CONNECTION = frozenset(

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from storage_support import REPOSITORY, Child, Client, make_record
 
 from dpu_dataplane.metrics import Metrics
+from shadowserve.clock import wall_clock_ms
 from shadowserve.latency import LatencyHistogram
 from storage_kv.commands import execute
 from storage_kv.config import StorageConfig
-from storage_kv.engine import wall_clock_ms
 from storage_kv.node import CommandError, Node, Session
 from storage_kv.operate.command_statistics import SAMPLE_EVERY, CommandStatistics
 from storage_kv.operate.health import Condition

@@ -21,12 +21,14 @@ from shadowserve.cli.bench.disks import Disk, drop_cached
 from shadowserve.cli.bench.report import measure
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
-from storage_kv.config import DeviceConfig, StorageConfig
-from storage_kv.engine import BusyError, Item, Lease, qualified
+from shadowserve.pool.changes import BusyError
+from shadowserve.pool.config import DeviceConfig
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.statistics import PoolStatistics
+from shadowserve.pool.terms import Address, Item, Lease
+from storage_kv.config import StorageConfig
 from storage_kv.engines.filesystem import FilesystemEngine
-from storage_kv.pool.engine import PoolEngine
-from storage_kv.pool.placement import Interleaver
-from storage_kv.pool.statistics import PoolStatistics
 
 __all__ = ["Files", "Pool", "Prefix", "Retrieval", "Store"]
 
@@ -60,9 +62,9 @@ class Prefix:
         part.names = self.names[:chunks]
         return part
 
-    def key(self, number: int) -> bytes:
+    def key(self, number: int) -> Address:
         """Return a chunk's key, as engines take it."""
-        return qualified(_TENANT, storage_key(self.names[number]))
+        return _TENANT, storage_key(self.names[number])
 
     def parent(self, number: int) -> bytes:
         """Return the name of the chunk before; none for the first."""
