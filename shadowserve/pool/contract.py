@@ -15,9 +15,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
-from shadowserve.pool.changes import Ticket
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import Address, Item, Lease, PinnedEntries
+from shadowserve.pool.volume.changes import Ticket
 
 __all__ = ["Engine"]
 

@@ -20,7 +20,7 @@ from shadowserve.pool.copies import Copies
 from shadowserve.pool.disk import Disk, Place, Quarantined
 from shadowserve.pool.pins import Pins
 from shadowserve.pool.terms import Item
-from shadowserve.pool.volume import Call, VolumeError
+from shadowserve.pool.volume.volume import Call, VolumeError
 from shadowserve.pool.weights import Weights
 
 __all__ = ["MEMORY_ONLY", "Cancelled", "Core", "Counters", "Entry", "PoolItem", "TenantCounters"]

@@ -10,11 +10,11 @@ from typing import Final
 from shadowserve.errors import is_passing
 from shadowserve.native import IndexEntry
 from shadowserve.pool.arena import BLOCK_BYTES
-from shadowserve.pool.changes import BusyError, Ticket
-from shadowserve.pool.format import RecordFlag, RecordKind, pack_record
 from shadowserve.pool.organizer import BandwidthMeter
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
-from shadowserve.pool.volume import Volume
+from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.pool.volume.format import RecordFlag, RecordKind, pack_record
+from shadowserve.pool.volume.volume import Volume
 from shadowserve.pool.wear import Wear
 
 __all__ = ["Disk", "Place", "Quarantined"]

@@ -19,7 +19,6 @@ from shadowserve.clock import wall_clock_ms
 from shadowserve.native import ANY, NO_PARENT, IndexFlag
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.bounds import Bounds
-from shadowserve.pool.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.core import MEMORY_ONLY, Entry, PoolItem
 from shadowserve.pool.homes import Home, Homes
@@ -31,7 +30,8 @@ from shadowserve.pool.scanning import Cursors, scan_keys
 from shadowserve.pool.scrub import Scrubber
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address, Item, Lease
-from shadowserve.pool.volume import Call
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
+from shadowserve.pool.volume.volume import Call
 from shadowserve.pool.writes import Writer, joined
 
 __all__ = ["PoolEngine", "open_pool"]

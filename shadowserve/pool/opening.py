@@ -19,17 +19,17 @@ from shadowserve.pool.admission import Admission
 from shadowserve.pool.arena import BLOCK_BYTES, Arenas
 from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Core
-from shadowserve.pool.device import BlockDevice, Operation, OperationKind, Priority
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.format import FormatError
-from shadowserve.pool.formatting import check_empty
 from shadowserve.pool.homes import Homes
 from shadowserve.pool.organizer import BUSY_DEPTH, BandwidthMeter
-from shadowserve.pool.recovery import Reader, read_superblocks
 from shadowserve.pool.registration import Registration
 from shadowserve.pool.space import Space
 from shadowserve.pool.tenants import Tenants
-from shadowserve.pool.volume import Volume
+from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
+from shadowserve.pool.volume.format import FormatError
+from shadowserve.pool.volume.formatting import check_empty
+from shadowserve.pool.volume.recovery import Reader, read_superblocks
+from shadowserve.pool.volume.volume import Volume
 from shadowserve.pool.wear import Wear
 
 __all__ = ["Found", "Opened", "open_devices", "open_parts"]

@@ -14,7 +14,7 @@ from shadowserve.errors import is_passing
 from shadowserve.pool.arena import BLOCK_BYTES
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Quarantined
-from shadowserve.pool.pages import Pages
+from shadowserve.pool.volume.pages import Pages
 
 __all__ = ["Tester"]
 

@@ -20,10 +20,10 @@ from shadowserve.errors import is_passing
 from shadowserve.native import Result, check_object, object_unit
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
 from shadowserve.pool.core import Core, Entry
-from shadowserve.pool.device import Operation, Priority
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.space import Space
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Lease
+from shadowserve.pool.volume.device import Operation, Priority
 
 __all__ = ["Reader", "Told"]
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from shadowserve.pool.arena import BLOCK_BYTES, Arena
-from shadowserve.pool.device import BlockDevice, DeviceError
+from shadowserve.pool.volume.device import BlockDevice, DeviceError
 
 __all__ = ["Registration"]
 

@@ -15,9 +15,9 @@ from shadowserve.native import Result, object_unit
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
 from shadowserve.pool.core import Core, Entry
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.pages import Pages
 from shadowserve.pool.quarantine import Tester
 from shadowserve.pool.reads import failure_of
+from shadowserve.pool.volume.pages import Pages
 
 __all__ = ["Scrubber"]
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from shadowserve.pool.changes import OutOfBudgetError
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.terms import TENANTS_MAX
+from shadowserve.pool.volume.changes import OutOfBudgetError
 
 __all__ = ["Tenants"]
 

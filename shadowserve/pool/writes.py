@@ -14,10 +14,10 @@ from typing import Final
 from shadowserve.errors import ShadowServeError, is_passing
 from shadowserve.native import seal_object
 from shadowserve.pool.arena import Buffer
-from shadowserve.pool.changes import BusyError, Ticket
 from shadowserve.pool.core import Cancelled, Core, Entry, Left
 from shadowserve.pool.disk import Disk, Place
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.volume.changes import BusyError, Ticket
 
 __all__ = ["Writer", "joined"]
 

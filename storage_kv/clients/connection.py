@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any, Final
 
 from shadowserve.errors import ForeignProtocolError, ProtocolError
-from shadowserve.pool.changes import BusyError
+from shadowserve.pool.volume.changes import BusyError
 from shadowserve.resp import CommandReader, LargeBulk, encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from shadowserve.native import CommandRun
-from shadowserve.pool.changes import BusyError
+from shadowserve.pool.volume.changes import BusyError
 from shadowserve.resp import Map, SetReply, SimpleString, Value, encode, encode_bulk, encode_error
 from storage_kv.access.rules import CATEGORIES, User
 from storage_kv.commands import (

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
-from shadowserve.pool.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.terms import KEY_BYTES_MAX, Item
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
 from storage_kv.commands._arguments import (
     KEYS_AT_A_TIME,

@@ -24,9 +24,9 @@ from typing import Final
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError, NativeError, is_passing
 from shadowserve.native import OBJECT_HEADER_BYTES
-from shadowserve.pool.changes import BusyError, Ticket
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address, Item, Lease
+from shadowserve.pool.volume.changes import BusyError, Ticket
 from storage_kv.engines import buffers
 from storage_kv.engines.account import Account, MemoryItem
 from storage_kv.engines.memory import MemoryEngine

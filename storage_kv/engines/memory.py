@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from shadowserve.clock import wall_clock_ms
-from shadowserve.pool.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.ordered import Ordered
 from shadowserve.pool.pins import Pins
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import DEFAULT_TENANT, ENTRIES_PER_HOLD, TENANTS_MAX, Address, Item, Lease, PinnedEntries
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.weights import Weights
 from storage_kv.engines import buffers
 from storage_kv.engines.account import Account, Counts, MemoryItem

@@ -14,7 +14,7 @@ from faults import is_root
 from images import StoredObject
 from nodes import MIB, Storage
 
-from shadowserve.pool.format import BLOCK_BYTES
+from shadowserve.pool.volume.format import BLOCK_BYTES
 
 _DURABLE = ("pool", "filesystem")
 

@@ -17,7 +17,7 @@ from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import record
 from shadowserve.errors import ConfigurationError, RecordError
-from shadowserve.pool.format import BLOCK_BYTES
+from shadowserve.pool.volume.format import BLOCK_BYTES
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.resp import CommandReader, Limits, ReplyReader, split_inline
 from storage_kv.access.rules import RuleError, User, parse_line

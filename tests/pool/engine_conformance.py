@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from work_meter import WORK_MAX, WorkMeter
 
-from shadowserve.pool.changes import OutOfBudgetError
 from shadowserve.pool.contract import Engine
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, PinShareError
+from shadowserve.pool.volume.changes import OutOfBudgetError
 from storage_kv.engines.memory import ENTRY_OVERHEAD_BYTES
 
 

@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 from machine import wait_for
 
-from shadowserve.pool.changes import BusyError, Ticket
 from shadowserve.pool.contract import Engine
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import Item, Lease
+from shadowserve.pool.volume.changes import BusyError, Ticket
 
 T = TypeVar("T")
 

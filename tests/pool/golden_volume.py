@@ -11,7 +11,7 @@ from pathlib import Path
 from simulated_device import BLOCK_BYTES, SimulatedDevice
 from volume_support import SMALL, Store, device_of, index_key
 
-from shadowserve.pool.format import RecordKind, pack_record
+from shadowserve.pool.volume.format import RecordKind, pack_record
 
 __all__ = ["GOLDEN", "NAME", "VALUES", "load", "make", "save"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shadowserve.native import OBJECT_HEADER_BYTES, Result, check_object
-from shadowserve.pool.device import Operation, OperationKind
+from shadowserve.pool.volume.device import Operation, OperationKind
 
 __all__ = ["BLOCK_BYTES", "SECTOR_BYTES", "Fault", "SimulatedDevice", "SimulatedStatistics"]
 

@@ -25,11 +25,11 @@ from shadowserve.block import OperationKind
 from shadowserve.cli import main
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import BlockDevice
-from shadowserve.pool import foreign, recovery
 from shadowserve.pool.engine import PoolEngine
-from shadowserve.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError
-from shadowserve.pool.verification import verify_volume
-from shadowserve.pool.volume import Volume
+from shadowserve.pool.volume import foreign, recovery
+from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError
+from shadowserve.pool.volume.verification import verify_volume
+from shadowserve.pool.volume.volume import Volume
 
 MIB = 1 << 20
 LARGE = 272 * MIB

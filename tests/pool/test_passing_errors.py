@@ -15,10 +15,10 @@ from volume_support import Store, device_of, index_key
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
-from shadowserve.pool import patience, recovery
 from shadowserve.pool.engine import PoolEngine
-from shadowserve.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, Superblock
-from shadowserve.pool.verification import verify_volume
+from shadowserve.pool.volume import patience, recovery
+from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, Superblock
+from shadowserve.pool.volume.verification import verify_volume
 from storage_kv.engines import object_files
 from storage_kv.engines.filesystem import FilesystemEngine
 

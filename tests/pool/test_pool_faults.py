@@ -16,7 +16,7 @@ from shadowserve.native import Result, check_object
 from shadowserve.pool import reads
 from shadowserve.pool.core import PoolItem
 from shadowserve.pool.engine import PoolEngine
-from shadowserve.pool.volume import VolumeError
+from shadowserve.pool.volume.volume import VolumeError
 
 
 def start(count: int = 1, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:

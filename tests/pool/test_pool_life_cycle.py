@@ -13,9 +13,9 @@ from pool_support import DEVICE_BYTES, MIB, chunk, file_pool, key_of, pool_stati
 from simulated_device import SimulatedDevice
 
 from shadowserve.block import OperationKind
-from shadowserve.pool.changes import BusyError, OutOfBudgetError
 from shadowserve.pool.core import PoolItem
 from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 
 
 def start(*sizes: int, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:

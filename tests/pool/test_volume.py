@@ -5,10 +5,10 @@ from simulated_device import SimulatedDevice
 from volume_support import Store, device_of, index_key
 
 from shadowserve.native import Index
-from shadowserve.pool.changes import BusyError, OutOfBudgetError
-from shadowserve.pool.device import OperationKind, Priority
-from shadowserve.pool.format import RecordKind, pack_record
-from shadowserve.pool.volume import Volume, VolumeError
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
+from shadowserve.pool.volume.device import OperationKind, Priority
+from shadowserve.pool.volume.format import RecordKind, pack_record
+from shadowserve.pool.volume.volume import Volume, VolumeError
 
 KEY = bytes([7]) * 32
 

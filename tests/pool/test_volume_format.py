@@ -14,8 +14,8 @@ from simulated_device import SimulatedDevice
 from volume_support import POOL, SMALL, Store, device_of, index_key
 
 from shadowserve.native import Index
-from shadowserve.pool.device import DeviceError, OperationKind
-from shadowserve.pool.format import (
+from shadowserve.pool.volume.device import DeviceError, OperationKind
+from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
     RECORD_BYTES,
@@ -32,9 +32,9 @@ from shadowserve.pool.format import (
     unpack_block,
     unpack_name,
 )
-from shadowserve.pool.recovery import Reader
-from shadowserve.pool.verification import verify_volume
-from shadowserve.pool.volume import Volume
+from shadowserve.pool.volume.recovery import Reader
+from shadowserve.pool.volume.verification import verify_volume
+from shadowserve.pool.volume.volume import Volume
 
 CORPUS = Path(__file__).parent / "corpus" / "volume"
 KEYS = list(VALUES)

@@ -13,8 +13,8 @@ from machine import NEVER_S
 from volume_support import POOL, Store
 
 from shadowserve.native import BlockDevice
-from shadowserve.pool.changes import BusyError
-from shadowserve.pool.volume import Volume
+from shadowserve.pool.volume.changes import BusyError
+from shadowserve.pool.volume.volume import Volume
 
 KILLS = 6
 KEYS = 30

@@ -6,11 +6,11 @@ import pytest
 from simulated_device import SimulatedDevice
 from volume_support import POOL, Store, device_of, index_key
 
-from shadowserve.pool.device import DeviceError, OperationKind
-from shadowserve.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, SnapshotHeader, Superblock
-from shadowserve.pool.recovery import Reader
-from shadowserve.pool.verification import verify_volume
-from shadowserve.pool.volume import Volume
+from shadowserve.pool.volume.device import DeviceError, OperationKind
+from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, SnapshotHeader, Superblock
+from shadowserve.pool.volume.recovery import Reader
+from shadowserve.pool.volume.verification import verify_volume
+from shadowserve.pool.volume.volume import Volume
 
 KEYS = [index_key(b"%d" % number) for number in range(12)]
 COPIES = (0, 1)

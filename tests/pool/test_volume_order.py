@@ -3,8 +3,8 @@
 from simulated_device import SimulatedDevice
 from volume_support import Store, device_of
 
-from shadowserve.pool.device import Operation, OperationKind
-from shadowserve.pool.format import BLOCK_BYTES
+from shadowserve.pool.volume.device import Operation, OperationKind
+from shadowserve.pool.volume.format import BLOCK_BYTES
 
 
 def key(number: int) -> bytes:

@@ -17,11 +17,11 @@ from shadowserve.native import (
     object_units,
     seal_object,
 )
-from shadowserve.pool.changes import BusyError, OutOfBudgetError, Ticket
-from shadowserve.pool.device import BlockDevice, Operation, Priority
-from shadowserve.pool.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, pack_record
-from shadowserve.pool.pages import Pages
-from shadowserve.pool.volume import Volume
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
+from shadowserve.pool.volume.device import BlockDevice, Operation, Priority
+from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, pack_record
+from shadowserve.pool.volume.pages import Pages
+from shadowserve.pool.volume.volume import Volume
 
 __all__ = ["HEADER", "POOL", "Store", "device_of", "index_key"]
 

@@ -30,8 +30,8 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.contract import Engine
 from shadowserve.pool.engine import PoolEngine
-from shadowserve.pool.format import Superblock
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.volume.format import Superblock
 from storage_kv.access.rules import hash_password
 from storage_kv.config import StorageConfig
 from storage_kv.engines.memory import MemoryEngine

@@ -9,12 +9,13 @@ from reference_model import Violation
 from scenario import plan_of, simulate
 
 from dpu_dataplane import storage
-from shadowserve.pool import opening, reads, tail
+from shadowserve.pool import opening, reads
 from shadowserve.pool.core import Core, Entry
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.engine import PoolEngine
-from shadowserve.pool.log import Log
 from shadowserve.pool.space import Space
+from shadowserve.pool.volume import tail
+from shadowserve.pool.volume.log import Log
 from storage_kv.node import Session
 
 _SEEDS = range(1, 1001)

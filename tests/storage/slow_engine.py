@@ -8,8 +8,8 @@ from typing import Any, Self
 from machine import PATIENCE_S, wait_for
 from storage_support import Client
 
-from shadowserve.pool.changes import BusyError, Ticket
 from shadowserve.pool.terms import Address, Item, Lease
+from shadowserve.pool.volume.changes import BusyError, Ticket
 from storage_kv.config import StorageConfig
 from storage_kv.engines.memory import MemoryEngine
 from storage_kv.server import StorageServer

@@ -9,8 +9,8 @@ from engine_conformance import EngineConformance
 from engine_driver import Clock
 from machine import NEVER_S
 
-from shadowserve.pool.changes import OutOfBudgetError
 from shadowserve.pool.contract import Engine
+from shadowserve.pool.volume.changes import OutOfBudgetError
 from storage_kv.engines.buffers import MAPPED_BYTES_MIN, allocate
 from storage_kv.engines.memory import ENTRY_OVERHEAD_BYTES, MemoryEngine
 

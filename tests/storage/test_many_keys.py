@@ -8,7 +8,7 @@ from machine import wait_for
 from slow_engine import Served
 from storage_support import Child, Client, make_record
 
-from shadowserve.pool.changes import OutOfBudgetError
+from shadowserve.pool.volume.changes import OutOfBudgetError
 from shadowserve.resp import ErrorReply
 from storage_kv.commands import _keys
 from storage_kv.commands._arguments import KEYS_AT_A_TIME

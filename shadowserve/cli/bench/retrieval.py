@@ -21,12 +21,12 @@ from shadowserve.cli.bench.disks import Disk, drop_cached
 from shadowserve.cli.bench.report import measure
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
-from shadowserve.pool.changes import BusyError
 from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.placement import Interleaver
 from shadowserve.pool.statistics import PoolStatistics
 from shadowserve.pool.terms import Address, Item, Lease
+from shadowserve.pool.volume.changes import BusyError
 from storage_kv.config import StorageConfig
 from storage_kv.engines.filesystem import FilesystemEngine
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shadowserve.errors import is_passing
-from shadowserve.pool.device import Operation, OperationKind
+from shadowserve.pool.volume.device import Operation, OperationKind
 
 __all__ = ["Patience"]
 

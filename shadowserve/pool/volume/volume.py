@@ -21,9 +21,9 @@ from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import BusyError as DeviceBusyError
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import Extents, Index, ObjectFields
-from shadowserve.pool.changes import BusyError, OutOfBudgetError, Ticket
-from shadowserve.pool.device import BlockDevice, Operation, OperationKind, Priority
-from shadowserve.pool.format import (
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
+from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
+from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     NAME_PIECE_BYTES,
     RECORDS_PER_BLOCK,
@@ -35,12 +35,12 @@ from shadowserve.pool.format import (
     pack_name,
     pack_record,
 )
-from shadowserve.pool.formatting import check_superblock, format_volume, write_blocks
-from shadowserve.pool.log import Log
-from shadowserve.pool.mending import Mended, mend_log
-from shadowserve.pool.patience import Patience
-from shadowserve.pool.recovery import Reader, Recovery, RecoveryReport, read_superblocks
-from shadowserve.pool.snapshot import Snapshot
+from shadowserve.pool.volume.formatting import check_superblock, format_volume, write_blocks
+from shadowserve.pool.volume.log import Log
+from shadowserve.pool.volume.mending import Mended, mend_log
+from shadowserve.pool.volume.patience import Patience
+from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, read_superblocks
+from shadowserve.pool.volume.snapshot import Snapshot
 
 __all__ = ["Call", "Volume", "VolumeError", "VolumeStatistics"]
 

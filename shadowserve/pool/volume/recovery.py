@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from shadowserve.errors import is_passing
 from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexSift
-from shadowserve.pool.device import BlockDevice, Operation, OperationKind, Priority, wait_for_operations
-from shadowserve.pool.format import (
+from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority, wait_for_operations
+from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
     RECORD_BYTES,
@@ -36,10 +36,10 @@ from shadowserve.pool.format import (
     Superblock,
     unpack_block,
 )
-from shadowserve.pool.log import GROUP_BLOCKS_MAX
-from shadowserve.pool.pages import Pages
-from shadowserve.pool.tail import Key, Tail
-from shadowserve.pool.texts import TextReader
+from shadowserve.pool.volume.log import GROUP_BLOCKS_MAX
+from shadowserve.pool.volume.pages import Pages
+from shadowserve.pool.volume.tail import Key, Tail
+from shadowserve.pool.volume.texts import TextReader
 
 __all__ = ["ANSWER_S", "LogEnd", "Recovery", "Reader", "RecoveryReport", "read_superblocks"]
 

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowserve.native import INDEX_RECORD_DTYPE, Index
-from shadowserve.pool.device import Operation, OperationKind, Priority
-from shadowserve.pool.format import (
+from shadowserve.pool.volume.device import Operation, OperationKind, Priority
+from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     RECORD_BYTES,
     RECORDS_PER_BLOCK,
@@ -30,8 +30,8 @@ from shadowserve.pool.format import (
     pack_block,
     pack_name,
 )
-from shadowserve.pool.log import Log, Submit
-from shadowserve.pool.pages import Pages
+from shadowserve.pool.volume.log import Log, Submit
+from shadowserve.pool.volume.pages import Pages
 
 __all__ = ["SLICE_BLOCKS", "Snapshot"]
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.pool.format import NAME_PIECE_BYTES, RECORD_BYTES, RecordKind, unpack_name
+from shadowserve.pool.volume.format import NAME_PIECE_BYTES, RECORD_BYTES, RecordKind, unpack_name
 
 __all__ = ["TextReader"]
 

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from shadowserve.pool.device import Operation, OperationKind, Priority
-from shadowserve.pool.format import (
+from shadowserve.pool.volume.device import Operation, OperationKind, Priority
+from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
     RECORD_BYTES,
@@ -22,7 +22,7 @@ from shadowserve.pool.format import (
     Superblock,
     pack_block,
 )
-from shadowserve.pool.pages import Pages
+from shadowserve.pool.volume.pages import Pages
 
 __all__ = ["GROUP_BLOCKS_MAX", "Log", "Submit"]
 

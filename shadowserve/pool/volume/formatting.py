@@ -5,11 +5,18 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shadowserve.clock import wall_clock_ms
-from shadowserve.pool.device import BlockDevice, Operation, OperationKind, Priority
-from shadowserve.pool.foreign import DAMAGED_VOLUME, UNKNOWN, describe_beginning, describe_content, used_by
-from shadowserve.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError, Layout, SnapshotHeader, Superblock
-from shadowserve.pool.pages import Pages
-from shadowserve.pool.recovery import Reader
+from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
+from shadowserve.pool.volume.foreign import DAMAGED_VOLUME, UNKNOWN, describe_beginning, describe_content, used_by
+from shadowserve.pool.volume.format import (
+    BLOCK_BYTES,
+    SUPERBLOCK_OFFSETS,
+    FormatError,
+    Layout,
+    SnapshotHeader,
+    Superblock,
+)
+from shadowserve.pool.volume.pages import Pages
+from shadowserve.pool.volume.recovery import Reader
 
 __all__ = ["Objection", "check_empty", "check_superblock", "find_objection", "format_volume", "write_blocks"]
 

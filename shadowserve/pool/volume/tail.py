@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowserve.native import INDEX_RECORD_DTYPE, IndexEntry, ObjectFields, Result, check_object, object_units
-from shadowserve.pool.format import BLOCK_BYTES, OBJECT_HEADER_BYTES, RecordFlag, RecordKind, blocks_of
+from shadowserve.pool.volume.format import BLOCK_BYTES, OBJECT_HEADER_BYTES, RecordFlag, RecordKind, blocks_of
 
 __all__ = ["Key", "Tail"]
 

@@ -19,9 +19,9 @@ from shadowserve.native import (
     object_header,
     object_units,
 )
-from shadowserve.pool.device import BlockDevice
-from shadowserve.pool.foreign import DAMAGED_VOLUME, describe_content
-from shadowserve.pool.format import (
+from shadowserve.pool.volume.device import BlockDevice
+from shadowserve.pool.volume.foreign import DAMAGED_VOLUME, describe_content
+from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     OBJECT_HEADER_BYTES,
     SUPERBLOCK_OFFSETS,
@@ -30,9 +30,9 @@ from shadowserve.pool.format import (
     Superblock,
     blocks_of,
 )
-from shadowserve.pool.formatting import find_objection
-from shadowserve.pool.mending import BadCopies, find_bad_copies
-from shadowserve.pool.recovery import Reader, Recovery, RecoveryReport, read_superblocks
+from shadowserve.pool.volume.formatting import find_objection
+from shadowserve.pool.volume.mending import BadCopies, find_bad_copies
+from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, read_superblocks
 
 __all__ = ["Finding", "Verification", "verify_volume"]
 

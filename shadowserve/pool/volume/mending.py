@@ -12,10 +12,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.pool.device import Operation, OperationKind, Priority
-from shadowserve.pool.format import BLOCK_BYTES, LOG_MAGIC, Superblock, unpack_block
-from shadowserve.pool.pages import Pages
-from shadowserve.pool.recovery import Reader
+from shadowserve.pool.volume.device import Operation, OperationKind, Priority
+from shadowserve.pool.volume.format import BLOCK_BYTES, LOG_MAGIC, Superblock, unpack_block
+from shadowserve.pool.volume.pages import Pages
+from shadowserve.pool.volume.recovery import Reader
 
 __all__ = ["BadCopies", "Mended", "find_bad_copies", "mend_log"]
 

@@ -18,9 +18,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Final
 
-from shadowserve.pool.device import BlockDevice
-from shadowserve.pool.format import BLOCK_BYTES, HEADER_MAGICS, SUPERBLOCK_OFFSETS
-from shadowserve.pool.recovery import Reader
+from shadowserve.pool.volume.device import BlockDevice
+from shadowserve.pool.volume.format import BLOCK_BYTES, HEADER_MAGICS, SUPERBLOCK_OFFSETS
+from shadowserve.pool.volume.recovery import Reader
 
 __all__ = ["DAMAGED_VOLUME", "SAMPLES", "UNKNOWN", "describe_beginning", "describe_content", "used_by"]
 
