@@ -75,7 +75,7 @@ class Outgoing:
     @property
     def pinned(self) -> int:
         """What tells what is kept in memory from everything else that is."""
-        return id(getattr(self.source, "buffer", self.source))
+        return id(self.source.kept)
 
     @property
     def pinned_bytes(self) -> int:

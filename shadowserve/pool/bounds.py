@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping
 
 from shadowserve.errors import ConfigurationError
+from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.core import Core
+from shadowserve.pool.opening import Opened
 from shadowserve.pool.scrub import Scrubber
 from shadowserve.pool.space import Quota, Space
 from shadowserve.pool.tenants import Tenants
@@ -17,6 +19,7 @@ class Bounds:
 
     _clock_ms: Callable[[], int]
     _core: Core
+    _opened: Opened
     _space: Space
     _scrubber: Scrubber
     _tenants: Tenants
@@ -47,46 +50,33 @@ class Bounds:
         self._space.budget_bytes = budget_bytes
         self._bound()
 
-    def set_memory_budget(self, budget_bytes: int) -> None:
-        """Bound the memory that is used, and without devices so all objects.
+    def follow(self, config: PoolConfig) -> None:
+        """See :meth:`Engine.follow`.
 
-        The arenas stay as large as they were mapped: beyond that it has no effect.
+        The arenas stay as large as they were mapped: beyond that, more memory has no effect. Without devices it bounds
+        all objects.
         """
+        disks = {disk.name: disk for disk in self._core.disks}
+        present = set(disks).union(name for name, _ in self._opened.absent)
+        unknown = [str(device.path) for device in config.devices if str(device.path) not in present]
+        if unknown:
+            raise ConfigurationError(f"there is no device {unknown[0]}; there are {sorted(present)}")
         arenas = self._core.arenas
-        arenas.budget_bytes = min(budget_bytes, arenas.size)
-        if not self._core.disks:
+        arenas.budget_bytes = min(int(config.memory_budget_bytes), arenas.size)
+        if not disks:
             self._space.budget_bytes = arenas.budget_bytes
         self._bound()
-
-    def set_device_budget(
-        self, name: str, bytes_max: int | None, objects_max: int | None, write_bytes_per_day: int | None = None
-    ) -> None:
-        """Change what a device may hold; None for all that it has room for. What is beyond it goes bit by bit.
-
-        Args:
-            name: its path.
-            bytes_max: of objects.
-            objects_max: how many.
-            write_bytes_per_day: most that is written in a day; None for no limit.
-
-        Raises:
-            ConfigurationError: there is no such device.
-        """
-        for disk in self._core.disks:
-            if disk.name == name:
-                self._space.set_device_budget(disk, bytes_max, objects_max)
-                disk.wear.budget_bytes = write_bytes_per_day
-                return
-        raise ConfigurationError(f"there is no device {name}; there are {[disk.name for disk in self._core.disks]}")
+        for device in config.devices:
+            disk = disks.get(str(device.path))
+            if disk is not None:
+                self._space.set_device_budget(disk, device.bytes_max, device.objects_max)
+                disk.wear.budget_bytes = device.write_bytes_per_day
+        self._scrubber.bytes_per_s = int(config.scrub_bytes_per_s)
 
     def drop_copies(self) -> None:
         """Forget what memory holds of what devices have, as far as nobody uses it: to measure reads of devices."""
         while self._core.copies.make_room():
             pass
-
-    def set_scrub_rate(self, bytes_per_s: int) -> None:
-        """Change how much of each device is checked in the background a second; 0 for nothing."""
-        self._scrubber.bytes_per_s = bytes_per_s
 
     def set_pin_shares(self, of_tenant: float, of_all: float) -> None:
         """See :meth:`Engine.set_pin_shares`."""

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
+from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import Address, Item, Lease, PinnedEntries
 from shadowserve.pool.volume.changes import Ticket
@@ -169,6 +170,13 @@ class Engine(Protocol):
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget. What is beyond it goes soon, as far as it may."""
+
+    def follow(self, config: PoolConfig) -> None:
+        """Take over what a new configuration says of memory, of devices' budgets, and of the scrub.
+
+        Raises:
+            ConfigurationError: it names a device that is not there.
+        """
 
     def statistics(self, tenant: int | None = None) -> Statistics:
         """Return counters and sizes, of all or of one tenant."""

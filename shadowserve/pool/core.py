@@ -133,6 +133,11 @@ class PoolItem(Item):
         self.entry = entry
         self.buffer = buffer
 
+    @property
+    def kept(self) -> object:
+        """See :attr:`Item.kept`."""
+        return self.buffer
+
 
 class Left(NamedTuple):
     """What an object has left behind on a device, by moving to another one: gone once it is durable there."""

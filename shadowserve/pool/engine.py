@@ -34,7 +34,7 @@ from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.volume import Call
 from shadowserve.pool.writes import Writer, joined
 
-__all__ = ["PoolEngine", "open_pool"]
+__all__ = ["PoolEngine"]
 
 _TURN_MS: Final = 100
 _NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python
@@ -639,7 +639,7 @@ class PoolEngine(Bounds):
         return self._index.totals().bytes + held
 
     def statistics(self, tenant: int | None = None) -> Statistics:
-        """See :meth:`Engine.statistics`; of all, a :class:`PoolStatistics`."""
+        """See :meth:`Engine.statistics`."""
         keys = self._core.clears.count_all() if tenant is None else self.count(tenant)
         if tenant is None:
             found = pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes)
@@ -670,8 +670,3 @@ class PoolEngine(Bounds):
 
     def _count_free_blocks(self) -> int:
         return sum(disk.volume.free_blocks for disk in self._core.disks if disk.gone is None)
-
-
-def open_pool(config: PoolConfig) -> PoolEngine:
-    """Return the engine that ``config`` describes, not started yet."""
-    return PoolEngine(config)

@@ -6,7 +6,7 @@ from shadowserve.pool.homes import Homes
 from shadowserve.pool.opening import Opened
 from shadowserve.pool.reads import Reader
 from shadowserve.pool.space import EVICTION_CAUSES
-from shadowserve.pool.statistics import DeviceStatistics, PoolStatistics, Statistics
+from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from shadowserve.pool.writes import Writer
 
 __all__ = ["pool_statistics", "tenant_statistics"]
@@ -36,7 +36,7 @@ def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
     )
 
 
-def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: int) -> PoolStatistics:
+def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: int) -> Statistics:
     """Return what all of it has and has done."""
     core = opened.core
     totals, counters, arenas, copies = core.index.totals(), core.counters, core.arenas, core.copies
@@ -44,7 +44,7 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
     homes = opened.homes
     # Where there are devices, the budget is of their room; what is still being sent lies in memory.
     held = 0 if core.disks else arenas.held_bytes
-    return PoolStatistics(
+    return Statistics(
         keys=totals.objects,
         expiring_keys=totals.expiring,
         pinned_keys=core.pins.count(None),
@@ -63,7 +63,7 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
         failed_writes=summed.failed_writes,
         devices=(
             *(_device_statistics(core, homes, disk) for disk in core.disks),
-            *(_absent(name, reason) for name, reason in opened.absent),
+            *(DeviceStatistics(name=name, state="gone", reason=reason) for name, reason in opened.absent),
         ),
         memory_bytes=arenas.size,
         memory_used_bytes=arenas.used_bytes,
@@ -119,28 +119,5 @@ def _device_statistics(core: Core, homes: Homes, disk: Disk) -> DeviceStatistics
         scrubbed_bytes=disk.scrubbed_bytes,
         wear_refused=disk.wear.refused,
         wear_budget_bytes=disk.wear.budget_bytes,
-        latencies=getattr(disk.volume.device, "latencies", {}),
-    )
-
-
-def _absent(name: str, reason: str) -> DeviceStatistics:
-    return DeviceStatistics(
-        name=name,
-        state="gone",
-        reason=reason,
-        bandwidth_bytes_per_s=0.0,
-        share=0.0,
-        placed_bytes=0,
-        capacity_bytes=0,
-        used_bytes=0,
-        objects=0,
-        reads=0,
-        read_bytes=0,
-        reading=0,
-        written_bytes=0,
-        written_today_bytes=0,
-        errors=0,
-        quarantined_bytes=0,
-        scrubbed_bytes=0,
-        wear_refused=0,
+        latencies=disk.volume.device.latencies,
     )

@@ -5,52 +5,7 @@ from dataclasses import dataclass, field
 
 from shadowserve.latency import LatencyHistogram
 
-__all__ = ["DeviceStatistics", "PoolStatistics", "Statistics"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
-    """What an engine has done and holds, all of it or for one tenant; counters never decrease.
-
-    Attributes:
-        keys: entries, expired ones that were not noticed yet included.
-        expiring_keys: entries with an expiry.
-        pinned_keys: entries with a pin, ended ones that were not noticed yet included.
-        pinned_bytes: of ``used_bytes``, theirs.
-        budget_bytes: what it may use; for a tenant its quota, or the budget without one.
-        used_bytes: what it uses, by the accounting that the engine describes; held_bytes included.
-        held_bytes: of values removed but still being sent.
-        peak_bytes: most that was ever used.
-        records: entries that are valid records.
-        record_bytes: bytes of their values.
-        evicted_keys: removed to make room.
-        evictions: of these, how many for each cause: ``quota``, a tenant has more than its quota; ``budget``, all have
-            more than the engine may hold; of an engine with devices also ``device``, one is full or has as much as it
-            may, and ``memory``, of what lies in memory alone.
-        evicted_bytes: bytes of their keys and values.
-        expired_keys: removed because their time had come.
-        lost_keys: dropped because their bytes could not be read, or were not what had been stored.
-        lost: of these, how many for each reason; of an engine as a whole only.
-        failed_writes: values that could not be made durable; their writers have been told.
-    """
-
-    keys: int
-    expiring_keys: int
-    budget_bytes: int
-    used_bytes: int
-    held_bytes: int
-    peak_bytes: int
-    records: int
-    record_bytes: int
-    evicted_keys: int
-    evicted_bytes: int
-    expired_keys: int
-    pinned_keys: int = 0
-    pinned_bytes: int = 0
-    lost_keys: int = 0
-    failed_writes: int = 0
-    evictions: Mapping[str, int] = field(compare=False, default_factory=dict)
-    lost: Mapping[str, int] = field(compare=False, default_factory=dict)
+__all__ = ["DeviceStatistics", "Statistics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,33 +37,59 @@ class DeviceStatistics:
     """
 
     name: str
-    state: str
-    reason: str
-    bandwidth_bytes_per_s: float
-    share: float
-    placed_bytes: int
-    capacity_bytes: int
-    used_bytes: int
-    objects: int
-    reads: int
-    read_bytes: int
-    reading: int
-    written_bytes: int
-    written_today_bytes: int
-    errors: int
-    quarantined_bytes: int
-    scrubbed_bytes: int
-    wear_refused: int
+    state: str = "ok"
+    reason: str = ""
+    bandwidth_bytes_per_s: float = 0.0
+    share: float = 0.0
+    placed_bytes: int = 0
+    capacity_bytes: int = 0
+    used_bytes: int = 0
+    objects: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    reading: int = 0
+    written_bytes: int = 0
+    written_today_bytes: int = 0
+    errors: int = 0
+    quarantined_bytes: int = 0
+    scrubbed_bytes: int = 0
+    wear_refused: int = 0
     wear_budget_bytes: int | None = None
     busy: int = 0
     latencies: Mapping[str, LatencyHistogram] = field(default_factory=dict)
 
+    @property
+    def healthy(self) -> bool:
+        """Whether it is read and written."""
+        return self.state != "gone"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStatistics(Statistics):
-    """Of the pool. Two are equal if they agree in what every engine tells.
+class Statistics:
+    """What an engine has done and holds, all of it or for one tenant; counters never decrease.
+
+    Of a tenant it has what comes before ``devices``. Two are equal if they agree in that.
 
     Attributes:
+        keys: entries, expired ones that were not noticed yet included.
+        expiring_keys: entries with an expiry.
+        pinned_keys: entries with a pin, ended ones that were not noticed yet included.
+        pinned_bytes: of ``used_bytes``, theirs.
+        budget_bytes: what it may use; for a tenant its quota, or the budget without one.
+        used_bytes: what it uses, by the accounting that the engine describes; held_bytes included.
+        held_bytes: of values removed but still being sent.
+        peak_bytes: most that was ever used.
+        records: entries that are valid records.
+        record_bytes: bytes of their values.
+        evicted_keys: removed to make room.
+        evictions: of these, how many for each cause: ``quota``, a tenant has more than its quota; ``budget``, all have
+            more than the engine may hold; of an engine with devices also ``device``, one is full or has as much as it
+            may, and ``memory``, of what lies in memory alone.
+        evicted_bytes: bytes of their keys and values.
+        expired_keys: removed because their time had come.
+        lost_keys: dropped because their bytes could not be read, or were not what had been stored.
+        lost: of these, how many for each reason; of an engine as a whole only.
+        failed_writes: values that could not be made durable; their writers have been told.
         devices: of each.
         memory_bytes: of all arenas.
         memory_used_bytes: of these, in use.
@@ -136,6 +117,23 @@ class PoolStatistics(Statistics):
         scrub_rotten: objects that it found not to be what had been stored.
     """
 
+    keys: int = 0
+    expiring_keys: int = 0
+    budget_bytes: int = 0
+    used_bytes: int = 0
+    held_bytes: int = 0
+    peak_bytes: int = 0
+    records: int = 0
+    record_bytes: int = 0
+    evicted_keys: int = 0
+    evicted_bytes: int = 0
+    expired_keys: int = 0
+    pinned_keys: int = 0
+    pinned_bytes: int = 0
+    lost_keys: int = 0
+    failed_writes: int = 0
+    evictions: Mapping[str, int] = field(compare=False, default_factory=dict)
+    lost: Mapping[str, int] = field(compare=False, default_factory=dict)
     devices: tuple[DeviceStatistics, ...] = field(compare=False, default=())
     memory_bytes: int = field(compare=False, default=0)
     memory_used_bytes: int = field(compare=False, default=0)
@@ -161,3 +159,18 @@ class PoolStatistics(Statistics):
     partial_reads: int = field(compare=False, default=0)
     scrub_passes: int = field(compare=False, default=0)
     scrub_rotten: int = field(compare=False, default=0)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of extents of all devices that are kept out of use."""
+        return sum(device.quarantined_bytes for device in self.devices)
+
+    @property
+    def scrubbed_bytes(self) -> int:
+        """Bytes of all devices that were checked in the background."""
+        return sum(device.scrubbed_bytes for device in self.devices)
+
+    @property
+    def wear_refused(self) -> int:
+        """Objects that went to another device than theirs because of write_bytes_per_day."""
+        return sum(device.wear_refused for device in self.devices)

@@ -65,6 +65,11 @@ class Item:
         self.expires_at_ms = expires_at_ms
         self.value = value
 
+    @property
+    def kept(self) -> object:
+        """What hold() keeps in memory: the same for all that share it."""
+        return self
+
 
 class Lease:
     """Bytes of a value in memory, valid until ``release()``.
@@ -80,6 +85,11 @@ class Lease:
         self.view = view
         self._released = released
         self._arguments = arguments
+
+    @property
+    def kept(self) -> object:
+        """What it keeps in memory."""
+        return self
 
     def release(self) -> None:
         """Give the bytes back: once, with the pool's lock held."""

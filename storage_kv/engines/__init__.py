@@ -1,11 +1,9 @@
 """Which engine a configuration asks for."""
 
-from importlib import import_module
-from typing import cast
-
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.contract import Engine
+from shadowserve.pool.engine import PoolEngine
 from storage_kv.config import StorageConfig
 from storage_kv.engines.filesystem import FilesystemEngine
 from storage_kv.engines.memory import MemoryEngine
@@ -17,7 +15,7 @@ def engine_kind(config: StorageConfig) -> str:
     """Return ``memory``, ``pool`` or ``filesystem``; ``auto`` is the pool where there are devices, else memory."""
     if config.engine != "auto":
         return config.engine
-    return "pool" if getattr(config, "devices", None) else "memory"
+    return "pool" if config.devices else "memory"
 
 
 def open_engine(config: StorageConfig) -> Engine:
@@ -31,11 +29,7 @@ def open_engine(config: StorageConfig) -> Engine:
         return MemoryEngine(config.memory_budget_bytes, wall_clock_ms)
     if kind == "filesystem":
         return _filesystem(config)
-    try:
-        module = import_module("shadowserve.pool.engine")  # only where it is used: it needs much that others do not
-    except ImportError as error:
-        raise ConfigurationError(f"engine pool is not in this build ({error}): choose memory or filesystem") from error
-    return cast(Engine, module.open_pool(config))
+    return PoolEngine(config)
 
 
 def _filesystem(config: StorageConfig) -> Engine:

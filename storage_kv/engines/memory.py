@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shadowserve.clock import wall_clock_ms
+from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.ordered import Ordered
 from shadowserve.pool.pins import Pins
 from shadowserve.pool.statistics import Statistics
@@ -401,6 +402,10 @@ class MemoryEngine:
         self._is_beyond = True
         self._allowance -= self._trim(self._allowance)
         self._tell()
+
+    def follow(self, config: PoolConfig) -> None:
+        """See :meth:`Engine.follow`: its memory is its budget."""
+        self.set_budget(int(config.memory_budget_bytes))
 
     def statistics(self, tenant: int | None = None) -> Statistics:
         """See :meth:`Engine.statistics`."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from shadowserve.latency import LatencyHistogram
 from shadowserve.native import OBJECT_HEADER_BYTES, Result, check_object
 from shadowserve.pool.volume.device import Operation, OperationKind
 
@@ -108,6 +109,7 @@ class SimulatedDevice:
         clock_ns: Callable[[], int] | None = None,
     ) -> None:
         self.name = name
+        self.latencies: dict[str, LatencyHistogram] = {}
         self.capacity_bytes = capacity_bytes
         self.automatic = automatic
         self.faults: list[Fault] = []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engine_driver import Clock, Driver
 from machine import wait_for
-from pool_support import DEVICE_BYTES, MIB, chunk, file_pool, key_of, pool_statistics, simulated_pool
+from pool_support import DEVICE_BYTES, MIB, chunk, configuration, file_pool, key_of, pool_statistics, simulated_pool
 from simulated_device import SimulatedDevice
 
 from shadowserve.block import OperationKind
@@ -448,10 +448,10 @@ def test_budgets_and_quotas_change_at_any_time() -> None:
         pool.put(b"%d" % number, b"x" * 50_000, one if number % 2 else 0)
     pool.call(pool.engine.set_quota, one, None, 3)
     assert pool.count(one) == 3 and pool.count() == 10
-    pool.call(pool.engine.set_memory_budget, 1 * MIB)  # type: ignore[attr-defined]
+    pool.call(pool.engine.follow, configuration(memory_budget_bytes=MIB))
     assert pool.count() == 10
-    for device in pool_statistics(pool).devices:
-        pool.call(pool.engine.set_device_budget, device.name, 1 * MIB, 2, None)  # type: ignore[attr-defined]
+    devices = [{"path": each.name, "bytes_max": MIB, "objects_max": 2} for each in pool_statistics(pool).devices]
+    pool.call(pool.engine.follow, configuration(memory_budget_bytes=MIB, devices=devices))
     pool.pump(lambda: pool.statistics().keys <= 4)
     pool.stop()
 

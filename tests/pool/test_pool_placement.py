@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from engine_driver import Clock, Driver
-from pool_support import DEVICE_BYTES, MIB, chunk, key_of, pool_statistics, simulated_pool
+from pool_support import DEVICE_BYTES, MIB, chunk, configuration, key_of, pool_statistics, simulated_pool
 from simulated_device import SimulatedDevice
 
 from shadowserve.block import OperationKind
@@ -116,13 +116,13 @@ def test_memory_can_be_the_only_home_of_its_share() -> None:
 def test_a_full_device_is_gone_round_and_then_gives_up_its_oldest() -> None:
     small, large = SimulatedDevice(6 * MIB, name="small"), SimulatedDevice(DEVICE_BYTES, name="large")
     pool = Driver(simulated_pool([small, large], options=[{"objects_max": 64}, {}], clock_ms=Clock()))
-    pool.call(pool.engine.set_device_budget, "small", 1 * MIB, None, None)  # type: ignore[attr-defined]
+    pool.call(pool.engine.follow, configuration(devices=[{"path": "small", "bytes_max": MIB}]))
     for number in range(40):
         pool.put(b"%d" % number, b"x" * 100_000)
     used = {device.name: device for device in pool_statistics(pool).devices}
     assert used["small"].used_bytes <= MIB and used["large"].objects >= 20
     with pytest.raises(ConfigurationError, match="no device"):
-        pool.call(pool.engine.set_device_budget, "none", None, None, None)  # type: ignore[attr-defined]
+        pool.call(pool.engine.follow, configuration(devices=["none"]))
     pool.stop()
 
 

@@ -13,10 +13,10 @@ from machine import NEVER_S, PATIENCE_S, wait_for
 from storage_support import Child
 
 from shadowserve.clock import wall_clock_ms
+from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node
 from storage_kv.operate.health import Condition
-from storage_kv.operate.observation import DeviceObservation, Observation
 
 
 class DeviceEngine:
@@ -25,10 +25,9 @@ class DeviceEngine:
     def __init__(self, *healthy: bool) -> None:
         self.healthy = healthy
 
-    def observe(self) -> Observation:
-        return Observation(
-            devices=[DeviceObservation(name=f"d{number}", healthy=each) for number, each in enumerate(self.healthy)]
-        )
+    def statistics(self) -> Statistics:
+        states = ["ok" if each else "gone" for each in self.healthy]
+        return Statistics(devices=tuple(DeviceStatistics(name=f"d{n}", state=state) for n, state in enumerate(states)))
 
 
 def condition(engine: Any) -> Condition:

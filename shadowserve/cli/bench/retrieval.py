@@ -24,7 +24,7 @@ from shadowserve.keys import storage_key
 from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.placement import Interleaver
-from shadowserve.pool.statistics import PoolStatistics
+from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError
 from storage_kv.config import StorageConfig
@@ -165,12 +165,10 @@ class Pool(Store):
         for descriptor in self._engine.descriptors():
             self._poll.register(descriptor, select.POLLIN)
 
-    def statistics(self) -> PoolStatistics:
+    def statistics(self) -> Statistics:
         """Return what the pool tells of itself."""
         with self._lock:
-            found = self._engine.statistics()
-        assert isinstance(found, PoolStatistics)
-        return found
+            return self._engine.statistics()
 
     def put(self, prefix: Prefix) -> None:
         """See :meth:`Store.put`."""

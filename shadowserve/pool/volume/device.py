@@ -6,11 +6,12 @@ Whoever wants order waits for completions and flushes; docs/storage-format.md sa
 """
 
 import select
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from shadowserve.block import BlockStatistics, Operation, OperationKind, Priority
 from shadowserve.errors import BusyError, DeviceError
+from shadowserve.latency import LatencyHistogram
 
 __all__ = [
     "BlockDevice",
@@ -34,6 +35,10 @@ class BlockDevice(Protocol):
 
     name: str
     capacity_bytes: int
+
+    @property
+    def latencies(self) -> Mapping[str, LatencyHistogram]:
+        """Times of what has been taken back, by ``read``, ``write``...; empty where it does not count them."""
 
     def register(self, memory: memoryview) -> bool:
         """Make memory known to the kernel, which makes operations on it cheaper; whether it took it."""
