@@ -43,7 +43,7 @@ class Bounds:
     def _bound(self, tenant: int | None = None) -> None:
         self._space.bound(tenant)
         if self._space.is_beyond:
-            self._core.wake()
+            self._core.waker.wake()
 
     def set_budget(self, budget_bytes: int) -> None:
         """See :meth:`Engine.set_budget`: bounds all objects together, below what devices and memory have room for."""

@@ -3,30 +3,26 @@
 Everything here is called with the pool's lock held.
 """
 
-import contextlib
-import hashlib
-import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
-from shadowserve.native import ANY, Index, IndexEntry, ObjectFields
+from shadowserve.native import ANY, Index
 from shadowserve.pool.admission import Admission
-from shadowserve.pool.arena import BLOCK_BYTES, Arenas, Buffer, object_blocks
+from shadowserve.pool.arena import Arenas
 from shadowserve.pool.clears import Clears
 from shadowserve.pool.copies import Copies
 from shadowserve.pool.disk import Disk, Place, Quarantined
+from shadowserve.pool.entries import MEMORY_ONLY, Entry
 from shadowserve.pool.pins import Pins
-from shadowserve.pool.terms import Item
 from shadowserve.pool.volume.volume import Call, VolumeError
+from shadowserve.pool.wake import Wake
 from shadowserve.pool.weights import Weights
+from shadowserve.pool.writing import Left, Writes
 
-__all__ = ["MEMORY_ONLY", "Cancelled", "Core", "Counters", "Entry", "PoolItem", "TenantCounters"]
-
-MEMORY_ONLY: Final = 255
-"""The index's number of the device of objects that are in memory alone."""
+__all__ = ["Core", "Counters", "TenantCounters"]
 
 _NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stale", "stranger"})
 """Reasons for which an object was dropped, but which say nothing against its extent."""
@@ -82,100 +78,29 @@ class Counters:
         return self.tenants[tenant], self.everyones
 
 
-class Entry:
-    """What the index said of an object, and its slot there."""
-
-    __slots__ = ("device", "extent", "fields", "generation", "key", "length", "slot", "tenant")
-
-    def __init__(self, slot: int, fields: IndexEntry) -> None:
-        """Keep what the index said."""
-        self.slot = slot
-        self.fields = fields
-        self.key = fields.key
-        self.tenant = fields.tenant
-        self.device = fields.device
-        self.extent = fields.extent
-        self.length = fields.length
-        self.generation = fields.generation
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of 4 KiB that it takes."""
-        return object_blocks(self.length)
-
-    @property
-    def size(self) -> int:
-        """Bytes of these."""
-        return object_blocks(self.length) * BLOCK_BYTES
-
-    @property
-    def header(self) -> ObjectFields:
-        """What the object's header says, if it is the object."""
-        fields = self.fields
-        return ObjectFields(
-            self.key, self.tenant, self.length, self.generation, head_length=fields.head_length, flags=fields.flags
-        )
-
-
-class PoolItem(Item):
-    """What is known of an object: what the index says, and where its bytes lie in memory."""
-
-    __slots__ = ("buffer", "entry")
-
-    def __init__(self, entry: Entry, buffer: Buffer | None) -> None:
-        """Describe an entry; ``buffer`` has its bytes."""
-        fields = entry.fields
-        # What Item's own would do, in one call less for each lookup.
-        self.length = entry.length
-        self.head_bytes = fields.head_length
-        self.expires_at_ms = fields.expires_at_ms or None
-        self.value = None if buffer is None else buffer.value(0, entry.length)
-        self.entry = entry
-        self.buffer = buffer
-
-    @property
-    def kept(self) -> object:
-        """See :attr:`Item.kept`."""
-        return self.buffer
-
-
-class Left(NamedTuple):
-    """What an object has left behind on a device, by moving to another one: gone once it is durable there."""
-
-    disk: Disk
-    place: Place
-
-
-class Cancelled(NamedTuple):
-    """A write that was taken back.
-
-    Attributes:
-        submitted: its volume has it.
-        replaced: if not, what it would have replaced there.
-        left: what it would have replaced on other devices.
-    """
-
-    submitted: bool
-    replaced: Place | None
-    left: list[Left]
-
-
 class Core:
     """The pool's state.
 
     Attributes:
-        cancel_write: takes back the write of a slot, whose entry goes or is replaced (True); set by the writer. None:
-            none is under way.
-        cancel_read: has the read of a slot bring no copy, since its entry goes or is replaced; set by the reader.
+        writes: those under way.
+        waker: has the engine's thread look after the pool.
         pins: which entries are pinned, by slot.
         clears: what was cleared, and is in the index still.
         weights: who has how many bytes.
     """
 
     def __init__(
-        self, index: Index, arenas: Arenas, disks: list[Disk], admission: Admission, clock_ms: Callable[[], int]
+        self,
+        index: Index,
+        clears: Clears,
+        arenas: Arenas,
+        disks: list[Disk],
+        admission: Admission,
+        waker: Wake,
+        clock_ms: Callable[[], int],
     ) -> None:
         """Join the parts."""
+        self.waker = waker
         self.index = index
         self.arenas = arenas
         self.copies = Copies(arenas)
@@ -186,35 +111,11 @@ class Core:
         self.counters = Counters()
         self.generation = 1
         self.pins: Pins[int] = Pins()
-        self.clears = Clears(index)
+        self.clears = clears
         self.weights: Weights[int] = Weights()
-        self.cancel_write: Callable[[int, bool], Cancelled | None] = lambda slot, replaced: None
-        self.cancel_read: Callable[[int], None] = lambda slot: None
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._awake = False
-        for disk in disks:
-            disk.wake = self.wake
-            disk.on_gone = self.begin_session
-            disk.volume.living = self.clears.living
+        self.writes = Writes()
 
     # ---- The engine's thread
-
-    @property
-    def wake_descriptor(self) -> int:
-        """Readable when poll() has something to do that no device announces."""
-        return self._wake
-
-    def wake(self) -> None:
-        """Have poll() called soon; from any thread."""
-        os.eventfd_write(self._wake, 1)
-        self._awake = True  # not before: calm() would look for it in vain, and never again
-
-    def calm(self) -> None:
-        """Take back wake()."""
-        if self._awake:
-            self._awake = False
-            with contextlib.suppress(BlockingIOError):  # the wake() before this one has taken it
-                os.eventfd_read(self._wake)
 
     def step_disks(self, now_ms: int) -> list[Call]:
         """Take back what devices have done; return what is to be called without the lock."""
@@ -222,29 +123,6 @@ class Core:
         for disk in self.disks:
             calls += disk.step(now_ms)
         return calls
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        os.close(self._wake)
-
-    # ---- Devices that miss something
-
-    def begin_session(self) -> None:
-        """Begin a new session on all devices that are there.
-
-        A device that was away, or was given up, does not hear of what is removed or replaced meanwhile. When it comes
-        back, its log knows another session than the others': what is on it may be stale, and is dropped. A session is
-        a number and a digest of who takes part when, so that two that went on without each other are told apart; and
-        who takes part, since a loss of power may come when only some logs know of it. The number is the time where it
-        can be: of two sessions that knew nothing of each other, the later one counts.
-        """
-        present = [disk for disk in self.disks if disk.gone is None]
-        newest = max((disk.session for disk in self.disks), default=b"")
-        members = b"".join(member for disk in present for member in disk.memberships)
-        parts = hashlib.sha256(self.clock_ms().to_bytes(8, "big", signed=True) + members)
-        number = max(int.from_bytes(newest[:8], "big") + 1, self.clock_ms())
-        for disk in present:
-            disk.enter_session(number.to_bytes(8, "big") + parts.digest()[:8] + members)
 
     def refusal(self) -> VolumeError | None:
         """Return why nothing can be changed: there were devices, and none is left. None if it can."""
@@ -299,7 +177,7 @@ class Core:
                 logged, remember = True, False
             else:
                 self.clears.count_change(entry.tenant, -1)
-        write = self.cancel_write(entry.slot, False)
+        write = self.writes.cancel(entry.slot, False)
         if disk is not None and disk.gone is None:
             place = (entry.extent, entry.size)
             if not logged and (write is None or write.submitted or write.replaced is not None):
@@ -350,7 +228,7 @@ class Core:
             devices, to take leave of when the new object is durable.
         """
         self._take_leave(old)
-        write = self.cancel_write(old.slot, True)
+        write = self.writes.cancel(old.slot, True)
         home = self.disk_of(old)
         left = [] if write is None else write.left
         if home is not None and home.gone is None:
@@ -377,7 +255,6 @@ class Core:
 
     def _take_leave(self, entry: Entry) -> None:
         self.copies.drop(entry.slot)
-        self.cancel_read(entry.slot)
         self.pins.drop(entry.tenant, entry.slot)
         if entry.fields.head_length:
             for counters in self.counters.of(entry.tenant):

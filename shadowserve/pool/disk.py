@@ -62,8 +62,6 @@ class Disk:
         number: the index's number of it.
         name: its path.
         gone: why no more is asked of it; None while it works.
-        wake: has step() called soon.
-        on_gone: called once when it is given up.
         session: of the pool, as the log has been told: a device with an older one has missed changes.
         reading: foreground reads under way.
         reads: reads for clients that it has done.
@@ -81,10 +79,24 @@ class Disk:
         volume: Volume,
         meter: BandwidthMeter,
         wear: Wear,
-        bytes_max: int | None = None,
-        objects_max: int | None = None,
+        bytes_max: int | None,
+        objects_max: int | None,
+        *,
+        wake: Callable[[], None],
+        on_gone: Callable[[], None],
     ) -> None:
-        """Make one of a volume that was opened."""
+        """Make one of a volume that was opened.
+
+        Args:
+            number: the index's.
+            volume: that is on it.
+            meter: of its bandwidth.
+            wear: what is written to it.
+            bytes_max: most that it holds; None for all that it has room for.
+            objects_max: most objects; None likewise.
+            wake: has step() called soon.
+            on_gone: called once when it is given up.
+        """
         self.number = number
         self.volume = volume
         self.name = volume.device.name
@@ -92,8 +104,8 @@ class Disk:
         self.wear = wear
         self.set_budget(bytes_max, objects_max)
         self.gone: str | None = None
-        self.wake: Callable[[], None] = lambda: None
-        self.on_gone: Callable[[], None] = lambda: None
+        self._wake = wake
+        self._on_gone = on_gone
         self.reading = 0
         self.reads = 0
         self.read_bytes = 0
@@ -161,15 +173,15 @@ class Disk:
         """Drive the volume; return what to call without the lock."""
         calls = self.volume.step()
         if self.volume.wants_step:
-            self.wake()
+            self._wake()
         for _ in range(min(len(self._unlogged), ENTRIES_PER_HOLD)):
             if not self._append(self._unlogged[0]):
                 break
             self._unlogged.popleft()
-            self.wake()
+            self._wake()
         for _ in range(0 if self._unlogged else min(len(self._freeable), ENTRIES_PER_HOLD)):
             self.volume.free(*self._freeable.popleft())
-            self.wake()
+            self._wake()
         if self.gone is None and self.volume.error is not None:
             self.give_up(str(self.volume.error))
         if self.session != self._session_wanted:
@@ -215,7 +227,7 @@ class Disk:
         """Have the log know a new session of the pool."""
         self._session_wanted = session
         self._note_session()
-        self.wake()
+        self._wake()
 
     def _note_session(self) -> None:
         session = self._session_wanted
@@ -316,7 +328,7 @@ class Disk:
         """Log what a tenant's id stands for."""
         if self.gone is None:
             self.volume.name_tenant(tenant, name.encode(errors="surrogateescape"))
-            self.wake()
+            self._wake()
 
     def barrier(self) -> Ticket | None:
         """See :meth:`Volume.barrier`; a device that is gone has nothing to wait for."""
@@ -330,7 +342,7 @@ class Disk:
     def _log(self, record: bytes) -> None:
         if self._unlogged or not self._append(record):
             self._unlogged.append(record)
-        self.wake()
+        self._wake()
 
     def _append(self, record: bytes) -> bool:
         try:
@@ -374,7 +386,7 @@ class Disk:
             self._freeable.append(place)
         else:
             self.volume.free(*place)
-            self.wake()
+            self._wake()
 
     # ---- Failures
 
@@ -406,4 +418,4 @@ class Disk:
             self.gone = why
             self._unlogged.clear()
             _log.error("device_gone device=%s reason=%r", self.name, why)
-            self.on_gone()
+            self._on_gone()

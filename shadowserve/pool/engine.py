@@ -20,7 +20,7 @@ from shadowserve.native import ANY, NO_PARENT, IndexFlag
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
 from shadowserve.pool.bounds import Bounds
 from shadowserve.pool.config import PoolConfig
-from shadowserve.pool.core import MEMORY_ONLY, Entry, PoolItem
+from shadowserve.pool.entries import MEMORY_ONLY, Entry, PoolItem
 from shadowserve.pool.homes import Home, Homes
 from shadowserve.pool.keys import ParsedKey, parse_key
 from shadowserve.pool.opening import Found, Opened, open_devices, open_parts
@@ -119,13 +119,13 @@ class PoolEngine(Bounds):
 
     def descriptors(self) -> list[int]:
         """See :meth:`Engine.descriptors`."""
-        return [self._core.wake_descriptor, *(disk.volume.device.fileno() for disk in self._core.disks)]
+        return [self._core.waker.descriptor, *(disk.volume.device.fileno() for disk in self._core.disks)]
 
     def poll(self) -> bool:
         """See :meth:`Engine.poll`."""
         lock, core, reader = self._lock, self._core, self._reader
         assert lock is not None, "start() comes first"
-        core.calm()
+        core.waker.calm()
         tell: list[Told] = []
         reading = reader.under_way > 0
         with lock:
@@ -194,7 +194,7 @@ class PoolEngine(Bounds):
             settled = [*writer.take_settled(), *((ticket, None) for ticket in self._take_busy())]
             ready = self._take_ready()
             if writer.waiting or reader.has_ended:
-                core.wake()
+                core.waker.wake()
         for call in calls:
             call()
         for done, lease in tell:
@@ -326,7 +326,7 @@ class PoolEngine(Bounds):
         self._core.arenas.release(buffer)
         self._reader.pump()
         if self._ready or self._busy:
-            self._core.wake()
+            self._core.waker.wake()
 
     # ---- Writing
 
@@ -341,7 +341,7 @@ class PoolEngine(Bounds):
         if buffer is None:
             self._ready.append(ready)
             if self._space.wants_turn:
-                self._core.wake()
+                self._core.waker.wake()
             return None
         return self._core.arenas.lend(buffer, size)
 
@@ -350,7 +350,7 @@ class PoolEngine(Bounds):
         self._core.arenas.end_loan(buffer)
         self._reader.pump()
         if self._ready:
-            self._core.wake()
+            self._core.waker.wake()
 
     def _may_receive(self, size: int) -> bool:
         """Return whether writers may take ``size`` bytes of memory more; one always may."""
@@ -422,7 +422,7 @@ class PoolEngine(Bounds):
         again = Ticket()
         self._busy.append(again)
         self._free_blocks = self._count_free_blocks()
-        self._core.wake()
+        self._core.waker.wake()
         return BusyError(f"too many writes are under way: {why}", again)
 
     def _store(
@@ -584,7 +584,7 @@ class PoolEngine(Bounds):
         if self._index.totals(ANY if tenant is None else tenant).objects <= self._space.left:
             self._space.left -= self._core.step_clears(ENTRIES_PER_HOLD)
         if self._core.clears.under_way:
-            self._core.wake()
+            self._core.waker.wake()
 
     def barrier(self) -> Ticket | None:
         """See :meth:`Engine.barrier`."""
@@ -593,7 +593,7 @@ class PoolEngine(Bounds):
         if any(disk.is_logging for disk in self._core.disks):  # some are not even in a log
             ticket = Ticket()
             self._barriers.append(ticket)
-            self._core.wake()
+            self._core.waker.wake()
             return ticket
         return self._durable()
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
-from shadowserve.pool.core import Core, Entry
+from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import Entry
 from shadowserve.pool.organizer import BandwidthMeter, Organizer
 from shadowserve.pool.placement import Interleaver
 from shadowserve.pool.space import Space

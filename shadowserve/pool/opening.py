@@ -8,6 +8,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -17,12 +18,14 @@ from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag
 from shadowserve.native import BlockDevice as NativeDevice
 from shadowserve.pool.admission import Admission
 from shadowserve.pool.arena import BLOCK_BYTES, Arenas
+from shadowserve.pool.clears import Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.homes import Homes
 from shadowserve.pool.organizer import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.registration import Registration
+from shadowserve.pool.sessions import Sessions
 from shadowserve.pool.space import Space
 from shadowserve.pool.tenants import Tenants
 from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
@@ -30,6 +33,7 @@ from shadowserve.pool.volume.format import FormatError
 from shadowserve.pool.volume.formatting import check_empty
 from shadowserve.pool.volume.recovery import Reader, read_superblocks
 from shadowserve.pool.volume.volume import Volume
+from shadowserve.pool.wake import Wake
 from shadowserve.pool.wear import Wear
 
 __all__ = ["Found", "Opened", "open_devices", "open_parts"]
@@ -78,7 +82,7 @@ class Opened:
             disk.volume.device.close()
         for disk in self.core.disks:
             disk.volume.close()
-        self.core.close()
+        self.core.waker.close()
 
 
 def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
@@ -145,12 +149,15 @@ def open_parts(
     """
     began = time.monotonic()
     arenas = Arenas(int(config.memory_budget_bytes), None if config.arena_nodes == "auto" else config.arena_nodes)
+    waker, sessions = Wake(), Sessions(clock_ms)
+    recover = partial(_recover, found, waker.wake, sessions.begin, clock_ms, entropy)
     try:
         objects_max = _prepare(found, config, clock_ms, entropy)
         objects_max = min(objects_max + arenas.size // BLOCK_BYTES, _INDEX_OBJECTS_MAX)
         policy = IndexPolicy.S3FIFO if config.eviction == "s3fifo" else IndexPolicy.LRU
         index = Index(objects_max, policy, seed)
-        disks = _recover(found, index, clock_ms, entropy)
+        clears = Clears(index)
+        disks = recover(clears, index)
         stale = _stale(disks)
         lost: dict[int, int] = {}
         if stale:
@@ -158,8 +165,10 @@ def open_parts(
                 disk.volume.close()
             index.close()
             index = Index(objects_max, policy, seed)
-            disks = _recover(found, index, clock_ms, entropy, stale, lost)
+            clears = Clears(index)
+            disks = recover(clears, index, stale, lost)
     except (FormatError, NativeError, DeviceError, OSError) as error:
+        waker.close()
         for _, device in found:
             device.close()
         raise ConfigurationError(f"the pool cannot be opened: {error}") from error
@@ -169,7 +178,8 @@ def open_parts(
         memory.sample(sum(arena.bytes_per_s for arena in arenas.arenas))
         for disk in disks:
             _measure(disk, arenas)
-    core = Core(index, arenas, disks, Admission(config.admission, index), clock_ms)
+    core = Core(index, clears, arenas, disks, Admission(config.admission, index), waker, clock_ms)
+    sessions.disks = disks
     core.generation = max((disk.volume.generation_last for disk in disks), default=0)
     _take_census(core)
     space = Space(
@@ -186,7 +196,7 @@ def open_parts(
     _count_dropped(core)
     for disk in disks:
         disk.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
-    core.begin_session()
+    sessions.begin()
     homes = Homes(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
     registration = Registration(arenas.arenas, [disk.volume.device for disk in disks])
     opened = Opened(core, space, homes, tenants, absent, registration, time.monotonic() - began)
@@ -216,9 +226,12 @@ def _prepare(found: Found, config: PoolConfig, clock_ms: Callable[[], int], entr
 
 def _recover(
     found: Found,
-    index: Index,
+    wake: Callable[[], None],
+    on_gone: Callable[[], None],
     clock_ms: Callable[[], int],
     entropy: Callable[[int], bytes],
+    clears: Clears,
+    index: Index,
     stale: Sequence[int] = (),
     lost: dict[int, int] | None = None,
 ) -> list[Disk]:
@@ -229,7 +242,15 @@ def _recover(
     volumes: dict[int, Volume] = {}
     pool_id: bytes | None = None
     for number in [*stale, *(number for number in range(len(found)) if number not in stale)]:
-        volume = Volume.open(found[number][1], index, number, pool_id=pool_id, clock_ms=clock_ms, entropy=entropy)
+        volume = Volume.open(
+            found[number][1],
+            index,
+            number,
+            pool_id=pool_id,
+            living=clears.living,
+            clock_ms=clock_ms,
+            entropy=entropy,
+        )
         pool_id = volume.superblock.pool_id
         volumes[number] = volume
         if number in stale and lost is not None:
@@ -248,6 +269,8 @@ def _recover(
                 Wear(None if entry.write_bytes_per_day is None else int(entry.write_bytes_per_day)),
                 None if entry.bytes_max is None else int(entry.bytes_max),
                 entry.objects_max,
+                wake=wake,
+                on_gone=on_gone,
             )
         )
     return disks

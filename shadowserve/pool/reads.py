@@ -19,8 +19,9 @@ from typing import Final
 from shadowserve.errors import is_passing
 from shadowserve.native import Result, check_object, object_unit
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
-from shadowserve.pool.core import Core, Entry
+from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import Entry
 from shadowserve.pool.space import Space
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Lease
 from shadowserve.pool.volume.device import Operation, Priority
@@ -84,14 +85,13 @@ class Reader:
         """Make one without reads."""
         self._core = core
         self._space = space
-        self._whole: dict[int, _Read] = {}  # by slot, while the entry is what it was
+        self._whole: dict[int, _Read] = {}  # by slot, the newest
         self._waiting: deque[_Read] = deque()
         self._ended: deque[tuple[_Read, Operation]] = deque()
         self._spare_bytes = 0  # that have become free since memory was last looked for in vain
         self.unsure: list[_Read] = []
         self.under_way = 0
         self.wants_turn = False
-        core.cancel_read = self.cancel
 
     @property
     def waiting(self) -> int:
@@ -116,10 +116,6 @@ class Reader:
             self._waiting.append(read)
         self._core.counters.grouping_ns += self._core.ticks() - began
 
-    def cancel(self, slot: int) -> None:
-        """Have the read of a slot bring no copy; see :attr:`Core.cancel_read`. Who waits for it gets what was there."""
-        self._whole.pop(slot, None)
-
     def pump(self) -> None:
         """Begin reads that had to wait, in their order, as far as there is memory now."""
         self.wants_turn = False
@@ -135,7 +131,7 @@ class Reader:
             left -= 1
         if not left:
             self.wants_turn = True
-            self._core.wake()
+            self._core.waker.wake()
         self._core.counters.grouping_ns += self._core.ticks() - began
 
     def _plan(self, entry: Entry, start: int, end: int) -> _Read:
@@ -156,14 +152,14 @@ class Reader:
         if read.disk.gone is not None:
             read.failure = "device_gone"
             self.unsure.append(read)
-            self._core.wake()
+            self._core.waker.wake()
             return True
         parts = read.parts
         if read.buffer is None:
             if read.size > self._core.arenas.largest_bytes:
                 read.failure = "no_memory"
                 self.unsure.append(read)
-                self._core.wake()
+                self._core.waker.wake()
                 return True
             read.buffer = self._space.memory(read.size // BLOCK_BYTES)
             if read.buffer is None:
@@ -253,8 +249,7 @@ class Reader:
             disk.note_error(read.error, core.clock_ms(), writing=False)
             read.failure = "io_error" if disk.gone is None else "device_gone"
         disk.unuse(entry.extent)
-        is_copy = self._whole.get(entry.slot) is read
-        if is_copy:
+        if self._whole.get(entry.slot) is read:
             del self._whole[entry.slot]
         if read.failure is not None:
             if buffer is not None:
@@ -266,7 +261,7 @@ class Reader:
         assert buffer is not None
         for start, end, done in read.waiters:
             tell.append((done, self._lease(read, buffer, start, end)))
-        if is_copy:
+        if read.whole and core.is_current(entry):  # else it has gone, or is another, since it was asked for
             buffer.hits += len(read.waiters)
             core.copies.add(entry.slot, buffer)
         else:

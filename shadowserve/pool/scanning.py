@@ -11,7 +11,8 @@ from typing import Final
 
 from shadowserve.native import Index
 from shadowserve.pool.clears import SCAN_LINES
-from shadowserve.pool.core import Core, Entry
+from shadowserve.pool.core import Core
+from shadowserve.pool.entries import Entry
 from shadowserve.pool.keys import chunk_key
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 

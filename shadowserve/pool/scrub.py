@@ -13,8 +13,9 @@ from shadowserve.block import Operation, Priority
 from shadowserve.errors import is_passing
 from shadowserve.native import Result, object_unit
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
-from shadowserve.pool.core import Core, Entry
+from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import Entry
 from shadowserve.pool.quarantine import Tester
 from shadowserve.pool.reads import failure_of
 from shadowserve.pool.volume.pages import Pages

@@ -13,8 +13,9 @@ from itertools import islice
 from typing import Final
 
 from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
-from shadowserve.pool.core import MEMORY_ONLY, Core, Entry
+from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import MEMORY_ONLY, Entry
 from shadowserve.pool.keys import CHUNK_KEY_BYTES
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.changes import OutOfBudgetError

@@ -1,8 +1,8 @@
 """Writing: from where a value was received, through its checksums, to a device.
 
 put() only takes note. The checksums are made in the engine's thread, apart from the pool's lock; then the volume writes
-the object, its record, and flushes. The entry can be read from memory all the while. What is replaced or removed before
-it was handed to the volume never is; after that the volume sees to it that its log tells of everything in its order.
+the object, its record, and flushes. The entry can be read from memory all the while. ``writing`` has the states that a
+put goes through; here is what moves it on, and who hears of it.
 """
 
 from collections import deque
@@ -14,10 +14,12 @@ from typing import Final
 from shadowserve.errors import ShadowServeError, is_passing
 from shadowserve.native import seal_object
 from shadowserve.pool.arena import Buffer
-from shadowserve.pool.core import Cancelled, Core, Entry, Left
+from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Place
+from shadowserve.pool.entries import Entry
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.changes import BusyError, Ticket
+from shadowserve.pool.writing import ENDS, Left, State, Write
 
 __all__ = ["Writer", "joined"]
 
@@ -25,31 +27,6 @@ _SEALED_PER_TURN: Final = 32
 """Objects whose checksums are made between two looks at the devices."""
 _SEALED_MAX: Final = 256
 """Objects that wait for their device with their checksums made: each is looked at in every turn."""
-
-
-@dataclass(slots=True, eq=False)
-class _Write:
-    """One object on its way to a device.
-
-    Attributes:
-        replaced: what lies on the same device under the same key: free when this is durable.
-        left: what lies on others.
-        ticket: its own.
-        tickets: to settle with it: also those of puts that it replaced before they were durable.
-    """
-
-    entry: Entry
-    disk: Disk
-    buffer: Buffer
-    name: bytes | None
-    placed: bool
-    replaced: Place | None
-    left: list[Left]
-    ticket: Ticket
-    tickets: list[Ticket]
-    submitted: bool = False
-    cancelled: bool = False
-    error: Exception | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -78,17 +55,15 @@ class Writer:
     def __init__(self, core: Core) -> None:
         """Make one without writes."""
         self._core = core
-        self._writes: dict[int, _Write] = {}
-        self._unsealed: deque[_Write] = deque()
-        self._sealed: deque[_Write] = deque()
-        self._ended: deque[_Write] = deque()
-        self._inherited: dict[int, list[Ticket]] = {}
+        self._writes = core.writes
+        self._unsealed: deque[Write] = deque()
+        self._sealed: deque[Write] = deque()
+        self._ended: deque[Write] = deque()
         self._unsure: deque[_Unsure] = deque()
         self._settled: deque[tuple[Ticket, Exception | None]] = deque()
         self._count = 0
         self._may_settle_more = False
         self.bytes_under_way = 0
-        core.cancel_write = self.cancel
 
     def __len__(self) -> int:
         return self._count + len(self._unsure)
@@ -106,7 +81,7 @@ class Writer:
 
     def ticket(self, slot: int) -> Ticket | None:
         """Return the ticket of an entry that is not durable yet."""
-        write = self._writes.get(slot)
+        write = self._writes.of(slot)
         return None if write is None else write.ticket
 
     def begin(
@@ -123,59 +98,45 @@ class Writer:
         """Take note of an object to write; the buffer gets a user more."""
         buffer.users += 1
         disk.use(entry.extent)
-        ticket = Ticket()
-        tickets = [*self._inherited.pop(entry.slot, ()), ticket]
-        write = _Write(entry, disk, buffer, name, placed, replaced, left or [], ticket, tickets)
-        self._writes[entry.slot] = write
+        write = Write(entry, disk, buffer, name, placed, replaced, left or [], Ticket(), [])
+        self._writes.begin(write)
         self._unsealed.append(write)
         self._count += 1
         self.bytes_under_way += entry.size
-        self._core.wake()
+        self._core.waker.wake()
         return write.ticket
 
     def is_unsubmitted(self, slot: int) -> bool:
         """Return whether an entry's record is yet to be made: it will say what the index says then."""
-        write = self._writes.get(slot)
-        return write is not None and not write.submitted
-
-    def cancel(self, slot: int, replaced: bool) -> Cancelled | None:
-        """Take note that an entry goes, or is replaced; see :attr:`Core.cancel_write`.
-
-        Who stored what is replaced hears when the new value is durable: were it earlier, a crash could take both.
-        """
-        write = self._writes.pop(slot, None)
-        if write is None:
-            return None
-        write.cancelled = True
-        if replaced:
-            self._inherited.setdefault(slot, []).extend(write.tickets)
-            write.tickets = []
-        left, write.left = write.left, []
-        return Cancelled(write.submitted, None if write.submitted else write.replaced, left)
+        write = self._writes.of(slot)
+        return write is not None and write.state is not State.WRITING
 
     # ---- In the engine's thread
 
-    def take_unsealed(self) -> list[_Write]:
+    def take_unsealed(self) -> list[Write]:
         """Return writes to seal, the first few."""
         count = min(len(self._unsealed), _SEALED_PER_TURN) if len(self._sealed) < _SEALED_MAX else 0
         return [self._unsealed.popleft() for _ in range(count)]
 
-    def seal(self, writes: list[_Write]) -> None:
+    def seal(self, writes: list[Write]) -> None:
         """Make header and checksums; without the pool's lock."""
         for write in writes:
-            if not write.cancelled:
+            if write.state is State.TAKEN:
                 seal_object(write.buffer.view(0, write.entry.size), write.entry.header)
 
-    def submit(self, writes: list[_Write]) -> None:
+    def submit(self, writes: list[Write]) -> None:
         """Hand sealed writes to their volumes, as far as those take them; the rest waits for the next time."""
+        for write in writes:
+            if write.state is State.TAKEN:
+                write.go(State.SEALED)
         self._sealed.extend(writes)
-        waiting: deque[_Write] = deque()
+        waiting: deque[Write] = deque()
         while self._sealed:
             write = self._sealed.popleft()
             entry = write.entry
-            if not write.cancelled and self._core.clears.covers(entry.tenant, entry.generation):
+            if write.state is State.SEALED and self._core.clears.covers(entry.tenant, entry.generation):
                 self._core.forget(entry)  # behind the log's CLEAR its record would bring it back
-            if write.cancelled:
+            if write.state is State.TAKEN_BACK:
                 self._end(write)
                 continue
             if any(other.disk is write.disk for other in waiting):
@@ -191,17 +152,17 @@ class Writer:
                 write.error = error
                 self._ended.append(write)
             else:
-                write.submitted = True
+                write.go(State.WRITING)
                 if write.replaced is not None:
                     write.disk.free(write.replaced)
                 self._await(write, ticket)
         self._sealed = waiting
 
-    def _await(self, write: _Write, ticket: Ticket) -> None:
+    def _await(self, write: Write, ticket: Ticket) -> None:
         def note_end(error: Exception | None) -> None:
             write.error = error
             self._ended.append(write)
-            self._core.wake()
+            self._core.waker.wake()
 
         ticket.then(note_end)
 
@@ -211,19 +172,21 @@ class Writer:
             write = self._ended.popleft()
             if write.error is None:
                 write.disk.note_written()
-            elif not write.cancelled:
+            if write.state not in ENDS:
+                write.go(State.DURABLE if write.error is None else State.FAILED)
+            if write.state is State.FAILED and write.error is not None:
                 for counters in self._core.counters.of(write.entry.tenant):
                     counters.failed_writes += 1
                 write.disk.note_error(write.error, self._core.clock_ms(), writing=True)
             self._end(write)
         self._settle_sure()
 
-    def _end(self, write: _Write) -> None:
-        entry, core = write.entry, self._core
+    def _end(self, write: Write) -> None:
+        entry, core, end = write.entry, self._core, ENDS[write.state]
         self.bytes_under_way -= entry.size
         self._count -= 1
-        if not write.cancelled:
-            del self._writes[entry.slot]
+        if end.has_entry:
+            self._writes.end(entry.slot)
             core.leave(entry.tenant, entry.key, write.left)
             if write.error is None:
                 core.copies.written(entry.slot, placed=write.placed)
@@ -231,12 +194,11 @@ class Writer:
                 core.forget(entry, quarantine=None if is_passing(write.error) else "write_error")
         core.arenas.release(write.buffer)
         write.disk.unuse(entry.extent)
-        if write.error is not None and not write.cancelled:
+        if end.fails:
             for ticket in write.tickets:
                 self.settle_later(ticket, write.error)
         elif write.tickets:
-            removed = write.cancelled and not write.submitted
-            self._unsure.append(_Unsure(entry.tenant, entry.key, write.disk, removed, write.tickets))
+            self._unsure.append(_Unsure(entry.tenant, entry.key, write.disk, end.removal, write.tickets))
 
     def _settle_sure(self) -> None:
         """Tell of values that no power cut can take back any more.
@@ -264,7 +226,7 @@ class Writer:
         """Settle the tickets; where a device has failed meanwhile, the others' logs have to say so first."""
         if error is not None and (unsure.own is None or unsure.own.gone is None):
             self._unsure.append(unsure)
-            self._core.wake()
+            self._core.waker.wake()
             return
         for ticket in unsure.tickets:
             self.settle_later(ticket, error)
@@ -275,7 +237,7 @@ class Writer:
         Those whose values it replaced hear of it at the same time.
         """
         ticket = self.sure(tenant, key)
-        inherited = self._inherited.pop(slot, ())
+        inherited = self._writes.inherit(slot)
         if ticket is not None:
             self._unsure[-1].tickets.extend(inherited)
             return ticket
@@ -289,7 +251,7 @@ class Writer:
             return None
         ticket = Ticket()
         self._unsure.append(_Unsure(tenant, key, None, False, [ticket]))
-        self._core.wake()
+        self._core.waker.wake()
         return ticket
 
     def refused(self, error: Exception) -> Ticket:
@@ -301,7 +263,7 @@ class Writer:
     def settle_later(self, ticket: Ticket, error: Exception | None = None) -> None:
         """Have a ticket settled by poll(), without the lock. From any thread."""
         self._settled.append((ticket, error))
-        self._core.wake()
+        self._core.waker.wake()
 
     def take_settled(self) -> list[tuple[Ticket, Exception | None]]:
         """Return the tickets to settle, now that the lock is given up."""

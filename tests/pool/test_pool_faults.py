@@ -14,8 +14,8 @@ from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import Result, check_object
 from shadowserve.pool import reads
-from shadowserve.pool.core import PoolItem
 from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.entries import PoolItem
 from shadowserve.pool.volume.volume import VolumeError
 
 

@@ -13,8 +13,8 @@ from pool_support import DEVICE_BYTES, MIB, chunk, configuration, file_pool, key
 from simulated_device import SimulatedDevice
 
 from shadowserve.block import OperationKind
-from shadowserve.pool.core import PoolItem
 from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.entries import PoolItem
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 
 
@@ -243,13 +243,13 @@ def test_a_wake_ends_with_the_poll_that_answers_it_and_the_next_one_counts() -> 
     pool.pump(lambda: not pool.engine.busy)
 
     def is_awake() -> bool:
-        return bool(select.select([core.wake_descriptor], [], [], 0)[0])
+        return bool(select.select([core.waker.descriptor], [], [], 0)[0])
 
     pool.engine.poll()
     assert not is_awake()
     for times in (1, 3, 1):
         for _ in range(times):
-            core.wake()
+            core.waker.wake()
         assert is_awake()
         pool.engine.poll()
         assert not is_awake()

@@ -8,9 +8,9 @@ from engine_driver import Change, Clock, Driver
 from pool_support import DEVICE_BYTES, pool_statistics, simulated_pool
 from simulated_device import SimulatedDevice
 
-from shadowserve.pool.core import PoolItem
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.entries import PoolItem
 
 KEY = b"key"
 POLLS = 24

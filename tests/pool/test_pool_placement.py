@@ -12,7 +12,7 @@ from simulated_device import SimulatedDevice
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.arena import Arena, Arenas, memory_nodes
-from shadowserve.pool.core import PoolItem
+from shadowserve.pool.entries import PoolItem
 from shadowserve.pool.organizer import BandwidthMeter, Organizer
 from shadowserve.pool.placement import Interleaver
 from shadowserve.pool.wear import Wear

@@ -10,9 +10,10 @@ from scenario import plan_of, simulate
 
 from dpu_dataplane import storage
 from shadowserve.pool import opening, reads
-from shadowserve.pool.core import Core, Entry
+from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.entries import Entry
 from shadowserve.pool.space import Space
 from shadowserve.pool.volume import tail
 from shadowserve.pool.volume.log import Log

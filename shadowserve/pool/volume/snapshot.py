@@ -33,7 +33,10 @@ from shadowserve.pool.volume.format import (
 from shadowserve.pool.volume.log import Log, Submit
 from shadowserve.pool.volume.pages import Pages
 
-__all__ = ["SLICE_BLOCKS", "Snapshot"]
+__all__ = ["Living", "Snapshot"]
+
+Living = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+"""Returns those of some PUT records that are to be kept."""
 
 SLICE_BLOCKS: Final = 64
 """About 2,000 objects: half a millisecond with the pool's lock held."""
@@ -65,7 +68,7 @@ class Snapshot:
         tenants: dict[int, bytes],
         notes: dict[bytes, bytes],
         held: dict[tuple[int, bytes], bytes],
-        living: Callable[[npt.NDArray[Any]], npt.NDArray[Any]],
+        living: Living,
         settle_writes: Callable[[Callable[[], None]], None],
         clock_ms: Callable[[], int],
     ) -> None:

@@ -13,9 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
-
-import numpy.typing as npt
+from typing import Final
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import BusyError as DeviceBusyError
@@ -40,7 +38,7 @@ from shadowserve.pool.volume.log import Log
 from shadowserve.pool.volume.mending import Mended, mend_log
 from shadowserve.pool.volume.patience import Patience
 from shadowserve.pool.volume.recovery import Reader, Recovery, RecoveryReport, read_superblocks
-from shadowserve.pool.volume.snapshot import Snapshot
+from shadowserve.pool.volume.snapshot import Living, Snapshot
 
 __all__ = ["Call", "Volume", "VolumeError", "VolumeStatistics"]
 
@@ -140,10 +138,9 @@ class Volume:
         tenants: names by id, as the volume knows them.
         notes: the pool's own, by name, as note() left them.
         generation_last: of the newest put that it knows of.
-        living: returns those PUT records that snapshots are to have: the index may have some that were cleared.
     """
 
-    def __init__(self, device: BlockDevice, index: Index, number: int, superblock: Superblock) -> None:
+    def __init__(self, device: BlockDevice, index: Index, number: int, superblock: Superblock, living: Living) -> None:
         """Use :meth:`open`."""
         self.device = device
         self.number = number
@@ -152,7 +149,7 @@ class Volume:
         self.tenants: dict[int, bytes] = {}
         self.notes: dict[bytes, bytes] = {}
         self.generation_last = 0
-        self.living: Callable[[npt.NDArray[Any]], npt.NDArray[Any]] = lambda records: records
+        self._living = living
         self._index = index
         self._layout = superblock.layout
         self._clock_ms: Callable[[], int] = wall_clock_ms
@@ -190,6 +187,7 @@ class Volume:
         number: int,
         *,
         pool_id: bytes | None = None,
+        living: Living = lambda records: records,
         clock_ms: Callable[[], int] | None = None,
         entropy: Callable[[int], bytes] = os.urandom,
     ) -> "Volume":
@@ -200,6 +198,7 @@ class Volume:
             index: of the pool.
             number: that the device has in the index.
             pool_id: of the pool; None for any.
+            living: returns those PUT records that snapshots are to have: the index may have some that were cleared.
             clock_ms: Unix time.
             entropy: gives random bytes.
 
@@ -211,7 +210,7 @@ class Volume:
         reader = Reader(device)
         superblock, damaged = read_superblocks(reader, device)
         superblock = check_superblock(superblock, damaged, device, pool_id)
-        volume = cls(device, index, number, superblock)
+        volume = cls(device, index, number, superblock, living)
         volume._clock_ms = clock_ms or wall_clock_ms
         recovery = volume._recovery = Recovery(reader, superblock, index, number)
         end = recovery.run()
@@ -654,7 +653,7 @@ class Volume:
             tenants=self.tenants,
             notes=self.notes,
             held=self._held,
-            living=self.living,
+            living=self._living,
             settle_writes=self._after_writes,
             clock_ms=self._clock_ms,
         )
