@@ -2,7 +2,6 @@
 
 import ipaddress
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -122,6 +121,12 @@ class StorageConfig(PoolConfig, AccessConfig):
     """Configuration of ``shadowserve storage``. Sizes may be written as ``8 GiB``."""
 
     section: ClassVar[str] = "storage"
+    replaced: ClassVar[Mapping[str, str]] = {
+        "filesystem_path": "a pool keeps values in a file. In place of it and of engine, write\n"
+        "  devices: [{{path: {}/values.pool, size: 64 GiB}}]\n"
+        "with a folder that is there and the bytes that values may take; memory_budget_bytes is the pool's memory "
+        "then. The files that the folder has are not read"
+    }
     headings: ClassVar[Mapping[str, str]] = {
         "host": "Address and access",
         "tls_cert": "TLS, users and tenants",
@@ -133,10 +138,8 @@ class StorageConfig(PoolConfig, AccessConfig):
         "metrics_host": "Metrics and logs",
     }
 
-    engine: Literal["auto", "memory", "pool", "filesystem"] = "auto"
-    """What holds the values: memory, a pool of memory and SSDs, or files; auto: pool where there are devices."""
-    filesystem_path: Path | None = None
-    """Folder of the engine filesystem; it is created. Its files belong to this server alone."""
+    engine: Literal["auto", "memory", "pool"] = "auto"
+    """What holds the values: memory, or a pool of memory and SSDs or files; auto: pool where there are devices."""
 
     connections_max: int = Field(10_000, ge=1)
     """Clients at one time; more are told so and closed."""
@@ -184,6 +187,15 @@ class StorageConfig(PoolConfig, AccessConfig):
     log_format: LogFormat = "text"
     """Log lines as text, or as one JSON object a line, with the same events and fields."""
 
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _check_engine(cls, value: Any) -> Any:
+        if value == "filesystem":
+            raise ValueError(
+                f"filesystem is no engine any more, and {cls.replaced['filesystem_path'].format('FOLDER')}"
+            )
+        return value
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         if self.request_bytes_max < self.bulk_bytes_max:
@@ -208,9 +220,7 @@ class StorageConfig(PoolConfig, AccessConfig):
     @property
     def lent_bytes_max(self) -> int:
         """Bytes of stored values that may be kept from going by being sent."""
-        # The engine filesystem's budget is of its files; what it reads of them is memory of its own.
-        in_files = self.engine == "filesystem"
-        return self.clients_memory_bytes if in_files else max(1, int(self.memory_budget_bytes) // 2)
+        return max(1, int(self.memory_budget_bytes) // 2)
 
     @property
     def strangers_max(self) -> int:

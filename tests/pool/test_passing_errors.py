@@ -19,8 +19,6 @@ from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.volume import patience, recovery
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, Superblock
 from shadowserve.pool.volume.verification import verify_volume
-from storage_kv.engines import object_files
-from storage_kv.engines.filesystem import FilesystemEngine
 
 PASSING = [errno.EBUSY, errno.EAGAIN, errno.ENOMEM, errno.ETIMEDOUT]
 
@@ -28,7 +26,6 @@ PASSING = [errno.EBUSY, errno.EAGAIN, errno.ENOMEM, errno.ETIMEDOUT]
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "_PAUSES_S", 0.1)
-    monkeypatch.setattr(object_files, "_PAUSES_S", (0.0, 0.01))
     monkeypatch.setattr(patience, "_READ_NS", 100_000_000)
 
 
@@ -144,48 +141,6 @@ def test_a_device_that_cannot_be_opened_for_want_of_descriptors_is_not_gone_on_w
     pool = Driver(file_pool(paths))
     assert pool.count() == 20
     pool.stop()
-
-
-@pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.EACCES, errno.ENOMEM, errno.EINTR])
-@pytest.mark.parametrize("call", ["open", "pread", "fstat"])
-def test_a_file_that_cannot_be_read_at_the_start_is_not_removed(
-    call: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Symptom: removed, since an error counted as 'none that can be used'."""
-    first = Driver(FilesystemEngine(tmp_path, 1 << 26, Clock()))
-    for number in range(8):
-        first.put(b"%d" % number, b"%d" % number * 3000, expires_at_ms=Clock().now_ms + 1000)
-        first.set_expiry(b"%d" % number, Clock().now_ms + 2000)
-    first.stop()
-    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
-    assert len(files) > 16  # each with its changed expiry
-    real = getattr(os, call)
-    victim = next(path for path in files if path.name.endswith(".changed"))
-    descriptors = set()
-
-    def failing(first_argument: object, *arguments: object) -> object:
-        if first_argument == victim or first_argument in descriptors:
-            raise OSError(error, os.strerror(error), str(victim))
-        return real(first_argument, *arguments)
-
-    def opening(path: object, *arguments: object) -> int:
-        descriptor = os_open(path, *arguments)
-        descriptors.discard(descriptor)
-        if path == victim:
-            descriptors.add(descriptor)
-        return int(descriptor)
-
-    os_open = os.open
-    with monkeypatch.context() as patched:
-        if call != "open":
-            patched.setattr(object_files.os, "open", opening)
-        patched.setattr(object_files.os, call, failing)
-        with pytest.raises(ConfigurationError, match="nothing that could not be read was removed"):
-            Driver(FilesystemEngine(tmp_path, 1 << 26, Clock()))
-    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == files
-    again = Driver(FilesystemEngine(tmp_path, 1 << 26, Clock()))
-    assert all(again.value(b"%d" % number) == b"%d" % number * 3000 for number in range(8))
-    again.stop()
 
 
 # ---- While it runs

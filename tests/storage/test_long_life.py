@@ -286,7 +286,7 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
             node.deny(session, "key", b"key %d" % number, b"client %d" % number)
 
 
-@pytest.mark.parametrize("engine", ["memory", "pool", "filesystem"])
+@pytest.mark.parametrize("engine", ["memory", "pool"])
 def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, users, clients, commands, addresses: whatever remembers them has a bound, here a small one."""
     for module, bound in ((placement, "_CHAINS_MAX"), (copies, "_GHOSTS_MAX"), (attempts, "_ADDRESSES_MAX")):
@@ -295,8 +295,6 @@ def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeyp
     if engine == "pool":
         device = {"size": 48 << 20, "objects_max": 64, "bandwidth": 1 << 30}
         config["devices"] = [{**device, "path": str(tmp_path / f"disk{number}")} for number in range(2)]
-    elif engine == "filesystem":
-        config |= {"filesystem_path": str(tmp_path / "values"), "memory_budget_bytes": 1 << 20}
     else:
         config |= {"memory_budget_bytes": 1 << 20}
     with Lasting(io_threads=1, **config) as served:
