@@ -64,8 +64,8 @@ engine = MemoryEngine(1 << 40)
 before = resident()
 expiry = 1 << 50
 for number in range(COUNT):
-    engine.put(bytes(2) + b"key%09d" % number, b"v" * 100 + b"%d" % number, expires_at_ms=expiry + number)
-print((resident() - before) / COUNT - 14 - 106)
+    engine.put((0, b"key%09d" % number), b"v" * 100 + b"%d" % number, expires_at_ms=expiry + number)
+print((resident() - before) / COUNT - 12 - 106)
 """
 
 
