@@ -18,7 +18,7 @@ from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag
 from shadowserve.native import BlockDevice as NativeDevice
 from shadowserve.pool.admission import Admission
 from shadowserve.pool.arena import BLOCK_BYTES, Arenas
-from shadowserve.pool.clears import Clears
+from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
@@ -28,6 +28,7 @@ from shadowserve.pool.registration import Registration
 from shadowserve.pool.sessions import Sessions
 from shadowserve.pool.space import Space
 from shadowserve.pool.tenants import Tenants
+from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
 from shadowserve.pool.volume.format import FormatError
 from shadowserve.pool.volume.formatting import check_empty
@@ -317,13 +318,14 @@ def _take_census(core: Core) -> None:
 def _drop_strangers(core: Core, tenants: Tenants) -> None:
     """Drop objects whose tenant's id means somebody else by now."""
     for disk, tenant in tenants.strangers:
-        slot = core.index.next()
-        while slot:
-            following = core.index.next(slot)
-            entry = core.entry(slot)
-            if entry is not None and entry.device == disk.number and entry.tenant == tenant:
-                core.lose(entry, "stranger")
-            slot = following
+        cursor, first = 0, True
+        while first or cursor:
+            first = False
+            cursor, slots = core.index.scan(tenant, cursor, ENTRIES_PER_HOLD, SCAN_LINES)
+            for slot in slots:
+                entry = core.entry(slot)
+                if entry is not None and entry.device == disk.number:
+                    core.lose(entry, "stranger")
 
 
 def _stale(disks: list[Disk]) -> list[int]:

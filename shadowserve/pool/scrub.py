@@ -11,8 +11,9 @@ from typing import Final
 
 from shadowserve.block import Operation, Priority
 from shadowserve.errors import is_passing
-from shadowserve.native import Result, object_unit
+from shadowserve.native import ANY, Result, object_unit
 from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
+from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
@@ -24,7 +25,7 @@ __all__ = ["Scrubber"]
 
 _OBJECTS_PER_TURN: Final = 16
 _PASSED_PER_TURN: Final = 256
-"""Entries looked at in one turn for those of the device whose turn it is."""
+"""Entries looked at in one turn."""
 
 
 class _Own:
@@ -65,7 +66,8 @@ class Scrubber:
         self._core = core
         self._tester = Tester(core)
         self.bytes_per_s = bytes_per_s
-        self._slot = 0
+        self._cursor = 0
+        self._slots: deque[int] = deque()  # come to, and not looked at yet
         self._credit = [0.0] * len(core.disks)
         self._last_ms: int | None = None
         self._under_way = 0
@@ -84,29 +86,34 @@ class Scrubber:
             # What was not used is not saved up: the rate is a bound, not a plan.
             credit = self._credit[disk.number] + self.bytes_per_s * elapsed_ms / 1000
             self._credit[disk.number] = min(credit, self.bytes_per_s)
-        for _ in range(_PASSED_PER_TURN):
+        if not self._slots:
+            self._look()
+        for _ in range(len(self._slots)):
             if self._under_way >= _OBJECTS_PER_TURN or not self._next():
                 return
+
+    def _look(self) -> None:
+        """Come to some more entries."""
+        was = self._cursor
+        self._cursor, slots = self._core.index.scan(ANY, was, _PASSED_PER_TURN, SCAN_LINES)
+        self._slots.extend(slots)
+        self.rounds += self._cursor == 0 and bool(was or slots)
 
     def _next(self) -> bool:
         """Look at the next entry; return whether there is time for one more."""
         core = self._core
-        slot = core.index.next(self._slot)
-        if not slot:
-            self.rounds += self._slot != 0
-            self._slot = 0
-            return False
+        slot = self._slots[0]
         entry = core.entry(slot)
         disk = None if entry is None else core.disk_of(entry)
         if entry is None or disk is None or disk.gone is not None or core.copies.is_kept(slot):
-            self._slot = slot
+            self._slots.popleft()
             return True
         if self._credit[disk.number] <= 0:
             return False
         buffer = self._memory(entry.blocks)
         if buffer is None:
             return False
-        self._slot = slot
+        self._slots.popleft()
         self._credit[disk.number] -= entry.size
         self._begin(_Check(disk, entry, buffer))
         return True

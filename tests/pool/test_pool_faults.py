@@ -12,10 +12,11 @@ from simulated_device import SimulatedDevice
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
-from shadowserve.native import Result, check_object
+from shadowserve.native import Index, Result, check_object
 from shadowserve.pool import reads
+from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.engine import PoolEngine
-from shadowserve.pool.entries import PoolItem
+from shadowserve.pool.entries import MEMORY_ONLY, PoolItem
 from shadowserve.pool.volume.volume import VolumeError
 
 
@@ -437,3 +438,44 @@ def test_a_crash_takes_nothing_that_was_acknowledged_and_brings_nothing_back(see
             else:
                 pool.engine.poll()
         devices = [device.crash() for device in devices]
+
+
+def test_a_scrub_of_an_emptied_pool_looks_at_a_bounded_part_of_it_at_a_time() -> None:
+    """Symptom: one step over all slots that are free, of which there may be millions, with the lock held."""
+    clock = Clock()
+    device = SimulatedDevice(64 * MIB)
+    pool = Driver(simulated_pool([device], options=[{"objects_max": 50_000}], clock_ms=clock, scrub_bytes_per_s=MIB))
+    core = pool.engine._core  # type: ignore[attr-defined]
+    slots = [
+        core.index.insert(0, number.to_bytes(32, "big"), device=MEMORY_ONLY, extent=0, length=1, now_s=1)
+        for number in range(40_000)
+    ]
+    for slot in slots:
+        core.index.remove(slot)
+    pool.put(b"a", b"x" * 5000)
+    pool.pump(lambda: not pool.engine.busy)
+    looked: list[int] = []
+    core.index = Looked(core.index, looked)
+
+    def is_scrubbed() -> bool:
+        clock.now_ms += 100
+        return pool.statistics().scrubbed_bytes > 0
+
+    pool.pump(is_scrubbed)
+    assert looked and max(looked) <= SCAN_LINES
+    pool.stop()
+
+
+class Looked:
+    """An index, and how many lines of its table were looked at in each call."""
+
+    def __init__(self, index: Index, looked: list[int]) -> None:
+        self._index = index
+        self._looked = looked
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+    def scan(self, tenant: int, cursor: int, max_slots: int, max_lines: int) -> tuple[int, list[int]]:
+        self._looked.append(max_lines)
+        return self._index.scan(tenant, cursor, max_slots, max_lines)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from simulated_device import SimulatedDevice
 
 from shadowserve.native import (
+    ANY,
     NO_PARENT,
     Index,
     IndexEntry,
@@ -164,8 +165,7 @@ class Store:
     def names(self) -> dict[tuple[int, bytes], bytes]:
         """Return the texts of keys."""
         found: dict[tuple[int, bytes], bytes] = {}
-        slot = 0
-        while slot := self.index.next(slot):
+        for slot in self.index.scan(ANY, 0, 1 << 20, 1 << 20)[1]:
             entry, name = self.index.read(slot), self.index.name(slot)
             if name is not None:
                 found[entry.tenant, entry.key] = name
