@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from shadowserve.errors import ConfigurationError, ShadowServeError
 from shadowserve.pool.contract import Engine
@@ -56,6 +56,9 @@ _PIECE_BYTES: Final = 64 << 10
 
 Argument: TypeAlias = bytes | memoryview
 """Of a command. Only SET's value is ever a memoryview: a value that was received in place."""
+
+
+T = TypeVar("T")
 
 
 class CommandError(ShadowServeError):
@@ -178,7 +181,7 @@ class Series:
 
     @classmethod
     def of(
-        cls, parts: "list[Part]", items: Iterator[Item | None], reply_to: "Callable[[Item | None], bytes | list[Part]]"
+        cls, parts: "list[Part]", items: Iterator[T], reply_to: "Callable[[T], bytes | list[Part]]"
     ) -> "list[Part] | Series":
         """Return ``parts`` and the reply to each item, as a series if it is much."""
         size = count = 0

@@ -5,11 +5,22 @@ Each command is one row of :data:`TABLE`, which also answers COMMAND. A handler 
 """
 
 from collections.abc import Iterator
+from functools import cache
+from itertools import islice
 from typing import Any, Final
 
 from shadowserve.native import CommandRun
 from shadowserve.pool.volume.changes import BusyError
-from shadowserve.resp import Map, SetReply, SimpleString, Value, encode, encode_bulk, encode_error
+from shadowserve.resp import (
+    SetReply,
+    SimpleString,
+    Value,
+    encode,
+    encode_array_header,
+    encode_bulk,
+    encode_error,
+    encode_map_header,
+)
 from storage_kv.access.rules import CATEGORIES, User
 from storage_kv.commands import (
     _acl,
@@ -22,10 +33,10 @@ from storage_kv.commands import (
     _strings,
     _transactions,
 )
-from storage_kv.commands._arguments import OK, quote, syntax_error
+from storage_kv.commands._arguments import KEYS_AT_A_TIME, OK, in_turns, quote, syntax_error
 from storage_kv.commands._table import RUN_REPLY_BYTES_MAX, Command
 from storage_kv.glob import Glob
-from storage_kv.node import Argument, CommandError, Later, Node, Reply, Session
+from storage_kv.node import Argument, CommandError, Later, Node, Reply, Series, Session
 from storage_kv.operate.command_statistics import SAMPLE_EVERY
 
 __all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute", "execute_run"]
@@ -45,21 +56,42 @@ def _command_info(node: Node, session: Session, arguments: list[Argument]) -> Re
     """COMMAND INFO [name ...]."""
     if len(arguments) == 2:
         return _command(node, session, arguments)
-    described: list[Value] = []
-    for argument in arguments[2:]:
-        command = _find(bytes(argument))
-        described.append(None if command is None else command.describe())
-    return encode(described, session.protocol)
+    found = (_find(bytes(argument)) for argument in arguments[2:])
+    return Series.of(
+        [encode_array_header(len(arguments) - 2)],
+        found,
+        lambda command: _described(command, session.protocol),
+    )
+
+
+@cache
+def _described(command: Command | None, protocol: int) -> bytes:
+    return encode(None if command is None else command.describe(), protocol)
 
 
 def _command_docs(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """COMMAND DOCS [name ...]: a map that leaves unknown names out."""
-    chosen = TABLE if len(arguments) == 2 else [_find(bytes(argument)) for argument in arguments[2:]]
-    fields: list[Value] = []
-    for command in chosen:
-        if command is not None:
-            fields += [command.full_name.encode(), command.document()]
-    return encode(Map(fields), session.protocol)
+    protocol = session.protocol
+    names = map(bytes, arguments[2:])
+    known = list(TABLE) if len(arguments) == 2 else []
+
+    def step() -> Reply | None:
+        some = list(islice(names, KEYS_AT_A_TIME))
+        known.extend(command for name in some if (command := _find(name)) is not None)
+        return (
+            None
+            if some
+            else Series.of(
+                [encode_map_header(len(known), protocol)], iter(known), lambda command: _documented(command, protocol)
+            )
+        )
+
+    return in_turns(step)
+
+
+@cache
+def _documented(command: Command, protocol: int) -> bytes:
+    return encode_bulk(command.full_name.encode()) + encode(command.document(), protocol)
 
 
 def _command_list(node: Node, session: Session, arguments: list[Argument]) -> Reply:

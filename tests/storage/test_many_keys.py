@@ -7,6 +7,7 @@ import pytest
 from machine import wait_for
 from slow_engine import Served
 from storage_support import Child, Client, make_record
+from work_meter import WorkMeter
 
 from shadowserve.pool.volume.changes import OutOfBudgetError
 from shadowserve.resp import ErrorReply
@@ -95,6 +96,24 @@ def test_commands_on_many_keys_let_others_have_the_lock(served: Served) -> None:
         assert client.call("DEL", *names) == MANY - 10
         assert client.call("KEYS", "*") == []
         assert asked.most <= KEYS_AT_A_TIME
+
+
+@pytest.mark.parametrize("what", ["DOCS", "INFO"])
+def test_what_is_told_of_many_commands_is_told_of_some_at_a_time(what: str, served: Served) -> None:
+    """Symptom: seconds in one hold of the lock, and 60 MB made at once."""
+    names = ["get", "none", "set"] * 1_000
+    with served.client() as client:
+        few = client.call("COMMAND", what, *names[:3])
+        assert isinstance(few, list)
+        meter = WorkMeter()
+        served.server.node.lock = meter  # type: ignore[assignment]
+        meter.begin()
+        assert client.call("EXISTS", *names) == 0
+        as_many_keys = meter.end()
+        meter.begin()
+        many = client.call("COMMAND", what, *names)
+        assert meter.end() <= 2 * as_many_keys and meter.holds > 2
+        assert many == few * 1_000
 
 
 def test_keys_are_listed_once_though_others_come_and_go(served: Served) -> None:
