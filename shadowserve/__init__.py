@@ -1,8 +1,9 @@
 """ShadowServe: what its three programs share.
 
 Keys and namespaces (:mod:`shadowserve.keys`), the stored record (:mod:`shadowserve.record`), the RESP codec
-(:mod:`shadowserve.resp`), configuration, errors, the C core's loader (:mod:`shadowserve.native`), the generated gRPC
-stubs (``shadowserve.proto``) and the ``shadowserve`` command (``shadowserve.cli``).
+(:mod:`shadowserve.resp`), memory and SSDs as one store (:mod:`shadowserve.pool`), configuration, errors, the C core's
+loader (:mod:`shadowserve.native`), the generated gRPC stubs (``shadowserve.proto``) and the ``shadowserve`` command
+(``shadowserve.cli``).
 """
 
 from pkgutil import extend_path

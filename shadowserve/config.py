@@ -54,6 +54,8 @@ class Section(BaseModel):
     section: ClassVar[str]
     headings: ClassVar[Mapping[str, str]] = {}
     """For those who read all keys: key that begins a group to the group's heading."""
+    replaced: ClassVar[Mapping[str, str]] = {}
+    """Keys of older versions, and what to write instead of each, in which ``{}`` stands for its value."""
 
     @classmethod
     def load(
@@ -84,6 +86,8 @@ class Section(BaseModel):
         source: dict[str, str] = {}
         for place, given in layers:
             for key, value in given.items():
+                if key in cls.replaced:
+                    raise ConfigurationError(f"{place}: {key} is no key any more: {cls.replaced[key].format(value)}")
                 if key not in cls.model_fields:
                     raise ConfigurationError(f"{place}: {_unknown('key', key, cls.model_fields)}")
                 values[key], source[key] = value, place

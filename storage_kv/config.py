@@ -2,7 +2,6 @@
 
 import ipaddress
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
@@ -10,8 +9,9 @@ from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, Sec
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores
 from shadowserve.logs import LogFormat
+from shadowserve.pool.config import PoolConfig
 
-__all__ = ["DEVICES_MAX", "LIVE", "DeviceConfig", "StorageConfig", "TenantLimits", "is_tenant_name"]
+__all__ = ["LIVE", "StorageConfig", "TenantLimits", "is_tenant_name"]
 
 LIVE: Final = (
     "memory_budget_bytes",
@@ -72,47 +72,8 @@ class TenantLimits(BaseModel):
     """Clients at one time; not given, half of those of the node where it has several tenants."""
 
 
-DEVICES_MAX: Final = 255
-"""The index has a byte for the device; 255 stands for memory alone."""
-
-
-class DeviceConfig(BaseModel):
-    """One device of the pool, an entry of ``devices``: these keys, or its path alone."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    path: Path
-    """A block device, an NVMe namespace's character device, or a file, which is made if ``size`` says how large."""
-    size: ByteSize | None = Field(None, ge=1 << 20)
-    """Bytes of a file; none: as large as it is. A file that is there already keeps its size."""
-    bandwidth: ByteSize | None = Field(None, ge=1)
-    """Bytes a second that it reads; none measures it, at the start and ever after."""
-    bytes_max: ByteSize | None = Field(None, ge=1 << 20)
-    """Most bytes of objects; none for all that it has room for."""
-    objects_max: int | None = Field(None, ge=1, lt=1 << 32)
-    """Most objects, given when it is formatted; none for one to each 64 KiB."""
-    write_bytes_per_day: ByteSize | None = Field(None, ge=1 << 20)
-    """Most that is written in a day (UTC), to make the SSD last; none for no limit."""
-    access: Literal["auto", "nvme", "io_uring", "threads"] = "auto"
-    """How it is accessed; auto for the first of these that the device, the kernel and this build have."""
-    core: int | None = Field(None, ge=0)
-    """Core of its thread; none for any of the process."""
-
-
-class StorageConfig(Section):
-    """Configuration of ``shadowserve storage``. Sizes may be written as ``8 GiB``."""
-
-    section: ClassVar[str] = "storage"
-    headings: ClassVar[Mapping[str, str]] = {
-        "host": "Address and access",
-        "tls_cert": "TLS, users and tenants",
-        "engine": "What holds the values",
-        "devices": "The pool",
-        "connections_max": "Limits",
-        "idle_timeout_s": "Times",
-        "io_threads": "Threads and cores",
-        "metrics_host": "Metrics and logs",
-    }
+class AccessConfig(Section):
+    """Where clients come from, who they are, and what is theirs."""
 
     host: str = "127.0.0.1"
     """Address to listen on, a name or an IP. Others than loopback need a password, users, clients' certificates, or
@@ -150,31 +111,35 @@ class StorageConfig(Section):
     pin_seconds_max: int = Field(600, ge=1, le=10 * 365 * 86_400)
     """Longest time that KV.PIN may name, in seconds; a longer one is an error."""
 
-    engine: Literal["auto", "memory", "pool", "filesystem"] = "auto"
-    """What holds the values: memory, a pool of memory and SSDs, or files; auto: pool where there are devices."""
-    filesystem_path: Path | None = None
-    """Folder of the engine filesystem; it is created. Its files belong to this server alone."""
-    memory_budget_bytes: ByteSize = Field(ByteSize(4 << 30), ge=1 << 20)
-    """Most that keys, values and their overhead take; beyond it the least recently used are evicted."""
+    @field_validator("password", mode="before")
+    @classmethod
+    def _read_password(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value  # YAML reads 1234 so
 
-    devices: list[DeviceConfig] = []
-    """SSDs and files of the pool: paths, or mappings as docs/pool.md has them."""
-    objects_max: int | None = Field(None, ge=1, lt=1 << 32)
-    """Most objects of the pool; none for what its devices and its memory can hold."""
-    eviction: Literal["lru", "s3fifo"] = "lru"
-    """Which objects of the pool go first: the least recently used, or those that S3-FIFO has in its small queue."""
-    admission: Literal["all", "second_hit"] = "all"
-    """Which objects are written to devices: all, or those that are asked for or stored again."""
-    memory_homes: bool = False
-    """Objects that fall to memory by its bandwidth live there alone; false: each has a home on a device as well."""
-    memory_bandwidth: ByteSize | None = Field(None, ge=1)
-    """Bytes a second that memory counts with in the pool's shares; none measures it at the start."""
-    arena_nodes: list[int] | Literal["auto"] = "auto"
-    """NUMA nodes that the pool takes its memory from; auto for all that have memory."""
-    write_bytes_under_way_max: ByteSize = Field(ByteSize(256 << 20), ge=1 << 20)
-    """Bytes that wait to be written to devices, beyond which writers wait."""
-    scrub_bytes_per_s: ByteSize = Field(ByteSize(16 << 20), ge=0)
-    """Bytes of each device that are read and checked in the background a second; 0 for none."""
+
+class StorageConfig(PoolConfig, AccessConfig):
+    """Configuration of ``shadowserve storage``. Sizes may be written as ``8 GiB``."""
+
+    section: ClassVar[str] = "storage"
+    replaced: ClassVar[Mapping[str, str]] = {
+        "filesystem_path": "a pool keeps values in a file. In place of it and of engine, write\n"
+        "  devices: [{{path: {}/values.pool, size: 64 GiB}}]\n"
+        "with a folder that is there and the bytes that values may take; memory_budget_bytes is the pool's memory "
+        "then. The files that the folder has are not read"
+    }
+    headings: ClassVar[Mapping[str, str]] = {
+        "host": "Address and access",
+        "tls_cert": "TLS, users and tenants",
+        "memory_budget_bytes": "What holds the values",
+        "devices": "The pool",
+        "connections_max": "Limits",
+        "idle_timeout_s": "Times",
+        "io_threads": "Threads and cores",
+        "metrics_host": "Metrics and logs",
+    }
+
+    engine: Literal["auto", "memory", "pool"] = "auto"
+    """What holds the values: memory, or a pool of memory and SSDs or files; auto: pool where there are devices."""
 
     connections_max: int = Field(10_000, ge=1)
     """Clients at one time; more are told so and closed."""
@@ -222,25 +187,13 @@ class StorageConfig(Section):
     log_format: LogFormat = "text"
     """Log lines as text, or as one JSON object a line, with the same events and fields."""
 
-    @field_validator("password", mode="before")
+    @field_validator("engine", mode="before")
     @classmethod
-    def _read_password(cls, value: Any) -> Any:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value  # YAML reads 1234 so
-
-    @field_validator("devices", mode="before")
-    @classmethod
-    def _read_devices(cls, value: Any) -> Any:
-        return [{"path": entry} if isinstance(entry, str | Path) else entry for entry in value or []]
-
-    @field_validator("devices")
-    @classmethod
-    def _check_devices(cls, value: list[DeviceConfig]) -> list[DeviceConfig]:
-        paths = [entry.path.resolve() for entry in value]
-        for path in paths:
-            if paths.count(path) > 1:
-                raise ValueError(f"{path} is there twice")
-        if len(value) > DEVICES_MAX:
-            raise ValueError(f"{len(value)} devices; a pool has at most {DEVICES_MAX}")
+    def _check_engine(cls, value: Any) -> Any:
+        if value == "filesystem":
+            raise ValueError(
+                f"filesystem is no engine any more, and {cls.replaced['filesystem_path'].format('FOLDER')}"
+            )
         return value
 
     @model_validator(mode="after")
@@ -267,9 +220,7 @@ class StorageConfig(Section):
     @property
     def lent_bytes_max(self) -> int:
         """Bytes of stored values that may be kept from going by being sent."""
-        # The engine filesystem's budget is of its files; what it reads of them is memory of its own.
-        in_files = self.engine == "filesystem"
-        return self.clients_memory_bytes if in_files else max(1, int(self.memory_budget_bytes) // 2)
+        return max(1, int(self.memory_budget_bytes) // 2)
 
     @property
     def strangers_max(self) -> int:

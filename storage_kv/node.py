@@ -12,9 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from shadowserve.errors import ConfigurationError, ShadowServeError
+from shadowserve.pool.contract import Engine
+from shadowserve.pool.terms import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Item, Lease
 from storage_kv.access.attempts import Attempts
 from storage_kv.access.audit import AuditLog
 from storage_kv.access.incidents import Incidents
@@ -24,7 +26,6 @@ from storage_kv.access.places import Places
 from storage_kv.access.rules import User
 from storage_kv.access.users import Denial, Users
 from storage_kv.config import StorageConfig
-from storage_kv.engine import DEFAULT_TENANT, ENTRIES_PER_HOLD, TENANT_BYTES, Engine, Item, Lease
 from storage_kv.operate.command_statistics import CommandStatistics
 
 __all__ = [
@@ -57,6 +58,9 @@ Argument: TypeAlias = bytes | memoryview
 """Of a command. Only SET's value is ever a memoryview: a value that was received in place."""
 
 
+T = TypeVar("T")
+
+
 class CommandError(ShadowServeError):
     """A command cannot be done; the message is the error reply, its code included: ``ERR syntax error``."""
 
@@ -74,7 +78,7 @@ class Outgoing:
     @property
     def pinned(self) -> int:
         """What tells what is kept in memory from everything else that is."""
-        return id(getattr(self.source, "buffer", self.source))
+        return id(self.source.kept)
 
     @property
     def pinned_bytes(self) -> int:
@@ -177,7 +181,7 @@ class Series:
 
     @classmethod
     def of(
-        cls, parts: "list[Part]", items: Iterator[Item | None], reply_to: "Callable[[Item | None], bytes | list[Part]]"
+        cls, parts: "list[Part]", items: Iterator[T], reply_to: "Callable[[T], bytes | list[Part]]"
     ) -> "list[Part] | Series":
         """Return ``parts`` and the reply to each item, as a series if it is much."""
         size = count = 0
@@ -293,12 +297,11 @@ class Session:
         id: unique in the process, as CLIENT ID.
         protocol: 2 or 3.
         closing: the connection ends when what has been answered so far is sent.
-        prefix: what the tenant's keys begin with in the engine.
         replies: False after CLIENT REPLY OFF.
         finish: ends its connection, soon, once what it has been answered is sent; from any thread.
         cut: ends its connection, soon, as it is; from any thread.
         user: whose rules hold for it; of a connection that has not authenticated, the default user.
-        tenant: id of the tenant whose keys it sees.
+        tenant: id of the tenant whose keys it sees; nothing that the client sends can change it but AUTH.
         limiter: of its tenant; None for no limits.
         pause_until_s: nothing more is read or executed before, by ``time.monotonic()``; 0.0 for no pause.
         pause_holds_replies: and what has been answered is not sent before.
@@ -335,11 +338,11 @@ class Session:
         "pause_until_s",
         "pending_output_bytes",
         "place",
-        "prefix",
         "protocol",
         "replies",
         "skip",
         "stranger_since_s",
+        "tenant",
         "transaction",
         "user",
         "watch_failed",
@@ -402,21 +405,12 @@ class Session:
         self.no_evict = False
         self.tenant = DEFAULT_TENANT
         self.transaction: Transaction | None = None
-        self.watched: dict[bytes, bool] = {}
+        self.watched: dict[Address, bool] = {}
         self.watch_failed = False
 
-    @property
-    def tenant(self) -> int:
-        """The id of the tenant whose keys the client sees; nothing that it sends can change it but AUTH."""
-        return int.from_bytes(self.prefix, "big")
-
-    @tenant.setter
-    def tenant(self, tenant: int) -> None:
-        self.prefix = tenant.to_bytes(TENANT_BYTES, "big")
-
-    def qualify(self, argument: Argument) -> bytes:
+    def qualify(self, argument: Argument) -> Address:
         """Return what the engine calls a client's key."""
-        return self.prefix + argument
+        return self.tenant, bytes(argument)
 
 
 _NOTHING: Final = User(b"default")
@@ -458,7 +452,7 @@ class Node:
     audit: AuditLog = field(default_factory=AuditLog)
     certificate_expires_s: float = 0.0
     attempts: Attempts = field(default_factory=Attempts)
-    watchers: dict[bytes, set[Session]] = field(default_factory=dict)
+    watchers: dict[Address, set[Session]] = field(default_factory=dict)
     incidents: Incidents = field(default_factory=Incidents)
     places: Places = field(default_factory=Places)
     memory: Bound = field(init=False)
@@ -557,7 +551,7 @@ class Node:
                 session.closing = True  # at once: its thread may be about to execute a command that has come already
                 session.finish()
 
-    def watch(self, session: Session, key: bytes) -> None:
+    def watch(self, session: Session, key: Address) -> None:
         """Have a session's next EXEC fail if a qualified key changes before it."""
         session.watched.setdefault(key, self.engine.peek(key) is not None)
         self.watchers.setdefault(key, set()).add(session)
@@ -571,7 +565,7 @@ class Node:
                 del self.watchers[key]
         session.watched, session.watch_failed = {}, False
 
-    def changed(self, keys: Iterable[bytes]) -> None:
+    def changed(self, keys: Iterable[Address]) -> None:
         """Tell those who watch qualified keys that they have changed."""
         for key in keys:
             for session in self.watchers.get(key, ()):
@@ -585,7 +579,7 @@ class Node:
             elif isinstance(part, Pending):
                 part.abandon()
 
-    def read(self, key: bytes, *, touch: bool = True) -> Item | None:
+    def read(self, key: Address, *, touch: bool = True) -> Item | None:
         """Return the item of a qualified key for a command that reads, counting a hit or a miss."""
         item = self.engine.get(key) if touch else self.engine.peek(key)
         if item is None:

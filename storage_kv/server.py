@@ -20,9 +20,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from shadowserve.clock import wall_clock_ms
 from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
+from shadowserve.pool.contract import Engine
+from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.resp import encode_error
 from shadowserve.signals import stop_signals
 from storage_kv.access.audit import AuditLog
@@ -31,7 +34,6 @@ from storage_kv.clients.connection import Connection
 from storage_kv.clients.io_threads import IoThread, threads_for
 from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
 from storage_kv.config import StorageConfig
-from storage_kv.engine import ENTRIES_PER_HOLD, Engine, wall_clock_ms
 from storage_kv.engines import open_engine
 from storage_kv.engines.thread import EngineThread
 from storage_kv.node import Node, Session

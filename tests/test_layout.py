@@ -7,6 +7,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,24 @@ def test_the_shared_package_imports_no_program() -> None:
     shared = [path for path in modules("shadowserve") if "cli" not in path.relative_to(REPOSITORY).parts]
     found = [line for path in shared for line in forbidden(path, (*PROGRAMS, "shadowserve.cli", "tests"))]
     assert shared and not found, "\n".join(found)
+
+
+def test_a_volume_knows_nothing_of_the_pool_that_it_is_part_of() -> None:
+    pool = [path for path in modules("shadowserve/pool") if path.parent.name == "pool" and path.stem != "__init__"]
+    above = tuple(f"shadowserve.pool.{path.stem}" for path in pool)
+    volume = modules("shadowserve/pool/volume")
+    found = [line for path in volume for line in forbidden(path, above)]
+    assert above and volume and not found, "\n".join(found)
+
+
+def test_no_two_modules_of_the_pool_need_each_other() -> None:
+    needs: dict[str, set[str]] = {}
+    for path in modules("shadowserve/pool"):
+        parts = path.relative_to(REPOSITORY).with_suffix("").parts
+        names = [name for _, name in imported(path.read_text(encoding="utf-8"), ".".join(parts[:-1]))]
+        needs[".".join(parts)] = {each for name in names for each in (name, name.rpartition(".")[0])}
+    assert any("shadowserve.pool.terms" in each for each in needs.values())
+    list(TopologicalSorter(needs).static_order())  # raises where there is a circle
 
 
 def test_the_storage_node_knows_neither_grpc_nor_an_engine() -> None:

@@ -54,7 +54,7 @@ def format_devices(
     paths: tuple[str, ...], objects_max: int | None, size: int, pool_hex: str | None, force: bool
 ) -> None:
     """Make devices, or files, into empty volumes of one pool. A device that holds something is refused."""
-    from storage_kv.pool.volume import Volume
+    from shadowserve.pool.volume.volume import Volume
 
     pool_id = _pool_id(pool_hex)
     for path in paths:
@@ -79,7 +79,7 @@ def _keep_size(path: str, size: int) -> None:
 
 
 def _tell_what_is_dropped(device: BlockDevice) -> None:
-    from storage_kv.pool.foreign import describe_content
+    from shadowserve.pool.volume.foreign import describe_content
 
     try:
         found = describe_content(device)
@@ -131,7 +131,7 @@ def _told(row: dict[str, Any]) -> str:
 
 
 def _status(path: str) -> dict[str, Any]:
-    from storage_kv.pool.verification import verify_volume
+    from shadowserve.pool.volume.verification import verify_volume
 
     row: dict[str, Any] = {"path": path, "pool": "none", "volume": "none", "objects": 0, "objects_max": 0}
     row |= {"used_bytes": 0, "data_bytes": 0, "log_used": 0.0}

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
-from storage_kv.pool.verification import Finding, Verification, verify_volume
+from shadowserve.pool.volume.verification import Finding, Verification, verify_volume
 
 __all__ = ["verify"]
 

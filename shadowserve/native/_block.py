@@ -1,7 +1,7 @@
 """Block devices and files past the page cache, and the objects that lie on them.
 
-:class:`BlockDevice` is the one of ``storage_kv.pool.device``'s protocol that is real. docs/storage-devices.md says how
-devices are accessed and what rights that takes.
+:class:`BlockDevice` is the one of ``shadowserve.pool.volume.device``'s protocol that is real. docs/storage-devices.md
+says how devices are accessed and what rights that takes.
 """
 
 import enum

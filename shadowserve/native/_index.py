@@ -346,10 +346,6 @@ class Index:
         """Put a key into the ghost queue."""
         lib.ss_index_remember(self._index, tenant, key)
 
-    def next(self, slot: int = 0) -> int:
-        """Return the slot after ``slot`` that has an object; 0: there is none."""
-        return int(lib.ss_index_next(self._index, slot))
-
     def scan(self, tenant: int, cursor: int, max_slots: int, max_lines: int) -> tuple[int, list[int]]:
         """Return the next cursor, 0 at the end, and slots of a tenant's objects, in an order that nothing changes.
 

@@ -36,6 +36,7 @@ from functools import partial
 from typing import Any, Final
 
 from shadowserve.errors import ForeignProtocolError, ProtocolError
+from shadowserve.pool.volume.changes import BusyError
 from shadowserve.resp import CommandReader, LargeBulk, encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop
@@ -48,7 +49,6 @@ from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import Transport
 from storage_kv.clients.watched import Watched
 from storage_kv.commands import execute, execute_run
-from storage_kv.engine import BusyError
 from storage_kv.node import Later, Outgoing, Part, Pending, Reply, Series, Session
 
 __all__ = ["Connection"]

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any, Final
 
 from shadowserve.native import CommandRun
+from shadowserve.pool.volume.changes import BusyError
 from shadowserve.resp import (
     SetReply,
     SimpleString,
@@ -34,7 +35,6 @@ from storage_kv.commands import (
 )
 from storage_kv.commands._arguments import OK, quote, syntax_error
 from storage_kv.commands._table import RUN_REPLY_BYTES_MAX, Command
-from storage_kv.engine import BusyError
 from storage_kv.glob import Glob
 from storage_kv.node import Argument, CommandError, Later, Node, Reply, Session
 from storage_kv.operate.command_statistics import SAMPLE_EVERY

@@ -4,8 +4,9 @@ import threading
 from collections.abc import Callable
 from typing import Final, NoReturn
 
+from shadowserve.pool.terms import ENTRIES_PER_HOLD, Item, Lease
+from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
 from shadowserve.resp import encode_bulk_header, encode_error, parse_integer
-from storage_kv.engine import ENTRIES_PER_HOLD, Item, Lease, OutOfBudgetError, Ticket
 from storage_kv.node import REFERENCE_BYTES_MIN, CommandError, Later, Node, Outgoing, Part, Pending, Ready, Reply
 
 __all__ = [

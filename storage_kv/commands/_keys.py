@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
+from shadowserve.pool.terms import Address
 from shadowserve.resp import encode, encode_array_header, encode_bulk
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, OK, as_integer, in_turns, quote, settled, syntax_error
 from storage_kv.glob import Glob
@@ -38,7 +39,9 @@ _LISTING_BYTES_MAX = 16 << 20
 class _Count:
     """How many of a command's keys something is true of, which is found out of some at a time."""
 
-    def __init__(self, node: Node, session: Session, names: Sequence[Argument], test: Callable[[bytes], bool]) -> None:
+    def __init__(
+        self, node: Node, session: Session, names: Sequence[Argument], test: Callable[[Address], bool]
+    ) -> None:
         self._node = node
         self._session = session
         self._names = names

@@ -1,8 +1,8 @@
 """Our own commands; their names begin with ``KV.``."""
 
+from shadowserve.pool.terms import DEFAULT_TENANT, Item, PinShareError
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_turns, settled, syntax_error
-from storage_kv.engine import DEFAULT_TENANT, Item, PinShareError
 from storage_kv.node import Argument, CommandError, Node, Part, Reply, Series, Session
 
 __all__ = ["meta", "pin", "pins", "unpin"]

@@ -12,7 +12,6 @@ from shadowserve.resp import Verbatim, encode
 from storage_kv.commands._connection import REDIS_VERSION
 from storage_kv.commands._tenants import tenant_fields
 from storage_kv.node import Argument, Node, Reply, Session
-from storage_kv.operate.observation import observe
 
 __all__ = ["info"]
 
@@ -188,14 +187,14 @@ def _info_latencystats(node: Node) -> _Fields:
 
 
 def _info_devices(node: Node) -> _Fields:
-    seen = observe(node.engine)
+    seen = node.engine.statistics()
     fields: _Fields = [
         ("writing_bytes", seen.writing_bytes),
-        ("reads_pending", seen.reads_pending),
+        ("reads_pending", seen.waiting_reads),
         ("busy_refusals", node.counters.busy),
         ("quarantined_bytes", seen.quarantined_bytes),
-        ("scrub_bytes", seen.scrub.bytes),
-        ("scrub_rotten", seen.scrub.rotten),
+        ("scrub_bytes", seen.scrubbed_bytes),
+        ("scrub_rotten", seen.scrub_rotten),
     ]
     for number, device in enumerate(seen.devices):
         shown = {
@@ -206,14 +205,14 @@ def _info_devices(node: Node) -> _Fields:
             "read_bytes": device.read_bytes,
             "written_bytes": device.written_bytes,
             "errors": device.errors,
-            "queue_depth": device.queue_depth,
+            "queue_depth": device.reading,
         }
         for kind, histogram in sorted(device.latencies.items()):
             shown[f"{kind}_p99_usec"] = round(histogram.quantile_ns(0.99) / 1000)
         fields.append((f"device{number}", ",".join(f"{key}={value}" for key, value in shown.items())))
-    for number, arena in enumerate(seen.arenas):
-        shown = {"name": arena.name, "capacity_bytes": arena.capacity_bytes, "used_bytes": arena.used_bytes}
-        fields.append((f"arena{number}", ",".join(f"{key}={value}" for key, value in shown.items())))
+    if seen.memory_bytes:
+        shown = {"name": "memory", "capacity_bytes": seen.memory_bytes, "used_bytes": seen.memory_used_bytes}
+        fields.append(("arena0", ",".join(f"{key}={value}" for key, value in shown.items())))
     return fields
 
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
+from shadowserve.pool.terms import KEY_BYTES_MAX, Item
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
 from storage_kv.commands._arguments import (
     KEYS_AT_A_TIME,
@@ -20,7 +22,6 @@ from storage_kv.commands._arguments import (
     syntax_error,
 )
 from storage_kv.commands._table import RUN_REPLY_BYTES_MAX
-from storage_kv.engine import KEY_BYTES_MAX, BusyError, Item, OutOfBudgetError, Ticket
 from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Series, Session
 
 __all__ = [
@@ -64,7 +65,7 @@ def get_run(node: Node, session: Session, arguments: tuple[bytes, ...]) -> tuple
     large: Reply | None = None
     names = arguments[1::2]
     done, misses = len(names), 0
-    for position, item in enumerate(node.engine.get_each(session.prefix, names), 1):
+    for position, item in enumerate(node.engine.get_each(session.tenant, names), 1):
         if item is None:
             misses += 1
             parts.append(encode_null(session.protocol))
@@ -115,7 +116,7 @@ def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         counters.hits += 1
         return bulk_of(node, item, missing=null)
 
-    items = node.engine.get_each(session.prefix, arguments[1:])
+    items = node.engine.get_each(session.tenant, arguments[1:])
     return Series.of([encode_array_header(len(arguments) - 1)], items, value)
 
 
@@ -187,7 +188,7 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     key, value = _checked(arguments[1]), arguments[2]
     if len(arguments) == 3 and value[:4] != _MAGIC:  # most often, and worth no more calls
         try:
-            ticket = node.engine.put(session.prefix + key, value)
+            ticket = node.engine.put((session.tenant, key), value)
         except OutOfBudgetError:
             raise CommandError(OUT_OF_MEMORY) from None
         return OK if ticket is None else settled(node, ticket, "SET", OK)
@@ -268,14 +269,14 @@ def _checked(key: Argument) -> bytes:
 
 def set_run(node: Node, session: Session, arguments: tuple[bytes, ...]) -> tuple[int, bytes, Reply | None]:
     """SET key value, many times: up to a record, an error, or a value that is not as durable as it will be at once."""
-    store, prefix = node.engine.put, session.prefix
+    store, tenant = node.engine.put, session.tenant
     done = 0
     for position in range(1, len(arguments), 3):
         key, value = arguments[position], arguments[position + 1]
         if value[:4] == _MAGIC or len(key) > KEY_BYTES_MAX:
             break
         try:
-            ticket = store(prefix + key, value)
+            ticket = store((tenant, key), value)
         except (OutOfBudgetError, BusyError):
             break
         if ticket is not None:

@@ -96,7 +96,7 @@ def watch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if session.transaction is not None:
         raise CommandError("ERR WATCH inside MULTI is not allowed")
     keys = {session.qualify(key) for key in arguments[1:]}.union(session.watched)
-    if len(keys) > _WATCHED_KEYS_MAX or sum(map(len, keys)) > _WATCHED_BYTES_MAX:
+    if len(keys) > _WATCHED_KEYS_MAX or sum(len(key) for _, key in keys) > _WATCHED_BYTES_MAX:
         raise CommandError(
             f"ERR too much is watched: at most {_WATCHED_KEYS_MAX} keys of {_WATCHED_BYTES_MAX >> 20} MiB in all"
         )

@@ -3,12 +3,12 @@
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from storage_kv.engine import Item
+from shadowserve.pool.terms import Item
 from storage_kv.engines.key_index import KeyIndex
 
 __all__ = ["Account", "Counts", "MemoryItem"]
 
-_NAME_KEY_BYTES = 2 + 3 + 64  # of the qualified key of a chunk: tenant, "kv:", the name in hexadecimal digits
+_NAME_KEY_BYTES = 3 + 64  # of the key of a chunk: "kv:", the name in hexadecimal digits
 
 
 class MemoryItem(Item):
@@ -86,11 +86,10 @@ class Account:
         children: how many present entries name a chunk as their parent, by the name; only for those with any.
         counts: its own.
         index: clients' keys in the order of their creation.
-        items: what may be evicted, by qualified key, the least recently used first.
+        items: what may be evicted, by key, the least recently used first.
         number: of the tenant.
         parents: those that stay because they have present children; they go when nothing else may.
         pinned: those with a pin.
-        prefix: of its keys.
         quota_bytes: most that it may use, None for no bound.
         quota_keys: most entries that it may have, None for no bound.
     """
@@ -105,17 +104,15 @@ class Account:
         "number",
         "parents",
         "pinned",
-        "prefix",
         "quota_bytes",
         "quota_keys",
     )
 
-    def __init__(self, prefix: bytes, everybody: Counts) -> None:
+    def __init__(self, number: int, everybody: Counts) -> None:
         """Make one that has nothing, and counts for everybody."""
         self.counts = Counts()
         self.both = (self.counts, everybody)
-        self.prefix = prefix
-        self.number = int.from_bytes(prefix, "big")
+        self.number = number
         self.index = KeyIndex()
         self.quota_bytes: int | None = None
         self.quota_keys: int | None = None
@@ -133,7 +130,7 @@ class Account:
     # ---- Where an entry is
 
     def find(self, key: bytes) -> MemoryItem | None:
-        """Return the entry of a qualified key."""
+        """Return the entry of a key."""
         return self.items.get(key) or self.parents.get(key) or self.pinned.get(key)
 
     def use(self, key: bytes) -> None:
@@ -181,7 +178,7 @@ class Account:
                 self.items.move_to_end(key, last=False)
 
     def _key_of(self, name: bytes) -> bytes:
-        return self.prefix + b"kv:" + name.hex().encode()
+        return b"kv:" + name.hex().encode()
 
     # ---- What goes
 
@@ -200,10 +197,10 @@ class Account:
 
 
 def _name_of(key: bytes) -> bytes:
-    """Return the name of the chunk that a qualified key is of; empty if it is of none."""
-    if len(key) != _NAME_KEY_BYTES or key[2:5] != b"kv:":
+    """Return the name of the chunk that a key is of; empty if it is of none."""
+    if len(key) != _NAME_KEY_BYTES or key[:3] != b"kv:":
         return b""
     try:
-        return bytes.fromhex(key[5:].decode("ascii"))
+        return bytes.fromhex(key[3:].decode("ascii"))
     except ValueError:
         return b""

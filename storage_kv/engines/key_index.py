@@ -1,6 +1,6 @@
 """Keys in the order of their creation, so that SCAN can go on where it stopped however the keys have changed since."""
 
-from storage_kv.engines.ordered import Ordered
+from shadowserve.pool.ordered import Ordered
 
 __all__ = ["KeyIndex"]
 

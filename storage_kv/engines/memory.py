@@ -15,25 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from storage_kv.engine import (
-    DEFAULT_TENANT,
-    ENTRIES_PER_HOLD,
-    TENANT_BYTES,
-    TENANTS_MAX,
-    BusyError,
-    EngineStatistics,
-    Item,
-    Lease,
-    OutOfBudgetError,
-    PinnedEntries,
-    Ticket,
-    wall_clock_ms,
-)
+from shadowserve.clock import wall_clock_ms
+from shadowserve.pool.config import PoolConfig
+from shadowserve.pool.ordered import Ordered
+from shadowserve.pool.pins import Pins
+from shadowserve.pool.statistics import Statistics
+from shadowserve.pool.terms import DEFAULT_TENANT, ENTRIES_PER_HOLD, TENANTS_MAX, Address, Item, Lease, PinnedEntries
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
+from shadowserve.pool.weights import Weights
 from storage_kv.engines import buffers
 from storage_kv.engines.account import Account, Counts, MemoryItem
-from storage_kv.engines.ordered import Ordered
-from storage_kv.engines.pins import Pins
-from storage_kv.engines.weights import Weights
 
 __all__ = ["ENTRY_OVERHEAD_BYTES", "MemoryEngine"]
 
@@ -81,9 +72,9 @@ class MemoryEngine:
         self._wake_descriptor: int | None = None
         self._names = {"": DEFAULT_TENANT}
         self._all = Counts()
-        self._accounts: dict[bytes, Account] = {}  # by the prefix of their keys
+        self._accounts: dict[int, Account] = {}
         self._weights: Weights[Account] = Weights()  # where there are several
-        self._open_account(bytes(TENANT_BYTES))
+        self._open_account(DEFAULT_TENANT)
         self._expiries: Ordered[tuple[bytes, MemoryItem]] = Ordered()
         self._pins: Pins[tuple[bytes, MemoryItem]] = Pins()
         self._uses = 0  # so far: the time by which entries are compared
@@ -95,15 +86,15 @@ class MemoryEngine:
 
     # ---- Reading
 
-    def get(self, key: bytes) -> MemoryItem | None:
+    def get(self, address: Address) -> MemoryItem | None:
         """See :meth:`Engine.get`."""
-        return next(self.get_each(key[:TENANT_BYTES], (key[TENANT_BYTES:],)))
+        return next(self.get_each(address[0], (address[1],)))
 
-    def get_each(self, prefix: bytes, keys: Iterable[bytes | memoryview]) -> Iterator[MemoryItem | None]:
+    def get_each(self, tenant: int, keys: Iterable[bytes | memoryview]) -> Iterator[MemoryItem | None]:
         """See :meth:`Engine.get_each`."""
-        account = self._accounts.get(prefix) or self._open_account(prefix)
+        account = self._accounts.get(tenant) or self._open_account(tenant)
         for name in keys:
-            key = prefix + name
+            key = bytes(name)
             item = account.items.get(key)  # a clear between two puts others in its place
             if item is not None and item.expires_at_ms is None:  # most often
                 account.items.move_to_end(key)
@@ -116,9 +107,10 @@ class MemoryEngine:
             self._uses = item.used = self._uses + 1
             yield item
 
-    def peek(self, key: bytes) -> MemoryItem | None:
+    def peek(self, address: Address) -> MemoryItem | None:
         """See :meth:`Engine.peek`."""
-        account = self._accounts.get(key[:TENANT_BYTES])
+        tenant, key = address
+        account = self._accounts.get(tenant)
         item = None if account is None else account.find(key)
         if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
             return None
@@ -162,7 +154,7 @@ class MemoryEngine:
 
     def put(
         self,
-        key: bytes,
+        address: Address,
         value: bytes | memoryview,
         *,
         head_bytes: int = 0,
@@ -170,7 +162,8 @@ class MemoryEngine:
         parent: bytes = b"",
     ) -> Ticket | None:
         """See :meth:`Engine.put`."""
-        account = self._accounts.get(key[:TENANT_BYTES]) or self._open_account(key[:TENANT_BYTES])
+        tenant, key = address
+        account = self._accounts.get(tenant) or self._open_account(tenant)
         old = account.items.get(key)
         length = len(value)
         if old is None:
@@ -227,21 +220,21 @@ class MemoryEngine:
         if len(self._accounts) > 1:
             self._weights.set(account, account.counts.used_bytes)
 
-    def settling(self, key: bytes) -> Ticket | None:
+    def settling(self, address: Address) -> Ticket | None:
         """See :meth:`Engine.settling`: nothing is more durable than it is at once."""
         return None
 
-    def remove(self, key: bytes) -> bool:
+    def remove(self, address: Address) -> bool:
         """See :meth:`Engine.remove`."""
-        item = self.peek(key)
+        item, key = self.peek(address), address[1]
         if item is None:
             return False
         self._drop(key, item)
         return True
 
-    def set_expiry(self, key: bytes, expires_at_ms: int | None) -> bool:
+    def set_expiry(self, address: Address, expires_at_ms: int | None) -> bool:
         """See :meth:`Engine.set_expiry`."""
-        item = self.peek(key)
+        item, key = self.peek(address), address[1]
         if item is None:
             return False
         if expires_at_ms is not None and expires_at_ms <= self._clock_ms():
@@ -255,9 +248,9 @@ class MemoryEngine:
 
     # ---- Pins
 
-    def pin(self, key: bytes, until_ms: int) -> bool:
+    def pin(self, address: Address, until_ms: int) -> bool:
         """See :meth:`Engine.pin`."""
-        item = self.peek(key)
+        item, key = self.peek(address), address[1]
         if item is None:
             return False
         if until_ms <= self._clock_ms():
@@ -317,7 +310,7 @@ class MemoryEngine:
 
     def pinned(self, tenant: int) -> PinnedEntries:
         """See :meth:`Engine.pinned`."""
-        account = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
+        account = self._accounts.get(tenant)
         quota_bytes = None if account is None else account.quota_bytes
         return self._pins.entries(tenant, quota_bytes=quota_bytes, budget_bytes=self._budget_bytes)
 
@@ -329,7 +322,7 @@ class MemoryEngine:
 
     def clear(self, tenant: int | None) -> None:
         """See :meth:`Engine.clear`. Few entries go at once; of many the table does, and they themselves in poll()."""
-        found = None if tenant is None else self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
+        found = None if tenant is None else self._accounts.get(tenant)
         for account in self._accounts.values() if tenant is None else [found] if found is not None else []:
             keys = account.counts.keys
             if not keys:
@@ -375,15 +368,15 @@ class MemoryEngine:
 
     def scan(self, tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """See :meth:`Engine.scan`."""
-        account = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
+        account = self._accounts.get(tenant)
         if account is None:
             return 0, []
         following, keys = account.index.page(cursor, min(count, ENTRIES_PER_HOLD))
-        return following, [key[TENANT_BYTES:] for key in keys if self.peek(key) is not None]
+        return following, [key for key in keys if self.peek((tenant, key)) is not None]
 
     def count(self, tenant: int) -> int:
         """See :meth:`Engine.count`."""
-        account = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
+        account = self._accounts.get(tenant)
         return 0 if account is None else account.counts.keys
 
     def tenant(self, name: str) -> int:
@@ -402,8 +395,7 @@ class MemoryEngine:
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
         """See :meth:`Engine.set_quota`."""
-        prefix = tenant.to_bytes(TENANT_BYTES, "big")
-        account = self._accounts.get(prefix) or self._open_account(prefix)
+        account = self._accounts.get(tenant) or self._open_account(tenant)
         account.quota_bytes, account.quota_keys = bytes_max, keys_max
         account.has_quota = bytes_max is not None or keys_max is not None
         self._beyond[account] = None
@@ -417,16 +409,20 @@ class MemoryEngine:
         self._allowance -= self._trim(self._allowance)
         self._tell()
 
-    def statistics(self, tenant: int | None = None) -> EngineStatistics:
+    def follow(self, config: PoolConfig) -> None:
+        """See :meth:`Engine.follow`: its memory is its budget."""
+        self.set_budget(int(config.memory_budget_bytes))
+
+    def statistics(self, tenant: int | None = None) -> Statistics:
         """See :meth:`Engine.statistics`."""
         counts, budget_bytes, pinned_bytes = self._all, self._budget_bytes, self._pins.total_bytes
         if tenant is not None:
-            found = self._accounts.get(tenant.to_bytes(TENANT_BYTES, "big"))
+            found = self._accounts.get(tenant)
             counts = Counts() if found is None else found.counts
             pinned_bytes = self._pins.bytes_of(tenant)
             if found is not None and found.quota_bytes is not None:
                 budget_bytes = min(budget_bytes, found.quota_bytes)
-        return EngineStatistics(
+        return Statistics(
             keys=counts.keys,
             expiring_keys=counts.expiring_keys,
             budget_bytes=budget_bytes,
@@ -486,8 +482,8 @@ class MemoryEngine:
 
     # ---- Making room
 
-    def _open_account(self, prefix: bytes) -> Account:
-        account = self._accounts[prefix] = Account(prefix, self._all)
+    def _open_account(self, tenant: int) -> Account:
+        account = self._accounts[tenant] = Account(tenant, self._all)
         if len(self._accounts) == 2:  # from now on weights count
             for each in self._accounts.values():
                 self._weights.set(each, each.counts.used_bytes)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from storage_kv.engine import Engine
+from shadowserve.pool.contract import Engine
 
 __all__ = ["EngineThread"]
 

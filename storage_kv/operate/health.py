@@ -7,7 +7,6 @@ from typing import Any
 
 from shadowserve.health import HEALTH_TIMEOUT_S, Check, answers, check
 from storage_kv.node import Node
-from storage_kv.operate.observation import observe
 
 __all__ = ["Condition"]
 
@@ -56,7 +55,7 @@ class Condition:
     def readiness(self) -> list[Check]:
         """Check whether clients are served: health, and recovered, listening, not draining, with a healthy device."""
         healthy = self.health()
-        devices = observe(self.node.engine).devices if self.recovered else ()
+        devices = self.node.engine.statistics().devices if self.recovered else ()
         well = [device.name for device in devices if device.healthy]
         return [
             *healthy,

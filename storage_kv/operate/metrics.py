@@ -6,7 +6,7 @@ many, and other people's. Units are seconds and bytes; counters end in ``_total`
 
 import resource
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from prometheus_client.core import (
@@ -19,10 +19,11 @@ from prometheus_client.core import (
 
 from shadowserve import __version__
 from shadowserve.latency import LatencyHistogram
+from shadowserve.pool.statistics import DeviceStatistics, Statistics
+from storage_kv.engines import engine_kind
 from storage_kv.node import Node
 from storage_kv.operate.command_statistics import SAMPLE_EVERY
 from storage_kv.operate.health import Condition
-from storage_kv.operate.observation import ArenaObservation, DeviceObservation, Observation, observe
 
 __all__ = ["NodeCollector"]
 
@@ -93,30 +94,33 @@ _DEVICE_GAUGES: Final[_Table] = (
     ("device_healthy", "healthy", "Whether a device is in use: 1 or 0."),
     ("device_capacity_bytes", "capacity_bytes", "Bytes that a device can hold."),
     ("device_used_bytes", "used_bytes", "Bytes that a device holds."),
-    ("device_queue_depth", "queue_depth", "Requests that a device has."),
-    ("device_waiting", "waiting", "Requests that wait for a device."),
+    ("device_queue_depth", "reading", "Requests that a device has."),
     ("device_bandwidth_bytes_per_second", "bandwidth_bytes_per_s", "Bandwidth of a device as last measured."),
-    ("device_wear_bytes", "wear_bytes_today", "Bytes written in the present day of the wear budget."),
+    ("device_wear_bytes", "written_today_bytes", "Bytes written in the present day of the wear budget."),
     ("device_wear_budget_bytes", "wear_budget_bytes", "Bytes that may be written a day; absent without a budget."),
 )
 _ARENA_GAUGES: Final[_Table] = (
-    ("arena_capacity_bytes", "capacity_bytes", "Bytes of an arena."),
-    ("arena_used_bytes", "used_bytes", "Bytes of an arena in use."),
-    ("arena_copies", "copies", "Objects of which an arena holds a copy."),
+    ("arena_capacity_bytes", "memory_bytes", "Bytes of an arena."),
+    ("arena_used_bytes", "memory_used_bytes", "Bytes of an arena in use."),
+    ("arena_copies", "memory_objects", "Objects of which an arena holds a copy."),
 )
 _ARENA_COUNTERS: Final[_Table] = (
-    ("arena_promotions", "promoted", "Objects copied into an arena because they were hot."),
-    ("arena_copies_dropped", "dropped", "Copies in an arena that went to make room; their devices have the objects."),
+    ("arena_promotions", "promotions", "Objects copied into an arena because they were hot."),
+    (
+        "arena_copies_dropped",
+        "copies_dropped",
+        "Copies in an arena that went to make room; their devices have the objects.",
+    ),
 )
-_OBSERVED_GAUGES: Final[_Table] = (
+_WAITING_GAUGES: Final[_Table] = (
     ("quarantined_bytes", "quarantined_bytes", "Bytes of extents kept out of use because they are faulty."),
     ("writing_bytes", "writing_bytes", "Bytes of values that are not durable yet."),
-    ("reads_pending", "reads_pending", "Reads that devices have not answered."),
+    ("reads_pending", "waiting_reads", "Reads that devices have not answered."),
 )
 _SCRUB_COUNTERS: Final[_Table] = (
-    ("scrub_bytes", "bytes", "Bytes verified by the background scrub."),
-    ("scrub_rotten", "rotten", "Objects that the scrub found to differ from what was stored."),
-    ("scrub_passes", "passes", "Rounds of the scrub over everything."),
+    ("scrub_bytes", "scrubbed_bytes", "Bytes verified by the background scrub."),
+    ("scrub_rotten", "scrub_rotten", "Objects that the scrub found to differ from what was stored."),
+    ("scrub_passes", "scrub_passes", "Rounds of the scrub over everything."),
 )
 
 
@@ -131,15 +135,11 @@ class NodeCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         node = self._node
-        engine, seen = None, Observation()
         with node.lock:
-            if self._condition.recovered:
-                engine, seen = node.engine.statistics(), observe(node.engine)
+            engine = node.engine.statistics() if self._condition.recovered else None
             by_command = dict(node.counters.by_command)
             waiting = sum(session.pending_output_bytes for session in node.sessions.values())
         yield from _each(CounterMetricFamily, _NODE_COUNTERS, node.counters)
-        yield from _each(CounterMetricFamily, _ENGINE_COUNTERS, engine)
-        yield from _each(GaugeMetricFamily, _ENGINE_GAUGES, engine)
         yield from _each(CounterMetricFamily, _AUDIT_COUNTERS, node.audit)
         yield from self._process(waiting)
         calls = CounterMetricFamily(_PREFIX + "command_calls", "Calls by command.", labels=["command"])
@@ -155,11 +155,14 @@ class NodeCollector:
         yield _histogram(
             "command_duration_seconds", f"Time in the engine of one call in {SAMPLE_EVERY}.", ["command"], durations
         )
-        yield from _observed(seen)
+        if engine is not None:
+            yield from _held(engine)
 
     def _process(self, waiting_bytes: int) -> Iterator[Metric]:
         node, condition, usage = self._node, self._condition, resource.getrusage(resource.RUSAGE_SELF)
-        yield InfoMetricFamily(_PREFIX + "build", "What runs.", {"version": __version__, "engine": _engine_name(node)})
+        yield InfoMetricFamily(
+            _PREFIX + "build", "What runs.", {"version": __version__, "engine": engine_kind(node.config)}
+        )
         for name, value, text in (
             ("clients", len(node.sessions), "Connected clients."),
             ("tenants", len(node.limiters), "Tenants with limits."),
@@ -182,29 +185,22 @@ class NodeCollector:
         yield CounterMetricFamily(_PREFIX + "cpu_seconds", "CPU time.", value=usage.ru_utime + usage.ru_stime)
 
 
-def _engine_name(node: Node) -> str:
-    return type(node.engine).__name__.removesuffix("Engine").lower()
-
-
 def _each(family: type[Metric], table: _Table, source: object) -> Iterator[Metric]:
-    """Yield a metric without labels for each row whose attribute the source has."""
+    """Yield a metric without labels for each row, of the source's attribute of that name."""
     for name, attribute, text in table:
-        value = getattr(source, attribute, None)
-        if value is not None:
-            yield family(_PREFIX + name, text, value=float(value))
+        yield family(_PREFIX + name, text, value=float(getattr(source, attribute)))
 
 
 def _labelled(
-    family: type[Metric], table: _Table, label: str, sources: Iterable[DeviceObservation | ArenaObservation]
+    family: type[Metric], table: _Table, label: str, sources: Mapping[str, DeviceStatistics | Statistics]
 ) -> Iterator[Metric]:
-    """Yield a metric for each row, with a sample for each source that has the attribute."""
-    found = list(sources)
+    """Yield a metric for each row, with a sample for each source that has a value."""
     for name, attribute, text in table:
         metric = family(_PREFIX + name, text, labels=[label])
-        for source in found:
+        for called, source in sources.items():
             value = getattr(source, attribute)
             if value is not None:
-                metric.add_metric([source.name], float(value))
+                metric.add_metric([called], float(value))
         yield metric
 
 
@@ -224,20 +220,27 @@ def _histogram(
     return metric
 
 
-def _observed(seen: Observation) -> Iterator[Metric]:
-    """Yield what the engine shows beyond its totals."""
-    yield from _each(GaugeMetricFamily, _OBSERVED_GAUGES, seen)
-    yield from _each(CounterMetricFamily, _SCRUB_COUNTERS, seen.scrub)
-    yield _by("evictions", "Keys removed to make room, by cause.", "cause", seen.evictions)
-    yield _by("lost_objects", "Objects dropped because of their bytes, by reason.", "reason", seen.lost)
-    yield _by("admissions", "Values by what became of them on their way to a device.", "outcome", seen.admission)
-    yield from _labelled(CounterMetricFamily, _DEVICE_COUNTERS, "device", seen.devices)
-    yield from _labelled(GaugeMetricFamily, _DEVICE_GAUGES, "device", seen.devices)
+def _held(engine: Statistics) -> Iterator[Metric]:
+    """Yield what the engine tells of itself."""
+    for table in (_ENGINE_GAUGES, _WAITING_GAUGES):
+        yield from _each(GaugeMetricFamily, table, engine)
+    for table in (_ENGINE_COUNTERS, _SCRUB_COUNTERS):
+        yield from _each(CounterMetricFamily, table, engine)
+    yield _by("evictions", "Keys removed to make room, by cause.", "cause", engine.evictions)
+    yield _by("lost_objects", "Objects dropped because of their bytes, by reason.", "reason", engine.lost)
+    admissions, arenas = {}, {}
+    if engine.memory_bytes:
+        admissions = {"held_back": engine.held_back, "wear_refused": engine.wear_refused}
+        arenas = {"memory": engine}
+    yield _by("admissions", "Values by what became of them on their way to a device.", "outcome", admissions)
+    devices = {device.name: device for device in engine.devices}
+    yield from _labelled(CounterMetricFamily, _DEVICE_COUNTERS, "device", devices)
+    yield from _labelled(GaugeMetricFamily, _DEVICE_GAUGES, "device", devices)
     yield _histogram(
         "device_operation_duration_seconds",
         "Time from when a device gets an operation to its end.",
         ["device", "operation"],
-        {(each.name, kind): one for each in seen.devices for kind, one in sorted(each.latencies.items())},
+        {(name, kind): one for name, each in devices.items() for kind, one in sorted(each.latencies.items())},
     )
-    yield from _labelled(GaugeMetricFamily, _ARENA_GAUGES, "arena", seen.arenas)
-    yield from _labelled(CounterMetricFamily, _ARENA_COUNTERS, "arena", seen.arenas)
+    yield from _labelled(GaugeMetricFamily, _ARENA_GAUGES, "arena", arenas)
+    yield from _labelled(CounterMetricFamily, _ARENA_COUNTERS, "arena", arenas)

@@ -14,11 +14,10 @@ from pydantic import ValidationError
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
+from shadowserve.pool.terms import DEFAULT_TENANT
 from storage_kv.access.limits import RateLimiter
 from storage_kv.config import LIVE, StorageConfig, TenantLimits
-from storage_kv.engine import DEFAULT_TENANT
 from storage_kv.node import Node
-from storage_kv.pool.engine import PoolEngine
 
 __all__ = ["Reconfiguration", "Reload"]
 
@@ -52,10 +51,10 @@ class Reconfiguration:
         self._hooks: dict[str, Hook] = {
             "log_level": _follow_log,
             "log_format": _follow_log,
-            "memory_budget_bytes": self._follow_budget,
+            "memory_budget_bytes": self._follow_pool,
             "tenants": self._follow_tenants,
-            "devices": self._follow_devices,
-            "scrub_bytes_per_s": self._follow_scrub,
+            "devices": self._follow_pool,
+            "scrub_bytes_per_s": self._follow_pool,
             "pin_share": self._follow_pins,
             "pin_share_of_tenant": self._follow_pins,
         }
@@ -69,9 +68,8 @@ class Reconfiguration:
         """
         self._hooks[key] = hook
 
-    def _follow_budget(self, config: StorageConfig) -> None:
-        engine = self._node.engine  # of a pool with devices, memory is not what bounds its objects
-        getattr(engine, "set_memory_budget", engine.set_budget)(int(config.memory_budget_bytes))
+    def _follow_pool(self, config: StorageConfig) -> None:
+        self._node.engine.follow(config)
 
     def _follow_tenants(self, config: StorageConfig) -> None:
         """Give tenants their new limits; those that are named no more have none."""
@@ -91,17 +89,6 @@ class Reconfiguration:
 
     def _follow_pins(self, config: StorageConfig) -> None:
         self._node.engine.set_pin_shares(config.pin_share_of_tenant, config.pin_share)
-
-    def _follow_devices(self, config: StorageConfig) -> None:
-        engine = self._node.engine
-        if isinstance(engine, PoolEngine):
-            for device in config.devices:
-                budgets = (device.bytes_max, device.objects_max, device.write_bytes_per_day)
-                engine.set_device_budget(str(device.path), *budgets)
-
-    def _follow_scrub(self, config: StorageConfig) -> None:
-        if isinstance(self._node.engine, PoolEngine):
-            self._node.engine.set_scrub_rate(int(config.scrub_bytes_per_s))
 
     def change(self, values: Mapping[str, Any]) -> None:
         """Change keys, all or none; with the node's lock held.

@@ -19,7 +19,7 @@ from machine import PATIENCE_S, free_port
 from nodes import MIB, REPOSITORY, DataPlane, Storage, await_end
 from outcomes import Outcome
 
-from storage_kv.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS
+from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS
 
 USERS = """user default off
 user root on >root ~* +@all

@@ -193,7 +193,7 @@ def half_open_under_hosts(context: Context) -> None:
 @case(
     "bit rot on disk",
     "a bit of each of twelve records on the devices, while hosts fetch through a data plane",
-    engines=("pool", "filesystem"),
+    engines=("pool",),
     repetitions=2,
 )
 def rotten_under_hosts(context: Context) -> None:

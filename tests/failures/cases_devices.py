@@ -14,9 +14,7 @@ from faults import is_root
 from images import StoredObject
 from nodes import MIB, Storage
 
-from storage_kv.pool.format import BLOCK_BYTES
-
-_DURABLE = ("pool", "filesystem")
+from shadowserve.pool.volume.format import BLOCK_BYTES
 
 
 def _cold(context: Context, **options: object) -> Storage:
@@ -41,7 +39,7 @@ def _after(context: Context) -> None:
 @case(
     "device I/O error",
     "one read in three fails with EIO, of values that are not in memory",
-    engines=_DURABLE,
+    engines=("pool",),
     repetitions=2,
 )
 def reads_fail(context: Context) -> None:
@@ -76,11 +74,10 @@ def _failing_writes(context: Context, **faults: int) -> None:
     assert storage.faults.met, "nothing has failed"
     storage.kill()
     storage.faults.clear()
-    strict = alone or context.engine != "pool"
-    context.expected.losable = "" if strict else "stale: its device was given up while the other went on"
+    context.expected.losable = "" if alone else "stale: its device was given up while the other went on"
     storage.start()
     context.verify(storage)
-    if not strict:
+    if not alone:
         context.expected.all_may_be_lost(context.expected.losable)
         context.expected.losable = ""
     with context.load(storage.port):
@@ -90,7 +87,7 @@ def _failing_writes(context: Context, **faults: int) -> None:
 @case(
     "device I/O error",
     "one write in four fails with EIO; then a restart",
-    engines=_DURABLE,
+    engines=("pool",),
     repetitions=3,
     short=("pool",),
 )
@@ -98,37 +95,22 @@ def writes_fail(context: Context) -> None:
     _failing_writes(context, write_error=errno.EIO, one_in=4)
 
 
-@case("device I/O error", "one write in two hundred fails with EIO; then a restart", engines=_DURABLE, repetitions=2)
+@case("device I/O error", "one write in two hundred fails with EIO; then a restart", engines=("pool",), repetitions=2)
 def writes_fail_rarely(context: Context) -> None:
     _failing_writes(context, write_error=errno.EIO, one_in=200)
 
 
-@case("device I/O error", "every flush fails; then a restart", engines=_DURABLE, repetitions=2)
+@case("device I/O error", "every flush fails; then a restart", engines=("pool",), repetitions=2)
 def flushes_fail(context: Context) -> None:
     _failing_writes(context, flush_error=errno.EIO)
 
 
-@case("disk full", "every write fails with ENOSPC; then a restart", engines=_DURABLE, repetitions=2)
+@case("disk full", "every write fails with ENOSPC; then a restart", engines=("pool",), repetitions=2)
 def no_space(context: Context) -> None:
     _failing_writes(context, write_error=errno.ENOSPC)
 
 
-@case("disk full", "a file system of 8 MiB is full (tmpfs); then it has room again", engines=("filesystem",))
-def small_file_system(context: Context) -> None:
-    with _mounted(context.folder / "small", "-t", "tmpfs", "-o", "size=8m", "tmpfs") as folder:
-        storage = context.storage(paths=[folder / "values"])
-        _during(context, "evicted, or its write found no room")
-        with context.load(storage.port, keys=[f"key {number}" for number in range(300)]):
-            context.pause(0.5, 1.0)
-        _after(context)
-        context.verify(storage)
-        assert storage.stop()
-        storage.start()
-        context.verify(storage)
-        assert storage.stop()
-
-
-@case("disk full", "the devices are full: what was used longest ago goes", engines=_DURABLE, repetitions=2)
+@case("disk full", "the devices are full: what was used longest ago goes", engines=("pool",), repetitions=2)
 def evicting(context: Context) -> None:
     storage = context.storage(device_bytes=16 * MIB)
     _during(context, "evicted to make room")
@@ -184,22 +166,9 @@ def replaced(context: Context) -> None:
     context.fill(storage)
     assert storage.stop()
     for entry in images.objects([storage.paths[0]]):
-        context.expected.may_be_lost(_name(storage, entry), "its device was replaced by an empty one")
+        context.expected.may_be_lost(_name(entry), "its device was replaced by an empty one")
     storage.paths[0].unlink()
     storage.start()
-    context.verify(storage)
-
-
-@case("device gone", "the folder's files are removed while it serves", engines=("filesystem",))
-def files_removed(context: Context) -> None:
-    storage = context.storage()
-    context.fill(storage)
-    _during(context, "its file was removed")
-    with context.load(storage.port):
-        context.pause(0.1, 0.2)
-        shutil.rmtree(storage.paths[0] / "objects", ignore_errors=True)
-        context.pause(0.3, 0.5)
-    _after(context)
     context.verify(storage)
 
 
@@ -234,13 +203,11 @@ def _harm(
     harmed = damage(context.chance.sample(whole, 12))
     assert harmed
     for chosen in harmed:
-        context.expected.may_be_lost(_name(storage, chosen), "damaged on its device")
+        context.expected.may_be_lost(_name(chosen), "damaged on its device")
 
 
-def _name(storage: Storage, chosen: StoredObject) -> str:
-    """Return the client's key of one of KEYS: a file has it behind attributes, a device only its digest."""
-    if storage.engine == "filesystem":
-        return chosen.name[chosen.name.rindex(b"key ") :].decode()
+def _name(chosen: StoredObject) -> str:
+    """Return the client's key of one of KEYS, of which a device has only its digest."""
     return _DIGESTS[chosen.key]
 
 
@@ -275,7 +242,7 @@ def _exchange(chosen: Sequence[StoredObject]) -> Sequence[StoredObject]:
 @case(
     "torn write",
     "twelve objects keep only some of their sectors after a SIGKILL, as if their writes had been cut off",
-    engines=_DURABLE,
+    engines=("pool",),
     short=("pool",),
 )
 def torn(context: Context) -> None:
@@ -297,12 +264,12 @@ def torn_log(context: Context) -> None:
     context.verify(storage)
 
 
-@case("bit rot on disk", "a bit of each of twelve objects, while the server is down", engines=_DURABLE)
+@case("bit rot on disk", "a bit of each of twelve objects, while the server is down", engines=("pool",))
 def rotten_while_down(context: Context) -> None:
     _damaged_while_down(context, _rot(context))
 
 
-@case("bit rot on disk", "a bit of each of twelve objects, while the server runs", engines=_DURABLE, short=("pool",))
+@case("bit rot on disk", "a bit of each of twelve objects, while the server runs", engines=("pool",), short=("pool",))
 def rotten_while_up(context: Context) -> None:
     _damaged_while_up(context, _rot(context))
 
@@ -344,7 +311,7 @@ def rotten_metadata(context: Context) -> None:
     assert storage.stop()
 
 
-@case("misdirected read", "twelve objects lie in each other's places, after a SIGKILL", engines=_DURABLE)
+@case("misdirected read", "twelve objects lie in each other's places, after a SIGKILL", engines=("pool",))
 def exchanged_while_down(context: Context) -> None:
     _damaged_while_down(context, _exchange)
 
@@ -352,8 +319,8 @@ def exchanged_while_down(context: Context) -> None:
 @case(
     "misdirected read",
     "twelve objects lie in each other's places, while the server runs",
-    engines=_DURABLE,
-    short=("filesystem",),
+    engines=("pool",),
+    short=("pool",),
 )
 def exchanged_while_up(context: Context) -> None:
     _damaged_while_up(context, _exchange)
@@ -373,20 +340,6 @@ def _log_blocks(path: Path, copy: int) -> list[tuple[int, int]]:
         if data[offset : offset + 4] == b"SSLG":
             found.append((offset, int.from_bytes(data[offset + 32 : offset + 40], "little")))
     return found
-
-
-@contextlib.contextmanager
-def _mounted(folder: Path, *arguments: str) -> Iterator[Path]:
-    if not is_root():
-        raise Unavailable("mounting needs root")
-    folder.mkdir(parents=True)
-    done = subprocess.run(["mount", *arguments, folder], capture_output=True, text=True)
-    if done.returncode:
-        raise Unavailable(f"mount: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=False)
 
 
 @contextlib.contextmanager

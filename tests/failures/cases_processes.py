@@ -12,7 +12,7 @@ from nodes import ENGINES
     "at a random moment while three clients store, fetch and remove; restarted on the same devices",
     engines=ENGINES,
     repetitions=4,
-    short=("filesystem",),
+    short=("pool",),
 )
 def killed(context: Context) -> None:
     storage = context.storage()
@@ -41,7 +41,7 @@ def killed_in_a_snapshot(context: Context) -> None:
         context.verify(storage)
 
 
-@case("server SIGKILL", "while it recovers from the SIGKILL before", engines=("pool", "filesystem"), repetitions=2)
+@case("server SIGKILL", "while it recovers from the SIGKILL before", engines=("pool",), repetitions=2)
 def killed_in_recovery(context: Context) -> None:
     storage = context.storage()
     with context.load(storage.port):

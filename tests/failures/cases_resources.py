@@ -51,7 +51,7 @@ def clock_jumps(context: Context) -> None:
 @case(
     "clock jump",
     "an expiry passes while the server is down, or its clock comes back before the time of the last run",
-    engines=("pool", "filesystem"),
+    engines=("pool",),
     repetitions=2,
 )
 def clock_jumps_while_down(context: Context) -> None:

@@ -1,4 +1,4 @@
-"""Objects where they lie, in a device's image or in files: found, damaged, exchanged behind the server's back."""
+"""Objects where they lie in a device's image: found, damaged, exchanged behind the server's back."""
 
 import random
 import struct
@@ -19,7 +19,7 @@ class StoredObject:
     """One object of docs/storage-format.md; those that were removed are found as well, until they are written over.
 
     Attributes:
-        file: that it is in.
+        file: the image.
         offset: of its header.
         length: bytes of the value.
         key: 32 bytes.
@@ -41,7 +41,7 @@ class StoredObject:
 
 
 def objects(files: list[Path]) -> Iterator[StoredObject]:
-    """Yield what lies in images of devices, or in one object's file each, in order."""
+    """Yield what lies in images of devices, in order."""
     for file in files:
         data = file.read_bytes()
         offset = data.find(_MAGIC)
@@ -52,17 +52,6 @@ def objects(files: list[Path]) -> Iterator[StoredObject]:
                 begin = offset + HEADER + length
                 yield StoredObject(file, offset, length, key, generation, data[begin : begin + name_length])
             offset = data.find(_MAGIC, offset + 1)
-
-
-def files_of(paths: list[Path]) -> list[Path]:
-    """Return the files in which objects lie: images as they are, folders' own objects."""
-    found: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found += sorted(file for file in (path / "objects").rglob("*") if file.is_file())
-        elif path.exists():
-            found.append(path)
-    return found
 
 
 def write(file: Path, offset: int, data: bytes) -> None:
@@ -111,7 +100,6 @@ __all__ = [
     "SECTOR",
     "StoredObject",
     "exchange",
-    "files_of",
     "flip",
     "objects",
     "rot",

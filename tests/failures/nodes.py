@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from faults import Faults
-from images import StoredObject, files_of, objects
+from images import StoredObject, objects
 from machine import PATIENCE_S, free_port
 
 REPOSITORY: Final = Path(__file__).parents[2]
 MIB: Final = 1 << 20
-ENGINES: Final = ("memory", "pool", "filesystem")
+ENGINES: Final = ("memory", "pool")
 _GONE: Final = re.compile(r"Traceback|connection_failed|Segmentation|AddressSanitizer")
 
 
@@ -29,8 +29,8 @@ class Storage:
     """One storage server of a kind, on the same port and the same devices after each start.
 
     Attributes:
-        engine: memory, pool or filesystem.
-        paths: of its devices, or its folder.
+        engine: memory or pool.
+        paths: of its devices.
         port: that it listens on.
         faults: what it is told of its disk and its clock, where ``faulty`` was asked for.
         starts: how often it was started.
@@ -75,9 +75,6 @@ class Storage:
                 for path in self.paths
             ]
             self.options |= {"memory_bandwidth": 1, "scrub_bytes_per_s": 0}
-        elif engine == "filesystem":
-            self.paths = list(paths) if paths is not None else [where / "values"]
-            self.options |= {"filesystem_path": self.paths[0], "memory_budget_bytes": devices * device_bytes}
         self.options |= options
 
     # ---- Life
@@ -164,7 +161,7 @@ class Storage:
 
     def objects(self) -> list[StoredObject]:
         """Return what lies on its devices, dead objects included."""
-        return list(objects(files_of(self.paths)))
+        return list(objects([path for path in self.paths if path.exists()]))
 
     def reachable(self, timeout_s: float = 1.0) -> bool:
         """Whether it answers now."""

@@ -64,11 +64,10 @@ def test_a_wrong_answer_and_a_hang_fail_the_matrix() -> None:
         assert "a reason" in matrix.as_text(found) or outcome is Outcome.RIGHT
 
 
-@pytest.mark.parametrize("engine", ["filesystem", "pool"])
 @pytest.mark.parametrize(("error", "one_in"), [(errno.EIO, 0), (errno.EIO, 2), (errno.EMFILE, 0), (errno.ENOMEM, 2)])
-def test_errors_that_pass_while_it_starts_delete_nothing(engine: str, error: int, one_in: int, tmp_path: Path) -> None:
-    """Symptom: a file that could not be read once was removed; a device that could not be was formatted."""
-    storage = Storage(engine, tmp_path, faulty=True).start()
+def test_errors_that_pass_while_it_starts_delete_nothing(error: int, one_in: int, tmp_path: Path) -> None:
+    """Symptom: a device that could not be read once was formatted."""
+    storage = Storage("pool", tmp_path, faulty=True).start()
     try:
         with redis.Redis(port=storage.port) as client:
             for number in range(40):

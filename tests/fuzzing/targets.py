@@ -17,12 +17,12 @@ from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import record
 from shadowserve.errors import ConfigurationError, RecordError
+from shadowserve.pool.volume.format import BLOCK_BYTES
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.resp import CommandReader, Limits, ReplyReader, split_inline
 from storage_kv.access.rules import RuleError, User, parse_line
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
-from storage_kv.pool.format import BLOCK_BYTES
 
 __all__ = ["TARGETS", "Target"]
 

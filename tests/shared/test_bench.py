@@ -27,7 +27,7 @@ SMALL = {
     "codecs": ["--layers", "1", "--mebibytes", "1", "--repeats", "1"],
     "storage": [
         *("--sizes", "1,2", "--connections", "1,2", "--mebibytes", "8", "--repeats", "1"),
-        *("--engines", "memory,pool,filesystem"),
+        *("--engines", "memory,pool"),
     ],
     "commands": ["--count", "500", "--repeats", "1"],
     "index": ["--objects", "200000", "--repeats", "1"],
@@ -52,7 +52,7 @@ SMALL = {
     ],
 }
 PARTS = ("pool", "passthrough")
-REDIS_RATIOS = ("cpu_gain_over_redis", "cpu_gain_over_redis_pool", "cpu_gain_over_redis_filesystem")
+REDIS_RATIOS = ("cpu_gain_over_redis", "cpu_gain_over_redis_pool")
 
 
 def may_cap() -> bool:
@@ -87,8 +87,8 @@ RATIOS = {
         f"{verb}_{ratio}"
         for verb in ("get", "getrange")
         for ratio in (
-            *("over_socket_floor", "over_socket_floor_pool", "over_socket_floor_filesystem"),
-            *("cpu_gain_over_memory_pool", "cpu_gain_over_memory_filesystem"),
+            *("over_socket_floor", "over_socket_floor_pool"),
+            "cpu_gain_over_memory_pool",
             *(REDIS_RATIOS if shutil.which("redis-server") else ()),
         )
     },

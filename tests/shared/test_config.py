@@ -185,6 +185,17 @@ def test_an_unknown_key_in_a_file_is_refused_with_place_and_nearest_key(tmp_path
         SmallConfig.load(path, environment={})
 
 
+def test_a_folder_of_files_is_refused_with_the_lines_to_write_instead(tmp_path: Path) -> None:
+    keys = {"engine": "filesystem", "filesystem_path": str(tmp_path)}
+    with pytest.raises(ConfigurationError, match=r"file .*: filesystem_path is no key any more") as refused:
+        StorageConfig.load(write(tmp_path, {"storage": keys}), environment={})
+    told = next(line for line in str(refused.value).splitlines() if line.startswith("  "))
+    path = write(tmp_path, {"storage": yaml.safe_load(told)})
+    assert [device.path for device in StorageConfig.load(path, environment={}).devices] == [tmp_path / "values.pool"]
+    with pytest.raises(ConfigurationError, match="engine: filesystem is no engine any more.*\n  devices: .*FOLDER/val"):
+        StorageConfig.load(flags={"engine": "filesystem"}, environment={})
+
+
 def test_an_unknown_section_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     path = write(tmp_path, {"storgae": {"port": 2}})
     with pytest.raises(ConfigurationError, match="there is no section 'storgae'; did you mean 'storage'"):

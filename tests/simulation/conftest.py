@@ -4,5 +4,5 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-for folder in (HERE, HERE.parent / "storage", HERE.parent):
+for folder in (HERE, HERE.parent / "pool", HERE.parent / "storage", HERE.parent):
     sys.path.insert(0, str(folder))

@@ -6,10 +6,10 @@ from reference_model import Model, Violation
 from simulated_server import SimulatedServer
 from world import World
 
-from shadowserve.native import NO_PARENT
-from storage_kv.engine import Engine
+from shadowserve.native import ANY, NO_PARENT
+from shadowserve.pool.contract import Engine
+from shadowserve.pool.engine import PoolEngine
 from storage_kv.engines.memory import MemoryEngine
-from storage_kv.pool.engine import PoolEngine
 
 __all__ = ["Invariants"]
 
@@ -69,18 +69,15 @@ class Invariants:
 def _chunks(engine: Engine) -> _Present:
     found: _Present = {}
     if isinstance(engine, PoolEngine):
-        slot = engine._index.next()
-        while slot:
+        for slot in engine._index.scan(ANY, 0, 1 << 20, 1 << 20)[1]:
             entry = engine._index.read(slot)
             if entry.head_length:
                 parent = None if entry.parent == NO_PARENT else (entry.tenant, entry.parent)
                 found[entry.tenant, entry.key] = entry.generation, parent
-            slot = engine._index.next(slot)
     elif isinstance(engine, MemoryEngine):
-        for prefix, account in engine._accounts.items():
-            tenant = int.from_bytes(prefix, "big")
+        for tenant, account in engine._accounts.items():
             for key, item in account.items.items():
                 if item.head_bytes:
                     parent = (tenant, item.parent) if item.parent else None
-                    found[tenant, bytes.fromhex(key[5:].decode())] = id(item), parent
+                    found[tenant, bytes.fromhex(key[3:].decode())] = id(item), parent
     return found

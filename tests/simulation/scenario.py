@@ -27,12 +27,14 @@ from world import MS, S, World, virtual_time
 
 from shadowserve.block import OperationKind, Priority
 from shadowserve.errors import ConfigurationError
+from shadowserve.pool.config import DeviceConfig
+from shadowserve.pool.contract import Engine
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.volume.format import Superblock
 from storage_kv.access.rules import hash_password
-from storage_kv.config import DeviceConfig, StorageConfig
-from storage_kv.engine import ENTRIES_PER_HOLD, Engine
+from storage_kv.config import StorageConfig
 from storage_kv.engines.memory import MemoryEngine
-from storage_kv.pool.engine import PoolEngine
-from storage_kv.pool.format import Superblock
 
 __all__ = ["TENANTS", "Plan", "Result", "plan_of", "simulate"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 AGAIN = ".venv/bin/python tests/simulation/simulate.py"
-for folder in (HERE, HERE.parent / "storage", HERE.parent, HERE.parents[1]):
+for folder in (HERE, HERE.parent / "pool", HERE.parent / "storage", HERE.parent, HERE.parents[1]):
     sys.path.insert(0, str(folder))
 
 from scenario import simulate  # noqa: E402

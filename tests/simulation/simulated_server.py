@@ -16,10 +16,11 @@ from simulated_device import SimulatedDevice
 from simulated_network import Link, ServerSocket
 from world import MS, US, S, SimulatedLock, World
 
+from shadowserve.pool.contract import Engine
+from shadowserve.pool.statistics import Statistics
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import READ, WRITE
 from storage_kv.config import StorageConfig
-from storage_kv.engine import Engine, EngineStatistics
 from storage_kv.node import Node, Session
 
 __all__ = ["SimulatedServer"]
@@ -260,7 +261,7 @@ class SimulatedServer:
 
     # ---- The end
 
-    def statistics(self) -> EngineStatistics:
+    def statistics(self) -> Statistics:
         """Return the engine's."""
         return self.engine.statistics()
 

@@ -7,7 +7,7 @@ from simulated_device import Fault, SimulatedDevice
 from world import World
 
 from shadowserve.block import OperationKind
-from storage_kv.pool.format import SUPERBLOCK_OFFSETS, Superblock
+from shadowserve.pool.volume.format import SUPERBLOCK_OFFSETS, Superblock
 
 __all__ = ["PowerCutError", "StartTrouble"]
 

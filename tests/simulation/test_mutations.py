@@ -9,13 +9,15 @@ from reference_model import Violation
 from scenario import plan_of, simulate
 
 from dpu_dataplane import storage
+from shadowserve.pool import opening, reads
+from shadowserve.pool.core import Core
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.entries import Entry
+from shadowserve.pool.space import Space
+from shadowserve.pool.volume import tail
+from shadowserve.pool.volume.log import Log
 from storage_kv.node import Session
-from storage_kv.pool import opening, reads, tail
-from storage_kv.pool.core import Core, Entry
-from storage_kv.pool.disk import Disk
-from storage_kv.pool.engine import PoolEngine
-from storage_kv.pool.log import Log
-from storage_kv.pool.space import Space
 
 _SEEDS = range(1, 1001)
 _RARE = range(3001, 10001)
@@ -60,7 +62,7 @@ def test_an_answer_before_the_flush_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_tenant_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Session, "qualify", lambda self, argument: b"\0\0" + argument)
+    monkeypatch.setattr(Session, "qualify", lambda self, argument: (0, bytes(argument)))
     assert seen(lambda plan: not plan.dataplane).startswith(("wrong", "stale", "lost"))
 
 

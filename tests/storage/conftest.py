@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from machine import PATIENCE_S, free_port, wait_for
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "pool"))
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
 
 from storage_support import Child, Client

@@ -8,8 +8,9 @@ from typing import Any, Self
 from machine import PATIENCE_S, wait_for
 from storage_support import Client
 
+from shadowserve.pool.terms import Address, Item, Lease
+from shadowserve.pool.volume.changes import BusyError, Ticket
 from storage_kv.config import StorageConfig
-from storage_kv.engine import BusyError, Item, Lease, Ticket
 from storage_kv.engines.memory import MemoryEngine
 from storage_kv.server import StorageServer
 
@@ -46,25 +47,25 @@ class SlowEngine(MemoryEngine):
         self.buffers: list[memoryview] = []  # given out, and neither stored nor given back
         self.drained = self.closed = False
 
-    def get_each(self, prefix: bytes, keys: Iterable[bytes | memoryview]) -> Iterator[Any]:
-        for found in super().get_each(prefix, keys):
+    def get_each(self, tenant: int, keys: Iterable[bytes | memoryview]) -> Iterator[Any]:
+        for found in super().get_each(tenant, keys):
             yield Away(found) if found is not None and self.away else found
 
-    def peek(self, key: bytes) -> Any:
-        found = super().peek(key)
+    def peek(self, address: Address) -> Any:
+        found = super().peek(address)
         return Away(found) if found is not None and self.away else found
 
-    def remove(self, key: bytes) -> bool:
+    def remove(self, address: Address) -> bool:
         away, self.away = self.away, False
         try:
-            return super().remove(key)
+            return super().remove(address)
         finally:
             self.away = away
 
-    def set_expiry(self, key: bytes, expires_at_ms: int | None) -> bool:
+    def set_expiry(self, address: Address, expires_at_ms: int | None) -> bool:
         away, self.away = self.away, False
         try:
-            return super().set_expiry(key, expires_at_ms)
+            return super().set_expiry(address, expires_at_ms)
         finally:
             self.away = away
 
@@ -82,11 +83,11 @@ class SlowEngine(MemoryEngine):
     def discard(self, buffer: memoryview) -> None:
         self.buffers = [other for other in self.buffers if other is not buffer]
 
-    def put(self, key: bytes, value: bytes | memoryview, **named: Any) -> Ticket | None:
+    def put(self, address: Address, value: bytes | memoryview, **named: Any) -> Ticket | None:
         if self.full or self.crowded:
             self.busy.append(Ticket())
             raise BusyError("too many writes", self.busy[-1])
-        super().put(key, value, **named)
+        super().put(address, value, **named)
         return self._ticket()
 
     def barrier(self) -> Ticket | None:

@@ -1,5 +1,6 @@
 """Probes, draining and systemd: what those who run the server are told of it."""
 
+import json
 import re
 import signal
 import socket
@@ -12,11 +13,11 @@ import pytest
 from machine import NEVER_S, PATIENCE_S, wait_for
 from storage_support import Child
 
+from shadowserve.clock import wall_clock_ms
+from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from storage_kv.config import StorageConfig
-from storage_kv.engine import wall_clock_ms
 from storage_kv.node import Node
 from storage_kv.operate.health import Condition
-from storage_kv.operate.observation import DeviceObservation, Observation
 
 
 class DeviceEngine:
@@ -25,10 +26,9 @@ class DeviceEngine:
     def __init__(self, *healthy: bool) -> None:
         self.healthy = healthy
 
-    def observe(self) -> Observation:
-        return Observation(
-            devices=[DeviceObservation(name=f"d{number}", healthy=each) for number, each in enumerate(self.healthy)]
-        )
+    def statistics(self) -> Statistics:
+        states = ["ok" if each else "gone" for each in self.healthy]
+        return Statistics(devices=tuple(DeviceStatistics(name=f"d{n}", state=state) for n, state in enumerate(states)))
 
 
 def condition(engine: Any) -> Condition:
@@ -90,7 +90,8 @@ def test_while_draining_clients_are_served_and_probes_say_so(start: Callable[...
 
 
 def test_what_was_found_again_is_told(start: Callable[..., Child], tmp_path: Path) -> None:
-    flags = ("--engine", "filesystem", "--filesystem-path", str(tmp_path / "files"), "--metrics-port", "0")
+    device = json.dumps([{"path": str(tmp_path / "device"), "size": "16 MiB"}])
+    flags = ("--devices", device, "--memory-budget-bytes", "8 MiB", "--metrics-port", "0")
     first = start(*flags)
     with first.client() as client:
         assert client.call("SET", "a", "1") == b"OK"
@@ -98,7 +99,7 @@ def test_what_was_found_again_is_told(start: Callable[..., Child], tmp_path: Pat
     second = start(*flags)
     samples = second.samples()
     assert samples["shadowserve_storage_recovered_keys"] == 1 and samples["shadowserve_storage_recovery_seconds"] > 0
-    assert any(" recovered keys=1 seconds=" in line for line in second.log)
+    assert any(" volume_recovered " in line and " objects=1 " in line for line in second.log)
 
 
 def test_the_delay_ends_by_itself(start: Callable[..., Child]) -> None:

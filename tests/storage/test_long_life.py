@@ -19,6 +19,8 @@ from machine import PATIENCE_S, wait_for
 from slow_engine import Served
 from storage_support import make_record
 
+from shadowserve.pool import copies, placement
+from shadowserve.pool.engine import PoolEngine
 from shadowserve.resp import CommandReader, encode_command
 from storage_kv.access import attempts
 from storage_kv.clients.connection import Connection
@@ -27,8 +29,6 @@ from storage_kv.clients.secure_connection import SecureConnection
 from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import PlainTransport, TlsTransport
 from storage_kv.node import Session
-from storage_kv.pool import copies, placement
-from storage_kv.pool.engine import PoolEngine
 from storage_kv.server import StorageServer
 
 _OF_A_CONNECTION = frozenset(
@@ -286,7 +286,7 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
             node.deny(session, "key", b"key %d" % number, b"client %d" % number)
 
 
-@pytest.mark.parametrize("engine", ["memory", "pool", "filesystem"])
+@pytest.mark.parametrize("engine", ["memory", "pool"])
 def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys, users, clients, commands, addresses: whatever remembers them has a bound, here a small one."""
     for module, bound in ((placement, "_CHAINS_MAX"), (copies, "_GHOSTS_MAX"), (attempts, "_ADDRESSES_MAX")):
@@ -295,8 +295,6 @@ def test_names_that_come_once_do_not_add_up(engine: str, tmp_path: Path, monkeyp
     if engine == "pool":
         device = {"size": 48 << 20, "objects_max": 64, "bandwidth": 1 << 30}
         config["devices"] = [{**device, "path": str(tmp_path / f"disk{number}")} for number in range(2)]
-    elif engine == "filesystem":
-        config |= {"filesystem_path": str(tmp_path / "values"), "memory_budget_bytes": 1 << 20}
     else:
         config |= {"memory_budget_bytes": 1 << 20}
     with Lasting(io_threads=1, **config) as served:

@@ -9,10 +9,10 @@ from slow_engine import Served
 from storage_support import Child, Client, make_record
 from work_meter import WORK_MAX, WorkMeter
 
+from shadowserve.pool.volume.changes import OutOfBudgetError
 from shadowserve.resp import ErrorReply
 from storage_kv.commands import _keys
 from storage_kv.commands._arguments import KEYS_AT_A_TIME
-from storage_kv.engine import OutOfBudgetError
 
 MANY = 3 * KEYS_AT_A_TIME + 10
 
@@ -121,8 +121,8 @@ def test_keys_are_listed_once_though_others_come_and_go(served: Served) -> None:
         def scan_and_change(tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
             nonlocal calls
             calls += 1
-            engine.put(b"\0\0new%d" % calls, b"x")
-            engine.remove(b"\0\0k%d" % (MANY - calls))
+            engine.put((0, b"new%d" % calls), b"x")
+            engine.remove((0, b"k%d" % (MANY - calls)))
             next_cursor, names = scan(tenant, cursor, count)
             return next_cursor, [*names, b"k0"]  # an engine may return a key twice
 

@@ -11,24 +11,19 @@ import pytest
 import yaml
 from machine import NEVER_S
 from prometheus_client import CollectorRegistry, generate_latest
-from storage_support import REPOSITORY, Child, Client, make_record
+from storage_support import REPOSITORY, Child, make_record
 
 from dpu_dataplane.metrics import Metrics
+from shadowserve.clock import wall_clock_ms
 from shadowserve.latency import LatencyHistogram
+from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from storage_kv.commands import execute
 from storage_kv.config import StorageConfig
-from storage_kv.engine import wall_clock_ms
+from storage_kv.engines.memory import MemoryEngine
 from storage_kv.node import CommandError, Node, Session
 from storage_kv.operate.command_statistics import SAMPLE_EVERY, CommandStatistics
 from storage_kv.operate.health import Condition
 from storage_kv.operate.metrics import NodeCollector
-from storage_kv.operate.observation import (
-    ArenaObservation,
-    DeviceObservation,
-    Observation,
-    ScrubObservation,
-    observe,
-)
 
 NAMES = re.compile(r"shadowserve_storage_[a-z0-9_]+")
 needs_promtool = pytest.mark.skipif(
@@ -37,20 +32,22 @@ needs_promtool = pytest.mark.skipif(
 UNITS = ("_bytes", "_seconds", "_total", "_bytes_per_second", "_bucket", "_count", "_sum", "_info")
 
 
-def observed() -> Observation:
+def shown() -> Statistics:
     """What a pool with two devices, one of them lost, would show."""
     latencies = {kind: LatencyHistogram() for kind in ("read", "write")}
     latencies["read"].add(90_000)
-    return Observation(
-        devices=[
-            DeviceObservation(name="nvme0n1", read_bytes=7, latencies=latencies, wear_budget_bytes=100),
-            DeviceObservation(name="nvme1n1", healthy=False, errors=3),
-        ],
-        arenas=[ArenaObservation(name="node0", capacity_bytes=1 << 20, promoted=2, dropped=3)],
+    return Statistics(
+        keys=3,
+        devices=(
+            DeviceStatistics(name="nvme0n1", read_bytes=7, latencies=latencies, wear_budget_bytes=100),
+            DeviceStatistics(name="nvme1n1", state="gone", errors=3, quarantined_bytes=1, scrubbed_bytes=1000),
+        ),
+        memory_bytes=1 << 20,
+        promotions=2,
+        copies_dropped=3,
         evictions={"budget": 5, "quota": 1},
-        admission={"stored": 4},
-        scrub=ScrubObservation(bytes=1000, rotten=1),
-        quarantined_bytes=1,
+        held_back=4,
+        scrub_rotten=1,
         writing_bytes=2,
     )
 
@@ -104,7 +101,7 @@ def test_promtool_has_nothing_to_say_of_a_scrape(start: Callable[..., Child]) ->
 @needs_promtool
 def test_promtool_has_nothing_to_say_of_devices_either() -> None:
     registry = CollectorRegistry()
-    registry.register(NodeCollector(node := node_with(ObservedEngine()), Condition(node, recovered=True)))
+    registry.register(NodeCollector(node := node_with(ShownEngine()), Condition(node, recovered=True)))
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True, timeout=NEVER_S
     )
@@ -121,18 +118,15 @@ def test_no_label_holds_a_key_or_a_client(start: Callable[..., Child]) -> None:
     assert labels <= {"cause", "command", "le", "version", "engine"} and "secret" not in text and "somebody" not in text
 
 
-class ObservedEngine:
-    """Totals of zero, and what ``observed()`` says."""
+class ShownEngine:
+    """What ``shown()`` says."""
 
-    def statistics(self) -> Any:
-        return type("Totals", (), {"keys": 3})()
-
-    def observe(self) -> Observation:
-        return observed()
+    def statistics(self) -> Statistics:
+        return shown()
 
 
 def test_devices_arenas_and_causes_are_metrics() -> None:
-    samples = exported(node_with(ObservedEngine()))
+    samples = exported(node_with(ShownEngine()))
     own = {name.removeprefix("shadowserve_storage_"): value for name, value in samples.items()}
     assert own["keys"] == 3
     assert own['device_read_bytes_total{device="nvme0n1"}'] == 7
@@ -142,9 +136,9 @@ def test_devices_arenas_and_causes_are_metrics() -> None:
     assert 'device_wear_budget_bytes{device="nvme1n1"}' not in own
     bucket = 'device_operation_duration_seconds_bucket{device="nvme0n1",le="%s",operation="read"}'
     assert own[bucket % "5e-05"] == 0 and own[bucket % "0.0001"] == 1 and own[bucket % "+Inf"] == 1
-    assert own['evictions_total{cause="quota"}'] == 1 and own['admissions_total{outcome="stored"}'] == 4
+    assert own['evictions_total{cause="quota"}'] == 1 and own['admissions_total{outcome="held_back"}'] == 4
     assert own["scrub_rotten_total"] == own["quarantined_bytes"] == 1 and own["writing_bytes"] == 2
-    assert own['arena_promotions_total{arena="node0"}'] == 2 and own['arena_copies_dropped_total{arena="node0"}'] == 3
+    assert own['arena_promotions_total{arena="memory"}'] == 2 and own['arena_copies_dropped_total{arena="memory"}'] == 3
 
 
 def test_while_the_engine_recovers_nothing_is_asked_of_it() -> None:
@@ -155,12 +149,14 @@ def test_while_the_engine_recovers_nothing_is_asked_of_it() -> None:
     assert [check.name for check in condition.readiness() if check.failed] == ["recovery", "listening"]
 
 
-def test_an_engine_that_shows_nothing_has_none_of_them(client: Client) -> None:
-    assert observe(object()) == Observation()
+def test_an_engine_of_memory_alone_has_neither_devices_nor_arenas() -> None:
+    samples = exported(node_with(MemoryEngine(1 << 20)))
+    assert "shadowserve_storage_keys" in samples
+    assert not [name for name in samples if "{device=" in name or "{arena=" in name or "{outcome=" in name]
 
 
 def test_every_metric_has_the_prefix_and_units_stand_at_the_end() -> None:
-    for name in exported(node_with(ObservedEngine())):
+    for name in exported(node_with(ShownEngine())):
         bare = name.partition("{")[0]
         assert NAMES.fullmatch(bare), name
         if "bytes" in bare or "seconds" in bare:
@@ -175,7 +171,7 @@ def test_one_call_in_many_is_timed_the_first_included() -> None:
     with pytest.raises(CommandError):
         statistics.timed(_failing)
     assert statistics.durations.count == 1
-    node = node_with(ObservedEngine())
+    node = node_with(ShownEngine())
     session = Session(1, address="", local_address="", file_descriptor=0, authenticated=True)
     for _ in range(2 * SAMPLE_EVERY + 1):
         execute(node, session, [b"PING"])

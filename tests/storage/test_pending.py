@@ -9,8 +9,8 @@ from machine import wait_for
 from slow_engine import Served
 from storage_support import Client, make_record
 
+from shadowserve.pool.volume.changes import OutOfBudgetError
 from shadowserve.resp import encode_command
-from storage_kv.engine import OutOfBudgetError
 
 MIB = 1 << 20
 LARGE = bytes(range(256)) * 400  # sent by reference

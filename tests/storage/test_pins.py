@@ -17,7 +17,7 @@ VALUE = b"x" * 60_000
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["memory", "pool", "filesystem"])
+@pytest.fixture(params=["memory", "pool"])
 def server(request: pytest.FixtureRequest, start: Callable[..., Child], tmp_path: Path) -> Child:
     file = tmp_path / "users.acl"
     file.write_text(USERS)
@@ -29,7 +29,6 @@ def server(request: pytest.FixtureRequest, start: Callable[..., Child], tmp_path
             "--devices",
             f'[{{"path": "{tmp_path}/device", "size": "16 MiB"}}]',
         ],
-        "filesystem": ["--memory-budget-bytes", "8 MiB", "--filesystem-path", str(tmp_path / "files")],
     }[request.param]
     return start("--users-file", str(file), "--engine", request.param, *options)
 

@@ -14,8 +14,9 @@ from machine import wait_for
 from slow_engine import Served
 from storage_support import TIMEOUT_S, Child, make_record
 
+from shadowserve.pool.terms import Address
+from shadowserve.pool.volume.changes import BusyError, Ticket
 from shadowserve.resp import NEED_DATA, ErrorReply, LargeBulk, ReplyReader, encode_command
-from storage_kv.engine import BusyError, Ticket
 
 Commands = Sequence[Sequence[bytes]]
 
@@ -301,11 +302,11 @@ def test_an_engine_without_room_stops_a_pipeline_where_it_is(served: Served) -> 
     room: list[Ticket] = []
     is_full = True
 
-    def put_sometimes(key: bytes, value: bytes | memoryview, **named: Any) -> Ticket | None:
-        if key.endswith(b"7") and is_full:
+    def put_sometimes(address: Address, value: bytes | memoryview, **named: Any) -> Ticket | None:
+        if address[1].endswith(b"7") and is_full:
             room.append(Ticket())
             raise BusyError("too many writes", room[-1])
-        return put(key, value, **named)
+        return put(address, value, **named)
 
     served.engine.put = put_sometimes  # type: ignore[method-assign]
     commands = [[b"SET", b"k%d" % number, b"v"] for number in range(10)] + [[b"GET", b"k9"], [b"DBSIZE"]]

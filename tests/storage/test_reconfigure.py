@@ -9,10 +9,10 @@ import pytest
 from machine import wait_for
 from storage_support import Child, Client
 
+from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError
 from shadowserve.resp import ErrorReply
 from storage_kv.config import LIVE, StorageConfig
-from storage_kv.engine import wall_clock_ms
 from storage_kv.engines.memory import MemoryEngine
 from storage_kv.node import Node
 from storage_kv.operate.reconfigure import Reconfiguration

@@ -10,10 +10,10 @@ import pytest
 from machine import wait_for
 from storage_support import Child, Client, make_record
 
+from shadowserve.clock import wall_clock_ms
 from storage_kv.access.limits import RateLimiter
 from storage_kv.commands import execute, execute_run
 from storage_kv.config import StorageConfig, TenantLimits
-from storage_kv.engine import wall_clock_ms
 from storage_kv.engines.memory import MemoryEngine
 from storage_kv.node import Node, Session
 

@@ -18,7 +18,7 @@ __all__ = ["pool"]
 FULL: Final = "pool and passthrough"
 POOL_ONLY: Final = "pool only"
 PASSTHROUGH_ONLY: Final = "passthrough only"
-NEITHER: Final = "filesystem engine"
+NEITHER: Final = "plain files"
 SYSTEMS: Final = (FULL, POOL_ONLY, PASSTHROUGH_ONLY, NEITHER)
 
 _MEGA: Final = 1_000_000
@@ -64,7 +64,7 @@ def pool(
     """Store a prefix over devices of different speed and memory, and take it back, cold, as one request does.
 
     Four ways: the pool engine on all devices; its placement over file systems (pool only); the pool engine on one
-    device, without memory (passthrough only); the filesystem engine on one device. As root on Linux with cgroup v1 the
+    device, without memory (passthrough only); plain files on one device. As root on Linux with cgroup v1 the
     devices are loop devices whose reads are capped; else they are files, as fast as they are.
     """
     speeds = [speed * _MEGA for speed in _numbers(caps)]

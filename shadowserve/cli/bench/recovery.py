@@ -68,7 +68,7 @@ class _Opened:
 
 def _open(path: Path, objects: int) -> _Opened:
     """Recover a volume as a storage server does, and return how long that took."""
-    from storage_kv.pool.volume import Volume
+    from shadowserve.pool.volume.volume import Volume
 
     with closing(BlockDevice(path)) as device:
         index = Index(2 * objects + 1024)
@@ -87,8 +87,8 @@ def _open(path: Path, objects: int) -> _Opened:
 
 def build(path: Path, objects: int, *, named: bool = False) -> None:
     """Make a volume that knows of so many objects, without their bytes: a sparse file."""
-    from storage_kv.pool.format import RecordKind, pack_record
-    from storage_kv.pool.volume import Volume
+    from shadowserve.pool.volume.format import RecordKind, pack_record
+    from shadowserve.pool.volume.volume import Volume
 
     log_records = int(objects * _LOGGED_SHARE)
     with path.open("wb") as file:

@@ -4,11 +4,13 @@ All of a prefix's chunks are asked for at once and in order, as who restores a p
 its bytes are in memory and checked, where a socket would send them from.
 """
 
+import os
 import select
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +23,22 @@ from shadowserve.cli.bench.disks import Disk, drop_cached
 from shadowserve.cli.bench.report import measure
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
-from storage_kv.config import DeviceConfig, StorageConfig
-from storage_kv.engine import BusyError, Item, Lease, qualified
-from storage_kv.engines.filesystem import FilesystemEngine
-from storage_kv.pool.engine import PoolEngine
-from storage_kv.pool.placement import Interleaver
-from storage_kv.pool.statistics import PoolStatistics
+from shadowserve.pool.config import DeviceConfig
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.statistics import Statistics
+from shadowserve.pool.terms import Address, Item, Lease
+from shadowserve.pool.volume.changes import BusyError
+from storage_kv.config import StorageConfig
+from storage_kv.engines.buffers import allocate
 
 __all__ = ["Files", "Pool", "Prefix", "Retrieval", "Store"]
 
 _POLL_MS: Final = 100
 _STALLED_S: Final = 120.0
 _TENANT: Final = 0
+_READERS: Final = 16
+"""Threads that read files."""
 
 
 class Prefix:
@@ -60,9 +66,9 @@ class Prefix:
         part.names = self.names[:chunks]
         return part
 
-    def key(self, number: int) -> bytes:
+    def key(self, number: int) -> Address:
         """Return a chunk's key, as engines take it."""
-        return qualified(_TENANT, storage_key(self.names[number]))
+        return _TENANT, storage_key(self.names[number])
 
     def parent(self, number: int) -> bytes:
         """Return the name of the chunk before; none for the first."""
@@ -163,12 +169,10 @@ class Pool(Store):
         for descriptor in self._engine.descriptors():
             self._poll.register(descriptor, select.POLLIN)
 
-    def statistics(self) -> PoolStatistics:
+    def statistics(self) -> Statistics:
         """Return what the pool tells of itself."""
         with self._lock:
-            found = self._engine.statistics()
-        assert isinstance(found, PoolStatistics)
-        return found
+            return self._engine.statistics()
 
     def put(self, prefix: Prefix) -> None:
         """See :meth:`Store.put`."""
@@ -273,44 +277,32 @@ class Pool(Store):
 
 
 class Files(Store):
-    """A filesystem engine on each of some folders; with shares, as the pool places chunks, memory's first.
+    """A file for each chunk, in some folders; with shares, as the pool places chunks, memory's first.
 
-    That is the pool's placement over the kernel's file system, and with one folder the filesystem engine alone.
+    That is the pool's placement over the kernel's file system, and with one folder the file system alone.
     """
 
     def __init__(self, folders: Sequence[tuple[Path, Disk]], shares: Sequence[float]) -> None:
         self._folders = [folder for folder, _ in folders]
         self._disks = [disk for _, disk in folders]
-        self._lock = threading.Lock()
-        self._engines = [FilesystemEngine(folder, 1 << 50) for folder in self._folders]
-        for engine in self._engines:
-            engine.start(self._lock)
+        self._readers = ThreadPoolExecutor(_READERS, "files")
         self._interleaver = Interleaver(shares)
-        self._homes: dict[int, int] = {}
-        self._memory: dict[int, memoryview] = {}
+        self._paths: dict[int, Path] = {}  # of the chunks that are not in memory
 
     def put(self, prefix: Prefix) -> None:
         """See :meth:`Store.put`."""
-        available = [True] * (1 + len(self._engines))
-        for number in range(len(prefix.names)):
+        available = [True] * (1 + len(self._folders))
+        value = allocate(prefix.chunk_bytes)
+        for number, name in enumerate(prefix.names):
             place = prefix.chunk_bytes, prefix.parent(number)
             home = self._interleaver.order(*place, available)[0]
-            self._interleaver.place(home, *place, prefix.names[number], available)
-            self._homes[number] = home
-            value = memoryview(bytearray(prefix.chunk_bytes))
+            self._interleaver.place(home, *place, name, available)
             prefix.fill(number, value)
-            if home == 0:
-                self._memory[number] = value
-                continue
-            while True:
-                try:
-                    with self._lock:
-                        ticket = self._engines[home - 1].put(prefix.key(number), value, parent=prefix.parent(number))
-                    break
-                except BusyError as busy:
-                    _settle(busy.again.then)
-            if ticket is not None:
-                _settle(ticket.then)
+            if home:
+                path = self._paths[number] = self._folders[home - 1] / name.hex()
+                with path.open("wb", buffering=0) as file:
+                    file.write(value)
+                    os.fsync(file.fileno())
 
     def cool(self) -> None:
         """See :meth:`Store.cool`."""
@@ -318,47 +310,21 @@ class Files(Store):
             drop_cached(folder)
 
     def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
-        """See :meth:`Store.retrieve`."""
-        keys = [prefix.key(number) for number in range(len(prefix.names))]
-        ended = threading.Semaphore(0)
-        missing: list[int] = []
-        lock = self._lock
+        """See :meth:`Store.retrieve`; what comes from files is always compared, as the pool checks what it reads."""
+        numbers = [number for number in range(len(prefix.names)) if number in self._paths]
 
-        def done_with(number: int) -> Callable[[Lease | None], None]:
-            def done(lease: Lease | None) -> None:
-                if lease is None:
-                    missing.append(number)
-                else:
-                    if check:
-                        prefix.check(number, lease.view)
-                    with lock:
-                        lease.release()
-                ended.release()
-
-            return done
-
-        def run() -> None:
-            asked = 0
-            for number, key in enumerate(keys):
-                if number in self._memory:
-                    continue
-                engine = self._engines[self._homes[number] - 1]
-                with lock:
-                    item = engine.get(key)
-                    if item is None:
-                        missing.append(number)
-                        continue
-                    engine.read(item, 0, item.length, done_with(number))
-                asked += 1
-            for _ in range(asked):
-                if not ended.acquire(timeout=_STALLED_S):
-                    raise ShadowServeError(f"files were not read in {_STALLED_S:g} s; please report this")
+        def read(number: int) -> None:
+            memory = allocate(prefix.chunk_bytes)
+            with self._paths[number].open("rb", buffering=0) as file:
+                filled = 0
+                while filled < len(memory) and (count := file.readinto(memory[filled:])):
+                    filled += count
+            prefix.check(number, memory)
 
         before = self._read_bytes()
-        cost = measure(run)
+        cost = measure(lambda: list(self._readers.map(read, numbers, timeout=_STALLED_S)))
         after = self._read_bytes()
-        _check_all(missing)
-        wanted = prefix.size - len(self._memory) * prefix.chunk_bytes
+        wanted = len(numbers) * prefix.chunk_bytes
         if before is not None and after is not None and after - before < wanted:
             raise ShadowServeError(
                 f"of {wanted} bytes {after - before} came from the devices, the others from the page cache: it could "
@@ -372,24 +338,7 @@ class Files(Store):
 
     def close(self) -> None:
         """See :meth:`Store.close`."""
-        for engine in self._engines:
-            engine.drain(_STALLED_S)
-            engine.close()
-
-
-def _settle(then: Callable[[Callable[[Exception | None], None]], None]) -> None:
-    """Wait until a ticket is settled; raise its error."""
-    ended = threading.Event()
-    errors: list[Exception] = []
-
-    def done(error: Exception | None) -> None:
-        if error is not None:
-            errors.append(error)
-        ended.set()
-
-    then(done)
-    if not ended.wait(_STALLED_S) or errors:
-        raise ShadowServeError(f"a chunk could not be stored: {errors[0] if errors else 'it took too long'}")
+        self._readers.shutdown()
 
 
 def _check_all(missing: Sequence[int]) -> None:

@@ -28,7 +28,7 @@ from storage_kv.engines.buffers import allocate
 
 __all__ = ["storage"]
 
-OURS: Final = {"memory": "shadowserve", "pool": "shadowserve, pool", "filesystem": "shadowserve, files"}
+OURS: Final = {"memory": "shadowserve", "pool": "shadowserve, pool"}
 """Our server by its engine."""
 FLOOR: Final = "plain socket"
 REDIS: Final = "redis"
@@ -251,8 +251,6 @@ def _start_ours(stack: ExitStack, folder: Path, engine: str, io_threads: int, ro
         size = room // _POOL_DEVICES
         devices = [{"path": str(folder / f"{number}.pool"), "size": size} for number in range(_POOL_DEVICES)]
         flags += ["--devices", json.dumps(devices)]
-    elif engine == "filesystem":
-        flags += ["--filesystem-path", str(folder / "objects")]
     return stack.enter_context(start_storage(folder, *flags))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shadowserve.cli.doctor.finding import Finding, Machine
 from shadowserve.errors import NotInstalledError
-from storage_kv.config import DeviceConfig
+from shadowserve.pool.config import DeviceConfig
 
 __all__ = ["device_access", "devices", "memory", "namespaces"]
 

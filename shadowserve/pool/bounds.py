@@ -1,0 +1,103 @@
+"""What bounds a pool while it runs: budgets, tenants' quotas, and what their pins may take."""
+
+from collections.abc import Callable, Mapping
+
+from shadowserve.errors import ConfigurationError
+from shadowserve.pool.config import PoolConfig
+from shadowserve.pool.core import Core
+from shadowserve.pool.opening import Opened
+from shadowserve.pool.scrub import Scrubber
+from shadowserve.pool.space import Quota, Space
+from shadowserve.pool.tenants import Tenants
+from shadowserve.pool.terms import ENTRIES_PER_HOLD, PinnedEntries
+
+__all__ = ["Bounds"]
+
+
+class Bounds:
+    """The part of the pool's engine that changes what it may hold, and who may have how much of it."""
+
+    _clock_ms: Callable[[], int]
+    _core: Core
+    _opened: Opened
+    _space: Space
+    _scrubber: Scrubber
+    _tenants: Tenants
+
+    def tenant(self, name: str) -> int:
+        """See :meth:`Engine.tenant`."""
+        return self._tenants.id_of(name)
+
+    def tenants(self) -> Mapping[str, int]:
+        """See :meth:`Engine.tenants`."""
+        return self._tenants.by_name()
+
+    def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
+        """See :meth:`Engine.set_quota`. Bytes count as they lie: with headers, in blocks of 4 KiB."""
+        if bytes_max is None and keys_max is None:
+            self._space.quotas.pop(tenant, None)
+        else:
+            self._space.quotas[tenant] = Quota(bytes_max, keys_max)
+            self._bound(tenant)
+
+    def _bound(self, tenant: int | None = None) -> None:
+        self._space.bound(tenant)
+        if self._space.is_beyond:
+            self._core.waker.wake()
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """See :meth:`Engine.set_budget`: bounds all objects together, below what devices and memory have room for."""
+        self._space.budget_bytes = budget_bytes
+        self._bound()
+
+    def follow(self, config: PoolConfig) -> None:
+        """See :meth:`Engine.follow`.
+
+        The arenas stay as large as they were mapped: beyond that, more memory has no effect. Without devices it bounds
+        all objects.
+        """
+        disks = {disk.name: disk for disk in self._core.disks}
+        present = set(disks).union(name for name, _ in self._opened.absent)
+        unknown = [str(device.path) for device in config.devices if str(device.path) not in present]
+        if unknown:
+            raise ConfigurationError(f"there is no device {unknown[0]}; there are {sorted(present)}")
+        arenas = self._core.arenas
+        arenas.budget_bytes = min(int(config.memory_budget_bytes), arenas.size)
+        if not disks:
+            self._space.budget_bytes = arenas.budget_bytes
+        self._bound()
+        for device in config.devices:
+            disk = disks.get(str(device.path))
+            if disk is not None:
+                self._space.set_device_budget(disk, device.bytes_max, device.objects_max)
+                disk.wear.budget_bytes = device.write_bytes_per_day
+        self._scrubber.bytes_per_s = int(config.scrub_bytes_per_s)
+
+    def drop_copies(self) -> None:
+        """Forget what memory holds of what devices have, as far as nobody uses it: to measure reads of devices."""
+        while self._core.copies.make_room():
+            pass
+
+    def set_pin_shares(self, of_tenant: float, of_all: float) -> None:
+        """See :meth:`Engine.set_pin_shares`."""
+        self._core.pins.of_tenant, self._core.pins.of_all = of_tenant, of_all
+
+    def pinned(self, tenant: int) -> PinnedEntries:
+        """See :meth:`Engine.pinned`."""
+        quota_bytes, budget_bytes = self._space.bounds(tenant)
+        return self._core.pins.entries(tenant, quota_bytes=quota_bytes, budget_bytes=budget_bytes)
+
+    def pinning_tenants(self, count_max: int) -> list[int]:
+        """See :meth:`Engine.pinning_tenants`."""
+        return self._core.pins.tenants(count_max)
+
+    def _end_pins(self) -> None:
+        """Let objects take part again whose pins have ended."""
+        now_ms = self._clock_ms()
+        for _ in range(ENTRIES_PER_HOLD):
+            ended = self._core.pins.ended(now_ms)
+            if ended is None:
+                return
+            tenant, slot = ended
+            self._core.pins.drop(tenant, slot)
+            self._core.index.pin(slot, 0)

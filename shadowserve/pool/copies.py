@@ -1,0 +1,174 @@
+"""What of the pool's objects is in memory, and which copies go when memory is needed.
+
+Three kinds lie in the arenas. *Kept* ones have no durable home yet, or none at all: they go only when they are written
+or their entry goes. The others are copies of what a device holds, in two queues: a new copy is on probation, and the
+second hit promotes it to the main queue, where the least recently used goes first. So one pass over much that is read
+once takes no more than a share of the memory, and what is asked for again stays. What memory was given by its own share
+of the bandwidth (placement) begins in the main queue.
+
+A copy that somebody reads or sends is passed over: dropping it would free nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Final
+
+from shadowserve.pool.arena import Arenas, Buffer
+
+__all__ = ["Copies"]
+
+_PROBATION_SHARE: Final = 0.25
+"""Of the copies' memory, up to which the main queue gives way as well; a quarter, as 2Q's authors found."""
+_GHOSTS_MAX: Final = 65_536
+_SKIPPED_MAX: Final = 64
+"""Copies in use that are passed over in search of one to drop; those that are sent are the most recently used."""
+_PROMOTING_HITS: Final = 2
+
+
+class Copies:
+    """Buffers by the slot of their entry in the index.
+
+    Attributes:
+        hits: times that a copy was there.
+        misses: times that it was not.
+        promotions: copies that moved to the main queue.
+        dropped: copies that went to make room.
+    """
+
+    def __init__(self, arenas: Arenas) -> None:
+        """Make it empty."""
+        self._arenas = arenas
+        self._kept: dict[int, Buffer] = {}
+        self._main: OrderedDict[int, Buffer] = OrderedDict()
+        self._probation: OrderedDict[int, Buffer] = OrderedDict()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        self._probation_bytes = 0
+        self._main_bytes = 0
+        self.kept_bytes = 0
+        self.hits = 0
+        self.misses = 0
+        self.promotions = 0
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._kept) + len(self._main) + len(self._probation)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Memory of those that have a home elsewhere."""
+        return self._main_bytes + self._probation_bytes
+
+    def peek(self, slot: int) -> Buffer | None:
+        """Return the buffer of an entry, if it is in memory."""
+        return self._main.get(slot) or self._kept.get(slot) or self._probation.get(slot)
+
+    def get(self, slot: int) -> Buffer | None:
+        """Return the buffer of an entry, if it is in memory, and count this as a use of it."""
+        buffer = self._main.get(slot)
+        if buffer is not None:
+            self._main.move_to_end(slot)
+            self.hits += 1
+            return buffer
+        buffer = self._kept.get(slot)
+        if buffer is not None:
+            buffer.hits += 1
+            self.hits += 1
+            return buffer
+        buffer = self._probation.get(slot)
+        if buffer is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        buffer.hits += 1
+        if buffer.hits >= _PROMOTING_HITS:
+            del self._probation[slot]
+            self._probation_bytes -= buffer.size
+            self._to_main(slot, buffer)
+        return buffer
+
+    def is_kept(self, slot: int) -> bool:
+        """Return whether an entry is in memory without a durable home."""
+        return slot in self._kept
+
+    def keep(self, slot: int, buffer: Buffer) -> None:
+        """Take a buffer of an entry without a durable home; its user becomes this."""
+        self._kept[slot] = buffer
+        self.kept_bytes += buffer.size
+
+    def add(self, slot: int, buffer: Buffer, *, placed: bool = False) -> None:
+        """Take a copy of what a device holds; its user becomes this. ``placed``: memory was given it by its share."""
+        if placed or buffer.hits >= _PROMOTING_HITS or slot in self._ghosts:
+            self._ghosts.pop(slot, None)
+            self._to_main(slot, buffer)
+        else:
+            self._probation[slot] = buffer
+            self._probation_bytes += buffer.size
+
+    def written(self, slot: int, *, placed: bool) -> None:
+        """Turn a kept buffer into a copy: its object has a durable home now."""
+        buffer = self._kept.pop(slot)
+        self.kept_bytes -= buffer.size
+        self.add(slot, buffer, placed=placed)
+
+    def drop(self, slot: int) -> None:
+        """Forget the buffer of an entry that goes, if there is one."""
+        buffer = self._kept.pop(slot, None)
+        if buffer is not None:
+            self.kept_bytes -= buffer.size
+        else:
+            buffer = self._main.pop(slot, None)
+            if buffer is not None:
+                self._main_bytes -= buffer.size
+            else:
+                buffer = self._probation.pop(slot, None)
+                if buffer is not None:
+                    self._probation_bytes -= buffer.size
+        self._ghosts.pop(slot, None)
+        if buffer is not None:
+            self._arenas.detach(buffer)
+
+    def make_room(self) -> bool:
+        """Drop one copy that nobody uses; return whether there was one."""
+        first_probation = not self._main or self._probation_bytes > _PROBATION_SHARE * self.copy_bytes
+        queues = (self._probation, self._main) if first_probation else (self._main, self._probation)
+        for queue in queues:
+            slot = _unused(queue)
+            if slot is None:
+                continue
+            buffer = queue.pop(slot)
+            if queue is self._probation:
+                self._probation_bytes -= buffer.size
+                if buffer.hits:  # what nobody has asked for has had no first hit
+                    self._remember(slot)
+            else:
+                self._main_bytes -= buffer.size
+            self.dropped += 1
+            self._arenas.release(buffer)
+            return True
+        return False
+
+    def _to_main(self, slot: int, buffer: Buffer) -> None:
+        self._main[slot] = buffer
+        self._main_bytes += buffer.size
+        self.promotions += 1
+
+    def _remember(self, slot: int) -> None:
+        self._ghosts[slot] = None
+        if len(self._ghosts) > _GHOSTS_MAX:
+            self._ghosts.popitem(last=False)
+
+    def slots(self) -> Iterator[int]:
+        """Yield the slots that have a buffer."""
+        yield from self._kept
+        yield from self._main
+        yield from self._probation
+
+
+def _unused(queue: OrderedDict[int, Buffer]) -> int | None:
+    """Return the first slot of a queue whose buffer nobody else uses, among the first few."""
+    for skipped, (slot, buffer) in enumerate(queue.items()):
+        if buffer.users == 1:
+            return slot
+        if skipped == _SKIPPED_MAX:
+            break
+    return None

@@ -1,0 +1,98 @@
+"""Where an object is put: which device is its home, and whether it stays in memory as well.
+
+Memory and devices are the pool's devices, with shares by their bandwidths. What falls to a device has its home there.
+What falls to memory stays there, and gets a home on a device too, chosen by the devices' shares among themselves, so
+that a restart keeps it, and so that the devices' reads stay in proportion when memory has to let go of it. With
+``memory_homes`` it gets none, as in the paper.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
+from shadowserve.pool.core import Core
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import Entry
+from shadowserve.pool.organizer import BandwidthMeter, Organizer
+from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.space import Space
+
+__all__ = ["Home", "Homes"]
+
+
+class Home(NamedTuple):
+    """Where an object goes: device and extent, or memory alone; and whether memory keeps it by its share."""
+
+    disk: Disk | None
+    extent: int
+    placed: bool
+
+
+class Homes:
+    """Chooses homes. With the pool's lock held.
+
+    Attributes:
+        organizer: of memory, first, and the devices.
+        pool: who gets what is stored: memory and the devices.
+        devices: who gets a home for what falls to memory.
+    """
+
+    def __init__(self, core: Core, space: Space, meters: Sequence[BandwidthMeter], *, memory_homes: bool) -> None:
+        """Make one; ``meters`` are memory's and the devices'."""
+        self._core = core
+        self._space = space
+        self._memory_homes = memory_homes
+        self.organizer = Organizer(meters)
+        self.pool = Interleaver(self.organizer.shares)
+        self.devices = Interleaver(self.organizer.shares[1:] or [1.0])
+
+    def update(self) -> None:
+        """Take new bandwidths into account."""
+        if self.organizer.update():
+            self.pool.set_shares(self.organizer.shares)
+            self.devices.set_shares(self.organizer.shares[1:] or [1.0])
+
+    def choose(self, length: int, tenant: int, parent: bytes, key: bytes, old: Entry | None) -> Home | None:
+        """Return the home of an object, its extent reserved; None if no device has room for it now.
+
+        Args:
+            length: bytes of the value.
+            tenant: whose it is.
+            parent: of the chunk before it; empty for none.
+            key: its own.
+            old: what it replaces; it may be evicted for it.
+        """
+        core = self._core
+        size = object_blocks(length) * BLOCK_BYTES
+        now_ms = core.clock_ms()
+        may = [disk.takes_objects(size, now_ms) for disk in core.disks]
+        if not any(may):  # an error tells the writer more than an OK that the next start knows nothing of
+            may = [disk.takes_objects(size, now_ms, avoided=True) for disk in core.disks]
+        if not any(may):
+            return Home(None, 0, True)
+        available = [True, *may]
+        before, name = (tenant, parent) if parent else None, (tenant, key)
+        order = self.pool.order(size, before, available)
+        placed = order[0] == 0
+        if placed:
+            if self._memory_homes:
+                self.pool.place(0, size, before, name, available)
+                return Home(None, 0, True)
+            candidates = self.devices.order(size, before, may)
+        else:
+            candidates = [number - 1 for number in order if number]
+        if old is not None and old.device in candidates:
+            # The log of one device tells the order of an object's puts; those of two would need both to be whole.
+            candidates.remove(old.device)
+            candidates.insert(0, old.device)
+        for number in candidates:
+            disk = core.disks[number]
+            extent = self._space.extent(disk, length, old)
+            if extent is not None:
+                if placed:
+                    self.pool.place(0, size, before, name, available)
+                    self.devices.place(number, size, before, name, may)
+                else:
+                    self.pool.place(number + 1, size, before, name, available)
+                return Home(disk, extent, placed)
+        return None

@@ -1,0 +1,415 @@
+"""Opening a pool: devices, what is on them, memory, and how fast they are."""
+
+import contextlib
+import errno
+import logging
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from shadowserve.errors import ConfigurationError, DeviceError, NativeError, is_passing
+from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag, IndexPolicy
+from shadowserve.native import BlockDevice as NativeDevice
+from shadowserve.pool.admission import Admission
+from shadowserve.pool.arena import BLOCK_BYTES, Arenas
+from shadowserve.pool.clears import SCAN_LINES, Clears
+from shadowserve.pool.config import DeviceConfig, PoolConfig
+from shadowserve.pool.core import Core
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.homes import Homes
+from shadowserve.pool.organizer import BUSY_DEPTH, BandwidthMeter
+from shadowserve.pool.registration import Registration
+from shadowserve.pool.sessions import Sessions
+from shadowserve.pool.space import Space
+from shadowserve.pool.tenants import Tenants
+from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
+from shadowserve.pool.volume.format import FormatError
+from shadowserve.pool.volume.formatting import check_empty
+from shadowserve.pool.volume.recovery import Reader, read_superblocks
+from shadowserve.pool.volume.volume import Volume
+from shadowserve.pool.wake import Wake
+from shadowserve.pool.wear import Wear
+
+__all__ = ["Found", "Opened", "open_devices", "open_parts"]
+
+_log = logging.getLogger(__name__)
+
+_BYTES_PER_OBJECT: Final = 64 << 10
+_OBJECTS_MIN: Final = 1024
+_INDEX_OBJECTS_MAX: Final = 1 << 30
+_CENSUS_OBJECTS: Final = 16_384
+_READ_BYTES: Final = 1 << 20
+_MEASURED_READS: Final = 64
+_MEASURED_S: Final = 0.25
+"""What is read of a device to measure it, and for how long at most."""
+_ACCESS: Final = {
+    "auto": BlockAccess.AUTO,
+    "nvme": BlockAccess.NVME,
+    "io_uring": BlockAccess.URING,
+    "threads": BlockAccess.THREADS,
+}
+
+Found = list[tuple[DeviceConfig, BlockDevice]]
+
+
+@dataclass(slots=True)
+class Opened:
+    """The parts of an open pool.
+
+    Attributes:
+        absent: devices of the configuration that could not be opened, and why.
+        seconds: what opening took, measurements included.
+    """
+
+    core: Core
+    space: Space
+    homes: Homes
+    tenants: Tenants
+    absent: list[tuple[str, str]]
+    registration: Registration
+    seconds: float
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.registration.stop()
+        for disk in self.core.disks:
+            disk.volume.device.close()
+        for disk in self.core.disks:
+            disk.volume.close()
+        self.core.waker.close()
+
+
+def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
+    """Open the devices that the configuration names; return them, and those that cannot be, with the reason.
+
+    Raises:
+        ConfigurationError: there are devices, and none of them can be opened; or one of them is there, but not to be
+            had at the moment. Going on without it would cost all that is on it.
+    """
+    found: Found = []
+    absent: list[tuple[str, str]] = []
+    for entry in config.devices:
+        try:
+            device = NativeDevice(
+                entry.path,
+                size=_file_size(entry),
+                access=_ACCESS[entry.access],
+                core=-1 if entry.core is None else entry.core,
+            )
+        except (DeviceError, NativeError) as error:
+            _log.error("device_not_opened device=%s error=%r", entry.path, str(error))
+            if is_passing(error) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM):
+                for _, opened in found:
+                    opened.close()
+                raise ConfigurationError(
+                    f"{error}. The device is there: without it the server does not start, since others would go on "
+                    "without it and what is on it would be dropped. To do without it, take it out of 'devices'"
+                ) from error
+            absent.append((str(entry.path), str(error)))
+        else:
+            _log.info(
+                "device_opened device=%s access=%r bytes=%d", device.name, device.access_name, device.capacity_bytes
+            )
+            found.append((entry, device))
+    if config.devices and not found:
+        raise ConfigurationError("; ".join(reason for _, reason in absent))
+    return found, absent
+
+
+def _file_size(entry: DeviceConfig) -> int:
+    """Return how large a file is to be made; 0 for what has its size."""
+    if entry.size is None or entry.path.is_block_device() or entry.path.is_char_device():
+        return 0
+    with contextlib.suppress(OSError):
+        if entry.path.stat().st_size:
+            return 0
+    return int(entry.size) // BLOCK_BYTES * BLOCK_BYTES
+
+
+def open_parts(
+    config: PoolConfig,
+    found: Found,
+    absent: list[tuple[str, str]],
+    *,
+    clock_ms: Callable[[], int],
+    seed: int | None,
+    measure: bool,
+    entropy: Callable[[int], bytes] = os.urandom,
+) -> Opened:
+    """Recover what is on the devices, map memory, measure.
+
+    Raises:
+        ConfigurationError: a device holds something else, or there is not that much memory.
+    """
+    began = time.monotonic()
+    arenas = Arenas(int(config.memory_budget_bytes), None if config.arena_nodes == "auto" else config.arena_nodes)
+    waker, sessions = Wake(), Sessions(clock_ms)
+    recover = partial(_recover, found, waker.wake, sessions.begin, clock_ms, entropy)
+    try:
+        objects_max = _prepare(found, config, clock_ms, entropy)
+        objects_max = min(objects_max + arenas.size // BLOCK_BYTES, _INDEX_OBJECTS_MAX)
+        policy = IndexPolicy.S3FIFO if config.eviction == "s3fifo" else IndexPolicy.LRU
+        index = Index(objects_max, policy, seed)
+        clears = Clears(index)
+        disks = recover(clears, index)
+        stale = _stale(disks)
+        lost: dict[int, int] = {}
+        if stale:
+            for disk in disks:
+                disk.volume.close()
+            index.close()
+            index = Index(objects_max, policy, seed)
+            clears = Clears(index)
+            disks = recover(clears, index, stale, lost)
+    except (FormatError, NativeError, DeviceError, OSError) as error:
+        waker.close()
+        for _, device in found:
+            device.close()
+        raise ConfigurationError(f"the pool cannot be opened: {error}") from error
+    memory = BandwidthMeter(None if config.memory_bandwidth is None else float(config.memory_bandwidth))
+    if measure:
+        arenas.measure()
+        memory.sample(sum(arena.bytes_per_s for arena in arenas.arenas))
+        for disk in disks:
+            _measure(disk, arenas)
+    core = Core(index, clears, arenas, disks, Admission(config.admission, index), waker, clock_ms)
+    sessions.disks = disks
+    core.generation = max((disk.volume.generation_last for disk in disks), default=0)
+    _take_census(core)
+    space = Space(
+        core,
+        budget_bytes=None,
+        objects_max=min(config.objects_max or objects_max, objects_max),
+        memory_homes=config.memory_homes,
+    )
+    tenants = Tenants(sorted(disks, key=lambda disk: disk.number in stale))
+    for tenant in tenants.ids():
+        core.weigh(tenant)
+    _drop_strangers(core, tenants)
+    _count_stale(core, lost)
+    _count_dropped(core)
+    for disk in disks:
+        disk.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
+    sessions.begin()
+    homes = Homes(core, space, [memory, *(disk.meter for disk in disks)], memory_homes=config.memory_homes)
+    registration = Registration(arenas.arenas, [disk.volume.device for disk in disks])
+    opened = Opened(core, space, homes, tenants, absent, registration, time.monotonic() - began)
+    _log.info("pool_opened devices=%d objects=%d seconds=%.2f", len(disks), len(index), opened.seconds)
+    return opened
+
+
+def _prepare(found: Found, config: PoolConfig, clock_ms: Callable[[], int], entropy: Callable[[int], bytes]) -> int:
+    """Make volumes of empty devices, if none holds anything else; return how many objects all of them may hold."""
+    superblocks = [read_superblocks(Reader(device), device)[0] for _, device in found]
+    pool_id = next((superblock.pool_id for superblock in superblocks if superblock is not None), None)
+    for (_, device), superblock in zip(found, superblocks, strict=True):
+        if superblock is None:
+            check_empty(device)
+    total = 0
+    for (entry, device), superblock in zip(found, superblocks, strict=True):
+        if superblock is None:
+            pool_id = pool_id or entropy(16)
+            wanted = entry.objects_max or max(device.capacity_bytes // _BYTES_PER_OBJECT, _OBJECTS_MIN)
+            superblock = Volume.format(
+                device, pool_id=pool_id, objects_max=wanted, force=True, clock_ms=clock_ms, entropy=entropy
+            )
+            _log.info("device_formatted device=%s objects_max=%d", device.name, wanted)
+        total += superblock.layout.objects_max
+    return total
+
+
+def _recover(
+    found: Found,
+    wake: Callable[[], None],
+    on_gone: Callable[[], None],
+    clock_ms: Callable[[], int],
+    entropy: Callable[[int], bytes],
+    clears: Clears,
+    index: Index,
+    stale: Sequence[int] = (),
+    lost: dict[int, int] | None = None,
+) -> list[Disk]:
+    """Open all volumes; what is on those that are ``stale`` is dropped, and counted in ``lost`` by tenant.
+
+    They come first: what they say must not win over what is so, whatever the numbers of their puts are.
+    """
+    volumes: dict[int, Volume] = {}
+    pool_id: bytes | None = None
+    for number in [*stale, *(number for number in range(len(found)) if number not in stale)]:
+        volume = Volume.open(
+            found[number][1],
+            index,
+            number,
+            pool_id=pool_id,
+            living=clears.living,
+            clock_ms=clock_ms,
+            entropy=entropy,
+        )
+        pool_id = volume.superblock.pool_id
+        volumes[number] = volume
+        if number in stale and lost is not None:
+            _drop_stale(index, volume, lost)
+    index.replayed()
+    disks: list[Disk] = []
+    for number, (entry, _) in enumerate(found):
+        volume = volumes[number]
+        volume.ready()
+        _tell_recovery(volume)
+        disks.append(
+            Disk(
+                number,
+                volume,
+                BandwidthMeter(None if entry.bandwidth is None else float(entry.bandwidth)),
+                Wear(None if entry.write_bytes_per_day is None else int(entry.write_bytes_per_day)),
+                None if entry.bytes_max is None else int(entry.bytes_max),
+                entry.objects_max,
+                wake=wake,
+                on_gone=on_gone,
+            )
+        )
+    return disks
+
+
+def _tell_recovery(volume: Volume) -> None:
+    """Log what opening a volume has found."""
+    name, report = volume.device.name, volume.report
+    _log.info("volume_recovered device=%s objects=%d seconds=%.2f", name, report.objects, report.seconds)
+    for note in report.notes:
+        _log.warning("volume_note device=%s note=%r", name, note)
+    if report.log_blocks_mended:
+        _log.warning("log_mended device=%s blocks=%d", name, report.log_blocks_mended)
+    if report.dropped:
+        _log.warning(
+            "objects_lost device=%s unproven=%d unnamed=%d overlapping=%d",
+            name,
+            report.unproven,
+            report.unnamed,
+            report.overlapping,
+        )
+
+
+def _take_census(core: Core) -> None:
+    """Find out what the index does not sum up: bytes of records, and pins."""
+    records = np.zeros(_CENSUS_OBJECTS, dtype=INDEX_RECORD_DTYPE)
+    now_s, cursor, first = core.now_s(), 0, True
+    while first or cursor:
+        first = False
+        cursor, count = core.index.dump(cursor, records)
+        some = records[:count]
+        heads = some[(some["flags"] & IndexFlag.RECORD) != 0]
+        for tenant in np.unique(heads["tenant"]):
+            lengths = heads["length"][heads["tenant"] == tenant]
+            for counters in core.counters.of(int(tenant)):
+                counters.record_bytes += int(lengths.sum(dtype=np.uint64))
+        for pinned in some[some["pinned_until_s"] > now_s]:
+            slot = core.index.find(int(pinned["tenant"]), pinned["key"].tobytes())
+            entry = core.entry(slot)
+            if entry is not None:
+                core.pins.add(entry.tenant, slot, entry.size, 1000 * int(pinned["pinned_until_s"]))
+
+
+def _drop_strangers(core: Core, tenants: Tenants) -> None:
+    """Drop objects whose tenant's id means somebody else by now."""
+    for disk, tenant in tenants.strangers:
+        cursor, first = 0, True
+        while first or cursor:
+            first = False
+            cursor, slots = core.index.scan(tenant, cursor, ENTRIES_PER_HOLD, SCAN_LINES)
+            for slot in slots:
+                entry = core.entry(slot)
+                if entry is not None and entry.device == disk.number:
+                    core.lose(entry, "stranger")
+
+
+def _stale(disks: list[Disk]) -> list[int]:
+    """Return the devices that were away in the last session: what they hold may have been replaced meanwhile."""
+    newest = max((disk.session for disk in disks), default=b"")
+    return [disk.number for disk in disks if not disk.took_part(newest)]
+
+
+def _drop_stale(index: Index, volume: Volume, lost: dict[int, int]) -> None:
+    dropped = 0
+    for tenant in volume.recovered_tenants:
+        count = index.clear(tenant, volume.number)
+        lost[tenant] = lost.get(tenant, 0) + count
+        dropped += count
+    dropped += index.clear(-1, volume.number)
+    if dropped:
+        _log.warning("device_was_away device=%s objects_dropped=%d", volume.device.name, dropped)
+
+
+def _count_stale(core: Core, lost: dict[int, int]) -> None:
+    for tenant, count in lost.items():
+        if count:
+            core.count_lost("stale", tenant, count)
+
+
+def _count_dropped(core: Core) -> None:
+    """Count what recovery could not keep."""
+    for disk in core.disks:
+        for reason, tenants in disk.volume.report.lost.items():
+            for tenant, count in tenants.items():
+                core.count_lost(reason, tenant, count)
+
+
+# ---- Bandwidth
+
+
+def _measure(disk: Disk, arenas: Arenas) -> None:
+    """Read pieces of the device for a moment, several at a time.
+
+    They are written first where there is room: what was never written is not read from the device at all by file
+    systems and by many SSDs.
+    """
+    if disk.meter.fixed:
+        return
+    device = disk.volume.device
+    size = min(_READ_BYTES, arenas.largest_bytes // (2 * BUSY_DEPTH), disk.capacity_bytes // 4)
+    size = size // BLOCK_BYTES * BLOCK_BYTES
+    buffer = arenas.take(2 * BUSY_DEPTH * size // BLOCK_BYTES) if size else None
+    place = disk.volume.reserve(size) if size else None
+    if buffer is None:
+        return
+    try:
+        first = place if place is not None else disk.capacity_bytes // BLOCK_BYTES // 2
+        if place is not None:
+            _run(device, [_operation(OperationKind.WRITE, first, size, buffer.address)])
+        reads, length, began = 0, 0, time.monotonic()
+        while reads < _MEASURED_READS and time.monotonic() - began < _MEASURED_S:
+            turn = [
+                _operation(OperationKind.READ, first, size, buffer.address + number * size)
+                for number in range(2 * BUSY_DEPTH)
+            ]
+            length += _run(device, turn)
+            reads += len(turn)
+        disk.meter.sample(length / max(time.monotonic() - began, 1e-6))
+    except (OSError, DeviceError) as error:
+        _log.warning("device_not_measured device=%s error=%r", disk.name, str(error))
+    finally:
+        arenas.release(buffer)
+        if place is not None:
+            disk.volume.free(place, size)
+
+
+def _operation(kind: OperationKind, first: int, size: int, address: int) -> Operation:
+    return Operation(kind, first * BLOCK_BYTES, size, address, Priority.FOREGROUND, lambda operation: None)
+
+
+def _run(device: BlockDevice, operations: list[Operation]) -> int:
+    """Do operations and wait for them; return the bytes."""
+    device.submit(operations)
+    left = len(operations)
+    while left:
+        select.select([device.fileno()], [], [], _MEASURED_S)
+        for operation in device.completed():
+            left -= 1
+            if operation.error is not None:
+                raise operation.error
+    return sum(operation.length for operation in operations)

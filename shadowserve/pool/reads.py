@@ -1,0 +1,308 @@
+"""Reading: from a device into memory that the socket sends from, checked before anybody sees it.
+
+A read of a whole object becomes a copy in memory without being copied. Requests for one object while it is being read
+wait for that read. A small part of a large object (a record's head) is read alone: header and the units around it.
+
+What comes back is checked outside of the pool's lock: that it is the object that was asked for, of that very put, and
+that each unit has its checksum. The device's own thread does that, so that reads of several devices are checked beside
+each other. What a device has not checked, because the bytes come in two operations or it is one that never does, the
+engine's thread checks. What fails is dropped, its extent kept out of use, the reason counted, and whoever asked gets
+None: a miss.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from shadowserve.errors import is_passing
+from shadowserve.native import Result, check_object, object_unit
+from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
+from shadowserve.pool.core import Core
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import Entry
+from shadowserve.pool.space import Space
+from shadowserve.pool.terms import ENTRIES_PER_HOLD, Lease
+from shadowserve.pool.volume.device import Operation, Priority
+
+__all__ = ["Reader", "Told"]
+
+_WHOLE_BYTES: Final = 256 << 10
+"""Objects up to this size are read whole: on any SSD the time is the same."""
+_WHOLE_SHARE: Final = 8
+"""A request for an eighth of an object or more reads it whole: the rest is asked for next."""
+_GROUP: Final = 8
+"""So many waiting reads begin together, since beginning one costs least right after another..."""
+_BUSY_READS: Final = 16
+"""...unless their device has fewer than this to do."""
+_SOUND: Final = Result.OK
+
+Done = Callable[[Lease | None], None]
+Told = tuple[Done, Lease | None]
+
+
+_Waiter = tuple[int, int, Done]
+"""Where the bytes that it wants begin and end, and who hears of them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One read of an object, or of a part.
+
+    Attributes:
+        parts: what to read of it: offsets and lengths.
+        size: bytes of all parts.
+    """
+
+    entry: Entry
+    disk: Disk
+    whole: bool
+    first_unit: int
+    units: int
+    parts: list[tuple[int, int]]
+    size: int
+    waiters: list[_Waiter] = field(default_factory=list)
+    buffer: Buffer | None = None
+    left: int = 0
+    depth: int = 0
+    begun: bool = False
+    verdict: Result | None = None
+    failure: str | None = None
+    error: OSError | None = None
+
+
+class Reader:
+    """Reads for clients. With the pool's lock held, but for :meth:`verify`.
+
+    Attributes:
+        under_way: reads that nobody has been told of yet.
+        wants_turn: more of those that wait can begin than did in one hold of the lock.
+        unsure: of these, what has ended, but has failed, or was not checked by its device.
+    """
+
+    def __init__(self, core: Core, space: Space) -> None:
+        """Make one without reads."""
+        self._core = core
+        self._space = space
+        self._whole: dict[int, _Read] = {}  # by slot, the newest
+        self._waiting: deque[_Read] = deque()
+        self._ended: deque[tuple[_Read, Operation]] = deque()
+        self._spare_bytes = 0  # that have become free since memory was last looked for in vain
+        self.unsure: list[_Read] = []
+        self.under_way = 0
+        self.wants_turn = False
+
+    @property
+    def waiting(self) -> int:
+        """Reads that wait for memory, or for their device to take more."""
+        return len(self._waiting)
+
+    def read(self, entry: Entry, start: int, end: int, done: Done) -> None:
+        """Read bytes of an object that is not in memory."""
+        began = self._core.ticks()
+        under_way = self._whole.get(entry.slot)
+        if under_way is not None and under_way.entry.generation == entry.generation:
+            under_way.waiters.append((start, end, done))
+            self._core.counters.shared_reads += 1
+            return
+        read = self._plan(entry, start, end)
+        read.waiters.append((start, end, done))
+        read.disk.use(entry.extent)
+        self.under_way += 1
+        if read.whole and self._core.is_current(entry):
+            self._whole[entry.slot] = read
+        if self._waiting or not self._begin(read):
+            self._waiting.append(read)
+        self._core.counters.grouping_ns += self._core.ticks() - began
+
+    def pump(self) -> None:
+        """Begin reads that had to wait, in their order, as far as there is memory now."""
+        self.wants_turn = False
+        if self._waiting:
+            self._spare_bytes = self._core.arenas.size
+            self._use_spare()
+
+    def _use_spare(self) -> None:
+        """Begin waiting reads while what has become free may be enough: looking for memory in vain takes long."""
+        began, left = self._core.ticks(), ENTRIES_PER_HOLD
+        while left and self._waiting and self._waiting[0].size <= self._spare_bytes and self._begin(self._waiting[0]):
+            self._waiting.popleft()
+            left -= 1
+        if not left:
+            self.wants_turn = True
+            self._core.waker.wake()
+        self._core.counters.grouping_ns += self._core.ticks() - began
+
+    def _plan(self, entry: Entry, start: int, end: int) -> _Read:
+        disk = self._core.disks[entry.device]
+        unit = object_unit(entry.length)
+        units = -(-entry.length // unit)
+        if entry.length <= _WHOLE_BYTES or (end - start) * _WHOLE_SHARE >= entry.length:
+            return _Read(entry, disk, True, 0, units, [(0, entry.size)], entry.size)
+        self._core.counters.partial_reads += 1
+        first = start // unit
+        units = -(-end // unit) - first
+        parts = _parts(entry.length, first, units)
+        return _Read(entry, disk, False, first, units, parts, sum(length for _, length in parts))
+
+    def _begin(self, read: _Read) -> bool:
+        """Hand a read to its device; return whether it took it."""
+        entry = read.entry
+        if read.disk.gone is not None:
+            read.failure = "device_gone"
+            self.unsure.append(read)
+            self._core.waker.wake()
+            return True
+        parts = read.parts
+        if read.buffer is None:
+            if read.size > self._core.arenas.largest_bytes:
+                read.failure = "no_memory"
+                self.unsure.append(read)
+                self._core.waker.wake()
+                return True
+            read.buffer = self._space.memory(read.size // BLOCK_BYTES)
+            if read.buffer is None:
+                self._spare_bytes = 0
+                return False
+            self._spare_bytes -= read.size
+        read.left = len(parts)
+        read.disk.reading += 1
+        read.begun = True
+        read.depth = read.disk.reading
+        address = read.buffer.address
+
+        began = self._core.ticks()
+        done = partial(self._note_end, read)
+        volume = read.disk.volume
+        if len(parts) == 1:
+            expected = entry.header
+            volume.read(entry.extent, 0, parts[0][1], address, Priority.FOREGROUND, done, expected, read.units)
+        else:  # what the device checks is one operation's
+            for offset, length in parts:
+                volume.read(entry.extent, offset, length, address, Priority.FOREGROUND, done)
+                address += length
+        took = self._core.ticks() - began
+        self._core.counters.submission_ns += took
+        self._core.counters.grouping_ns -= took  # the calls into the kernel are I/O, not orchestration
+        return True
+
+    def _note_end(self, read: _Read, operation: Operation) -> None:
+        self._ended.append((read, operation))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._ended or self.unsure)
+
+    def take_ended(self, tell: list[Told]) -> None:
+        """Finish what has come and was found sound by its device; ``tell`` gets who is to hear of it, without the lock.
+
+        What has failed, or was not checked, is unsure.
+        """
+        while self._ended:
+            read, operation = self._ended.popleft()
+            if operation.error is not None:
+                read.failure, read.error = "io_error", operation.error
+            else:
+                disk = read.disk
+                disk.read_bytes += operation.length
+                disk.reads += 1
+                disk.meter.note(operation.length, operation.begin_ns, operation.end_ns, read.depth)
+                read.verdict = operation.verdict
+            read.left -= 1
+            if read.verdict is _SOUND:
+                self._finish(read, tell)
+            elif read.left == 0:
+                self.unsure.append(read)
+
+    def take_unsure(self) -> list[_Read]:
+        """Return what is to be verified, and finished then."""
+        reads, self.unsure = self.unsure, []
+        return reads
+
+    def verify(self, reads: list[_Read]) -> None:
+        """Check what was read and was not checked by its device; without the pool's lock."""
+        for read in reads:
+            if read.failure is None:
+                began = self._core.ticks()
+                read.failure = self._verified(read)
+                self._core.counters.verify_ns += self._core.ticks() - began
+
+    @staticmethod
+    def _verified(read: _Read) -> str | None:
+        entry, buffer = read.entry, read.buffer
+        assert buffer is not None
+        data = buffer.view(HEADER_BYTES if read.first_unit == 0 else BLOCK_BYTES + HEADER_BYTES, buffer.size)
+        return failure_of(entry, read.verdict, buffer.view(0, HEADER_BYTES), read.first_unit, read.units, data)
+
+    def finish(self, reads: list[_Read], tell: list[Told]) -> None:
+        """Make copies and leases of what was verified, and drop what is not sound."""
+        for read in reads:
+            self._finish(read, tell)
+
+    def _finish(self, read: _Read, tell: list[Told]) -> None:
+        core, entry, buffer, disk = self._core, read.entry, read.buffer, read.disk
+        self.under_way -= 1
+        disk.reading -= read.begun
+        if read.error is not None:
+            disk.note_error(read.error, core.clock_ms(), writing=False)
+            read.failure = "io_error" if disk.gone is None else "device_gone"
+        disk.unuse(entry.extent)
+        if self._whole.get(entry.slot) is read:
+            del self._whole[entry.slot]
+        if read.failure is not None:
+            if buffer is not None:
+                core.arenas.release(buffer)
+            if core.is_current(entry) and (read.error is None or not is_passing(read.error)):
+                core.lose(entry, read.failure)
+            tell += [(done, None) for _, _, done in read.waiters]
+            return
+        assert buffer is not None
+        for start, end, done in read.waiters:
+            tell.append((done, self._lease(read, buffer, start, end)))
+        if read.whole and core.is_current(entry):  # else it has gone, or is another, since it was asked for
+            buffer.hits += len(read.waiters)
+            core.copies.add(entry.slot, buffer)
+        else:
+            core.arenas.release(buffer)
+
+    def _lease(self, read: _Read, buffer: Buffer, start: int, end: int) -> Lease:
+        buffer.users += 1
+        shift = 0
+        if read.first_unit:  # the value does not begin behind its header, but so far behind it
+            shift = BLOCK_BYTES - read.first_unit * object_unit(read.entry.length)
+        return Lease(buffer.value(shift + start, shift + end), self._release, buffer)
+
+    def _release(self, buffer: Buffer) -> None:
+        self._core.arenas.release(buffer)
+        self._spare_bytes += buffer.size
+        if self._waiting:
+            first = self._waiting[0]
+            group = _GROUP if first.disk.reading >= _BUSY_READS else 1
+            if group * first.size <= self._spare_bytes:
+                self._use_spare()
+
+
+def failure_of(
+    entry: Entry, verdict: Result | None, header: memoryview, first_unit: int, units: int, data: memoryview
+) -> str | None:
+    """Return why bytes in memory are not what ``entry`` says; None if they are.
+
+    They are checked here unless the device that read them has: then ``verdict`` is what it found.
+    """
+    result = check_object(header, entry.header, data, first_unit, units) if verdict is None else verdict
+    if result is Result.OK:
+        return None
+    return "misdirected" if result is Result.NOT_FOUND else "rotten"
+
+
+def _parts(length: int, first_unit: int, units: int) -> list[tuple[int, int]]:
+    """Return what to read of an object for some units: offsets and lengths, in blocks. The header comes first."""
+    unit = object_unit(length)
+    end = min(HEADER_BYTES + (first_unit + units) * unit, HEADER_BYTES + length)
+    end = -(-end // BLOCK_BYTES) * BLOCK_BYTES
+    if first_unit == 0:
+        return [(0, end)]
+    begin = first_unit * unit  # the value begins half a block later, and so does each unit
+    return [(0, BLOCK_BYTES), (begin, end - begin)]

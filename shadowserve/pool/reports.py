@@ -1,0 +1,123 @@
+"""What the pool says of itself."""
+
+from shadowserve.pool.core import Core, TenantCounters
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.homes import Homes
+from shadowserve.pool.opening import Opened
+from shadowserve.pool.reads import Reader
+from shadowserve.pool.space import EVICTION_CAUSES
+from shadowserve.pool.statistics import DeviceStatistics, Statistics
+from shadowserve.pool.writes import Writer
+
+__all__ = ["pool_statistics", "tenant_statistics"]
+
+
+def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
+    """Return what one tenant has."""
+    totals = core.index.totals(tenant)
+    counters = core.counters.tenants[tenant]
+    return Statistics(
+        keys=totals.objects,
+        expiring_keys=totals.expiring,
+        pinned_keys=core.pins.count(tenant),
+        pinned_bytes=core.pins.bytes_of(tenant),
+        budget_bytes=budget_bytes,
+        used_bytes=totals.bytes,
+        held_bytes=0,
+        peak_bytes=totals.bytes,
+        records=totals.records,
+        record_bytes=counters.record_bytes,
+        evicted_keys=counters.evictions.total(),
+        evictions=_by_cause(counters),
+        evicted_bytes=counters.evicted_bytes,
+        expired_keys=counters.expired_keys,
+        lost_keys=counters.lost_keys,
+        failed_writes=counters.failed_writes,
+    )
+
+
+def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: int) -> Statistics:
+    """Return what all of it has and has done."""
+    core = opened.core
+    totals, counters, arenas, copies = core.index.totals(), core.counters, core.arenas, core.copies
+    summed = counters.everyones
+    homes = opened.homes
+    # Where there are devices, the budget is of their room; what is still being sent lies in memory.
+    held = 0 if core.disks else arenas.held_bytes
+    return Statistics(
+        keys=totals.objects,
+        expiring_keys=totals.expiring,
+        pinned_keys=core.pins.count(None),
+        pinned_bytes=core.pins.total_bytes,
+        budget_bytes=opened.space.capacity_bytes,
+        used_bytes=totals.bytes + held,
+        held_bytes=held,
+        peak_bytes=max(peak_bytes, totals.bytes + held),
+        records=totals.records,
+        record_bytes=summed.record_bytes,
+        evicted_keys=summed.evictions.total(),
+        evictions=_by_cause(summed),
+        evicted_bytes=summed.evicted_bytes,
+        expired_keys=summed.expired_keys,
+        lost_keys=summed.lost_keys,
+        failed_writes=summed.failed_writes,
+        devices=(
+            *(_device_statistics(core, homes, disk) for disk in core.disks),
+            *(DeviceStatistics(name=name, state="gone", reason=reason) for name, reason in opened.absent),
+        ),
+        memory_bytes=arenas.size,
+        memory_used_bytes=arenas.used_bytes,
+        memory_held_bytes=arenas.held_bytes,
+        memory_share=homes.organizer.shares[0],
+        memory_bandwidth_bytes_per_s=homes.organizer.meters[0].bytes_per_s,
+        memory_objects=len(copies),
+        memory_hits=copies.hits,
+        memory_misses=copies.misses,
+        promotions=copies.promotions,
+        copies_dropped=copies.dropped,
+        waiting_reads=reader.waiting,
+        writing_bytes=writer.bytes_under_way,
+        lost=dict(counters.lost),
+        held_back=core.admission.held_back,
+        orchestration_ns=counters.lookup_ns + counters.placement_ns + counters.grouping_ns,
+        lookup_ns=counters.lookup_ns,
+        placement_ns=counters.placement_ns,
+        grouping_ns=counters.grouping_ns,
+        submission_ns=counters.submission_ns,
+        verify_ns=counters.verify_ns,
+        lookups=counters.lookups,
+        shared_reads=counters.shared_reads,
+        partial_reads=counters.partial_reads,
+    )
+
+
+def _by_cause(counters: TenantCounters) -> dict[str, int]:
+    return {cause: counters.evictions[cause] for cause in EVICTION_CAUSES}
+
+
+def _device_statistics(core: Core, homes: Homes, disk: Disk) -> DeviceStatistics:
+    totals = core.index.totals(device=disk.number)
+    state = "ok" if disk.avoided_until_ms <= core.clock_ms() else "avoided"
+    return DeviceStatistics(
+        name=disk.name,
+        state=state if disk.gone is None else "gone",
+        reason=disk.gone or "",
+        bandwidth_bytes_per_s=disk.meter.bytes_per_s,
+        share=homes.organizer.shares[disk.number + 1],
+        placed_bytes=homes.pool.placed_bytes[disk.number + 1] + homes.devices.placed_bytes[disk.number],
+        capacity_bytes=disk.capacity_bytes,
+        used_bytes=totals.bytes,
+        objects=totals.objects,
+        reads=disk.reads,
+        read_bytes=disk.read_bytes,
+        reading=disk.reading,
+        written_bytes=disk.wear.total_bytes,
+        written_today_bytes=disk.wear.day_bytes,
+        errors=disk.errors,
+        busy=disk.volume.busy,
+        quarantined_bytes=disk.quarantined_bytes,
+        scrubbed_bytes=disk.scrubbed_bytes,
+        wear_refused=disk.wear.refused,
+        wear_budget_bytes=disk.wear.budget_bytes,
+        latencies=disk.volume.device.latencies,
+    )

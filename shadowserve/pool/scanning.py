@@ -1,0 +1,74 @@
+"""Listing keys: a walk through a tenant's entries in the order of their keys' hashes, a bounded part at a time.
+
+The order is made by the keys and the index's seed, so that a cursor tells a tenant nothing of what others do, and a key
+that stays is returned exactly once whatever comes and goes. But hashes of keys that a client chooses tell of the seed,
+and who knows that can choose keys that collide. So clients get cursors enciphered.
+"""
+
+import hashlib
+import os
+from typing import Final
+
+from shadowserve.native import Index
+from shadowserve.pool.clears import SCAN_LINES
+from shadowserve.pool.core import Core
+from shadowserve.pool.entries import Entry
+from shadowserve.pool.keys import chunk_key
+from shadowserve.pool.terms import ENTRIES_PER_HOLD
+
+__all__ = ["Cursors", "scan_keys"]
+
+_ROUNDS: Final = 4
+_HALF: Final = 32
+_MASK: Final = (1 << _HALF) - 1
+
+
+class Cursors:
+    """A permutation of the numbers of 64 bits, by four rounds of Feistel's; 0, where a scan begins and ends, stays."""
+
+    def __init__(self, key: bytes | None = None) -> None:
+        """Make one of a secret of 16 bytes; by default a random one."""
+        self._key = key or os.urandom(16)
+
+    def shown(self, position: int) -> int:
+        """Return the cursor that clients get for a position."""
+        while position:
+            position = self._permuted(position, range(_ROUNDS))
+            if position:
+                break
+        return position
+
+    def position(self, cursor: int) -> int:
+        """Return the position that a client's cursor stands for."""
+        while cursor:
+            left, right = cursor >> _HALF, cursor & _MASK
+            swapped = self._permuted(right << _HALF | left, range(_ROUNDS - 1, -1, -1))
+            cursor = (swapped & _MASK) << _HALF | swapped >> _HALF
+            if cursor:
+                break
+        return cursor
+
+    def _permuted(self, number: int, rounds: range) -> int:
+        left, right = number >> _HALF, number & _MASK
+        for number_of_round in rounds:
+            digest = hashlib.blake2b(bytes([number_of_round]) + right.to_bytes(4, "big"), digest_size=4, key=self._key)
+            left, right = right, left ^ int.from_bytes(digest.digest(), "big")
+        return left << _HALF | right
+
+
+def scan_keys(core: Core, tenant: int, position: int, count: int) -> tuple[int, list[bytes]]:
+    """Return the next position and some of a tenant's keys; see :meth:`shadowserve.pool.contract.Engine.scan`."""
+    index: Index = core.index
+    found: list[bytes] = []
+    now_ms = core.clock_ms()
+    position, slots = index.scan(tenant, position, min(count, ENTRIES_PER_HOLD), SCAN_LINES)
+    for slot in slots:
+        fields = index.read(slot)
+        if core.clears.under_way and core.clears.covers(tenant, fields.generation):
+            continue
+        if fields.expires_at_ms and fields.expires_at_ms <= now_ms:
+            core.expire(Entry(slot, fields))
+            continue
+        name = index.name(slot)
+        found.append(chunk_key(fields.key) if name is None else name)
+    return position, found

@@ -1,0 +1,179 @@
+"""The scrubber: reads what nobody asks for and checks it, so that rot is found before somebody needs the object.
+
+It goes round each device at a bounded rate, behind everything else that the device has to do. What it finds rotten is
+dropped and counted like what a client finds, and its extent goes into quarantine (``quarantine.py``).
+"""
+
+import contextlib
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from shadowserve.block import Operation, Priority
+from shadowserve.errors import is_passing
+from shadowserve.native import ANY, Result, object_unit
+from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer
+from shadowserve.pool.clears import SCAN_LINES
+from shadowserve.pool.core import Core
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.entries import Entry
+from shadowserve.pool.quarantine import Tester
+from shadowserve.pool.reads import failure_of
+from shadowserve.pool.volume.pages import Pages
+
+__all__ = ["Scrubber"]
+
+_OBJECTS_PER_TURN: Final = 16
+_PASSED_PER_TURN: Final = 256
+"""Entries looked at in one turn."""
+
+
+class _Own:
+    """Memory for one object, as a :class:`Buffer` is, of the scrubber's own."""
+
+    def __init__(self, blocks: int) -> None:
+        self._pages = Pages(blocks * BLOCK_BYTES)
+        self.address = self._pages.address
+        self.size = blocks * BLOCK_BYTES
+
+    def view(self, begin: int, end: int) -> memoryview:
+        return self._pages.view[begin:end]
+
+
+@dataclass(slots=True, eq=False)
+class _Check:
+    """An object being read."""
+
+    disk: Disk
+    entry: Entry
+    buffer: Buffer | _Own
+    verdict: Result | None = None
+    failure: str | None = None
+    error: Exception | None = None
+
+
+class Scrubber:
+    """Checks devices in the background. turn() with the pool's lock held, verify() without, finish() with it again.
+
+    Attributes:
+        bytes_per_s: of each device, that are read; 0 for none.
+        rounds: times that all entries were passed.
+        found: objects that were not what had been stored.
+    """
+
+    def __init__(self, core: Core, bytes_per_s: int) -> None:
+        """Make one that has read nothing yet; 0 reads nothing ever."""
+        self._core = core
+        self._tester = Tester(core)
+        self.bytes_per_s = bytes_per_s
+        self._cursor = 0
+        self._slots: deque[int] = deque()  # come to, and not looked at yet
+        self._credit = [0.0] * len(core.disks)
+        self._last_ms: int | None = None
+        self._under_way = 0
+        self._read: deque[_Check] = deque()
+        self.rounds = 0
+        self.found = 0
+
+    def turn(self, now_ms: int) -> None:
+        """Begin as many reads as the time since the last turn allows, and tests of what is in quarantine."""
+        self._tester.turn(now_ms)
+        if not self.bytes_per_s:
+            return
+        elapsed_ms = 0 if self._last_ms is None else min(max(now_ms - self._last_ms, 0), 1_000)
+        self._last_ms = now_ms
+        for disk in self._core.disks:
+            # What was not used is not saved up: the rate is a bound, not a plan.
+            credit = self._credit[disk.number] + self.bytes_per_s * elapsed_ms / 1000
+            self._credit[disk.number] = min(credit, self.bytes_per_s)
+        if not self._slots:
+            self._look()
+        for _ in range(len(self._slots)):
+            if self._under_way >= _OBJECTS_PER_TURN or not self._next():
+                return
+
+    def _look(self) -> None:
+        """Come to some more entries."""
+        was = self._cursor
+        self._cursor, slots = self._core.index.scan(ANY, was, _PASSED_PER_TURN, SCAN_LINES)
+        self._slots.extend(slots)
+        self.rounds += self._cursor == 0 and bool(was or slots)
+
+    def _next(self) -> bool:
+        """Look at the next entry; return whether there is time for one more."""
+        core = self._core
+        slot = self._slots[0]
+        entry = core.entry(slot)
+        disk = None if entry is None else core.disk_of(entry)
+        if entry is None or disk is None or disk.gone is not None or core.copies.is_kept(slot):
+            self._slots.popleft()
+            return True
+        if self._credit[disk.number] <= 0:
+            return False
+        buffer = self._memory(entry.blocks)
+        if buffer is None:
+            return False
+        self._slots.popleft()
+        self._credit[disk.number] -= entry.size
+        self._begin(_Check(disk, entry, buffer))
+        return True
+
+    def _memory(self, blocks: int) -> Buffer | _Own | None:
+        """Return memory that is free, since a scrubber drops no copies; where none is, its own for one at a time."""
+        buffer = self._core.arenas.take(blocks)
+        if buffer is None and not self._under_way:
+            with contextlib.suppress(MemoryError):
+                return _Own(blocks)
+        return buffer
+
+    def _begin(self, check: _Check) -> None:
+        def done(operation: Operation) -> None:
+            check.error, check.verdict = operation.error, operation.verdict
+            self._read.append(check)
+
+        self._under_way += 1
+        check.disk.use(check.entry.extent)
+        entry, address = check.entry, check.buffer.address
+        check.disk.volume.read(
+            entry.extent, 0, entry.size, address, Priority.BACKGROUND, done, entry.header, _units(entry)
+        )
+
+    @property
+    def has_read(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._read)
+
+    def take_read(self) -> list[_Check]:
+        """Return what has been read, to be verified."""
+        return [self._read.popleft() for _ in range(len(self._read))]
+
+    def verify(self, checks: list[_Check]) -> None:
+        """Check what was read and was not checked by its device; without the pool's lock."""
+        for check in checks:
+            if check.error is not None:
+                check.failure = "io_error"
+                continue
+            entry, buffer = check.entry, check.buffer
+            header, data = buffer.view(0, HEADER_BYTES), buffer.view(HEADER_BYTES, buffer.size)
+            check.failure = failure_of(entry, check.verdict, header, 0, _units(entry), data)
+
+    def finish(self, checks: list[_Check]) -> None:
+        """Drop what was not what had been stored."""
+        core = self._core
+        for check in checks:
+            self._under_way -= 1
+            check.disk.unuse(check.entry.extent)
+            if isinstance(check.buffer, Buffer):
+                core.arenas.release(check.buffer)
+            check.disk.scrubbed_bytes += check.entry.size
+            if check.error is not None:
+                check.disk.note_error(check.error, core.clock_ms(), writing=False)
+            busy = check.error is not None and is_passing(check.error)
+            if check.failure is None or busy or not core.is_current(check.entry):
+                continue
+            self.found += 1
+            core.lose(check.entry, check.failure if check.disk.gone is None else "device_gone")
+
+
+def _units(entry: Entry) -> int:
+    return -(-entry.length // object_unit(entry.length))

@@ -1,0 +1,106 @@
+"""What a pool and those who use it meet in: values, memory that is lent, and what a hold of the lock may do."""
+
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from shadowserve.errors import ShadowServeError
+
+__all__ = [
+    "DEFAULT_TENANT",
+    "ENTRIES_PER_HOLD",
+    "KEY_BYTES_MAX",
+    "PARENT_BYTES",
+    "TENANTS_MAX",
+    "Address",
+    "Item",
+    "Lease",
+    "PinShareError",
+    "PinnedEntries",
+]
+
+Address = tuple[int, bytes]
+"""What an object is called: its tenant's id, and its key among those of that tenant."""
+
+TENANTS_MAX: Final = 1 << 16
+
+DEFAULT_TENANT: Final = 0
+"""The tenant of what belongs to nobody; its name is empty."""
+
+ENTRIES_PER_HOLD: Final = 250
+"""Entries that one hold of the pool's lock touches at most, so that it is no longer than 10 ms: the longest that is
+done to one is its eviction, which takes the pool up to 30 us."""
+
+KEY_BYTES_MAX: Final = (64 << 10) - 64
+"""Of a key: an object on a device has room for a name of 64 KiB, of which 64 bytes are left to the pool."""
+
+PARENT_BYTES: Final = 32
+"""Of the name of a chunk, which its key spells in hexadecimal digits behind ``kv:``."""
+
+
+class PinShareError(ShadowServeError):
+    """A pin would take more than its tenant, or all together, may have pinned."""
+
+
+class Item:
+    """What is known of a stored value without touching a device; good until the pool's lock is released.
+
+    Engines derive their own from it. An item with a value stays valid for longer between hold() and release().
+
+    Attributes:
+        length: bytes of the value.
+        head_bytes: length of the record's head if the value is a valid record, else 0.
+        expires_at_ms: Unix time in milliseconds, or None.
+        value: the bytes, never changed after they were stored; None where they are not in memory: ``Engine.read()``
+            brings them.
+    """
+
+    __slots__ = ("expires_at_ms", "head_bytes", "length", "value")
+
+    def __init__(
+        self, length: int, head_bytes: int, expires_at_ms: int | None, value: bytes | memoryview | None
+    ) -> None:
+        """Make an item."""
+        self.length = length
+        self.head_bytes = head_bytes
+        self.expires_at_ms = expires_at_ms
+        self.value = value
+
+    @property
+    def kept(self) -> object:
+        """What hold() keeps in memory: the same for all that share it."""
+        return self
+
+
+class Lease:
+    """Bytes of a value in memory, valid until ``release()``.
+
+    Attributes:
+        view: the bytes.
+    """
+
+    __slots__ = ("_arguments", "_released", "view")
+
+    def __init__(self, view: memoryview, released: Callable[..., None] | None = None, *arguments: Any) -> None:
+        """Make one; release() calls ``released`` with ``arguments``, with the pool's lock held."""
+        self.view = view
+        self._released = released
+        self._arguments = arguments
+
+    @property
+    def kept(self) -> object:
+        """What it keeps in memory."""
+        return self
+
+    def release(self) -> None:
+        """Give the bytes back: once, with the pool's lock held."""
+        released, self._released = self._released, None
+        if released is not None:
+            released(*self._arguments)
+
+
+class PinnedEntries(NamedTuple):
+    """What a tenant keeps from eviction, ended pins that were not noticed yet included; and how much it may."""
+
+    keys: int
+    bytes: int
+    bytes_max: int

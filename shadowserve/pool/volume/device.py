@@ -1,0 +1,80 @@
+"""What a volume needs of a device: bytes at offsets, and a flush.
+
+Real devices are :class:`shadowserve.native.BlockDevice`; operations and what they promise are in ``shadowserve.block``.
+
+Whoever wants order waits for completions and flushes; docs/storage-format.md says where volumes do.
+"""
+
+import select
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from shadowserve.block import BlockStatistics, Operation, OperationKind, Priority
+from shadowserve.errors import BusyError, DeviceError
+from shadowserve.latency import LatencyHistogram
+
+__all__ = [
+    "BlockDevice",
+    "BlockStatistics",
+    "BusyError",
+    "DeviceError",
+    "Operation",
+    "OperationKind",
+    "Priority",
+    "wait_for_operations",
+]
+
+_SLICE_S = 0.05
+
+
+class BlockDevice(Protocol):
+    """A block device or a preallocated file, for one process.
+
+    It may check what operations say that they expect, and set ``verdict``; one that does not leaves it None.
+    """
+
+    name: str
+    capacity_bytes: int
+
+    @property
+    def latencies(self) -> Mapping[str, LatencyHistogram]:
+        """Times of what has been taken back, by ``read``, ``write``...; empty where it does not count them."""
+
+    def register(self, memory: memoryview) -> bool:
+        """Make memory known to the kernel, which makes operations on it cheaper; whether it took it."""
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Queue operations, all or none; never blocks.
+
+        Raises:
+            BusyError: there are too many already.
+        """
+
+    def completed(self) -> list[Operation]:
+        """Take back what has ended, ``error`` set; the caller calls ``done``. Never blocks."""
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while there is something to take back."""
+
+    def statistics(self) -> BlockStatistics:
+        """Return counters since it was opened."""
+
+    def close(self) -> None:
+        """End; what is under way is waited for, with a bound."""
+
+
+def wait_for_operations(device: BlockDevice, timeout_s: float) -> list[Operation]:
+    """Return what has ended, after waiting for something to; for programs that have nothing else to do.
+
+    Raises:
+        DeviceError: nothing ended in time.
+    """
+    waited = 0.0
+    while not (ended := device.completed()):
+        if waited >= timeout_s:
+            raise DeviceError(
+                f"device {device.name} has not answered for {timeout_s:.0f} s; see the kernel's log for its errors"
+            )
+        select.select([device.fileno()], [], [], _SLICE_S)
+        waited += _SLICE_S
+    return ended

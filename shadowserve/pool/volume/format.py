@@ -1,0 +1,448 @@
+"""Every byte of a volume that is not an object: superblock, blocks of records, headers of snapshots, records.
+
+docs/storage-format.md tells the same in tables. The format is frozen: a golden volume in tests/assets must be opened
+for ever, and whoever changes a structure raises :data:`VERSION`.
+
+Parsers here take bytes of a device that may hold anything. They return None, or raise :class:`FormatError` where the
+caller has to tell a user why; they never trust a length or a count.
+"""
+
+import struct
+import zlib
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from typing import Final
+
+from shadowserve.errors import ShadowServeError
+
+__all__ = [
+    "BLOCK_BYTES",
+    "HEADER_MAGICS",
+    "LOG_MAGIC",
+    "NAME_BYTES_MAX",
+    "NAME_PIECE_BYTES",
+    "OBJECT_HEADER_BYTES",
+    "RECORDS_PER_BLOCK",
+    "RECORD_BYTES",
+    "SNAPSHOT_MAGIC",
+    "SUPERBLOCK_OFFSETS",
+    "VERSION",
+    "BlockHeader",
+    "FormatError",
+    "Layout",
+    "RecordFlag",
+    "RecordKind",
+    "SnapshotHeader",
+    "Superblock",
+    "blocks_of",
+    "pack_block",
+    "pack_name",
+    "pack_record",
+    "unpack_block",
+    "unpack_name",
+]
+
+VERSION: Final = 1
+BLOCK_BYTES: Final = 4096
+RECORD_BYTES: Final = 128
+RECORDS_PER_BLOCK: Final = 31
+OBJECT_HEADER_BYTES: Final = 2048
+SUPERBLOCK_OFFSETS: Final = (0, 1 << 20)
+"""The copies lie so far apart that whoever overwrites a device's beginning (a partition table, mkfs) leaves one."""
+NAME_PIECE_BYTES: Final = 80
+NAME_BYTES_MAX: Final = 64 << 10
+"""Of a key's text (``shadowserve.pool.terms.KEY_BYTES_MAX``) and of a tenant's name."""
+LOG_MAGIC: Final = b"SSLG"
+SNAPSHOT_MAGIC: Final = b"SSSN"
+
+_SUPERBLOCK_MAGIC: Final = b"SSVOLUME"
+_HEADER_MAGIC: Final = b"SSSH"
+HEADER_MAGICS: Final = (_SUPERBLOCK_MAGIC, LOG_MAGIC, SNAPSHOT_MAGIC, _HEADER_MAGIC, b"SSOBJECT")
+"""What blocks of a volume begin with, an object's header among them (``native/src/block/object.c``)."""
+
+_SUPERBLOCK: Final = struct.Struct("<8sHHI16s16sQQQIIQQQQQQQQ")
+_BLOCK: Final = struct.Struct("<4sHHI4x16sQQQQ")
+_SNAPSHOT: Final = struct.Struct("<4sHHI4x16sQQQQQQQ")
+_RECORD: Final = struct.Struct("<BBBBHxxIIIIIIQ32s32s24x")
+_NAME: Final = struct.Struct("<BBBxHHII32s80s")
+_RECORDS_OFFSET: Final = 128
+_CRC_AT_SUPERBLOCK: Final = 12
+_CRC_AT_BLOCK: Final = 8
+
+
+class FormatError(ShadowServeError):
+    """A device's content cannot be used; the message says what it is and what to do."""
+
+
+class RecordKind(IntEnum):
+    """What a record of log or snapshot says (``enum ss_index_record_kind``); the index passes over the last two."""
+
+    PUT = 1
+    REMOVE = 2
+    EXPIRE = 3
+    PIN = 4
+    CLEAR = 5
+    NAME = 6
+    TENANT = 7
+
+
+class RecordFlag(IntFlag):
+    """Of the object that a PUT is about (``enum ss_index_flags``), and EVERY_TENANT of a CLEAR."""
+
+    RECORD = 1
+    NAMED = 2
+    EVERY_TENANT = 0x80
+
+
+def blocks_of(length: int, name_blocks: int = 0) -> int:
+    """Return how many blocks an object takes with a value of ``length`` bytes, and more of them for its name."""
+    return -(-(OBJECT_HEADER_BYTES + length) // BLOCK_BYTES) + name_blocks
+
+
+def _checksum(data: bytes | bytearray | memoryview, at: int) -> int:
+    """Return the CRC-32 of ``data`` with the four bytes at ``at``, where it stands, taken as zero."""
+    view = memoryview(data)
+    return zlib.crc32(view[at + 4 :], zlib.crc32(b"\0\0\0\0", zlib.crc32(view[:at])))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the parts of a volume lie, in blocks of 4 KiB from the device's beginning.
+
+    Attributes:
+        log_firsts: first block of each of the two copies of the log.
+        log_blocks: blocks of each copy.
+        snapshot_firsts: first block of each of the two snapshots' regions; its header is there.
+        snapshot_blocks: blocks of each region, the header's included.
+        data_first: first block of the objects.
+        data_blocks: blocks for objects.
+        objects_max: most objects.
+    """
+
+    log_firsts: tuple[int, int]
+    log_blocks: int
+    snapshot_firsts: tuple[int, int]
+    snapshot_blocks: int
+    data_first: int
+    data_blocks: int
+    objects_max: int
+
+    @classmethod
+    def plan(cls, capacity_bytes: int, objects_max: int, log_bytes: int | None = None) -> "Layout":
+        """Lay out a device.
+
+        Args:
+            capacity_bytes: of the device.
+            objects_max: most objects it shall hold.
+            log_bytes: of each copy of the log; None for half a snapshot's size, from 1 MiB to 256 MiB.
+
+        Raises:
+            FormatError: it is too small for as many objects, or too large.
+        """
+        capacity = capacity_bytes // BLOCK_BYTES
+        if capacity > 0xFFFF_FFFF:
+            raise FormatError(f"a device of {capacity_bytes} bytes is more than a volume can be: 16 TiB; partition it")
+        if not 0 < objects_max < 1 << 32:
+            raise FormatError(f"{objects_max} objects cannot be; choose from 1 to 4294967295")
+        # Beside the objects: names of keys, and what a snapshot meets twice because it moved meanwhile (records_max).
+        snapshot = 34 + -(-objects_max * 5 // (2 * RECORDS_PER_BLOCK))
+        if log_bytes is None:
+            log_bytes = min(max(snapshot * BLOCK_BYTES // 2, 1 << 20), 256 << 20)
+        log = max(log_bytes // BLOCK_BYTES, LOG_BLOCKS_MIN)
+        first = SUPERBLOCK_OFFSETS[1] // BLOCK_BYTES + 1
+        snapshot_firsts = (first + log, first + log + snapshot)
+        second_log = snapshot_firsts[1] + snapshot
+        data_first = second_log + log
+        if data_first + 1 > capacity:
+            raise FormatError(
+                f"a device of {capacity_bytes} bytes cannot hold the log and the snapshots of {objects_max} objects, "
+                f"which take {data_first * BLOCK_BYTES} bytes; give it more room, or set objects_max lower"
+            )
+        return cls(
+            log_firsts=(first, second_log),
+            log_blocks=log,
+            snapshot_firsts=snapshot_firsts,
+            snapshot_blocks=snapshot,
+            data_first=data_first,
+            data_blocks=capacity - data_first,
+            objects_max=objects_max,
+        )
+
+    @property
+    def records_max(self) -> int:
+        """How many records objects and names may take together; the rest of a region is for what moves meanwhile."""
+        return (self.snapshot_blocks - 34) * RECORDS_PER_BLOCK * 5 // 6
+
+    def check(self, device_bytes: int) -> bool:
+        """Return whether the parts lie inside a device of that size, in order and apart from each other."""
+        parts = [
+            (SUPERBLOCK_OFFSETS[1] // BLOCK_BYTES, 1),
+            *((first, self.log_blocks) for first in self.log_firsts),
+            *((first, self.snapshot_blocks) for first in self.snapshot_firsts),
+            (self.data_first, self.data_blocks),
+        ]
+        parts.sort()
+        apart = all(first + count <= after for (first, count), (after, _) in zip(parts, parts[1:], strict=False))
+        last, count = parts[-1]
+        whole = min(self.log_blocks - LOG_BLOCKS_MIN, self.snapshot_blocks - 35, self.data_blocks - 1) >= 0
+        return apart and whole and self.objects_max > 0 and (last + count) * BLOCK_BYTES <= device_bytes
+
+
+LOG_BLOCKS_MIN: Final = 64
+"""The reserve for removals, and two groups of the largest names, must leave room for a snapshot in between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Superblock:
+    """What a volume is. Written when it is formatted, never changed.
+
+    Attributes:
+        volume_id: 16 random bytes; each block and header names it, so that those of an earlier volume are foreign.
+        pool_id: of the pool that it belongs to, 16 bytes.
+        device_bytes: that it was formatted for.
+        created_ms: Unix time.
+        layout: where its parts lie.
+        incompatible: a bit for each change that readers of this version must not ignore; 0.
+    """
+
+    volume_id: bytes
+    pool_id: bytes
+    device_bytes: int
+    created_ms: int
+    layout: Layout
+    incompatible: int = 0
+
+    def pack(self) -> bytes:
+        """Return the block."""
+        layout = self.layout
+        data = bytearray(BLOCK_BYTES)
+        _SUPERBLOCK.pack_into(
+            data,
+            0,
+            _SUPERBLOCK_MAGIC,
+            VERSION,
+            _SUPERBLOCK.size,
+            0,
+            self.volume_id,
+            self.pool_id,
+            self.device_bytes,
+            self.created_ms,
+            self.incompatible,
+            BLOCK_BYTES,
+            layout.objects_max,
+            *layout.log_firsts,
+            layout.log_blocks,
+            *layout.snapshot_firsts,
+            layout.snapshot_blocks,
+            layout.data_first,
+            layout.data_blocks,
+        )
+        struct.pack_into("<I", data, _CRC_AT_SUPERBLOCK, _checksum(data, _CRC_AT_SUPERBLOCK))
+        return bytes(data)
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> "Superblock | None":
+        """Return what the block says; None if it is no superblock, or a damaged one.
+
+        Raises:
+            FormatError: it is sound, and of a newer version.
+        """
+        if len(data) != BLOCK_BYTES or bytes(data[:8]) != _SUPERBLOCK_MAGIC:
+            return None
+        fields = _SUPERBLOCK.unpack_from(data)
+        _, version, _, crc, volume_id, pool_id, device_bytes, created, incompatible, block, objects = fields[:11]
+        if crc != _checksum(data, _CRC_AT_SUPERBLOCK):
+            return None
+        if version != VERSION or incompatible:
+            raise FormatError(
+                f"a volume of format version {version} with features {incompatible:#x}: this build reads version "
+                f"{VERSION} without any; use the build that wrote it, or format the device again, which drops it all"
+            )
+        log_first, log_second, log_blocks, first, second, snapshot_blocks, data_first, data_blocks = fields[11:]
+        layout = Layout(
+            log_firsts=(log_first, log_second),
+            log_blocks=log_blocks,
+            snapshot_firsts=(first, second),
+            snapshot_blocks=snapshot_blocks,
+            data_first=data_first,
+            data_blocks=data_blocks,
+            objects_max=objects,
+        )
+        if block != BLOCK_BYTES or not layout.check(device_bytes):
+            return None
+        return cls(
+            volume_id=volume_id,
+            pool_id=pool_id,
+            device_bytes=device_bytes,
+            created_ms=created,
+            layout=layout,
+            incompatible=incompatible,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockHeader:
+    """The head of a block of records, in the log or in a snapshot.
+
+    Attributes:
+        count: of its records, at most 31.
+        sequence: log: its number since the volume was formatted, from 1; snapshot: its place in the snapshot, from 0.
+        epoch: log: a random number of the run that wrote it; snapshot: the snapshot's generation.
+        previous_epoch: log: the epoch of the block before it; snapshot: 0.
+        durable: log: the last block that was known durable when this one was written; snapshot: 0.
+    """
+
+    count: int
+    sequence: int
+    epoch: int
+    previous_epoch: int
+    durable: int
+
+
+def pack_block(magic: bytes, volume_id: bytes, header: BlockHeader, records: bytes | bytearray | memoryview) -> bytes:
+    """Return a block with up to 31 records."""
+    data = bytearray(BLOCK_BYTES)
+    _BLOCK.pack_into(
+        data,
+        0,
+        magic,
+        VERSION,
+        header.count,
+        0,
+        volume_id,
+        header.sequence,
+        header.epoch,
+        header.previous_epoch,
+        header.durable,
+    )
+    data[_RECORDS_OFFSET : _RECORDS_OFFSET + len(records)] = records
+    struct.pack_into("<I", data, _CRC_AT_BLOCK, _checksum(data, _CRC_AT_BLOCK))
+    return bytes(data)
+
+
+def unpack_block(magic: bytes, volume_id: bytes, data: memoryview | bytes) -> BlockHeader | None:
+    """Return the header of a block of this volume; None for anything else, and for a damaged one."""
+    found, version, count, crc, volume, sequence, epoch, previous_epoch, durable = _BLOCK.unpack_from(data)
+    if found != magic or volume != volume_id or version != VERSION or count > RECORDS_PER_BLOCK:
+        return None
+    if crc != _checksum(data, _CRC_AT_BLOCK):
+        return None
+    return BlockHeader(count=count, sequence=sequence, epoch=epoch, previous_epoch=previous_epoch, durable=durable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotHeader:
+    """What makes the blocks behind it a snapshot: written last.
+
+    Attributes:
+        generation: number of the snapshot, from 1; it lies in region ``generation % 2``.
+        blocks: of records that follow.
+        records: in them.
+        log_first: replay begins with this block of the log.
+        log_epoch: the epoch of the block before that; 0 if there is none.
+        log_last: the last block that the snapshot may hold changes of: the log was durable up to it.
+        created_ms: Unix time.
+    """
+
+    generation: int
+    blocks: int
+    records: int
+    log_first: int
+    log_epoch: int
+    log_last: int
+    created_ms: int
+
+    def pack(self, volume_id: bytes) -> bytes:
+        """Return the block."""
+        data = bytearray(BLOCK_BYTES)
+        _SNAPSHOT.pack_into(
+            data,
+            0,
+            _HEADER_MAGIC,
+            VERSION,
+            _SNAPSHOT.size,
+            0,
+            volume_id,
+            self.generation,
+            self.blocks,
+            self.records,
+            self.log_first,
+            self.log_epoch,
+            self.log_last,
+            self.created_ms,
+        )
+        struct.pack_into("<I", data, _CRC_AT_BLOCK, _checksum(data, _CRC_AT_BLOCK))
+        return bytes(data)
+
+    @classmethod
+    def unpack(cls, data: memoryview | bytes, volume_id: bytes, layout: Layout, region: int) -> "SnapshotHeader | None":
+        """Return the header of a snapshot of this volume; None for anything else, and for a damaged one."""
+        fields = _SNAPSHOT.unpack_from(data)
+        magic, version, _, crc, volume, generation, blocks, records, log_first, log_epoch, log_last, created = fields
+        if magic != _HEADER_MAGIC or volume != volume_id or version != VERSION:
+            return None
+        if crc != _checksum(data, _CRC_AT_BLOCK) or generation % 2 != region or not 0 < log_first <= log_last + 1:
+            return None
+        if blocks > layout.snapshot_blocks - 1 or records > blocks * RECORDS_PER_BLOCK:
+            return None
+        return cls(
+            generation=generation,
+            blocks=blocks,
+            records=records,
+            log_first=log_first,
+            log_epoch=log_epoch,
+            log_last=log_last,
+            created_ms=created,
+        )
+
+
+def pack_record(
+    kind: RecordKind,
+    tenant: int,
+    key: bytes,
+    *,
+    flags: int = 0,
+    name_blocks: int = 0,
+    extent: int = 0,
+    length: int = 0,
+    head_length: int = 0,
+    accessed_s: int = 0,
+    pinned_until_s: int = 0,
+    generation: int = 0,
+    expires_at_ms: int = 0,
+    parent: bytes = b"",
+) -> bytes:
+    """Return one record of 128 bytes (``struct ss_index_record``); key and parent have 32 bytes, or none."""
+    return _RECORD.pack(
+        kind,
+        flags,
+        0,
+        name_blocks,
+        tenant,
+        extent,
+        length,
+        head_length,
+        accessed_s,
+        pinned_until_s,
+        generation,
+        expires_at_ms,
+        key,
+        parent,
+    )
+
+
+def pack_name(kind: RecordKind, tenant: int, key: bytes, name: bytes) -> bytes:
+    """Return the records that hold a text of any length: a NAME's, or a TENANT's, in pieces of 80 bytes."""
+    starts = range(0, max(len(name), 1), NAME_PIECE_BYTES)
+    pieces = [(start, name[start : start + NAME_PIECE_BYTES]) for start in starts]
+    return b"".join(_NAME.pack(kind, 0, 0, tenant, len(piece), start, len(name), key, piece) for start, piece in pieces)
+
+
+def unpack_name(record: bytes | memoryview) -> tuple[RecordKind, int, bytes, int, int, bytes] | None:
+    """Return kind, tenant, key, where the piece begins, the text's length, and the piece; None if it cannot be."""
+    kind, _, _, tenant, count, start, length, key, piece = _NAME.unpack_from(record)
+    if kind not in (RecordKind.NAME, RecordKind.TENANT) or start % NAME_PIECE_BYTES or length > NAME_BYTES_MAX:
+        return None
+    if count != min(NAME_PIECE_BYTES, length - start) or (start >= length and start > 0):
+        return None
+    return RecordKind(kind), tenant, key, start, length, piece[:count]

@@ -1,0 +1,163 @@
+"""Making a volume of a device, and telling whether one may be opened: what may be lost is only lost when asked for."""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from shadowserve.clock import wall_clock_ms
+from shadowserve.pool.volume.device import BlockDevice, Operation, OperationKind, Priority
+from shadowserve.pool.volume.foreign import DAMAGED_VOLUME, UNKNOWN, describe_beginning, describe_content, used_by
+from shadowserve.pool.volume.format import (
+    BLOCK_BYTES,
+    SUPERBLOCK_OFFSETS,
+    FormatError,
+    Layout,
+    SnapshotHeader,
+    Superblock,
+)
+from shadowserve.pool.volume.pages import Pages
+from shadowserve.pool.volume.recovery import Reader
+
+__all__ = ["Objection", "check_empty", "check_superblock", "find_objection", "format_volume", "write_blocks"]
+
+
+class Objection(NamedTuple):
+    """Why a volume cannot be used although its superblock is sound: the part that it is about, and the words for it."""
+
+    part: str
+    what: str
+
+
+def format_volume(
+    device: BlockDevice,
+    *,
+    pool_id: bytes,
+    objects_max: int,
+    log_bytes: int | None = None,
+    force: bool = False,
+    clock_ms: Callable[[], int] | None = None,
+    entropy: Callable[[int], bytes] = os.urandom,
+) -> Superblock:
+    """Make an empty volume of a device, for good; everything that is on it is lost.
+
+    Args:
+        device: nobody else uses it.
+        pool_id: 16 bytes; devices of one pool have the same.
+        objects_max: most objects that it shall hold.
+        log_bytes: of each copy of the log; by default what suits ``objects_max``.
+        force: without looking whether something is there already.
+        clock_ms: Unix time.
+        entropy: gives random bytes.
+
+    Raises:
+        FormatError: it is too small, or something is there, or somebody uses it.
+        OSError: the device failed.
+    """
+    user = used_by(device.name)
+    if user is not None:
+        raise FormatError(f"{device.name} is used by {user}; nothing was changed. End that, or name another device")
+    if not force:
+        check_empty(device)
+    superblock = Superblock(
+        volume_id=entropy(16),
+        pool_id=pool_id,
+        device_bytes=device.capacity_bytes // BLOCK_BYTES * BLOCK_BYTES,
+        created_ms=(clock_ms or wall_clock_ms)(),
+        layout=Layout.plan(device.capacity_bytes, objects_max, log_bytes),
+    )
+    first = SnapshotHeader(
+        generation=1, blocks=0, records=0, log_first=1, log_epoch=0, log_last=0, created_ms=superblock.created_ms
+    )
+    # Zeros first: at no moment are there the superblocks of two volumes. Both copies come last.
+    reader = Reader(device)
+    page = bytes(BLOCK_BYTES)
+    write_blocks(reader, [(offset, page) for offset in SUPERBLOCK_OFFSETS])
+    place = superblock.layout.snapshot_firsts[1] * BLOCK_BYTES
+    write_blocks(reader, [(place, first.pack(superblock.volume_id))])
+    write_blocks(reader, [(offset, superblock.pack()) for offset in SUPERBLOCK_OFFSETS])
+    return superblock
+
+
+def check_empty(device: BlockDevice) -> None:
+    """See that a device without a superblock may be formatted.
+
+    Raises:
+        FormatError: something is on it; the message says what, and what to do.
+        OSError: it cannot be read.
+    """
+    found = describe_content(device)
+    if found is None:
+        return
+    if found != UNKNOWN and DAMAGED_VOLUME not in found:
+        raise FormatError(
+            f"device {device.name} holds {found}, and no volume of a pool; nothing was changed. Name another "
+            f"device, or drop all that is on this one: shadowserve pool format --force {device.name}"
+        )
+    raise FormatError(
+        f"device {device.name} holds {found}, but no superblock that is sound; nothing was changed. If it was a "
+        f"volume, restore one of its first 4 KiB or its 4 KiB at 1 MiB; to drop all that is on it: shadowserve pool "
+        f"format --force {device.name}"
+    )
+
+
+def check_superblock(
+    superblock: Superblock | None, damaged: Sequence[int], device: BlockDevice, pool_id: bytes | None
+) -> Superblock:
+    """Return the superblock if the volume can be used; raise FormatError with what to do if not.
+
+    Args:
+        superblock: of the device, if there is one.
+        damaged: which copies of it are not sound.
+        device: that it is on.
+        pool_id: that it must belong to; None for any.
+    """
+    if superblock is None:
+        check_empty(device)
+        raise FormatError(f"device {device.name} is empty; format it first: shadowserve pool format {device.name}")
+    if pool_id is not None and superblock.pool_id != pool_id:
+        raise FormatError(
+            f"device {device.name} belongs to pool {superblock.pool_id.hex()}, not to {pool_id.hex()}; take it out of "
+            f"the configuration, or drop its objects: shadowserve pool format --force {device.name}"
+        )
+    objection = find_objection(superblock, damaged, device)
+    if objection is not None:
+        raise FormatError(objection.what)
+    return superblock
+
+
+def find_objection(superblock: Superblock, damaged: Sequence[int], device: BlockDevice) -> Objection | None:
+    """Return why a volume with a sound superblock cannot be used; None if it can. For those who open it or look at it.
+
+    Args:
+        superblock: that is sound.
+        damaged: which copies of it are not.
+        device: that it is on.
+    """
+    if superblock.device_bytes > device.capacity_bytes:
+        return Objection(
+            "size",
+            f"device {device.name} has {device.capacity_bytes} bytes, was formatted with {superblock.device_bytes}: "
+            "give it back its size, or format it again, which drops all its objects",
+        )
+    other = describe_beginning(device) if 0 in damaged else None
+    if other is not None:
+        return Objection(
+            "superblock",
+            f"device {device.name} holds {other}, and behind its beginning, at 1 MiB, the superblock of a volume; "
+            f"nothing was changed. To go on with the volume, erase the other's signature: wipefs -a {device.name}; to "
+            f"keep the other, name another device",
+        )
+    return None
+
+
+def write_blocks(reader: Reader, blocks: Sequence[tuple[int, bytes]]) -> None:
+    """Write blocks at offsets, and flush."""
+    page = Pages(BLOCK_BYTES)
+    for offset, content in blocks:
+        page.view[:BLOCK_BYTES] = content
+        reader.run(Operation(OperationKind.WRITE, offset, BLOCK_BYTES, page.address, Priority.WRITE, _nothing))
+    reader.run(Operation(OperationKind.FLUSH, 0, 0, 0, Priority.WRITE, _nothing))
+
+
+def _nothing(_operation: Operation) -> None:
+    """Nothing: whoever runs an operation by a Reader waits for it."""

@@ -1,0 +1,84 @@
+"""What becomes of operations that a device was too busy for: they are begun again, after pauses that double.
+
+A device that is busy, or a kernel that is short of memory for the moment, has not failed. So nobody hears of such an
+error before the operation was tried for as long as its kind may take: reads have clients who wait and can do without,
+writes and flushes may decide whether the device goes on.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from shadowserve.errors import is_passing
+from shadowserve.pool.volume.device import Operation, OperationKind
+
+__all__ = ["Patience"]
+
+_FIRST_NS: Final = 1_000_000
+_LONGEST_NS: Final = 500_000_000
+_READ_NS: Final = 1_000_000_000
+_WRITE_NS: Final = 10_000_000_000
+
+
+@dataclass(slots=True, eq=False)
+class _Tried:
+    operation: Operation
+    since_ns: int
+    pause_ns: int
+    due_ns: int
+
+
+class Patience:
+    """Operations of one device that wait for it to be less busy. Whoever drives the device calls, in turns, both.
+
+    Attributes:
+        met: errors that were taken for passing ones.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        """Have none."""
+        self.met = 0
+        self._clock_ns = clock_ns
+        self._tried: dict[int, _Tried] = {}
+        self._waiting: deque[_Tried] = deque()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether operations are to be begun again."""
+        return bool(self._waiting)
+
+    def ended(self, operations: list[Operation]) -> list[Operation]:
+        """Return those that have ended for good; the others wait."""
+        if not self._tried and all(operation.error is None for operation in operations):
+            return operations
+        return [operation for operation in operations if not self._waits(operation)]
+
+    def due(self) -> list[Operation]:
+        """Return what is to be begun again now."""
+        if not self._waiting:
+            return []
+        now_ns = self._clock_ns()
+        due = [tried for tried in self._waiting if tried.due_ns <= now_ns]
+        for tried in due:
+            self._waiting.remove(tried)
+            tried.operation.error = None
+        return [tried.operation for tried in due]
+
+    def _waits(self, operation: Operation) -> bool:
+        tried = self._tried.pop(id(operation), None)
+        flushing = operation.kind is OperationKind.FLUSH
+        if operation.error is None or not is_passing(operation.error, flushing=flushing):
+            return False
+        self.met += 1
+        now_ns = self._clock_ns()
+        if tried is None:
+            tried = _Tried(operation, now_ns, _FIRST_NS, 0)
+        elif now_ns - tried.since_ns > (_READ_NS if operation.kind is OperationKind.READ else _WRITE_NS):
+            return False
+        tried.due_ns = now_ns + tried.pause_ns
+        tried.pause_ns = min(2 * tried.pause_ns, _LONGEST_NS)
+        self._tried[id(operation)] = tried
+        self._waiting.append(tried)
+        return True

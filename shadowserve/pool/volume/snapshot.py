@@ -1,0 +1,232 @@
+"""Snapshots: the index of a volume's objects, written in slices beside everything else, so that the log may wrap.
+
+A snapshot is fuzzy: while its slices are taken the index changes. That does no harm: replay begins with the block of
+the log that was next when the snapshot began, and replaying what a slice has already seen changes nothing in the end.
+It counts once its header is durable, and that is written only after
+
+1. all slices are durable, and
+2. the log is durable up to every change that a slice may have seen: writes that were under way included,
+
+so that no snapshot knows more than the log. It goes into the region that the last complete one is not in.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowserve.native import INDEX_RECORD_DTYPE, Index
+from shadowserve.pool.volume.device import Operation, OperationKind, Priority
+from shadowserve.pool.volume.format import (
+    BLOCK_BYTES,
+    RECORD_BYTES,
+    RECORDS_PER_BLOCK,
+    SNAPSHOT_MAGIC,
+    BlockHeader,
+    RecordKind,
+    SnapshotHeader,
+    Superblock,
+    pack_block,
+    pack_name,
+)
+from shadowserve.pool.volume.log import Log, Submit
+from shadowserve.pool.volume.pages import Pages
+
+__all__ = ["Living", "Snapshot"]
+
+Living = Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+"""Returns those of some PUT records that are to be kept."""
+
+SLICE_BLOCKS: Final = 64
+"""About 2,000 objects: half a millisecond with the pool's lock held."""
+
+
+_DUMPS_PER_STEP: Final = 4
+"""Parts of the index that are looked at for a slice; where they hold nothing of this device, the next step goes on."""
+
+
+class Snapshot:
+    """One snapshot on its way. With the pool's lock held.
+
+    Attributes:
+        header: of it, once it is complete.
+        error: why it will not be.
+        written_bytes: so far.
+        wants_step: step() is to be called again, although the device does nothing for this.
+    """
+
+    def __init__(
+        self,
+        superblock: Superblock,
+        submit: Submit,
+        log: Log,
+        index: Index,
+        number: int,
+        generation: int,
+        *,
+        tenants: dict[int, bytes],
+        notes: dict[bytes, bytes],
+        held: dict[tuple[int, bytes], bytes],
+        living: Living,
+        settle_writes: Callable[[Callable[[], None]], None],
+        clock_ms: Callable[[], int],
+    ) -> None:
+        """Begin one.
+
+        Args:
+            superblock: of the volume.
+            submit: to its device.
+            log: of it.
+            index: that holds the volume's objects.
+            number: of the device, in the index.
+            generation: of this snapshot.
+            tenants: names by id.
+            notes: of the pool, by name.
+            held: records of objects that the index has no more and the log has, by tenant and key.
+            living: returns which of some records are to be in it.
+            settle_writes: calls back when all writes that are under way now have their record in the log.
+            clock_ms: Unix time.
+        """
+        self.header: SnapshotHeader | None = None
+        self.error: Exception | None = None
+        self.written_bytes = 0
+        self.wants_step = False
+        self._superblock = superblock
+        self._layout = superblock.layout
+        self._submit = submit
+        self._log = log
+        self._index = index
+        self._number = number
+        self._generation = generation
+        self._held = held
+        self._living = living
+        self._settle_writes = settle_writes
+        self._clock_ms = clock_ms
+        self._log_first, self._log_epoch = log.sequence, log.epoch
+        self._cursor = 0
+        self._dumped = False
+        self._blocks = 0
+        self._records = 0
+        self._pending = bytearray().join(
+            pack_name(RecordKind.TENANT, tenant, b"", name) for tenant, name in sorted(tenants.items())
+        )
+        self._slice = np.zeros(SLICE_BLOCKS * RECORDS_PER_BLOCK, INDEX_RECORD_DTYPE)
+        for name, text in sorted(notes.items()):
+            self._pending += pack_name(RecordKind.TENANT, 0, name, text)
+        self._buffer = Pages(SLICE_BLOCKS * BLOCK_BYTES)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self.header is not None or self.error is not None
+
+    @property
+    def _region(self) -> int:
+        return self._layout.snapshot_firsts[self._generation % 2]
+
+    def step(self) -> None:
+        """Take and write the next slice; called once at first, then by the device's completions."""
+        room = SLICE_BLOCKS * RECORDS_PER_BLOCK * RECORD_BYTES
+        self.wants_step = False
+        for _ in range(_DUMPS_PER_STEP):
+            if self._dumped or len(self._pending) >= RECORDS_PER_BLOCK * RECORD_BYTES:
+                break
+            self._cursor, count = self._index.dump(self._cursor, self._slice, self._number)
+            self._dumped = self._cursor == 0
+            records = self._living(self._slice[:count])
+            records["device"] = 0  # a device's number is the pool's of today
+            self._add(records)
+            if self._dumped and self._held:  # behind what the index says by now, of which nothing may be durable
+                self._add(np.frombuffer(b"".join(self._held.values()), INDEX_RECORD_DTYPE))
+        if not self._dumped and len(self._pending) < RECORDS_PER_BLOCK * RECORD_BYTES:
+            self.wants_step = True
+        elif self._pending:
+            self._write_slice(room)
+        else:
+            self._settle_writes(self._settled)
+
+    def _add(self, records: npt.NDArray[Any]) -> None:
+        self._pending += records.tobytes()
+        self._pending += self._index.dump_names(records)
+
+    def _write_slice(self, room: int) -> None:
+        # Only the last block may be less than full: what does not fill one waits for the next slice.
+        count = min(len(self._pending), room)
+        if not self._dumped:
+            count -= count % (RECORDS_PER_BLOCK * RECORD_BYTES)
+        blocks = -(-count // (RECORDS_PER_BLOCK * RECORD_BYTES))
+        if 1 + self._blocks + blocks > self._layout.snapshot_blocks:
+            self._fail(OSError(f"snapshot {self._generation} does not fit its region: too much changed meanwhile"))
+            return
+        with memoryview(self._pending) as pending:
+            for block in range(blocks):
+                start = block * RECORDS_PER_BLOCK * RECORD_BYTES
+                part = pending[start : min(start + RECORDS_PER_BLOCK * RECORD_BYTES, count)]
+                header = BlockHeader(
+                    count=len(part) // RECORD_BYTES,
+                    sequence=self._blocks + block,
+                    epoch=self._generation,
+                    previous_epoch=0,
+                    durable=0,
+                )
+                packed = pack_block(SNAPSHOT_MAGIC, self._superblock.volume_id, header, part)
+                self._buffer.view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = packed
+                part.release()
+        del self._pending[:count]
+        place = self._region + 1 + self._blocks
+        self._blocks += blocks
+        self._records += count // RECORD_BYTES
+        self._write(place, blocks, self._slice_written)
+
+    def _write(self, place: int, blocks: int, done: Callable[[Operation], None]) -> None:
+        self.written_bytes += blocks * BLOCK_BYTES
+        offset, length = place * BLOCK_BYTES, blocks * BLOCK_BYTES
+        self._submit([Operation(OperationKind.WRITE, offset, length, self._buffer.address, Priority.BACKGROUND, done)])
+
+    def _slice_written(self, operation: Operation) -> None:
+        if operation.error is not None:
+            self._fail(operation.error)
+        else:
+            self.step()
+
+    def _settled(self) -> None:
+        """Go on when every change that a slice may have seen is in the log."""
+        self._log.when_durable(self._log_durable)
+
+    def _log_durable(self, error: Exception | None) -> None:
+        if error is not None:
+            self._fail(error)
+        else:
+            self._log.flush(self._slices_durable)
+
+    def _slices_durable(self, error: Exception | None) -> None:
+        if error is not None:
+            self._fail(error)
+            return
+        self._complete = SnapshotHeader(
+            generation=self._generation,
+            blocks=self._blocks,
+            records=self._records,
+            log_first=self._log_first,
+            log_epoch=self._log_epoch,
+            log_last=self._log.durable,
+            created_ms=self._clock_ms(),
+        )
+        self._buffer.view[:BLOCK_BYTES] = self._complete.pack(self._superblock.volume_id)
+        self._write(self._region, 1, self._header_written)
+
+    def _header_written(self, operation: Operation) -> None:
+        if operation.error is not None:
+            self._fail(operation.error)
+        else:
+            self._log.flush(self._header_durable)
+
+    def _header_durable(self, error: Exception | None) -> None:
+        if error is not None:
+            self._fail(error)
+        else:
+            self.header = self._complete
+
+    def _fail(self, error: Exception) -> None:
+        self.error = self.error or error

@@ -1,0 +1,195 @@
+"""What drives an engine in tests as the server does: under a lock, with somebody who calls poll()."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from machine import wait_for
+
+from shadowserve.pool.contract import Engine
+from shadowserve.pool.statistics import Statistics
+from shadowserve.pool.terms import Item, Lease
+from shadowserve.pool.volume.changes import BusyError, Ticket
+
+T = TypeVar("T")
+
+
+class Clock:
+    """A clock that goes when told to."""
+
+    def __init__(self) -> None:
+        self.now_ms = 1_000_000
+
+    def __call__(self) -> int:
+        return self.now_ms
+
+
+class Reading:
+    """A read of an item, from memory or from a device; the bytes are there until release()."""
+
+    def __init__(self, driver: "Driver", item: Item, start: int, end: int) -> None:
+        self._driver = driver
+        self._item: Item | None = None
+        self._lease: Lease | None = None
+        self.finished = False
+        self.view: memoryview | None = None
+        if item.value is not None:
+            driver.engine.hold(item)
+            self._item = item
+            self.finished, self.view = True, memoryview(item.value)[start:end]
+        elif start == end:
+            self.finished, self.view = True, memoryview(b"")
+        else:
+            driver.engine.read(item, start, end, self._on_done)
+
+    def _on_done(self, lease: Lease | None) -> None:
+        assert not self.finished, "a read was finished twice"
+        self._lease = lease
+        self.view = None if lease is None else lease.view
+        self.finished = True
+
+    def wait(self) -> bytes | None:
+        """Return the bytes, or None if they are not to be had."""
+        self._driver.pump(lambda: self.finished)
+        return None if self.view is None else bytes(self.view)
+
+    def release(self) -> None:
+        self._driver.pump(lambda: self.finished)
+        with self._driver.lock:
+            if self._item is not None:
+                self._driver.engine.release(self._item)
+            if self._lease is not None:
+                self._lease.release()
+
+
+class Change:
+    """A change, and what became of it."""
+
+    def __init__(self, driver: "Driver", ticket: Ticket | None) -> None:
+        self._driver = driver
+        self.outcomes: list[Exception | None] = []
+        if ticket is None:
+            self.outcomes.append(None)
+        else:
+            ticket.then(self.outcomes.append)
+
+    def wait(self) -> Exception | None:
+        """Return the error, or None once it is durable."""
+        self._driver.pump(lambda: bool(self.outcomes))
+        assert len(self.outcomes) == 1
+        return self.outcomes[0]
+
+
+class Driver:
+    """An engine with its lock. Keys are clients' keys, of tenant 0 if not said otherwise."""
+
+    def __init__(self, engine: Engine, *, start: bool = True, lock: Any = None) -> None:
+        self.engine = engine
+        self.lock = threading.Lock() if lock is None else lock
+        if start:
+            engine.start(self.lock)
+
+    # ---- Waiting
+
+    def pump(self, condition: Callable[[], Any]) -> None:
+        """Call poll() until something is so."""
+
+        def step() -> Any:
+            for _ in range(8):  # a change of a device takes some: data, log, flush
+                self.engine.poll()
+                if found := condition():
+                    return found
+            return None
+
+        if not condition():
+            wait_for(step)
+
+    def call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        """Call a method with the lock held."""
+        with self.lock:
+            return function(*arguments, **named)
+
+    def settle(self, ticket: Ticket | None) -> None:
+        """Wait until a change is durable; raise its error."""
+        error = Change(self, ticket).wait()
+        if error is not None:
+            raise error
+
+    # ---- The engine's methods, waited for
+
+    def put_soon(self, key: bytes, value: bytes | memoryview, tenant: int = 0, **named: Any) -> Change:
+        """Store a value; return what will become of it. Waits where the engine has no room for one more."""
+        while True:
+            again: list[Exception | None] = []
+            try:
+                return Change(self, self.call(self.engine.put, (tenant, key), value, **named))
+            except BusyError as error:
+                error.again.then(again.append)
+            self.pump(lambda again=again: bool(again))  # type: ignore[misc]
+
+    def put(self, key: bytes, value: bytes | memoryview, tenant: int = 0, **named: Any) -> None:
+        error = self.put_soon(key, value, tenant, **named).wait()
+        if error is not None:
+            raise error
+
+    def get(self, key: bytes, tenant: int = 0) -> Item | None:
+        return self.call(self.engine.get, (tenant, key))
+
+    def peek(self, key: bytes, tenant: int = 0) -> Item | None:
+        return self.call(self.engine.peek, (tenant, key))
+
+    def open(self, key: bytes, start: int = 0, end: int | None = None, tenant: int = 0) -> Reading | None:
+        """Begin to read a value or a part of it; None if it is absent."""
+        with self.lock:
+            item = self.engine.get((tenant, key))
+            return None if item is None else Reading(self, item, start, item.length if end is None else end)
+
+    def value(self, key: bytes, start: int = 0, end: int | None = None, tenant: int = 0) -> bytes | None:
+        """Return a value or a part of it; None if it is absent."""
+        reading = self.open(key, start, end, tenant)
+        if reading is None:
+            return None
+        found = reading.wait()
+        reading.release()
+        return found
+
+    def remove(self, key: bytes, tenant: int = 0) -> bool:
+        return self._settled(self.engine.remove, (tenant, key))
+
+    def set_expiry(self, key: bytes, expires_at_ms: int | None, tenant: int = 0) -> bool:
+        return self._settled(self.engine.set_expiry, (tenant, key), expires_at_ms)
+
+    def pin(self, key: bytes, until_ms: int, tenant: int = 0) -> bool:
+        return self._settled(self.engine.pin, (tenant, key), until_ms)
+
+    def clear(self, tenant: int | None = None) -> None:
+        self._settled(self.engine.clear, tenant)
+
+    def _settled(self, function: Callable[..., T], *arguments: Any) -> T:
+        result = self.call(function, *arguments)
+        self.settle(self.call(self.engine.barrier))
+        return result
+
+    def scan(self, cursor: int, count: int, tenant: int = 0) -> tuple[int, list[bytes]]:
+        return self.call(self.engine.scan, tenant, cursor, count)
+
+    def keys(self, tenant: int = 0) -> set[bytes]:
+        cursor, found = self.scan(0, 1000, tenant)
+        while cursor:
+            cursor, more = self.scan(cursor, 1000, tenant)
+            found += more
+        return set(found)
+
+    def count(self, tenant: int = 0) -> int:
+        return self.call(self.engine.count, tenant)
+
+    def sweep(self, keys_max: int) -> int:
+        return self.call(self.engine.sweep, keys_max)
+
+    def statistics(self, tenant: int | None = None) -> Statistics:
+        return self.call(self.engine.statistics, tenant)
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Stop in order, as the server does."""
+        self.engine.drain(timeout_s)
+        self.engine.close()

@@ -1,0 +1,79 @@
+"""What tests of the pool share: pools over memory, over simulated devices and over files."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine_driver import Driver
+from simulated_device import SimulatedDevice
+
+from shadowserve.clock import wall_clock_ms
+from shadowserve.pool.config import DeviceConfig
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.statistics import Statistics
+from storage_kv.config import StorageConfig
+
+MIB = 1 << 20
+DEVICE_BYTES = 24 * MIB
+OBJECTS_MAX = 4096
+
+
+def configuration(**keys: Any) -> StorageConfig:
+    """Return a configuration of a small pool that does nothing in the background."""
+    return StorageConfig.load(
+        flags={"engine": "pool", "memory_budget_bytes": 8 * MIB, "scrub_bytes_per_s": 0, **keys}, environment={}
+    )
+
+
+def simulated_pool(
+    devices: Sequence[SimulatedDevice],
+    *,
+    bandwidths: Sequence[int] | None = None,
+    options: Sequence[dict[str, Any]] | None = None,
+    clock_ms: Callable[[], int] = wall_clock_ms,
+    budget_bytes: int | None = None,
+    **keys: Any,
+) -> PoolEngine:
+    """Return a pool over devices in memory; without ``bandwidths`` they are all alike."""
+    entries = []
+    for number, device in enumerate(devices):
+        given = {"objects_max": OBJECTS_MAX, **(options[number] if options else {})}
+        given["bandwidth"] = bandwidths[number] if bandwidths else 1 << 30
+        entries.append((DeviceConfig(path=Path(device.name), **given), device))
+    keys.setdefault("memory_bandwidth", 1)
+    return PoolEngine(
+        configuration(**keys),
+        devices=lambda: list(entries),
+        clock_ms=clock_ms,
+        budget_bytes=budget_bytes,
+        seed=1,
+        measure=False,
+    )
+
+
+def file_pool(
+    paths: Sequence[Path], size: int = DEVICE_BYTES, *, budget_bytes: int | None = None, **keys: Any
+) -> PoolEngine:
+    """Return a pool over files."""
+    devices = [{"path": str(path), "size": size, "bandwidth": 1 << 30, "objects_max": OBJECTS_MAX} for path in paths]
+    clock_ms = keys.pop("clock_ms", wall_clock_ms)
+    measure = keys.pop("measure", False)
+    keys.setdefault("memory_bandwidth", 1)
+    return PoolEngine(
+        configuration(devices=devices, **keys), budget_bytes=budget_bytes, clock_ms=clock_ms, measure=measure
+    )
+
+
+def pool_statistics(driver: Driver) -> Statistics:
+    """Return the pool's own statistics."""
+    return driver.statistics()
+
+
+def chunk(number: int, chain: int = 0) -> bytes:
+    """Return the 32 bytes of a chunk's name."""
+    return (chain << 32 | number + 1).to_bytes(32, "big")
+
+
+def key_of(name: bytes) -> bytes:
+    """Return the key of a chunk."""
+    return b"kv:" + name.hex().encode()

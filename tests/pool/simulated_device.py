@@ -1,0 +1,365 @@
+"""A block device in memory whose every misfortune is chosen by a seed or by the test.
+
+Operations end when the test says so, in any order. A crash keeps, of every 4 KiB that were written since the last
+flush, what was there before, or any of the writes, or pieces of 512 bytes of both: what a device may do that lies about
+nothing but promises nothing either. Faults go further: errors, rot, bytes that go elsewhere or nowhere, a device that
+is gone, or that never answers.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from shadowserve.latency import LatencyHistogram
+from shadowserve.native import OBJECT_HEADER_BYTES, Result, check_object
+from shadowserve.pool.volume.device import Operation, OperationKind
+
+__all__ = ["BLOCK_BYTES", "SECTOR_BYTES", "Fault", "SimulatedDevice", "SimulatedStatistics"]
+
+BLOCK_BYTES: Final = 4096
+SECTOR_BYTES: Final = 512
+_ZEROS: Final = bytes(BLOCK_BYTES)
+
+
+@dataclass(slots=True)
+class Fault:
+    """Something that happens to operations of one kind.
+
+    Attributes:
+        kind: whose.
+        error: errno that they end with; 0: they end well, whatever really happened.
+        after: so many that it would meet go unharmed first.
+        times: so many meet it; None for all from then on.
+        first_block: only operations that touch these blocks, and the next.
+        last_block: the end of that, exclusive; None for the device's.
+        lost: a write that is not written; of a read, its bytes are not brought.
+        moved_blocks: the bytes go to, or come from, so many blocks further.
+        stuck: it never ends.
+        met: how many have met it.
+    """
+
+    kind: OperationKind
+    error: int = errno.EIO
+    after: int = 0
+    times: int | None = 1
+    first_block: int = 0
+    last_block: int | None = None
+    lost: bool = False
+    moved_blocks: int = 0
+    stuck: bool = False
+    met: int = 0
+
+    def meets(self, operation: Operation) -> bool:
+        """Whether the operation meets it; counts."""
+        if operation.kind is not self.kind or (self.times is not None and self.met >= self.times):
+            return False
+        if operation.kind is not OperationKind.FLUSH:
+            first, last = operation.offset // BLOCK_BYTES, (operation.offset + operation.length) // BLOCK_BYTES
+            if last <= self.first_block or (self.last_block is not None and first >= self.last_block):
+                return False
+        if self.after:
+            self.after -= 1
+            return False
+        self.met += 1
+        return True
+
+
+@dataclass(slots=True)
+class SimulatedStatistics:
+    """What was done: operations and bytes by kind, and errors."""
+
+    operations: dict[OperationKind, int] = field(default_factory=lambda: defaultdict(int))
+    bytes: dict[OperationKind, int] = field(default_factory=lambda: defaultdict(int))
+    errors: dict[OperationKind, int] = field(default_factory=lambda: defaultdict(int))
+
+
+@dataclass(slots=True)
+class _Version:
+    """One write of one block since the last flush; ``completed`` is its place in the order of completions, or None."""
+
+    content: bytes
+    completed: int | None
+
+
+class SimulatedDevice:
+    """Implements ``shadowserve.pool.device.BlockDevice``. It checks every second read that may be checked.
+
+    Attributes:
+        automatic: completed() first ends everything that is under way, in a random order: for opening and formatting.
+        faults: those that are in force; append to it.
+        trace: (kind, first block, blocks) of each operation, in the order in which they ended.
+        submitted: called with how many operations were queued.
+        before: called before an operation ends; what it raises comes out of completed().
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        seed: int = 0,
+        name: str = "simulated",
+        automatic: bool = True,
+        operations_max: int = 1024,
+        clock_ns: Callable[[], int] | None = None,
+    ) -> None:
+        self.name = name
+        self.latencies: dict[str, LatencyHistogram] = {}
+        self.capacity_bytes = capacity_bytes
+        self.automatic = automatic
+        self.faults: list[Fault] = []
+        self.trace: list[tuple[OperationKind, int, int]] = []
+        self.submitted: Callable[[int], None] = lambda count: None
+        self.before: Callable[[], None] | None = None
+        self.random = random.Random(seed)
+        self._operations_max = operations_max
+        self._clock_ns = clock_ns or (lambda: self._completions)
+        self._durable: dict[int, bytes] = {}
+        self._dirty: dict[int, list[_Version]] = {}
+        self._waiting: list[tuple[Operation, int, bytes]] = []  # with completions at submission, bytes to be written
+        self._stuck: list[tuple[Operation, int, bytes]] = []
+        self._ended: list[Operation] = []
+        self._completions = 0
+        self._gone = False
+        self._statistics = SimulatedStatistics()
+        self._descriptor = os.eventfd(1, os.EFD_NONBLOCK)
+
+    # ---- What a volume sees
+
+    def register(self, memory: memoryview) -> None:
+        """Without effect."""
+
+    def submit(self, operations: Sequence[Operation]) -> None:
+        """Queue operations."""
+        if len(self._waiting) + len(self._ended) + len(operations) > self._operations_max:
+            raise AssertionError(f"more than {self._operations_max} operations at a time")
+        for operation in operations:
+            assert operation.offset % BLOCK_BYTES == operation.length % BLOCK_BYTES == 0, "not aligned"
+            assert operation.address % SECTOR_BYTES == 0, "memory is not aligned"
+            assert operation.offset + operation.length <= self.capacity_bytes, "beyond the device's end"
+            assert (operation.kind is OperationKind.FLUSH) == (operation.length == 0)
+            content = b""
+            if operation.kind is OperationKind.WRITE:
+                content = ctypes.string_at(operation.address, operation.length)
+            self._waiting.append((operation, self._completions, content))
+        self.submitted(len(operations))
+
+    def completed(self) -> list[Operation]:
+        """Take back what has ended."""
+        if self.automatic:
+            self.complete_all()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def fileno(self) -> int:
+        """Return a descriptor that is always readable."""
+        return self._descriptor
+
+    def statistics(self) -> SimulatedStatistics:
+        """Return what was done."""
+        return self._statistics
+
+    def close(self) -> None:
+        """Forget what is under way."""
+        self._waiting.clear()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError):
+            self.close()
+
+    # ---- What a test decides
+
+    @property
+    def waiting(self) -> list[Operation]:
+        """What is under way, in the order of submission."""
+        return [operation for operation, _, _ in self._waiting]
+
+    def complete(self, chosen: Callable[[Operation], bool] | None = None) -> Operation | None:
+        """End one operation at random of those that ``chosen`` takes; return it, None if there is none."""
+        if self.before is not None:
+            self.before()
+        candidates = [at for at, (operation, _, _) in enumerate(self._waiting) if chosen is None or chosen(operation)]
+        if not candidates:
+            return None
+        operation, submitted, content = entry = self._waiting.pop(self.random.choice(candidates))
+        fault = next((fault for fault in self.faults if fault.meets(operation)), None)
+        if fault is not None and fault.stuck:
+            self._stuck.append(entry)
+            return operation
+        operation.begin_ns = self._clock_ns()
+        error = errno.ENODEV if self._gone else self._perform(operation, submitted, content, fault)
+        self._completions += 1
+        operation.end_ns = self._clock_ns()
+        operation.error = OSError(error, os.strerror(error)) if error else None
+        if operation.expected is not None and not error and self._completions % 2:
+            operation.verdict = _checked(operation)
+        counted = self._statistics
+        (counted.errors if error else counted.operations)[operation.kind] += 1
+        counted.bytes[operation.kind] += 0 if error else operation.length
+        self.trace.append((operation.kind, operation.offset // BLOCK_BYTES, operation.length // BLOCK_BYTES))
+        self._ended.append(operation)
+        return operation
+
+    def complete_all(self) -> None:
+        """End everything that is under way, in a random order."""
+        while self._waiting:
+            self.complete()
+
+    def crash(self, *, torn: bool = True, seed: int | None = None) -> "SimulatedDevice":
+        """Return the device as it may be after the power was lost now; this one is dead.
+
+        Of each block that was written since the last flush, any version survives; with ``torn`` sectors of several.
+        """
+        chance = self.random if seed is None else random.Random(seed)
+        after = SimulatedDevice(
+            self.capacity_bytes, seed=chance.randrange(1 << 32), name=self.name, operations_max=self._operations_max
+        )
+        after._durable = dict(self._durable)
+        for operation, _, content in [*self._waiting, *self._stuck]:
+            if operation.kind is OperationKind.WRITE:
+                self._write(operation.offset // BLOCK_BYTES, content, None)
+        mood = chance.choice((0.0, 0.2, 0.5, 0.8, 1.0))  # how much of it survives: also nearly all, and nearly nothing
+        for block, versions in sorted(self._dirty.items()):
+            old = self._durable.get(block, _ZEROS)
+            contents = [version.content for version in versions]
+            survivor = chance.choice(contents) if chance.random() < mood else old
+            if torn and chance.random() < 0.1:
+                other = chance.choice([old, *contents])
+                survivor = b"".join(
+                    (survivor if chance.random() < 0.5 else other)[at : at + SECTOR_BYTES]
+                    for at in range(0, BLOCK_BYTES, SECTOR_BYTES)
+                )
+            after._durable[block] = survivor
+        self._waiting.clear()
+        self._gone = True
+        return after
+
+    def restart(self) -> "SimulatedDevice":
+        """Return the device as it is after the process died and the power stayed: all completed writes are there."""
+        after = SimulatedDevice(
+            self.capacity_bytes,
+            seed=self.random.randrange(1 << 32),
+            name=self.name,
+            operations_max=self._operations_max,
+        )
+        after._durable = dict(self._durable)
+        for block in self._dirty:
+            after._durable[block] = self._current(block)
+        self._waiting.clear()
+        self._gone = True
+        return after
+
+    def fail(self, kind: OperationKind, **how: int | bool | None) -> Fault:
+        """Put a fault in force: ``fail(OperationKind.WRITE, after=2)`` for an EIO of the third write."""
+        fault = Fault(kind, **how)  # type: ignore[arg-type]
+        self.faults.append(fault)
+        return fault
+
+    def remove(self) -> None:
+        """Take the device away: everything fails with ENODEV from now on."""
+        self._gone = True
+
+    def rot(self, offset: int, *, bit: int = 0) -> None:
+        """Flip one bit of what is durable and of every version since."""
+        block, at = divmod(offset, BLOCK_BYTES)
+        self._durable[block] = _flipped(self._durable.get(block, _ZEROS), at, bit)
+        for version in self._dirty.get(block, ()):
+            version.content = _flipped(version.content, at, bit)
+
+    def peek(self, offset: int, length: int) -> bytes:
+        """Return bytes as a read of them would, aligned or not."""
+        first, last = offset // BLOCK_BYTES, -(-(offset + length) // BLOCK_BYTES)
+        content = b"".join(self._current(block) for block in range(first, last))
+        return content[offset - first * BLOCK_BYTES :][:length]
+
+    def poke(self, offset: int, content: bytes) -> None:
+        """Change durable bytes, aligned or not, as somebody else who has the device might."""
+        for at, byte in enumerate(content):
+            block, place = divmod(offset + at, BLOCK_BYTES)
+            old = self._durable.get(block, _ZEROS)
+            if old[place] != byte:
+                self._durable[block] = old[:place] + bytes([byte]) + old[place + 1 :]
+
+    def set_block(self, number: int, content: bytes) -> None:
+        """Set the durable content of a block."""
+        assert len(content) == BLOCK_BYTES
+        self._durable[number] = content
+
+    def copy(self) -> "SimulatedDevice":
+        """Return a device with the content that a read sees now."""
+        after = SimulatedDevice(self.capacity_bytes, name=self.name, operations_max=self._operations_max)
+        after._durable = dict(self.blocks())
+        return after
+
+    def blocks(self) -> Iterator[tuple[int, bytes]]:
+        """Yield number and content of each block that is not all zeros."""
+        for block in sorted({*self._durable, *self._dirty}):
+            if (content := self._current(block)) != _ZEROS:
+                yield block, content
+
+    # ---- Inside
+
+    def _perform(self, operation: Operation, submitted: int, content: bytes, fault: Fault | None) -> int:
+        error = fault.error if fault is not None else 0
+        block = operation.offset // BLOCK_BYTES + (fault.moved_blocks if fault is not None else 0)
+        lost = fault is not None and fault.lost
+        if operation.kind is OperationKind.WRITE:
+            now = ctypes.string_at(operation.address, operation.length)
+            assert now == content, "memory changed while it was being written"
+            if error and content:  # a write that failed may have been done in part
+                count = self.random.randrange(len(content) // BLOCK_BYTES + 1)
+                self._write(block, content[: count * BLOCK_BYTES], self._completions)
+            elif not lost:
+                self._write(block, content, self._completions)
+        elif operation.kind is OperationKind.READ and not error and not lost:
+            count = operation.length // BLOCK_BYTES
+            ctypes.memset(operation.address, 0, operation.length)
+            durable, dirty = self._durable, self._dirty
+            for each in range(block, block + count):
+                if each in durable or each in dirty:  # of most of a device nothing was ever written
+                    ctypes.memmove(operation.address + (each - block) * BLOCK_BYTES, self._current(each), BLOCK_BYTES)
+        elif operation.kind is OperationKind.FLUSH and not error and not lost:
+            self._flush(submitted)
+        return error
+
+    def _write(self, block: int, content: bytes, completed: int | None) -> None:
+        for at in range(0, len(content), BLOCK_BYTES):
+            version = _Version(content[at : at + BLOCK_BYTES], completed)
+            self._dirty.setdefault(block + at // BLOCK_BYTES, []).append(version)
+
+    def _flush(self, submitted: int) -> None:
+        """Make durable what was complete when the flush was submitted."""
+        for block, versions in list(self._dirty.items()):
+            covered = [
+                version for version in versions if version.completed is not None and version.completed < submitted
+            ]
+            if covered:
+                self._durable[block] = covered[-1].content
+                rest = versions[len(covered) :]
+                if rest:
+                    self._dirty[block] = rest
+                else:
+                    del self._dirty[block]
+
+    def _current(self, block: int) -> bytes:
+        versions = self._dirty.get(block)
+        return versions[-1].content if versions else self._durable.get(block, _ZEROS)
+
+
+def _flipped(content: bytes, at: int, bit: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
+
+
+def _checked(operation: Operation) -> Result:
+    assert operation.expected is not None
+    content = memoryview((ctypes.c_uint8 * operation.length).from_address(operation.address)).cast("B")
+    header, data = content[:OBJECT_HEADER_BYTES], content[OBJECT_HEADER_BYTES:]
+    return check_object(header, operation.expected, data, 0, operation.expected_units)

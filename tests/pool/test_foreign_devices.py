@@ -1,0 +1,343 @@
+"""What is on devices that are no sound volumes: told in the same words everywhere, and never formatted over unasked."""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from engine_driver import Driver
+from golden_volume import VALUES
+from machine import PATIENCE_S
+from pool_support import configuration
+from simulated_device import SimulatedDevice
+from volume_support import POOL, Store, device_of
+
+from shadowserve.block import OperationKind
+from shadowserve.cli import main
+from shadowserve.errors import ConfigurationError
+from shadowserve.native import BlockDevice
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.volume import foreign, recovery
+from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError
+from shadowserve.pool.volume.verification import verify_volume
+from shadowserve.pool.volume.volume import Volume
+
+MIB = 1 << 20
+LARGE = 272 * MIB
+"""More than is read as a whole."""
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def words_of_the_server(path: Path) -> str:
+    """Return why a server does not start with a device."""
+    with pytest.raises(ConfigurationError) as refused:
+        Driver(PoolEngine(configuration(devices=[{"path": str(path)}]), measure=False))
+    return str(refused.value)
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> Path:
+    """A file that is a volume with forty objects."""
+    path = tmp_path / "volume"
+    assert run("pool", "format", path, "--size", "8MiB", "--objects-max", "100", "--pool", POOL.hex()).exit_code == 0
+    with closing(BlockDevice(path)) as device:
+        store = Store(device)
+        for key, value in VALUES.items():
+            store.put(key, value)
+            store.drain()
+        store.volume.close()
+    return path
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Path]:
+    """A block device of 64 MiB."""
+    backing = tmp_path / "backing"
+    backing.write_bytes(b"")
+    os.truncate(backing, 64 * MIB)
+    made = subprocess.run(
+        ["losetup", "--find", "--show", str(backing)], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    if made.returncode != 0:
+        pytest.skip(f"no loop device can be made here: {made.stderr.strip()}")
+    try:
+        yield Path(made.stdout.strip())
+    finally:
+        subprocess.run(["losetup", "--detach", made.stdout.strip()], check=True, timeout=PATIENCE_S)
+
+
+# ---- Truncated
+
+
+@pytest.mark.parametrize("size", [8 * MIB - BLOCK_BYTES, 3 * MIB, MIB // 2], ids=["by a block", "by much", "to a bit"])
+def test_a_truncated_device_is_told_in_the_same_words_by_verify_status_and_server(volume: Path, size: int) -> None:
+    """Symptom: 'sound' by verify and pool status, refused by the server."""
+    os.truncate(volume, size)
+    told = words_of_the_server(volume)
+    words = f"device {volume} has {size} bytes, was formatted with {8 * MIB}: give it back its size"
+    assert words in told
+    checked, status = run("verify", volume), run("pool", "status", volume)
+    assert checked.exit_code == status.exit_code == 1
+    assert words in checked.output and words in status.output and ": sound" not in checked.output + status.output
+    (result,) = json.loads(run("verify", volume, "--json").output)
+    assert not result["sound"] and [each["part"] for each in result["findings"]] == ["size"]
+    (row,) = json.loads(run("pool", "status", volume, "--json").output)
+    assert words in row["state"] and row["pool"] != "none"
+
+
+def test_a_status_of_many_tells_of_those_that_cannot_be_opened_too(volume: Path, tmp_path: Path) -> None:
+    with closing(BlockDevice(tmp_path / "used", size=MIB)):
+        done = run("pool", "status", tmp_path / "used", volume, "--json")
+        assert done.exit_code == 1
+        used, sound = json.loads(done.output)
+        assert "another process has it" in used["state"] and sound["state"] == "sound"
+        checked = run("verify", tmp_path / "used", volume, "--json")
+        assert checked.exit_code == 2
+        assert [each["sound"] for each in json.loads(checked.stdout)] == [False, True]
+
+
+def test_the_superblocks_of_two_volumes_are_a_finding_in_the_words_of_the_server(volume: Path) -> None:
+    """Symptom: 'the command line cannot be used'."""
+    with volume.open("r+b") as file:
+        file.seek(SUPERBLOCK_OFFSETS[1])
+        file.write(device_of(seed=99).peek(SUPERBLOCK_OFFSETS[1], BLOCK_BYTES))
+    assert "two volumes" in words_of_the_server(volume)
+    checked, status = run("verify", volume), run("pool", "status", volume)
+    assert checked.exit_code == status.exit_code == 1
+    assert "two volumes" in checked.output and "two volumes" in status.output
+
+
+# ---- Formatted over
+
+
+def refused(path: Path, meaning: str) -> None:
+    """See that neither a server nor the command formats what holds ``meaning``, and that a word is enough."""
+    before = path.read_bytes() if path.is_file() and path.stat().st_size < LARGE else None
+    assert re.search(meaning, words_of_the_server(path))
+    done = run("pool", "format", path)
+    assert done.exit_code == 1 and re.search(meaning, done.output) and "--force" in done.output
+    assert before is None or path.read_bytes() == before
+    forced = run("pool", "format", path, "--force")
+    assert forced.exit_code == 0 and re.search(f"dropped: .*{meaning}", forced.output), forced.output
+    assert run("pool", "status", path).exit_code == 0
+
+
+def sparse(path: Path, size: int, *parts: tuple[int, bytes]) -> Path:
+    """Make a file with bytes at some offsets; negative ones count from its end."""
+    with path.open("wb") as file:
+        file.truncate(size)
+        for offset, content in parts:
+            file.seek(offset if offset >= 0 else size + offset)
+            file.write(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "meaning"),
+    [
+        (512, b"LABELONE", "LVM"),
+        (1536, b"LABELONE", "LVM"),
+        (0, b"\xfc\x4e\x2b\xa9", "MD RAID"),
+        (4096, b"\xfc\x4e\x2b\xa9", "MD RAID"),
+        (-8192, b"\xfc\x4e\x2b\xa9", "MD RAID"),
+        (-65536, b"\xfc\x4e\x2b\xa9", "MD RAID"),
+        (131072 + 5 * 1024, struct.pack("<Q", 0x00BAB10C), "ZFS"),
+        (-131072, struct.pack("<Q", 0x00BAB10C), "ZFS"),
+        (-512, b"EFI PART", "GPT"),
+        (-4096, b"EFI PART", "GPT"),
+        (16384, b"SKUL\xba\xbe", "LUKS"),
+        (65526, b"SWAPSPACE2", "swap"),
+        (4120, bytes.fromhex("c68573f64e1a45ca8265f57f48ba6d81"), "bcache"),
+        (1 << 20, bytes.fromhex("0dd001c0"), "VMFS"),
+        (64 * MIB + 64, b"_BHRfS_M", "Btrfs"),
+        (128 * MIB + 56, b"\x53\xef", "ext"),
+        (32769, b"CD001", "ISO 9660"),
+        (3, b"NTFS    ", "NTFS"),
+        (1024, b"\x10\x20\xf5\xf2", "F2FS"),
+        (0, b"bluestore block device", "Ceph"),
+        (LARGE // 2 + 4096 * 3 + 17, b"x" * (2 * MIB), "something"),
+        (-100, b"x", "something"),
+    ],
+)
+def test_a_signature_is_found_wherever_it_lies(offset: int, content: bytes, meaning: str, tmp_path: Path) -> None:
+    """Symptom: formatted, since only the first MiB was looked at."""
+    size = 16 * MIB if 0 <= offset < 4 * MIB else LARGE
+    refused(sparse(tmp_path / "device", size, (offset, content)), meaning)
+
+
+def test_what_only_wipefs_knows_is_named(tmp_path: Path) -> None:
+    if shutil.which("wipefs", path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None:
+        pytest.skip("wipefs is not installed")
+    refused(sparse(tmp_path / "device", 16 * MIB, (1024, bytes.fromhex("e2e1f5e0"))), "what wipefs calls erofs")
+
+
+@pytest.mark.parametrize("words", ["exit 1", "echo nonsense", "echo '{\"signatures\": [{}]}'", "echo {}"])
+def test_a_wipefs_that_is_of_no_use_is_done_without(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "wipefs"
+    program.write_text(f"#!/bin/sh\n{words}\n", encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with closing(BlockDevice(sparse(tmp_path / "device", 16 * MIB))) as device:
+        assert foreign.describe_content(device) is None
+
+
+def test_an_object_that_cannot_be_read_is_a_finding_that_says_so() -> None:
+    """Symptom: 'there is no object'."""
+    store = Store(device_of())
+    for key, value in VALUES.items():
+        store.put(key, value)
+        store.drain()
+    store.volume.snapshot()
+    store.drain()
+    assert isinstance(store.device, SimulatedDevice)
+    device = store.device.restart()
+    device.fail(OperationKind.READ, times=None, first_block=store.volume.superblock.layout.data_first)
+    told = {finding.what for finding in verify_volume(device).findings}
+    assert told and all(each.startswith("it cannot be read: ") for each in told)
+
+
+def test_a_volume_without_any_superblock_is_not_taken_for_empty(volume: Path) -> None:
+    """Symptom: both superblocks zeroed, and the server formatted it."""
+    with volume.open("r+b") as file:
+        for offset in SUPERBLOCK_OFFSETS:
+            file.seek(offset)
+            file.write(bytes(BLOCK_BYTES))
+    refused(volume, "a volume of ShadowServe")
+
+
+def test_a_volume_whose_first_megabytes_are_zeros_is_recognised_by_its_objects(volume: Path) -> None:
+    with volume.open("r+b") as file:
+        file.write(bytes(2 * MIB))
+    refused(volume, "a volume of ShadowServe")
+
+
+def test_nothing_on_a_large_device_is_overlooked_beyond_what_is_promised(tmp_path: Path) -> None:
+    """A run as long as two slices is found wherever it begins, and so is a hundredth spread about."""
+    slices = 2 * (LARGE // foreign.SAMPLES)
+    chance = random.Random(7)
+    for trial in range(8):
+        content = chance.randrange(0, LARGE - slices, 512), b"\1" * slices
+        with closing(BlockDevice(sparse(tmp_path / f"run{trial}", LARGE, content))) as device:
+            assert foreign.describe_content(device) is not None
+        os.unlink(tmp_path / f"run{trial}")
+    blocks = chance.sample(range(LARGE // BLOCK_BYTES), LARGE // BLOCK_BYTES // 100)
+    with closing(BlockDevice(sparse(tmp_path / "spread", LARGE, *((b * BLOCK_BYTES, b"x") for b in blocks)))) as device:
+        assert foreign.describe_content(device) is not None
+
+
+def test_a_large_empty_device_is_formatted_at_the_start(tmp_path: Path) -> None:
+    path = sparse(tmp_path / "device", LARGE)
+    pool = Driver(PoolEngine(configuration(devices=[{"path": str(path)}]), measure=False))
+    pool.put(b"a", b"x")
+    pool.stop()
+    assert run("verify", path).exit_code == 0
+
+
+def test_a_device_beside_one_that_is_refused_is_not_formatted(tmp_path: Path) -> None:
+    empty = sparse(tmp_path / "empty", 16 * MIB)
+    used = sparse(tmp_path / "used", 16 * MIB, (-4096, b"EFI PART"))
+    with pytest.raises(ConfigurationError, match="GPT"):
+        Driver(PoolEngine(configuration(devices=[{"path": str(empty)}, {"path": str(used)}]), measure=False))
+    assert not any(empty.read_bytes())
+
+
+@pytest.mark.parametrize("tool", ["mkfs.ext4", "mkfs.xfs", "mkfs.btrfs", "mkswap"])
+def test_what_a_tool_made_on_a_block_device_is_not_formatted_over(tool: str, loop: Path) -> None:
+    path = os.environ["PATH"] + ":/usr/sbin:/sbin"
+    if (program := shutil.which(tool, path=path)) is None:
+        pytest.skip(f"{tool} is not installed")
+    subprocess.run([program, str(loop)], check=True, capture_output=True, timeout=PATIENCE_S)
+    refused(loop, {"mkswap": "swap"}.get(tool, tool.removeprefix("mkfs.")))
+
+
+def test_an_old_superblock_of_ours_behind_a_new_file_system_does_not_bring_the_server_to_write_over_it(
+    volume: Path,
+) -> None:
+    """Symptom: the copy at 1 MiB was sound, so that the server 'mended' the first one: it wrote over the other's."""
+    with volume.open("r+b") as file:
+        file.write(bytes(BLOCK_BYTES))
+        file.seek(1080)
+        file.write(b"\x53\xef")
+    before = volume.read_bytes()
+    told = words_of_the_server(volume)
+    assert "ext2, ext3 or ext4" in told and "at 1 MiB" in told and "wipefs" in told
+    assert volume.read_bytes() == before
+    assert told.removeprefix("the pool cannot be opened: ") in run("verify", volume).output
+    with volume.open("r+b") as file:
+        file.seek(1080)
+        file.write(bytes(2))  # what wipefs does
+    pool = Driver(PoolEngine(configuration(devices=[{"path": str(volume)}]), measure=False))
+    pool.stop()
+    assert run("verify", volume).exit_code == 0
+
+
+@pytest.mark.parametrize("how", ["device", "its file"])
+def test_a_mounted_device_is_not_formatted_even_when_forced(how: str, loop: Path, tmp_path: Path) -> None:
+    if shutil.which("mkfs.ext4", path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None:
+        pytest.skip("mkfs.ext4 is not installed")
+    subprocess.run(["/usr/sbin/mkfs.ext4", "-q", str(loop)], check=True, timeout=PATIENCE_S)
+    where = tmp_path / "mounted"
+    where.mkdir()
+    if subprocess.run(
+        ["mount", str(loop), str(where)], capture_output=True, timeout=PATIENCE_S, check=False
+    ).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (where / "file").write_bytes(b"x")
+        done = run("pool", "format", "--force", loop if how == "device" else tmp_path / "backing")
+        assert done.exit_code == 1 and ("mounted" in done.output or "loop device" in done.output), done.output
+        assert (where / "file").read_bytes() == b"x"
+    finally:
+        subprocess.run(["umount", str(where)], check=True, timeout=PATIENCE_S)
+
+
+def test_a_file_that_is_there_keeps_its_size_when_it_is_to_be_formatted(tmp_path: Path) -> None:
+    """Symptom: refused, with 'nothing was changed', it had grown to the size that was asked for."""
+    path = sparse(tmp_path / "photos", 16 * MIB, (5 * MIB, b"a photo"))
+    for options in ((), ("--force",)):
+        done = run("pool", "format", path, "--size", "32MiB", *options)
+        assert done.exit_code == 2 and "leave --size out" in done.output
+        assert path.stat().st_size == 16 * MIB
+
+
+# ---- Not to be read
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOMEM])
+def test_a_device_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Symptom: what could not be read counted as zeros, so that a volume was formatted."""
+    monkeypatch.setattr(recovery, "_PAUSES_S", 0.1)
+    device = device_of()
+    written = len(device.trace)
+    device.fail(OperationKind.READ, error=error, times=None)
+    with pytest.raises(OSError, match=os.strerror(error)):
+        Store(device)
+    with pytest.raises(OSError, match=os.strerror(error)):
+        Volume.format(device, pool_id=POOL, objects_max=200)
+    assert all(kind is OperationKind.READ for kind, _, _ in device.trace[written:])
+    device.faults.clear()
+    Store(device)
+
+
+def test_a_block_that_cannot_be_read_is_not_taken_for_an_empty_one() -> None:
+    device = SimulatedDevice(16 * MIB)
+    device.poke(9 * MIB, b"x")
+    device.fail(OperationKind.READ, times=None, first_block=9 * MIB // BLOCK_BYTES, last_block=10 * MIB // BLOCK_BYTES)
+    with pytest.raises((OSError, FormatError)):
+        Volume.format(device, pool_id=POOL, objects_max=200)

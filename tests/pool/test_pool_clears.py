@@ -1,0 +1,111 @@
+"""What was cleared goes bit by bit, and a power cut in the middle of that brings none of it back."""
+
+import pytest
+from engine_driver import Driver
+from pool_support import DEVICE_BYTES, simulated_pool
+from simulated_device import SimulatedDevice
+
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.terms import ENTRIES_PER_HOLD
+
+MANY = 5 * ENTRIES_PER_HOLD
+
+
+def start(devices: list[SimulatedDevice]) -> Driver:
+    return Driver(simulated_pool(devices))
+
+
+def filled(pool: Driver, tenant: int = 0) -> None:
+    changes = [pool.put_soon(b"%d" % number, b"old", tenant) for number in range(MANY)]
+    assert {change.wait() for change in changes} == {None}
+
+
+def engine_of(pool: Driver) -> PoolEngine:
+    assert isinstance(pool.engine, PoolEngine)
+    return pool.engine
+
+
+def cut(pool: Driver) -> Driver:
+    """Cut the power and start again."""
+    after = []
+    for disk in engine_of(pool)._core.disks:
+        assert isinstance(disk.volume.device, SimulatedDevice)
+        after.append(disk.volume.device.crash(torn=False, seed=1))
+    pool.engine.close()
+    return start(after)
+
+
+def two_devices() -> list[SimulatedDevice]:
+    return [SimulatedDevice(DEVICE_BYTES, seed=number, name=f"simulated{number}") for number in range(2)]
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.parametrize("everybodys", [False, True])
+def test_a_power_cut_before_all_is_removed_brings_nothing_back(snapshot: bool, everybodys: bool) -> None:
+    pool = start(two_devices())
+    one = pool.call(pool.engine.tenant, "one")
+    filled(pool, one)
+    pool.put(b"a", b"another's")
+    core = engine_of(pool)._core
+    step_clears, core.step_clears = core.step_clears, lambda looks: 0  # type: ignore[method-assign]
+    pool.clear(None if everybodys else one)
+    assert core.index.totals(one).objects == MANY and pool.count(one) == 0
+    pool.put(b"7", b"new", one)
+    if snapshot:
+        for disk in core.disks:
+            before = disk.volume.statistics().snapshots
+            disk.volume.snapshot()
+            pool.pump(lambda disk=disk, before=before: disk.volume.statistics().snapshots > before)  # type: ignore[misc]
+    core.step_clears = step_clears  # type: ignore[method-assign]
+    pool = cut(pool)
+    assert pool.keys(one) == {b"7"} and pool.value(b"7", tenant=one) == b"new"
+    assert pool.value(b"a") == (None if everybodys else b"another's")
+    pool.stop()
+
+
+def test_a_write_that_was_not_handed_over_when_its_key_was_cleared_does_not_come_back() -> None:
+    pool = start(two_devices())
+    filled(pool)
+    late = [pool.put_soon(b"late%d" % number, b"x") for number in range(100)]
+    with pool.lock:
+        pool.engine.clear(0)
+        waiting = pool.engine.barrier()
+    later = [pool.put_soon(b"later%d" % number, b"x") for number in range(100)]
+    assert {change.wait() for change in (*late, *later)} == {None}
+    pool.settle(waiting)
+    assert pool.keys() == {b"later%d" % number for number in range(100)}
+    pool = cut(pool)
+    assert pool.keys() == {b"later%d" % number for number in range(100)}
+    pool.stop()
+
+
+def test_room_that_was_cleared_is_used_before_anything_is_evicted() -> None:
+    pool = start([SimulatedDevice(DEVICE_BYTES)])
+    one = pool.call(pool.engine.tenant, "one")
+    filled(pool, one)
+    pool.put(b"mine", b"x")
+    pool.call(pool.engine.set_budget, (MANY + 2) * 4096)
+    with pool.lock:
+        pool.engine.clear(one)
+    for number in range(ENTRIES_PER_HOLD):
+        pool.put_soon(b"%d" % number, b"x")
+    pool.pump(lambda: pool.statistics(one).used_bytes == 0)
+    assert pool.statistics().evicted_keys == 0 and pool.count() == ENTRIES_PER_HOLD + 1
+    pool.stop()
+
+
+def test_clearing_again_and_again_while_it_goes_on_ends() -> None:
+    pool = start(two_devices())
+    one, two = (pool.call(pool.engine.tenant, name) for name in ("one", "two"))
+    filled(pool, one)
+    for number in range(20):
+        pool.put(b"%d" % number, b"x", two)
+        with pool.lock:
+            pool.engine.clear((one, two, None)[number % 3])
+        pool.put(b"again", b"x", one)
+        assert pool.keys(one) == {b"again"} and pool.count(one) == 1
+        assert pool.statistics().keys == pool.count(one) + pool.count(two) == len(pool.keys(two)) + 1
+    pool.pump(lambda: not engine_of(pool)._core.clears.under_way)
+    assert pool.keys(one) == {b"again"} and engine_of(pool)._index.totals(one).objects == 1
+    assert pool.call(pool.engine.get, (two, b"0")) is None
+    pool.stop()

@@ -1,0 +1,477 @@
+"""What happens to objects between being stored and being gone: memory, eviction, restarts, back-pressure."""
+
+import logging
+import select
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_driver import Clock, Driver
+from machine import wait_for
+from pool_support import DEVICE_BYTES, MIB, chunk, configuration, file_pool, key_of, pool_statistics, simulated_pool
+from simulated_device import SimulatedDevice
+
+from shadowserve.block import OperationKind
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.entries import PoolItem
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
+
+
+def start(*sizes: int, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
+    given = [
+        SimulatedDevice(size, seed=number, name=f"simulated{number}")
+        for number, size in enumerate(sizes or (DEVICE_BYTES,))
+    ]
+    keys.setdefault("clock_ms", Clock())
+    return Driver(simulated_pool(given, **keys)), given
+
+
+def again(devices: list[SimulatedDevice], **keys: Any) -> Driver:
+    keys.setdefault("clock_ms", Clock())
+    return Driver(simulated_pool([device.restart() for device in devices], **keys))
+
+
+def in_memory(driver: Driver, key: bytes) -> bool:
+    item = driver.peek(key)
+    assert item is not None
+    return item.value is not None
+
+
+def cool(driver: Driver) -> None:
+    """Drop all copies that nobody uses."""
+    assert isinstance(driver.engine, PoolEngine)
+    driver.call(driver.engine.drop_copies)
+
+
+def reads_of(driver: Driver) -> int:
+    return sum(device.reads for device in pool_statistics(driver).devices)
+
+
+def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
+    clock = Clock()
+    pool, devices = start(DEVICE_BYTES, DEVICE_BYTES, clock_ms=clock)
+    one = pool.call(pool.engine.tenant, "one")
+    for number in range(20):
+        pool.put(key_of(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
+    pool.put(b"name \xff", b"of the default tenant", head_bytes=3)
+    pool.put(b"name", b"of one", one)
+    pool.put(b"", b"of the empty key")
+    pool.put(b"short", b"x", expires_at_ms=clock.now_ms + 100)
+    pool.put(b"long", b"x", expires_at_ms=clock.now_ms + 100)
+    pool.set_expiry(b"long", clock.now_ms + 10**9)
+    pool.put(b"pinned", b"x")
+    pool.pin(b"pinned", clock.now_ms + 10**6)
+    pool.put(b"gone", b"x")
+    pool.remove(b"gone")
+    pool.put(b"twice", b"first")
+    pool.put(b"twice", b"second")
+    before = pool.keys()
+    pool.stop()
+    clock.now_ms += 200
+    pool = again(devices, clock_ms=clock)
+    assert pool.keys() == before - {b"short"} and pool.keys(one) == {b"name"}
+    assert pool.call(pool.engine.tenant, "one") == one and pool.call(pool.engine.tenant, "two") != one
+    assert pool.value(b"name", tenant=one) == b"of one" and pool.value(b"twice") == b"second"
+    assert pool.value(b"name \xff") == b"of the default tenant" and pool.statistics().record_bytes == 21
+    assert pool.value(b"") == b"of the empty key"
+    for number in range(20):
+        assert pool.value(key_of(chunk(number))) == b"%d" % number * 5_000
+    item = pool.peek(b"long")
+    assert item is not None and item.expires_at_ms == clock.now_ms - 200 + 10**9
+    assert pool.statistics().pinned_keys == 1
+    pool.stop()
+
+
+def test_what_was_acknowledged_survives_a_crash_and_the_memory_fills_by_use() -> None:
+    pool, devices = start()
+    for number in range(10):
+        pool.put(b"%d" % number, b"%d" % number * 10_000)
+    pool.put_soon(b"never acknowledged", b"x" * 10_000)
+    pool = again(devices)  # without drain
+    assert pool.statistics().keys == 10
+    assert not in_memory(pool, b"3")
+    assert pool.value(b"3") == b"3" * 10_000 and in_memory(pool, b"3")
+    assert reads_of(pool) == 1
+    pool.stop()
+
+
+def test_what_was_cleared_is_gone_after_a_restart_and_what_came_later_is_not() -> None:
+    pool, devices = start(DEVICE_BYTES, DEVICE_BYTES)
+    one = pool.call(pool.engine.tenant, "one")
+    for number in range(20):
+        pool.put(b"%d" % number, b"x" * 5_000, one if number % 2 else 0)
+    late = pool.put_soon(b"on its way", b"x" * 5_000, one)
+    pool.engine.poll()
+    pool.clear(one)
+    assert late.wait() is None
+    pool.put(b"1", b"later", one)
+    pool = again(devices)
+    assert pool.keys(one) == {b"1"} and pool.count() == 10 and pool.value(b"1", tenant=one) == b"later"
+    pool.clear()
+    pool = again([disk.volume.device for disk in pool.engine._core.disks])  # type: ignore[attr-defined]
+    assert pool.count() == pool.count(one) == 0
+    pool.stop()
+    pool.engine.close()
+
+
+def test_a_file_pool_comes_back_warm(tmp_path: Path) -> None:
+    paths = [tmp_path / "one", tmp_path / "two"]
+    pool = Driver(file_pool(paths))
+    for number in range(10):
+        pool.put(b"%d" % number, bytes([number]) * 300_000)
+    pool.stop()
+    pool = Driver(file_pool(paths, measure=True))
+    assert [pool.value(b"%d" % number, 1_000, 2_000) for number in range(10)] == [
+        bytes([number]) * 1_000 for number in range(10)
+    ]
+    assert pool.value(b"5") == bytes([5]) * 300_000
+    found = pool_statistics(pool)
+    assert found.partial_reads and found.orchestration_ns and all(device.read_bytes for device in found.devices)
+    pool.stop()
+
+
+def test_memory_is_made_known_to_the_devices_while_the_pool_serves(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "shadowserve.pool.registration")
+    pool = Driver(file_pool([tmp_path / "one", tmp_path / "two"]))
+    pool.put(b"a", b"x" * 300_000)
+    message = wait_for(lambda: [record.getMessage() for record in caplog.records])[0]
+    assert message.startswith(("memory_registered", "memory_not_registered"))  # the latter where little may be locked
+    assert pool.value(b"a") == b"x" * 300_000
+    pool.stop()
+
+
+def test_a_pool_can_be_closed_before_its_memory_is_known(tmp_path: Path) -> None:
+    for _ in range(3):
+        Driver(file_pool([tmp_path / "one"], memory_budget_bytes=256 * MIB)).stop()
+
+
+def test_gets_of_one_object_share_one_read_and_the_copy_stays() -> None:
+    pool, _ = start()
+    pool.put(b"a", b"x" * 50_000)
+    cool(pool)
+    readings = [pool.open(b"a") for _ in range(5)]
+    assert [reading.wait() for reading in readings if reading is not None] == [b"x" * 50_000] * 5
+    for reading in readings:
+        assert reading is not None
+        reading.release()
+    found = pool_statistics(pool)
+    assert reads_of(pool) == 1 and found.shared_reads == 4 and in_memory(pool, b"a")
+    pool.stop()
+
+
+def test_what_is_asked_for_twice_stays_in_memory_while_much_is_read_once() -> None:
+    pool, _ = start(64 * MIB)
+    for number in range(200):
+        pool.put(b"%d" % number, b"x" * 100_000)
+    cool(pool)
+    for _ in range(2):
+        assert pool.value(b"7") is not None
+    for number in range(100, 200):  # more than the memory holds
+        assert pool.value(b"%d" % number) is not None
+    assert in_memory(pool, b"7") and not in_memory(pool, b"100")
+    assert pool_statistics(pool).promotions and pool_statistics(pool).copies_dropped
+    pool.stop()
+
+
+def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_busy() -> None:
+    pool, devices = start(clock_ms=Clock())  # which stands still, so that no turn of the pool helps
+    values = {b"%d" % number: b"%03d" % number * 30_000 for number in range(200)}
+    for key, value in values.items():
+        pool.put(key, value)
+    cool(pool)
+    devices[0].automatic = False
+    readings = [(key, pool.open(key)) for key in values]
+    begun = len(devices[0].waiting)
+    assert 32 < begun < len(values) - 32
+    for released in range(1, 25):
+        assert devices[0].complete() is not None
+        pool.engine.poll()
+        done = next(one for one in readings if one[1] is not None and one[1].finished)
+        assert done[1] is not None and done[1].wait() == values[done[0]]
+        done[1].release()
+        readings.remove(done)
+        assert len(devices[0].waiting) == begun - released % 8
+    devices[0].automatic = True
+    for key, reading in readings:
+        assert reading is not None and reading.wait() == values[key]
+        reading.release()
+    pool.stop()
+
+
+@pytest.mark.parametrize("change", ["remove", "put", "clear", "evict", "make way"])
+def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_later(change: str) -> None:
+    pool, devices = start()
+    pool.put(b"a", b"old" * 20_000)
+    cool(pool)
+    free = pool.engine._core.disks[0].free_bytes  # type: ignore[attr-defined]
+    devices[0].automatic = False
+    reading = pool.open(b"a")
+    assert reading is not None and not reading.finished
+    later = None
+    with pool.lock:
+        if change in ("remove", "make way"):
+            assert pool.engine.remove((0, b"a"))
+        elif change == "clear":
+            pool.engine.clear(None)
+        elif change == "evict":
+            assert pool.engine._space.evict(cause="budget")  # type: ignore[attr-defined]
+    if change == "put":
+        later = pool.put_soon(b"a", b"new" * 20_000)
+    elif change == "make way":  # another object takes its place in the index
+        later = pool.put_soon(b"b", b"new" * 20_000)
+    devices[0].automatic = True
+    assert reading.wait() == b"old" * 20_000
+    reading.release()
+    assert later is None or later.wait() is None
+    assert pool.value(b"a") == (b"new" * 20_000 if change == "put" else None)
+    assert pool.value(b"b") == (b"new" * 20_000 if change == "make way" else None)
+    core = pool.engine._core  # type: ignore[attr-defined]
+    disk = core.disks[0]
+    pool.pump(lambda: not disk.is_freeing)
+    assert core.arenas.used_bytes == core.copies.copy_bytes + core.copies.kept_bytes
+    assert all(core.entry(slot) is not None for slot in core.copies.slots())
+    assert disk.volume.free_blocks * 4096 == free + (0 if later is not None else 61_440 + 4_096)
+    pool.stop()
+
+
+def test_a_wake_ends_with_the_poll_that_answers_it_and_the_next_one_counts() -> None:
+    pool, _ = start()
+    core = pool.engine._core  # type: ignore[attr-defined]
+    pool.pump(lambda: not pool.engine.busy)
+
+    def is_awake() -> bool:
+        return bool(select.select([core.waker.descriptor], [], [], 0)[0])
+
+    pool.engine.poll()
+    assert not is_awake()
+    for times in (1, 3, 1):
+        for _ in range(times):
+            core.waker.wake()
+        assert is_awake()
+        pool.engine.poll()
+        assert not is_awake()
+    pool.stop()
+
+
+def test_of_puts_in_a_row_the_last_one_counts_also_after_a_restart() -> None:
+    pool, devices = start(DEVICE_BYTES, DEVICE_BYTES)
+    changes = []
+    for number in range(30):
+        changes.append(pool.put_soon(b"a", b"%d" % number * 3_000))
+        if number % 7 == 3:
+            pool.call(pool.engine.remove, (0, b"a"))
+        if number % 5 == 2:
+            pool.engine.poll()
+    assert [change.wait() for change in changes] == [None] * 30
+    assert pool.value(b"a") == b"29" * 3_000
+    pool.settle(pool.call(pool.engine.barrier))
+    pool = again(devices)
+    assert pool.value(b"a") == b"29" * 3_000 and pool.count() == 1
+    assert pool.remove(b"a")
+    pool = again([disk.volume.device for disk in pool.engine._core.disks])  # type: ignore[attr-defined]
+    assert pool.count() == 0
+    pool.stop()
+
+
+def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evicted_first() -> None:
+    pool, _ = start(options=[{"objects_max": 1}])
+    disk = pool.engine._core.disks[0]  # type: ignore[attr-defined]
+    free = disk.volume.free_blocks
+    for settles in (True, False, False, True):
+        changes = [pool.put_soon(b"a", b"%d" % number * 20_000) for number in range(3)]
+        if settles:
+            assert [change.wait() for change in changes] == [None] * 3
+            assert pool.value(b"a") == b"2" * 20_000
+    assert not any(pool_statistics(pool).evictions.values())
+    assert pool.remove(b"a")
+    pool.pump(lambda: not disk.is_freeing and not pool.engine.busy)
+    assert disk.volume.free_blocks == free
+    pool.stop()
+
+
+def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed_once() -> None:
+    pool, _ = start(DEVICE_BYTES, DEVICE_BYTES)
+    disks = pool.engine._core.disks  # type: ignore[attr-defined]
+    free = [disk.volume.free_blocks for disk in disks]
+    homes: dict[int, list[bytes]] = {0: [], 1: []}
+    for number in range(4):
+        key = b"%d" % number
+        pool.put(key, b"x" * 20_000)
+        item = pool.peek(key)
+        assert isinstance(item, PoolItem)
+        homes[item.entry.device].append(key)
+    number, (pinned, key, *_) = max(homes.items(), key=lambda home: len(home[1]))
+    pool.pin(pinned, 1 << 40)
+    disks[number].set_budget(None, 1)  # so nothing else may be there, and what is there goes
+    pool.put(key, b"y" * 20_000)
+    item = pool.peek(key)
+    assert isinstance(item, PoolItem) and item.entry.device == 1 - number and pool.value(key) == b"y" * 20_000
+    for number in range(4):
+        pool.remove(b"%d" % number)
+    pool.pump(lambda: not pool.engine.busy and not any(disk.is_freeing for disk in disks))
+    assert [disk.volume.free_blocks for disk in disks] == free
+    pool.stop()
+
+
+def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
+    clock = Clock()
+    pool, devices = start(clock_ms=clock)
+    change = pool.put_soon(b"a", b"x")
+    pool.call(pool.engine.set_expiry, (0, b"a"), clock.now_ms + 10**8)
+    devices[0].automatic = False
+    pool.engine.poll()  # it is on its way
+    pool.call(pool.engine.pin, (0, b"a"), clock.now_ms + 10**7)
+    devices[0].automatic = True
+    assert change.wait() is None
+    pool.settle(pool.call(pool.engine.barrier))
+    pool = again(devices, clock_ms=clock)
+    item = pool.peek(b"a")
+    assert item is not None and item.expires_at_ms == clock.now_ms + 10**8
+    assert pool.statistics().pinned_keys == 1
+    pool.stop()
+
+
+def test_second_hit_admission_writes_what_is_asked_for() -> None:
+    pool, devices = start(admission="second_hit")
+    pool.settle(pool.call(pool.engine.barrier))
+    for number in range(10):
+        assert pool.put_soon(b"%d" % number, b"x" * 1000).outcomes == [None]  # in memory, and done
+    assert pool_statistics(pool).held_back == 10 and pool_statistics(pool).devices[0].objects == 0
+    assert pool.value(b"3") == b"x" * 1000
+    pool.pump(lambda: not pool.engine.busy)  # type: ignore[attr-defined]
+    assert pool_statistics(pool).devices[0].objects == 1
+    for number in range(10, 3000):  # more than the memory holds
+        pool.put(b"%d" % number, b"x" * 1000)
+    assert pool.peek(b"0") is None
+    pool.put(b"0", b"y" * 1000)  # it was there before: so it is written at once
+    assert pool_statistics(pool).devices[0].objects == 2
+    pool = again(devices, admission="second_hit")
+    assert pool.value(b"3") == b"x" * 1000 and pool.value(b"0") == b"y" * 1000 and pool.count() == 2
+    pool.stop()
+
+
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+def test_a_full_device_gives_up_objects_in_time_and_nothing_is_lost_between(policy: str) -> None:
+    pool, _ = start(eviction=policy)
+    for number in range(600):
+        pool.put(b"%d" % number, b"%d" % number * 20_000)
+        pool.engine.poll()
+    found = pool_statistics(pool)
+    assert found.evicted_keys == found.evictions["device"] > 0
+    assert found.devices[0].used_bytes <= found.devices[0].capacity_bytes
+    kept = [number for number in range(600) if (value := pool.value(b"%d" % number)) is not None
+            and value == b"%d" % number * 20_000]  # fmt: skip
+    assert len(kept) == found.keys and 599 in kept
+    pool.stop()
+
+
+def test_a_device_full_of_pinned_objects_refuses() -> None:
+    clock = Clock()
+    pool, _ = start(6 * MIB, clock_ms=clock, options=[{"objects_max": 64}])
+    with pytest.raises(OutOfBudgetError, match="pinned|may be evicted"):
+        for number in range(100):
+            pool.put(b"%d" % number, b"x" * 200_000)
+            pool.pin(b"%d" % number, clock.now_ms + 10**6)
+    assert pool.value(b"0") == b"x" * 200_000
+    pool.stop()
+
+
+def test_writers_wait_when_too_much_is_under_way() -> None:
+    pool, devices = start(write_bytes_under_way_max=1 * MIB)
+    devices[0].automatic = False
+    called: list[int] = []
+    ready: Callable[[], None] = lambda: called.append(1)  # noqa: E731
+    first = pool.call(pool.engine.allocate, 600_000, ready)
+    assert first is not None and pool.call(pool.engine.allocate, 600_000, ready) is None
+    with pytest.raises(MemoryError, match="memory_budget_bytes"):
+        pool.call(pool.engine.allocate, 8 * MIB, ready)
+    change = pool.put_soon(b"a", first)
+    del first
+    with pytest.raises(BusyError) as busy:
+        pool.call(pool.engine.put, (0, b"b"), b"x" * 600_000)
+    assert pool.call(pool.engine.settling, (0, b"a")) is not None and not change.outcomes
+    devices[0].automatic = True
+    assert change.wait() is None
+    pool.pump(lambda: called and busy.value.again.settled)
+    assert pool.call(pool.engine.settling, (0, b"a")) is None
+    assert pool.value(b"a", 0, 5) == bytes(5)
+    pool.put(b"b", b"x" * 600_000)
+    assert pool_statistics(pool).writing_bytes == 0
+    pool.stop()
+
+
+def test_a_buffer_that_nobody_stores_gives_its_memory_back() -> None:
+    pool, _ = start()
+    buffer = pool.call(pool.engine.allocate, 2 * MIB, lambda: None)
+    assert buffer is not None
+    del buffer  # its client has gone away
+    pool.engine.poll()
+    assert pool_statistics(pool).memory_used_bytes == 0
+    pool.stop()
+
+
+def test_memory_that_everybody_uses_makes_readers_wait_not_fail() -> None:
+    pool, _ = start(64 * MIB, memory_budget_bytes=4 * MIB)
+    for number in range(8):
+        pool.put(b"%d" % number, b"%d" % number * 1_000_000)
+    cool(pool)
+    readings = [pool.open(b"%d" % number) for number in range(8)]
+    for number, reading in enumerate(readings):
+        assert reading is not None and reading.wait() == b"%d" % number * 1_000_000
+        reading.release()
+    pool.stop()
+
+
+def test_a_long_prefix_that_has_all_memory_in_use_evicts_nothing_that_lies_in_memory_alone() -> None:
+    """Which would take the rest of its chain along, from devices too."""
+    pool, _ = start(bandwidths=[3 * MIB], memory_bandwidth=MIB, memory_homes=True)
+    for number in range(16):
+        value = bytes([number]) * 1_000_000
+        pool.put(key_of(chunk(number)), value, parent=chunk(number - 1) if number else b"")
+    assert pool_statistics(pool).devices[0].objects == 12
+    cool(pool)
+    readings = [pool.open(key_of(chunk(number))) for number in range(16)]
+    for number, reading in enumerate(readings):
+        assert reading is not None and reading.wait() == bytes([number]) * 1_000_000
+        reading.release()
+    assert pool.statistics().evicted_keys == 0
+    pool.stop()
+
+
+def test_budgets_and_quotas_change_at_any_time() -> None:
+    pool, _ = start(DEVICE_BYTES, DEVICE_BYTES)
+    one = pool.call(pool.engine.tenant, "one")
+    for number in range(20):
+        pool.put(b"%d" % number, b"x" * 50_000, one if number % 2 else 0)
+    pool.call(pool.engine.set_quota, one, None, 3)
+    assert pool.count(one) == 3 and pool.count() == 10
+    pool.call(pool.engine.follow, configuration(memory_budget_bytes=MIB))
+    assert pool.count() == 10
+    devices = [{"path": each.name, "bytes_max": MIB, "objects_max": 2} for each in pool_statistics(pool).devices]
+    pool.call(pool.engine.follow, configuration(memory_budget_bytes=MIB, devices=devices))
+    pool.pump(lambda: pool.statistics().keys <= 4)
+    pool.stop()
+
+
+def test_two_keys_that_a_client_makes_collide_are_never_taken_for_each_other() -> None:
+    pool, _ = start()
+    pool.put(b"name", b"by name")
+    item = pool.peek(b"name")
+    assert isinstance(item, PoolItem)
+    forged = key_of(item.entry.key)  # the chunk whose name is the digest of that key
+    assert pool.value(forged) is None and pool.value(b"name") == b"by name"
+    pool.put(forged, b"by digest")
+    assert pool.value(forged) == b"by digest" and pool.value(b"name") is None
+    assert pool.keys() == {forged}
+    pool.stop()
+
+
+def test_objects_are_written_before_reads_wait_for_them() -> None:
+    pool, devices = start()
+    pool.put(b"a", b"x" * 50_000)
+    kinds = [kind for kind, _, _ in devices[0].trace]
+    assert kinds[-1] is OperationKind.FLUSH and OperationKind.READ not in kinds[-4:]
+    pool.stop()

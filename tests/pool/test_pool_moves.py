@@ -1,0 +1,313 @@
+"""Keys whose value moves from one device to another: no older value comes back, whichever log is cut short."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine_driver import Change, Clock, Driver
+from pool_support import DEVICE_BYTES, pool_statistics, simulated_pool
+from simulated_device import SimulatedDevice
+
+from shadowserve.pool.disk import Disk
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.entries import PoolItem
+
+KEY = b"key"
+POLLS = 24
+"""Enough for a device that answers to make anything durable: object, log, flush, and the log of a removal."""
+
+
+def start(count: int = 2, **keys: Any) -> Driver:
+    given = [SimulatedDevice(DEVICE_BYTES, seed=number, name=f"simulated{number}") for number in range(count)]
+    return Driver(simulated_pool(given, clock_ms=Clock(), **keys))
+
+
+def engine_of(pool: Driver) -> PoolEngine:
+    assert isinstance(pool.engine, PoolEngine)
+    return pool.engine
+
+
+def disks_of(pool: Driver) -> list[Disk]:
+    return engine_of(pool)._core.disks
+
+
+def device_of(disk: Disk) -> SimulatedDevice:
+    assert isinstance(disk.volume.device, SimulatedDevice)
+    return disk.volume.device
+
+
+def home_of(pool: Driver, key: bytes = KEY) -> Disk:
+    item = pool.peek(key)
+    assert isinstance(item, PoolItem)
+    return disks_of(pool)[item.entry.device]
+
+
+def avoid(pool: Driver, *disks: Disk) -> None:
+    """Have no new objects put on some devices."""
+    for disk in disks_of(pool):
+        disk.avoided_until_ms = 1 << 60 if disk in disks else 0
+
+
+def poll(pool: Driver) -> None:
+    for _ in range(POLLS):
+        pool.engine.poll()
+
+
+def evict(pool: Driver, disk: Disk) -> None:
+    with pool.lock:
+        assert engine_of(pool)._space.evict(cause="device", device=disk.number)
+
+
+def crash(pool: Driver, missing: tuple[int, ...] = ()) -> Driver:
+    """Cut the power and start again, some devices missing."""
+    after = [device_of(disk).crash(torn=False, seed=0) for disk in disks_of(pool)]
+    pool.engine.close()
+    return Driver(
+        simulated_pool([device for number, device in enumerate(after) if number not in missing], clock_ms=Clock())
+    )
+
+
+def survive_nothing(*disks: Disk) -> None:
+    """Have a power cut take all that was not flushed."""
+    for disk in disks:
+        device_of(disk).crash = _cut(device_of(disk))  # type: ignore[method-assign]
+
+
+def _cut(device: SimulatedDevice) -> Callable[..., SimulatedDevice]:
+    def crash(**_: Any) -> SimulatedDevice:
+        after = SimulatedDevice(device.capacity_bytes, seed=1, name=device.name)
+        after._durable = dict(device._durable)
+        return after
+
+    return crash
+
+
+def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
+    """Return a pool with a value on one device, acknowledged, and its successor on the other; the first one hangs."""
+    pool = start(**keys)
+    pool.put(KEY, b"old")
+    poll(pool)
+    first = home_of(pool)
+    second = disks_of(pool)[1 - first.number]
+    avoid(pool, first)
+    device_of(first).automatic = False
+    survive_nothing(first, second)
+    change = pool.put_soon(KEY, b"new")
+    poll(pool)
+    assert home_of(pool) is second
+    return pool, first, second, change
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_value_that_was_replaced_on_another_device_does_not_return_after_its_successor_was_evicted(
+    missing: bool,
+) -> None:
+    pool, _, second, change = moved()
+    acknowledged = bool(change.outcomes)
+    if not missing:
+        evict(pool, second)
+        poll(pool)
+    after = crash(pool, (second.number,) if missing else ())
+    assert after.value(KEY) in ([None, b"new"] if acknowledged else [b"old", b"new", None])
+    assert not acknowledged, "the first device's log does not know yet that its value is gone"
+    after.stop()
+
+
+def test_a_value_put_elsewhere_after_an_eviction_does_not_give_way_to_the_evicted_one() -> None:
+    pool = start()
+    pool.put(KEY, b"old")
+    poll(pool)
+    first = home_of(pool)
+    second = disks_of(pool)[1 - first.number]
+    device_of(first).automatic = False
+    survive_nothing(first, second)
+    evict(pool, first)
+    avoid(pool, first)
+    change = pool.put_soon(KEY, b"new")
+    poll(pool)
+    assert home_of(pool) is second and not change.outcomes
+    after = crash(pool, (second.number,))
+    assert after.value(KEY) == b"old", "nobody was told of the new one"
+    after.stop()
+
+
+def test_a_tenant_cleared_and_filled_again_elsewhere_does_not_have_the_old_values_back() -> None:
+    pool = start()
+    pool.put(KEY, b"old")
+    poll(pool)
+    first = home_of(pool)
+    device_of(first).automatic = False
+    pool.call(pool.engine.clear, 0)
+    avoid(pool, first)
+    change = pool.put_soon(KEY, b"new")
+    poll(pool)
+    assert not change.outcomes
+    device_of(first).automatic = True
+    assert change.wait() is None
+    pool.stop()
+
+
+def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_one_is_removed() -> None:
+    pool, _, _, _ = moved()
+    pool = crash(pool)
+    assert pool.value(KEY) == b"new"
+    assert pool.remove(KEY)
+    survive_nothing(*disks_of(pool))
+    for _ in range(2):
+        pool = crash(pool)
+        assert pool.value(KEY) is None and not pool.keys()
+    pool.stop()
+
+
+def test_a_value_found_twice_after_a_power_cut_does_not_return_when_the_newer_ones_device_is_missing_later() -> None:
+    pool, first, second, _ = moved()
+    numbers = first.number, second.number
+    pool = crash(pool)
+    pool.put(b"other", b"x")
+    pool.put(KEY, b"newer")
+    survive_nothing(*disks_of(pool))
+    pool = crash(pool, (numbers[1],))
+    assert pool.value(KEY) is None
+    pool.stop()
+
+
+def test_a_device_that_was_away_takes_nothing_from_the_others_along() -> None:
+    """Its puts had later numbers than those that the pool gave out without it, and were taken for later ones."""
+    pool = start()
+    pool.put(b"other", b"x")
+    pool.put(KEY, b"old")
+    first = home_of(pool)
+    second = disks_of(pool)[1 - first.number]
+    avoid(pool, second)
+    for number in range(20):
+        pool.put(b"%d" % number, b"x")
+    pool.put(KEY, b"old again")
+    pool.stop()
+    away, here = device_of(first).restart(), device_of(second).restart()
+    pool = Driver(simulated_pool([here], clock_ms=Clock()))
+    pool.put(KEY, b"new")
+    pool.stop()
+    here = device_of(disks_of(pool)[0]).restart()
+    for devices in ([away, here], [here, away]):
+        pool = Driver(simulated_pool([device.copy() for device in devices], clock_ms=Clock()))
+        assert pool.value(KEY) == b"new"
+        assert pool.remove(KEY)
+        pool.stop()
+        again = [device_of(disk).restart() for disk in disks_of(pool)]
+        pool = Driver(simulated_pool(again, clock_ms=Clock()))
+        assert pool.value(KEY) is None
+        pool.stop()
+
+
+def test_nobody_is_told_of_a_value_before_all_devices_know_that_one_is_away() -> None:
+    """Otherwise the next start could take the one that missed it for a device that missed nothing."""
+    pool = start(3)
+    pool.put(KEY, b"old")
+    first = home_of(pool)
+    pool.stop()
+    devices = [device_of(disk).restart() for disk in disks_of(pool)]
+    here = [device for number, device in enumerate(devices) if number != first.number]
+    pool = Driver(simulated_pool(here, clock_ms=Clock()))
+    avoid(pool, disks_of(pool)[1])
+    here[1].automatic = False
+    change = pool.put_soon(KEY, b"new")
+    poll(pool)
+    assert not change.outcomes
+    here[1].automatic = True
+    assert change.wait() is None
+    survive_nothing(*disks_of(pool))
+    after = [device_of(disk).crash() for disk in disks_of(pool)]
+    pool.engine.close()
+    pool = Driver(simulated_pool([devices[first.number], after[1]], clock_ms=Clock()))
+    assert pool.value(KEY) is None
+    pool.stop()
+
+
+@pytest.mark.parametrize("between", ["a value in memory", "a removal", "a value on its way"])
+def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may_return(between: str) -> None:
+    pool = start(1, admission="second_hit")
+    for _ in range(2):
+        pool.put(KEY, b"old")
+        pool.value(KEY)
+    poll(pool)
+    disk = home_of(pool)
+    device_of(disk).automatic = False
+    admission = engine_of(pool)._core.admission
+    changes = []
+    if between == "a removal":
+        pool.call(pool.engine.remove, (0, KEY))
+    elif between == "a value on its way":
+        admission.policy = "all"
+        changes.append(pool.put_soon(KEY, b"newer"))
+    admission.admits = lambda tenant, key: False  # type: ignore[method-assign]
+    changes += [pool.put_soon(KEY, value) for value in (b"new", b"newest")]
+    for _ in range(8):
+        pool.engine.poll()
+    assert not any(change.outcomes for change in changes)
+    device_of(disk).automatic = True
+    assert [change.wait() for change in changes] == [None] * len(changes)
+    survive_nothing(disk)
+    after = crash(pool)
+    assert after.value(KEY) is None
+    after.stop()
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_power_cut_while_a_value_moves_does_not_take_the_one_before_it(snapshot: bool) -> None:
+    """The first device's log must not forget it, nor its snapshots, before the other one's log has the new value."""
+    pool = start()
+    pool.put(KEY, b"old")
+    poll(pool)
+    first = home_of(pool)
+    second = disks_of(pool)[1 - first.number]
+    avoid(pool, first)
+    device_of(second).automatic = False
+    survive_nothing(first, second)
+    change = pool.put_soon(KEY, b"new")
+    if snapshot:
+        first.volume.snapshot()
+    poll(pool)
+    assert home_of(pool) is second and not change.outcomes
+    assert first.volume.statistics().snapshots == snapshot
+    after = crash(pool)
+    assert after.value(KEY) == b"old"
+    after.stop()
+
+
+def test_a_value_that_moves_to_and_fro_is_the_last_one_and_leaves_nothing_behind() -> None:
+    pool = start(3)
+    changes = []
+    for number in range(60):
+        with pool.lock:
+            avoid(pool, disks_of(pool)[number % 3], disks_of(pool)[(number // 5) % 3])
+        changes.append(pool.put_soon(KEY, b"%d" % number))
+        for _ in range(number % 4):
+            pool.engine.poll()
+    assert [change.wait() for change in changes] == [None] * 60
+    for disk in disks_of(pool):
+        disk.volume.snapshot()
+    pool.pump(lambda: not any(disk.is_freeing or not disk.volume.idle for disk in disks_of(pool)))
+    free = [disk.volume.data_blocks - disk.volume.free_blocks for disk in disks_of(pool)]
+    assert sorted(free) == [0, 0, 1] and not any(disk.volume._held for disk in disks_of(pool))
+    pool = crash(pool)
+    assert pool.value(KEY) == b"59" and pool_statistics(pool).keys == 1
+    pool.stop()
+
+
+def test_of_two_devices_that_went_on_without_each_other_the_later_one_counts() -> None:
+    """Whichever it was: by the number of its session alone, it could be the one that had been away first."""
+    for order in ([0, 1], [1, 0]):
+        pool = start()
+        pool.stop()
+        devices = [device_of(disk).restart() for disk in disks_of(pool)]
+        clock = Clock()
+        for turn, number in enumerate(order):
+            for _ in range(3 - 2 * turn):  # the first one has the more sessions
+                clock.now_ms += 60_000
+                pool = Driver(simulated_pool([devices[number]], clock_ms=clock))
+                pool.put(KEY, b"of %d" % turn)
+                pool.stop()
+                devices[number] = device_of(disks_of(pool)[0]).restart()
+        pool = Driver(simulated_pool(devices, clock_ms=clock))
+        assert pool.value(KEY) == b"of 1"
+        pool.stop()

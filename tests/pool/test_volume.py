@@ -1,0 +1,266 @@
+"""A volume on a simulated device: what is acknowledged stays, what is full says so, what fails is an error."""
+
+import pytest
+from simulated_device import SimulatedDevice
+from volume_support import Store, device_of, index_key
+
+from shadowserve.native import Index
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
+from shadowserve.pool.volume.device import OperationKind, Priority
+from shadowserve.pool.volume.format import RecordKind, pack_record
+from shadowserve.pool.volume.volume import Volume, VolumeError
+
+KEY = bytes([7]) * 32
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def test_a_value_is_read_back_after_a_restart() -> None:
+    store = Store(device_of())
+    store.put(KEY, b"value" * 1000, what="put")
+    store.until(lambda: store.settled)
+    assert store.settled == [("put", None)]
+    assert store.get(KEY) == b"value" * 1000
+    assert store.restarted().get(KEY) == b"value" * 1000
+
+
+def test_removed_stays_removed() -> None:
+    store = Store(device_of())
+    store.put(KEY, b"value")
+    store.drain()
+    store.remove(KEY)
+    store.barrier("removed")
+    store.until(lambda: ("removed", None) in store.settled)
+    assert store.crashed().get(KEY) is None
+
+
+def test_many_writers_share_one_group() -> None:
+    store = Store(device_of())
+    for number in range(50):
+        store.put(key(number), b"x" * 100, what=number)
+    store.drain()
+    assert len(store.settled) == 50
+    assert store.volume.statistics().log_groups <= 3
+    again = store.restarted()
+    assert all(again.get(key(number)) == b"x" * 100 for number in range(50))
+
+
+def test_the_log_wraps_past_snapshots_and_nothing_is_lost() -> None:
+    store = Store(device_of())
+    for turn in range(300):
+        assert store.put(key(turn % 40), bytes([turn % 251]) * 500) is not None
+        store.drain()
+    statistics = store.volume.statistics()
+    assert statistics.snapshots > 3
+    again = store.restarted()
+    assert again.volume.report.snapshot_records
+    assert not again.volume.report.notes
+    for number in range(40):
+        last = max(turn for turn in range(300) if turn % 40 == number)
+        assert again.get(key(number)) == bytes([last % 251]) * 500
+    assert again.volume.free_blocks == again.volume.data_blocks - 40
+
+
+def test_names_tenants_and_notes_come_back_from_log_and_snapshot() -> None:
+    store = Store(device_of(objects_max=2000))
+    long = bytes(range(256)) * 200
+    for snapshot in (False, True):
+        store.volume.name_tenant(5, b"blue")
+        store.volume.note(b"wear", b"%d" % snapshot * 100)
+        store.put(index_key(long), b"of a long name", name=long, tenant=5, what="long")
+        store.put(index_key(b"short"), b"of a short one", name=b"short")
+        if snapshot:
+            store.drain()
+            store.volume.snapshot()
+            store.step()
+        store.drain()
+        store = store.crashed()
+        assert store.volume.report.snapshot_records > 0 if snapshot else store.volume.report.log_records > 0
+        assert store.names() == {(5, index_key(long)): long, (0, index_key(b"short")): b"short"}
+        assert store.volume.tenants == {5: b"blue"} and store.volume.notes == {b"wear": b"%d" % snapshot * 100}
+        assert store.get(index_key(long), tenant=5) == b"of a long name"
+        assert store.get(index_key(long)) is None
+
+
+def test_an_object_of_a_tenant_that_nobody_knows_is_dropped() -> None:
+    store = Store(device_of())
+    store.put(KEY, b"whose?", tenant=9)
+    store.drain()
+    again = store.crashed()
+    assert again.get(KEY, tenant=9) is None and again.volume.report.unnamed == 1
+
+
+def test_a_nearly_full_log_turns_writers_away_until_a_snapshot_is_there() -> None:
+    store = Store(device_of())
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    device.automatic = False
+    with pytest.raises(BusyError) as busy:
+        for number in range(1000):  # snapshots go nowhere while nothing of the lowest priority ends
+            store.put(key(number % 40), b"x")
+            for _ in range(20):
+                device.complete(lambda operation: operation.priority is not Priority.BACKGROUND)
+                store.step()
+    room: list[object] = []
+    busy.value.again.then(room.append)
+    assert store.volume.statistics().busy == 1 and not room
+    device.automatic = True
+    store.until(lambda: room)
+    assert room == [None]
+    store.put(key(0), b"again", what="again")
+    store.drain()
+    assert ("again", None) in store.settled
+    assert store.crashed().get(key(0)) == b"again"
+
+
+def test_removals_and_expiries_behind_a_write_that_is_under_way_count() -> None:
+    store = Store(device_of())
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    device.automatic = False
+    store.put(key(1), b"removed", what="removed")
+    store.put(key(2), b"expires", what="expires")
+    store.put(key(3), b"first", what="first")
+    store.put(key(3), b"second", what="second")
+    store.remove(key(1))
+    store.expire(key(2), 1234)
+    store.barrier("barrier")
+    store.step()
+    device.automatic = True
+    store.drain()
+    assert all(error is None for _, error in store.settled) and len(store.settled) == 5
+    store = store.crashed()
+    assert store.get(key(1)) is None
+    assert store.get(key(2)) == b"expires" and (entry := store.entry(key(2))) and entry.expires_at_ms == 1234
+    assert store.get(key(3)) == b"second"
+
+
+def test_a_tenant_that_is_cleared_stays_so_and_the_others_stay() -> None:
+    store = Store(device_of())
+    store.volume.name_tenant(1, b"one")
+    for tenant in (0, 1):
+        store.put(KEY, b"%d" % tenant, tenant=tenant)
+    store.volume.log(pack_record(RecordKind.CLEAR, 1, b""))
+    store.index.clear(1, 3)
+    store.drain()
+    store = store.crashed()
+    assert store.get(KEY) == b"0" and store.get(KEY, tenant=1) is None
+
+
+def test_a_write_that_the_device_refuses_is_an_error_to_its_writer_alone() -> None:
+    store = Store(device_of())
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    store.put(key(1), b"old" * 2000)
+    store.drain()
+    data_first = store.volume.superblock.layout.data_first
+    device.fail(OperationKind.WRITE, first_block=data_first)
+    store.put(key(1), b"new" * 2000, what="refused")
+    store.until(lambda: store.settled[1:])
+    store.put(key(2), b"x", what="well")
+    store.drain()
+    outcome = dict(store.settled)
+    assert isinstance(outcome["refused"], VolumeError) and outcome["well"] is None
+    assert store.get(key(1)) is None and store.get(key(2)) == b"x"
+    assert store.volume.error is None and store.volume.statistics().writes_failed == 1
+    again = store.crashed()
+    assert again.get(key(1)) is None and again.get(key(2)) == b"x"
+
+
+@pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.FLUSH])
+def test_when_log_or_flush_fails_nobody_is_told_that_anything_is_durable_any_more(kind: OperationKind) -> None:
+    store = Store(device_of())
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    store.put(key(1), b"before", what="before")
+    store.drain()
+    fault = device.fail(kind, last_block=store.volume.superblock.layout.data_first)
+    store.put(key(2), b"during", what="during")
+    store.until(lambda: len(store.settled) == 2)
+    assert fault.met == 1  # a later flush would succeed: it must not be asked
+    assert isinstance(dict(store.settled)["during"], VolumeError)
+    with pytest.raises(VolumeError, match="takes no more writes"):
+        store.put(key(3), b"after")
+    store.barrier("barrier")
+    store.step()
+    assert isinstance(dict(store.settled)["barrier"], VolumeError)
+    assert store.get(key(1)) == b"before"
+    assert store.restarted().get(key(1)) == b"before"
+
+
+def test_a_snapshot_that_cannot_be_written_is_tried_again_and_the_log_waits_for_it() -> None:
+    store = Store(device_of())
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    layout = store.volume.superblock.layout
+    device.fail(
+        OperationKind.WRITE,
+        times=3,
+        first_block=layout.snapshot_firsts[0],
+        last_block=layout.snapshot_firsts[1] + layout.snapshot_blocks,
+    )
+    for turn in range(200):
+        store.until(lambda: store.volume.statistics().log_used_bytes < 0.8 * store.volume.statistics().log_bytes)
+        store.put(key(turn % 7), b"%d" % turn)
+        store.drain()
+    assert store.volume.statistics().snapshots_failed == 3 and store.volume.statistics().snapshots > 1
+    store = store.crashed()
+    assert [store.get(key(number)) for number in range(4)] == [b"196", b"197", b"198", b"199"]
+
+
+def test_a_full_volume_says_so_and_has_room_again_once_a_removal_is_durable() -> None:
+    store = Store(device_of(objects_max=8))
+    count = 0
+    while store.put(key(count), bytes(500_000)) is not None:
+        count += 1
+        store.drain()
+    assert store.volume.reserve(500_000) is None and store.remove(key(0))
+    assert store.volume.reserve(500_000) is None and store.volume.freeing_blocks == 123
+    store.drain()
+    assert store.volume.reserve(500_000) is not None
+
+
+def test_there_are_never_more_objects_than_a_snapshot_holds() -> None:
+    store = Store(device_of(objects_max=8))
+    with pytest.raises(OutOfBudgetError):
+        for number in range(1000):
+            store.put(key(number), b"x")
+            store.drain()
+    store.volume.snapshot()
+    store.step()
+    store.drain()
+    assert store.volume.statistics().snapshots_failed == 0
+
+
+def test_a_device_that_is_gone_fails_reads_and_writes_and_nothing_else() -> None:
+    store = Store(device_of())
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    store.put(key(1), b"there")
+    store.drain()
+    device.remove()
+    assert store.get(key(1)) is None
+    store.put(key(2), b"x", what="gone")
+    store.until(lambda: store.settled[1:])
+    assert isinstance(store.settled[1][1], VolumeError)
+
+
+def test_a_later_put_on_another_device_wins_whichever_is_opened_first() -> None:
+    stores = [Store(device_of(seed=1)), Store(device_of(seed=2))]
+    stores[0].put(KEY, b"old")
+    stores[1].generation = 5
+    stores[1].put(KEY, b"new")
+    for store in stores:
+        store.drain()
+    devices = [store.device.restart() for store in stores if isinstance(store.device, SimulatedDevice)]
+    for order in ([0, 1], [1, 0]):
+        index = Index(100)
+        volumes = {number: Volume.open(devices[number], index, number) for number in order}
+        index.replayed()
+        for volume in volumes.values():
+            volume.ready()
+        assert index.read(index.find(0, KEY)).device == 1
+        assert [volumes[number].report.objects for number in (0, 1)] == [0, 1]
+        assert volumes[0].free_blocks == volumes[0].data_blocks

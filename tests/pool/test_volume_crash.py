@@ -1,0 +1,149 @@
+"""Hundreds of crashes at moments that a seed chooses, against a model of what may be there afterwards.
+
+What was acknowledged is there, whole, until what was to replace it is: then it is one or the other. Nothing is mixed.
+"""
+
+import contextlib
+import random
+from collections import defaultdict
+
+import pytest
+from simulated_device import SimulatedDevice
+from volume_support import Store, device_of, index_key
+
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
+from shadowserve.pool.volume.device import OperationKind
+
+SEEDS = 200
+KEYS = 24
+
+
+class Model:
+    """For each key all that was done to it, in order, and the last of it that was acknowledged."""
+
+    def __init__(self) -> None:
+        self.done: dict[bytes, list[bytes | None]] = defaultdict(lambda: [None])
+        self.acknowledged: dict[bytes, int] = defaultdict(int)
+
+    def do(self, key: bytes, value: bytes | None) -> tuple[bytes, int]:
+        self.done[key].append(value)
+        return key, len(self.done[key]) - 1
+
+    def settle(self, key: bytes, number: int) -> None:
+        self.acknowledged[key] = max(self.acknowledged[key], number)
+
+    def check(self, key: bytes, found: bytes | None) -> None:
+        may = self.done[key][self.acknowledged[key] :]
+        assert found in may, (key[:4], found and found[:8], [value and value[:8] for value in may])
+        self.done[key] = [found]
+        self.acknowledged[key] = 0
+
+
+class Driver:
+    """Does random things to a store and crashes it."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.store = Store(device_of(seed=seed), seed=seed)
+        self.model = Model()
+        self.dirty: list[tuple[bytes, int]] = []
+        self.keys = [index_key(b"%d" % number) if number % 3 else bytes([number]) * 32 for number in range(KEYS)]
+        self.snapshots = 0
+
+    @property
+    def device(self) -> SimulatedDevice:
+        assert isinstance(self.store.device, SimulatedDevice)
+        return self.store.device
+
+    def act(self) -> None:
+        chance = self.random.random()
+        key = self.random.choice(self.keys)
+        with contextlib.suppress(BusyError, OutOfBudgetError):
+            if chance < 0.25:
+                self.put(key)
+            elif chance < 0.32:
+                if self.store.remove(key):
+                    self.dirty.append(self.model.do(key, None))
+            elif chance < 0.34:
+                self.store.expire(key, self.random.randrange(1 << 40))
+            elif chance < 0.40:
+                dirty, self.dirty = self.dirty, []
+                self.store.barrier(dirty)
+            elif chance < 0.80:
+                self.device.complete()
+            else:
+                self.store.step()
+        self.note()
+
+    def put(self, key: bytes) -> None:
+        value = self.random.randbytes(8) * self.random.randrange(1, 1200)
+        name = b"name of " + key if self.random.random() < 0.3 and key[0] != key[1] else None
+        what = key, len(self.model.done[key])
+        if self.store.put(key, value, what=[what], name=name) is not None:
+            assert self.model.do(key, value) == what
+
+    def note(self) -> None:
+        for what, error in self.store.settled:
+            assert error is None
+            assert isinstance(what, list)
+            for key, number in what:
+                self.model.settle(key, number)
+        self.store.settled.clear()
+
+    def crash(self) -> None:
+        self.note()
+        self.snapshots += self.store.volume.statistics().snapshots
+        killed = self.random.random() < 0.2
+        self.store = self.store.restarted() if killed else self.store.crashed(torn=self.random.random() < 0.7)
+        self.dirty = []
+        report = self.store.volume.report
+        assert not report.log_blocks_damaged and not report.unproven and not report.unnamed and not report.refused
+        assert not any("blocks are damaged" in note for note in report.notes)
+        for key in self.keys:
+            self.model.check(key, self.store.get(key))
+            entry = self.store.entry(key)
+            if entry is not None and entry.flags & 2:
+                assert self.store.names()[0, key] == b"name of " + key
+        used = sum(-(-(2048 + entry.length) // 4096) for key in self.keys if (entry := self.store.entry(key)))
+        assert self.store.volume.data_blocks - self.store.volume.free_blocks == used
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 20))
+def test_a_crash_at_any_moment_keeps_what_was_acknowledged_and_tears_nothing(first: int) -> None:
+    snapshots = 0
+    for seed in range(first, first + 20):
+        driver = Driver(seed)
+        for _ in range(3):
+            driver.device.automatic = False
+            for _ in range(driver.random.randrange(20, 500)):
+                driver.act()
+            driver.crash()
+        snapshots += driver.snapshots
+    assert snapshots, "no snapshot was ever completed: the test has lost its point"
+
+
+def test_a_value_that_a_crash_cuts_short_does_not_take_the_one_before_it_along() -> None:
+    """The record of the new one had survived, and its bytes had not: then both were gone."""
+    cut_short = 0
+    for seed in range(60):
+        store = Store(device_of(seed=seed))
+        assert isinstance(store.device, SimulatedDevice)
+        key = index_key(b"key")
+        old, new = b"o" * 9000, b"n" * 9000
+        store.put(key, old, name=b"key")
+        store.drain()
+        store.device.automatic = False
+        store.put(key, new, name=b"key")
+        for _ in range(3):  # its bytes, and both copies of its record; the flush is not complete
+            store.device.complete(lambda operation: operation.kind is OperationKind.WRITE)
+            store.step()
+        found = store.crashed(torn=False)
+        cut_short += found.volume.report.torn
+        value = found.get(key)
+        assert value in (old, new)
+        found = found.crashed(torn=False)
+        assert found.get(key) == value, "what it has mended stays so, durable or not"
+        found.put(index_key(b"another"), new)
+        found.drain()
+        assert found.restarted().get(key) == value
+    assert cut_short, "the test has lost its point"

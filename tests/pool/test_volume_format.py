@@ -1,0 +1,450 @@
+"""The bytes of a volume: those of version 1 are read for ever, damaged ones are noticed, foreign ones refused."""
+
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import golden_volume
+import pytest
+from golden_volume import NAME, VALUES
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from simulated_device import SimulatedDevice
+from volume_support import POOL, SMALL, Store, device_of, index_key
+
+from shadowserve.native import Index
+from shadowserve.pool.volume.device import DeviceError, OperationKind
+from shadowserve.pool.volume.format import (
+    BLOCK_BYTES,
+    LOG_MAGIC,
+    RECORD_BYTES,
+    RECORDS_PER_BLOCK,
+    SNAPSHOT_MAGIC,
+    SUPERBLOCK_OFFSETS,
+    FormatError,
+    Layout,
+    RecordKind,
+    SnapshotHeader,
+    Superblock,
+    pack_name,
+    pack_record,
+    unpack_block,
+    unpack_name,
+)
+from shadowserve.pool.volume.recovery import Reader
+from shadowserve.pool.volume.verification import verify_volume
+from shadowserve.pool.volume.volume import Volume
+
+CORPUS = Path(__file__).parent / "corpus" / "volume"
+KEYS = list(VALUES)
+
+
+@pytest.fixture
+def golden() -> SimulatedDevice:
+    return golden_volume.load()
+
+
+def layout_of(device: SimulatedDevice) -> Layout:
+    superblock = Superblock.unpack(device.peek(0, BLOCK_BYTES)) or Superblock.unpack(
+        device.peek(SUPERBLOCK_OFFSETS[1], BLOCK_BYTES)
+    )
+    assert superblock is not None
+    return superblock.layout
+
+
+def check_all(store: Store, *, missing: int = 0) -> None:
+    found = {key: store.get(key) for key in VALUES}
+    assert all(value in (None, VALUES[key]) for key, value in found.items())
+    assert sum(value is None for value in found.values()) == missing
+
+
+# ---- Compatibility
+
+
+def test_the_golden_volume_is_opened_for_ever(golden: SimulatedDevice) -> None:
+    store = Store(golden)
+    check_all(store)
+    assert not store.volume.report.notes and store.volume.report.objects == 41
+    assert store.names() == {(5, index_key(NAME)): NAME}
+    assert store.volume.tenants == {5: b"five"} and store.volume.notes == {b"wear": b"12345"}
+    assert store.get(index_key(NAME), tenant=5) == b"named" and store.get(bytes(32)) is None
+    first, second = store.entry(KEYS[0]), store.entry(KEYS[1])
+    assert first and first.expires_at_ms == 2_000_000_000_000
+    assert second and second.pinned_until_s == 2_000_000_000
+
+
+def test_this_code_writes_the_golden_volume_byte_by_byte(golden: SimulatedDevice) -> None:
+    written = dict(golden_volume.make().blocks())
+    kept = dict(golden.blocks())
+    assert written.keys() == kept.keys()
+    assert not [number for number, block in kept.items() if written[number] != block]
+
+
+def test_the_golden_volume_is_sound(golden: SimulatedDevice) -> None:
+    found = verify_volume(golden)
+    assert found.sound and found.objects == 41
+    assert all(kind is OperationKind.READ for kind, _, _ in golden.trace)
+
+
+# ---- Refused
+
+
+def test_an_unformatted_device_is_refused_and_the_message_says_how_to_format() -> None:
+    with pytest.raises(FormatError, match="is empty; format it first: shadowserve pool format"):
+        Store(SimulatedDevice(SMALL))
+
+
+@pytest.mark.parametrize(
+    ("offset", "content", "name"),
+    [
+        (1080, b"\x53\xef", "ext4"),
+        (0, b"XFSB", "XFS"),
+        (512, b"EFI PART", "GPT"),
+        (0, b"LUKS\xba\xbe", "LUKS"),
+        (77_777, b"x", "something"),
+    ],
+)
+def test_foreign_content_is_neither_opened_nor_formatted(offset: int, content: bytes, name: str) -> None:
+    device = SimulatedDevice(SMALL)
+    device.poke(offset, content)
+    with pytest.raises(FormatError, match=name):
+        Store(device)
+    with pytest.raises(FormatError, match=name):
+        Volume.format(device, pool_id=POOL, objects_max=100)
+    assert all(kind is OperationKind.READ for kind, _, _ in device.trace)
+    Volume.format(device, pool_id=POOL, objects_max=100, force=True)
+    Store(device)
+
+
+def test_a_volume_is_not_formatted_over_unless_forced(golden: SimulatedDevice) -> None:
+    with pytest.raises(FormatError, match="a volume of ShadowServe"):
+        Volume.format(golden, pool_id=POOL, objects_max=100)
+    check_all(Store(golden))
+    Volume.format(golden, pool_id=POOL, objects_max=100, force=True)
+    check_all(Store(golden), missing=len(VALUES))
+
+
+def test_a_volume_of_another_pool_is_refused(golden: SimulatedDevice) -> None:
+    with pytest.raises(FormatError, match="belongs to pool 000102"):
+        Volume.open(golden, Index(100), 0, pool_id=bytes(16))
+
+
+@pytest.mark.parametrize(("offset", "value"), [(8, 2), (64, 1)], ids=["version", "feature"])
+def test_a_newer_version_is_refused_not_taken_for_damage(golden: SimulatedDevice, offset: int, value: int) -> None:
+    block = bytearray(golden.peek(0, BLOCK_BYTES))
+    block[offset] = value
+    for copy in SUPERBLOCK_OFFSETS:
+        golden.poke(copy, resealed(block, 12))
+    with pytest.raises(FormatError, match="use the build that wrote it"):
+        Store(golden)
+
+
+def test_a_device_that_has_shrunk_is_refused(golden: SimulatedDevice) -> None:
+    golden.capacity_bytes -= BLOCK_BYTES
+    with pytest.raises(FormatError, match="give it back its size"):
+        Store(golden)
+
+
+def test_the_superblocks_of_two_volumes_are_refused(golden: SimulatedDevice) -> None:
+    golden.poke(SUPERBLOCK_OFFSETS[1], device_of(seed=99).peek(SUPERBLOCK_OFFSETS[1], BLOCK_BYTES))
+    with pytest.raises(FormatError, match="two volumes"):
+        Store(golden)
+
+
+def test_a_device_that_never_answers_is_an_error(golden: SimulatedDevice) -> None:
+    golden.fail(OperationKind.READ, stuck=True, times=None)
+    with pytest.raises(DeviceError, match="has not answered"):
+        Store(golden)
+
+
+@pytest.mark.parametrize("capacity", [BLOCK_BYTES, 1 << 20, 2 << 20])
+def test_a_device_that_is_too_small_cannot_be_formatted(capacity: int) -> None:
+    with pytest.raises(FormatError, match="give it more room, or set objects_max lower"):
+        Volume.format(SimulatedDevice(capacity), pool_id=POOL, objects_max=1000)
+
+
+# ---- Damaged
+
+
+def test_a_reader_that_stops_early_does_not_take_old_reads_for_new_ones() -> None:
+    """Symptom: verify told of a sound object, the first behind the log's end, that it was not there."""
+    device = SimulatedDevice(4096 * BLOCK_BYTES)
+    for number in range(4096):
+        device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
+    reader = Reader(device)
+    for number in range(2048, 2112):
+        next(iter(reader.pieces(0, 2048)))  # the end of the log was in its first piece
+        [(first, data)] = reader.pieces(number, 1)
+        assert first == number and data.tobytes()[:8] == number.to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_a_damaged_superblock_is_mended_from_its_copy(golden: SimulatedDevice, copy: int) -> None:
+    golden.poke(SUPERBLOCK_OFFSETS[copy], b"\xff" * 200)
+    assert [finding.part for finding in verify_volume(golden).findings] == ["superblock"]
+    store = Store(golden)
+    assert store.volume.report.superblocks_damaged == 1
+    check_all(store)
+    assert verify_volume(golden).sound
+
+
+def test_two_damaged_superblocks_are_an_error_that_says_what_to_do(golden: SimulatedDevice) -> None:
+    for offset in SUPERBLOCK_OFFSETS:
+        golden.rot(offset + 20)
+    with pytest.raises(FormatError, match="no superblock that is sound.*restore"):
+        Store(golden)
+    assert [finding.what for finding in verify_volume(golden).findings] == [
+        "there is no volume; the device holds a volume of ShadowServe, perhaps damaged; neither copy of its superblock "
+        "is sound"
+    ]
+
+
+def test_a_device_with_a_file_system_is_no_damaged_volume() -> None:
+    device = SimulatedDevice(4 << 20)
+    device.poke(1080, b"\x53\xef")
+    with pytest.raises(FormatError, match="holds an ext2, ext3 or ext4 file system, and no volume.*--force"):
+        Store(device)
+
+
+@pytest.mark.parametrize("copy", [0, 1])
+def test_one_copy_of_the_log_is_enough(golden: SimulatedDevice, copy: int) -> None:
+    layout = layout_of(golden)
+    golden.poke(layout.log_firsts[copy] * BLOCK_BYTES, b"\xff" * BLOCK_BYTES * layout.log_blocks)
+    assert {finding.part for finding in verify_volume(golden).findings} == {"log"}
+    store = Store(golden)
+    check_all(store)
+    assert not store.volume.report.notes
+
+
+def test_a_gap_in_both_copies_of_the_log_keeps_what_is_behind_it_and_nothing_that_may_be_stale() -> None:
+    store = Store(device_of())
+    for number in range(12):
+        flags = 1 if number < 3 else 0
+        store.put(KEYS[number], VALUES[KEYS[number]], flags=flags)
+        store.drain()
+    store.put(KEYS[5], b"a newer value")  # sequence 13: the block that rots
+    store.drain()
+    for number in range(20, 25):
+        store.put(KEYS[number], VALUES[KEYS[number]])
+        store.drain()
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    for first in layout_of(device).log_firsts:
+        device.rot((first + 13) * BLOCK_BYTES + 1000)
+    after = Store(device.restart())
+    report = after.volume.report
+    assert report.log_blocks_damaged == 1 and report.unproven == 9
+    assert [number for number in range(40) if after.get(KEYS[number]) is not None] == [0, 1, 2, *range(20, 25)]
+    after.drain()
+    again = after.crashed()
+    assert not again.volume.report.notes, "a new snapshot has made the volume sound"
+    assert again.get(KEYS[0]) == VALUES[KEYS[0]] and again.get(KEYS[5]) is None
+
+
+def test_a_damaged_snapshot_gives_way_to_the_older_one_and_the_log() -> None:
+    store = Store(device_of())
+    for number, (key, value) in enumerate(VALUES.items()):
+        store.put(key, value[:3000])
+        store.drain()
+        if number in (10, 20):
+            store.volume.snapshot()
+            store.step()
+            store.drain()
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    device = device.restart()
+    generation, layout = store.volume.statistics().snapshots + 1, layout_of(device)
+    device.rot((layout.snapshot_firsts[generation % 2] + 1) * BLOCK_BYTES + 300)
+    after = Store(device)
+    assert after.volume.report.snapshots_damaged == 1 and after.volume.report.dropped == 0
+    assert all(after.get(key) == value[:3000] for key, value in VALUES.items())
+    after.step()
+    after.drain()
+    assert not after.restarted().volume.report.notes
+
+
+def test_without_any_snapshot_that_the_log_reaches_what_the_log_proves_is_kept() -> None:
+    store = Store(device_of())
+    for turn in range(400):
+        store.put(KEYS[turn % 40], b"%d" % turn, flags=turn % 40 < 10)
+        store.drain()
+    device = store.device
+    assert isinstance(device, SimulatedDevice)
+    device = device.restart()
+    for first in layout_of(device).snapshot_firsts:
+        device.rot(first * BLOCK_BYTES + 50)
+    after = Store(device)
+    assert any("no snapshot is sound" in note for note in after.volume.report.notes)
+    assert all(after.get(KEYS[turn % 40]) == b"%d" % turn for turn in range(360, 400))
+
+
+def test_a_rotten_object_is_found_and_never_read_as_something_else(golden: SimulatedDevice) -> None:
+    entries = [entry for key in KEYS if (entry := Store(golden.copy()).entry(key))]
+    chance = random.Random(1)
+    for entry in chance.sample(entries, 10):
+        golden.rot(entry.extent * BLOCK_BYTES + chance.randrange(2048 + entry.length), bit=chance.randrange(8))
+    found = verify_volume(golden)
+    assert [finding.part for finding in found.findings] == ["object"] * 10
+    check_all(Store(golden), missing=10)
+
+
+def test_a_misdirected_read_and_a_lost_write_are_misses(golden: SimulatedDevice) -> None:
+    store = Store(golden)
+    golden.fail(OperationKind.READ, error=0, moved_blocks=1)
+    assert store.get(KEYS[9]) is None and store.get(KEYS[9]) == VALUES[KEYS[9]]
+    data_first = store.volume.superblock.layout.data_first
+    golden.fail(OperationKind.WRITE, error=0, lost=True, first_block=data_first)
+    store.put(KEYS[9], VALUES[KEYS[9]][::-1] + b"!")
+    store.drain()
+    assert store.get(KEYS[9]) is None
+    golden.fail(OperationKind.WRITE, error=0, moved_blocks=3, first_block=data_first)
+    store.put(KEYS[8], b"elsewhere")
+    store.drain()
+    assert store.get(KEYS[8]) is None
+
+
+# ---- Arbitrary bytes
+
+
+def resealed(block: bytes | bytearray, crc_at: int) -> bytes:
+    """Return a block with the checksum that it should have, so that what is behind the checksum is tried, too."""
+    import zlib
+
+    data = bytearray(block)
+    data[crc_at : crc_at + 4] = bytes(4)
+    struct.pack_into("<I", data, crc_at, zlib.crc32(data))
+    return bytes(data)
+
+
+def parse(block: bytes) -> None:
+    """Give a block to every parser: they may find nothing or refuse, and nothing else."""
+    volume_id = block[16:32]
+    for seal in (None, 8, 12):
+        data = block if seal is None else resealed(block, seal)
+        try:
+            superblock = Superblock.unpack(data)
+        except FormatError:
+            superblock = None
+        layout = superblock.layout if superblock is not None else Layout.plan(SMALL, 100)
+        assert superblock is None or layout.check(superblock.device_bytes)
+        for magic in (LOG_MAGIC, SNAPSHOT_MAGIC):
+            header = unpack_block(magic, volume_id, data)
+            assert header is None or header.count <= RECORDS_PER_BLOCK
+        for region in (0, 1):
+            found = SnapshotHeader.unpack(data, volume_id, layout, region)
+            assert found is None or found.blocks < layout.snapshot_blocks
+    for at in range(128, BLOCK_BYTES, RECORD_BYTES):
+        unpack_name(block[at : at + RECORD_BYTES])
+
+
+def kept() -> list[bytes]:
+    return [path.read_bytes() for path in sorted(CORPUS.glob("*.bin"))]
+
+
+@pytest.mark.parametrize("number", range(len(kept())))
+def test_parsers_take_the_kept_corpus(number: int) -> None:
+    parse(kept()[number])
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@example(seed=0, changes=[])
+@given(
+    seed=st.integers(0, 200),
+    changes=st.lists(st.tuples(st.integers(0, 255), st.integers(0, 255)), max_size=8),
+)
+def test_parsers_take_mutations_of_golden_blocks(seed: int, changes: list[tuple[int, int]]) -> None:
+    blocks = _metadata()
+    block = bytearray(blocks[seed % len(blocks)])
+    for at, value in changes:
+        block[at] = value
+    parse(bytes(block))
+
+
+@settings(max_examples=100)
+@given(
+    name=st.binary(max_size=400), kind=st.sampled_from([RecordKind.NAME, RecordKind.TENANT]), key=st.binary(max_size=32)
+)
+def test_names_of_any_length_come_back(name: bytes, kind: RecordKind, key: bytes) -> None:
+    records = pack_name(kind, 7, key, name)
+    pieces = [unpack_name(records[at : at + RECORD_BYTES]) for at in range(0, len(records), RECORD_BYTES)]
+    assert all(piece is not None and piece[:3] == (kind, 7, key.ljust(32, b"\0")) for piece in pieces)
+    assert b"".join(piece[5] for piece in pieces if piece is not None) == name
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_volume_with_random_damage_is_refused_or_serves_no_wrong_byte(seed: int) -> None:
+    chance = random.Random(seed)
+    device = golden_volume.load()
+    metadata = layout_of(device).data_first
+    blocks = [number for number, _ in device.blocks() if number < metadata]
+    damages = [chance.choice(_DAMAGES) for _ in range(chance.randrange(1, 8))]
+    for damage in damages:
+        damage(device, chance.choice(blocks), chance)
+    try:
+        store = Store(device, seed=seed)
+    except FormatError:
+        return
+    for key, value in VALUES.items():
+        assert store.get(key) in (None, value)
+    if _reseal not in damages:
+        assert store.get(bytes(32)) is None, "it was removed"
+    store.step()
+    store.drain()
+    store.put(KEYS[0], b"goes on", what="goes on")
+    store.drain()
+    assert ("goes on", None) in store.settled
+    assert store.crashed().get(KEYS[0]) == b"goes on"
+
+
+def _rot(device: SimulatedDevice, block: int, chance: random.Random) -> None:
+    device.rot(block * BLOCK_BYTES + chance.randrange(BLOCK_BYTES), bit=chance.randrange(8))
+
+
+def _zero(device: SimulatedDevice, block: int, chance: random.Random) -> None:
+    device.set_block(block, bytes(BLOCK_BYTES))
+
+
+def _swap(device: SimulatedDevice, block: int, chance: random.Random) -> None:
+    device.set_block(block, device.peek((block + chance.choice((-2, -1, 1, 2))) * BLOCK_BYTES % SMALL, BLOCK_BYTES))
+
+
+def _reseal(device: SimulatedDevice, block: int, chance: random.Random) -> None:
+    """A field that is wrong under a checksum that is right: a bug of a writer, or bytes made up."""
+    content = bytearray(device.peek(block * BLOCK_BYTES, BLOCK_BYTES))
+    content[chance.randrange(16, 128)] = chance.randrange(256)
+    device.set_block(block, resealed(content, 12 if content[:8] == b"SSVOLUME" else 8))
+
+
+_DAMAGES: list[Callable[[SimulatedDevice, int, random.Random], None]] = [_rot, _zero, _swap, _reseal]
+_BLOCKS: list[bytes] = []
+
+
+def _metadata() -> list[bytes]:
+    if not _BLOCKS:
+        device = golden_volume.load()
+        _BLOCKS.extend(block for number, block in device.blocks() if number < layout_of(device).data_first)
+    return _BLOCKS
+
+
+def test_records_with_extents_that_cannot_be_are_dropped() -> None:
+    store = Store(device_of())
+    extents = [5, 10_000_000, 600, 601]  # the log's, beyond the end, and two that overlap
+    for number, extent in enumerate(extents):
+        record = pack_record(RecordKind.PUT, 0, KEYS[number], extent=extent, length=9000, generation=number + 1)
+        store.volume.log(record)
+    store.drain()
+    store.volume.log(pack_record(RecordKind.REMOVE, 0, KEYS[5]))  # behind which those before are believed
+    store.drain()
+    after = store.crashed()
+    assert [after.entry(KEYS[number]) is not None for number in range(4)] == [False, False, False, True]
+    assert after.volume.report.refused == 1 and after.volume.report.overlapping == 2
+    assert after.volume.free_blocks == after.volume.data_blocks - 3
+
+
+def test_pieces_of_an_old_text_are_not_taken_for_those_of_the_new_one() -> None:
+    store = Store(device_of())
+    for text in (b"a" * 200, b"b" * 200, b"c" * 170):
+        store.volume.note(b"note", text)
+        store.drain()
+    assert store.crashed().volume.notes == {b"note": b"c" * 170}

@@ -1,0 +1,168 @@
+"""What a volume waits for: each barrier of docs/storage-format.md, one by one."""
+
+from simulated_device import SimulatedDevice
+from volume_support import Store, device_of
+
+from shadowserve.pool.volume.device import Operation, OperationKind
+from shadowserve.pool.volume.format import BLOCK_BYTES
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def simulated(store: Store) -> SimulatedDevice:
+    assert isinstance(store.device, SimulatedDevice)
+    return store.device
+
+
+def is_data(store: Store) -> int:
+    return store.volume.superblock.layout.data_first * BLOCK_BYTES
+
+
+def run(store: Store, steps: int = 50) -> None:
+    """Complete everything but writes of objects."""
+    first = is_data(store)
+    for _ in range(steps):
+        while simulated(store).complete(lambda each: each.kind is not OperationKind.WRITE or each.offset < first):
+            pass
+        store.step()
+
+
+def test_object_then_log_then_flush_then_the_writer_hears_of_it() -> None:
+    store = Store(device_of())
+    device = simulated(store)
+    store.drain()
+    device.automatic = False
+    device.trace.clear()
+    store.put(key(1), b"value", what="put")
+    seen = []
+    while not store.settled:
+        assert len({operation.kind for operation in device.waiting}) == 1
+        seen.append(len(device.waiting))
+        while device.complete():
+            pass
+        store.step()
+    assert seen == [1, 2, 1]  # the object; both copies of the block; the flush
+    data_first = store.volume.superblock.layout.data_first
+    kinds = [(kind, first >= data_first) for kind, first, _ in device.trace]
+    write = OperationKind.WRITE
+    assert kinds == [(write, True), (write, False), (write, False), (OperationKind.FLUSH, False)]
+
+
+def test_a_block_of_the_log_is_written_once_before_the_ring_comes_round() -> None:
+    store = Store(device_of())
+    device = simulated(store)
+    for number in range(20):
+        store.put(key(number), b"x")
+        store.drain()
+    layout = store.volume.superblock.layout
+    for first in layout.log_firsts:
+        blocks = [at for kind, at, _ in device.trace if kind is OperationKind.WRITE and first <= at < first + 64]
+        assert len(blocks) == len(set(blocks)) == 20
+
+
+def test_a_barrier_waits_for_an_expiry_that_waits_for_its_object() -> None:
+    store = Store(device_of())
+    simulated(store).automatic = False
+    store.put(key(1), b"value", what="put")
+    store.expire(key(1), 1234)
+    store.barrier("barrier")
+    run(store)
+    assert not store.settled
+    simulated(store).automatic = True
+    store.drain()
+    assert {what for what, _ in store.settled} == {"put", "barrier"}
+
+
+def test_a_snapshot_does_not_count_while_an_object_that_it_names_is_on_its_way() -> None:
+    store = Store(device_of())
+    store.put(key(1), b"old")
+    store.drain()
+    simulated(store).automatic = False
+    store.put(key(1), b"new")
+    store.volume.snapshot()
+    run(store)
+    assert store.volume.statistics().snapshots == 0
+    simulated(store).automatic = True
+    store.drain()
+    assert store.volume.statistics().snapshots == 1
+
+
+def test_slices_are_flushed_before_the_header_and_the_header_before_it_counts() -> None:
+    store = Store(device_of())
+    device = simulated(store)
+    for number in range(40):
+        store.put(key(number), b"x")
+    store.drain()
+    device.trace.clear()
+    store.volume.snapshot()
+    store.until(lambda: store.volume.statistics().snapshots == 1)
+    layout = store.volume.superblock.layout
+    region = layout.snapshot_firsts[0]
+    trace = [
+        "flush" if kind is OperationKind.FLUSH else "header" if at == region else "slice"
+        for kind, at, _ in device.trace
+        if kind is OperationKind.FLUSH or region <= at < region + layout.snapshot_blocks
+    ]
+    assert trace == ["slice", "flush", "header", "flush"]
+
+
+def test_the_extent_of_what_a_refused_write_was_to_replace_waits_for_the_removal() -> None:
+    store = Store(device_of())
+    store.put(key(1), b"old")
+    store.drain()
+    device = simulated(store)
+    device.automatic = False
+    device.fail(OperationKind.WRITE)
+    store.put(key(1), b"new")
+    device.complete()
+    calls = store.volume.step()
+    assert store.volume.freeing_blocks == 1, "a crash now would find the old object in the log"
+    assert device.waiting, "the removal is on its way without anybody asking for it"
+    for call in calls:
+        call()
+
+
+def test_what_a_crashed_run_left_behind_a_gap_is_never_the_successor_of_what_comes_into_the_gap() -> None:
+    store = Store(device_of())
+    for number in range(62):
+        store.put(key(number), b"stays")
+        if number % 8 == 0:
+            store.drain()
+    store.drain()
+    device = simulated(store)
+    before = device.copy()
+    sequence = store.volume._log.sequence
+    for number in range(62):
+        store.remove(key(number))
+    store.drain()  # a group of two blocks; the first of them is lost in both copies
+    assert store.volume._log.sequence == sequence + 2
+    for first in store.volume.superblock.layout.log_firsts:
+        place = first + (sequence + 1) % 64
+        before.set_block(place, device.peek(place * BLOCK_BYTES, BLOCK_BYTES))
+    again = Store(before, seed=1)
+    assert again.volume.report.objects == 62 and not again.volume.report.log_blocks_damaged
+    again.put(key(100), b"into the gap")
+    again.drain()
+    third = again.restarted()
+    assert third.get(key(100)) == b"into the gap"
+    assert all(third.get(key(number)) == b"stays" for number in range(62))
+
+
+def test_the_priorities_let_readers_go_first_and_snapshots_last() -> None:
+    store = Store(device_of())
+    device = simulated(store)
+    seen: list[Operation] = []
+    submit = device.submit
+    device.submit = lambda operations: (seen.extend(operations), submit(operations))[1]  # type: ignore[method-assign]
+    store.put(key(1), b"x")
+    store.volume.snapshot()
+    store.drain()
+    store.get(key(1))
+    layout = store.volume.superblock.layout
+    for operation in seen:
+        at = operation.offset // BLOCK_BYTES
+        in_snapshot = any(first <= at < first + layout.snapshot_blocks for first in layout.snapshot_firsts)
+        expected = "FOREGROUND" if operation.kind is OperationKind.READ else "BACKGROUND" if in_snapshot else "WRITE"
+        assert operation.priority.name == expected

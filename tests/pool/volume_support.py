@@ -1,0 +1,229 @@
+"""A store on one volume: as little of an engine as volumes need around them, so that tests can drive one."""
+
+import hashlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from simulated_device import SimulatedDevice
+
+from shadowserve.native import (
+    ANY,
+    NO_PARENT,
+    Index,
+    IndexEntry,
+    ObjectFields,
+    Result,
+    check_object,
+    object_units,
+    seal_object,
+)
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
+from shadowserve.pool.volume.device import BlockDevice, Operation, Priority
+from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, pack_record
+from shadowserve.pool.volume.pages import Pages
+from shadowserve.pool.volume.volume import Volume
+
+__all__ = ["HEADER", "POOL", "Store", "device_of", "index_key"]
+
+POOL = bytes(range(16))
+HEADER = 2048
+SMALL = 6 << 20
+NOW_MS = 1_800_000_000_000
+
+
+def device_of(capacity_bytes: int = SMALL, *, seed: int = 1, objects_max: int = 200) -> SimulatedDevice:
+    """Return a formatted device."""
+    device = SimulatedDevice(capacity_bytes, seed=seed)
+    chance = random.Random(seed)
+    Volume.format(
+        device,
+        pool_id=POOL,
+        objects_max=objects_max,
+        log_bytes=64 * BLOCK_BYTES,
+        clock_ms=lambda: NOW_MS,
+        entropy=chance.randbytes,
+    )
+    return device
+
+
+def index_key(name: bytes) -> bytes:
+    """Return the 32 bytes of a named key."""
+    return hashlib.sha256(name).digest()
+
+
+@dataclass
+class Store:
+    """One volume with an index of its own, and buffers for its objects.
+
+    Attributes:
+        settled: what became of tickets: (what, error), in the order in which they were settled.
+    """
+
+    device: BlockDevice
+    seed: int = 0
+    objects_max: int = 4096
+    settled: list[tuple[object, Exception | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        chance = random.Random(self.seed)
+        self.index = Index(self.objects_max, seed=self.seed)
+        self.volume = Volume.open(
+            self.device, self.index, 3, pool_id=POOL, clock_ms=lambda: NOW_MS, entropy=chance.randbytes
+        )
+        self.index.replayed()
+        self.volume.ready()
+        self.generation = self.volume.generation_last
+
+    def put(
+        self,
+        key: bytes,
+        value: bytes,
+        *,
+        what: object = None,
+        tenant: int = 0,
+        flags: int = 0,
+        name: bytes | None = None,
+    ) -> Ticket | None:
+        """Write a value; None if there is no room."""
+        extent = self.volume.reserve(HEADER + len(value))
+        if extent is None:
+            return None
+        self.generation += 1
+        flags |= 0 if name is None else RecordFlag.NAMED
+        entry = IndexEntry(
+            RecordKind.PUT, flags, 3, 0, tenant, extent, len(value), 0, 7, 0, self.generation, 0, key, NO_PARENT
+        )
+        pages = Pages(blocks_of(len(value)) * BLOCK_BYTES)
+        pages.view[HEADER : HEADER + len(value)] = value
+        seal_object(pages.view, fields_of(entry))
+        try:
+            ticket = self.volume.write(pages.address, extent, entry.pack(), name=name)
+        except (BusyError, OutOfBudgetError):
+            self.volume.free(extent, HEADER + len(value))
+            raise
+        slot = self.index.find(tenant, key)
+        old = self.index.read(slot) if slot else None
+        self.index.insert(
+            tenant,
+            key,
+            device=3,
+            extent=extent,
+            length=len(value),
+            now_s=7,
+            name=name,
+            flags=flags,
+            generation=self.generation,
+        )
+        if old is not None:
+            self.volume.free(old.extent, HEADER + old.length)
+
+        def settled(error: Exception | None) -> None:
+            pages.view.release()  # kept until now, as an engine keeps its buffer
+            slot = self.index.find(tenant, key)
+            if error is not None and slot and self.index.read(slot).generation == entry.generation:
+                self.index.remove(slot)
+                self.volume.log(pack_record(RecordKind.REMOVE, tenant, key))
+                self.volume.free(extent, HEADER + len(value))
+            self.settled.append((what, error))
+
+        ticket.then(settled)
+        return ticket
+
+    def remove(self, key: bytes, *, tenant: int = 0) -> bool:
+        """Remove a value; barrier() makes it durable."""
+        slot = self.index.find(tenant, key)
+        if not slot:
+            return False
+        entry = self.index.read(slot)
+        self.volume.log(pack_record(RecordKind.REMOVE, tenant, key))
+        self.index.remove(slot)
+        self.volume.free(entry.extent, HEADER + entry.length)
+        return True
+
+    def expire(self, key: bytes, at_ms: int, *, tenant: int = 0) -> bool:
+        """Set an expiry; barrier() makes it durable."""
+        slot = self.index.find(tenant, key)
+        if slot:
+            self.volume.log(pack_record(RecordKind.EXPIRE, tenant, key, expires_at_ms=at_ms))
+            self.index.set_expiry(slot, at_ms)
+        return slot != 0
+
+    def barrier(self, what: object) -> None:
+        """Have ``what`` settled when all changes so far are durable."""
+        ticket = self.volume.barrier()
+        if ticket is None:
+            self.settled.append((what, None))
+        else:
+            ticket.then(lambda error: self.settled.append((what, error)))
+
+    def entry(self, key: bytes, *, tenant: int = 0) -> IndexEntry | None:
+        """Return what the index knows."""
+        slot = self.index.find(tenant, key)
+        return self.index.read(slot) if slot else None
+
+    def names(self) -> dict[tuple[int, bytes], bytes]:
+        """Return the texts of keys."""
+        found: dict[tuple[int, bytes], bytes] = {}
+        for slot in self.index.scan(ANY, 0, 1 << 20, 1 << 20)[1]:
+            entry, name = self.index.read(slot), self.index.name(slot)
+            if name is not None:
+                found[entry.tenant, entry.key] = name
+        return found
+
+    def get(self, key: bytes, *, tenant: int = 0) -> bytes | None:
+        """Return a value; None if it is absent, or not what was sealed."""
+        entry = self.entry(key, tenant=tenant)
+        if entry is None:
+            return None
+        pages = Pages(blocks_of(entry.length) * BLOCK_BYTES)
+        ended: list[Operation] = []
+        self.volume.read(entry.extent, 0, pages.size, pages.address, Priority.FOREGROUND, ended.append)
+        self.until(lambda: ended)
+        if ended[0].error is not None:
+            return None
+        value = pages.view[HEADER : HEADER + entry.length]
+        first, count = object_units(entry.length, 0, entry.length)
+        if check_object(pages.view, fields_of(entry), value, first, count) is not Result.OK:
+            return None
+        return bytes(value)
+
+    def step(self) -> None:
+        """Drive the volume once."""
+        for call in self.volume.step():
+            call()
+
+    def until(self, condition: Callable[[], object], steps: int = 100_000) -> None:
+        """Drive the volume until a condition holds."""
+        for _ in range(steps):
+            if condition():
+                return
+            self.step()
+        raise AssertionError("it did not happen")
+
+    def drain(self) -> None:
+        """Drive the volume until nothing is under way."""
+        self.until(lambda: self.volume.idle)
+        self.step()
+
+    def crashed(self, **how: bool) -> "Store":
+        """Return the store after a loss of power."""
+        assert isinstance(self.device, SimulatedDevice)
+        return Store(self.device.crash(**how), seed=self.seed + 1)
+
+    def restarted(self) -> "Store":
+        """Return the store after the process was killed."""
+        assert isinstance(self.device, SimulatedDevice)
+        return Store(self.device.restart(), seed=self.seed + 1)
+
+
+def fields_of(entry: IndexEntry) -> ObjectFields:
+    """Return what an object's header says."""
+    return ObjectFields(
+        key=entry.key,
+        tenant=entry.tenant,
+        length=entry.length,
+        generation=entry.generation,
+        head_length=entry.head_length,
+        flags=entry.flags,
+    )
