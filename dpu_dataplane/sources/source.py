@@ -39,7 +39,7 @@ class Unanswered(NamedTuple):
 
 
 Found = Stored | Unanswered | None
-"""What a source says of one key; None where there is no record."""
+"""What a source says of one key; None where there is no record, and perhaps where there is a value that is none."""
 
 
 def head_size(stored: Stored) -> int:

@@ -113,6 +113,8 @@ class _Control(asyncio.Protocol):
         """
         if self._transport is None or self.closed.done() or self._transport.is_closing():
             raise StorageUnavailableError(self._reason)
+        if not commands:
+            return []  # no answer will come that could end the wait
         now = self._loop.time()
         question = _Question(self._loop.create_future(), len(commands), [], now)
         self._questions.append(question)
