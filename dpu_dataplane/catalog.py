@@ -12,10 +12,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dpu_dataplane.answers import Found, Stored, Unanswered
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
-from dpu_dataplane.storage import QUESTION_KEYS_MAX, Storage
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Found, Source, Stored, Unanswered
 from shadowserve import native
 from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError
 from shadowserve.proto import dataplane_pb2 as pb
@@ -103,8 +102,8 @@ class _HeadCache:
 class Catalog:
     """Answers what storage holds."""
 
-    def __init__(self, client: Storage, metrics: Metrics, config: DataPlaneConfig) -> None:
-        self._client = client
+    def __init__(self, source: Source, metrics: Metrics, config: DataPlaneConfig) -> None:
+        self._source = source
         self._metrics = metrics
         self.codecs = frozenset(native.codec_implementations())
         self._cache = _HeadCache(int(config.head_cache_bytes))
@@ -130,7 +129,7 @@ class Catalog:
         ended = [False] * len(chains)
         for first in range(0, len(asked), QUESTION_KEYS_MAX):
             question = asked[first : first + QUESTION_KEYS_MAX]
-            answer = await self._client.meta([key for _, key in question])
+            answer = await self._source.find([key for _, key in question])
             for position, ((index, key), stored) in enumerate(zip(question, answer, strict=True)):
                 if position % _YIELD_KEYS == _YIELD_KEYS - 1:
                     await asyncio.sleep(0)
@@ -156,7 +155,7 @@ class Catalog:
         """
         known = {} if fresh else {key: entry[0] for key in keys if (entry := self._cache.get(key)) is not None}
         unknown = [key for key in keys if key not in known]
-        answers = dict(zip(unknown, await self._client.meta(unknown), strict=True)) if unknown else {}
+        answers = dict(zip(unknown, await self._source.find(unknown), strict=True)) if unknown else {}
         return [(known[key], True) if key in known else (answers[key], False) for key in keys]
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -239,7 +238,7 @@ class Catalog:
 
     async def _delete(self, key: bytes) -> None:
         try:
-            await self._client.delete(key)
+            await self._source.delete(key)
             self._metrics.deleted_records += 1
         except StorageError as error:
             logger.info("corrupt record %s could not be deleted: %s", key.hex(), error)

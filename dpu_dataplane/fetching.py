@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from dpu_dataplane.catalog import Catalog, Fault
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.jobs import Job, Stop, Turnstile
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import Buffers, FetchPlan, plan_fetch
-from dpu_dataplane.storage import QUESTION_KEYS_MAX, Storage
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Delivered, Order, Source
 from dpu_dataplane.tracing import Tracer
-from dpu_dataplane.transfer import Transfer, Transferred
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
@@ -30,8 +32,6 @@ from shadowserve.proto import dataplane_pb2 as pb
 __all__ = ["FetchRegion", "Fetcher"]
 
 _STALE_HINTS = (Result.CHECKSUM, Result.BAD_DATA, Result.NOT_FOUND, Result.PROTOCOL, Result.NOT_SUPPORTED)
-_PASSING = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
-"""Errors of a cluster's node that may be over when it is asked again, or another one is."""
 _OUTCOMES = {
     Result.CHECKSUM: pb.OUTCOME_CORRUPT,
     Result.BAD_DATA: pb.OUTCOME_CORRUPT,
@@ -67,7 +67,7 @@ class _Progress:
     delivered_bytes: int = 0
     fresh: bool = False
     reconnected: bool = False
-    master: bool = False
+    authoritative: bool = False
     found: list[bool] = field(default_factory=list)  # of the keys of the plan in hand: was its head only remembered
 
 
@@ -78,8 +78,7 @@ class Fetcher:
         self,
         executor: Executor,
         catalog: Catalog,
-        storage: Storage,
-        transfer: Transfer,
+        source: Source,
         buffers: Buffers,
         metrics: Metrics,
         queue: Turnstile,
@@ -88,8 +87,7 @@ class Fetcher:
         self._tracer = tracer
         self._executor = executor
         self._catalog = catalog
-        self._storage = storage
-        self._transfer = transfer
+        self._source = source
         self._buffers = buffers
         self._metrics = metrics
         self.queue = queue
@@ -165,12 +163,18 @@ class Fetcher:
 
     async def _round(
         self, job: Job, region: FetchRegion, plan: FetchPlan, keys: Sequence[bytes], progress: _Progress
-    ) -> Transferred:
+    ) -> Delivered:
         """Run a plan, and count what it delivered."""
         layout = region.destination.layout
         begin = region.offset + progress.done * layout.raw_bytes
         with self._tracer.step(job.owner, "round", len(plan.chunks)):
-            done = await self._transfer.run(job, region.destination, begin, plan, keys, master=progress.master)
+            order = Order(
+                keys[: len(plan.chunks)],
+                plan.chunks,
+                lambda chunks: self._make_round(job, region.destination, begin, plan, chunks),
+                progress.authoritative,
+            )
+            done = await self._source.deliver(job, order)
         progress.done += done.count
         progress.fetched_bytes += done.received_bytes
         progress.delivered_bytes += done.count * layout.raw_bytes
@@ -178,7 +182,22 @@ class Fetcher:
             raise done.stop
         return done
 
-    async def _try_again(self, job: Job, done: Transferred, left: Sequence[bytes], progress: _Progress) -> bool:
+    def _make_round(
+        self, job: Job, destination: Destination, offset: int, plan: FetchPlan, chunks: npt.NDArray[np.void]
+    ) -> native.Round:
+        layout = destination.layout
+        return native.Round(
+            chunks=chunks,
+            slices=plan.slices,
+            quantizer=layout.quantizer,
+            dtype=layout.dtype,
+            vector_length=layout.vector_length,
+            scale_vectors=layout.scale_tokens,
+            destination=destination.region(offset, len(plan.chunks) * layout.raw_bytes),
+            deadline_ns=job.deadline_ns,
+        )
+
+    async def _try_again(self, job: Job, done: Delivered, left: Sequence[bytes], progress: _Progress) -> bool:
         """Decide whether what failed at ``left[done.count]`` is worth another try, and prepare it."""
         result, count = done.result, done.count
         damaged = result in (Result.CHECKSUM, Result.BAD_DATA)  # perhaps only on the way here
@@ -186,17 +205,16 @@ class Fetcher:
             self._catalog.forget(left[count:])
             progress.fresh = True
             return True
-        if result is Result.NOT_FOUND and done.node is not None and done.node.replica and not progress.master:
-            progress.master = True
+        if done.copy and not progress.authoritative:
+            progress.authoritative = True
             return True
-        passing = self._storage.clustered and result is Result.REFUSED and done.text.startswith(_PASSING)
-        if (result is Result.DISCONNECTED or passing) and not progress.reconnected:
+        if done.recover is not None and not progress.reconnected:
             progress.reconnected = True
-            await job.within(self._storage.recover(done.node), "looking for a node of the cluster")
+            await job.within(done.recover(), "looking for a node of the cluster")
             return True
         return False
 
-    def _failed(self, region: FetchRegion, key: bytes, done: Transferred) -> tuple[pb.Outcome, str]:
+    def _failed(self, region: FetchRegion, key: bytes, done: Delivered) -> tuple[pb.Outcome, str]:
         """Return what a round's failure at ``key`` means, and see to it that a corrupt record is not offered again."""
         result = done.result
         self._catalog.forget([key])
@@ -206,10 +224,8 @@ class Fetcher:
             return outcome, f"chunk {key.hex()}: {done.error}"
         outcome = _OUTCOMES.get(result, pb.OUTCOME_INTERNAL)
         detail = f"chunk {key.hex()}: {native.result_text(result)}"
-        if done.text:
-            detail += f" ({done.node}: {done.text})"
-        elif self._storage.clustered and result in (Result.DISCONNECTED, Result.PROTOCOL):
-            detail += f" ({done.node})"
+        if done.said:
+            detail += f" ({done.said})"
         if outcome == pb.OUTCOME_CORRUPT:
             self._catalog.condemn(region.destination.layout.namespace, key, Fault(outcome, native.result_text(result)))
         elif outcome == pb.OUTCOME_INTERNAL:

@@ -12,8 +12,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dpu_dataplane.answers import Found, Stored, Unanswered
 from dpu_dataplane.catalog import Fault, fault_of
+from dpu_dataplane.sources.source import Found, Stored, Unanswered
 from shadowserve import native
 from shadowserve.errors import RecordError
 from shadowserve.keys import storage_key

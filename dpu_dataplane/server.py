@@ -16,22 +16,20 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dpu_dataplane.admission import CALLS_MAX, Admission
 from dpu_dataplane.catalog import Catalog
-from dpu_dataplane.cluster import ClusterClient
 from dpu_dataplane.config import DataPlaneConfig, codec_name, split_address
 from dpu_dataplane.credentials import server_credentials
 from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import HostTable
 from dpu_dataplane.jobs import Turnstile
-from dpu_dataplane.links import DataLinks
 from dpu_dataplane.metrics import Metrics, StageCount, resident_bytes
 from dpu_dataplane.repeats import Repeats
 from dpu_dataplane.rounds import Buffers
 from dpu_dataplane.service import DataPlaneService
-from dpu_dataplane.storage import Storage, StorageClient
+from dpu_dataplane.sources.selection import nodes_max, source_of
+from dpu_dataplane.sources.source import Source
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import Tracer
-from dpu_dataplane.transfer import NODES_MAX, Transfer
 from shadowserve import native
 from shadowserve.cores import confine
 from shadowserve.errors import ConfigurationError, NativeError
@@ -75,7 +73,7 @@ class Daemon:
         self.metrics = Metrics()
         self.metrics_port = 0
         self._loop: asyncio.AbstractEventLoop
-        self._client: Storage
+        self._source: Source
         self._draining = False
         self._pipeline: native.Pipeline
         self.unclean = False
@@ -116,48 +114,38 @@ class Daemon:
             "Bytes of the buffers that are locked in memory",
             lambda: pipeline.locked_bytes,
         )
-        kind = ClusterClient if config.storage_cluster else StorageClient
-        self._client = client = kind(config, self.metrics)
-        await client.start()
-        self._exit.push_async_callback(client.close)
-        catalog = Catalog(client, self.metrics, config)
+        fetching, storing = (ThreadPoolExecutor(1, name) for name in ("fetch", "store"))
+        self._source = source = source_of(config, self.metrics, pipeline, fetching, storing)
+        await source.start()
+        self._exit.push_async_callback(source.close)
+        catalog = Catalog(source, self.metrics, config)
         self._exit.push_async_callback(catalog.close)
         destinations = DestinationTable(config, pipeline)
         self._exit.callback(destinations.close)
         self.device_lost = destinations.device_lost
-        fetch_links = DataLinks(client.dialer, len(config.stage_cores()["net"]), self.metrics)
-        store_links = DataLinks(client.dialer, 1, self.metrics)
-        self._exit.callback(fetch_links.close)
-        self._exit.callback(store_links.close)
+        for executor in (fetching, storing):
+            self._exit.callback(executor.shutdown)
         tracer = Tracer(pipeline)
-        executor = self._executor("fetch")
-        transfer = Transfer(pipeline, executor, client, fetch_links, self.metrics)
         fetches, stores = (Turnstile(size, config.hosts_max) for size in (config.fetch_queue, config.store_queue))
-        fetcher = Fetcher(executor, catalog, client, transfer, buffers, self.metrics, fetches, tracer)
+        fetcher = Fetcher(fetching, catalog, source, buffers, self.metrics, fetches, tracer)
         storer = Storer(
-            pipeline, self._executor("store"), catalog, client, store_links, buffers, self.metrics, codec,
-            int(config.slice_bytes), stores,
-        )  # fmt: skip
+            pipeline, storing, catalog, source, buffers, self.metrics, codec, int(config.slice_bytes), stores
+        )
         hosts = HostTable(config, destinations)
         self._repeats = Repeats()
         service = DataPlaneService(
             config, catalog, fetcher, storer, destinations, hosts, buffers, self.metrics, tracer, self._repeats
         )
-        self._measure(client, catalog, fetcher, storer, destinations, buffers)
+        self._measure(source, catalog, fetcher, storer, destinations, buffers)
         self.metrics.gauges["hosts"] = ("Hosts that are connected", lambda: len(hosts))
         self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, self._repeats, config)))
         if config.metrics_port:
             self._serve_metrics()
         await self._serve(service)
 
-    def _executor(self, name: str) -> ThreadPoolExecutor:
-        executor = ThreadPoolExecutor(1, name)
-        self._exit.callback(executor.shutdown)
-        return executor
-
     def _measure(
         self,
-        client: Storage,
+        source: Source,
         catalog: Catalog,
         fetcher: Fetcher,
         storer: Storer,
@@ -165,7 +153,7 @@ class Daemon:
         buffers: Buffers,
     ) -> None:
         self.metrics.gauges |= {
-            "storage_up": ("Whether the control connection to storage stands", lambda: float(client.connected)),
+            "storage_up": ("Whether the control connection to storage stands", lambda: float(source.connected)),
             "quarantined_keys": ("Keys that are not offered since their record is faulty", lambda: catalog.quarantined),
             "fetch_queue_jobs": ("Fetches waiting for their round", lambda: fetcher.queue.waiting),
             "store_queue_jobs": ("Stores waiting for their turn", lambda: storer.queue.waiting),
@@ -191,7 +179,7 @@ class Daemon:
     @property
     def storage_name(self) -> str:
         """Storage, for people."""
-        return self._client.name
+        return self._source.name
 
     def health(self) -> list[Check]:
         """Check that the event loop, on which all control runs, answers; from any thread but its own."""
@@ -203,8 +191,8 @@ class Daemon:
 
     def readiness(self) -> list[Check]:
         """Check whether calls are taken. Without storage they are, and every one of them is a miss: a warning."""
-        where = self._client.name
-        connected = self._client.connected
+        where = self._source.name
+        connected = self._source.connected
         return [
             *self.health(),
             check("listening", bool(self.address), f"on {self.address}", "not yet"),
@@ -343,7 +331,7 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
             chunked_pipeline=config.chunked_pipeline,
             memory_management=config.memory_management,
             trace_events=config.trace_events,
-            nodes_max=NODES_MAX if config.storage_cluster else 1,
+            nodes_max=nodes_max(config),
             device_timeout_ms=max(1, int(1000 * config.device_timeout)),
         )
     except NativeError as error:

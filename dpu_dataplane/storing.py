@@ -5,20 +5,17 @@ takes, and put one after the other, so that what was stored when a job ends earl
 """
 
 import asyncio
-import functools
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from dpu_dataplane.answers import Found, Stored, Unanswered
 from dpu_dataplane.catalog import Catalog, Fault, inspect_head
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.jobs import Job, Stop, Turnstile
-from dpu_dataplane.links import DataLinks, Link, Node
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
-from dpu_dataplane.storage import QUESTION_KEYS_MAX, REDIRECTIONS_MAX, Storage
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Found, Source, Stored, Unanswered
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
@@ -51,16 +48,6 @@ class _Progress:
     stored_bytes: int = 0
 
 
-@dataclass
-class _Put:
-    """A record to put: its chunk in an encoded round, and its head."""
-
-    round: native.Round
-    position: int
-    head: bytes
-    node: Node | None = None  # that was asked last
-
-
 def _answered(found: Sequence[tuple[Found, bool]]) -> int:
     """Return how many leading chunks storage has said something of."""
     return next((index for index, (each, _) in enumerate(found) if isinstance(each, Unanswered)), len(found))
@@ -80,8 +67,7 @@ class Storer:
         pipeline: native.Pipeline,
         executor: Executor,
         catalog: Catalog,
-        storage: Storage,
-        links: DataLinks,
+        source: Source,
         buffers: Buffers,
         metrics: Metrics,
         codec: native.Codec,
@@ -91,8 +77,7 @@ class Storer:
         self._pipeline = pipeline
         self._executor = executor
         self._catalog = catalog
-        self._storage = storage
-        self._links = links
+        self._source = source
         self._buffers = buffers
         self._metrics = metrics
         self._codec = codec
@@ -168,7 +153,7 @@ class Storer:
             return stored.length
         if isinstance(judged, Fault) and not judged.replaceable:
             raise Stop(judged.outcome, f"chunk {key.hex()} cannot be stored over what is there: {judged.reason}")
-        await job.within(self._storage.delete(key), "deleting a faulty record")
+        await job.within(self._source.delete(key), "deleting a faulty record")
         return None
 
     async def _encode_and_put(
@@ -229,20 +214,9 @@ class Storer:
         key: bytes,
         parent: bytes,
     ) -> int:
-        """Put one record; a connection that broke is made again once. Return the record's bytes."""
+        """Put one record. Return its bytes."""
         head = encode_head(key, self._codec, layout, plan.manifest_of(position), parent=parent)
-        put = _Put(round_, position, head)
-        result, text = Result.CANCELLED, ""
-        for last in (False, True):
-            try:
-                result, text = await self._put_where_it_belongs(job, put, key)
-            except StorageUnavailableError:
-                if last or not self._storage.clustered:
-                    raise
-                result = Result.DISCONNECTED
-            if job.cancelled or result is not Result.DISCONNECTED or last:
-                break
-            await job.within(self._storage.recover(put.node), "looking for a node of the cluster")
+        result, text = await self._source.put(job, key, Encoded(round_, position, head))
         if result is not Result.OK:
             job.check()
             raise self._stop(key, result, text)
@@ -251,50 +225,6 @@ class Storer:
         self._metrics.stored_raw_bytes += layout.raw_bytes
         self._metrics.stored_bytes += size
         return size
-
-    async def _put_where_it_belongs(self, job: Job, put: _Put, key: bytes) -> tuple[Result, str]:
-        """Put one record on the node that takes it, going where a cluster's nodes send us."""
-        [node] = self._storage.route([key], master=True)
-        asking = False
-        for _ in range(REDIRECTIONS_MAX + 1):
-            if node is None:
-                raise StorageUnavailableError(f"storage {self._storage.name}: no node has the slot of this key")
-            put.node = node
-            [link] = await job.within(self._links.open(node), "connecting to storage")
-            if asking:
-                await job.within(self._say_asking(link), "asking a node of the cluster")
-            result, text = await self._put_on(job, put, link)
-            redirect = self._storage.redirect(node, text) if result is Result.REFUSED else None
-            if redirect is None:
-                return result, text
-            self._metrics.storage_redirections += 1
-            node, asking = redirect
-        return Result.REFUSED, f"redirected {REDIRECTIONS_MAX} times, last with: {text}"
-
-    async def _say_asking(self, link: Link) -> None:
-        async with self._storage.dialer.deadline("ASKING", str(link.node)):
-            await link.exchange([[b"ASKING"]])
-
-    async def _put_on(self, job: Job, put: _Put, link: Link) -> tuple[Result, str]:
-        result, text = Result.CANCELLED, ""
-        try:
-            with job.interruptible(link.shut_down):
-                result, text = await asyncio.get_running_loop().run_in_executor(
-                    self._executor,
-                    functools.partial(
-                        self._pipeline.put,
-                        put.round,
-                        put.position,
-                        put.head,
-                        link.fileno(),
-                        job.deadline_ns,
-                        session=link.session,
-                    ),
-                )
-        finally:
-            if result not in (Result.OK, Result.REFUSED):
-                self._links.close()
-        return result, text
 
     def _stop(self, key: bytes, result: Result, text: str) -> Stop:
         outcome = _OUTCOMES.get(result, pb.OUTCOME_INTERNAL)

@@ -109,6 +109,16 @@ def test_the_data_plane_knows_no_engine() -> None:
     assert not found, "\n".join(found)
 
 
+def test_the_data_plane_knows_its_sources_by_their_seam_alone() -> None:
+    rooms = ("dpu_dataplane.sources.resp", "dpu_dataplane.sources.selection", "dpu_dataplane.sources.outage")
+    others = [path for path in modules("dpu_dataplane") if "sources" not in path.parts and path.name != "server.py"]
+    found = [line for path in others for line in forbidden(path, rooms)]
+    above = tuple(f"dpu_dataplane.{path.stem}" for path in others if path.stem not in ("config", "jobs", "metrics"))
+    inside = [path for path in modules("dpu_dataplane") if "sources" in path.parts]
+    found += [line for path in inside for line in forbidden(path, (*above, "dpu_dataplane.server"))]
+    assert inside and not found, "\n".join(found)
+
+
 @pytest.mark.parametrize("folder", ["proto", "native", "configs", "scripts", "tests", "docs"])
 def test_a_folder_without_code_of_ours_is_no_package(folder: str) -> None:
     # A proto/__init__.py would hide proto-plus, a tests/__init__.py whatever else is called tests.

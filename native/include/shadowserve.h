@@ -210,6 +210,7 @@ struct ss_chunk {
     uint32_t slice_count;
     uint32_t node;         /* of a fetch: whose sockets to ask, below the round's 'node_count' */
     uint32_t asking;       /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
+    const uint8_t *memory; /* of a fetch: where the body lies in this process, NULL where a server has it */
     enum ss_result result; /* out */
     char error[256];       /* out, SS_REFUSED and SS_REDIRECTED of a fetch: the server's words, cut, with a zero */
 };
@@ -395,6 +396,10 @@ SS_API uint8_t *ss_destination_address(const struct ss_destination *destination)
  * ss_pipeline_fetch() runs one round: on each of 'socket_count' connected, authenticated, non-blocking sockets to the
  * storage server it asks for an equal share of every chunk's slices with GETRANGE, receives them straight into the
  * decompression buffer, and passes each slice on as soon as it is whole: checksum, decompress, dequantize, deliver.
+ *
+ * A chunk with 'memory' is read there, where the backend can read any memory, and needs no room in the decompression
+ * buffer then; else it is copied. It must stay as it is until the call is back. A round of such chunks alone needs no
+ * sockets.
  *
  * With several nodes the sockets come node by node, as many for each, at most 'net_threads'; a chunk is asked for on
  * those of its own node. One that a node answers MOVED or ASK for is SS_REDIRECTED, and its 'error' says where to: that

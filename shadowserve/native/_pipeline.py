@@ -1,6 +1,6 @@
 """The pipeline executor: its tables, one round of work, and the executor itself."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -77,11 +77,15 @@ CHUNK_DTYPE: Final = _numpy_dtype(
         "slice_count": "u4",
         "node": "u4",
         "asking": "u4",
+        "memory": "u8",
         "result": "u4",
         "error": f"S{ERROR_SIZE}",
     },
 )
-"""``struct ss_chunk`` as a numpy dtype. ``key`` is padded with zero bytes, so ``key_length`` is what counts."""
+"""``struct ss_chunk`` as a numpy dtype. ``key`` is padded with zero bytes, so ``key_length`` is what counts.
+
+``memory`` is an address, which :class:`Round` fills in.
+"""
 
 TRACE_DTYPE: Final = _numpy_dtype(
     "struct ss_trace_event",
@@ -147,7 +151,7 @@ class StageStatistics:
 
 
 class Round:
-    """One round: chunks of one layout, between one storage server and one destination (``struct ss_round``).
+    """One round: chunks of one layout, between their sources and one destination (``struct ss_round``).
 
     Keeps everything that it points at alive, and exported: a memory map cannot be closed before ``release()``.
 
@@ -161,9 +165,12 @@ class Round:
         destination: memory that elements go to (``Pipeline.fetch``, writable) or come from (``Pipeline.encode``): a
             part of what the pipeline knows (``Destination.region()``), or, but for fetching with an accelerator, any.
         deadline_ns: on the clock of ``time.monotonic_ns()``.
+        bodies: of chunks to fetch that lie in this process, by their index: read there, and asked of no server. They
+            must stay as they are until the fetch is back.
 
     Raises:
-        NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype.
+        NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype, or a body is not
+            as long as its chunk says.
     """
 
     def __init__(
@@ -177,6 +184,7 @@ class Round:
         scale_vectors: int = 1,
         destination: "ReadableBuffer | Region",
         deadline_ns: int,
+        bodies: "Mapping[int, ReadableBuffer] | None" = None,
     ) -> None:
         for name, array, wanted in (("chunks", chunks, CHUNK_DTYPE), ("slices", slices, SLICE_DTYPE)):
             if array.dtype != wanted or array.ndim != 1 or not array.flags.c_contiguous or not array.flags.writeable:
@@ -196,6 +204,17 @@ class Round:
         self._round.scale_vectors = scale_vectors
         self._round.vector_length = vector_length
         self._round.deadline_ns = deadline_ns
+        self._bodies: list[Any] = []
+        chunks["memory"] = 0  # of nobody else: what is read there is kept
+        for index, body in (bodies or {}).items():
+            memory = ffi.from_buffer("uint8_t[]", body)
+            self._bodies.append(memory)
+            if len(memory) != chunks[index]["body_length"]:
+                raise NativeError(
+                    f"a body of {len(memory)} bytes for chunk {index}, which has {chunks[index]['body_length']}",
+                    Result.BAD_ARGUMENT,
+                )
+            chunks[index]["memory"] = int(ffi.cast("uintptr_t", memory))
         self._destination: Any = None
         if isinstance(destination, Region):
             self.writable = True
@@ -234,7 +253,10 @@ class Round:
         return [Result(int(result)) for result in self.chunks["result"]]
 
     def release(self) -> None:
-        """Let go of the destination. The round must be over, and cannot run again."""
+        """Let go of the destination and of bodies. The round must be over, and cannot run again."""
+        while self._bodies:
+            ffi.release(self._bodies.pop())
+        self.chunks["memory"] = 0
         self._round.destination = ffi.NULL
         self._round.destination_size = 0
         self._round.registered = ffi.NULL
@@ -366,13 +388,13 @@ class Pipeline:
         return self._pipeline
 
     def fetch(
-        self, round: Round, sockets: Sequence[int], *, sessions: Sequence[TlsSession | None] = (), nodes: int = 1
+        self, round: Round, sockets: Sequence[int] = (), *, sessions: Sequence[TlsSession | None] = (), nodes: int = 1
     ) -> Result:
         """Fetch a round over connected, authenticated, non-blocking sockets (their file descriptors); blocks.
 
         Args:
             round: to fetch.
-            sockets: node by node, as many for each.
+            sockets: node by node, as many for each; none where all of the round's bodies lie in this process.
             sessions: with TLS, that of each socket.
             nodes: that the sockets are of; a chunk's ``node`` counts them from 0.
 

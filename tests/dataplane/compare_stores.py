@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 from cluster_support import Cluster, cluster_config  # noqa: E402
 from dataplane_support import Client, Server, config, keys_of, kv, layout  # noqa: E402
 from machine import PATIENCE_MS  # noqa: E402
-from test_storage_tls import TlsServer  # noqa: E402
+from tls_support import TlsServer  # noqa: E402
 
 from dpu_dataplane.server import Daemon  # noqa: E402
 from shadowserve.proto import dataplane_pb2 as pb  # noqa: E402

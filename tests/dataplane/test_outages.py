@@ -9,7 +9,7 @@ import pytest
 from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
 from machine import NEVER_MS, PATIENCE_MS, PATIENCE_S, free_port, until
 
-from dpu_dataplane.outage import BACKOFF_MAX
+from dpu_dataplane.sources.outage import BACKOFF_MAX
 from shadowserve import record, resp
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
@@ -54,7 +54,7 @@ async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.Log
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
         assert server.address in answer.detail
         await assert_calls_fail_at_once(client)
-        ours = [entry for entry in caplog.records if entry.name == "dpu_dataplane.storage"]
+        ours = [entry for entry in caplog.records if entry.name == "dpu_dataplane.sources.resp.server"]
         warnings = [entry for entry in ours if entry.levelno >= logging.WARNING]
         assert len(warnings) == 1, [entry.getMessage() for entry in warnings]
         server.start()

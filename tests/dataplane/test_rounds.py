@@ -6,8 +6,8 @@ from dataplane_support import keys_of, layout, make_record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpu_dataplane.answers import Stored
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, encoded_bound, plan_fetch, plan_store
+from dpu_dataplane.sources.source import Stored
 from shadowserve import native, record
 
 SHAPE = layout(layers=2, vector_length=32)

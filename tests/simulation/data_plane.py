@@ -19,14 +19,14 @@ from simulated_server import SimulatedServer
 from workload import CHAIN_LENGTH, CHAINS, NAMESPACE, Workload, chunk_name
 from world import S, World
 
-import dpu_dataplane.links
-import dpu_dataplane.outage
-from dpu_dataplane.answers import Stored
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.links import DataLinks
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.storage import StorageClient
+from dpu_dataplane.sources import outage
+from dpu_dataplane.sources.resp import links
+from dpu_dataplane.sources.resp.links import DataLinks
+from dpu_dataplane.sources.resp.server import OneServer
+from dpu_dataplane.sources.source import Stored
 from shadowserve.errors import StorageError
 
 __all__ = ["DataPlane", "simulated_modules"]
@@ -63,7 +63,7 @@ class DataPlane:
             environment={},
         )
         self._metrics = Metrics()
-        self._client: StorageClient
+        self._client: OneServer
         self._catalog: Catalog
         self._data: DataLinks
         self._round = asyncio.Lock()
@@ -91,7 +91,7 @@ class DataPlane:
     # ---- Life
 
     async def _run(self) -> None:
-        self._client = StorageClient(self._config, self._metrics)
+        self._client = OneServer(self._config, self._metrics)
         self._catalog = Catalog(self._client, self._metrics, self._config)
         self._data = DataLinks(self._client.dialer, 2, self._metrics)
         await self._client.start()
@@ -158,7 +158,7 @@ class DataPlane:
 
     async def _meta(self) -> object:
         keys, began = self._keys(), self._world.now_ns
-        found = await self._client.meta(keys)
+        found = await self._client.find(keys)
         for key, stored in zip(keys, found, strict=True):
             self._check(key, stored, began, "meta")
         return [stored is not None for stored in found]
@@ -169,7 +169,7 @@ class DataPlane:
         control = self._client._control
         if control is not None:
             control.has_meta = False
-        found = await self._client.meta(keys)
+        found = await self._client.find(keys)
         if control is not None:
             control.has_meta = True
         for key, stored in zip(keys, found, strict=True):
@@ -236,16 +236,16 @@ class DataPlane:
 @contextmanager
 def simulated_modules(world: World) -> Iterator[None]:
     """Give the data plane the world's chance and sockets."""
-    fake = types.SimpleNamespace(**{name: getattr(dpu_dataplane.links.socket, name) for name in _SOCKET_NAMES})
+    fake = types.SimpleNamespace(**{name: getattr(links.socket, name) for name in _SOCKET_NAMES})
     fake.socket = SimulatedSocket
-    before = dpu_dataplane.links.socket
-    setattr(dpu_dataplane.links, "socket", fake)  # noqa: B010
-    setattr(dpu_dataplane.outage, "random", world.random)  # noqa: B010
+    before = links.socket
+    setattr(links, "socket", fake)  # noqa: B010
+    setattr(outage, "random", world.random)  # noqa: B010
     try:
         yield
     finally:
-        setattr(dpu_dataplane.links, "socket", before)  # noqa: B010
-        setattr(dpu_dataplane.outage, "random", random)  # noqa: B010
+        setattr(links, "socket", before)  # noqa: B010
+        setattr(outage, "random", random)  # noqa: B010
 
 
 _SOCKET_NAMES: Final = (

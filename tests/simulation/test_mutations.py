@@ -8,7 +8,7 @@ from plan import Plan
 from reference_model import Violation
 from scenario import plan_of, simulate
 
-from dpu_dataplane import storage
+from dpu_dataplane.sources.resp import server
 from shadowserve.pool import opening, reads
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
@@ -103,7 +103,7 @@ def test_a_device_that_was_away_and_is_believed_is_seen(monkeypatch: pytest.Monk
 
 
 def test_a_data_plane_that_waits_for_ever_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage._Control, "_look", lambda self: None)
+    monkeypatch.setattr(server._Control, "_look", lambda self: None)
     assert seen(in_data_plane).startswith("hang")
 
 

@@ -75,6 +75,7 @@ struct ss_backend_capabilities {
     uint32_t fused;           /* decompress() can write into any memory, so that the executor may fuse the stages */
     uint32_t checks_decoded;  /* decompress() compares decoded_crc32; slices without scales need no CPU checksum */
     uint32_t memory_kinds;    /* bit 1 << enum ss_memory_kind for each that memory_open() takes */
+    uint32_t reads_plain;     /* decompress() reads any memory, not only the pipeline's buffers */
     uint32_t plain_memory;    /* deliver() reaches memory that nobody registered */
 };
 

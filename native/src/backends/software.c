@@ -59,6 +59,7 @@ static struct ss_backend_capabilities software_capabilities(void *device) {
         .fused = 1,
         .checks_decoded = 0,
         .memory_kinds = 1U << SS_MEMORY_LOCAL | (ss_cuda_present() ? 1U << SS_MEMORY_CUDA_IPC : 0),
+        .reads_plain = 1,
         .plain_memory = 1,
     };
     for (uint32_t codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {

@@ -4,7 +4,7 @@
  *
  *   pipeline.c  buffers, threads, the life of a round
  *   round.c     checks a round before any byte moves; failures and their order
- *   net.c       sockets to decompression buffer; what a socket is, with TLS or without, is in net/channel.h
+ *   feed.c      the network threads, which drive the sources (sources/source.h)
  *   stages.c    decompress, dequantize, DMA, or all of it fused
  *   trace.c     what each thread did when, on request
  *   ablation.c  what a round does instead where the chunked pipeline or memory management is switched off
@@ -33,6 +33,7 @@
 #include "backends/backend.h"
 #include "pipeline/queue.h"
 #include "shadowserve.h"
+#include "sources/source.h"
 
 /* Chunks in one round: 4 Mi tokens at 256 a chunk, over any context there is. Bounds what is allocated up front. */
 enum { SS_ROUND_CHUNKS_MAX = 16384 };
@@ -43,6 +44,9 @@ enum { SS_TRACE_EVENTS_MAX = 1 << 24, SS_POLL_INTERVAL_US_MAX = 1000000 };
 
 /* Nodes of one round: what one poll() of a network thread looks at. */
 enum { SS_NODES_MAX = 256 };
+
+/* Sources that there are. */
+enum { SS_SOURCE_COUNT = 2 };
 
 /* Slices that a stage thread takes at a time at most; few, so that the other threads get theirs. */
 enum { SS_POP_MAX = 16 };
@@ -68,7 +72,7 @@ struct ss_counters {
 struct ss_chunk_state {
     _Atomic uint32_t remaining; /* slices not delivered, plus answers not received to their end */
     _Atomic uint32_t result;    /* the first failure */
-    uint32_t answers;           /* connections that fetch a run of it */
+    uint32_t answers;           /* of its source: those that are to come to an end */
     uint64_t symbols_bytes;
     uint8_t *stored;            /* its body, as received */
     uint8_t *symbols;           /* separate stages only */
@@ -81,7 +85,7 @@ struct ss_fetch {
     struct ss_round *round;
     const int32_t *sockets;
     uint32_t node_count;
-    uint32_t connections;          /* to each node, and so net threads that take part */
+    uint32_t net_threads;          /* that take part; so many sockets there are to each node */
     uint32_t number;               /* of the round */
     uint32_t symbol_bytes;         /* dequantized bytes for each byte of symbols */
     _Atomic uint32_t first_failed; /* lowest failing chunk, chunk_count while there is none */
@@ -104,9 +108,8 @@ struct ss_store {
     uint32_t threads_running; /* under the pipeline's lock */
 };
 
-struct ss_connection; /* net.c */
-struct ss_engine;     /* stages.c */
-struct ss_trace_log;  /* trace.c */
+struct ss_engine;    /* stages.c */
+struct ss_trace_log; /* trace.c */
 
 struct ss_destination {
     struct ss_pipeline *pipeline;
@@ -124,13 +127,13 @@ struct ss_worker {
     int32_t core;   /* -1: any */
     uint32_t started;
     pthread_t thread;
-    int wake_event;                    /* net: eventfd that ends a poll */
-    struct ss_connection *connections; /* net: one for each of options.nodes_max */
-    struct ss_engine *engine;          /* decompress, dma; store, where memory has to be collected */
-    uint8_t *scratch;                  /* store: symbols of one slice */
-    uint8_t *collected;                /* store, likewise: elements of one slice */
-    struct ss_trace_log *trace;        /* NULL without room for events */
-    struct ss_counters counters[2];    /* the stage's; and dequantize's when fused, compress's for store threads */
+    int wake_event;                 /* net: eventfd that ends a poll */
+    void *sources[SS_SOURCE_COUNT]; /* net: its state of each */
+    struct ss_engine *engine;       /* decompress, dma; store, where memory has to be collected */
+    uint8_t *scratch;               /* store: symbols of one slice */
+    uint8_t *collected;             /* store, likewise: elements of one slice */
+    struct ss_trace_log *trace;     /* NULL without room for events */
+    struct ss_counters counters[2]; /* the stage's; and dequantize's when fused, compress's for store threads */
 };
 
 struct ss_pipeline {
@@ -246,25 +249,19 @@ enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline);
 /* ss_chunk_part_done() counts a slice that was delivered, or an answer that ended well. */
 void ss_chunk_part_done(struct ss_pipeline *pipeline, uint32_t chunk);
 
-/* The run of a chunk's slices that one connection fetches. 'count' may be 0. */
-struct ss_run {
-    uint64_t first_byte; /* of the body */
-    uint64_t bytes;
-    uint64_t decoded_before; /* bytes of symbols before its first slice */
-    uint32_t slice_first;    /* index in the round */
-    uint32_t slice_count;
-};
-struct ss_run ss_chunk_run(const struct ss_round *round, uint32_t chunk, uint32_t connection, uint32_t connections);
-
 /* ---- memory.c ---- */
 
 /* ss_round_memory_check() returns SS_OK where the backend can deliver to the round's destination. */
 enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const struct ss_round *round);
 
-/* ---- net.c ---- */
+/* ---- feed.c ---- */
 
-struct ss_connection *ss_connections_create(uint32_t count, uint32_t requests_in_flight);
-void ss_connections_destroy(struct ss_connection *connections, uint32_t count);
+/* ss_source_of() returns whose a chunk is. */
+const struct ss_source *ss_source_of(const struct ss_chunk *chunk);
+
+/* ss_sources_create() makes a network thread's state of each source. SS_NO_MEMORY. */
+enum ss_result ss_sources_create(struct ss_worker *worker);
+void ss_sources_destroy(struct ss_worker *worker);
 void *ss_net_thread(void *worker);
 
 /* ---- stages.c ---- */

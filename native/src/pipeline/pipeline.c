@@ -241,8 +241,7 @@ static enum ss_result create_worker_state(struct ss_worker *worker, uint8_t **sc
         if (worker->wake_event < 0) {
             return SS_OS_ERROR;
         }
-        worker->connections = ss_connections_create(pipeline->options.nodes_max, pipeline->options.requests_in_flight);
-        return worker->connections != NULL ? SS_OK : SS_NO_MEMORY;
+        return ss_sources_create(worker);
     case SS_STAGE_DECOMPRESS:
         worker->engine = ss_engine_create(pipeline, worker, pipeline->options.fused ? *scratch : NULL);
         if (pipeline->options.fused) {
@@ -451,7 +450,7 @@ static void stop_workers(struct ss_pipeline *pipeline) {
 static void free_workers(struct ss_pipeline *pipeline) {
     for (uint32_t i = 0; i < pipeline->worker_count; i++) {
         struct ss_worker *worker = &pipeline->workers[i];
-        ss_connections_destroy(worker->connections, pipeline->options.nodes_max);
+        ss_sources_destroy(worker);
         ss_engine_destroy(worker->engine);
         free(worker->trace);
         if (worker->wake_event >= 0) {

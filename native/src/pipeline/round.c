@@ -15,7 +15,7 @@
 /* ---- Checks -------------------------------------------------------------------------------------------------- */
 
 /* The regions of a chunk that must not overlap another chunk's. */
-enum region { REGION_STORED, REGION_SYMBOLS, REGION_ENCODED };
+enum region { REGION_STORED, REGION_RECEIVED, REGION_SYMBOLS, REGION_ENCODED };
 
 static uint32_t symbol_bytes(const struct ss_round *round) {
     return round->quantizer == SS_QUANTIZER_BINNED ? (uint32_t)ss_dtype_size(round->dtype) : 1;
@@ -70,7 +70,7 @@ static int bins_are_valid(const struct ss_round *round, const struct ss_chunk *c
 /* The chunk can be asked for, and its slices lie in its body in order and without gaps. */
 static int stored_form_is_valid(const struct ss_round *round, const struct ss_chunk *chunk) {
     uint64_t end = 0;
-    if (chunk->key_length == 0 || chunk->key_length > sizeof chunk->key) {
+    if (chunk->memory == NULL && (chunk->key_length == 0 || chunk->key_length > sizeof chunk->key)) {
         return 0;
     }
     for (uint32_t i = 0; i < chunk->slice_count; i++) {
@@ -105,8 +105,8 @@ static uint64_t region_offset(const struct ss_chunk *chunk, enum region region) 
 
 /* No overflow: at most 2^32 slices of under 2^32 bytes each, and of a chunk whose slices were checked. */
 static uint64_t region_length(const struct ss_round *round, const struct ss_chunk *chunk, enum region region) {
-    if (region == REGION_STORED) {
-        return chunk->body_length;
+    if (region == REGION_STORED || region == REGION_RECEIVED) { /* the latter without what is read where it lies */
+        return region == REGION_RECEIVED && chunk->memory != NULL ? 0 : chunk->body_length;
     }
     uint64_t length = 0;
     for (uint32_t i = 0; i < chunk->slice_count; i++) {
@@ -159,6 +159,9 @@ static int regions_fit(const struct ss_round *round, enum region region, uint32_
         const struct ss_chunk *chunk = &round->chunks[order[i]];
         uint64_t offset = region_offset(chunk, region);
         uint64_t length = region_length(round, chunk, region);
+        if (length == 0) {
+            continue;
+        }
         if (offset < end || offset > buffer_size || length > buffer_size - offset) {
             return 0;
         }
@@ -167,19 +170,24 @@ static int regions_fit(const struct ss_round *round, enum region region, uint32_
     return 1;
 }
 
-static uint32_t node_count(const struct ss_round *round) {
-    return round->node_count > 0 ? round->node_count : 1;
+static uint32_t node_count(const struct ss_round *round, uint32_t socket_count) {
+    return socket_count == 0 ? 0 : round->node_count > 0 ? round->node_count : 1;
+}
+
+/* Whether bodies that lie in memory are read there, or copied to where those that are received go. */
+static int reads_in_place(const struct ss_pipeline *pipeline) {
+    return pipeline->capabilities.reads_plain && pipeline->options.memory_management;
 }
 
 static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss_round *round, const int32_t *sockets,
                              uint32_t socket_count) {
-    uint32_t nodes = node_count(round);
-    if (sockets == NULL || socket_count == 0 || nodes > pipeline->options.nodes_max || socket_count % nodes != 0 ||
-        socket_count / nodes > pipeline->options.net_threads) {
+    uint32_t nodes = node_count(round, socket_count);
+    if (nodes > 0 && (sockets == NULL || nodes > pipeline->options.nodes_max || socket_count % nodes != 0 ||
+                      socket_count / nodes > pipeline->options.net_threads)) {
         return 0;
     }
     for (uint32_t i = 0; i < round->chunk_count; i++) {
-        if (round->chunks[i].node >= nodes) {
+        if (round->chunks[i].memory == NULL && round->chunks[i].node >= nodes) {
             return 0;
         }
     }
@@ -208,7 +216,8 @@ enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_roun
         }
         dma_bytes += region_length(round, &round->chunks[i], REGION_SYMBOLS) * symbol_bytes(round);
     }
-    if (!regions_fit(round, REGION_STORED, pipeline->fetch_order, pipeline->decompression.size)) {
+    enum region received = reads_in_place(pipeline) ? REGION_RECEIVED : REGION_STORED;
+    if (!regions_fit(round, received, pipeline->fetch_order, pipeline->decompression.size)) {
         return SS_BAD_ARGUMENT;
     }
     if (!pipeline->options.fused &&
@@ -237,42 +246,6 @@ enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_rou
     return round->registered == NULL ? SS_OK : ss_round_memory_check(pipeline, round); /* the CPU reads plain memory */
 }
 
-/* ---- Runs ---------------------------------------------------------------------------------------------------- */
-
-/*
- * A slice belongs to the run that its middle byte falls into, so the runs are contiguous, cover all slices, and differ
- * by at most a slice. Which connection takes which run moves on with the chunk, so that chunks of fewer slices than
- * connections spread over all connections.
- */
-struct ss_run ss_chunk_run(const struct ss_round *round, uint32_t chunk_index, uint32_t connection,
-                           uint32_t connections) {
-    const struct ss_chunk *chunk = &round->chunks[chunk_index];
-    uint64_t part = (connection + chunk_index) % connections;
-    uint64_t begin = chunk->body_length * part / connections; /* body_length is under 2^63 / 256: it fits a buffer */
-    uint64_t end = chunk->body_length * (part + 1) / connections;
-    struct ss_run run = {.slice_first = chunk->slice_first};
-    uint64_t decoded = 0;
-    for (uint32_t i = 0; i < chunk->slice_count; i++) {
-        const struct ss_slice *slice = &round->slices[chunk->slice_first + i];
-        uint64_t stored = (uint64_t)slice->scales_length + slice->encoded_length;
-        uint64_t middle = slice->offset + stored / 2;
-        if (middle >= end) {
-            break;
-        }
-        if (middle >= begin) {
-            if (run.slice_count == 0) {
-                run.slice_first = chunk->slice_first + i;
-                run.first_byte = slice->offset;
-                run.decoded_before = decoded;
-            }
-            run.slice_count++;
-            run.bytes += stored;
-        }
-        decoded += slice->decoded_length;
-    }
-    return run;
-}
-
 /* ---- Failure and outcome ------------------------------------------------------------------------------------- */
 
 static int backend_takes(const struct ss_backend_capabilities *capabilities, const struct ss_round *round,
@@ -289,7 +262,11 @@ static void place_chunk(struct ss_pipeline *pipeline, const struct ss_chunk *chu
                         uint64_t dma_base) {
     int placed = pipeline->options.memory_management != 0;
     int staged = placed && !pipeline->options.fused;
-    state->stored = placed ? pipeline->decompression.data + chunk->decompression_offset : NULL;
+    if (chunk->memory != NULL && reads_in_place(pipeline)) {
+        state->stored = (uint8_t *)(uintptr_t)chunk->memory; /* which nobody writes */
+    } else {
+        state->stored = placed ? pipeline->decompression.data + chunk->decompression_offset : NULL;
+    }
     state->symbols = staged ? pipeline->dequantization.data + chunk->dequantization_offset : NULL;
     state->dma_source = staged ? pipeline->dma_source.data + dma_base : NULL;
 }
@@ -299,8 +276,8 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
     struct ss_fetch *fetch = &pipeline->fetch;
     fetch->round = round;
     fetch->sockets = sockets;
-    fetch->node_count = node_count(round);
-    fetch->connections = socket_count / fetch->node_count;
+    fetch->node_count = node_count(round, socket_count);
+    fetch->net_threads = fetch->node_count > 0 ? socket_count / fetch->node_count : 1;
     fetch->number++;
     fetch->symbol_bytes = symbol_bytes(round);
     atomic_store(&fetch->first_failed, round->chunk_count);
@@ -310,14 +287,11 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
     atomic_store(&fetch->os_error, 0);
     atomic_store(&fetch->received_bytes, 0);
     atomic_store(&fetch->delivered_bytes, 0);
-    atomic_store(&fetch->work, fetch->connections);
+    atomic_store(&fetch->work, fetch->net_threads);
     uint64_t dma_base = 0;
     for (uint32_t i = 0; i < round->chunk_count; i++) {
         struct ss_chunk_state *state = &pipeline->chunk_states[i];
-        state->answers = 0;
-        for (uint32_t connection = 0; connection < fetch->connections; connection++) {
-            state->answers += ss_chunk_run(round, i, connection, fetch->connections).slice_count > 0;
-        }
+        state->answers = ss_source_of(&round->chunks[i])->answers(round, i, fetch->net_threads);
         round->chunks[i].error[0] = '\0';
         atomic_store(&state->remaining, round->chunks[i].slice_count + state->answers);
         atomic_store(&state->result, SS_OK);

@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
-from dpu_dataplane.answers import Stored
 from dpu_dataplane.rounds import Buffers, FetchPlan, plan_fetch
+from dpu_dataplane.sources.source import Stored
 from shadowserve import native
 from shadowserve.cli.bench.kernels import memory, together
 from shadowserve.cli.bench.report import Cost, measure

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpu_dataplane.answers import AnswerReader, MetaAnswer, Stored
+from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
+from dpu_dataplane.sources.source import Stored
 from shadowserve import resp
 from shadowserve.errors import ProtocolError
 

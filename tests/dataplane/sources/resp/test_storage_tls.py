@@ -26,9 +26,10 @@ from dataplane_support import (
     way_name,
 )
 from machine import NEVER_S, PATIENCE_S, until
+from tls_support import TlsServer, showing, trusting
 
 from dpu_dataplane.server import Daemon
-from shadowserve import native, resp
+from shadowserve import native
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
@@ -36,45 +37,6 @@ from shadowserve.proto import dataplane_pb2 as pb
 SHAPE = layout(layers=8)
 KEYS = keys_of(SHAPE, 12)
 RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
-
-
-class TlsServer(Server):
-    """A storage server that speaks TLS."""
-
-    def __init__(self, kind: str, directory: Path, folder: Path, *, mutual: bool = False, password: str = "") -> None:
-        self.context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
-        files = {"cert": folder / "server.crt", "key": folder / "server.key"}
-        if mutual:
-            self.context.load_cert_chain(folder / "client.crt", folder / "client.key")
-        if kind == "redis":
-            flags = {
-                "tls-cert-file": files["cert"],
-                "tls-key-file": files["key"],
-                "tls-ca-cert-file": folder / "ca.crt",
-            }
-            options = [word for name, path in flags.items() for word in (f"--{name}", str(path))]
-            options += ["--tls-auth-clients", "yes" if mutual else "no"]
-        else:
-            options = ["--tls-cert", str(files["cert"]), "--tls-key", str(files["key"])]
-            options += ["--tls-client-ca", str(folder / "ca.crt")] if mutual else []
-        super().__init__(kind, directory, password=password, options=tuple(options))
-        if kind == "redis":
-            self.options += ("--tls-port", str(self.port), "--port", "0")
-
-    def command(self, *words: bytes) -> bytes:
-        with (
-            socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as plain,
-            self.context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
-        ):
-            for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:
-                sock.sendall(resp.encode_command(*command))
-                answer = b""
-                while not answer.endswith(b"\r\n"):
-                    data = sock.recv(65536)
-                    if not data:
-                        raise ConnectionResetError
-                    answer += data
-            return answer.split(b"\r\n")[0]
 
 
 class Proxy:
@@ -165,14 +127,6 @@ def proxy(storage: Server, certificates: Path) -> Iterator[Proxy]:
     proxy.close()
 
 
-def trusting(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {"storage_tls_ca": str(folder / "ca.crt")} | changes
-
-
-def showing(folder: Path) -> dict[str, Any]:
-    return {"storage_tls_cert": str(folder / "client.crt"), "storage_tls_key": str(folder / "client.key")}
-
-
 def assert_delivered(client: Client, count: int) -> None:
     for index in range(count):
         assert client.chunk(index) == expected(SHAPE, KEYS[index], RECORDS[index]), index
@@ -185,7 +139,7 @@ async def fails(server: "Server | str", *words: str, **changes: Any) -> None:
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
         assert all(word in answer.detail for word in words), answer.detail
-        assert not daemon._client.connected
+        assert not daemon._source.connected
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
@@ -248,7 +202,7 @@ async def test_the_data_connections_check_for_themselves(
     encrypted: TlsServer, certificates: Path, foreign: Path, expired: Path, storage: Server
 ) -> None:
     """What the control connection would have found first, the C core finds as well."""
-    from dpu_dataplane.links import Dialer, Node
+    from dpu_dataplane.sources.resp.links import Dialer, Node
     from shadowserve.errors import StorageUnavailableError
 
     proxy = Proxy(expired, storage.port)
@@ -332,7 +286,7 @@ async def test_a_handshake_does_not_outlive_the_call_that_waits_for_it(
             encrypted.thaw()
         answer = await client.fetch(KEYS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
-        assert daemon._client.connected
+        assert daemon._source.connected
 
 
 async def test_an_authority_that_is_replaced_is_read_again(
@@ -346,7 +300,7 @@ async def test_an_authority_that_is_replaced_is_read_again(
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
         shutil.copy(certificates / "ca.crt", tmp_path / "new")
         (tmp_path / "new").replace(tmp_path / "ca.crt")
-        await until(lambda: daemon._client.connected)
+        await until(lambda: daemon._source.connected)
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
 
 

@@ -1,4 +1,4 @@
-"""The way to a Redis Cluster or Valkey Cluster: questions through redis-py's client, bytes through our own links.
+"""A Redis Cluster or Valkey Cluster: questions through redis-py's client, bytes through our own links.
 
 redis-py knows who has which slot, and keeps the connections that questions go over. Heads are asked of each node in one
 pipeline, all nodes at the same time, so a node that is away costs its own keys and no others. What a data connection is
@@ -13,12 +13,13 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from dpu_dataplane.answers import HEAD_GUESS, Found, Stored, Unanswered, head_size, stored_of
 from dpu_dataplane.config import DataPlaneConfig, split_address
-from dpu_dataplane.links import Dialer, Node
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.outage import Outage
-from dpu_dataplane.storage import REDIRECTIONS_MAX, Redirect
+from dpu_dataplane.sources.outage import Outage
+from dpu_dataplane.sources.resp.answers import HEAD_GUESS, stored_of
+from dpu_dataplane.sources.resp.links import Dialer, Node
+from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Redirect
+from dpu_dataplane.sources.source import Found, Stored, Unanswered, head_size
 from shadowserve import resp
 from shadowserve.errors import ConfigurationError, StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.keys import storage_key
@@ -26,7 +27,7 @@ from shadowserve.keys import storage_key
 if TYPE_CHECKING:
     from redis.asyncio.cluster import RedisCluster
 
-__all__ = ["ClusterClient"]
+__all__ = ["ServerCluster"]
 
 _REFRESH_TIME: Final = 15.0
 """Seconds between two looks at who has what, when nothing has told us to look."""
@@ -50,7 +51,7 @@ class _Question(NamedTuple):
     asking: bool = False
 
 
-class ClusterClient:
+class ServerCluster:
     """Knows who has which key, and asks them questions.
 
     Raises:
@@ -274,7 +275,7 @@ class ClusterClient:
 
     # ---- Questions
 
-    async def meta(self, keys: Sequence[bytes]) -> Sequence[Found]:
+    async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Return what storage holds under each key, in one round trip to all nodes, rarely a second one.
 
         Raises:
@@ -418,7 +419,7 @@ class ClusterClient:
         """Delete a record.
 
         Raises:
-            StorageUnavailableError, StorageRefusedError: as for :meth:`meta`.
+            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
         """
         name = storage_key(key)
         for last in (False, True):

@@ -11,10 +11,10 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, NamedTuple
 
-from dpu_dataplane.answers import AnswerReader, MetaAnswer
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.storage_tls import StorageTls, distrust
+from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
+from dpu_dataplane.sources.resp.tls import StorageTls, distrust
 from shadowserve import native, resp
 from shadowserve.errors import ProtocolError, StorageError, StorageRefusedError, StorageUnavailableError
 

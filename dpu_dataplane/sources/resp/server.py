@@ -1,4 +1,4 @@
-"""The way to one storage server: a control connection for questions; ``links.py`` has those for bytes.
+"""One storage server: a control connection for questions; ``links.py`` has those for bytes.
 
 The control connection is pipelined: any number of callers ask at the same time. It is watched rather than each call:
 when the server owes an answer and is silent for ``command_timeout``, the connection is given up. While the server is
@@ -16,103 +16,24 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final
 
-from dpu_dataplane.answers import HEAD_GUESS, AnswerReader, Found, MetaAnswer, Stored, head_size, stored_of
 from dpu_dataplane.config import DataPlaneConfig, split_address
-from dpu_dataplane.links import Dialer, Node, refuse_error
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.outage import Outage
+from dpu_dataplane.sources.outage import Outage
+from dpu_dataplane.sources.resp.answers import HEAD_GUESS, AnswerReader, MetaAnswer, stored_of
+from dpu_dataplane.sources.resp.links import Dialer, Node, refuse_error
+from dpu_dataplane.sources.resp.servers import Redirect
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Found, Stored, head_size
 from shadowserve import resp
 from shadowserve.errors import ProtocolError, StorageError, StorageUnavailableError
 from shadowserve.keys import storage_key
 
-__all__ = [
-    "QUESTION_KEYS_MAX",
-    "REDIRECTIONS_MAX",
-    "Redirect",
-    "Storage",
-    "StorageClient",
-]
+__all__ = ["OneServer"]
 
 META_KEYS_MAX: Final = 1024
 """Keys in one command: twice a prompt of 128K tokens, and some 3 MB of answer for 32 layers."""
-QUESTION_KEYS_MAX: Final = 8 * META_KEYS_MAX
-"""Keys in one round trip: 16 ranks' chains of 128K tokens."""
-REDIRECTIONS_MAX: Final = 5
-"""Of one key in one plan: as many as a slot that moves, and moves on, makes of it; Redis's own clients take 16."""
-
 logger = logging.getLogger(__name__)
-
-
-class Redirect(NamedTuple):
-    """Where a cluster's node sends us for a key; ``asking``: this once only, and with ASKING before the command."""
-
-    node: Node
-    asking: bool
-
-
-class Storage(Protocol):
-    """What the rest of the data plane knows of storage: one server, or the nodes of a cluster.
-
-    Attributes:
-        name: for people.
-        dialer: makes data connections.
-        clustered: keys are spread over nodes; otherwise there is one node, and no other to try.
-    """
-
-    name: str
-    dialer: Dialer
-    clustered: bool
-
-    @property
-    def connected(self) -> bool:
-        """Whether questions can be asked, as far as is known."""
-        ...
-
-    async def start(self) -> None:
-        """Begin to connect; does not wait for it, since storage may be absent when the daemon starts."""
-        ...
-
-    async def close(self) -> None:
-        """Close the connections and stop trying."""
-        ...
-
-    def check(self) -> None:
-        """Raise the StorageError of the current outage, if there is one."""
-        ...
-
-    async def meta(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Return what storage holds under each of up to QUESTION_KEYS_MAX keys.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: no key was answered for.
-        """
-        ...
-
-    async def delete(self, key: bytes) -> None:
-        """Delete a record.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: as for :meth:`meta`.
-        """
-        ...
-
-    def nodes(self) -> Sequence[Node]:
-        """Return all nodes that :meth:`route` may name."""
-        ...
-
-    def route(self, keys: Sequence[bytes], *, master: bool) -> list[Node | None]:
-        """Return who has each key: with ``master`` who takes its writes; ``None`` where nobody is known to have it."""
-        ...
-
-    def redirect(self, asked: Node, text: str) -> Redirect | None:
-        """Return where a node's error sends us, and remember it; ``None`` where it is no redirection."""
-        ...
-
-    async def recover(self, node: Node | None) -> None:
-        """Learn who has what now, after a node failed."""
-        ...
 
 
 @dataclass(slots=True)
@@ -192,6 +113,8 @@ class _Control(asyncio.Protocol):
         """
         if self._transport is None or self.closed.done() or self._transport.is_closing():
             raise StorageUnavailableError(self._reason)
+        if not commands:
+            return []  # no answer will come that could end the wait
         now = self._loop.time()
         question = _Question(self._loop.create_future(), len(commands), [], now)
         self._questions.append(question)
@@ -212,7 +135,7 @@ class _Control(asyncio.Protocol):
             self._watch = self._loop.call_at(give_up_at, self._look)
 
 
-class StorageClient:
+class OneServer:
     """Knows whether the storage server can be reached, and asks it questions.
 
     Raises:
@@ -250,7 +173,7 @@ class StorageClient:
         """Raise the StorageError of the current outage, if there is one."""
         self._outage.check()
 
-    async def meta(self, keys: Sequence[bytes]) -> Sequence[Found]:
+    async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Return what storage holds under each of up to QUESTION_KEYS_MAX keys, in one round trip.
 
         Raises:
@@ -275,7 +198,7 @@ class StorageClient:
         """Delete a record.
 
         Raises:
-            StorageUnavailableError, StorageRefusedError: as for :meth:`meta`.
+            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
         """
         control = await self._connected()
         [answer] = await control.ask([[b"DEL", storage_key(key)]])

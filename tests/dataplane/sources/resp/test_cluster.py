@@ -15,9 +15,9 @@ from machine import PATIENCE_S, free_port, until, wait_for
 from redis.asyncio.cluster import NodesManager
 from redis.exceptions import RedisError
 
-from dpu_dataplane.cluster import ClusterClient
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.server import Daemon
+from dpu_dataplane.sources.resp.cluster import ServerCluster
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
@@ -201,7 +201,7 @@ async def test_heads_are_found_while_the_map_is_behind_what_nodes_say(
 
 
 async def close_while_reading(cluster: Cluster, turns: int) -> None:
-    client = ClusterClient(cluster_config(cluster), Metrics())
+    client = ServerCluster(cluster_config(cluster), Metrics())
     await client.start()
     await until(lambda: client.connected)
     with contextlib.ExitStack() as frozen:
@@ -289,7 +289,7 @@ async def test_a_wrong_password_is_refused_and_said(cluster: Cluster) -> None:
         assert answer.chunks == 0
         assert answer.outcome in (pb.OUTCOME_STORAGE_REFUSED, pb.OUTCOME_STORAGE_UNAVAILABLE)
         assert "password" in answer.detail
-        assert not daemon._client.connected
+        assert not daemon._source.connected
 
 
 async def test_a_cluster_that_is_not_there_is_a_miss_until_it_comes(tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tm
                 assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, first), answer.detail
                 assert_delivered(client, first)
                 assert str(victim.port) in answer.detail
-                assert daemon._client.connected  # to the others
+                assert daemon._source.connected  # to the others
 
             async def whole() -> bool:
                 return (await client.fetch(KEYS)).chunks == len(KEYS)
@@ -334,7 +334,7 @@ async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tm
                 node.kill()
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
-            await until(lambda: not daemon._client.connected)
+            await until(lambda: not daemon._source.connected)
     finally:
         cluster.kill()
 
@@ -342,7 +342,7 @@ async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tm
 def test_without_redis_py_the_daemon_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis.asyncio.cluster", None)
     with pytest.raises(ConfigurationError, match=r"shadowserve\[cluster\]"):
-        ClusterClient(cluster_config(["127.0.0.1:7000"]), Metrics())
+        ServerCluster(cluster_config(["127.0.0.1:7000"]), Metrics())
 
 
 def test_clusters_are_reached_by_what_their_nodes_announce() -> None:

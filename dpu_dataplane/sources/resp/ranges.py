@@ -1,11 +1,12 @@
-"""A plan's bytes, from the node that has each chunk: one round, or with a cluster as many as its nodes make of it.
+"""An order's bytes, from the node that has each chunk: one round, or with a cluster as many as its nodes make of it.
 
-A node that cannot be reached, and one that fails, cost the plan its chunks from the first of theirs on; what comes
+A node that cannot be reached, and one that fails, cost the order its chunks from the first of theirs on; what comes
 before is delivered. Chunks that a node says another one has are fetched again from there, a bounded number of times;
 those that lie between them are not fetched twice.
 """
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -14,60 +15,30 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from dpu_dataplane.destinations import Destination
 from dpu_dataplane.jobs import Job, Stop
-from dpu_dataplane.links import DataLinks, Link, Node
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.rounds import FetchPlan
-from dpu_dataplane.storage import REDIRECTIONS_MAX, Storage
+from dpu_dataplane.sources.resp.links import DataLinks, Link, Node
+from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Servers
+from dpu_dataplane.sources.source import Delivered, Order
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.native import Result
 
-__all__ = ["NODES_MAX", "Transfer", "Transferred"]
+__all__ = ["NODES_MAX", "Ranges"]
 
 NODES_MAX: Final = 256
 """Of a cluster, in one round: the C core's limit. What more nodes have is fetched in the next one."""
-
-
-@dataclass
-class Transferred:
-    """What became of a plan.
-
-    Attributes:
-        results: of each chunk.
-        received_bytes: over the wire.
-        error: why the node of the first chunk that was not delivered could not be reached, if that is why.
-        node: that was asked for it.
-        text: what it answered.
-        stop: the job ended between two rounds.
-    """
-
-    results: list[Result]
-    received_bytes: int = 0
-    error: StorageError | None = None
-    node: Node | None = None
-    text: str = ""
-    stop: Stop | None = None
-
-    @property
-    def count(self) -> int:
-        """Leading chunks that were delivered."""
-        return next((index for index, each in enumerate(self.results) if each is not Result.OK), len(self.results))
-
-    @property
-    def result(self) -> Result:
-        """Of the first chunk that was not delivered; OK where there is none."""
-        return self.results[self.count] if self.count < len(self.results) else Result.OK
+_PASSING: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
+"""Errors of a cluster's node that may be over when it is asked again, or another one is."""
 
 
 @dataclass
 class _Course:
-    """A plan under way: who has each chunk, and how often that has changed."""
+    """An order under way: who has each chunk, and how often that has changed."""
 
-    plan: FetchPlan
+    order: Order
     nodes: list[Node | None]
-    done: Transferred
+    done: Delivered
     asking: list[bool] = field(default_factory=list)
     redirections: list[int] = field(default_factory=list)
     texts: dict[int, str] = field(default_factory=dict)
@@ -78,63 +49,58 @@ class _Course:
         self.redirections = [0] * len(self.nodes)
 
 
-class Transfer:
-    """Runs plans, one at a time."""
+class Ranges:
+    """Fetches orders, one at a time."""
 
     def __init__(
-        self, pipeline: native.Pipeline, executor: Executor, storage: Storage, links: DataLinks, metrics: Metrics
+        self, pipeline: native.Pipeline, executor: Executor, servers: Servers, links: DataLinks, metrics: Metrics
     ) -> None:
         self._pipeline = pipeline
         self._executor = executor
-        self._storage = storage
+        self._servers = servers
         self._links = links
         self._metrics = metrics
 
-    async def run(
-        self, job: Job, destination: Destination, offset: int, plan: FetchPlan, keys: Sequence[bytes], *, master: bool
-    ) -> Transferred:
-        """Deliver a plan's chunks from ``offset`` of a destination; returns once nothing touches it any more.
-
-        Args:
-            job: that this is for.
-            destination: to deliver to.
-            offset: of the first chunk.
-            plan: at least one chunk.
-            keys: of its chunks, and perhaps more.
-            master: leave a cluster's replicas alone.
-
-        Raises:
-            StorageUnavailableError, StorageRefusedError: the storage server, which is no cluster, cannot be reached.
-            Stop: cancelled, or out of time, before a round began.
-        """
-        count = len(plan.chunks)
-        self._storage.check()
-        self._links.keep(self._storage.nodes())
-        nodes = self._storage.route(keys[:count], master=master)
-        course = _Course(plan, nodes, Transferred([Result.SKIPPED] * count))
+    async def run(self, job: Job, order: Order) -> Delivered:
+        """Deliver an order, as :meth:`Source.deliver` wants it."""
+        count = len(order.chunks)
+        self._servers.check()
+        self._links.keep(self._servers.nodes())
+        nodes = self._servers.route(order.keys, master=order.authoritative)
+        course = _Course(order, nodes, Delivered([Result.SKIPPED] * count))
         todo = list(range(count))
         done = course.done
         while todo and done.stop is None:
             try:
-                todo = await self._step(job, destination, offset, course, todo)
+                todo = await self._step(job, course, todo)
             except Stop as stop:
                 if done.result is Result.SKIPPED and done.count == 0:
                     raise
                 done.stop = stop
         if done.count < count:
-            done.node = course.nodes[done.count]
-            done.text = course.texts.get(done.count, "")
-            done.error = course.errors.get(done.count)
+            self._explain(course)
         return done
 
-    async def _step(
-        self, job: Job, destination: Destination, offset: int, course: _Course, todo: list[int]
-    ) -> list[int]:
+    def _explain(self, course: _Course) -> None:
+        """Say of the first chunk that was not delivered who was asked, what it said, and what may help."""
+        done = course.done
+        result, node, text = done.result, course.nodes[done.count], course.texts.get(done.count, "")
+        done.error = course.errors.get(done.count)
+        if text:
+            done.said = f"{node}: {text}"
+        elif self._servers.clustered and result in (Result.DISCONNECTED, Result.PROTOCOL):
+            done.said = str(node)
+        done.copy = result is Result.NOT_FOUND and node is not None and node.replica
+        refused = self._servers.clustered and result is Result.REFUSED and text.startswith(_PASSING)
+        if result is Result.DISCONNECTED or refused:
+            done.recover = functools.partial(self._servers.recover, node)
+
+    async def _step(self, job: Job, course: _Course, todo: list[int]) -> list[int]:
         """Run one round over as many of ``todo`` as can be had; return what is left of it."""
         links, batch = await self._reach(job, course, todo)
         if not batch:
             return []
-        results = await self._round(job, destination, offset, course, batch, links)
+        results = await self._round(job, course, batch, links)
         for index, result in zip(batch, results, strict=True):
             course.done.results[index] = result
         failed = next((i for i, r in zip(batch, results, strict=True) if r not in (Result.OK, Result.REDIRECTED)), None)
@@ -165,7 +131,7 @@ class Transfer:
         if course.redirections[index] > REDIRECTIONS_MAX:
             course.texts[index] = f"redirected {REDIRECTIONS_MAX} times, last with: {course.texts[index]}"
             return False
-        redirect = self._storage.redirect(asked, course.texts[index])
+        redirect = self._servers.redirect(asked, course.texts[index])
         if redirect is None:
             return False
         self._metrics.storage_redirections += 1
@@ -182,7 +148,7 @@ class Transfer:
             node = course.nodes[index]
             if node is None:
                 course.errors.setdefault(
-                    index, StorageUnavailableError(f"storage {self._storage.name}: no node has the slot of this key")
+                    index, StorageUnavailableError(f"storage {self._servers.name}: no node has the slot of this key")
                 )
                 self._mark(course, index)
                 end = position
@@ -196,7 +162,7 @@ class Transfer:
         for node, link in zip(wanted, opened, strict=True):
             if isinstance(link, list):
                 links[node] = link
-            elif not self._storage.clustered:
+            elif not self._servers.clustered:
                 raise link
             else:
                 first = next(position for position, index in enumerate(todo) if course.nodes[index] == node)
@@ -212,29 +178,14 @@ class Transfer:
         course.done.results[index] = Result.DISCONNECTED
 
     async def _round(
-        self,
-        job: Job,
-        destination: Destination,
-        offset: int,
-        course: _Course,
-        batch: Sequence[int],
-        links: dict[Node, list[Link]],
+        self, job: Job, course: _Course, batch: Sequence[int], links: dict[Node, list[Link]]
     ) -> list[Result]:
-        layout, plan = destination.layout, course.plan
-        chunks: npt.NDArray[np.void] = plan.chunks[list(batch)] if len(batch) < len(plan.chunks) else plan.chunks
+        all_chunks = course.order.chunks
+        chunks: npt.NDArray[np.void] = all_chunks[list(batch)] if len(batch) < len(all_chunks) else all_chunks
         numbers = {node: number for number, node in enumerate(links)}
         chunks["node"] = [numbers[node] for node in (course.nodes[index] for index in batch) if node is not None]
         chunks["asking"] = [course.asking[index] for index in batch]
-        round_ = native.Round(
-            chunks=chunks,
-            slices=plan.slices,
-            quantizer=layout.quantizer,
-            dtype=layout.dtype,
-            vector_length=layout.vector_length,
-            scale_vectors=layout.scale_tokens,
-            destination=destination.region(offset, len(plan.chunks) * layout.raw_bytes),
-            deadline_ns=job.deadline_ns,
-        )
+        round_ = course.order.make_round(chunks)
         try:
             with job.interruptible(round_.cancel):
                 await asyncio.get_running_loop().run_in_executor(
@@ -242,7 +193,7 @@ class Transfer:
                 )
         finally:
             round_.release()
-            if not round_.sockets_in_sync and not self._storage.clustered:
+            if not round_.sockets_in_sync and not self._servers.clustered:
                 self._links.close()  # in a cluster those that are out of step, which are disconnected, are found so
         for index, text in zip(batch, chunks["error"], strict=True):
             if text:

@@ -16,14 +16,14 @@ from dataplane_support import config
 from machine import PATIENCE_S, free_port, until
 from redis import exceptions
 from redis.asyncio.cluster import NodesManager
-from test_storage_tls import TlsServer, showing, trusting
+from tls_support import TlsServer, showing, trusting
 
-from dpu_dataplane import outage
-from dpu_dataplane.cluster import ClusterClient
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.outage import BACKOFF_FIRST, BACKOFF_MAX, CAUSES_TOLD_MAX, STABLE_TIME, Outage
-from dpu_dataplane.storage import StorageClient
+from dpu_dataplane.sources import outage
+from dpu_dataplane.sources.outage import BACKOFF_FIRST, BACKOFF_MAX, CAUSES_TOLD_MAX, STABLE_TIME, Outage
+from dpu_dataplane.sources.resp.cluster import ServerCluster
+from dpu_dataplane.sources.resp.server import OneServer
 from shadowserve.errors import StorageUnavailableError
 
 
@@ -62,7 +62,7 @@ async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
 
     with serving(hang_up) as address:
         metrics = Metrics()
-        client = StorageClient(DataPlaneConfig(storage=address), metrics)
+        client = OneServer(DataPlaneConfig(storage=address), metrics)
         await client.start()
         try:
             await until(lambda: metrics.storage_connections > 2 * CAUSES_TOLD_MAX)
@@ -92,7 +92,7 @@ async def test_an_attempt_that_is_cancelled_while_it_closes_what_it_opened_leave
 
     monkeypatch.setattr(NodesManager, "aclose", cancelled_once)
     with serving(refuse) as address:
-        client = ClusterClient(cluster_config([address]), Metrics())
+        client = ServerCluster(cluster_config([address]), Metrics())
         await client.start()
         await until(lambda: cancelled)
         await client.close()
@@ -110,7 +110,7 @@ async def test_a_connection_that_cannot_be_closed_does_not_end_the_attempts(monk
 
     monkeypatch.setattr(NodesManager, "aclose", fail)
     monkeypatch.setattr(Outage, "pause", lambda self: 0.0)
-    client = ClusterClient(cluster_config([f"127.0.0.1:{free_port()}"]), Metrics())
+    client = ServerCluster(cluster_config([f"127.0.0.1:{free_port()}"]), Metrics())
     await client.start()
     try:
         await until(lambda: len(attempts) >= 20)
@@ -120,7 +120,7 @@ async def test_a_connection_that_cannot_be_closed_does_not_end_the_attempts(monk
 
 async def test_each_cause_is_told_once_in_an_outage_and_again_in_the_next(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    known = Outage(logging.getLogger("dpu_dataplane.storage"), lambda: now[0])
+    known = Outage(logging.getLogger("dpu_dataplane.sources.resp.server"), lambda: now[0])
     first, second = StorageUnavailableError("away"), StorageUnavailableError("of another authority")
 
     def told() -> list[str]:
@@ -199,11 +199,11 @@ async def test_whatever_storage_refuses_it_is_asked_ever_less_often(
         changes |= trusting(certificates)
     if refused.endswith("password"):
         changes |= showing(certificates)
-    client: StorageClient | ClusterClient
+    client: OneServer | ServerCluster
     if clustered:
-        client = ClusterClient(cluster_config([address], **changes), Metrics())
+        client = ServerCluster(cluster_config([address], **changes), Metrics())
     else:
-        client = StorageClient(config(address, **changes), Metrics())
+        client = OneServer(config(address, **changes), Metrics())
     await client.start()
     try:
         await until(lambda: len(pauses) >= 9)

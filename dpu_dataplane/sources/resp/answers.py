@@ -6,13 +6,14 @@ answer whose beginning has not arrived in one piece, goes the general way, with 
 """
 
 import re
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
+from dpu_dataplane.sources.source import Stored, head_size
 from shadowserve import resp
 from shadowserve.errors import ProtocolError
-from shadowserve.record import HEAD_BYTES_MAX, head_length
+from shadowserve.record import HEAD_BYTES_MAX
 
-__all__ = ["HEAD_GUESS", "AnswerReader", "Found", "MetaAnswer", "Stored", "Unanswered", "head_size", "stored_of"]
+__all__ = ["HEAD_GUESS", "AnswerReader", "MetaAnswer", "stored_of"]
 
 HEAD_GUESS: Final = 4096
 """Bytes asked for where KV.META is unknown: the heads of chunks of up to 99 slices, such as 49 layers of K and V."""
@@ -32,30 +33,6 @@ _BEGIN: Final = re.compile(rb"\*([1-9][0-9]{0,3})\r\n(?=\*2\r\n:|\$-1\r\n)")
 _ENTRY: Final = re.compile(rb"\*2\r\n:(0|[1-9][0-9]{0,17})\r\n\$(0|[1-9][0-9]{0,6})\r\n")
 _ENTRY_BYTES_MAX: Final = 40  # of what precedes a head
 _NULL: Final = b"$-1\r\n"
-
-
-class Stored(NamedTuple):
-    """What storage says of one key: length of the value in bytes, and at least the head, if it is a record."""
-
-    length: int
-    head: bytes
-
-
-class Unanswered(NamedTuple):
-    """What one node of a cluster did not say of a key: why, and whether it refused to."""
-
-    reason: str
-    refused: bool = False
-
-
-Found = Stored | Unanswered | None
-"""What storage says of one key; None where there is no record."""
-
-
-def head_size(stored: Stored) -> int:
-    """Return how long the head of a value is, 0 where it is no record or claims more than the value has."""
-    size = head_length(stored.head)
-    return size if size <= stored.length else 0
 
 
 def stored_of(length: object, head: object) -> Stored | None | Literal[False]:

@@ -1,0 +1,75 @@
+"""Servers as a source: their questions, and the bytes that go over connections of the pipeline's own."""
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+from dpu_dataplane.jobs import Job
+from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.resp.links import DataLinks
+from dpu_dataplane.sources.resp.puts import Puts
+from dpu_dataplane.sources.resp.ranges import Ranges
+from dpu_dataplane.sources.resp.servers import Servers
+from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source
+from shadowserve import native
+from shadowserve.native import Result
+
+__all__ = ["RespSource"]
+
+
+class RespSource(Source):
+    """One server, or the nodes of a cluster.
+
+    Args:
+        servers: to ask.
+        pipeline: that bytes go to and come from.
+        fetching: thread for its calls that fetch.
+        storing: thread for its calls that store.
+        connections: to fetch over, to each server.
+        metrics: to count in.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        pipeline: native.Pipeline,
+        fetching: Executor,
+        storing: Executor,
+        connections: int,
+        metrics: Metrics,
+    ) -> None:
+        self.name = servers.name
+        self._servers = servers
+        self._links = DataLinks(servers.dialer, connections, metrics), DataLinks(servers.dialer, 1, metrics)
+        self._ranges = Ranges(pipeline, fetching, servers, self._links[0], metrics)
+        self._puts = Puts(pipeline, storing, servers, self._links[1], metrics)
+
+    @property
+    def connected(self) -> bool:
+        """Whether questions can be asked."""
+        return self._servers.connected
+
+    async def start(self) -> None:
+        """Begin to connect."""
+        await self._servers.start()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for links in self._links:
+            links.close()
+        await self._servers.close()
+
+    async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Ask for lengths and heads, all nodes at the same time."""
+        return await self._servers.find(keys)
+
+    async def deliver(self, job: Job, order: Order) -> Delivered:
+        """Fetch from whoever has each chunk."""
+        return await self._ranges.run(job, order)
+
+    async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
+        """SET a record where it belongs."""
+        return await self._puts.run(job, key, record)
+
+    async def delete(self, key: bytes) -> None:
+        """DEL a record."""
+        await self._servers.delete(key)

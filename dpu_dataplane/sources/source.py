@@ -1,0 +1,181 @@
+"""What a source of records is: whatever the data plane finds, reads, stores and deletes goes through a :class:`Source`.
+
+A source holds records, immutable bytes under keys. It is asked for their heads, from which the caller makes a round on
+paper; it then makes the bodies of that round appear where the pipeline decodes them; and it takes new records.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from dpu_dataplane.jobs import Job, Stop
+from shadowserve import native
+from shadowserve.errors import StorageError
+from shadowserve.native import Result
+from shadowserve.record import head_length
+
+__all__ = ["QUESTION_KEYS_MAX", "Delivered", "Encoded", "Found", "Order", "Source", "Stored", "Unanswered", "head_size"]
+
+QUESTION_KEYS_MAX: Final = 8192
+"""Keys in one question: 16 ranks' chains of 128K tokens."""
+
+
+class Stored(NamedTuple):
+    """What a source says of one key: length of the value in bytes, and at least the head, if it is a record."""
+
+    length: int
+    head: bytes
+
+
+class Unanswered(NamedTuple):
+    """Why a part of a source, such as a cluster's node, did not say what it has of a key, and whether it refused to."""
+
+    reason: str
+    refused: bool = False
+
+
+Found = Stored | Unanswered | None
+"""What a source says of one key; None where there is no record, and perhaps where there is a value that is none."""
+
+
+def head_size(stored: Stored) -> int:
+    """Return how long the head of a value is, 0 where it is no record or claims more than the value has."""
+    size = head_length(stored.head)
+    return size if size <= stored.length else 0
+
+
+@dataclass(frozen=True)
+class Order:
+    """Chunks to be delivered.
+
+    Attributes:
+        keys: of the chunks, at least one.
+        chunks: CHUNK_DTYPE array, one for each key: where the body lies in the record, and where in the buffers.
+        make_round: makes a round of some of ``chunks``, ready for the pipeline; whoever calls it releases the round.
+        authoritative: ask who has the last word on each key, not somebody with a copy that may lag behind.
+    """
+
+    keys: Sequence[bytes]
+    chunks: npt.NDArray[np.void]
+    make_round: Callable[[npt.NDArray[np.void]], native.Round]
+    authoritative: bool = False
+
+
+@dataclass
+class Delivered:
+    """What became of an order.
+
+    Attributes:
+        results: of each chunk.
+        received_bytes: of all that was read.
+        error: the source, or the part of it that has the first chunk that was not delivered, could not be reached.
+        said: who was asked for that chunk and what it answered, for people; empty where there is nothing to add.
+        copy: it was asked of a copy that may lag behind: an authoritative order may do better.
+        recover: looks who has what now; another order may do better then. None where there is no hope of that.
+        stop: the job ended before the order was done.
+    """
+
+    results: list[Result]
+    received_bytes: int = 0
+    error: StorageError | None = None
+    said: str = ""
+    copy: bool = False
+    recover: Callable[[], Coroutine[Any, Any, None]] | None = None
+    stop: Stop | None = None
+
+    @property
+    def count(self) -> int:
+        """Leading chunks that were delivered."""
+        return next((index for index, each in enumerate(self.results) if each is not Result.OK), len(self.results))
+
+    @property
+    def result(self) -> Result:
+        """Of the first chunk that was not delivered; OK where there is none."""
+        return self.results[self.count] if self.count < len(self.results) else Result.OK
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A record to be put: its head, and its body as ``Pipeline.encode`` left it in the store buffer.
+
+    Attributes:
+        round: that was encoded.
+        position: of the chunk in it.
+        head: of the record.
+    """
+
+    round: native.Round
+    position: int
+    head: bytes
+
+
+class Source(ABC):
+    """Where records are.
+
+    *Outage.* A source that is known to be away fails at once, with the reason, and looks by itself for its return.
+
+    *Quiet.* Once :meth:`deliver` has returned or raised, for whatever reason, nothing of this source writes to the
+    order's destination or to the pipeline's buffers any more, and nothing reads there once :meth:`put` has.
+
+    *Time.* What takes a job ends at its deadline, or soon after it is cancelled; other questions end by the source's
+    own limits.
+
+    Attributes:
+        name: for people.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def connected(self) -> bool:
+        """Whether it can be asked, as far as is known."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Begin to reach it; does not wait for that, since a source may be away when the daemon starts."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of it, and stop trying. No job may be in progress."""
+
+    @abstractmethod
+    async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Return what it has under each of up to QUESTION_KEYS_MAX keys.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: no key was answered for.
+        """
+
+    @abstractmethod
+    async def deliver(self, job: Job, order: Order) -> Delivered:
+        """Deliver an order's chunks, in order; what cannot be had costs those behind it, and never those before it.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: the whole source cannot be reached.
+            Stop: cancelled, or out of time, before a byte moved.
+        """
+
+    @abstractmethod
+    async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
+        """Store a record; a valid record that is there already under the key stays, and that is a success.
+
+        Returns:
+            OK, or why not, and for people what the source said.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: it cannot be reached.
+            Stop: cancelled, or out of time.
+        """
+
+    @abstractmethod
+    async def delete(self, key: bytes) -> None:
+        """Delete a record, if there is one.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: it was not answered for.
+        """

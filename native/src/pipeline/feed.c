@@ -1,0 +1,219 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * feed.c - the network stage: threads that drive the sources, and what the pipeline does for those (sources/source.h)
+ */
+#define _GNU_SOURCE 1
+#include <poll.h>
+#include <unistd.h>
+
+#include "pipeline/internal.h"
+
+/* Slices handed to the next stage at a time. */
+enum { PUSH_MAX = 64 };
+
+static const struct ss_source *const sources[SS_SOURCE_COUNT] = {&ss_source_resp, &ss_source_memory};
+
+const struct ss_source *ss_source_of(const struct ss_chunk *chunk) {
+    for (int i = 0; i < SS_SOURCE_COUNT; i++) {
+        if (sources[i]->takes(chunk)) {
+            return sources[i];
+        }
+    }
+    return NULL; /* not so: every chunk is with memory or without */
+}
+
+enum ss_result ss_sources_create(struct ss_worker *worker) {
+    const struct ss_pipeline_options *options = &worker->pipeline->options;
+    const struct ss_source_limits limits = {.nodes_max = options->nodes_max,
+                                            .requests_in_flight = options->requests_in_flight};
+    for (int i = 0; i < SS_SOURCE_COUNT; i++) {
+        worker->sources[i] = sources[i]->create(&limits);
+        if (worker->sources[i] == NULL) {
+            return SS_NO_MEMORY;
+        }
+    }
+    return SS_OK;
+}
+
+void ss_sources_destroy(struct ss_worker *worker) {
+    for (int i = 0; i < SS_SOURCE_COUNT; i++) {
+        if (worker->sources[i] != NULL) {
+            sources[i]->destroy(worker->sources[i]);
+        }
+    }
+}
+
+/* ---- For the sources ----------------------------------------------------------------------------------------- */
+
+static struct ss_pipeline *pipeline_of(const struct ss_feed *feed) {
+    return feed->worker->pipeline;
+}
+
+int ss_feed_aborted(const struct ss_feed *feed) {
+    return atomic_load(&pipeline_of(feed)->fetch.abort_result) != SS_OK;
+}
+
+int ss_feed_broken(const struct ss_feed *feed) {
+    return atomic_load(&pipeline_of(feed)->fetch.broken) != 0;
+}
+
+uint32_t ss_feed_useful(const struct ss_feed *feed) {
+    return atomic_load(&pipeline_of(feed)->fetch.first_failed);
+}
+
+uint32_t ss_feed_open(const struct ss_feed *feed) {
+    return atomic_load(&pipeline_of(feed)->fetch.open_chunks);
+}
+
+int ss_feed_make_place(const struct ss_feed *feed, uint32_t chunk) {
+    enum ss_result mapped = ss_chunk_map(pipeline_of(feed), chunk);
+    if (mapped != SS_OK) {
+        ss_fetch_fail(pipeline_of(feed), chunk, mapped, 0);
+        ss_fetch_wake_net(pipeline_of(feed));
+    }
+    return mapped == SS_OK;
+}
+
+uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t chunk) {
+    return pipeline_of(feed)->chunk_states[chunk].stored;
+}
+
+void ss_feed_slices(const struct ss_feed *feed, uint32_t chunk, uint32_t slice_first, uint32_t count,
+                    uint64_t decoded_before) {
+    struct ss_pipeline *pipeline = pipeline_of(feed);
+    struct ss_item items[PUSH_MAX];
+    if (!pipeline->options.chunked_pipeline) {
+        return; /* they wait for the rest of their chunk */
+    }
+    while (count > 0) {
+        uint32_t filled = 0;
+        for (; filled < count && filled < PUSH_MAX; filled++) {
+            uint32_t slice = slice_first + filled;
+            items[filled] = (struct ss_item){.decoded_before = decoded_before, .chunk = chunk, .slice = slice};
+            decoded_before += feed->round->slices[slice].decoded_length;
+        }
+        atomic_fetch_add(&pipeline->fetch.work, filled);
+        ss_queue_push(&pipeline->decompress_queue, items, filled);
+        slice_first += filled;
+        count -= filled;
+    }
+}
+
+void ss_feed_answered(const struct ss_feed *feed, uint32_t chunk) {
+    struct ss_pipeline *pipeline = pipeline_of(feed);
+    ss_chunk_part_done(pipeline, chunk);
+    if (!pipeline->options.chunked_pipeline) {
+        ss_barrier_leave(pipeline, SS_STAGE_NET, chunk);
+    }
+}
+
+void ss_feed_fail(const struct ss_feed *feed, uint32_t chunk, enum ss_result result, int broken) {
+    ss_fetch_fail(pipeline_of(feed), chunk, result, broken);
+}
+
+void ss_feed_refused(const struct ss_feed *feed, uint32_t chunk, const char *text, size_t length) {
+    ss_fetch_refused(pipeline_of(feed), chunk, text, length);
+}
+
+void ss_feed_os_error(const struct ss_feed *feed, int error) {
+    atomic_store(&pipeline_of(feed)->fetch.os_error, error);
+}
+
+void ss_feed_out_of_sync(const struct ss_feed *feed) {
+    atomic_store(&pipeline_of(feed)->fetch.out_of_sync, 1);
+}
+
+void ss_feed_count(const struct ss_feed *feed, uint64_t slices, uint64_t wire_bytes, uint64_t body_bytes) {
+    atomic_fetch_add(&pipeline_of(feed)->fetch.received_bytes, wire_bytes);
+    ss_counters_add(&feed->worker->counters[0], slices, wire_bytes, body_bytes, 0);
+}
+
+uint64_t ss_feed_trace_begin(const struct ss_feed *feed) {
+    return ss_trace_now(pipeline_of(feed));
+}
+
+void ss_feed_trace_end(const struct ss_feed *feed, uint32_t chunk, uint64_t begin_ns, uint64_t bytes) {
+    const struct ss_trace_work work = {
+        .chunk = chunk, .slice = UINT32_MAX, .input_bytes = bytes, .output_bytes = bytes};
+    ss_trace_add(feed->worker, SS_STAGE_NET, begin_ns, ss_now_ns(), &work);
+}
+
+/* ---- The thread ---------------------------------------------------------------------------------------------- */
+
+/* Sleeps until something happens that a source waits for, or the wake event. */
+static void wait_for_sources(struct ss_worker *worker, const int *over) {
+    struct pollfd polled[1 + SS_NODES_MAX];
+    nfds_t count = 1;
+    polled[0] = (struct pollfd){.fd = worker->wake_event, .events = POLLIN};
+    for (int i = 0; i < SS_SOURCE_COUNT; i++) {
+        if (!over[i]) {
+            count += sources[i]->watch(worker->sources[i], &polled[count]);
+        }
+    }
+    (void)poll(polled, count, -1); /* the round's owner keeps the time and writes the event */
+    if (polled[0].revents & POLLIN) {
+        uint64_t events;
+        ssize_t drained = read(worker->wake_event, &events, sizeof events);
+        (void)drained;
+    }
+}
+
+/* Gives each source its turns until all are over. */
+static void sources_run(struct ss_worker *worker) {
+    const struct ss_fetch *fetch = &worker->pipeline->fetch;
+    const struct ss_feed feed = {.round = fetch->round,
+                                 .sockets = fetch->sockets,
+                                 .nodes = fetch->node_count,
+                                 .thread = worker->index,
+                                 .threads = fetch->net_threads,
+                                 .worker = worker};
+    int over[SS_SOURCE_COUNT] = {0};
+    for (int i = 0; i < SS_SOURCE_COUNT; i++) {
+        sources[i]->begin(worker->sources[i], &feed);
+    }
+    for (;;) {
+        int running = 0;
+        int again = 0;
+        for (int i = 0; i < SS_SOURCE_COUNT; i++) {
+            if (!over[i]) {
+                enum ss_source_step step = sources[i]->step(worker->sources[i]);
+                over[i] = step == SS_SOURCE_OVER;
+                running |= !over[i];
+                again |= step == SS_SOURCE_AGAIN;
+            }
+        }
+        if (!running) {
+            return;
+        }
+        if (!again) {
+            wait_for_sources(worker, over);
+        }
+    }
+}
+
+void *ss_net_thread(void *argument) {
+    struct ss_worker *worker = argument;
+    struct ss_pipeline *pipeline = worker->pipeline;
+    uint64_t generation = 0;
+    ss_worker_ready(pipeline, SS_OK);
+    for (;;) {
+        pthread_mutex_lock(&pipeline->lock);
+        while (!pipeline->stopping && pipeline->fetch_generation == generation) {
+            pthread_cond_wait(&pipeline->net_go, &pipeline->lock);
+        }
+        generation = pipeline->fetch_generation;
+        int stopping = pipeline->stopping;
+        int wanted = pipeline->fetch_active && worker->index < pipeline->fetch.net_threads;
+        pthread_mutex_unlock(&pipeline->lock);
+        if (stopping) {
+            return NULL;
+        }
+        if (!wanted) {
+            continue;
+        }
+        uint64_t begin = ss_thread_ns();
+        sources_run(worker);
+        ss_counters_add(&worker->counters[0], 0, 0, 0, ss_thread_ns() - begin);
+        ss_fetch_done(pipeline, 1);
+    }
+}

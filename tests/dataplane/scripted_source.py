@@ -1,0 +1,153 @@
+"""A source whose records lie in a dict, and of which a test says when it answers, and what.
+
+The bytes go through the real pipeline: it asks for ranges over a socket pair, whose other end is answered here.
+"""
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from dpu_dataplane.jobs import Job
+from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
+from shadowserve import native
+from shadowserve.errors import StorageError
+from shadowserve.keys import storage_key
+from shadowserve.native import Result
+from shadowserve.record import head_length
+from shadowserve.resp import NEED_DATA, CommandReader, Limits
+
+_LIMITS = Limits(bulk_bytes_max=1 << 26, total_bytes_max=1 << 27, large_bulk_bytes=1 << 27)
+
+
+class ScriptedSource(Source):
+    """Records by key.
+
+    Attributes:
+        records: what the source has.
+        copies: what an order that is not authoritative is told of a key instead; empty for nothing.
+        away: why it cannot be reached, while it cannot.
+        free: cleared, it answers nothing.
+        asked: commands for bytes that have come.
+        damaged: keys whose next bytes are not those that were put.
+        cuts: so many connections are cut when a command comes.
+        recovered: how often an order was followed by a look at who has what.
+    """
+
+    def __init__(self, pipeline: native.Pipeline, fetching: Executor, storing: Executor) -> None:
+        self.name = "a script"
+        self.records: dict[bytes, bytes] = {}
+        self.copies: dict[bytes, bytes] = {}
+        self.away: StorageError | None = None
+        self.free = asyncio.Event()
+        self.free.set()
+        self.asked: list[bytes] = []
+        self.damaged: list[bytes] = []
+        self.cuts = 0
+        self.recovered = 0
+        self._pipeline = pipeline
+        self._fetching = fetching
+        self._storing = storing
+
+    @property
+    def connected(self) -> bool:
+        return self.away is None
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def _check(self) -> None:
+        if self.away is not None:
+            raise self.away
+
+    async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        self._check()
+        await self.free.wait()
+        found = (self.records.get(key) for key in keys)
+        return [None if data is None else Stored(len(data), data[: head_length(data) or 64]) for data in found]
+
+    async def deliver(self, job: Job, order: Order) -> Delivered:
+        self._check()
+        values = self.records | ({} if order.authoritative else self.copies)
+        async with self._connection({storage_key(key): data for key, data in values.items()}) as sock:
+            round_ = order.make_round(order.chunks)
+            try:
+                with job.interruptible(round_.cancel):
+                    await self._on(self._fetching, self._pipeline.fetch, round_, [sock.fileno()])
+            finally:
+                round_.release()
+        done = Delivered(round_.results, round_.received_bytes)
+        if done.count < len(order.keys):
+            done.copy = done.result is Result.NOT_FOUND and order.keys[done.count] in self.copies
+            done.recover = self._recover if done.result is Result.DISCONNECTED else None
+        return done
+
+    async def _recover(self) -> None:
+        self.recovered += 1
+
+    async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
+        self._check()
+        values: dict[bytes, bytes] = {}
+        async with self._connection(values) as sock:
+            with job.interruptible(functools.partial(sock.shutdown, socket.SHUT_RDWR)):
+                result, text = await self._on(
+                    self._storing, self._pipeline.put, record.round, record.position, record.head, sock.fileno(),
+                    job.deadline_ns,
+                )  # fmt: skip
+        if result is Result.OK:
+            self.records.setdefault(key, values[storage_key(key)])
+        return result, text
+
+    async def delete(self, key: bytes) -> None:
+        self._check()
+        self.records.pop(key, None)
+
+    async def _on(self, executor: Executor, call: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(executor, call, *arguments)
+
+    @contextlib.asynccontextmanager
+    async def _connection(self, values: dict[bytes, bytes]) -> AsyncIterator[socket.socket]:
+        near, far = socket.socketpair()
+        near.setblocking(False)
+        answering = asyncio.create_task(self._answer(far, values))
+        try:
+            yield near
+        finally:
+            near.close()
+            answering.cancel()
+            await asyncio.wait({answering})
+
+    async def _answer(self, sock: socket.socket, values: dict[bytes, bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        reader = CommandReader(_LIMITS)
+        with sock, contextlib.suppress(ConnectionError):
+            while data := await loop.sock_recv(sock, 1 << 20):
+                reader.feed(data)
+                while (command := reader.next_command()) is not NEED_DATA:
+                    assert isinstance(command, list)
+                    self.asked.append(bytes(command[0]))
+                    await self.free.wait()
+                    if self.cuts > 0:
+                        self.cuts -= 1
+                        return
+                    answer = _execute(values, *(bytes(word) for word in command))
+                    for key in [key for key in self.damaged if storage_key(key) == command[1]]:
+                        self.damaged.remove(key)
+                        answer = answer[:-3] + bytes([answer[-3] ^ 4]) + answer[-2:]
+                    await loop.sock_sendall(sock, answer)
+
+
+def _execute(values: dict[bytes, bytes], name: bytes, key: bytes, *words: bytes) -> bytes:
+    if name == b"SET":
+        values[key] = words[0]
+        return b"+OK\r\n"
+    assert name == b"GETRANGE"
+    part = values.get(key, b"")[int(words[0]) : int(words[1]) + 1]
+    return b"$%d\r\n%b\r\n" % (len(part), part)

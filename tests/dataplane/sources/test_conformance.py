@@ -1,0 +1,374 @@
+"""What every source promises (``dpu_dataplane/sources/source.py``), asked of each one."""
+
+import asyncio
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster_support import Cluster, cluster_config
+from dataplane_support import Server, config, expected, keys_of, kv, layout, make_record
+from machine import NEVER_S, PATIENCE_S, until, wait_for
+from scripted_source import ScriptedSource
+
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.jobs import Job, Stop
+from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.rounds import Buffers, plan_fetch, plan_store
+from dpu_dataplane.sources.selection import nodes_max, source_of
+from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
+from shadowserve import native
+from shadowserve.errors import StorageUnavailableError
+from shadowserve.native import Result
+from shadowserve.record import encode_head, head_length
+
+SHAPE = layout(layers=8)
+MIB = 1 << 20
+BUFFERS = Buffers(decompression=4 * MIB, dequantization=None, dma_source=None, store=4 * MIB)
+CODECS = frozenset(native.codec_implementations())
+
+
+class Behind(ABC):
+    """What is behind a source, as a test may treat it."""
+
+    @abstractmethod
+    def put(self, key: bytes, value: bytes) -> None: ...
+
+    @abstractmethod
+    def hold(self) -> None:
+        """Let it answer nothing any more."""
+
+    @abstractmethod
+    def release(self) -> None: ...
+
+    @abstractmethod
+    def asked(self) -> bool:
+        """Whether a question waits while it is held."""
+
+    @abstractmethod
+    def kill(self) -> None: ...
+
+    @abstractmethod
+    def revive(self) -> None: ...
+
+
+class BehindServer(Behind):
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.server = Server(kind, folder).start()
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self.server.put(key, value)
+
+    def hold(self) -> None:
+        self.server.freeze()
+
+    def release(self) -> None:
+        self.server.thaw()
+
+    def asked(self) -> bool:
+        return self.server.asked()
+
+    def kill(self) -> None:
+        self.server.kill()
+
+    def revive(self) -> None:
+        self.server.start()
+
+    def configuration(self) -> DataPlaneConfig:
+        return config(self.server)
+
+
+class BehindCluster(Behind):
+    def __init__(self, folder: Path) -> None:
+        self.cluster = Cluster(folder, replicas=0).start()
+        self.cluster.never_fail_over()
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self.cluster.put(key, value)
+
+    def hold(self) -> None:
+        for node in self.cluster.nodes:
+            node.freeze()
+
+    def release(self) -> None:
+        for node in self.cluster.nodes:
+            node.thaw()
+
+    def asked(self) -> bool:
+        return any(Server.asked(node) for node in self.cluster.nodes)  # type: ignore[arg-type]  # it has a port
+
+    def kill(self) -> None:
+        self.cluster.kill()
+
+    def revive(self) -> None:
+        for node in self.cluster.nodes:
+            node.start()
+        wait_for(self.cluster.is_whole)
+
+    def configuration(self) -> DataPlaneConfig:
+        return cluster_config(self.cluster)
+
+
+class BehindScript(Behind):
+    def __init__(self, source: ScriptedSource) -> None:
+        self.source = source
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self.source.records[key] = value
+
+    def hold(self) -> None:
+        self.source.free.clear()
+        self.source.asked.clear()
+
+    def release(self) -> None:
+        self.source.free.set()
+
+    def asked(self) -> bool:
+        return bool(self.source.asked)
+
+    def kill(self) -> None:
+        self.source.away = StorageUnavailableError("a script is away")
+
+    def revive(self) -> None:
+        self.source.away = None
+
+
+@dataclass
+class Bench:
+    """A source that has been started, what is behind it, and the pipeline that its bytes go through."""
+
+    source: Source
+    behind: Behind
+    pipeline: native.Pipeline
+
+    def put(self, keys: Sequence[bytes]) -> list[bytes]:
+        records = [make_record(SHAPE, key, seed) for seed, key in enumerate(keys)]
+        for key, record in zip(keys, records, strict=True):
+            self.behind.put(key, record)
+        return records
+
+    def order(self, job: Job, keys: Sequence[bytes], found: Sequence[Found], target: np.ndarray) -> Order:  # type: ignore[type-arg]
+        plan = plan_fetch(keys, [(each, False) for each in found], SHAPE, BUFFERS, CODECS)
+        assert len(plan.chunks) == len(keys)
+        return Order(
+            keys,
+            plan.chunks,
+            lambda chunks: native.Round(
+                chunks=chunks,
+                slices=plan.slices,
+                quantizer=SHAPE.quantizer,
+                dtype=SHAPE.dtype,
+                vector_length=SHAPE.vector_length,
+                destination=target,
+                deadline_ns=job.deadline_ns,
+            ),
+        )
+
+    async def deliver(self, keys: Sequence[bytes], found: Sequence[Found] = ()) -> tuple[Delivered, list[bytes]]:
+        """Order chunks, as ``found`` has them or as they are now; return what became of it, and the chunks."""
+        target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
+        job = Job("a test", "a job", PATIENCE_S)
+        done = await self.source.deliver(job, self.order(job, keys, found or await self.source.find(keys), target))
+        return done, [bytes(chunk) for chunk in target.reshape(len(keys), -1)]
+
+    async def store(self, key: bytes, seed: int) -> Result:
+        """Encode a chunk and put it."""
+        codec = native.Codec.KVRANS
+        plan = plan_store([key], [0], SHAPE, codec, MIB)
+        job = Job("a test", "a job", PATIENCE_S)
+        round_ = native.Round(
+            chunks=plan.chunks,
+            slices=plan.slices,
+            quantizer=SHAPE.quantizer,
+            dtype=SHAPE.dtype,
+            vector_length=SHAPE.vector_length,
+            destination=kv(SHAPE, seed),
+            deadline_ns=job.deadline_ns,
+        )
+        try:
+            assert await asyncio.to_thread(self.pipeline.encode, round_) is Result.OK
+            head = encode_head(key, codec, SHAPE, plan.manifest_of(0))
+            return (await self.source.put(job, key, Encoded(round_, 0, head)))[0]
+        finally:
+            round_.release()
+
+
+@pytest.fixture(scope="module")
+def our_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindServer]:
+    behind = BehindServer("storage_kv", tmp_path_factory.mktemp("ours"))
+    yield behind
+    behind.kill()
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindServer]:
+    behind = BehindServer("redis", tmp_path_factory.mktemp("redis"))
+    yield behind
+    behind.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindCluster]:
+    behind = BehindCluster(tmp_path_factory.mktemp("cluster"))
+    yield behind
+    behind.kill()
+
+
+@pytest.fixture(params=["our_server", "redis_server", "cluster", "script"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    behind = request.getfixturevalue(request.param) if request.param != "script" else None
+    configuration = behind.configuration() if behind is not None else config("127.0.0.1:1")
+    with contextlib.ExitStack() as stack:
+        pipeline = stack.enter_context(
+            native.Pipeline(
+                decompression_bytes=BUFFERS.decompression,
+                store_bytes=BUFFERS.store,
+                net_cores=[-1] * len(configuration.stage_cores()["net"]),
+                nodes_max=nodes_max(configuration),
+            )
+        )
+        fetching, storing = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
+        source: Source
+        if behind is None:
+            source = ScriptedSource(pipeline, fetching, storing)
+            behind = BehindScript(source)
+        else:
+            source = source_of(configuration, Metrics(), pipeline, fetching, storing)
+        await source.start()
+        await until(lambda: source.connected)
+        try:
+            yield Bench(source, behind, pipeline)
+        finally:
+            await source.close()
+
+
+async def test_it_finds_what_is_there_and_says_how_long_it_is(bench: Bench) -> None:
+    keys = keys_of(SHAPE, 6, seed=1)
+    records = bench.put(keys[::2])
+    bench.behind.put(keys[1], b"no record")
+    found = await bench.source.find(keys)
+    for record, entry in zip(records, found[::2], strict=True):
+        assert isinstance(entry, Stored)
+        assert (entry.length, entry.head[: head_length(record)]) == (len(record), record[: head_length(record)])
+    assert found[1] is None or (isinstance(found[1], Stored) and head_length(found[1].head) == 0)
+    assert [found[3], found[5]] == [None, None]
+    assert list(await bench.source.find([])) == []
+
+
+async def test_it_finds_heads_of_any_length_and_of_many_keys(bench: Bench) -> None:
+    long = layout(layers=120)
+    keys = keys_of(SHAPE, 3000, seed=2)
+    record = make_record(long, keys[1700], 0)
+    assert head_length(record) > 4096
+    bench.behind.put(keys[1700], record)
+    found = await bench.source.find(keys)
+    assert [index for index, entry in enumerate(found) if entry is not None] == [1700]
+    entry = found[1700]
+    assert isinstance(entry, Stored) and entry.head[: head_length(record)] == record[: head_length(record)]
+
+
+async def test_what_is_ordered_is_delivered_exactly(bench: Bench) -> None:
+    keys = keys_of(SHAPE, 5, seed=3)
+    records = bench.put(keys)
+    for _ in range(2):
+        done, chunks = await bench.deliver(keys)
+        assert (done.count, done.result, done.stop) == (5, Result.OK, None)
+        assert chunks == [expected(SHAPE, key, record) for key, record in zip(keys, records, strict=True)]
+        assert done.received_bytes >= sum(len(record) - head_length(record) for record in records)
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+async def test_what_is_gone_since_it_was_found_costs_nothing_before_it(bench: Bench, absent: int) -> None:
+    keys = keys_of(SHAPE, 5, seed=4)
+    records = bench.put(keys)
+    found = await bench.source.find(keys)
+    await bench.source.delete(keys[absent])
+    done, chunks = await bench.deliver(keys, found)
+    assert (done.count, done.result) == (absent, Result.NOT_FOUND)
+    wanted = [expected(SHAPE, key, record) for key, record in zip(keys, records, strict=True)]
+    assert chunks[:absent] == wanted[:absent]
+    done, _ = await bench.deliver(keys[:absent] + keys[absent + 1 :])
+    assert done.result is Result.OK, "what failed one order harms the next"
+
+
+async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
+    keys = keys_of(SHAPE, 3, seed=5)
+    records = bench.put(keys)
+    found = await bench.source.find(keys)
+    await bench.source.delete(keys[1])
+    damaged = records[1][:-9] + bytes([records[1][-9] ^ 4]) + records[1][-8:]
+    wanted = Result.CHECKSUM
+    if isinstance(bench.behind, BehindServer) and bench.behind.server.kind == "storage_kv":
+        with pytest.raises(AssertionError, match="checksum is wrong"):
+            bench.behind.put(keys[1], damaged)  # our server takes no such record in the first place
+        wanted = Result.NOT_FOUND
+    else:
+        bench.behind.put(keys[1], damaged)
+    done, _ = await bench.deliver(keys, found)
+    assert (done.count, done.result) == (1, wanted)
+
+
+async def test_what_is_put_is_found_and_delivered(bench: Bench) -> None:
+    [key] = keys_of(SHAPE, 1, seed=6)
+    assert await bench.source.find([key]) == [None]
+    assert await bench.store(key, 7) is Result.OK
+    assert await bench.store(key, 7) is Result.OK, "a record that is there already is a success"
+    done, chunks = await bench.deliver([key])
+    assert (done.result, chunks) == (Result.OK, [kv(SHAPE, 7)])
+
+
+async def test_what_is_deleted_is_not_found(bench: Bench) -> None:
+    keys = keys_of(SHAPE, 2, seed=8)
+    bench.put(keys)
+    await bench.source.delete(keys[0])
+    await bench.source.delete(keys[0])
+    found = await bench.source.find(keys)
+    assert found[0] is None and found[1] is not None
+
+
+@pytest.mark.parametrize("why", ["cancelled", "late"])
+async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench, why: str) -> None:
+    keys = keys_of(SHAPE, 4, seed=9)
+    bench.put(keys)
+    found = await bench.source.find(keys)
+    assert (await bench.deliver(keys))[0].result is Result.OK  # so that it stands connected
+    target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
+    bench.behind.hold()
+    try:
+        job = Job("a test", "a job", 0.5 if why == "late" else NEVER_S)
+        delivering = asyncio.create_task(bench.source.deliver(job, bench.order(job, keys, found, target)))
+        if why == "cancelled":
+            await until(bench.behind.asked)
+            job.cancel()
+        with contextlib.suppress(Stop):
+            done = await asyncio.wait_for(delivering, PATIENCE_S)
+            assert done.stop is not None or done.result in (Result.CANCELLED, Result.DEADLINE)
+            assert done.count == 0
+    finally:
+        bench.behind.release()
+    target[:] = 0xA5
+    assert (await bench.deliver(keys))[0].result is Result.OK, "it goes on, whatever is still to be answered"
+    assert (target == 0xA5).all()
+
+
+async def test_a_source_that_is_away_says_so_and_is_found_again(bench: Bench) -> None:
+    keys = keys_of(SHAPE, 2, seed=10)
+    bench.put(keys)
+    found = await bench.source.find(keys)
+    bench.behind.kill()
+    try:
+        await until(lambda: not bench.source.connected)
+        with pytest.raises(StorageUnavailableError, match=r".+"):
+            await asyncio.wait_for(bench.source.find(keys), PATIENCE_S)
+        with contextlib.suppress(StorageUnavailableError):
+            done, _ = await asyncio.wait_for(bench.deliver(keys, found), PATIENCE_S)
+            assert done.count == 0 and done.result is Result.DISCONNECTED
+    finally:
+        bench.behind.revive()
+    await until(lambda: bench.source.connected)
+    bench.put(keys)
+    assert (await bench.deliver(keys))[0].result is Result.OK

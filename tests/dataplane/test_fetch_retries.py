@@ -1,0 +1,65 @@
+"""What a fetch tries again when its source fails, and how often."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from dataplane_support import Client, expected, keys_of, layout, make_record, running
+from scripted_source import ScriptedSource
+
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.metrics import Metrics
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout()
+KEYS = keys_of(SHAPE, 4)
+RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
+
+
+@pytest.fixture
+async def script(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ScriptedSource, Client]]:
+    """A source that has all records, and a client of a daemon over it."""
+    made: list[ScriptedSource] = []
+
+    def source_of(configuration: DataPlaneConfig, metrics: Metrics, *arguments: Any) -> ScriptedSource:
+        made.append(ScriptedSource(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("dpu_dataplane.server.source_of", source_of)
+    async with running("127.0.0.1:1") as (_, client):
+        made[0].records |= dict(zip(KEYS, RECORDS, strict=True))
+        yield made[0], await client.register(SHAPE, len(KEYS))
+
+
+async def fetch(client: Client, outcome: int, count: int) -> str:
+    answer = await client.fetch(KEYS)
+    assert (answer.outcome, answer.chunks) == (outcome, count), answer.detail
+    assert [client.chunk(index) for index in range(count)] == [
+        expected(SHAPE, KEYS[index], RECORDS[index]) for index in range(count)
+    ]
+    return answer.detail
+
+
+async def test_what_a_copy_lacks_is_asked_of_who_has_the_last_word(script: tuple[ScriptedSource, Client]) -> None:
+    source, client = script
+    source.copies[KEYS[2]] = b""
+    await fetch(client, pb.OUTCOME_COMPLETE, 4)
+    del source.records[KEYS[2]]
+    assert KEYS[2].hex() in await fetch(client, pb.OUTCOME_ABSENT, 2)
+
+
+async def test_what_breaks_off_is_tried_again_once(script: tuple[ScriptedSource, Client]) -> None:
+    source, client = script
+    source.cuts = 1
+    await fetch(client, pb.OUTCOME_COMPLETE, 4)
+    assert source.recovered == 1
+    source.cuts = 2
+    await fetch(client, pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
+    assert source.recovered == 2
+
+
+async def test_bytes_that_were_damaged_on_their_way_are_read_again(script: tuple[ScriptedSource, Client]) -> None:
+    source, client = script
+    source.damaged.append(KEYS[1])
+    await fetch(client, pb.OUTCOME_COMPLETE, 4)
+    assert not source.damaged

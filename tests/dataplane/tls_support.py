@@ -1,0 +1,58 @@
+"""Storage servers that speak TLS, and what a data plane is told of them."""
+
+import socket
+import ssl
+from pathlib import Path
+from typing import Any
+
+from dataplane_support import Server
+from machine import PATIENCE_S
+
+from shadowserve import resp
+
+
+class TlsServer(Server):
+    """A storage server that speaks TLS."""
+
+    def __init__(self, kind: str, directory: Path, folder: Path, *, mutual: bool = False, password: str = "") -> None:
+        self.context = ssl.create_default_context(cafile=str(folder / "ca.crt"))
+        files = {"cert": folder / "server.crt", "key": folder / "server.key"}
+        if mutual:
+            self.context.load_cert_chain(folder / "client.crt", folder / "client.key")
+        if kind == "redis":
+            flags = {
+                "tls-cert-file": files["cert"],
+                "tls-key-file": files["key"],
+                "tls-ca-cert-file": folder / "ca.crt",
+            }
+            options = [word for name, path in flags.items() for word in (f"--{name}", str(path))]
+            options += ["--tls-auth-clients", "yes" if mutual else "no"]
+        else:
+            options = ["--tls-cert", str(files["cert"]), "--tls-key", str(files["key"])]
+            options += ["--tls-client-ca", str(folder / "ca.crt")] if mutual else []
+        super().__init__(kind, directory, password=password, options=tuple(options))
+        if kind == "redis":
+            self.options += ("--tls-port", str(self.port), "--port", "0")
+
+    def command(self, *words: bytes) -> bytes:
+        with (
+            socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S) as plain,
+            self.context.wrap_socket(plain, server_hostname="127.0.0.1") as sock,
+        ):
+            for command in ([(b"AUTH", self.password.encode())] if self.password else []) + [words]:
+                sock.sendall(resp.encode_command(*command))
+                answer = b""
+                while not answer.endswith(b"\r\n"):
+                    data = sock.recv(65536)
+                    if not data:
+                        raise ConnectionResetError
+                    answer += data
+            return answer.split(b"\r\n")[0]
+
+
+def trusting(folder: Path, **changes: Any) -> dict[str, Any]:
+    return {"storage_tls_ca": str(folder / "ca.crt")} | changes
+
+
+def showing(folder: Path) -> dict[str, Any]:
+    return {"storage_tls_cert": str(folder / "client.crt"), "storage_tls_key": str(folder / "client.key")}

@@ -1,0 +1,116 @@
+"""Rounds whose bodies lie in this process, through the binding: read in place, and kept until the round is over."""
+
+import mmap
+import socket
+import threading
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from shadowserve import native
+from shadowserve.errors import NativeError
+from shadowserve.native import Result
+from shadowserve.resp import NEED_DATA, CommandReader
+
+CHUNKS, SLICES, SLICE_BYTES = 4, 3, 4096
+CHUNK_BYTES = SLICES * SLICE_BYTES
+DATA = np.random.default_rng(11).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint8)
+
+
+def make_round(target: NDArray[np.uint8], bodies: dict[int, object], deadline_ns: int = 2**62) -> native.Round:
+    """A round of what was stored without quantizer and codec: a body is what is delivered."""
+    chunks, slices = np.zeros(CHUNKS, native.CHUNK_DTYPE), np.zeros(CHUNKS * SLICES, native.SLICE_DTYPE)
+    chunks["codec"], chunks["slice_count"], chunks["body_length"] = native.Codec.NONE, SLICES, CHUNK_BYTES
+    chunks["slice_first"] = SLICES * np.arange(CHUNKS)
+    chunks["decompression_offset"] = CHUNK_BYTES * np.arange(CHUNKS)
+    chunks["key"] = [b"chunk %d" % index for index in range(CHUNKS)]
+    chunks["key_length"] = 7
+    slices["offset"] = np.tile(SLICE_BYTES * np.arange(SLICES), CHUNKS)
+    slices["destination_offset"] = SLICE_BYTES * np.arange(CHUNKS * SLICES)
+    slices["encoded_length"] = slices["decoded_length"] = SLICE_BYTES
+    slices["vectors"] = 16
+    slices["checksum"] = slices["decoded_crc32"] = [native.crc32(part) for part in DATA.reshape(-1, SLICE_BYTES)]
+    return native.Round(
+        chunks=chunks, slices=slices, quantizer=native.Quantizer.PASSTHROUGH, dtype=native.DType.UINT8,
+        vector_length=SLICE_BYTES // 16, destination=target, deadline_ns=deadline_ns, bodies=bodies,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def target() -> NDArray[np.uint8]:
+    return np.zeros(CHUNKS * CHUNK_BYTES, np.uint8)
+
+
+def make_pipeline(decompression_bytes: int = CHUNKS * CHUNK_BYTES) -> native.Pipeline:
+    return native.Pipeline(decompression_bytes=decompression_bytes, store_bytes=4096, pin_memory=False)
+
+
+def test_bodies_of_any_buffer_are_delivered_without_a_socket_or_room(target: NDArray[np.uint8]) -> None:
+    shared = mmap.mmap(-1, CHUNK_BYTES)
+    shared[:] = DATA[1].tobytes()
+    bodies = {0: DATA[0].tobytes(), 1: shared, 2: DATA[2], 3: memoryview(bytearray(DATA[3]))}
+    with make_pipeline(decompression_bytes=1) as pipeline:
+        round_ = make_round(target, bodies)
+        with pytest.raises(BufferError):
+            shared.close()  # while it may be read
+        assert pipeline.fetch(round_) is Result.OK
+        assert round_.received_bytes == 0
+        round_.release()
+        shared.close()
+    assert (target.reshape(DATA.shape) == DATA).all()
+
+
+def test_bodies_and_what_a_server_sends_make_one_round(target: NDArray[np.uint8]) -> None:
+    near, far = socket.socketpair()
+    near.setblocking(False)
+
+    def serve() -> None:
+        reader = CommandReader()
+        while data := far.recv(4096):
+            reader.feed(data)
+            while (command := reader.next_command()) is not NEED_DATA:
+                assert isinstance(command, list) and command[0] == b"GETRANGE"
+                key, first, last = bytes(command[1]), int(bytes(command[2])), int(bytes(command[3]))
+                part = DATA[int(key[-1:])].tobytes()[first : last + 1]
+                far.sendall(b"$%d\r\n%b\r\n" % (len(part), part))
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with make_pipeline() as pipeline:
+            round_ = make_round(target, {0: DATA[0], 3: DATA[3]})
+            assert pipeline.fetch(round_, [near.fileno()]) is Result.OK
+            assert 2 * CHUNK_BYTES <= round_.received_bytes < 2 * CHUNK_BYTES + 1000
+            assert round_.sockets_in_sync
+            round_.release()
+    finally:
+        near.close()
+        thread.join()
+        far.close()
+    assert (target.reshape(DATA.shape) == DATA).all()
+
+
+def test_a_damaged_body_fails_its_chunk_and_those_behind(target: NDArray[np.uint8]) -> None:
+    bad = DATA.copy()
+    bad[2, 5000] ^= 1
+    with make_pipeline() as pipeline:
+        round_ = make_round(target, dict(enumerate(bad)))
+        assert pipeline.fetch(round_) is Result.CHECKSUM
+        assert round_.results[:3] == [Result.OK, Result.OK, Result.CHECKSUM]
+        round_.release()
+    assert (target.reshape(DATA.shape)[:2] == DATA[:2]).all()
+
+
+def test_a_body_of_another_length_is_refused(target: NDArray[np.uint8]) -> None:
+    with pytest.raises(NativeError, match="a body of 5 bytes for chunk 1, which has 12288") as caught:
+        make_round(target, {1: b"short"})
+    assert caught.value.result is Result.BAD_ARGUMENT
+
+
+def test_a_chunk_that_nobody_has_needs_a_socket(target: NDArray[np.uint8]) -> None:
+    with make_pipeline() as pipeline:
+        round_ = make_round(target, {0: DATA[0]})
+        assert pipeline.fetch(round_) is Result.BAD_ARGUMENT
+        round_.release()
+    assert not target.any()
