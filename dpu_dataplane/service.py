@@ -32,10 +32,10 @@ from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import NotTraceable, Tracer
 from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import __version__, native
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import ChunkLayout
 
 __all__ = ["DataPlaneService"]
 

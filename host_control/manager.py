@@ -214,11 +214,11 @@ class KVCacheManager:
         self._lookup = lookup
         self._chunk_tokens = chunk_tokens
         self._load_tokens_min = load_tokens_min
-        self._round_chunks = destination.size // 2 // destination.shape.chunk_bytes
+        self._round_chunks = destination.size // 2 // destination.shape.raw_bytes
         if self._round_chunks < 1:
             raise ConfigurationError(
                 f"a destination of {destination.size} bytes does not hold two chunks of "
-                f"{destination.shape.chunk_bytes}; raise host.fetch_buffer_bytes"
+                f"{destination.shape.raw_bytes}; raise host.fetch_buffer_bytes"
             )
         self._condition = threading.Condition()
         self._fetching: list[_Progress] = []
@@ -464,7 +464,7 @@ class KVCacheManager:
             return
 
     def _start(self, keys: Sequence[bytes], timeout: float) -> tuple[FetchCall, str, int]:
-        chunk_bytes = self._destination.shape.chunk_bytes
+        chunk_bytes = self._destination.shape.raw_bytes
         offset = self._half * self._round_chunks * chunk_bytes
         job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
         call = self._client.start_fetch(
@@ -501,7 +501,7 @@ class KVCacheManager:
         progress = landed.progress
         if not progress.cancelled and progress.chunks == landed.first:
             try:
-                length = landed.count * self._destination.shape.chunk_bytes
+                length = landed.count * self._destination.shape.raw_bytes
                 self._scatter(progress.job, landed.first, landed.memory.arrived(landed.offset, length))
                 if landed.memory.whole():
                     progress.chunks += landed.count

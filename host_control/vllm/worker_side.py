@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import SideStream, choose
 from host_control.destination import Destination, Memory
@@ -29,6 +29,7 @@ from host_control.vllm.metadata import (
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.probe import find_layout
 from host_control.vllm.support import UncacheableError
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError
 
 __all__ = ["WorkerSide"]
@@ -136,18 +137,18 @@ class WorkerSide:
             self._layout.layers,
             self._layout.heads,
             self._layout.head_size,
-            shape.chunk_bytes,
-            shape.chunk_tokens,
-            shape.quantizer,
+            shape.raw_bytes,
+            shape.tokens,
+            shape.quantizer.label,
             delivery.kind,
         )
 
     def _destination(
-        self, shape: ChunkShape, configured: int, chunks_min: int, make: Callable[[int], Memory]
+        self, shape: ChunkLayout, configured: int, chunks_min: int, make: Callable[[int], Memory]
     ) -> Destination:
         assert self._client is not None
-        chunks = min(max(configured // shape.chunk_bytes, chunks_min), _BUFFER_CHUNKS_MAX)
-        return Destination(self._client, shape, chunks * shape.chunk_bytes, self._config.connect_timeout, make=make)
+        chunks = min(max(configured // shape.raw_bytes, chunks_min), _BUFFER_CHUNKS_MAX)
+        return Destination(self._client, shape, chunks * shape.raw_bytes, self._config.connect_timeout, make=make)
 
     def _understand(self, caches: dict[str, Any]) -> PagedLayout:
         group = self._kv_cache_config.kv_cache_groups[0]

@@ -43,13 +43,13 @@ OUTCOME_INTERNAL: Outcome
 OUTCOME_DEVICE: Outcome
 
 class ChunkLayout(_message.Message):
-    __slots__ = ("namespace", "dtype", "layers", "kinds", "vector_length", "chunk_tokens", "quantizer", "bins", "value_bins", "scale_tokens")
+    __slots__ = ("namespace", "dtype", "layers", "kinds", "vector_length", "tokens", "quantizer", "bins", "value_bins", "scale_tokens")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     VECTOR_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUANTIZER_FIELD_NUMBER: _ClassVar[int]
     BINS_FIELD_NUMBER: _ClassVar[int]
     VALUE_BINS_FIELD_NUMBER: _ClassVar[int]
@@ -59,12 +59,12 @@ class ChunkLayout(_message.Message):
     layers: int
     kinds: int
     vector_length: int
-    chunk_tokens: int
+    tokens: int
     quantizer: str
     bins: int
     value_bins: int
     scale_tokens: int
-    def __init__(self, namespace: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kinds: _Optional[int] = ..., vector_length: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., quantizer: _Optional[str] = ..., bins: _Optional[int] = ..., value_bins: _Optional[int] = ..., scale_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kinds: _Optional[int] = ..., vector_length: _Optional[int] = ..., tokens: _Optional[int] = ..., quantizer: _Optional[str] = ..., bins: _Optional[int] = ..., value_bins: _Optional[int] = ..., scale_tokens: _Optional[int] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("protocol_version", "version", "record_version", "key_schema", "host", "process", "layout", "chunk_bytes")

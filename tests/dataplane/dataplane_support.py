@@ -21,9 +21,11 @@ from machine import NEVER_S, PATIENCE_MS, PATIENCE_S, free_port, frozen, wait_fo
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import Daemon
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, KVNamespace, chunk_keys, storage_key
 from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import layout_message
 
 TOKENS = 16
 BACKEND = os.environ.get("SHADOWSERVE_DPU_BACKEND", "software")
@@ -143,20 +145,20 @@ class Segment:
         self._map.close()
 
 
-def layout(quantizer: str = "lossless", dtype: str = "bfloat16", **changes: Any) -> record.ChunkLayout:
+def layout(quantizer: str = "lossless", dtype: str = "bfloat16", **changes: Any) -> ChunkLayout:
     """A small layout: 4 layers, 2 KV heads of 32 elements."""
     bins = 32 if quantizer == "binned" else 0
     fields: dict[str, Any] = {
         "namespace": namespace(quantizer, dtype),
-        "dtype": native.DType[dtype.upper()],
+        "dtype": DType[dtype.upper()],
         "layers": 4,
         "kinds": 2,
         "vector_length": 64,
         "tokens": TOKENS,
-        "quantizer": native.Quantizer[quantizer.upper()],
+        "quantizer": Quantizer[quantizer.upper()],
         "bins": bins,
     }
-    return record.ChunkLayout(**(fields | changes))
+    return ChunkLayout(**(fields | changes))
 
 
 def namespace(quantizer: str = "lossless", dtype: str = "bfloat16", model: str = "test") -> bytes:
@@ -165,30 +167,30 @@ def namespace(quantizer: str = "lossless", dtype: str = "bfloat16", model: str =
     ).digest()
 
 
-def keys_of(shape: record.ChunkLayout, count: int, seed: int = 0) -> list[bytes]:
+def keys_of(shape: ChunkLayout, count: int, seed: int = 0) -> list[bytes]:
     tokens = np.random.default_rng(seed).integers(0, 1000, count * shape.tokens)
     return chunk_keys(shape.namespace, tokens, chunk_tokens=shape.tokens)
 
 
-def kv(shape: record.ChunkLayout, seed: int) -> bytes:
+def kv(shape: ChunkLayout, seed: int) -> bytes:
     """One chunk of data that compresses somewhat, as KV does."""
     random = np.random.default_rng(seed)
     count = shape.raw_bytes // shape.dtype.itemsize
     values = random.normal(size=count).astype(np.float32)
-    if shape.dtype is native.DType.BFLOAT16:
+    if shape.dtype is DType.BFLOAT16:
         return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    if shape.dtype is native.DType.UINT8:
+    if shape.dtype is DType.UINT8:
         return random.integers(0, 40, count, np.uint8).tobytes()
-    if shape.dtype is native.DType.FLOAT8_E4M3:
+    if shape.dtype is DType.FLOAT8_E4M3:
         return (random.integers(0, 80, count, np.uint8) + 128 * (values < 0)).astype(np.uint8).tobytes()  # no NaN
-    return values.astype(np.float16 if shape.dtype is native.DType.FLOAT16 else np.float32).tobytes()
+    return values.astype(np.float16 if shape.dtype is DType.FLOAT16 else np.float32).tobytes()
 
 
-def make_record(shape: record.ChunkLayout, key: bytes, seed: int, codec: str = "kvrans") -> bytes:
+def make_record(shape: ChunkLayout, key: bytes, seed: int, codec: str = "kvrans") -> bytes:
     return record.encode(key, native.Codec[codec.upper()], shape, kv(shape, seed))
 
 
-def expected(shape: record.ChunkLayout, key: bytes, data: bytes) -> bytes:
+def expected(shape: ChunkLayout, key: bytes, data: bytes) -> bytes:
     return bytes(record.decode(data, key, shape))
 
 
@@ -207,21 +209,6 @@ def config(server: "Server | str", **changes: Any) -> DataPlaneConfig:
     password = "" if isinstance(server, str) else server.password
     values = {"listen": "127.0.0.1:0", "storage": address, "storage_password": password, "shutdown_time": 2.0}
     return DataPlaneConfig.model_validate({"backend": BACKEND} | values | PATIENT | SMALL_BUFFERS | changes)
-
-
-def layout_message(shape: record.ChunkLayout) -> pb.ChunkLayout:
-    return pb.ChunkLayout(
-        namespace=shape.namespace,
-        dtype=shape.dtype.name.lower(),
-        layers=shape.layers,
-        kinds=shape.kinds,
-        vector_length=shape.vector_length,
-        chunk_tokens=shape.tokens,
-        quantizer=shape.quantizer.name.lower(),
-        bins=shape.bins,
-        value_bins=shape.value_bins,
-        scale_tokens=shape.scale_tokens,
-    )
 
 
 def hello_request(**changes: Any) -> pb.HelloRequest:
@@ -262,7 +249,7 @@ class Client:
         self.segments: list[Segment] = []
         self.segment: Segment
         self.destination = 0
-        self.shape: record.ChunkLayout
+        self.shape: ChunkLayout
         self._jobs = 0
 
     async def hello(self, **changes: Any) -> pb.HelloResponse:
@@ -271,7 +258,7 @@ class Client:
         self.stub = Sessioned(self.plain, answer.session)
         return answer
 
-    async def register(self, shape: record.ChunkLayout, chunks: int, extra: int = 0) -> "Client":
+    async def register(self, shape: ChunkLayout, chunks: int, extra: int = 0) -> "Client":
         if self.stub is self.plain:
             await self.hello()
         self.shape = shape
@@ -326,7 +313,7 @@ class Client:
         answer: pb.LookupResponse = await self.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=timeout_ms))
         return answer
 
-    def chunk(self, index: int, shape: record.ChunkLayout | None = None) -> bytes:
+    def chunk(self, index: int, shape: ChunkLayout | None = None) -> bytes:
         size = (shape or self.shape).raw_bytes
         return self.segment.memory[index * size : (index + 1) * size].tobytes()
 

@@ -15,8 +15,8 @@ from machine import until
 
 from dpu_dataplane.metrics import outcome_name
 from shadowserve import native
+from shadowserve.chunk import ChunkLayout
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import ChunkLayout
 
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 3)

@@ -16,7 +16,6 @@ from dataplane_support import (
     keys_of,
     kv,
     layout,
-    layout_message,
     make_record,
     running,
 )
@@ -28,6 +27,7 @@ from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
 from shadowserve import __version__, native
 from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import layout_message
 
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 4)

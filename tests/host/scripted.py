@@ -12,11 +12,10 @@ from typing import Any
 import grpc
 from machine import PATIENCE_S, free_port
 
+from shadowserve.chunk import DType
 from shadowserve.proto import HELLO_KEY, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto import dataplane_pb2_grpc as rpc
-
-_DTYPE_BYTES = {"uint8": 1, "float8_e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass
@@ -153,9 +152,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             mapping = mmap.mmap(descriptor, memory.size)
         finally:
             os.close(descriptor)
-        chunk_bytes = (
-            layout.layers * layout.kinds * layout.vector_length * layout.chunk_tokens * _DTYPE_BYTES[layout.dtype]
-        )
+        itemsize = DType.from_label(layout.dtype).itemsize
+        chunk_bytes = layout.layers * layout.kinds * layout.vector_length * layout.tokens * itemsize
         destination_id = int.from_bytes(os.urandom(7), "little")
         self._destinations[destination_id] = _Memory(mapping, chunk_bytes, layout.namespace)
         return pb.RegisterDestinationResponse(destination_id=destination_id, chunk_bytes=chunk_bytes)

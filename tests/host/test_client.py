@@ -5,8 +5,9 @@ import pytest
 from machine import PATIENCE_S
 from scripted import ScriptedDataPlane
 
-from host_control.client import Breaker, ChunkShape, DataPlaneClient
+from host_control.client import Breaker, DataPlaneClient
 from host_control.destination import Destination
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -138,9 +139,9 @@ def test_refused_fetch_is_quiet(client: DataPlaneClient, plane: ScriptedDataPlan
 
 
 def test_disagreement_about_the_chunk_size_is_found_at_registration(
-    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkShape, monkeypatch: pytest.MonkeyPatch
+    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ChunkShape, "chunk_bytes", property(lambda self: 1234))
+    monkeypatch.setattr(ChunkLayout, "raw_bytes", property(lambda self: 1234))
     with pytest.raises(DataPlaneError, match="1234"):
         Destination(client, shape, 1 << 16, PATIENCE_S).acquire(PATIENCE_S)
 

@@ -14,13 +14,15 @@ from machine import PATIENCE_S
 from scripted import ScriptedDataPlane
 
 import host_control.connection
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.destination import Destination
 from host_control.lookup import PrefixLookup
 from shadowserve import __version__
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import PROTOCOL_VERSION
+from shadowserve.proto.convert import layout_message
 from shadowserve.tls import Credentials, KeyPair
 
 KEYS = [bytes([number]) * 32 for number in range(3)]
@@ -30,7 +32,7 @@ CHAINS = [(b"a" * 32, KEYS)]
 # ---- Hello ---------------------------------------------------------------------------------------------------------
 
 
-def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: ChunkShape) -> None:
+def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: ChunkLayout) -> None:
     with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
         assert client.peer is None
         assert client.lookup(CHAINS, PATIENCE_S) == [0]
@@ -43,7 +45,7 @@ def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: 
     assert (first.protocol_version, first.version) == (PROTOCOL_VERSION, __version__)
     assert first.host == second.host and len(first.host) == 32, "all processes of a machine say the same"
     assert not first.HasField("layout")
-    assert (second.layout, second.chunk_bytes) == (shape.message(), shape.chunk_bytes)
+    assert (second.layout, second.chunk_bytes) == (layout_message(shape), shape.raw_bytes)
 
 
 def test_a_lookup_that_nobody_knows_the_host_of_is_asked_again(
@@ -76,7 +78,7 @@ def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_destination(
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED])
 def test_a_refused_hello_is_a_reason_with_what_the_data_plane_says(
-    plane: ScriptedDataPlane, shape: ChunkShape, code: grpc.StatusCode
+    plane: ScriptedDataPlane, shape: ChunkLayout, code: grpc.StatusCode
 ) -> None:
     plane.script.abort["Hello"] = code
     with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:

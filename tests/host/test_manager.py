@@ -12,7 +12,7 @@ import pytest
 from machine import NEVER_S, PATIENCE_S, wait_for
 from scripted import ScriptedDataPlane
 
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.destination import Destination
 from host_control.lookup import PrefixLookup
 from host_control.manager import (
@@ -24,6 +24,7 @@ from host_control.manager import (
     shortest_job_first,
 )
 from host_control.segment import Segment
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import chunk_keys
 from shadowserve.proto import dataplane_pb2 as pb
@@ -57,8 +58,8 @@ class Paged:
 
 
 @pytest.fixture
-def paged(shape: ChunkShape) -> Paged:
-    paged = Paged(chunk_bytes=shape.chunk_bytes)
+def paged(shape: ChunkLayout) -> Paged:
+    paged = Paged(chunk_bytes=shape.raw_bytes)
     paged.gate.set()
     return paged
 
@@ -453,17 +454,17 @@ def test_daemon_that_dies_mid_fetch_and_comes_back(
 
 
 def test_absent_daemon_fails_jobs_at_once_after_a_while(
-    shape: ChunkShape, paged: Paged, leftovers: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+    shape: ChunkLayout, paged: Paged, leftovers: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=NEVER_S, backoff_max=NEVER_S, connect_timeout=0.1)
     attempts: list[float] = []
 
-    def absent(timeout: float, shape: ChunkShape) -> None:
+    def absent(timeout: float, shape: ChunkLayout) -> None:
         attempts.append(timeout)
         raise DataPlaneError("nobody is there", "unreachable")
 
     monkeypatch.setattr(client, "connect", absent)
-    manager = KVCacheManager(client, Destination(client, shape, 8 * shape.chunk_bytes, 0.1), paged)
+    manager = KVCacheManager(client, Destination(client, shape, 8 * shape.raw_bytes, 0.1), paged)
     try:
         manager.exchange([job(name, 2) for name in "abcdefgh"])
         assert {result.reason for result in collect(manager, 8)} <= {"unreachable", "breaker_open"}

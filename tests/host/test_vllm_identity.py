@@ -37,7 +37,7 @@ def test_fp8_caches_are_stored_as_they_are_but_for_e4m3_in_bins(
     namespace = identity_support.namespace(config, kv_cache_config(spec(dtype=dtype)), host)
     assert namespace.quantizer == stored and cache_dtype in namespace.dtype
     shape = chunk_shape(namespace, SimpleNamespace(dtype=dtype, layers=3, kinds=2, vector_length=128), host)
-    assert (shape.dtype, shape.quantizer, shape.chunk_bytes) == (wire, stored, 3 * 2 * 128 * 256)
+    assert (shape.dtype.label, shape.quantizer.label, shape.raw_bytes) == (wire, stored, 3 * 2 * 128 * 256)
     treatment = (shape.bins, shape.value_bins, shape.scale_tokens)
     assert treatment == ((64, 16, 4) if stored == "binned" else (0, 0, 1))
 

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from host_control.client import ChunkShape
 from host_control.config import HostConfig
-from host_control.layouts import dtype_name
+from host_control.layouts import element_type
 from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.identity.content import ContentHashes
 from host_control.vllm.identity.positions import positions
 from host_control.vllm.identity.table import options
 from host_control.vllm.identity.weights import code_digests, model_class, model_folder, weight_digests
 from host_control.vllm.support import UncacheableError
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import KVNamespace
 
 __all__ = ["chunk_shape", "rank_namespace"]
@@ -50,7 +50,7 @@ def _named(
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
     latent = type(spec).__name__ == "MLAAttentionSpec"
-    whole = dtype_name(spec.dtype) != "uint8"
+    whole = element_type(spec.dtype) is not DType.UINT8
     binnable = whole or _is_float8_e4m3(spec.dtype, str(vllm_config.cache_config.cache_dtype))
     quantizer = config.quantizer if whole or (binnable and config.quantizer == "binned") else "passthrough"
     heads, total = model.get_num_kv_heads(parallel), model.get_num_attention_heads(parallel)
@@ -132,7 +132,7 @@ def _cache_dtype(vllm_config: Any, dtype: Any) -> str:
     ``fp8`` is OCP's E4M3 but for some AMD GPUs, which have a format of their own.
     """
     named = str(dtype).removeprefix("torch.")
-    if dtype_name(dtype) != "uint8":
+    if element_type(dtype) is not DType.UINT8:
         return named
     from vllm.platforms import current_platform
 
@@ -163,18 +163,20 @@ def _binned_parameters(config: HostConfig, latent: bool) -> dict[str, int]:
     return parameters
 
 
-def chunk_shape(namespace: KVNamespace, layout: Any, config: HostConfig) -> ChunkShape:
+def chunk_shape(namespace: KVNamespace, layout: Any, config: HostConfig) -> ChunkLayout:
     """Return how this rank's chunks lie in shared memory; ``layout`` is its ``PagedLayout``."""
-    dtype = dtype_name(layout.dtype) or "uint8"
+    dtype = element_type(layout.dtype)
+    quantizer = Quantizer.from_label(namespace.quantizer)
+    assert dtype is not None, "a cache that the layout took"
     parameters = namespace.quantizer_parameters or {}
-    return ChunkShape(
+    return ChunkLayout(
         namespace=namespace.digest(),
-        dtype="float8_e4m3" if dtype == "uint8" and namespace.quantizer == "binned" else dtype,
+        dtype=DType.FLOAT8_E4M3 if dtype is DType.UINT8 and quantizer is Quantizer.BINNED else dtype,
         layers=layout.layers,
         kinds=layout.kinds,
         vector_length=layout.vector_length,
-        chunk_tokens=config.chunk_tokens,
-        quantizer=namespace.quantizer,
+        tokens=config.chunk_tokens,
+        quantizer=quantizer,
         bins=parameters.get("bins", 0),
         value_bins=parameters.get("value_bins", 0),
         scale_tokens=parameters.get("scale_tokens", 1),

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig, codec_name
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.cli.bench.report import tracked
 from shadowserve.cli.resp_client import Login, RespClient
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KEY_BYTES, KVNamespace, chunk_keys, storage_key
@@ -46,7 +47,7 @@ class Workload:
         crcs: CRC-32 of each chunk's KV as it has to be delivered.
     """
 
-    layout: record.ChunkLayout
+    layout: ChunkLayout
     codec: native.Codec
     tokens: list[int]
     keys: list[bytes]
@@ -84,14 +85,14 @@ def llama_8b(chunks: int, *, layers: int = 32, bins: int = 32, codec: str | None
         quantizer="binned",
         quantizer_parameters={"bins": bins},
     )
-    layout = record.ChunkLayout(
+    layout = ChunkLayout(
         namespace=namespace.digest(),
-        dtype=native.DType.BFLOAT16,
+        dtype=DType.BFLOAT16,
         layers=layers,
         kinds=2,
         vector_length=8 * 128,
         tokens=DEFAULT_CHUNK_TOKENS,
-        quantizer=native.Quantizer.BINNED,
+        quantizer=Quantizer.BINNED,
         bins=bins,
     )
     generator = np.random.default_rng(int.from_bytes(os.urandom(4)))
@@ -111,7 +112,7 @@ def default_codec() -> str:
     return codec_name(fields["codec"].default, fields["backend"].default)
 
 
-def kv_patterns(generator: np.random.Generator, layout: record.ChunkLayout) -> npt.NDArray[np.uint16]:
+def kv_patterns(generator: np.random.Generator, layout: ChunkLayout) -> npt.NDArray[np.uint16]:
     """Return one chunk's KV as bfloat16 bit patterns: layer, kind, token, element; the module says how it is made."""
     shape = (layout.layers, layout.kinds, layout.tokens, layout.vector_length)
     values = generator.standard_normal(shape, dtype=np.float32)
@@ -125,7 +126,7 @@ def kv_patterns(generator: np.random.Generator, layout: record.ChunkLayout) -> n
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def _values(generator: np.random.Generator, layout: record.ChunkLayout, chunks: int) -> Iterator[memoryview]:
+def _values(generator: np.random.Generator, layout: ChunkLayout, chunks: int) -> Iterator[memoryview]:
     """Yield the chunks' KV; one set of values, dealt anew for each chunk."""
     patterns = kv_patterns(generator, layout)
     for chunk in range(chunks):
@@ -135,7 +136,7 @@ def _values(generator: np.random.Generator, layout: record.ChunkLayout, chunks: 
 def uncompressed(workload: Workload, chunks: Iterable[bytes]) -> Workload:
     """Return chunks of the same shape that are stored as they are; ``chunks`` are their bytes."""
     layout = dataclasses.replace(
-        workload.layout, namespace=secrets.token_bytes(KEY_BYTES), quantizer=native.Quantizer.PASSTHROUGH, bins=0
+        workload.layout, namespace=secrets.token_bytes(KEY_BYTES), quantizer=Quantizer.PASSTHROUGH, bins=0
     )
     keys = chunk_keys(layout.namespace, np.asarray(workload.tokens))
     kept = list(chunks)
