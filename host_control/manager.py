@@ -25,6 +25,7 @@ from host_control.client import DataPlaneClient, FetchAnswer, FetchCall
 from host_control.destination import Destination, Memory
 from host_control.lookup import PrefixLookup
 from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.keys import record_keys
 
 __all__ = [
     "ORDERS",
@@ -321,11 +322,12 @@ class KVCacheManager:
     def _job(self, request: PrefillRequest, hits: int) -> FetchJob | None:
         assert self._lookup is not None
         usable = min(hits * self._chunk_tokens, len(request.tokens) - 1)
-        keys = self._lookup.keys(request.request_id)
-        if keys is None or usable - request.computed_tokens < self._load_tokens_min:
+        links = self._lookup.links(request.request_id)
+        if links is None or usable - request.computed_tokens < self._load_tokens_min:
             return None
         first = request.computed_tokens // self._chunk_tokens
-        return FetchJob(request_id=request.request_id, keys=tuple(keys[0][first:hits]), target=request)
+        keys = record_keys(self._destination.shape.namespace, links[first:hits])
+        return FetchJob(request_id=request.request_id, keys=tuple(keys), target=request)
 
     def _restore(self, result: FetchResult) -> PrefillRequest:
         request = self._intercepted.pop(result.job.request_id)

@@ -7,7 +7,7 @@ here, so that a description that exists is sound: its numbers may come from a cl
 """
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final, Self, TypeVar
 
 import numpy as np
@@ -80,7 +80,7 @@ class ChunkLayout:
     The bytes in memory are ``[layers, kinds, tokens, vector_length]`` elements of ``dtype``, C order.
 
     Attributes:
-        namespace: whose KV it is, and which part of it: digest of the KVNamespace, 32 bytes.
+        namespace: whose KV it is, and which part of it: 32 bytes, zeros until a KVNamespace has named it.
         dtype: of the KV before quantizing.
         layers: layers in the chunk.
         kinds: 2 for K and V, 1 for a latent (MLA).
@@ -95,7 +95,7 @@ class ChunkLayout:
         ValueError: a combination that no record can hold; the message says which.
     """
 
-    namespace: bytes
+    namespace: bytes = bytes(_NAMESPACE_BYTES)
     dtype: DType
     layers: int
     kinds: int
@@ -122,6 +122,11 @@ class ChunkLayout:
             )
         if self.slice_count > SLICES_MAX:
             raise ValueError("the chunk has more slices than a head may name; use fewer tokens in a chunk")
+
+    def described(self) -> dict[str, int | str]:
+        """Return all of it but the namespace, by name, in plain values: element type and quantizer by their labels."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "namespace"}
+        return values | {"dtype": self.dtype.label, "quantizer": self.quantizer.label}
 
     def _check_treatment(self) -> None:
         if self.quantizer is not Quantizer.BINNED:

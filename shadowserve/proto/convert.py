@@ -12,8 +12,7 @@ _ENUMS = {"dtype": DType, "quantizer": Quantizer}
 
 def layout_message(layout: ChunkLayout) -> pb.ChunkLayout:
     """Return the message for a description; its fields are the description's, by name."""
-    values = {field.name: getattr(layout, field.name) for field in fields(layout)}
-    return pb.ChunkLayout(**values | {name: values[name].label for name in _ENUMS})
+    return pb.ChunkLayout(namespace=layout.namespace, **layout.described())
 
 
 def layout_from_message(message: pb.ChunkLayout) -> ChunkLayout:

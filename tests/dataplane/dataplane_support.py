@@ -22,7 +22,7 @@ from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import Daemon
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
-from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, KVNamespace, chunk_keys, storage_key
+from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, ModelIdentity, chain_links, record_keys, storage_key
 from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
@@ -162,14 +162,12 @@ def layout(quantizer: str = "lossless", dtype: str = "bfloat16", **changes: Any)
 
 
 def namespace(quantizer: str = "lossless", dtype: str = "bfloat16", model: str = "test") -> bytes:
-    return KVNamespace(
-        model=model, dtype=dtype, layers=4, kv_heads=2, head_size=32, attention="gqa", quantizer=quantizer
-    ).digest()
+    return ModelIdentity(model=f"{model} {quantizer}", dtype=dtype).digest()
 
 
 def keys_of(shape: ChunkLayout, count: int, seed: int = 0) -> list[bytes]:
     tokens = np.random.default_rng(seed).integers(0, 1000, count * shape.tokens)
-    return chunk_keys(shape.namespace, tokens, chunk_tokens=shape.tokens)
+    return record_keys(shape.namespace, chain_links(bytes(32), tokens, chunk_tokens=shape.tokens))
 
 
 def kv(shape: ChunkLayout, seed: int) -> bytes:

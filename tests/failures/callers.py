@@ -17,7 +17,7 @@ from host_control.client import DataPlaneClient
 from host_control.destination import Destination
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ConfigurationError, DataPlaneError
-from shadowserve.keys import KVNamespace, chunk_keys
+from shadowserve.keys import KVNamespace, ModelIdentity, chain_links, record_keys
 
 _PAUSE_S: Final = 0.02
 """After a refusal, before the next try: clients that find nobody do not spin."""
@@ -193,16 +193,9 @@ def _generic(text: str) -> str:
 
 # ---- Over a data plane
 
-SHAPE: Final = ChunkLayout(
-    namespace=KVNamespace(
-        model="failures", dtype="bfloat16", layers=4, kv_heads=2, head_size=32, attention="gqa", quantizer="lossless"
-    ).digest(),
-    dtype=DType.BFLOAT16,
-    layers=4,
-    kinds=2,
-    vector_length=64,
-    tokens=64,
-    quantizer=Quantizer.LOSSLESS,
+_MODEL: Final = ModelIdentity(model="failures", dtype="bfloat16", chunk_tokens=64)
+SHAPE: Final = KVNamespace(model=_MODEL, layers=(0, 4), heads=(0, 2)).name(
+    ChunkLayout(dtype=DType.BFLOAT16, layers=4, kinds=2, vector_length=64, tokens=64, quantizer=Quantizer.LOSSLESS)
 )
 """64 KiB a chunk."""
 
@@ -213,7 +206,7 @@ class Prompt:
     def __init__(self, seed: str, chunks: int) -> None:
         chance = random.Random(seed)
         tokens = [chance.randrange(1000) for _ in range(chunks * SHAPE.tokens)]
-        self.keys = chunk_keys(SHAPE.namespace, tokens, chunk_tokens=SHAPE.tokens)
+        self.keys = record_keys(SHAPE.namespace, chain_links(_MODEL.digest(), tokens, chunk_tokens=SHAPE.tokens))
         # Exponents near one another and noise in the fraction, as KV has them.
         self.chunks = [_floats(f"{seed}/{number}") for number in range(chunks)]
         self.parents = [b"", *self.keys[:-1]]

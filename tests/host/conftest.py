@@ -17,7 +17,7 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_support import build_driver  # noqa: E402
-from scheduler_support import BLOCK, CHUNK, NAMESPACES  # noqa: E402
+from scheduler_support import BLOCK, CHUNK, MODEL, NAMESPACES  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 
 from host_control.client import DataPlaneClient  # noqa: E402
@@ -108,7 +108,7 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
         patient = dict.fromkeys(("lookup_timeout", "connect_timeout"), PATIENCE_S)
         settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, **(patient | config))
         side = SchedulerSide(settings, BLOCK, fetch=fetch, store=store, problem="", logger=logging.getLogger("test"))
-        side.start({rank: WorkerHandshake(NAMESPACES[rank], "") for rank in range(ranks)})
+        side.start({rank: WorkerHandshake(MODEL, NAMESPACES[rank], "") for rank in range(ranks)})
         sides.append(side)
         for client in side._clients:  # an attempt to connect may fail where the machine stands still, so it has several
             assert client.wait_ready(PATIENCE_S)

@@ -59,6 +59,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.records: dict[bytes, bytes] = {} if records is None else records
         self.script = Script()
         self.calls: list[str] = []
+        self.asked_keys: list[list[bytes]] = []  # by the last Lookup, of each chain
         self.hellos: list[pb.HelloRequest] = []
         self.fetches: list[pb.FetchRequest] = []
         self.stores: list[pb.StoreRequest] = []
@@ -128,6 +129,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
 
     def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         self._enter("Lookup", context)
+        self.asked_keys = [list(chain.keys) for chain in request.chains]
         hits = []
         for chain in request.chains:
             count = 0

@@ -254,7 +254,9 @@ def second() -> Iterator[ScriptedDataPlane]:
 def lookup_of(
     clients: list[DataPlaneClient], wait: Callable[..., Any], tokens: int = 12, timeout: float = PATIENCE_S
 ) -> tuple[int, str]:
-    lookup = PrefixLookup(clients, [b"a" * 32, b"b" * 32], chunk_tokens=4, timeout=timeout)
+    lookup = PrefixLookup(
+        b"m" * 32, list(zip(clients, [b"a" * 32, b"b" * 32], strict=True)), chunk_tokens=4, timeout=timeout
+    )
     try:
         lookup.submit("request", list(range(tokens)))
         answer = wait(lambda: lookup.poll("request"), PATIENCE_S)

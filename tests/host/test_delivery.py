@@ -33,7 +33,7 @@ from shadowserve import native
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.cli.processes import Child, start_data_plane, start_storage
 from shadowserve.errors import ConfigurationError, DataPlaneError, NativeError
-from shadowserve.keys import KVNamespace, chunk_keys
+from shadowserve.keys import KVNamespace, ModelIdentity, chain_links, record_keys
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE, CHUNK_BLOCKS = 2, 16, 2, 4, 8, 2
 CHUNK_TOKENS = CHUNK_BLOCKS * BLOCK
@@ -150,15 +150,15 @@ class Engine:
         self.caches = list(memory)
         self.layout = PagedLayout(self.caches, "kv_cells", "torch", 1 << 20)
         self.delivery = delivery
-        namespace = KVNamespace(
-            model="delivery", weights="1", dtype="bfloat16", layers=LAYERS, kv_heads=HEADS, head_size=SIZE,
-            attention="mha", chunk_tokens=CHUNK_TOKENS, quantizer="lossless",
+        model = ModelIdentity(model="delivery", weights="1", dtype="bfloat16", chunk_tokens=CHUNK_TOKENS)
+        shape = KVNamespace(model=model, layers=(0, LAYERS), heads=(0, HEADS)).name(
+            ChunkLayout(
+                dtype=DType.BFLOAT16, layers=LAYERS, kinds=2, vector_length=HEADS * SIZE,
+                tokens=CHUNK_TOKENS, quantizer=Quantizer.LOSSLESS,
+            )
         )  # fmt: skip
-        self.keys = chunk_keys(namespace.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)
-        shape = ChunkLayout(
-            namespace=namespace.digest(), dtype=DType.BFLOAT16, layers=LAYERS, kinds=2, vector_length=HEADS * SIZE,
-            tokens=CHUNK_TOKENS, quantizer=Quantizer.LOSSLESS,
-        )  # fmt: skip
+        links = chain_links(model.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)
+        self.keys = record_keys(shape.namespace, links)
         self.client = DataPlaneClient(address, connect_timeout=PATIENCE_S)
         self.fetched = Destination(self.client, shape, 2 * chunks * shape.raw_bytes, PATIENCE_S, delivery.fetch)
         self.manager = KVCacheManager(self.client, self.fetched, self._scatter, fetch_timeout=PATIENCE_S)

@@ -26,11 +26,11 @@ from host_control.manager import (
 from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
-from shadowserve.keys import chunk_keys
+from shadowserve.keys import chain_links, record_keys
 from shadowserve.proto import dataplane_pb2 as pb
 
 CHUNK = 4
-NAMESPACE = b"n" * 32
+MODEL = b"m" * 32
 
 
 @dataclass
@@ -71,7 +71,9 @@ def make_manager(
     made = []
 
     def make(**options: Any) -> KVCacheManager:
-        lookup = PrefixLookup([client], [NAMESPACE], chunk_tokens=CHUNK, timeout=PATIENCE_S, threads=1)
+        lookup = PrefixLookup(
+            MODEL, [(client, destination.shape.namespace)], chunk_tokens=CHUNK, timeout=PATIENCE_S, threads=1
+        )
         if "fetch_timeout" in options:
             destination.acquire(PATIENCE_S)  # so that a short one is the fetches' alone
         options = {"lookup": lookup, "chunk_tokens": CHUNK, "fetch_timeout": PATIENCE_S, **options}
@@ -119,7 +121,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:
-    return chunk_keys(NAMESPACE, tokens, chunk_tokens=CHUNK)
+    return record_keys(b"n" * 32, chain_links(MODEL, tokens, chunk_tokens=CHUNK))
 
 
 def job(name: str, count: int, fill: Callable[[list[bytes]], None] | None = None) -> FetchJob:
@@ -211,7 +213,7 @@ def test_request_is_intercepted_once_in_its_life(
 def test_waiting_for_jobs_ends_with_them_and_not_with_others(
     manager: KVCacheManager, plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None], paged: Paged
 ) -> None:
-    keys = {name: chunk_keys(NAMESPACE, prompt(9, seed), chunk_tokens=CHUNK) for seed, name in enumerate("abc")}
+    keys = {name: keys_of(prompt(9, seed)) for seed, name in enumerate("abc")}
     for name in keys:
         fill(keys[name])
     manager.exchange([FetchJob(request_id=name, keys=tuple(keys[name])) for name in "ab"])
@@ -230,7 +232,7 @@ def test_waiting_ends_by_the_deadline(
     make_manager: Callable[..., KVCacheManager], plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None]
 ) -> None:
     manager = make_manager(fetch_timeout=0.3)
-    keys = chunk_keys(NAMESPACE, prompt(9, 0), chunk_tokens=CHUNK)
+    keys = keys_of(prompt(9, 0))
     fill(keys)
     plane.script.stall.add("Fetch")
     manager.exchange([FetchJob(request_id=name, keys=tuple(keys)) for name in "ab"])
