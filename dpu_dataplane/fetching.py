@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dpu_dataplane.catalog import Catalog, Fault
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.jobs import Job, Stop, Turnstile
@@ -25,6 +27,7 @@ from dpu_dataplane.transfer import Transfer, Transferred
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
+from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["FetchRegion", "Fetcher"]
@@ -118,7 +121,7 @@ class Fetcher:
         self._metrics.fetched_bytes += progress.fetched_bytes
         self._metrics.delivered_bytes += progress.delivered_bytes
         return pb.FetchResponse(
-            chunks=progress.done,
+            delivered=pack(np.arange(len(keys)) < progress.done),
             outcome=outcome,
             detail=detail,
             fetched_bytes=progress.fetched_bytes,

@@ -19,6 +19,7 @@ import grpc
 from host_control.connection import Connection, Peer, explain
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
+from shadowserve.pieces import Flags, leading, unpack
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
 from shadowserve.tls import Credentials
@@ -112,7 +113,7 @@ class Registration(NamedTuple):
 
 
 class FetchAnswer(NamedTuple):
-    """Outcome of one round. ``quiet``: nobody writes into the region any more."""
+    """Outcome of one round, and how many leading chunks it put in place. ``quiet``: nobody writes there any more."""
 
     chunks: int
     reason: str
@@ -136,11 +137,11 @@ class StoreAnswer(NamedTuple):
 class LookupCall:
     """A Lookup on its way."""
 
-    def __init__(self, answer: Callable[[], list[int]]) -> None:
+    def __init__(self, answer: Callable[[], list[Flags]]) -> None:
         self._answer = answer
 
-    def result(self) -> list[int]:
-        """Return how many leading keys of each chain are stored, waiting for it at most until the call's deadline.
+    def result(self) -> list[Flags]:
+        """Return which keys of each chain are stored, waiting for it at most until the call's deadline.
 
         Raises:
             DataPlaneError: no answer, or one that cannot be; ``outcome`` says which.
@@ -226,11 +227,11 @@ class DataPlaneClient:
             return False
         return True
 
-    def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> list[int]:
-        """Return how many leading keys of each chain are stored.
+    def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> list[Flags]:
+        """Return which keys of each chain are stored.
 
         Args:
-            chains: (namespace digest, keys) for each rank.
+            chains: namespaces, and keys of their records.
             timeout: seconds.
 
         Raises:
@@ -260,7 +261,7 @@ class DataPlaneClient:
                 request, timeout=left + _GRACE / 5, metadata=self._connection.metadata()
             )
 
-        def finish() -> list[int]:
+        def finish() -> list[Flags]:
             try:
                 answer = call.result()
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
@@ -270,7 +271,7 @@ class DataPlaneClient:
                     answer = start().result()
                 except (grpc.RpcError, grpc.FutureCancelledError) as again:
                     raise self._fail("lookup", *explain(again)) from again
-            return self._hits(answer, chains)
+            return self._present(answer, [len(keys) for _, keys in chains])
 
         call = start()
         return LookupCall(finish)
@@ -282,15 +283,16 @@ class DataPlaneClient:
             self._report(operation, error.outcome)
             raise
 
-    def _hits(self, answer: pb.LookupResponse, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[int]:
+    def _present(self, answer: pb.LookupResponse, counts: Sequence[int]) -> list[Flags]:
         reason = _reason(answer.outcome)
         if reason != "complete":
             raise self._fail("lookup", reason, answer.detail)
-        hits = list(answer.hits)
-        if len(hits) != len(chains) or any(n > len(keys) for n, (_, keys) in zip(hits, chains, strict=False)):
-            raise self._fail("lookup", "invalid_answer", f"hits {hits[:8]} for {len(chains)} chains")
+        try:
+            present = [unpack(data, count) for data, count in zip(answer.present, counts, strict=True)]
+        except ValueError as error:
+            raise self._fail("lookup", "invalid_answer", str(error)) from error
         self._report("lookup", reason)
-        return hits
+        return present
 
     def register(self, shape: ChunkLayout, memory: MemoryMessage) -> Registration:
         """Make memory known to the data plane. The caller has asked the breaker.
@@ -370,19 +372,20 @@ class DataPlaneClient:
             self._report("fetch", reason)
             return FetchAnswer(0, reason, detail, quiet=reason == "refused")
         reason = _reason(answer.outcome)
-        complete = answer.chunks == asked
-        if (
-            answer.chunks > asked
-            or reason == "unspecified"
-            or complete != (reason == "complete")
-            or (reason == "round_full" and answer.chunks == 0)
-        ):
+        try:
+            delivered = unpack(answer.delivered, asked)
+        except ValueError as error:
             self._report("fetch", "invalid_answer")
-            detail = f"{answer.chunks} chunks with outcome '{reason}' where {asked} were asked for"
+            return FetchAnswer(0, "invalid_answer", str(error), quiet=False)
+        chunks = leading(delivered)
+        complete = bool(delivered.all())
+        if reason == "unspecified" or complete != (reason == "complete") or (reason == "round_full" and not chunks):
+            self._report("fetch", "invalid_answer")
+            detail = f"{delivered.sum()} chunks with outcome '{reason}' where {asked} were asked for"
             return FetchAnswer(0, "invalid_answer", detail, quiet=False)
         # A deadline with some chunks is a slow fetch, not a peer at fault.
-        self._report("fetch", "complete" if reason == "deadline" and answer.chunks else reason)
-        return FetchAnswer(answer.chunks, reason, answer.detail, True, answer.fetched_bytes, answer.delivered_bytes)
+        self._report("fetch", "complete" if reason == "deadline" and chunks else reason)
+        return FetchAnswer(chunks, reason, answer.detail, True, answer.fetched_bytes, answer.delivered_bytes)
 
     def store(
         self,

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from host_control.client import DataPlaneClient
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import chain_links, record_keys
+from shadowserve.pieces import Flags, leading
 
 __all__ = ["LookupAnswer", "PrefixLookup"]
 
@@ -204,20 +205,21 @@ class PrefixLookup:
             return
         asked = time.monotonic()
         try:
-            hits = self._fewest(links, left)
+            hits = leading(self._common(links, left))
         except DataPlaneError as error:
             self._settle(lookup, LookupAnswer(0, error.outcome, str(error)))
             return
         lookup.known, lookup.asked = hits, asked
         self._settle(lookup, LookupAnswer(hits, "complete"))
 
-    def _fewest(self, links: list[bytes], timeout: float) -> int:
-        """Return what every rank finds, asking all data planes at once: KV is of use only where each rank has it.
+    def _common(self, links: list[bytes], timeout: float) -> Flags:
+        """Return which chunks each rank finds, asking all data planes at once: KV that one rank lacks is of no use.
 
         Raises:
             DataPlaneError: one of them could not say.
         """
-        calls, problem, hits = [], None, []
+        calls, problem = [], None
+        present = np.ones(len(links), np.bool_)
         keys = {name: record_keys(name, links) for name in set().union(*self._namespaces.values())}
         for client, names in self._namespaces.items():
             try:
@@ -226,12 +228,12 @@ class PrefixLookup:
                 problem = problem or error
         for call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
             try:
-                hits += call.result()
+                present = np.logical_and.reduce([present, *call.result()])
             except DataPlaneError as error:
                 problem = problem or error
         if problem is not None:
             raise problem
-        return min(hits)
+        return present
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
         with self._lock:

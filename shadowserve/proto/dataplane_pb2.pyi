@@ -121,14 +121,14 @@ class LookupRequest(_message.Message):
     def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("hits", "outcome", "detail")
-    HITS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("outcome", "detail", "present")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
-    hits: _containers.RepeatedScalarFieldContainer[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
-    def __init__(self, hits: _Optional[_Iterable[int]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+    present: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RegisterDestinationRequest(_message.Message):
     __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc")
@@ -205,18 +205,18 @@ class FetchRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("chunks", "outcome", "detail", "fetched_bytes", "delivered_bytes")
-    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("outcome", "detail", "fetched_bytes", "delivered_bytes", "delivered")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DELIVERED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    chunks: int
+    DELIVERED_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
     fetched_bytes: int
     delivered_bytes: int
-    def __init__(self, chunks: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ...) -> None: ...
+    delivered: bytes
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., delivered: _Optional[bytes] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
     __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents")

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -23,6 +23,7 @@ from dpu_dataplane.server import Daemon
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, ModelIdentity, chain_links, record_keys, storage_key
+from shadowserve.pieces import leading, unpack
 from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
@@ -287,9 +288,12 @@ class Client:
         }
         return pb.FetchRequest(**(fields | changes))
 
-    async def fetch(self, keys: list[bytes], **changes: Any) -> pb.FetchResponse:
+    async def fetch(self, keys: list[bytes], **changes: Any) -> "Fetched":
         answer: pb.FetchResponse = await self.stub.Fetch(self.fetch_request(keys, **changes))
-        return answer
+        delivered = unpack(answer.delivered, len(keys))
+        chunks = leading(delivered)
+        assert chunks == delivered.sum(), "in the order of chunks, and nothing behind a gap"
+        return Fetched(chunks, answer.outcome, answer.detail, answer.fetched_bytes, answer.delivered_bytes)
 
     def store_request(self, keys: list[bytes], **changes: Any) -> pb.StoreRequest:
         self._jobs += 1
@@ -306,10 +310,9 @@ class Client:
         answer: pb.StoreResponse = await self.stub.Store(self.store_request(keys, **changes))
         return answer
 
-    async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = PATIENCE_MS) -> pb.LookupResponse:
+    async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = PATIENCE_MS) -> "Found":
         chain = pb.KeyChain(keys=keys, namespace=space or self.shape.namespace)
-        answer: pb.LookupResponse = await self.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=timeout_ms))
-        return answer
+        return found(await self.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=timeout_ms)), len(keys))
 
     def chunk(self, index: int, shape: ChunkLayout | None = None) -> bytes:
         size = (shape or self.shape).raw_bytes
@@ -319,6 +322,31 @@ class Client:
         await self.channel.close()
         for segment in self.segments:
             segment.close()
+
+
+class Fetched(NamedTuple):
+    """What a Fetch has said; ``chunks`` are the leading ones that are in place."""
+
+    chunks: int
+    outcome: int
+    detail: str
+    fetched_bytes: int
+    delivered_bytes: int
+
+
+class Found(NamedTuple):
+    """What a Lookup has said; ``hits`` are the leading chunks of each chain that are there, ``present`` all of them."""
+
+    hits: list[int]
+    present: list[list[bool]]
+    outcome: int
+    detail: str
+
+
+def found(answer: pb.LookupResponse, *counts: int) -> Found:
+    """Read the answer about chains of so many keys."""
+    flags = [unpack(data, count) for data, count in zip(answer.present, counts, strict=bool(answer.present))]
+    return Found([leading(each) for each in flags], [each.tolist() for each in flags], answer.outcome, answer.detail)
 
 
 @contextlib.asynccontextmanager

@@ -17,6 +17,7 @@ from host_control.manager import FetchJob, KVCacheManager
 from host_control.store import StoreQueue
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import DataPlaneError
+from shadowserve.pieces import leading
 
 SHAPE = ChunkLayout(
     namespace=b"n" * 32,
@@ -65,7 +66,8 @@ class Host:
 
     def lookup(self, seeds: list[int]) -> dict[str, Any]:
         try:
-            return {"hits": self.client.lookup([(SHAPE.namespace, [key(seed) for seed in seeds])], 10.0)}
+            (present,) = self.client.lookup([(SHAPE.namespace, [key(seed) for seed in seeds])], 10.0)
+            return {"hits": [leading(present)]}
         except DataPlaneError as error:
             return {"reason": error.outcome}
 

@@ -311,6 +311,7 @@ def shared_by(base: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     config = copy.copy(base)
     config.parallel_config = copy.copy(base.parallel_config)
     object.__setattr__(config.parallel_config, "tensor_parallel_size", ranks)
+    object.__setattr__(config.parallel_config, "rank", ranks - 1)  # the model is the same on all of them
     return config
 
 

@@ -40,6 +40,16 @@ def test_answer_is_the_fewest_hits_of_any_rank(
     assert plane.calls.count("Lookup") == 1, "one round trip for all ranks"
 
 
+def test_chunks_that_different_ranks_lack_are_no_hits_together(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    links = chain_links(MODEL, range(22), chunk_tokens=CHUNK)
+    first, second = (record_keys(namespace, links) for namespace in NAMESPACES)
+    plane.records.update(dict.fromkeys([*first[:1], *first[2:], *second[:3], *second[4:]], b""))
+    lookup.submit("r", range(22))
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(1, "complete"), "the rest lies behind a gap"
+
+
 def test_ranks_that_hold_the_same_part_are_asked_for_once(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
