@@ -12,11 +12,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Found, Source, Stored, Unanswered
 from shadowserve import native
 from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError
+from shadowserve.pieces import Flags
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import HeadPeek, peek_head
 
@@ -117,31 +120,29 @@ class Catalog:
         """Keys in quarantine."""
         return len(self._quarantine)
 
-    async def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[int]:
-        """Return for each chain, a namespace and its keys, how many leading chunks are stored and look sound.
+    async def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Flags]:
+        """Return for each chain, a namespace and its keys, which chunks are stored and look sound.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: storage did not answer.
         """
-        offered = [self._before_quarantine(namespace, keys) for namespace, keys in chains]
-        asked = [(index, key) for index, keys in enumerate(offered) for key in keys]
-        hits = [0] * len(chains)
-        ended = [False] * len(chains)
+        asked = [
+            (chain, position, key)
+            for chain, (namespace, keys) in enumerate(chains)
+            for position, key in enumerate(keys)
+            if not self.is_quarantined(namespace, key)
+        ]
+        present: list[Flags] = [np.zeros(len(keys), np.bool_) for _, keys in chains]
         for first in range(0, len(asked), QUESTION_KEYS_MAX):
             question = asked[first : first + QUESTION_KEYS_MAX]
-            answer = await self._source.find([key for _, key in question])
-            for position, ((index, key), stored) in enumerate(zip(question, answer, strict=True)):
-                if position % _YIELD_KEYS == _YIELD_KEYS - 1:
+            answer = await self._source.find([key for _, _, key in question])
+            for index, ((chain, position, key), stored) in enumerate(zip(question, answer, strict=True)):
+                if index % _YIELD_KEYS == _YIELD_KEYS - 1:
                     await asyncio.sleep(0)
-                if ended[index]:
-                    continue
-                if self._is_sound(stored, key, chains[index][0]):
-                    hits[index] += 1
-                else:
-                    ended[index] = True
+                present[chain][position] = self._is_sound(stored, key, chains[chain][0])
         self._metrics.lookup_keys += sum(len(keys) for _, keys in chains)
-        self._metrics.lookup_hits += sum(hits)
-        return hits
+        self._metrics.lookup_hits += sum(int(flags.sum()) for flags in present)
+        return present
 
     async def find(self, keys: Sequence[bytes], *, fresh: bool) -> list[tuple[Found, bool]]:
         """Return what is stored under each of up to QUESTION_KEYS_MAX keys, and whether that is only remembered.
@@ -210,13 +211,6 @@ class Catalog:
         for task in list(self._deletions):
             task.cancel()
         await asyncio.gather(*self._deletions, return_exceptions=True)
-
-    def _before_quarantine(self, namespace: bytes, keys: Sequence[bytes]) -> Sequence[bytes]:
-        if self._quarantine:
-            for index, key in enumerate(keys):
-                if self.is_quarantined(namespace, key):
-                    return keys[:index]
-        return keys
 
     def _is_sound(self, stored: Found, key: bytes, namespace: bytes) -> bool:
         """Judge what a lookup found, and remember it if it is sound. Unchanged since last time: no need to look."""

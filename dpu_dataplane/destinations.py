@@ -30,9 +30,9 @@ from typing import Any, Final
 
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import native
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import NativeError, ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import ChunkLayout
 
 __all__ = [
     "Destination",

@@ -27,6 +27,7 @@ from dpu_dataplane.tracing import Tracer
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
+from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["FetchRegion", "Fetcher"]
@@ -116,7 +117,7 @@ class Fetcher:
         self._metrics.fetched_bytes += progress.fetched_bytes
         self._metrics.delivered_bytes += progress.delivered_bytes
         return pb.FetchResponse(
-            chunks=progress.done,
+            delivered=pack(np.arange(len(keys)) < progress.done),
             outcome=outcome,
             detail=detail,
             fetched_bytes=progress.fetched_bytes,

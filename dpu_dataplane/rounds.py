@@ -15,10 +15,11 @@ import numpy.typing as npt
 from dpu_dataplane.catalog import Fault, fault_of
 from dpu_dataplane.sources.source import Found, Stored, Unanswered
 from shadowserve import native
+from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
 from shadowserve.errors import RecordError
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import DECODED_BYTES_MAX, ChunkLayout, Head, Manifest, parse_head, plan_slices
+from shadowserve.record import Head, Manifest, parse_head, plan_slices
 
 __all__ = ["Buffers", "FetchPlan", "StorePlan", "encoded_bound", "plan_fetch", "plan_store"]
 

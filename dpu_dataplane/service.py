@@ -32,10 +32,11 @@ from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import NotTraceable, Tracer
 from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import __version__, native
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
+from shadowserve.pieces import pack
 from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import ChunkLayout
 
 __all__ = ["DataPlaneService"]
 
@@ -92,7 +93,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         raise AssertionError("abort() always raises")
 
     async def Lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupResponse:  # noqa: N802
-        """How many leading chunks of each chain storage holds."""
+        """Which chunks of each chain storage holds."""
         return await self._answer(context, self._lookup, request)
 
     async def RegisterDestination(  # noqa: N802
@@ -230,10 +231,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def _lookup(self, request: pb.LookupRequest, host: Host) -> pb.LookupResponse:
         chains = self._validate.chains(request)
         job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
-        hits, detail = [0] * len(chains), ""
+        present: list[bytes] = []
+        detail = ""
         with self._metrics.lookup_seconds.time():
             try:
-                hits = await job.within(self._catalog.lookup(chains), "asking storage for heads")
+                found = await job.within(self._catalog.lookup(chains), "asking storage for heads")
+                present = [pack(flags) for flags in found]
                 outcome = pb.OUTCOME_COMPLETE
             except Stop as stop:
                 outcome, detail = stop.outcome, stop.detail
@@ -244,7 +247,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             except Exception as error:
                 outcome, detail = self._internal("Lookup", error)
         self._metrics.lookups[outcome_name(outcome)] += 1
-        response = pb.LookupResponse(hits=hits, outcome=outcome, detail=detail)
+        response = pb.LookupResponse(present=present, outcome=outcome, detail=detail)
         self._report(response)
         return response
 

@@ -17,10 +17,11 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Found, Source, Stored, Unanswered
 from shadowserve import native
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import ChunkLayout, encode_head
+from shadowserve.record import encode_head
 
 __all__ = ["Storer"]
 

@@ -4,12 +4,13 @@ import grpc
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.destinations import Destination
-from shadowserve import __version__, native
+from shadowserve import __version__
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION, SCHEMA_VERSION
 from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import ChunkLayout
+from shadowserve.proto.convert import layout_from_message
 
 __all__ = ["InvalidCall", "Validator"]
 
@@ -116,25 +117,8 @@ class Validator:
 
     def layout(self, layout: pb.ChunkLayout) -> ChunkLayout:
         """Return the layout of chunks that a host moves."""
-        dtypes = {dtype.name.lower(): dtype for dtype in native.DType}
-        quantizers = {quantizer.name.lower(): quantizer for quantizer in native.Quantizer}
-        if layout.dtype not in dtypes:
-            raise InvalidCall(f"layout.dtype is {layout.dtype[:40]!r}; it is one of {', '.join(dtypes)}")
-        if layout.quantizer not in quantizers:
-            raise InvalidCall(f"layout.quantizer is {layout.quantizer[:40]!r}; it is one of {', '.join(quantizers)}")
         try:
-            return ChunkLayout(
-                namespace=layout.namespace,
-                dtype=dtypes[layout.dtype],
-                layers=layout.layers,
-                kinds=layout.kinds,
-                vector_length=layout.vector_length,
-                tokens=layout.chunk_tokens,
-                quantizer=quantizers[layout.quantizer],
-                bins=layout.bins,
-                value_bins=layout.value_bins,
-                scale_tokens=layout.scale_tokens or 1,
-            )
+            return layout_from_message(layout)
         except ValueError as error:
             raise InvalidCall(f"layout: {error}") from error
 

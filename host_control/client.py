@@ -12,19 +12,20 @@ the caller must not use that memory again (:mod:`host_control.destination` retir
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
 import grpc
 
 from host_control.connection import Connection, Peer, explain
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
+from shadowserve.pieces import Flags, leading, unpack
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import layout_message
 from shadowserve.tls import Credentials
 
 __all__ = [
     "Breaker",
-    "ChunkShape",
     "DataPlaneClient",
     "FetchAnswer",
     "FetchCall",
@@ -37,7 +38,6 @@ __all__ = [
 _GRACE: Final = 0.25
 """Seconds that a call may outlast the deadline that the daemon was given: its answer is worth more than the time."""
 
-_DTYPE_BYTES: Final = {"uint8": 1, "float8_e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 MemoryMessage = pb.SharedMemory | pb.ExportedMemory | pb.CudaIpcMemory
 _MEMORY_FIELDS: Final[dict[type[Any], str]] = {
     pb.SharedMemory: "shared_memory",
@@ -55,55 +55,6 @@ _AT_FAULT: Final = {
     "internal",
     "device",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkShape:
-    """How one chunk lies in memory: layer, kind, token, head, dimension.
-
-    Attributes:
-        namespace: digest of the ``KVNamespace``, 32 bytes.
-        dtype: ``"float16"``, ``"bfloat16"``, ``"float32"``, ``"float8_e4m3"`` or ``"uint8"``.
-        layers: count.
-        kinds: 2 for K and V, 1 for a latent.
-        vector_length: elements of one token, layer and kind: KV heads x head size.
-        chunk_tokens: count.
-        quantizer: ``"lossless"``, ``"binned"`` or ``"passthrough"``.
-        bins: of the binned quantizer, else 0.
-        value_bins: those of V, where it has others than K, else 0.
-        scale_tokens: tokens that share one scale of the binned quantizer, else 1.
-    """
-
-    namespace: bytes
-    dtype: str
-    layers: int
-    kinds: int
-    vector_length: int
-    chunk_tokens: int
-    quantizer: str
-    bins: int = 0
-    value_bins: int = 0
-    scale_tokens: int = 1
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Bytes of one chunk."""
-        return self.layers * self.kinds * self.vector_length * self.chunk_tokens * _DTYPE_BYTES[self.dtype]
-
-    def message(self) -> pb.ChunkLayout:
-        """Return the message of the wire."""
-        return pb.ChunkLayout(
-            namespace=self.namespace,
-            dtype=self.dtype,
-            layers=self.layers,
-            kinds=self.kinds,
-            vector_length=self.vector_length,
-            chunk_tokens=self.chunk_tokens,
-            quantizer=self.quantizer,
-            bins=self.bins,
-            value_bins=self.value_bins,
-            scale_tokens=self.scale_tokens,
-        )
 
 
 class Breaker:
@@ -162,7 +113,7 @@ class Registration(NamedTuple):
 
 
 class FetchAnswer(NamedTuple):
-    """Outcome of one round. ``quiet``: nobody writes into the region any more."""
+    """Outcome of one round, and how many leading chunks it put in place. ``quiet``: nobody writes there any more."""
 
     chunks: int
     reason: str
@@ -186,11 +137,11 @@ class StoreAnswer(NamedTuple):
 class LookupCall:
     """A Lookup on its way."""
 
-    def __init__(self, answer: Callable[[], list[int]]) -> None:
+    def __init__(self, answer: Callable[[], list[Flags]]) -> None:
         self._answer = answer
 
-    def result(self) -> list[int]:
-        """Return how many leading keys of each chain are stored, waiting for it at most until the call's deadline.
+    def result(self) -> list[Flags]:
+        """Return which keys of each chain are stored, waiting for it at most until the call's deadline.
 
         Raises:
             DataPlaneError: no answer, or one that cannot be; ``outcome`` says which.
@@ -258,7 +209,7 @@ class DataPlaneClient:
         """What the data plane said of itself, ``None`` while not connected."""
         return self._connection.peer
 
-    def connect(self, timeout: float, shape: ChunkShape | None = None, *, wait: bool = True) -> Peer:
+    def connect(self, timeout: float, shape: ChunkLayout | None = None, *, wait: bool = True) -> Peer:
         """Say Hello; see :meth:`host_control.connection.Connection.connect`. ``shape`` is of chunks that will move.
 
         Raises:
@@ -266,7 +217,7 @@ class DataPlaneClient:
         """
         if shape is None:
             return self._connection.connect(timeout, None, 0, wait=wait)
-        return self._connection.connect(timeout, shape.message(), shape.chunk_bytes, wait=wait)
+        return self._connection.connect(timeout, layout_message(shape), shape.raw_bytes, wait=wait)
 
     def wait_ready(self, timeout: float) -> bool:
         """Return whether the data plane has taken this host within ``timeout`` seconds; connects, where need be."""
@@ -276,11 +227,11 @@ class DataPlaneClient:
             return False
         return True
 
-    def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> list[int]:
-        """Return how many leading keys of each chain are stored.
+    def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> list[Flags]:
+        """Return which keys of each chain are stored.
 
         Args:
-            chains: (namespace digest, keys) for each rank.
+            chains: namespaces, and keys of their records.
             timeout: seconds.
 
         Raises:
@@ -310,7 +261,7 @@ class DataPlaneClient:
                 request, timeout=left + _GRACE / 5, metadata=self._connection.metadata()
             )
 
-        def finish() -> list[int]:
+        def finish() -> list[Flags]:
             try:
                 answer = call.result()
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
@@ -320,7 +271,7 @@ class DataPlaneClient:
                     answer = start().result()
                 except (grpc.RpcError, grpc.FutureCancelledError) as again:
                     raise self._fail("lookup", *explain(again)) from again
-            return self._hits(answer, chains)
+            return self._present(answer, [len(keys) for _, keys in chains])
 
         call = start()
         return LookupCall(finish)
@@ -332,24 +283,25 @@ class DataPlaneClient:
             self._report(operation, error.outcome)
             raise
 
-    def _hits(self, answer: pb.LookupResponse, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[int]:
+    def _present(self, answer: pb.LookupResponse, counts: Sequence[int]) -> list[Flags]:
         reason = _reason(answer.outcome)
         if reason != "complete":
             raise self._fail("lookup", reason, answer.detail)
-        hits = list(answer.hits)
-        if len(hits) != len(chains) or any(n > len(keys) for n, (_, keys) in zip(hits, chains, strict=False)):
-            raise self._fail("lookup", "invalid_answer", f"hits {hits[:8]} for {len(chains)} chains")
+        try:
+            present = [unpack(data, count) for data, count in zip(answer.present, counts, strict=True)]
+        except ValueError as error:
+            raise self._fail("lookup", "invalid_answer", str(error)) from error
         self._report("lookup", reason)
-        return hits
+        return present
 
-    def register(self, shape: ChunkShape, memory: MemoryMessage) -> Registration:
+    def register(self, shape: ChunkLayout, memory: MemoryMessage) -> Registration:
         """Make memory known to the data plane. The caller has asked the breaker.
 
         Raises:
             DataPlaneError: refused, unreachable, or the daemon counts another chunk size than we do.
         """
         request = pb.RegisterDestinationRequest(
-            layout=shape.message(),
+            layout=layout_message(shape),
             **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
         try:
@@ -359,8 +311,8 @@ class DataPlaneClient:
         except grpc.RpcError as error:
             self._connection.lost(error)
             raise self._fail("register", *explain(error)) from error
-        if answer.chunk_bytes != shape.chunk_bytes:
-            detail = f"the data plane counts {answer.chunk_bytes} bytes in a chunk, this host {shape.chunk_bytes}"
+        if answer.chunk_bytes != shape.raw_bytes:
+            detail = f"the data plane counts {answer.chunk_bytes} bytes in a chunk, this host {shape.raw_bytes}"
             raise self._fail("register", "invalid_answer", detail)
         self._report("register", "complete")
         return Registration(answer.destination_id, answer.chunk_bytes)
@@ -420,19 +372,20 @@ class DataPlaneClient:
             self._report("fetch", reason)
             return FetchAnswer(0, reason, detail, quiet=reason == "refused")
         reason = _reason(answer.outcome)
-        complete = answer.chunks == asked
-        if (
-            answer.chunks > asked
-            or reason == "unspecified"
-            or complete != (reason == "complete")
-            or (reason == "round_full" and answer.chunks == 0)
-        ):
+        try:
+            delivered = unpack(answer.delivered, asked)
+        except ValueError as error:
             self._report("fetch", "invalid_answer")
-            detail = f"{answer.chunks} chunks with outcome '{reason}' where {asked} were asked for"
+            return FetchAnswer(0, "invalid_answer", str(error), quiet=False)
+        chunks = leading(delivered)
+        complete = bool(delivered.all())
+        if reason == "unspecified" or complete != (reason == "complete") or (reason == "round_full" and not chunks):
+            self._report("fetch", "invalid_answer")
+            detail = f"{delivered.sum()} chunks with outcome '{reason}' where {asked} were asked for"
             return FetchAnswer(0, "invalid_answer", detail, quiet=False)
         # A deadline with some chunks is a slow fetch, not a peer at fault.
-        self._report("fetch", "complete" if reason == "deadline" and answer.chunks else reason)
-        return FetchAnswer(answer.chunks, reason, answer.detail, True, answer.fetched_bytes, answer.delivered_bytes)
+        self._report("fetch", "complete" if reason == "deadline" and chunks else reason)
+        return FetchAnswer(chunks, reason, answer.detail, True, answer.fetched_bytes, answer.delivered_bytes)
 
     def store(
         self,

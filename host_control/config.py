@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final, Literal, Self
 from pydantic import ByteSize, Field, model_validator
 
 from host_control.client import DataPlaneClient
+from shadowserve.chunk import TOKENS_MAX
 from shadowserve.config import Section
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
@@ -58,7 +59,7 @@ class HostConfig(Section):
     scale_tokens: int = Field(1, ge=1, le=65536)
     """So many tokens share one scale of the ``binned`` quantizer. More than one pay where a rank has few KV heads: with
     vectors of 128 elements, 16 tokens to a scale save 0.23 bits an element."""
-    chunk_tokens: int = Field(DEFAULT_CHUNK_TOKENS, ge=1, le=65536)
+    chunk_tokens: int = Field(DEFAULT_CHUNK_TOKENS, ge=1, le=TOKENS_MAX)
     """Tokens in a chunk: the unit of storing and fetching. A multiple of the engine's block size."""
     load_tokens_min: int = Field(64, ge=1)
     """A hit that would save fewer tokens than this beyond the local prefix is not worth a transfer."""

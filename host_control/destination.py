@@ -10,8 +10,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from host_control.client import ChunkShape, DataPlaneClient, MemoryMessage
+from host_control.client import DataPlaneClient, MemoryMessage
 from host_control.segment import Segment
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 __all__ = ["Destination", "Memory"]
@@ -69,7 +70,7 @@ class Destination:
     def __init__(
         self,
         client: DataPlaneClient,
-        shape: ChunkShape,
+        shape: ChunkLayout,
         size: int,
         connect_timeout: float = 2.0,
         make: Callable[[int], Memory] = Segment.create,

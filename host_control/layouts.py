@@ -25,27 +25,25 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-__all__ = ["LayoutKind", "MoverKind", "PagedLayout", "dtype_name"]
+from shadowserve.chunk import DType
+
+__all__ = ["LayoutKind", "MoverKind", "PagedLayout", "element_type"]
 
 LayoutKind = Literal["kv_cells", "cpu_pages", "cpu_tiles", "latent"]
 MoverKind = Literal["numpy", "torch", "triton"]
-_DTYPE_NAMES: Final = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.uint8: "uint8",
-    torch.float8_e4m3fn: "uint8",
-    torch.float8_e5m2: "uint8",
-}
+_MOVED_AS_BYTES: Final = {torch.float8_e4m3fn, torch.float8_e5m2}
 _WORD_BYTES: Final = 8
 _TILE: Final = 16
 _PAIR: Final = 2
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def dtype_name(dtype: Any) -> str | None:
-    """Return the wire's name of a torch dtype (fp8 caches move as bytes), ``None`` for one that cannot be moved."""
-    return _DTYPE_NAMES.get(dtype)
+def element_type(dtype: Any) -> DType | None:
+    """Return what elements of a torch dtype move as (fp8 as bytes), ``None`` for one that cannot be moved."""
+    try:
+        return DType.UINT8 if dtype in _MOVED_AS_BYTES else DType.from_label(str(dtype).removeprefix("torch."))
+    except ValueError:
+        return None
 
 
 class PagedLayout:
@@ -75,7 +73,7 @@ class PagedLayout:
         for index, cache in enumerate(caches):
             if cache.shape != first.shape or cache.dtype != first.dtype or cache.device != first.device:
                 raise ValueError(f"layer {index} has another shape, dtype or device than layer 0")
-        if first.dim() != 4 or dtype_name(first.dtype) is None:
+        if first.dim() != 4 or element_type(first.dtype) is None:
             raise ValueError(f"a KV cache of shape {tuple(first.shape)} and dtype {first.dtype} is not known")
         self.device = first.device
         self.kinds = 1 if kind == "latent" else 2
@@ -318,7 +316,7 @@ def _as_numpy(tensor: Any) -> Any:
 
 
 def _moved_as(cache: Any) -> Any:
-    return cache.view(torch.uint8) if dtype_name(cache.dtype) == "uint8" else cache
+    return cache.view(torch.uint8) if element_type(cache.dtype) is DType.UINT8 else cache
 
 
 def _views(cache: Any, kind: LayoutKind, head_size: int) -> list[Any]:

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from host_control.client import DataPlaneClient
 from shadowserve.errors import DataPlaneError
-from shadowserve.keys import chunk_keys
+from shadowserve.keys import chain_links, record_keys
+from shadowserve.pieces import Flags, leading
 
 __all__ = ["LookupAnswer", "PrefixLookup"]
 
@@ -29,7 +30,7 @@ class LookupAnswer:
     """What a lookup found.
 
     Attributes:
-        hits: leading chunks that every chain holds.
+        hits: leading chunks that storage holds for every rank.
         reason: ``"complete"``, ``"short"`` (no full chunk), ``"deadline"``, ``"unnamed"`` (its KV cannot be named), or
             why the data plane could not say.
         detail: a sentence about a failure, else empty.
@@ -46,7 +47,7 @@ class _Lookup:
     extra: bytes | Callable[[], bytes]
     deadline: float
     answer: LookupAnswer | None = None
-    keys: list[list[bytes]] | None = None
+    links: list[bytes] | None = None
     known: int = 0
     asked: float = 0.0
     future: Future[None] | None = field(default=None, repr=False)
@@ -56,8 +57,8 @@ class PrefixLookup:
     """Looks prompts up in the background; :meth:`submit`, :meth:`poll` and :meth:`forget` take microseconds.
 
     Args:
-        clients: of each chain's data plane; the same one as often as it serves.
-        namespaces: digest of each chain; one for each tensor-parallel rank.
+        model: digest of the ``ModelIdentity``.
+        ranks: of each rank its data plane's client, the same one as often as it serves, and its chunks' namespace.
         chunk_tokens: tokens in a chunk.
         timeout: seconds from :meth:`submit` to an answer.
         threads: that hash and ask.
@@ -67,8 +68,8 @@ class PrefixLookup:
 
     def __init__(
         self,
-        clients: Sequence[DataPlaneClient],
-        namespaces: Sequence[bytes],
+        model: bytes,
+        ranks: Sequence[tuple[DataPlaneClient, bytes]],
         *,
         chunk_tokens: int,
         timeout: float,
@@ -76,10 +77,9 @@ class PrefixLookup:
         enabled: bool = True,
         on_done: Callable[[str], None] | None = None,
     ) -> None:
-        self._namespaces = tuple(namespaces)
-        self._chains: dict[DataPlaneClient, list[int]] = {}  # that each data plane serves
-        for chain, client in enumerate(clients):
-            self._chains.setdefault(client, []).append(chain)
+        self._model = model
+        # What each data plane is asked for; ranks that hold the same part of the KV need the same records.
+        self._namespaces = {client: list(dict.fromkeys(n for c, n in ranks if c is client)) for client, _ in ranks}
         self._chunk_tokens = chunk_tokens
         self._timeout = timeout
         self._enabled = enabled
@@ -89,7 +89,7 @@ class PrefixLookup:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
         if enabled:
             # So that the first request's deadline does not pay for the connection.
-            for client in self._chains:
+            for client in self._namespaces:
                 self._pool.submit(client.wait_ready, timeout)
 
     def submit(self, request_id: str, tokens: Sequence[int], extra: bytes | Callable[[], bytes] = b"") -> None:
@@ -98,13 +98,13 @@ class PrefixLookup:
         Args:
             request_id: of the engine.
             tokens: of the prompt; must not change until :meth:`forget`, except by growing.
-            extra: see :func:`shadowserve.keys.chunk_keys`; or what returns it, called on a lookup thread. Where that
-                raises, the answer's reason is ``"unnamed"``, and there are no keys.
+            extra: see :func:`shadowserve.keys.chain_links`; or what returns it, called on a lookup thread. Where that
+                raises, the answer's reason is ``"unnamed"``, and there are no links.
         """
         lookup = _Lookup(tokens, extra, time.monotonic() + self._timeout)
         count = len(tokens) // self._chunk_tokens
         if count == 0:
-            lookup.answer, lookup.keys = LookupAnswer(0, "short"), [[] for _ in self._namespaces]
+            lookup.answer, lookup.links = LookupAnswer(0, "short"), []
         elif not self._enabled:
             lookup.answer = LookupAnswer(0, "disabled")
         with self._lock:
@@ -123,18 +123,18 @@ class PrefixLookup:
                 lookup.answer = lookup.answer or LookupAnswer(0, "deadline", "no answer in time")
         return lookup.answer
 
-    def keys(self, request_id: str) -> list[list[bytes]] | None:
-        """Return the keys of each chain's full chunks, ``None`` while they are being computed.
+    def links(self, request_id: str) -> list[bytes] | None:
+        """Return the links of full chunks, ``None`` while they are being computed.
 
-        The lists belong to the request: whoever extends them (chunks of generated tokens) does so in place.
+        The list belongs to the request: whoever extends it (chunks of generated tokens) does so in place.
         """
         lookup = self._lookups.get(request_id)
-        return None if lookup is None else lookup.keys
+        return None if lookup is None else lookup.links
 
     def extra(self, request_id: str) -> bytes:
-        """Return what a request's keys were made of beside its tokens; there are keys."""
+        """Return what a request's links were made of beside its tokens; there are links."""
         extra = self._lookups[request_id].extra
-        assert isinstance(extra, bytes), "keys without a name"
+        assert isinstance(extra, bytes), "links without a name"
         return extra
 
     def known(self, request_id: str) -> int:
@@ -161,10 +161,10 @@ class PrefixLookup:
     def _run(self, request_id: str, lookup: _Lookup, count: int) -> None:
         try:
             if self._named(lookup):
-                keys = self._hash(lookup, count)
-                lookup.keys = keys
+                links = self._hash(lookup, count)
+                lookup.links = links
                 if self._enabled:
-                    self._ask(lookup, keys)
+                    self._ask(lookup, links)
         except Exception as error:  # a bug must not leave the request waiting for its deadline
             self._settle(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
         if self._on_done is not None:
@@ -182,59 +182,58 @@ class PrefixLookup:
             return False
         return True
 
-    def _hash(self, lookup: _Lookup, count: int) -> list[list[bytes]]:
+    def _hash(self, lookup: _Lookup, count: int) -> list[bytes]:
         tokens: npt.NDArray[np.uint32] = np.empty(count * self._chunk_tokens, dtype="<u4")
         for begin in range(0, len(tokens), _STRIDE_TOKENS):
             end = min(begin + _STRIDE_TOKENS, len(tokens))
             tokens[begin:end] = lookup.tokens[begin:end]
             time.sleep(0)  # let the engine's thread have the interpreter
-        keys: list[list[bytes]] = []
+        links: list[bytes] = []
         extra = lookup.extra
         assert isinstance(extra, bytes)
         stride = max(_STRIDE_TOKENS // self._chunk_tokens, 1)
-        for namespace in self._namespaces:
-            chain: list[bytes] = []
-            for end in range(stride, count + stride, stride):
-                prefix = tokens[: min(end, count) * self._chunk_tokens]
-                chain = chunk_keys(namespace, prefix, chunk_tokens=self._chunk_tokens, extra=extra, after=chain)
-                time.sleep(0)
-            keys.append(chain)
-        return keys
+        for end in range(stride, count + stride, stride):
+            prefix = tokens[: min(end, count) * self._chunk_tokens]
+            links = chain_links(self._model, prefix, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
+            time.sleep(0)
+        return links
 
-    def _ask(self, lookup: _Lookup, keys: list[list[bytes]]) -> None:
+    def _ask(self, lookup: _Lookup, links: list[bytes]) -> None:
         left = lookup.deadline - time.monotonic()
         if left <= 0:
             self._settle(lookup, LookupAnswer(0, "deadline", "no thread was free in time"))
             return
         asked = time.monotonic()
         try:
-            hits = self._fewest(keys, left)
+            hits = leading(self._common(links, left))
         except DataPlaneError as error:
             self._settle(lookup, LookupAnswer(0, error.outcome, str(error)))
             return
         lookup.known, lookup.asked = hits, asked
         self._settle(lookup, LookupAnswer(hits, "complete"))
 
-    def _fewest(self, keys: list[list[bytes]], timeout: float) -> int:
-        """Return what every chain holds, asking all data planes at once: KV is of use only where each rank has it.
+    def _common(self, links: list[bytes], timeout: float) -> Flags:
+        """Return which chunks each rank finds, asking all data planes at once: KV that one rank lacks is of no use.
 
         Raises:
             DataPlaneError: one of them could not say.
         """
-        calls, problem, hits = [], None, []
-        for client, chains in self._chains.items():
+        calls, problem = [], None
+        present = np.ones(len(links), np.bool_)
+        keys = {name: record_keys(name, links) for name in set().union(*self._namespaces.values())}
+        for client, names in self._namespaces.items():
             try:
-                calls.append(client.start_lookup([(self._namespaces[chain], keys[chain]) for chain in chains], timeout))
+                calls.append(client.start_lookup([(name, keys[name]) for name in names], timeout))
             except DataPlaneError as error:
                 problem = problem or error
         for call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
             try:
-                hits += call.result()
+                present = np.logical_and.reduce([present, *call.result()])
             except DataPlaneError as error:
                 problem = problem or error
         if problem is not None:
             raise problem
-        return min(hits)
+        return present
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
         with self._lock:

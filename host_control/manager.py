@@ -25,6 +25,7 @@ from host_control.client import DataPlaneClient, FetchAnswer, FetchCall
 from host_control.destination import Destination, Memory
 from host_control.lookup import PrefixLookup
 from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.keys import record_keys
 
 __all__ = [
     "ORDERS",
@@ -214,11 +215,11 @@ class KVCacheManager:
         self._lookup = lookup
         self._chunk_tokens = chunk_tokens
         self._load_tokens_min = load_tokens_min
-        self._round_chunks = destination.size // 2 // destination.shape.chunk_bytes
+        self._round_chunks = destination.size // 2 // destination.shape.raw_bytes
         if self._round_chunks < 1:
             raise ConfigurationError(
                 f"a destination of {destination.size} bytes does not hold two chunks of "
-                f"{destination.shape.chunk_bytes}; raise host.fetch_buffer_bytes"
+                f"{destination.shape.raw_bytes}; raise host.fetch_buffer_bytes"
             )
         self._condition = threading.Condition()
         self._fetching: list[_Progress] = []
@@ -321,11 +322,12 @@ class KVCacheManager:
     def _job(self, request: PrefillRequest, hits: int) -> FetchJob | None:
         assert self._lookup is not None
         usable = min(hits * self._chunk_tokens, len(request.tokens) - 1)
-        keys = self._lookup.keys(request.request_id)
-        if keys is None or usable - request.computed_tokens < self._load_tokens_min:
+        links = self._lookup.links(request.request_id)
+        if links is None or usable - request.computed_tokens < self._load_tokens_min:
             return None
         first = request.computed_tokens // self._chunk_tokens
-        return FetchJob(request_id=request.request_id, keys=tuple(keys[0][first:hits]), target=request)
+        keys = record_keys(self._destination.shape.namespace, links[first:hits])
+        return FetchJob(request_id=request.request_id, keys=tuple(keys), target=request)
 
     def _restore(self, result: FetchResult) -> PrefillRequest:
         request = self._intercepted.pop(result.job.request_id)
@@ -464,7 +466,7 @@ class KVCacheManager:
             return
 
     def _start(self, keys: Sequence[bytes], timeout: float) -> tuple[FetchCall, str, int]:
-        chunk_bytes = self._destination.shape.chunk_bytes
+        chunk_bytes = self._destination.shape.raw_bytes
         offset = self._half * self._round_chunks * chunk_bytes
         job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
         call = self._client.start_fetch(
@@ -501,7 +503,7 @@ class KVCacheManager:
         progress = landed.progress
         if not progress.cancelled and progress.chunks == landed.first:
             try:
-                length = landed.count * self._destination.shape.chunk_bytes
+                length = landed.count * self._destination.shape.raw_bytes
                 self._scatter(progress.job, landed.first, landed.memory.arrived(landed.offset, length))
                 if landed.memory.whole():
                     progress.chunks += landed.count

@@ -63,7 +63,7 @@ class StoreQueue:
     ) -> None:
         self._client = client
         self._destination = destination
-        self._chunk_bytes = destination.shape.chunk_bytes
+        self._chunk_bytes = destination.shape.raw_bytes
         self._slots = destination.size // self._chunk_bytes
         if self._slots < 1:
             raise ConfigurationError(

@@ -32,6 +32,7 @@ from model_text import Document, load_documents
 from train_model import ASSETS
 
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 
 __all__ = [
     "TREATMENTS",
@@ -53,9 +54,9 @@ __all__ = [
 CHUNK_TOKENS = 256
 KEY = bytes(32)  # a record needs some key and namespace; nothing here depends on which
 TORCH_DTYPES = {
-    native.DType.BFLOAT16: torch.bfloat16,
-    native.DType.FLOAT32: torch.float32,
-    native.DType.FLOAT8_E4M3: torch.float8_e4m3fn,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT8_E4M3: torch.float8_e4m3fn,
 }
 SHOWN_CODECS = ("deflate", "zstd", "kvrans")
 ENTROPY = "entropy"
@@ -76,8 +77,8 @@ class Treatment:
         channel_keys: keys have a scale for each channel of a chunk instead of each token; computed here.
     """
 
-    quantizer: native.Quantizer = native.Quantizer.BINNED
-    dtype: native.DType = native.DType.BFLOAT16
+    quantizer: Quantizer = Quantizer.BINNED
+    dtype: DType = DType.BFLOAT16
     bins: int = 0
     value_bins: int = 0
     scale_tokens: int = 1
@@ -92,7 +93,7 @@ class Treatment:
     @property
     def label(self) -> str:
         """What the table calls it."""
-        if self.quantizer is not native.Quantizer.BINNED:
+        if self.quantizer is not Quantizer.BINNED:
             return self.quantizer.name.lower()
         if self.layer_bins:
             return "binned, " + " ".join(f"{key}/{value}" for key, value in self.layer_bins)
@@ -105,15 +106,15 @@ SPLIT_BINS = ((32, 8), (48, 12), (64, 16), (96, 24), (128, 32))
 """Bins of keys and values, four to one: what the search on other windows found best (docs/quality.md)."""
 
 TREATMENTS = (
-    Treatment(quantizer=native.Quantizer.LOSSLESS, dtype=native.DType.FLOAT32),
-    Treatment(quantizer=native.Quantizer.LOSSLESS),
+    Treatment(quantizer=Quantizer.LOSSLESS, dtype=DType.FLOAT32),
+    Treatment(quantizer=Quantizer.LOSSLESS),
     *(Treatment(bins=bins) for bins in (16, 32, 64, 256)),
     *(Treatment(bins=bins, value_bins=value_bins) for bins, value_bins in SPLIT_BINS),
     *(Treatment(bins=bins, value_bins=value_bins, scale_tokens=16) for bins, value_bins in SPLIT_BINS),
     *(Treatment(bins=bins, value_bins=value_bins, channel_keys=True) for bins, value_bins in SPLIT_BINS[:3]),
     Treatment(layer_bins=((66, 18), (74, 20), (56, 14), (60, 12))),
-    Treatment(dtype=native.DType.FLOAT8_E4M3, quantizer=native.Quantizer.PASSTHROUGH),
-    Treatment(dtype=native.DType.FLOAT8_E4M3, bins=64, value_bins=16),
+    Treatment(dtype=DType.FLOAT8_E4M3, quantizer=Quantizer.PASSTHROUGH),
+    Treatment(dtype=DType.FLOAT8_E4M3, bins=64, value_bins=16),
 )
 
 
@@ -155,7 +156,7 @@ def windows(documents: Sequence[Document], size: int) -> Iterator[list[int]]:
             yield list(data[start : start + size])
 
 
-def kv_bytes(cache: KVCache, dtype: native.DType, first: int, tokens: int) -> bytes:
+def kv_bytes(cache: KVCache, dtype: DType, first: int, tokens: int) -> bytes:
     """Return ``tokens`` tokens of ``cache`` in the record's decoded layout: layer, kind, token, head, dimension."""
     parts = [
         tensor[0, :, first : first + tokens].transpose(0, 1).to(TORCH_DTYPES[dtype]).contiguous()
@@ -165,9 +166,9 @@ def kv_bytes(cache: KVCache, dtype: native.DType, first: int, tokens: int) -> by
     return b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
 
 
-def _layout(cache: KVCache, treatment: Treatment) -> record.ChunkLayout:
+def _layout(cache: KVCache, treatment: Treatment) -> ChunkLayout:
     _, heads, _, head_size = cache[0][0].shape
-    return record.ChunkLayout(
+    return ChunkLayout(
         namespace=bytes(32),
         dtype=treatment.dtype,
         layers=len(cache),
@@ -194,7 +195,7 @@ def stored_and_loaded(
     layout = _layout(cache, treatment)
     chunks: list[torch.Tensor] = []
     stored = {codec.name.lower(): 0 for codec in codecs}
-    if treatment.quantizer is native.Quantizer.BINNED:
+    if treatment.quantizer is Quantizer.BINNED:
         stored[ENTROPY] = 0
     for first in range(0, tokens, CHUNK_TOKENS):
         kv = kv_bytes(cache, treatment.dtype, first, CHUNK_TOKENS)
@@ -340,7 +341,7 @@ class _Sample:
 
 
 def _family(treatment: Treatment) -> str:
-    if treatment.dtype is not native.DType.BFLOAT16 or treatment.quantizer is not native.Quantizer.BINNED:
+    if treatment.dtype is not DType.BFLOAT16 or treatment.quantizer is not Quantizer.BINNED:
         return f"{treatment.dtype.label} {treatment.quantizer.name.lower()}"
     if treatment.channel_keys:
         return "a quarter of the bins for V, keys by channel (tried)"
@@ -413,14 +414,14 @@ class Lossless:
 def measure_lossless(cache: KVCache, codecs: Sequence[native.Codec], repeats: int = 5) -> list[Lossless]:
     """Compare the lossless quantizer's planes with the raw bytes of the same cache, in one-layer, one-kind slices."""
     rows = []
-    for dtype in (native.DType.BFLOAT16, native.DType.FLOAT32):
-        layout = _layout(cache, Treatment(quantizer=native.Quantizer.LOSSLESS, dtype=dtype))
+    for dtype in (DType.BFLOAT16, DType.FLOAT32):
+        layout = _layout(cache, Treatment(quantizer=Quantizer.LOSSLESS, dtype=dtype))
         kv = kv_bytes(cache, dtype, 0, CHUNK_TOKENS)
         size = len(kv) // (layout.layers * layout.kinds)
         slices = [kv[first : first + size] for first in range(0, len(kv), size)]
         shape = {"vectors": CHUNK_TOKENS, "vector_length": layout.vector_length}
         out = np.empty(size, np.uint8)
-        for form, quantizer in (("planes", native.Quantizer.LOSSLESS), ("raw", native.Quantizer.PASSTHROUGH)):
+        for form, quantizer in (("planes", Quantizer.LOSSLESS), ("raw", Quantizer.PASSTHROUGH)):
             row_length = layout.vector_length * (dtype.itemsize if form == "raw" else 1)
             symbols = [native.quantize(quantizer, dtype, part, **shape)[0] for part in slices]
             for codec in codecs:
@@ -430,7 +431,7 @@ def measure_lossless(cache: KVCache, codecs: Sequence[native.Codec], repeats: in
                     begin = time.thread_time()
                     for stream in streams:
                         native.decompress_into(codec, stream, into)
-                        if quantizer is native.Quantizer.LOSSLESS:
+                        if quantizer is Quantizer.LOSSLESS:
                             native.dequantize(quantizer, dtype, into, None, out=out, **shape)
                     best = min(best, time.thread_time() - begin)
                 rows.append(
@@ -453,7 +454,7 @@ def _byte_entropy(data: npt.NDArray[np.uint8]) -> float:
 
 def bit_entropies(cache: KVCache) -> dict[str, float]:
     """Return the order-0 entropies of what a bfloat16 is made of, in bits, over a whole cache."""
-    halves = np.frombuffer(kv_bytes(cache, native.DType.BFLOAT16, 0, cache[0][0].shape[2]), np.uint16)
+    halves = np.frombuffer(kv_bytes(cache, DType.BFLOAT16, 0, cache[0][0].shape[2]), np.uint16)
     return {
         "exponent (8 bits)": _byte_entropy((halves >> 7 & 0xFF).astype(np.uint8)),
         "sign (1 bit)": _byte_entropy((halves >> 15).astype(np.uint8)),

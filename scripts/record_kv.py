@@ -14,6 +14,7 @@ from model_text import load_documents
 from train_model import ASSETS
 
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 
 FIRST_TOKEN = 768
 """Of the chunk that is kept: what came before it is context."""
@@ -29,17 +30,17 @@ def main() -> int:
     for document in load_documents(ASSETS / "heldout.jsonl")[:DOCUMENTS]:
         cache = prefill(model, list(document.text.encode()[: FIRST_TOKEN + CHUNK_TOKENS]))
         _, heads, _, head_size = cache[0][0].shape
-        layout = record.ChunkLayout(
+        layout = ChunkLayout(
             namespace=bytes(32),
-            dtype=native.DType.BFLOAT16,
+            dtype=DType.BFLOAT16,
             layers=len(cache),
             kinds=2,
             vector_length=heads * head_size,
             tokens=CHUNK_TOKENS,
-            quantizer=native.Quantizer.LOSSLESS,
+            quantizer=Quantizer.LOSSLESS,
             bins=0,
         )
-        kv = kv_bytes(cache, native.DType.BFLOAT16, FIRST_TOKEN, CHUNK_TOKENS)
+        kv = kv_bytes(cache, DType.BFLOAT16, FIRST_TOKEN, CHUNK_TOKENS)
         written += record.encode(KEY, native.Codec.DEFLATE, layout, kv)
     (ASSETS / "kv.bin").write_bytes(written)
     return 0

@@ -1,9 +1,13 @@
 """Identity: which bytes may stand for which.
 
-A :class:`KVNamespace` names everything that changes the decoded values of a KV cache; its digest starts a chain of
-prefix hashes over a prompt's chunks (256 tokens by default). Two chunks have the same key only if they were made by
-the same model in the same way from the same tokens after the same prefix, so a mismatch is a miss, never a mixed-up
-hit. The entropy codec is not part of the identity: the stored record names it.
+What a model computes has one name for each prefix of a prompt: a *link* of a chain of hashes over its chunks (256
+tokens by default), which begins with the digest of a :class:`ModelIdentity`. The chain is hashed once, whatever the
+number of ranks and of KV cache groups. A stored record holds a part of what a link names: some layers, some heads, of
+one group, in some form. A :class:`KVNamespace` says which, and the record's key is made of its digest and of the link.
+
+Two records have the same key only if they hold the same part of what the same model computed in the same way from the
+same tokens after the same prefix, so a mismatch is a miss, never a mixed-up hit. The rank that made a record is no part
+of it, nor is the number of ranks: what it holds is. Nor is the entropy codec: the stored record names it.
 
 The hash is SHA-256 (FIPS 180-4): cryptographic, the same in every process, and no slower than the alternatives where
 the CPU has SHA instructions.
@@ -14,12 +18,14 @@ import hashlib
 import json
 import struct
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Final, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from shadowserve.chunk import ChunkLayout
 
 __all__ = [
     "DEFAULT_CHUNK_TOKENS",
@@ -27,7 +33,9 @@ __all__ = [
     "RECORD_VERSION",
     "SCHEMA_VERSION",
     "KVNamespace",
-    "chunk_keys",
+    "ModelIdentity",
+    "chain_links",
+    "record_keys",
     "storage_key",
 ]
 
@@ -35,108 +43,136 @@ DEFAULT_CHUNK_TOKENS: Final = 256
 """Tokens in a chunk; ShadowServe section 5, and what CacheGen and LMCache use."""
 
 KEY_BYTES: Final = 32
-SCHEMA_VERSION: Final = 2
-"""2: weights and configuration by content; 1 had the model's name, and samples."""
+SCHEMA_VERSION: Final = 3
+"""3: one chain for all ranks and groups, keys by what records hold; 2 had a chain for each rank, 1 the model's name."""
 RECORD_VERSION: Final = 2
 """Of the stored record. Not in shadowserve.record: hosts name it, and do not load the C core, which records take."""
 _CHAIN_PREFIX: Final = b"shadowserve chain 1\0"
+_RECORD_PREFIX: Final = b"shadowserve record 3\0"
 _STORAGE_PREFIX: Final = b"kv:"
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVNamespace:
-    """Everything that changes the decoded values of a KV cache.
+class ModelIdentity:
+    """Everything but tokens that changes the values of any KV of a model, and that all its ranks and groups share.
 
     Attributes:
         model: digest of what computes: the model's class, configuration, code, and what the engine was told that
             changes values (docs/identity.md). Not its name: the same model is the same under every name.
+        dtype: logical dtype of the cache, which attention reads: ``"float16"``, ``"bfloat16"``, ``"float32"`` or an
+            fp8 name.
         weights: digest of the content of its weights; empty where ``model`` says it all.
-        dtype: logical dtype of the cache, ``"float16"``, ``"bfloat16"``, ``"float32"`` or an fp8 name.
-        layers: layers that this rank holds.
-        kv_heads: KV heads that this rank holds.
-        head_size: elements.
-        attention: ``"mha"``, ``"gqa"`` or ``"mla"``.
-        kv_groups: KV cache groups of a hybrid model, each a description of its layers; one group is the common case.
         chunk_tokens: tokens in a chunk.
-        tp_rank: tensor-parallel rank; each rank stores its own shard.
-        tp_size: tensor-parallel size.
-        pp_rank: pipeline-parallel rank.
-        pp_size: pipeline-parallel size.
-        quantizer: ``"lossless"``, ``"binned"`` or ``"passthrough"``.
-        quantizer_parameters: such as ``{"bins": 64, "value_bins": 16}``: all that decoded values depend on.
         tenant_salt: separates tenants; bound by the server that authenticated the caller, never by the caller.
     """
 
     model: str
     dtype: str
-    layers: int
-    kv_heads: int
-    head_size: int
-    attention: Literal["mha", "gqa", "mla"]
-    quantizer: str
     weights: str = ""
-    kv_groups: tuple[str, ...] = ()
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    quantizer_parameters: Mapping[str, int] | None = None
     tenant_salt: str = ""
 
     def digest(self) -> bytes:
-        """Return the 32-byte SHA-256 of the canonical JSON of all fields and the schema version."""
-        fields = asdict(self) | {"schema_version": SCHEMA_VERSION}
-        fields["quantizer_parameters"] = dict(self.quantizer_parameters or {})
-        text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(text.encode()).digest()
+        """Return 32 bytes, that the chain begins with."""
+        return _digest(asdict(self))
 
 
-def chunk_keys(
-    namespace: bytes,
+@dataclass(frozen=True, kw_only=True)
+class KVNamespace:
+    """Which part of a model's KV a record holds.
+
+    Attributes:
+        model: whose KV.
+        layers: first layer and the one behind the last, counted among the group's.
+        heads: first KV head and the one behind the last, counted among the model's; (0, 1) for a latent, which is the
+            same on all ranks.
+        group: the KV cache group: what its layers keep of a prompt, and which layers they are where a model has
+            several groups that keep the same.
+    """
+
+    model: ModelIdentity
+    layers: tuple[int, int]
+    heads: tuple[int, int]
+    group: str = "full"
+
+    def name(self, layout: ChunkLayout) -> ChunkLayout:
+        """Return the description of this part's chunks with the namespace that they have in that form.
+
+        Raises:
+            ValueError: it describes chunks of another size.
+        """
+        (first_layer, end_layer), (first_head, end_head) = self.layers, self.heads
+        counted = (end_layer - first_layer, self.model.chunk_tokens)
+        if min(first_layer, first_head) < 0 or counted != (layout.layers, layout.tokens):
+            raise ValueError(f"layers {self.layers}, {counted[1]} tokens a chunk: {layout} does not hold them")
+        if end_head <= first_head or layout.vector_length % (end_head - first_head):
+            raise ValueError(f"heads {self.heads}: vectors of {layout.vector_length} elements do not hold them")
+        part = {"group": self.group, "layers": self.layers, "heads": self.heads}
+        digest = _digest({"model": self.model.digest().hex(), **part, "layout": layout.described()})
+        return replace(layout, namespace=digest)
+
+
+def _digest(fields: dict[str, Any]) -> bytes:
+    """Return the SHA-256 of the canonical JSON of fields and schema version."""
+    fields = fields | {"schema_version": SCHEMA_VERSION}
+    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).digest()
+
+
+def record_keys(namespace: bytes, links: Iterable[bytes]) -> list[bytes]:
+    """Return the keys of the records that hold a namespace's part of the chunks that links name.
+
+    ``SHA-256(prefix || namespace || link)``, 32 bytes each.
+    """
+    before = _RECORD_PREFIX + namespace
+    return [hashlib.sha256(before + link).digest() for link in links]
+
+
+def chain_links(
+    model: bytes,
     tokens: Sequence[int] | npt.NDArray[np.integer],
     *,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     extra: bytes = b"",
     after: Sequence[bytes] = (),
 ) -> list[bytes]:
-    """Return the key of each complete chunk of a prompt: ``len(tokens) // chunk_tokens`` keys of 32 bytes.
+    """Return the link of each complete chunk of a prompt: ``len(tokens) // chunk_tokens`` links of 32 bytes.
 
-    ``H_0 = SHA-256(prefix || namespace)``, ``H_i = SHA-256(H_{i-1} || tokens_i as little-endian uint32 ||
-    len(extra) as uint32 || extra)``. A key therefore names its chunk together with everything before it.
+    ``H_0 = SHA-256(prefix || model)``, ``H_i = SHA-256(H_{i-1} || tokens_i as little-endian uint32 ||
+    len(extra) as uint32 || extra)``. A link therefore names its chunk together with everything before it.
 
     Args:
-        namespace: digest of the :class:`KVNamespace`, 32 bytes.
+        model: digest of the :class:`ModelIdentity`, 32 bytes.
         tokens: token ids of the whole prompt, each in 0 .. 2**32 - 1.
-        chunk_tokens: tokens in a chunk.
+        chunk_tokens: tokens in a chunk, as the identity has them.
         extra: what else distinguishes this request's KV: cache salt, LoRA adapter, digests of multimodal inputs.
-        after: keys already computed for a prefix of the same prompt; the chain goes on behind them.
+        after: links already computed for a prefix of the same prompt; the chain goes on behind them.
 
     Raises:
-        ValueError: a namespace of another length, a chunk size under 1.
+        ValueError: a digest of another length, a chunk size under 1.
         OverflowError: a token id that does not fit; wrapped around, it would be another one's.
         TypeError: token ids that are no integers.
     """
-    if len(namespace) != KEY_BYTES:
-        raise ValueError(f"a namespace digest has {KEY_BYTES} bytes, this one {len(namespace)}")
+    if len(model) != KEY_BYTES:
+        raise ValueError(f"a model's digest has {KEY_BYTES} bytes, this one {len(model)}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; a chunk has at least one token")
-    keys = list(after)
-    first = len(keys) * chunk_tokens
-    count = len(tokens) // chunk_tokens - len(keys)
+    links = list(after)
+    first = len(links) * chunk_tokens
+    count = len(tokens) // chunk_tokens - len(links)
     if count <= 0:
-        return keys[: len(tokens) // chunk_tokens]
+        return links[: len(tokens) // chunk_tokens]
     data = _as_uint32(tokens[first : first + count * chunk_tokens])
     tail = struct.pack("<I", len(extra)) + extra
-    previous = keys[-1] if keys else hashlib.sha256(_CHAIN_PREFIX + namespace).digest()
+    previous = links[-1] if links else hashlib.sha256(_CHAIN_PREFIX + model).digest()
     step = chunk_tokens * 4
     for start in range(0, count * step, step):
         link = hashlib.sha256(previous)
         link.update(data[start : start + step])
         link.update(tail)
         previous = link.digest()
-        keys.append(previous)
-    return keys
+        links.append(previous)
+    return links
 
 
 def _as_uint32(tokens: Sequence[int] | npt.NDArray[np.integer]) -> memoryview:

@@ -13,22 +13,21 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from shadowserve import native
+from shadowserve.chunk import DECODED_BYTES_MAX, SLICES_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.errors import CorruptRecordError, MismatchError, NativeError, NotARecordError
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION
 
 __all__ = [
-    "DECODED_BYTES_MAX",
     "HEADER_BYTES",
     "HEAD_BYTES_MAX",
     "MAGIC",
     "MANIFEST_DTYPE",
-    "ChunkLayout",
     "Data",
     "Head",
     "HeadPeek",
@@ -45,8 +44,6 @@ __all__ = [
 
 MAGIC: Final = b"SSKV"
 HEADER_BYTES: Final = 160
-DECODED_BYTES_MAX: Final = 2 << 20
-"""Largest slice, decoded: BlueField-2 and -3 engines take at most 2 MiB in one task."""
 
 MANIFEST_DTYPE: Final = np.dtype(
     [
@@ -72,124 +69,13 @@ _CHECKSUM_ZEROED: Final = bytes(4)
 assert _HEADER.size + KEY_BYTES == HEADER_BYTES and MANIFEST_DTYPE.itemsize == 40
 
 HEAD_BYTES_MAX: Final = 1 << 20
-"""Longest head: 26,000 slices, far above 1,000 layers of K and V. Bounds what a reader buffers for one."""
+"""Longest head. Bounds what a reader buffers for one."""
+assert HEADER_BYTES + SLICES_MAX * MANIFEST_DTYPE.itemsize <= HEAD_BYTES_MAX
 
 Manifest = npt.NDArray[np.void]
 """Array of :data:`MANIFEST_DTYPE`, in the order of the decoded layout."""
 
 Data = bytes | bytearray | memoryview
-
-_Tokens = TypeVar("_Tokens", int, npt.NDArray[np.int64])
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkLayout:
-    """Shape and treatment of one chunk's KV, as every record of one namespace has it.
-
-    The bytes in memory are ``[layers, kinds, tokens, vector_length]`` elements of ``dtype``, C order.
-
-    Attributes:
-        namespace: digest of the KVNamespace, 32 bytes.
-        dtype: of the KV before quantizing.
-        layers: layers in the chunk.
-        kinds: 2 for K and V, 1 for a latent (MLA).
-        vector_length: elements of one token, layer and kind: KV heads x head size.
-        tokens: tokens in the chunk.
-        quantizer: how elements become symbols.
-        bins: for binned: even, 4 to 256; else 0.
-        value_bins: for binned: those of V, where it has others than K; else 0.
-        scale_tokens: for binned: so many tokens of a slice share one scale, the last of them perhaps fewer.
-
-    Raises:
-        ValueError: a combination that no record can hold; the message says which.
-    """
-
-    namespace: bytes
-    dtype: native.DType
-    layers: int
-    kinds: int
-    vector_length: int
-    tokens: int
-    quantizer: native.Quantizer
-    bins: int = 0
-    value_bins: int = 0
-    scale_tokens: int = 1
-
-    def __post_init__(self) -> None:
-        if len(self.namespace) != KEY_BYTES:
-            raise ValueError(f"a namespace digest has {KEY_BYTES} bytes, this one {len(self.namespace)}")
-        if self.kinds not in (1, 2):
-            raise ValueError(f"kinds is {self.kinds}; it is 2 (K and V) or 1 (latent)")
-        if min(self.layers, self.vector_length, self.tokens) < 1:
-            raise ValueError("layers, vector_length and tokens are at least 1")
-        self._check_treatment()
-        if self._group_decoded_bytes > DECODED_BYTES_MAX:
-            raise ValueError(
-                f"{self.scale_tokens} token of one layer takes {self._group_decoded_bytes} bytes; 2 MiB is the most"
-            )
-        if HEADER_BYTES + self.slice_count * MANIFEST_DTYPE.itemsize > HEAD_BYTES_MAX:
-            raise ValueError("the chunk has more slices than a head may name; use fewer tokens in a chunk")
-
-    def _check_treatment(self) -> None:
-        if self.quantizer is not native.Quantizer.BINNED:
-            if self.bins or self.value_bins or self.scale_tokens != 1:
-                raise ValueError(
-                    f"bins is {self.bins}, value_bins {self.value_bins}, scale_tokens {self.scale_tokens}; "
-                    f"{self.quantizer.name.lower()} has none: 0, 0 and 1"
-                )
-            return
-        for name, bins in (("bins", self.bins), ("value_bins", self.value_bins or self.bins)):
-            if bins % 2 or not 4 <= bins <= 256:
-                raise ValueError(f"{name} is {bins}; binned takes an even number from 4 to 256")
-        if self.value_bins and (self.kinds == 1 or self.value_bins == self.bins):
-            raise ValueError(f"value_bins is {self.value_bins}; it is 0 where V has the bins of K, or is not there")
-        if not 1 <= self.scale_tokens <= self.tokens:
-            raise ValueError(f"scale_tokens is {self.scale_tokens}; it is from 1 to the chunk's {self.tokens} tokens")
-        if self.dtype is native.DType.UINT8:
-            raise ValueError("binned quantizes floating point, not bytes: use passthrough")
-
-    @property
-    def _group_decoded_bytes(self) -> int:
-        """Bytes of symbols of the tokens that share a scale: what cannot be cut."""
-        return self.token_decoded_bytes * self.scale_tokens
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of the chunk in memory."""
-        return self.layers * self.kinds * self.tokens * self.vector_length * self.dtype.itemsize
-
-    @property
-    def token_decoded_bytes(self) -> int:
-        """Bytes of symbols of one token, layer and kind."""
-        return self.vector_length * (1 if self.quantizer is native.Quantizer.BINNED else self.dtype.itemsize)
-
-    def scales_bytes(self, tokens: _Tokens) -> _Tokens:
-        """Return the bytes of scales of slices of so many tokens."""
-        return -(-tokens // self.scale_tokens) * (4 if self.quantizer is native.Quantizer.BINNED else 0)
-
-    def bins_of(self, kinds: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """Return the bins of slices of these kinds."""
-        return np.where((kinds == 1) & (self.value_bins != 0), self.value_bins, self.bins).astype(np.uint32)
-
-    @property
-    def slice_count(self) -> int:
-        """Slices that a writer cuts the chunk into."""
-        groups = -(-self.tokens // self.scale_tokens)
-        return self.layers * self.kinds * -(-groups // (DECODED_BYTES_MAX // self._group_decoded_bytes))
-
-    def cut(self, slice_bytes: int) -> list[int]:
-        """Return the tokens of each slice that one (layer, kind) is cut into.
-
-        Args:
-            slice_bytes: most bytes of symbols in a slice; more where a slice would hold no token, or the head would
-                name more slices than it may.
-        """
-        entries = (HEAD_BYTES_MAX - HEADER_BYTES) // (MANIFEST_DTYPE.itemsize * self.layers * self.kinds)
-        group = self.scale_tokens  # tokens of one scale stay together, so that where a writer cuts changes no value
-        groups = -(-self.tokens // group)
-        count = min(-(-groups // max(1, slice_bytes // self._group_decoded_bytes)), entries)
-        ends = [min(self.tokens, group * -(-groups * (index + 1) // count)) for index in range(count)]
-        return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def plan_slices(layout: ChunkLayout, slice_bytes: int = DECODED_BYTES_MAX) -> Manifest:
@@ -258,7 +144,7 @@ class Head:
         sound = (
             len(manifest) > 0
             and bool((tokens > 0).all())
-            and bool((manifest["layer"] < layout.layers).all())  # or position could wrap around to a sound one
+            and bool((manifest["layer"] < layout.layers).all())
             and bool((manifest["kind"] < layout.kinds).all())
             and bool((first + tokens <= layout.tokens).all())
             and bool((position == ends - tokens).all())
@@ -403,12 +289,12 @@ def parse_head(data: Data) -> Head:
     try:
         layout = ChunkLayout(
             namespace=namespace,
-            dtype=native.DType(dtype),
+            dtype=DType(dtype),
             layers=layers,
             kinds=kinds,
             vector_length=vector_length,
             tokens=tokens,
-            quantizer=native.Quantizer(quantizer),
+            quantizer=Quantizer(quantizer),
             bins=bins,
             value_bins=value_bins,
             scale_tokens=scale_tokens or 1,
@@ -474,7 +360,7 @@ def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data, *, pa
     manifest = plan_slices(layout)
     body, position = bytearray(), 0
     token_bytes = layout.vector_length * layout.dtype.itemsize
-    row_length = token_bytes if layout.quantizer is native.Quantizer.PASSTHROUGH else layout.vector_length
+    row_length = token_bytes if layout.quantizer is Quantizer.PASSTHROUGH else layout.vector_length
     for entry, bins in zip(manifest, layout.bins_of(manifest["kind"]).tolist(), strict=True):
         tokens = int(entry["tokens"])
         source = view[position : position + tokens * token_bytes]

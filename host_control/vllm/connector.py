@@ -111,7 +111,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         # Among several connectors (MultiConnector) vLLM passes on the handshake of the first that has one.
         silent = "a worker's handshake is missing; beside other connectors, name ShadowServe first"
         ranks = range(self._vllm_config.parallel_config.tensor_parallel_size)
-        shakes = {rank: WorkerHandshake(b"", silent) for rank in ranks}
+        shakes = {rank: WorkerHandshake(b"", b"", silent) for rank in ranks}
         # Of all stages of a rank, one that is off speaks for them.
         stages = [(rank, shake) for (_, rank), shake in sorted(metadata.items()) if isinstance(shake, WorkerHandshake)]
         shakes.update(sorted(stages, key=lambda stage: bool(stage[1].problem)))

@@ -18,14 +18,14 @@ class LoadOperation:
     Attributes:
         request_id: of the request.
         epoch: that the keys belong to.
-        keys: of the chunks, for each tensor-parallel rank.
+        links: of the chunks, which name them for all ranks.
         blocks: the request's blocks from the first chunk's first on, as many as the chunks cover.
         skip_blocks: leading ones that hold the right KV already and may be shared: never written.
     """
 
     request_id: str
     epoch: str
-    keys: list[list[bytes]]
+    links: list[bytes]
     blocks: list[int]
     skip_blocks: int
 
@@ -36,16 +36,16 @@ class StoreOperation:
 
     Attributes:
         request_id: of the request.
-        keys: of the chunks, for each tensor-parallel rank.
-        previous: key of the chunk before the first, for each rank; ``None`` at the start of a prompt.
+        links: of the chunks, which name them for all ranks.
+        previous: link of the chunk before the first; ``None`` at the start of a prompt.
         anchored: whether that chunk is known to be stored.
         blocks: of the chunks.
         absent_seconds: so long ago the chunks were found absent; ``None`` where they were not looked up.
     """
 
     request_id: str
-    keys: list[list[bytes]]
-    previous: list[bytes] | None
+    links: list[bytes]
+    previous: bytes | None
     anchored: bool
     blocks: list[int]
     absent_seconds: float | None = None
@@ -73,10 +73,12 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """Worker to scheduler, once, after the KV caches exist.
 
     Attributes:
-        namespace: digest of this rank's ``KVNamespace``; empty where transfers are off.
+        model: digest of the ``ModelIdentity``, that links begin with; empty where transfers are off.
+        namespace: of the chunks that this rank holds; likewise.
         problem: why they are off; empty where they are on.
     """
 
+    model: bytes
     namespace: bytes
     problem: str
 

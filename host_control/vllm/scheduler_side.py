@@ -25,7 +25,7 @@ from host_control.vllm.metadata import (
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.support import request_problem
 from shadowserve.errors import ConfigurationError
-from shadowserve.keys import chunk_keys
+from shadowserve.keys import chain_links
 
 __all__ = ["SchedulerSide"]
 
@@ -44,7 +44,7 @@ class _Tracked:
     mixed: bool = False  # holds KV of earlier weights, or goes on behind some: stored under no name
     stored_chunks: int = 0  # leading chunks that are stored or on their way
     local_tokens: int = 0  # the engine's own prefix, when the last offer was made
-    offered: list[list[bytes]] | None = None  # keys of the chunks that it could load, for each rank
+    offered: list[bytes] | None = None  # links of the chunks that it could load
     offered_epoch: str = ""
     first_chunk: int = 0  # of the load that is under way
     load_chunks: int = 0  # of the same
@@ -83,7 +83,7 @@ class SchedulerSide:
         self._failures = FailureLog(logger)
         self._inputs = inputs or RequestInputs()
         self.epochs = Epochs()
-        self._namespaces: list[bytes] = []
+        self._model = b""
         self._clients: list[DataPlaneClient] = []
         self._lookup: PrefixLookup | None = None
         self._tracked: dict[str, _Tracked] = {}
@@ -98,14 +98,18 @@ class SchedulerSide:
         self.problem = problem
 
     def start(self, handshakes: dict[int, WorkerHandshake]) -> None:
-        """Take the workers' namespaces, one for each tensor-parallel rank, and begin."""
+        """Take what the workers, one for each tensor-parallel rank, call the model and what they hold, and begin."""
         if self.problem:
             return  # the connector has said so
         if problem := next((shake.problem for shake in handshakes.values() if shake.problem), ""):
             self._turn_off(problem)
             return
-        self._namespaces = [handshakes[rank].namespace for rank in sorted(handshakes)]
-        addresses = [self._config.data_plane_address(rank) for rank in range(len(self._namespaces))]
+        shakes = [handshakes[rank] for rank in sorted(handshakes)]
+        self._model = shakes[0].model
+        if any(shake.model != self._model for shake in shakes):
+            self._turn_off("the ranks do not agree on what they compute: have they the same files and options?")
+            return
+        addresses = [self._config.data_plane_address(rank) for rank in range(len(shakes))]
         first_rank = {address: rank for rank, address in reversed(list(enumerate(addresses)))}
         try:
             # A data plane that serves several ranks is asked once for all of them.
@@ -115,8 +119,8 @@ class SchedulerSide:
             return
         self._clients = list(clients.values())
         self._lookup = PrefixLookup(
-            [clients[address] for address in addresses],
-            self._namespaces,
+            self._model,
+            [(clients[address], shake.namespace) for address, shake in zip(addresses, shakes, strict=True)],
             chunk_tokens=self._chunk_tokens,
             timeout=self._config.lookup_timeout,
             threads=self._config.lookup_threads,
@@ -172,7 +176,7 @@ class SchedulerSide:
         usable = min(answer.hits * self._chunk_tokens, int(request.num_tokens) - 1) - local_tokens
         if usable < min(self._config.load_tokens_min, self._chunk_tokens - 1):
             return 0
-        tracked.offered, tracked.offered_epoch = self._lookup.keys(request.request_id), self.epochs.current
+        tracked.offered, tracked.offered_epoch = self._lookup.links(request.request_id), self.epochs.current
         return usable
 
     def _count_lookup(self, request: Any, hits: int, reason: str, detail: str) -> None:
@@ -202,7 +206,7 @@ class SchedulerSide:
         operation = LoadOperation(
             request_id=request.request_id,
             epoch=tracked.offered_epoch,
-            keys=[chain[first:end] for chain in tracked.offered],
+            links=tracked.offered[first:end],
             blocks=blocks[first * self._chunk_blocks : end * self._chunk_blocks],
             skip_blocks=tracked.local_tokens // self._block_size - first * self._chunk_blocks,
         )
@@ -278,8 +282,8 @@ class SchedulerSide:
         """Have the chunks stored that a request completes in this step."""
         assert self._lookup is not None
         tracked = self._tracked[request_id]
-        keys = self._lookup.keys(request_id)
-        if keys is None:
+        links = self._lookup.links(request_id)
+        if links is None:
             answer = self._lookup.poll(request_id)
             if answer is not None and answer.reason == "unnamed":
                 self._boundary.pop(request_id, None)
@@ -292,28 +296,27 @@ class SchedulerSide:
         table = output.kv_connector_block_state.get_block_ids(request_id)
         if end <= known or table is None or len(table[0]) < end * self._chunk_blocks:
             return
-        self._extend(keys, tracked, end)
+        self._extend(links, tracked, end)
         asked = self._lookup.asked(request_id)
         metadata.stores.append(
             StoreOperation(
                 request_id=request_id,
-                keys=[chain[known:end] for chain in keys],
-                previous=[chain[known - 1] for chain in keys] if known else None,
+                links=links[known:end],
+                previous=links[known - 1] if known else None,
                 anchored=known <= self._lookup.known(request_id),
                 blocks=list(table[0][known * self._chunk_blocks : end * self._chunk_blocks]),
                 absent_seconds=time.monotonic() - asked if asked else None,
             )
         )
 
-    def _extend(self, keys: list[list[bytes]], tracked: _Tracked, end: int) -> None:
-        """Add the keys of chunks that end in generated tokens."""
-        if len(keys[0]) >= end:
+    def _extend(self, links: list[bytes], tracked: _Tracked, end: int) -> None:
+        """Add the links of chunks that end in generated tokens."""
+        if len(links) >= end:
             return
         tokens = list(tracked.request.all_token_ids[: end * self._chunk_tokens])
         assert self._lookup is not None
         extra = self._lookup.extra(tracked.request.request_id)
-        for namespace, chain in zip(self._namespaces, keys, strict=True):
-            chain[:] = chunk_keys(namespace, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=chain)
+        links[:] = chain_links(self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
 
     # ------------------------------------------------------------------ housekeeping
 

@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from host_control.config import HostConfig
-from host_control.layouts import dtype_name
+from host_control.layouts import element_type
 
 __all__ = ["UncacheableError", "request_problem", "uncacheable"]
 
@@ -99,7 +99,7 @@ def _uncacheable_spec(spec: Any, config: HostConfig) -> str | None:
         or spec.non_causal
     ):
         return "only causal attention with a K and a V of equal size in each cell is supported"
-    if dtype_name(spec.dtype) is None:
+    if element_type(spec.dtype) is None:
         return f"KV caches of dtype {spec.dtype} are not supported"
     return None
 

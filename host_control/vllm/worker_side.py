@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import SideStream, choose
 from host_control.destination import Destination, Memory
@@ -17,7 +17,7 @@ from host_control.layouts import LayoutKind, PagedLayout
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.store import StoreQueue
 from host_control.vllm.identity.content import content_hashes
-from host_control.vllm.identity.namespace import chunk_shape, rank_namespace
+from host_control.vllm.identity.namespace import chunk_layout, rank_namespace
 from host_control.vllm.loaded_weights import LoadedWeights, WeightsWatch
 from host_control.vllm.metadata import (
     LoadOperation,
@@ -29,7 +29,9 @@ from host_control.vllm.metadata import (
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.probe import find_layout
 from host_control.vllm.support import UncacheableError
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError
+from shadowserve.keys import record_keys
 
 __all__ = ["WorkerSide"]
 
@@ -69,7 +71,7 @@ class WorkerSide:
         self._store_enabled = store
         self._logger = logger
         self._failures = FailureLog(logger)
-        self._namespace = b""
+        self._model = self._namespace = b""
         self._client: DataPlaneClient | None = None
         self._layout: PagedLayout | None = None
         self._stream = SideStream(torch.device("cpu"), None)
@@ -101,8 +103,8 @@ class WorkerSide:
             return
         self._stream = SideStream(self._layout.device, delivery.gpu)
         self._watch = WeightsWatch(self._loaded_weights())
-        shape = chunk_shape(namespace, self._layout, self._config)
-        self._namespace = shape.namespace
+        shape = chunk_layout(namespace, self._layout, self._config)
+        self._model, self._namespace = namespace.model.digest(), shape.namespace
         try:
             self._client = self._config.client(self._tp_rank)
         except ConfigurationError as error:
@@ -136,18 +138,18 @@ class WorkerSide:
             self._layout.layers,
             self._layout.heads,
             self._layout.head_size,
-            shape.chunk_bytes,
-            shape.chunk_tokens,
-            shape.quantizer,
+            shape.raw_bytes,
+            shape.tokens,
+            shape.quantizer.label,
             delivery.kind,
         )
 
     def _destination(
-        self, shape: ChunkShape, configured: int, chunks_min: int, make: Callable[[int], Memory]
+        self, shape: ChunkLayout, configured: int, chunks_min: int, make: Callable[[int], Memory]
     ) -> Destination:
         assert self._client is not None
-        chunks = min(max(configured // shape.chunk_bytes, chunks_min), _BUFFER_CHUNKS_MAX)
-        return Destination(self._client, shape, chunks * shape.chunk_bytes, self._config.connect_timeout, make=make)
+        chunks = min(max(configured // shape.raw_bytes, chunks_min), _BUFFER_CHUNKS_MAX)
+        return Destination(self._client, shape, chunks * shape.raw_bytes, self._config.connect_timeout, make=make)
 
     def _understand(self, caches: dict[str, Any]) -> PagedLayout:
         group = self._kv_cache_config.kv_cache_groups[0]
@@ -189,7 +191,7 @@ class WorkerSide:
 
     def handshake(self) -> WorkerHandshake:
         """Return what the scheduler's half needs to know."""
-        return WorkerHandshake(self._namespace, self.problem)
+        return WorkerHandshake(self._model, self._namespace, self.problem)
 
     # ------------------------------------------------------------------ each step
 
@@ -201,19 +203,23 @@ class WorkerSide:
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
         if self._manager is None:
-            self._results += [_failed(load, "disabled") for load in metadata.loads]
+            self._results += [self._failed(load, "disabled") for load in metadata.loads]
             return
-        jobs = [
-            FetchJob(request_id=load.request_id, keys=tuple(load.keys[self._tp_rank]), target=load)
-            for load in metadata.loads
-        ]
+        jobs = [self._job(load) for load in metadata.loads]
         try:
             self._results += self._manager.exchange(jobs, metadata.cancels)
             if self._synchronous:
                 self._manager.wait(self._synchronous)
                 self._results += self._manager.exchange()
         except ValueError as error:  # vLLM handed over a request twice; computing it is always right
-            self._results += [_failed(load, "internal", str(error)) for load in metadata.loads]
+            self._results += [self._failed(load, "internal", str(error)) for load in metadata.loads]
+
+    def _job(self, load: LoadOperation) -> FetchJob:
+        keys = tuple(record_keys(self._namespace, load.links))
+        return FetchJob(request_id=load.request_id, keys=keys, target=load)
+
+    def _failed(self, load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
+        return FetchResult(job=self._job(load), chunks=0, reason=reason, detail=detail)
 
     def gather(self, operations: Sequence[StoreOperation]) -> None:
         """Copy finished chunks to where they wait to be stored, before their blocks can change."""
@@ -229,7 +235,7 @@ class WorkerSide:
 
         for operation in operations:
             blocks = self._kernel_blocks(operation.blocks)
-            previous = operation.previous[self._tp_rank] if operation.previous is not None else None
+            previous = record_keys(self._namespace, [operation.previous])[0] if operation.previous is not None else None
 
             def copy(index: int, chunk: Any, blocks: list[int] = blocks) -> Callable[[], str]:
                 assert self._layout is not None
@@ -238,7 +244,7 @@ class WorkerSide:
 
             absent = operation.absent_seconds
             self._store.offer(
-                operation.keys[self._tp_rank],
+                record_keys(self._namespace, operation.links),
                 copy,
                 previous=previous,
                 anchored=operation.anchored,
@@ -338,11 +344,6 @@ class WorkerSide:
         if ratio == 1:
             return list(blocks)
         return [block * ratio + part for block in blocks for part in range(ratio)]
-
-
-def _failed(load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
-    job = FetchJob(request_id=load.request_id, keys=tuple(load.keys[0]), target=load)
-    return FetchResult(job=job, chunks=0, reason=reason, detail=detail)
 
 
 def _finished(device: Any, then: Callable[[], str]) -> Callable[[], str]:

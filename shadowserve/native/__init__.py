@@ -1,7 +1,8 @@
 """The C core (native/), loaded once per process.
 
-Everything in ``native/include/`` has its Python face here, and this is the one place that turns its result
-codes into exceptions. Calls release the GIL and block; callers that must not block use threads.
+Everything in ``native/include/`` has its Python face here, but for element types and quantizers, which hosts without
+the C core name, too (:mod:`shadowserve.chunk`). This is the one place that turns its result codes into exceptions.
+Calls release the GIL and block; callers that must not block use threads.
 
 Set ``SHADOWSERVE_NATIVE_LIBRARY`` to load another build of the library, such as one made with sanitizers.
 """
@@ -56,10 +57,8 @@ from shadowserve.native._kernels import (
 from shadowserve.native._library import (
     ABI_VERSION,
     Codec,
-    DType,
     Isa,
     MemoryKind,
-    Quantizer,
     Result,
     Stage,
     library_path,
@@ -109,7 +108,6 @@ __all__ = [
     "BlockDevice",
     "Codec",
     "CommandRun",
-    "DType",
     "Destination",
     "Export",
     "Guard",
@@ -117,7 +115,6 @@ __all__ = [
     "MemoryKind",
     "ObjectFields",
     "Pipeline",
-    "Quantizer",
     "Region",
     "Result",
     "Round",

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
-from shadowserve.native._library import Codec, DType, Isa, Quantizer, Result, check, ffi, lib
+from shadowserve.native._library import Codec, Isa, Result, check, ffi, lib
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 __all__ = [
     "ABI_VERSION",
     "Codec",
-    "DType",
     "Isa",
     "MemoryKind",
-    "Quantizer",
     "Result",
     "Stage",
     "check",
@@ -71,48 +69,6 @@ class Codec(enum.IntEnum):
     LZ4 = 2
     ZSTD = 3
     KVRANS = 4
-
-
-class Quantizer(enum.IntEnum):
-    """How elements become the symbols that are compressed (``enum ss_quantizer``)."""
-
-    PASSTHROUGH = 0
-    LOSSLESS = 1
-    BINNED = 2
-
-
-class DType(enum.IntEnum):
-    """Element types (``enum ss_dtype``)."""
-
-    UINT8 = 0
-    FLOAT16 = 1
-    BFLOAT16 = 2
-    FLOAT32 = 3
-    FLOAT8_E4M3 = 4
-    """OCP's without infinities (torch's ``float8_e4m3fn``)."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return (1, 2, 2, 4, 1)[self]
-
-    @property
-    def label(self) -> str:
-        """The name on the wire, which torch and numpy use too, such as ``"bfloat16"``."""
-        return self.name.lower()
-
-    @classmethod
-    def from_label(cls, label: str) -> "DType":
-        """Return the dtype of a name such as ``"bfloat16"`` or ``"torch.bfloat16"``.
-
-        Raises:
-            NativeError: with ``Result.NOT_SUPPORTED`` for any other name.
-        """
-        for dtype in cls:
-            if dtype.label == label.removeprefix("torch.").removesuffix("fn"):
-                return dtype
-        known = ", ".join(dtype.label for dtype in cls)
-        raise NativeError(f"the C core has no dtype {label!r}; it knows {known}", Result.NOT_SUPPORTED)
 
 
 class Isa(enum.IntEnum):

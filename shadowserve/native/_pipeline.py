@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
-from shadowserve.native._library import DType, MemoryKind, Quantizer, Result, Stage, check, ffi, lib
+from shadowserve.native._library import MemoryKind, Result, Stage, check, ffi, lib
 from shadowserve.native._memory import Region
 from shadowserve.native._tls import TlsSession
 

@@ -43,13 +43,13 @@ OUTCOME_INTERNAL: Outcome
 OUTCOME_DEVICE: Outcome
 
 class ChunkLayout(_message.Message):
-    __slots__ = ("namespace", "dtype", "layers", "kinds", "vector_length", "chunk_tokens", "quantizer", "bins", "value_bins", "scale_tokens")
+    __slots__ = ("namespace", "dtype", "layers", "kinds", "vector_length", "tokens", "quantizer", "bins", "value_bins", "scale_tokens")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KINDS_FIELD_NUMBER: _ClassVar[int]
     VECTOR_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUANTIZER_FIELD_NUMBER: _ClassVar[int]
     BINS_FIELD_NUMBER: _ClassVar[int]
     VALUE_BINS_FIELD_NUMBER: _ClassVar[int]
@@ -59,12 +59,12 @@ class ChunkLayout(_message.Message):
     layers: int
     kinds: int
     vector_length: int
-    chunk_tokens: int
+    tokens: int
     quantizer: str
     bins: int
     value_bins: int
     scale_tokens: int
-    def __init__(self, namespace: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kinds: _Optional[int] = ..., vector_length: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., quantizer: _Optional[str] = ..., bins: _Optional[int] = ..., value_bins: _Optional[int] = ..., scale_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, namespace: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layers: _Optional[int] = ..., kinds: _Optional[int] = ..., vector_length: _Optional[int] = ..., tokens: _Optional[int] = ..., quantizer: _Optional[str] = ..., bins: _Optional[int] = ..., value_bins: _Optional[int] = ..., scale_tokens: _Optional[int] = ...) -> None: ...
 
 class HelloRequest(_message.Message):
     __slots__ = ("protocol_version", "version", "record_version", "key_schema", "host", "process", "layout", "chunk_bytes")
@@ -121,14 +121,14 @@ class LookupRequest(_message.Message):
     def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("hits", "outcome", "detail")
-    HITS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("outcome", "detail", "present")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
-    hits: _containers.RepeatedScalarFieldContainer[int]
+    PRESENT_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
-    def __init__(self, hits: _Optional[_Iterable[int]] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
+    present: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class RegisterDestinationRequest(_message.Message):
     __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc")
@@ -205,18 +205,18 @@ class FetchRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("chunks", "outcome", "detail", "fetched_bytes", "delivered_bytes")
-    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("outcome", "detail", "fetched_bytes", "delivered_bytes", "delivered")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DELIVERED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    chunks: int
+    DELIVERED_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
     fetched_bytes: int
     delivered_bytes: int
-    def __init__(self, chunks: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ...) -> None: ...
+    delivered: bytes
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., delivered: _Optional[bytes] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
     __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents")

@@ -92,7 +92,7 @@ class DataPlaneServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """How many leading chunks of each key chain the storage server holds. One round trip to storage for all chains.
+        """Which chunks of each list of keys the storage server holds. One round trip to storage for all lists.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -21,9 +21,12 @@ from machine import NEVER_S, PATIENCE_MS, PATIENCE_S, free_port, frozen, wait_fo
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import Daemon
 from shadowserve import native, record
-from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, KVNamespace, chunk_keys, storage_key
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, ModelIdentity, chain_links, record_keys, storage_key
+from shadowserve.pieces import leading, unpack
 from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import layout_message
 
 TOKENS = 16
 BACKEND = os.environ.get("SHADOWSERVE_DPU_BACKEND", "software")
@@ -143,52 +146,50 @@ class Segment:
         self._map.close()
 
 
-def layout(quantizer: str = "lossless", dtype: str = "bfloat16", **changes: Any) -> record.ChunkLayout:
+def layout(quantizer: str = "lossless", dtype: str = "bfloat16", **changes: Any) -> ChunkLayout:
     """A small layout: 4 layers, 2 KV heads of 32 elements."""
     bins = 32 if quantizer == "binned" else 0
     fields: dict[str, Any] = {
         "namespace": namespace(quantizer, dtype),
-        "dtype": native.DType[dtype.upper()],
+        "dtype": DType[dtype.upper()],
         "layers": 4,
         "kinds": 2,
         "vector_length": 64,
         "tokens": TOKENS,
-        "quantizer": native.Quantizer[quantizer.upper()],
+        "quantizer": Quantizer[quantizer.upper()],
         "bins": bins,
     }
-    return record.ChunkLayout(**(fields | changes))
+    return ChunkLayout(**(fields | changes))
 
 
 def namespace(quantizer: str = "lossless", dtype: str = "bfloat16", model: str = "test") -> bytes:
-    return KVNamespace(
-        model=model, dtype=dtype, layers=4, kv_heads=2, head_size=32, attention="gqa", quantizer=quantizer
-    ).digest()
+    return ModelIdentity(model=f"{model} {quantizer}", dtype=dtype).digest()
 
 
-def keys_of(shape: record.ChunkLayout, count: int, seed: int = 0) -> list[bytes]:
+def keys_of(shape: ChunkLayout, count: int, seed: int = 0) -> list[bytes]:
     tokens = np.random.default_rng(seed).integers(0, 1000, count * shape.tokens)
-    return chunk_keys(shape.namespace, tokens, chunk_tokens=shape.tokens)
+    return record_keys(shape.namespace, chain_links(bytes(32), tokens, chunk_tokens=shape.tokens))
 
 
-def kv(shape: record.ChunkLayout, seed: int) -> bytes:
+def kv(shape: ChunkLayout, seed: int) -> bytes:
     """One chunk of data that compresses somewhat, as KV does."""
     random = np.random.default_rng(seed)
     count = shape.raw_bytes // shape.dtype.itemsize
     values = random.normal(size=count).astype(np.float32)
-    if shape.dtype is native.DType.BFLOAT16:
+    if shape.dtype is DType.BFLOAT16:
         return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    if shape.dtype is native.DType.UINT8:
+    if shape.dtype is DType.UINT8:
         return random.integers(0, 40, count, np.uint8).tobytes()
-    if shape.dtype is native.DType.FLOAT8_E4M3:
+    if shape.dtype is DType.FLOAT8_E4M3:
         return (random.integers(0, 80, count, np.uint8) + 128 * (values < 0)).astype(np.uint8).tobytes()  # no NaN
-    return values.astype(np.float16 if shape.dtype is native.DType.FLOAT16 else np.float32).tobytes()
+    return values.astype(np.float16 if shape.dtype is DType.FLOAT16 else np.float32).tobytes()
 
 
-def make_record(shape: record.ChunkLayout, key: bytes, seed: int, codec: str = "kvrans") -> bytes:
+def make_record(shape: ChunkLayout, key: bytes, seed: int, codec: str = "kvrans") -> bytes:
     return record.encode(key, native.Codec[codec.upper()], shape, kv(shape, seed))
 
 
-def expected(shape: record.ChunkLayout, key: bytes, data: bytes) -> bytes:
+def expected(shape: ChunkLayout, key: bytes, data: bytes) -> bytes:
     return bytes(record.decode(data, key, shape))
 
 
@@ -207,21 +208,6 @@ def config(server: "Server | str", **changes: Any) -> DataPlaneConfig:
     password = "" if isinstance(server, str) else server.password
     values = {"listen": "127.0.0.1:0", "storage": address, "storage_password": password, "shutdown_time": 2.0}
     return DataPlaneConfig.model_validate({"backend": BACKEND} | values | PATIENT | SMALL_BUFFERS | changes)
-
-
-def layout_message(shape: record.ChunkLayout) -> pb.ChunkLayout:
-    return pb.ChunkLayout(
-        namespace=shape.namespace,
-        dtype=shape.dtype.name.lower(),
-        layers=shape.layers,
-        kinds=shape.kinds,
-        vector_length=shape.vector_length,
-        chunk_tokens=shape.tokens,
-        quantizer=shape.quantizer.name.lower(),
-        bins=shape.bins,
-        value_bins=shape.value_bins,
-        scale_tokens=shape.scale_tokens,
-    )
 
 
 def hello_request(**changes: Any) -> pb.HelloRequest:
@@ -262,7 +248,7 @@ class Client:
         self.segments: list[Segment] = []
         self.segment: Segment
         self.destination = 0
-        self.shape: record.ChunkLayout
+        self.shape: ChunkLayout
         self._jobs = 0
 
     async def hello(self, **changes: Any) -> pb.HelloResponse:
@@ -271,7 +257,7 @@ class Client:
         self.stub = Sessioned(self.plain, answer.session)
         return answer
 
-    async def register(self, shape: record.ChunkLayout, chunks: int, extra: int = 0) -> "Client":
+    async def register(self, shape: ChunkLayout, chunks: int, extra: int = 0) -> "Client":
         if self.stub is self.plain:
             await self.hello()
         self.shape = shape
@@ -302,9 +288,12 @@ class Client:
         }
         return pb.FetchRequest(**(fields | changes))
 
-    async def fetch(self, keys: list[bytes], **changes: Any) -> pb.FetchResponse:
+    async def fetch(self, keys: list[bytes], **changes: Any) -> "Fetched":
         answer: pb.FetchResponse = await self.stub.Fetch(self.fetch_request(keys, **changes))
-        return answer
+        delivered = unpack(answer.delivered, len(keys))
+        chunks = leading(delivered)
+        assert chunks == delivered.sum(), "in the order of chunks, and nothing behind a gap"
+        return Fetched(chunks, answer.outcome, answer.detail, answer.fetched_bytes, answer.delivered_bytes)
 
     def store_request(self, keys: list[bytes], **changes: Any) -> pb.StoreRequest:
         self._jobs += 1
@@ -321,12 +310,11 @@ class Client:
         answer: pb.StoreResponse = await self.stub.Store(self.store_request(keys, **changes))
         return answer
 
-    async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = PATIENCE_MS) -> pb.LookupResponse:
+    async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = PATIENCE_MS) -> "Found":
         chain = pb.KeyChain(keys=keys, namespace=space or self.shape.namespace)
-        answer: pb.LookupResponse = await self.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=timeout_ms))
-        return answer
+        return found(await self.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=timeout_ms)), len(keys))
 
-    def chunk(self, index: int, shape: record.ChunkLayout | None = None) -> bytes:
+    def chunk(self, index: int, shape: ChunkLayout | None = None) -> bytes:
         size = (shape or self.shape).raw_bytes
         return self.segment.memory[index * size : (index + 1) * size].tobytes()
 
@@ -334,6 +322,31 @@ class Client:
         await self.channel.close()
         for segment in self.segments:
             segment.close()
+
+
+class Fetched(NamedTuple):
+    """What a Fetch has said; ``chunks`` are the leading ones that are in place."""
+
+    chunks: int
+    outcome: int
+    detail: str
+    fetched_bytes: int
+    delivered_bytes: int
+
+
+class Found(NamedTuple):
+    """What a Lookup has said; ``hits`` are the leading chunks of each chain that are there, ``present`` all of them."""
+
+    hits: list[int]
+    present: list[list[bool]]
+    outcome: int
+    detail: str
+
+
+def found(answer: pb.LookupResponse, *counts: int) -> Found:
+    """Read the answer about chains of so many keys."""
+    flags = [unpack(data, count) for data, count in zip(answer.present, counts, strict=bool(answer.present))]
+    return Found([leading(each) for each in flags], [each.tolist() for each in flags], answer.outcome, answer.detail)
 
 
 @contextlib.asynccontextmanager

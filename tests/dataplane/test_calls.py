@@ -18,7 +18,6 @@ from dataplane_support import (
     keys_of,
     kv,
     layout,
-    layout_message,
     make_record,
     running,
 )
@@ -27,6 +26,7 @@ from machine import NEVER_MS, NEVER_S, PATIENCE_S, free_port, until
 
 from dpu_dataplane.server import SERVICE_NAME, Daemon
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import layout_message
 
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 4)
@@ -124,8 +124,8 @@ async def test_malformed_registrations_name_the_field(client: Client) -> None:
 
     for changes, code, words in (
         ({"shared_memory": None}, INVALID, ["memory"]),
-        ({"layout": message(dtype="float8")}, INVALID, ["layout.dtype", "float8"]),
-        ({"layout": message(quantizer="magic")}, INVALID, ["layout.quantizer"]),
+        ({"layout": message(dtype="float8")}, INVALID, ["layout: dtype", "float8"]),
+        ({"layout": message(quantizer="magic")}, INVALID, ["layout: quantizer"]),
         ({"layout": message(namespace=b"")}, INVALID, ["namespace"]),
         ({"layout": message(layers=0)}, INVALID, ["layers"]),
         ({"layout": message(kinds=3)}, INVALID, ["kinds"]),
@@ -135,7 +135,7 @@ async def test_malformed_registrations_name_the_field(client: Client) -> None:
         ({"layout": message(quantizer="binned", bins=32, scale_tokens=1 << 20)}, INVALID, ["scale_tokens"]),
         ({"layout": message(vector_length=2**32 - 1)}, INVALID, ["2 MiB"]),
         ({"layout": message(layers=2**32 - 1)}, INVALID, ["slices"]),
-        ({"layout": message(chunk_tokens=2**32 - 1)}, INVALID, ["slices"]),
+        ({"layout": message(tokens=2**32 - 1)}, INVALID, ["tokens", "65536"]),
         ({"layout": message(vector_length=1 << 16)}, FAILED, ["buffer_bytes"]),
         ({"shared_memory": pb.SharedMemory(name="../etc/passwd", size=segment.size)}, INVALID, ["name"]),
         ({"shared_memory": pb.SharedMemory(name=segment.name + "\n", size=segment.size)}, INVALID, ["name"]),

@@ -8,15 +8,26 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from dataplane_support import Client, DaemonProcess, Server, keys_of, kv, layout, make_record, namespace, running
+from dataplane_support import (
+    Client,
+    DaemonProcess,
+    Fetched,
+    Server,
+    keys_of,
+    kv,
+    layout,
+    make_record,
+    namespace,
+    running,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machine import until
 
 from dpu_dataplane.metrics import outcome_name
 from shadowserve import native
+from shadowserve.chunk import ChunkLayout
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import ChunkLayout
 
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 3)
@@ -32,7 +43,7 @@ def reseal(data: bytes) -> bytes:
     return bytes(head)
 
 
-async def offer(redis: Server, client: Client, shape: ChunkLayout, bad: bytes) -> pb.FetchResponse:
+async def offer(redis: Server, client: Client, shape: ChunkLayout, bad: bytes) -> Fetched:
     """Store two good chunks with ``bad`` between them, and fetch all three into memory of a known pattern."""
     for key, data in zip(KEYS, [GOOD[0], bad, GOOD[2]], strict=True):
         redis.put(key, data)

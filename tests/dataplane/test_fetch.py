@@ -9,6 +9,7 @@ from dataplane_support import (
     Client,
     Server,
     expected,
+    found,
     keys_of,
     kv,
     layout,
@@ -165,6 +166,20 @@ async def test_a_record_that_was_stored_anew_after_the_lookup_is_fetched(client:
     assert client.chunk(0) == kv(shape, 1)
 
 
+async def test_a_lookup_says_which_chunks_are_there_also_behind_a_gap(client: Client, storage: Server) -> None:
+    shape = layout()
+    keys = keys_of(shape, 20)
+    await client.register(shape, 20)
+    for index in (0, 1, 3, 19):
+        storage.put(keys[index], make_record(shape, keys[index], index))
+    storage.put(keys[4], make_record(layout("binned"), keys[4], 4))
+    answer = await client.lookup(keys)
+    assert [index for index, there in enumerate(*answer.present) if there] == [0, 1, 3, 19]
+    assert (answer.hits, answer.outcome) == ([2], pb.OUTCOME_COMPLETE)
+    again = await client.lookup(keys)  # now that one is in quarantine
+    assert again.present == answer.present
+
+
 async def test_lookup_answers_all_chains_in_order(client: Client, storage: Server) -> None:
     one, other = layout(), layout("binned")
     chains = [keys_of(one, 3), keys_of(other, 3), keys_of(one, 2, seed=5), []]
@@ -172,13 +187,12 @@ async def test_lookup_answers_all_chains_in_order(client: Client, storage: Serve
         storage.put(key, make_record(one, key, 0))
     storage.put(chains[1][0], make_record(other, chains[1][0], 0))
     spaces = [one.namespace, other.namespace, one.namespace, one.namespace]
-    answer = await client.stub.Lookup(
-        pb.LookupRequest(
-            chains=[pb.KeyChain(keys=keys, namespace=space) for keys, space in zip(chains, spaces, strict=True)],
-            timeout_ms=PATIENCE_MS,
-        )
+    request = pb.LookupRequest(
+        chains=[pb.KeyChain(keys=keys, namespace=space) for keys, space in zip(chains, spaces, strict=True)],
+        timeout_ms=PATIENCE_MS,
     )
-    assert (list(answer.hits), answer.outcome) == ([3, 1, 0, 0], pb.OUTCOME_COMPLETE)
+    answer = found(await client.stub.Lookup(request), *map(len, chains))
+    assert (answer.hits, answer.outcome) == ([3, 1, 0, 0], pb.OUTCOME_COMPLETE)
 
 
 async def test_plain_redis_can_stand_in(redis: Server) -> None:

@@ -16,7 +16,6 @@ from dataplane_support import (
     keys_of,
     kv,
     layout,
-    layout_message,
     make_record,
     running,
 )
@@ -26,8 +25,10 @@ from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.hosts import HelloRequired, HostTable
 from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
 from shadowserve import __version__, native
+from shadowserve.keys import SCHEMA_VERSION
 from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import layout_message
 
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 4)
@@ -65,7 +66,7 @@ async def test_hello_says_who_answers(client: Client, request: pytest.FixtureReq
     [
         ({"protocol_version": 77}, ["protocol version 77", f"protocol version {PROTOCOL_VERSION}", "same release"]),
         ({"record_version": 9, "version": "3.2.1"}, ["record version 9", "3.2.1", __version__, "same release"]),
-        ({"key_schema": 0}, ["key schema 0", "key schema 2", "same release"]),
+        ({"key_schema": 0}, ["key schema 0", f"key schema {SCHEMA_VERSION}", "same release"]),
         ({"chunk_bytes": 12}, ["12 bytes", f"{SHAPE.raw_bytes}"]),
         ({"layout": layout_message(layout(vector_length=1 << 16)), "chunk_bytes": 1 << 24}, ["buffer_bytes"]),
     ],

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from dataplane_support import Client, Server, keys_of, kv, layout, make_record, running
+from dataplane_support import Client, Fetched, Found, Server, found, keys_of, kv, layout, make_record, running
 from machine import NEVER_MS, PATIENCE_MS, PATIENCE_S, free_port, until
 
 from dpu_dataplane.sources.outage import BACKOFF_MAX
@@ -24,7 +24,7 @@ def put_all(server: Server) -> None:
         server.put(key, data)
 
 
-async def fetch_until(client: Client, outcome: int) -> pb.FetchResponse:
+async def fetch_until(client: Client, outcome: int) -> Fetched:
     async with asyncio.timeout(PATIENCE_S):
         while (answer := await client.fetch(KEYS)).outcome != outcome:
             await asyncio.sleep(0.02)
@@ -119,7 +119,7 @@ async def test_a_stalled_server_costs_a_call_its_deadline_and_no_more(mortal_sto
         await lookup_until(client, pb.OUTCOME_COMPLETE)
         mortal_storage.freeze()
         begin = time.monotonic()
-        answer: pb.LookupResponse | pb.FetchResponse | pb.StoreResponse
+        answer: Found | Fetched | pb.StoreResponse
         if phase == "lookup":
             answer = await client.lookup(KEYS, timeout_ms=300)
         elif phase == "fetch":
@@ -137,7 +137,7 @@ async def test_a_stalled_server_costs_a_call_its_deadline_and_no_more(mortal_sto
         assert client.chunk(5) == kv(SHAPE, 5)
 
 
-_asked: set[asyncio.Task[pb.LookupResponse]] = set()
+_asked: set[asyncio.Task[Found]] = set()
 
 
 def _ask(client: Client) -> bool:
@@ -363,8 +363,8 @@ async def test_a_lookup_of_a_long_prompt_is_one_command(liar: Liar) -> None:
         request = pb.LookupRequest(
             chains=[pb.KeyChain(keys=keys, namespace=shape.namespace) for keys in chains], timeout_ms=PATIENCE_MS
         )
-        answer = await client.stub.Lookup(request)
-        assert (list(answer.hits), answer.outcome) == ([500, 500], pb.OUTCOME_COMPLETE)
+        answer = found(await client.stub.Lookup(request), 512, 512)
+        assert (answer.hits, answer.outcome) == ([500, 500], pb.OUTCOME_COMPLETE)
         assert liar.commands == [b"KV.META"]
         # The fetch that follows needs no further question.
         await client.register(shape, 20)

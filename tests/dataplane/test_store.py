@@ -8,9 +8,9 @@ from dataplane_support import BACKEND, Client, Server, keys_of, kv, layout, make
 
 from dpu_dataplane.config import codec_name
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import ChunkLayout
 
 
 def fill(client: Client, shape: ChunkLayout, count: int) -> None:

@@ -10,15 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.destination import Destination
 from host_control.manager import FetchJob, KVCacheManager
 from host_control.store import StoreQueue
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import DataPlaneError
+from shadowserve.pieces import leading
 
-SHAPE = ChunkShape(
-    namespace=b"n" * 32, dtype="float32", layers=4, kinds=2, vector_length=64, chunk_tokens=16, quantizer="lossless"
+SHAPE = ChunkLayout(
+    namespace=b"n" * 32,
+    dtype=DType.FLOAT32,
+    layers=4,
+    kinds=2,
+    vector_length=64,
+    tokens=16,
+    quantizer=Quantizer.LOSSLESS,
 )
 
 
@@ -27,20 +35,20 @@ def key(seed: int) -> bytes:
 
 
 def chunk(seed: int) -> bytes:
-    return np.random.default_rng(seed).normal(size=SHAPE.chunk_bytes // 4).astype("<f4").tobytes()
+    return np.random.default_rng(seed).normal(size=SHAPE.raw_bytes // 4).astype("<f4").tobytes()
 
 
 class Host:
     def __init__(self, client: DataPlaneClient, timeout: float) -> None:
         self.client = client
         self.placed: dict[int, bytes] = {}
-        size = 8 * SHAPE.chunk_bytes
+        size = 8 * SHAPE.raw_bytes
         self.manager = KVCacheManager(client, Destination(client, SHAPE, size), self.scatter, fetch_timeout=timeout)
         self.queue = StoreQueue(client, Destination(client, SHAPE, size), timeout=timeout, retry_interval=0.2)
 
     def scatter(self, job: FetchJob, first: int, chunks: memoryview) -> None:
-        for index in range(len(chunks) // SHAPE.chunk_bytes):
-            self.placed[first + index] = bytes(chunks[index * SHAPE.chunk_bytes : (index + 1) * SHAPE.chunk_bytes])
+        for index in range(len(chunks) // SHAPE.raw_bytes):
+            self.placed[first + index] = bytes(chunks[index * SHAPE.raw_bytes : (index + 1) * SHAPE.raw_bytes])
 
     def connect(self, timeout: float) -> dict[str, Any]:
         try:
@@ -58,7 +66,8 @@ class Host:
 
     def lookup(self, seeds: list[int]) -> dict[str, Any]:
         try:
-            return {"hits": self.client.lookup([(SHAPE.namespace, [key(seed) for seed in seeds])], 10.0)}
+            (present,) = self.client.lookup([(SHAPE.namespace, [key(seed) for seed in seeds])], 10.0)
+            return {"hits": [leading(present)]}
         except DataPlaneError as error:
             return {"reason": error.outcome}
 

@@ -137,12 +137,13 @@ class Serving:
 
 def naming(serving: Serving, request_id: str) -> Callable[[list[int]], set[bytes]]:
     """Return the function from tokens to the keys of their chunks, as of now, of a request like this one."""
-    from shadowserve.keys import chunk_keys
+    from shadowserve.keys import chain_links, record_keys
 
     scheduler = serving.engine.connector._scheduler
     (tracked,) = [one for name, one in scheduler._tracked.items() if name.startswith(request_id)]
-    (namespace,), extra = scheduler._namespaces, tracked.extra
-    return lambda tokens: set(chunk_keys(namespace, tokens, chunk_tokens=CHUNK, extra=extra))
+    ((namespace,),) = scheduler._lookup._namespaces.values()
+    model, extra = scheduler._model, tracked.extra
+    return lambda tokens: set(record_keys(namespace, chain_links(model, tokens, chunk_tokens=CHUNK, extra=extra)))
 
 
 @contextmanager

@@ -13,10 +13,11 @@ from outcomes import ABSENT, BOUND_S, Expected, Outcome, Tally
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.destination import Destination
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ConfigurationError, DataPlaneError
-from shadowserve.keys import KVNamespace, chunk_keys
+from shadowserve.keys import KVNamespace, ModelIdentity, chain_links, record_keys
 
 _PAUSE_S: Final = 0.02
 """After a refusal, before the next try: clients that find nobody do not spin."""
@@ -192,16 +193,9 @@ def _generic(text: str) -> str:
 
 # ---- Over a data plane
 
-SHAPE: Final = ChunkShape(
-    namespace=KVNamespace(
-        model="failures", dtype="bfloat16", layers=4, kv_heads=2, head_size=32, attention="gqa", quantizer="lossless"
-    ).digest(),
-    dtype="bfloat16",
-    layers=4,
-    kinds=2,
-    vector_length=64,
-    chunk_tokens=64,
-    quantizer="lossless",
+_MODEL: Final = ModelIdentity(model="failures", dtype="bfloat16", chunk_tokens=64)
+SHAPE: Final = KVNamespace(model=_MODEL, layers=(0, 4), heads=(0, 2)).name(
+    ChunkLayout(dtype=DType.BFLOAT16, layers=4, kinds=2, vector_length=64, tokens=64, quantizer=Quantizer.LOSSLESS)
 )
 """64 KiB a chunk."""
 
@@ -211,15 +205,15 @@ class Prompt:
 
     def __init__(self, seed: str, chunks: int) -> None:
         chance = random.Random(seed)
-        tokens = [chance.randrange(1000) for _ in range(chunks * SHAPE.chunk_tokens)]
-        self.keys = chunk_keys(SHAPE.namespace, tokens, chunk_tokens=SHAPE.chunk_tokens)
+        tokens = [chance.randrange(1000) for _ in range(chunks * SHAPE.tokens)]
+        self.keys = record_keys(SHAPE.namespace, chain_links(_MODEL.digest(), tokens, chunk_tokens=SHAPE.tokens))
         # Exponents near one another and noise in the fraction, as KV has them.
         self.chunks = [_floats(f"{seed}/{number}") for number in range(chunks)]
         self.parents = [b"", *self.keys[:-1]]
 
 
 def _floats(seed: str) -> bytes:
-    noise = bytearray(random.Random(seed).randbytes(SHAPE.chunk_bytes))
+    noise = bytearray(random.Random(seed).randbytes(SHAPE.raw_bytes))
     noise[1::2] = bytes(0x3F if byte & 1 else 0xBF for byte in noise[1::2])
     return bytes(noise)
 
@@ -230,7 +224,7 @@ class Host:
     def __init__(self, address: str, tally: Tally, *, deadline_s: float = 3.0, chunks: int = 8) -> None:
         self.tally, self._deadline_s, self._chunks = tally, deadline_s, chunks
         self.client = DataPlaneClient(address, connect_timeout=deadline_s, backoff=0.02, backoff_max=0.2)
-        self._destination = Destination(self.client, SHAPE, chunks * SHAPE.chunk_bytes, connect_timeout=deadline_s)
+        self._destination = Destination(self.client, SHAPE, chunks * SHAPE.raw_bytes, connect_timeout=deadline_s)
         self._jobs = 0
 
     def close(self) -> None:
@@ -299,7 +293,7 @@ class Host:
                 self._next_job(),
                 self._destination.destination_id,
                 0,
-                len(prompt.keys) * SHAPE.chunk_bytes,
+                len(prompt.keys) * SHAPE.raw_bytes,
                 prompt.keys,
                 self._deadline_s,
             )
@@ -309,7 +303,7 @@ class Host:
             time.sleep(_PAUSE_S)
             return 0
         self._check_time("fetch", began)
-        size = SHAPE.chunk_bytes
+        size = SHAPE.raw_bytes
         for number in range(answer.chunks):
             if bytes(memory[number * size : (number + 1) * size]) != prompt.chunks[number]:
                 self.tally.note(Outcome.WRONG, f"fetch: chunk {number} of {answer.chunks} has other bytes")

@@ -9,6 +9,7 @@ from cases import KEYS, Context, case
 from nodes import ENGINES, REPOSITORY
 
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import storage_key
 
 
@@ -45,14 +46,14 @@ def resets(context: Context) -> None:
 
 def _records(context: Context) -> dict[bytes, bytes]:
     """Return valid records by their keys."""
-    layout = record.ChunkLayout(
+    layout = ChunkLayout(
         namespace=b"f" * 32,
-        dtype=native.DType.UINT8,
+        dtype=DType.UINT8,
         layers=2,
         kinds=2,
         vector_length=64,
         tokens=64,
-        quantizer=native.Quantizer.PASSTHROUGH,
+        quantizer=Quantizer.PASSTHROUGH,
     )
     made = {}
     for _ in range(60):

@@ -116,8 +116,8 @@ def _grpc(data: bytes) -> None:
 
 def _messages() -> list[bytes]:
     key = bytes(range(32))
-    layout = pb.ChunkLayout(namespace=key, dtype="bfloat16", layers=4, kinds=2, vector_length=64, chunk_tokens=256)
-    layout.quantizer, layout.bins, layout.value_bins = "binned", 32, 32
+    layout = pb.ChunkLayout(namespace=key, dtype="bfloat16", layers=4, kinds=2, vector_length=64, tokens=256)
+    layout.quantizer, layout.bins, layout.value_bins, layout.scale_tokens = "binned", 32, 16, 1
     return [
         b"\0" + pb.HelloRequest(protocol_version=1, record_version=2, host="host", process="1").SerializeToString(),
         b"\1" + pb.LookupRequest(chains=[pb.KeyChain(namespace=key, keys=[key, key])]).SerializeToString(),

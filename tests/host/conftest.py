@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from machine import PATIENCE_S, wait_for
 
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_support import build_driver  # noqa: E402
-from scheduler_support import BLOCK, CHUNK, NAMESPACES  # noqa: E402
+from scheduler_support import BLOCK, CHUNK, MODEL, NAMESPACES  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 
-from host_control.client import ChunkShape, DataPlaneClient  # noqa: E402
+from host_control.client import DataPlaneClient  # noqa: E402
 from host_control.config import HostConfig  # noqa: E402
 from host_control.destination import Destination  # noqa: E402
 
@@ -41,15 +43,15 @@ def plane() -> Iterator[ScriptedDataPlane]:
 
 
 @pytest.fixture
-def shape() -> ChunkShape:
-    return ChunkShape(
+def shape() -> ChunkLayout:
+    return ChunkLayout(
         namespace=b"n" * 32,
-        dtype="float32",
+        dtype=DType.FLOAT32,
         layers=2,
         kinds=2,
         vector_length=8,
-        chunk_tokens=CHUNK_TOKENS,
-        quantizer="lossless",
+        tokens=CHUNK_TOKENS,
+        quantizer=Quantizer.LOSSLESS,
     )
 
 
@@ -62,8 +64,8 @@ def client(plane: ScriptedDataPlane) -> Iterator[DataPlaneClient]:
 
 
 @pytest.fixture
-def destination(client: DataPlaneClient, shape: ChunkShape) -> Destination:
-    return Destination(client, shape, 8 * shape.chunk_bytes, connect_timeout=PATIENCE_S)
+def destination(client: DataPlaneClient, shape: ChunkLayout) -> Destination:
+    return Destination(client, shape, 8 * shape.raw_bytes, connect_timeout=PATIENCE_S)
 
 
 @pytest.fixture
@@ -78,13 +80,13 @@ def leftovers() -> Callable[..., set[str]]:
 
 
 @pytest.fixture
-def fill(plane: ScriptedDataPlane, shape: ChunkShape) -> Callable[[list[bytes]], None]:
+def fill(plane: ScriptedDataPlane, shape: ChunkLayout) -> Callable[[list[bytes]], None]:
     """Return a function that stores chunks; chunk i of all is filled with byte i + 1."""
     numbers = itertools.count(1)
 
     def store(keys: list[bytes]) -> None:
         for key in keys:
-            plane.records.setdefault(key, bytes([next(numbers) % 256]) * shape.chunk_bytes)
+            plane.records.setdefault(key, bytes([next(numbers) % 256]) * shape.raw_bytes)
 
     return store
 
@@ -106,7 +108,7 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
         patient = dict.fromkeys(("lookup_timeout", "connect_timeout"), PATIENCE_S)
         settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, **(patient | config))
         side = SchedulerSide(settings, BLOCK, fetch=fetch, store=store, problem="", logger=logging.getLogger("test"))
-        side.start({rank: WorkerHandshake(NAMESPACES[rank], "") for rank in range(ranks)})
+        side.start({rank: WorkerHandshake(MODEL, NAMESPACES[rank], "") for rank in range(ranks)})
         sides.append(side)
         for client in side._clients:  # an attempt to connect may fail where the machine stands still, so it has several
             assert client.wait_ready(PATIENCE_S)

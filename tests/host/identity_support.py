@@ -101,6 +101,21 @@ def namespace(config: Any, caches: Any = None, host: HostConfig | None = None, r
     return rank_namespace(config, caches or kv_cache_config(), host or HostConfig(), rank, hashes())
 
 
+def layout_of(config: Any, caches: Any = None, host: HostConfig | None = None, rank: int = 0) -> Any:
+    """Return the description of its chunks, which carries the name under which they are stored."""
+    from host_control.vllm.identity.namespace import chunk_layout
+
+    made = namespace(config, caches, host, rank)
+    group = (caches or kv_cache_config()).kv_cache_groups[0]
+    cell = group.kv_cache_spec
+    latent = type(cell).__name__ == "MLAAttentionSpec"
+    memory = SimpleNamespace(
+        dtype=cell.dtype, layers=len(group.layer_names), kinds=1 if latent else 2,
+        vector_length=cell.num_kv_heads * cell.head_size,
+    )  # fmt: skip
+    return chunk_layout(made, memory, host or HostConfig())
+
+
 def digest(config: Any, *arguments: Any, **options: Any) -> bytes:
-    value: bytes = namespace(config, *arguments, **options).digest()
+    value: bytes = layout_of(config, *arguments, **options).namespace
     return value

@@ -6,9 +6,10 @@ from typing import Any
 from machine import wait_for
 from scripted import ScriptedDataPlane
 
-from shadowserve.keys import chunk_keys
+from shadowserve.keys import chain_links, record_keys
 
 BLOCK, CHUNK = 16, 64
+MODEL = b"m" * 32
 NAMESPACES = {0: b"0" * 32, 1: b"1" * 32}
 
 
@@ -62,8 +63,12 @@ def step(
     )
 
 
+def links(tokens: list[int], extra: bytes = b"") -> list[bytes]:
+    return chain_links(MODEL, tokens, chunk_tokens=CHUNK, extra=extra)
+
+
 def keys(rank: int, tokens: list[int]) -> list[bytes]:
-    return chunk_keys(NAMESPACES[rank], tokens, chunk_tokens=CHUNK)
+    return record_keys(NAMESPACES[rank], links(tokens))
 
 
 def matched(side: Any, request: Request, local: int = 0) -> int:
@@ -79,7 +84,7 @@ def matched(side: Any, request: Request, local: int = 0) -> int:
 
 def arrive(side: Any, plane: ScriptedDataPlane, tokens: list[int], stored: int = 0, **attributes: Any) -> Request:
     request = Request(attributes.pop("name", "r"), tokens, **attributes)
-    for rank in range(len(side._namespaces)):
+    for rank in NAMESPACES:
         plane.records.update(dict.fromkeys(keys(rank, tokens)[:stored], b""))
     side.on_new_request(request)
     return request

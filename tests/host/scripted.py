@@ -10,13 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import numpy as np
 from machine import PATIENCE_S, free_port
 
+from shadowserve.chunk import DType
+from shadowserve.pieces import leading, pack
 from shadowserve.proto import HELLO_KEY, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto import dataplane_pb2_grpc as rpc
 
-_DTYPE_BYTES = {"uint8": 1, "float8_e4m3": 1, "float16": 2, "bfloat16": 2, "float32": 4}
+
+def first(chunks: int, count: int) -> bytes:
+    """Return the set of the first ``chunks`` of ``count``, even where there are not so many."""
+    return pack(np.arange(max(chunks, count)) < chunks)
 
 
 @dataclass
@@ -60,6 +66,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.records: dict[bytes, bytes] = {} if records is None else records
         self.script = Script()
         self.calls: list[str] = []
+        self.asked_keys: list[list[bytes]] = []  # by the last Lookup, of each chain
         self.hellos: list[pb.HelloRequest] = []
         self.fetches: list[pb.FetchRequest] = []
         self.stores: list[pb.StoreRequest] = []
@@ -129,17 +136,14 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
 
     def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
         self._enter("Lookup", context)
-        hits = []
-        for chain in request.chains:
-            count = 0
-            for key in chain.keys:
-                if key not in self.records:
-                    break
-                count += 1
-            hits.append(count)
+        self.asked_keys = [list(chain.keys) for chain in request.chains]
+        present = [np.array([key in self.records for key in chain.keys], np.bool_) for chain in request.chains]
+        sets = [pack(flags) for flags in present]
         if self.script.lookup_hits is not None:
-            hits = self.script.lookup_hits(hits)
-        return pb.LookupResponse(hits=hits, outcome=pb.OUTCOME_COMPLETE)
+            lies = self.script.lookup_hits([leading(flags) for flags in present])
+            counts = [len(flags) for flags in present] + [0] * len(lies)
+            sets = [first(lie, count) for lie, count in zip(lies, counts, strict=False)]
+        return pb.LookupResponse(present=sets, outcome=pb.OUTCOME_COMPLETE)
 
     def RegisterDestination(
         self, request: pb.RegisterDestinationRequest, context: Any
@@ -153,9 +157,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             mapping = mmap.mmap(descriptor, memory.size)
         finally:
             os.close(descriptor)
-        chunk_bytes = (
-            layout.layers * layout.kinds * layout.vector_length * layout.chunk_tokens * _DTYPE_BYTES[layout.dtype]
-        )
+        itemsize = DType.from_label(layout.dtype).itemsize
+        chunk_bytes = layout.layers * layout.kinds * layout.vector_length * layout.tokens * itemsize
         destination_id = int.from_bytes(os.urandom(7), "little")
         self._destinations[destination_id] = _Memory(mapping, chunk_bytes, layout.namespace)
         return pb.RegisterDestinationResponse(destination_id=destination_id, chunk_bytes=chunk_bytes)
@@ -202,7 +205,12 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             memory.mapping[begin : begin + memory.chunk_bytes] = self.records[key]
             chunks += 1
         delivered = chunks * memory.chunk_bytes
-        return pb.FetchResponse(chunks=chunks, outcome=outcome, fetched_bytes=delivered // 2, delivered_bytes=delivered)
+        return pb.FetchResponse(
+            delivered=first(chunks, len(request.keys)),
+            outcome=outcome,
+            fetched_bytes=delivered // 2,
+            delivered_bytes=delivered,
+        )
 
     def Store(self, request: pb.StoreRequest, context: Any) -> pb.StoreResponse:
         memory = self._destinations.get(request.destination_id)

@@ -3,10 +3,11 @@
 import grpc
 import pytest
 from machine import PATIENCE_S
-from scripted import ScriptedDataPlane
+from scripted import ScriptedDataPlane, first
 
-from host_control.client import Breaker, ChunkShape, DataPlaneClient
+from host_control.client import Breaker, DataPlaneClient
 from host_control.destination import Destination
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -50,10 +51,11 @@ def test_lost_probe_does_not_close_the_door_for_good() -> None:
     assert breaker.allow()
 
 
-def test_lookup_counts_leading_keys_of_each_chain(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
+def test_lookup_says_which_keys_of_each_chain_are_there(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.records.update(dict.fromkeys([KEYS[0], KEYS[1], KEYS[3]], b""))
     chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[3:]), (b"c" * 32, [])]
-    assert client.lookup(chains, PATIENCE_S) == [2, 1, 0]
+    found = [flags.tolist() for flags in client.lookup(chains, PATIENCE_S)]
+    assert found == [[True, True, False, True, False, False], [True, False, False], []]
 
 
 @pytest.mark.parametrize("hits", [[7], [], [1, 1]])
@@ -91,7 +93,7 @@ def test_absent_daemon_opens_the_breaker_and_is_found_again() -> None:
         with pytest.raises(DataPlaneError, match="paused"):
             client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)
         clock.now += 1.0
-        assert client.lookup([(b"a" * 32, KEYS)], PATIENCE_S) == [0]
+        assert not client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)[0].any()
         assert not client.breakers["lookup"].open
     finally:
         client.close()
@@ -118,7 +120,9 @@ def fetch(client: DataPlaneClient, destination: Destination, timeout: float = PA
 def test_fetch_answer_that_cannot_be_true_is_not_believed_and_not_quiet(
     client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination, chunks: int, outcome: int
 ) -> None:
-    plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(chunks=chunks, outcome=outcome)
+    plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(
+        delivered=first(chunks, len(KEYS)), outcome=outcome
+    )
     answer = fetch(client, destination)
     assert (answer.chunks, answer.reason, answer.quiet) == (0, "invalid_answer", False)
 
@@ -138,9 +142,9 @@ def test_refused_fetch_is_quiet(client: DataPlaneClient, plane: ScriptedDataPlan
 
 
 def test_disagreement_about_the_chunk_size_is_found_at_registration(
-    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkShape, monkeypatch: pytest.MonkeyPatch
+    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ChunkShape, "chunk_bytes", property(lambda self: 1234))
+    monkeypatch.setattr(ChunkLayout, "raw_bytes", property(lambda self: 1234))
     with pytest.raises(DataPlaneError, match="1234"):
         Destination(client, shape, 1 << 16, PATIENCE_S).acquire(PATIENCE_S)
 

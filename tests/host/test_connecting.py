@@ -14,13 +14,15 @@ from machine import PATIENCE_S
 from scripted import ScriptedDataPlane
 
 import host_control.connection
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.destination import Destination
 from host_control.lookup import PrefixLookup
 from shadowserve import __version__
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import PROTOCOL_VERSION
+from shadowserve.proto.convert import layout_message
 from shadowserve.tls import Credentials, KeyPair
 
 KEYS = [bytes([number]) * 32 for number in range(3)]
@@ -30,12 +32,12 @@ CHAINS = [(b"a" * 32, KEYS)]
 # ---- Hello ---------------------------------------------------------------------------------------------------------
 
 
-def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: ChunkShape) -> None:
+def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: ChunkLayout) -> None:
     with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
         assert client.peer is None
-        assert client.lookup(CHAINS, PATIENCE_S) == [0]
+        assert not client.lookup(CHAINS, PATIENCE_S)[0].any()
         assert plane.calls == ["Hello", "Lookup"]
-        assert client.lookup(CHAINS, PATIENCE_S) == [0]
+        assert not client.lookup(CHAINS, PATIENCE_S)[0].any()
         assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for a connection"
         assert client.peer is not None and client.peer.memory_kinds == ("shared_memory",)
         Destination(client, shape, 1 << 16).acquire(PATIENCE_S)
@@ -43,17 +45,17 @@ def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: 
     assert (first.protocol_version, first.version) == (PROTOCOL_VERSION, __version__)
     assert first.host == second.host and len(first.host) == 32, "all processes of a machine say the same"
     assert not first.HasField("layout")
-    assert (second.layout, second.chunk_bytes) == (shape.message(), shape.chunk_bytes)
+    assert (second.layout, second.chunk_bytes) == (layout_message(shape), shape.raw_bytes)
 
 
 def test_a_lookup_that_nobody_knows_the_host_of_is_asked_again(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     plane.records[KEYS[0]] = b""
-    assert client.lookup(CHAINS, PATIENCE_S) == [1]
+    assert client.lookup(CHAINS, PATIENCE_S)[0].tolist() == [True, False, False]
     plane.forget_hosts()
     plane.calls.clear()
-    assert client.lookup(CHAINS, PATIENCE_S) == [1]
+    assert client.lookup(CHAINS, PATIENCE_S)[0].tolist() == [True, False, False]
     assert plane.calls == ["Lookup", "Hello", "Lookup"]
 
 
@@ -76,7 +78,7 @@ def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_destination(
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED])
 def test_a_refused_hello_is_a_reason_with_what_the_data_plane_says(
-    plane: ScriptedDataPlane, shape: ChunkShape, code: grpc.StatusCode
+    plane: ScriptedDataPlane, shape: ChunkLayout, code: grpc.StatusCode
 ) -> None:
     plane.script.abort["Hello"] = code
     with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
@@ -134,7 +136,7 @@ def refusal(plane: ScriptedDataPlane, credentials: Credentials | None) -> str:
 
 def test_lookups_pass_through_tls(certificates: Path) -> None:
     with serving(certificates) as plane, connecting(plane, own(certificates)) as client:
-        assert client.lookup(CHAINS, PATIENCE_S) == [0]
+        assert not client.lookup(CHAINS, PATIENCE_S)[0].any()
 
 
 def test_who_waits_for_a_data_plane_is_told_the_same(certificates: Path, foreign: Path) -> None:
@@ -252,7 +254,9 @@ def second() -> Iterator[ScriptedDataPlane]:
 def lookup_of(
     clients: list[DataPlaneClient], wait: Callable[..., Any], tokens: int = 12, timeout: float = PATIENCE_S
 ) -> tuple[int, str]:
-    lookup = PrefixLookup(clients, [b"a" * 32, b"b" * 32], chunk_tokens=4, timeout=timeout)
+    lookup = PrefixLookup(
+        b"m" * 32, list(zip(clients, [b"a" * 32, b"b" * 32], strict=True)), chunk_tokens=4, timeout=timeout
+    )
     try:
         lookup.submit("request", list(range(tokens)))
         answer = wait(lambda: lookup.poll("request"), PATIENCE_S)

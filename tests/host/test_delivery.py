@@ -20,7 +20,7 @@ from gpu_support import fake_gpu
 from machine import PATIENCE_S, PATIENT
 from scripted import ScriptedDataPlane
 
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.cuda import CudaError
 from host_control.delivery import Delivery, Gpu, SideStream, choose, on_gpu
@@ -30,9 +30,10 @@ from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.segment import Segment
 from host_control.store import StoreQueue
 from shadowserve import native
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.cli.processes import Child, start_data_plane, start_storage
 from shadowserve.errors import ConfigurationError, DataPlaneError, NativeError
-from shadowserve.keys import KVNamespace, chunk_keys
+from shadowserve.keys import KVNamespace, ModelIdentity, chain_links, record_keys
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE, CHUNK_BLOCKS = 2, 16, 2, 4, 8, 2
 CHUNK_TOKENS = CHUNK_BLOCKS * BLOCK
@@ -149,19 +150,19 @@ class Engine:
         self.caches = list(memory)
         self.layout = PagedLayout(self.caches, "kv_cells", "torch", 1 << 20)
         self.delivery = delivery
-        namespace = KVNamespace(
-            model="delivery", weights="1", dtype="bfloat16", layers=LAYERS, kv_heads=HEADS, head_size=SIZE,
-            attention="mha", chunk_tokens=CHUNK_TOKENS, quantizer="lossless",
+        model = ModelIdentity(model="delivery", weights="1", dtype="bfloat16", chunk_tokens=CHUNK_TOKENS)
+        shape = KVNamespace(model=model, layers=(0, LAYERS), heads=(0, HEADS)).name(
+            ChunkLayout(
+                dtype=DType.BFLOAT16, layers=LAYERS, kinds=2, vector_length=HEADS * SIZE,
+                tokens=CHUNK_TOKENS, quantizer=Quantizer.LOSSLESS,
+            )
         )  # fmt: skip
-        self.keys = chunk_keys(namespace.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)
-        shape = ChunkShape(
-            namespace=namespace.digest(), dtype="bfloat16", layers=LAYERS, kinds=2, vector_length=HEADS * SIZE,
-            chunk_tokens=CHUNK_TOKENS, quantizer="lossless",
-        )  # fmt: skip
+        links = chain_links(model.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)
+        self.keys = record_keys(shape.namespace, links)
         self.client = DataPlaneClient(address, connect_timeout=PATIENCE_S)
-        self.fetched = Destination(self.client, shape, 2 * chunks * shape.chunk_bytes, PATIENCE_S, delivery.fetch)
+        self.fetched = Destination(self.client, shape, 2 * chunks * shape.raw_bytes, PATIENCE_S, delivery.fetch)
         self.manager = KVCacheManager(self.client, self.fetched, self._scatter, fetch_timeout=PATIENCE_S)
-        stored = Destination(self.client, shape, 8 * shape.chunk_bytes, PATIENCE_S, delivery.store)
+        stored = Destination(self.client, shape, 8 * shape.raw_bytes, PATIENCE_S, delivery.store)
         self.queue = StoreQueue(self.client, stored, timeout=PATIENCE_S)
 
     def _scatter(self, job: FetchJob, first: int, chunks: Any) -> None:
@@ -378,9 +379,9 @@ class Borrowed(Segment):
 
 
 @pytest.fixture
-def borrowed(client: DataPlaneClient, shape: ChunkShape) -> Destination:
+def borrowed(client: DataPlaneClient, shape: ChunkLayout) -> Destination:
     make: Callable[[int], Memory] = Borrowed.create
-    return Destination(client, shape, 8 * shape.chunk_bytes, make=make)
+    return Destination(client, shape, 8 * shape.raw_bytes, make=make)
 
 
 def test_memory_stays_until_its_release_was_answered(

@@ -271,8 +271,51 @@ def test_the_shape_of_what_is_cached_is_in_the_key(base: Any, options: dict[str,
     assert digest(base, kv_cache_config(spec(**options))) != digest(base)
 
 
-def test_ranks_and_blocks(base: Any) -> None:
-    assert digest(base, rank=1) != digest(base)
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(1, [(0, 4)]), (2, [(0, 2), (2, 4)]), (8, [(n // 2, n // 2 + 1) for n in range(8)])]
+)
+def test_a_rank_is_named_by_the_heads_that_it_holds(
+    base: Any, monkeypatch: pytest.MonkeyPatch, ranks: int, expected: list[tuple[int, int]]
+) -> None:
+    config = shared_by(base, ranks, monkeypatch)
+    caches = kv_cache_config(spec(num_kv_heads=max(1, 4 // ranks)))
+    named = [namespace(config, caches, rank=rank) for rank in range(ranks)]
+    assert [each.heads for each in named] == expected
+    assert {(each.group, each.layers) for each in named} == {("full", (0, 3))}
+    assert len({each.model.digest() for each in named} | {namespace(base).model.digest()}) == 1, "one chain for all"
+    digests = [digest(config, caches, rank=rank) for rank in range(ranks)]
+    assert len(set(digests)) == len(set(expected)), "ranks that hold the same heads share their records"
+
+
+def test_a_latent_is_the_same_for_any_number_of_ranks(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    caches = kv_cache_config(MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16))
+    alone = digest(base, caches)
+    config = shared_by(base, 2, monkeypatch)
+    assert {digest(config, caches, rank=rank) for rank in (0, 1)} == {alone}
+
+
+def test_heads_that_are_divided_in_an_unknown_way_are_shared_with_nobody(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = shared_by(base, 2, monkeypatch)
+    caches = kv_cache_config(spec(num_kv_heads=3))
+    assert len({digest(config, caches, rank=rank) for rank in (0, 1)} | {digest(base, caches)}) == 3
+
+
+def shared_by(base: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the configuration of an engine of so many ranks, of a model with four KV heads."""
+    monkeypatch.setattr(type(base.model_config), "get_total_num_kv_heads", lambda self: 4)
+    config = copy.copy(base)
+    config.parallel_config = copy.copy(base.parallel_config)
+    object.__setattr__(config.parallel_config, "tensor_parallel_size", ranks)
+    object.__setattr__(config.parallel_config, "rank", ranks - 1)  # the model is the same on all of them
+    return config
+
+
+def test_blocks_of_another_size_are_named_alike(base: Any) -> None:
     assert digest(base, kv_cache_config(spec(block_size=64))) == digest(base)
 
 

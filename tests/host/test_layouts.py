@@ -13,7 +13,8 @@ import pytest
 import torch
 from machine import NEVER_S
 
-from host_control.layouts import LayoutKind, PagedLayout, dtype_name
+from host_control.layouts import LayoutKind, PagedLayout, element_type
+from shadowserve.chunk import DType
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 11, 2, 4, 6
 TILED_BLOCK, TILED_SIZE = 32, 48
@@ -171,7 +172,7 @@ def test_tiles_are_scattered_to_where_amx_reads_them_and_gathered_back(dtype: An
 def test_fp8_moves_as_bytes() -> None:
     caches = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * SIZE, dtype=torch.float8_e4m3fn)]
     layout = PagedLayout(caches, "kv_cells")
-    assert layout.dtype == torch.uint8 and dtype_name(torch.float8_e4m3fn) == "uint8"
+    assert layout.dtype == torch.uint8 and element_type(torch.float8_e4m3fn) is DType.UINT8
     chunk = torch.arange(layout.chunk_bytes(BLOCK), dtype=torch.uint8)
     layout.scatter(chunk, [3])
     out = torch.empty_like(chunk)

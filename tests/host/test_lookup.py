@@ -12,15 +12,16 @@ from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
 from host_control.lookup import LookupAnswer, PrefixLookup
-from shadowserve.keys import chunk_keys
+from shadowserve.keys import chain_links, record_keys
 
+MODEL = b"m" * 32
 NAMESPACES = [b"a" * 32, b"b" * 32]
 CHUNK = 4
 
 
 @pytest.fixture
 def lookup(client: DataPlaneClient) -> Iterator[PrefixLookup]:
-    lookup = PrefixLookup([client] * len(NAMESPACES), NAMESPACES, chunk_tokens=CHUNK, timeout=PATIENCE_S)
+    lookup = PrefixLookup(MODEL, [(client, name) for name in NAMESPACES], chunk_tokens=CHUNK, timeout=PATIENCE_S)
     yield lookup
     lookup.close()
 
@@ -29,19 +30,45 @@ def test_answer_is_the_fewest_hits_of_any_rank(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     tokens = list(range(22))
-    first, second = (chunk_keys(namespace, tokens, chunk_tokens=CHUNK) for namespace in NAMESPACES)
+    links = chain_links(MODEL, tokens, chunk_tokens=CHUNK)
+    first, second = (record_keys(namespace, links) for namespace in NAMESPACES)
     plane.records.update(dict.fromkeys([*first[:4], *second[:3]], b""))
     lookup.submit("r", tokens)
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(3, "complete")
-    assert lookup.keys("r") == [first, second]
+    assert lookup.links("r") == links
     assert lookup.known("r") == 3
     assert plane.calls.count("Lookup") == 1, "one round trip for all ranks"
+
+
+def test_chunks_that_different_ranks_lack_are_no_hits_together(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    links = chain_links(MODEL, range(22), chunk_tokens=CHUNK)
+    first, second = (record_keys(namespace, links) for namespace in NAMESPACES)
+    plane.records.update(dict.fromkeys([*first[:1], *first[2:], *second[:3], *second[4:]], b""))
+    lookup.submit("r", range(22))
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(1, "complete"), "the rest lies behind a gap"
+
+
+def test_ranks_that_hold_the_same_part_are_asked_for_once(
+    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    """Of a latent, say, or of heads that several ranks share."""
+    lookup = PrefixLookup(MODEL, [(client, NAMESPACES[0])] * 4, chunk_tokens=CHUNK, timeout=PATIENCE_S)
+    try:
+        keys = record_keys(NAMESPACES[0], chain_links(MODEL, range(22), chunk_tokens=CHUNK))
+        plane.records.update(dict.fromkeys(keys[:3], b""))
+        lookup.submit("r", range(22))
+        assert wait(lambda: lookup.poll("r")) == LookupAnswer(3, "complete")
+        assert plane.asked_keys == [keys]
+    finally:
+        lookup.close()
 
 
 def test_prompt_without_a_full_chunk_is_answered_at_once(lookup: PrefixLookup, plane: ScriptedDataPlane) -> None:
     lookup.submit("r", [1, 2, 3])
     assert lookup.poll("r") == LookupAnswer(0, "short")
-    assert lookup.keys("r") == [[], []]
+    assert lookup.links("r") == []
     assert "Lookup" not in plane.calls
 
 
@@ -49,7 +76,7 @@ def test_silence_becomes_a_miss_at_the_deadline_and_stays_one(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.stall.add("Lookup")
-    lookup = PrefixLookup([client] * len(NAMESPACES), NAMESPACES, chunk_tokens=CHUNK, timeout=0.1)
+    lookup = PrefixLookup(MODEL, [(client, name) for name in NAMESPACES], chunk_tokens=CHUNK, timeout=0.1)
     try:
         begin = time.monotonic()
         lookup.submit("r", list(range(8)))
@@ -66,17 +93,19 @@ def test_extra_bytes_separate_requests(lookup: PrefixLookup, wait: Callable[...,
     lookup.submit("a", tokens)
     lookup.submit("b", tokens, b"salt")
     wait(lambda: lookup.poll("a") and lookup.poll("b"))
-    assert lookup.keys("a") != lookup.keys("b")
+    assert lookup.links("a") != lookup.links("b")
 
 
-def test_disabled_lookup_still_makes_keys(
+def test_disabled_lookup_still_makes_links(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    lookup = PrefixLookup([client] * len(NAMESPACES), NAMESPACES, chunk_tokens=CHUNK, timeout=PATIENCE_S, enabled=False)
+    lookup = PrefixLookup(
+        MODEL, [(client, name) for name in NAMESPACES], chunk_tokens=CHUNK, timeout=PATIENCE_S, enabled=False
+    )
     try:
         lookup.submit("r", list(range(8)))
         assert lookup.poll("r") == LookupAnswer(0, "disabled")
-        assert len(wait(lambda: lookup.keys("r"))[0]) == 2
+        assert len(wait(lambda: lookup.links("r"))) == 2
         assert "Lookup" not in plane.calls
     finally:
         lookup.close()
@@ -100,15 +129,17 @@ def test_long_prompt_does_not_hold_the_engine(
             assert returned.wait(PATIENCE_S)
             return super().__getitem__(index)
 
-    lookup = PrefixLookup([client], NAMESPACES[:1], chunk_tokens=256, timeout=PATIENCE_S, on_done=lambda _: done.set())
+    lookup = PrefixLookup(
+        MODEL, [(client, NAMESPACES[0])], chunk_tokens=256, timeout=PATIENCE_S, on_done=lambda _: done.set()
+    )
     try:
         tokens = np.random.default_rng(1).integers(0, 128000, 131072).tolist()
         lookup.submit("r", Prompt(tokens))
-        assert lookup.poll("r") is None and lookup.keys("r") is None
+        assert lookup.poll("r") is None and lookup.links("r") is None
         returned.set()
         assert done.wait(PATIENCE_S)
         assert lookup.poll("r") == LookupAnswer(0, "complete")
-        assert lookup.keys("r") == [chunk_keys(NAMESPACES[0], tokens)]
+        assert lookup.links("r") == chain_links(MODEL, tokens)
         assert plane.calls.count("Lookup") == 1
     finally:
         lookup.close()

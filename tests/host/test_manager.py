@@ -12,7 +12,7 @@ import pytest
 from machine import NEVER_S, PATIENCE_S, wait_for
 from scripted import ScriptedDataPlane
 
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.destination import Destination
 from host_control.lookup import PrefixLookup
 from host_control.manager import (
@@ -24,12 +24,13 @@ from host_control.manager import (
     shortest_job_first,
 )
 from host_control.segment import Segment
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
-from shadowserve.keys import chunk_keys
+from shadowserve.keys import chain_links, record_keys
 from shadowserve.proto import dataplane_pb2 as pb
 
 CHUNK = 4
-NAMESPACE = b"n" * 32
+MODEL = b"m" * 32
 
 
 @dataclass
@@ -57,8 +58,8 @@ class Paged:
 
 
 @pytest.fixture
-def paged(shape: ChunkShape) -> Paged:
-    paged = Paged(chunk_bytes=shape.chunk_bytes)
+def paged(shape: ChunkLayout) -> Paged:
+    paged = Paged(chunk_bytes=shape.raw_bytes)
     paged.gate.set()
     return paged
 
@@ -70,7 +71,9 @@ def make_manager(
     made = []
 
     def make(**options: Any) -> KVCacheManager:
-        lookup = PrefixLookup([client], [NAMESPACE], chunk_tokens=CHUNK, timeout=PATIENCE_S, threads=1)
+        lookup = PrefixLookup(
+            MODEL, [(client, destination.shape.namespace)], chunk_tokens=CHUNK, timeout=PATIENCE_S, threads=1
+        )
         if "fetch_timeout" in options:
             destination.acquire(PATIENCE_S)  # so that a short one is the fetches' alone
         options = {"lookup": lookup, "chunk_tokens": CHUNK, "fetch_timeout": PATIENCE_S, **options}
@@ -118,7 +121,7 @@ def prompt(tokens: int, seed: int) -> list[int]:
 
 
 def keys_of(tokens: list[int]) -> list[bytes]:
-    return chunk_keys(NAMESPACE, tokens, chunk_tokens=CHUNK)
+    return record_keys(b"n" * 32, chain_links(MODEL, tokens, chunk_tokens=CHUNK))
 
 
 def job(name: str, count: int, fill: Callable[[list[bytes]], None] | None = None) -> FetchJob:
@@ -210,7 +213,7 @@ def test_request_is_intercepted_once_in_its_life(
 def test_waiting_for_jobs_ends_with_them_and_not_with_others(
     manager: KVCacheManager, plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None], paged: Paged
 ) -> None:
-    keys = {name: chunk_keys(NAMESPACE, prompt(9, seed), chunk_tokens=CHUNK) for seed, name in enumerate("abc")}
+    keys = {name: keys_of(prompt(9, seed)) for seed, name in enumerate("abc")}
     for name in keys:
         fill(keys[name])
     manager.exchange([FetchJob(request_id=name, keys=tuple(keys[name])) for name in "ab"])
@@ -229,7 +232,7 @@ def test_waiting_ends_by_the_deadline(
     make_manager: Callable[..., KVCacheManager], plane: ScriptedDataPlane, fill: Callable[[list[bytes]], None]
 ) -> None:
     manager = make_manager(fetch_timeout=0.3)
-    keys = chunk_keys(NAMESPACE, prompt(9, 0), chunk_tokens=CHUNK)
+    keys = keys_of(prompt(9, 0))
     fill(keys)
     plane.script.stall.add("Fetch")
     manager.exchange([FetchJob(request_id=name, keys=tuple(keys)) for name in "ab"])
@@ -453,17 +456,17 @@ def test_daemon_that_dies_mid_fetch_and_comes_back(
 
 
 def test_absent_daemon_fails_jobs_at_once_after_a_while(
-    shape: ChunkShape, paged: Paged, leftovers: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+    shape: ChunkLayout, paged: Paged, leftovers: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=NEVER_S, backoff_max=NEVER_S, connect_timeout=0.1)
     attempts: list[float] = []
 
-    def absent(timeout: float, shape: ChunkShape) -> None:
+    def absent(timeout: float, shape: ChunkLayout) -> None:
         attempts.append(timeout)
         raise DataPlaneError("nobody is there", "unreachable")
 
     monkeypatch.setattr(client, "connect", absent)
-    manager = KVCacheManager(client, Destination(client, shape, 8 * shape.chunk_bytes, 0.1), paged)
+    manager = KVCacheManager(client, Destination(client, shape, 8 * shape.raw_bytes, 0.1), paged)
     try:
         manager.exchange([job(name, 2) for name in "abcdefgh"])
         assert {result.reason for result in collect(manager, 8)} <= {"unreachable", "breaker_open"}

@@ -10,10 +10,11 @@ import pytest
 from machine import NEVER_S, PATIENCE_S, wait_for
 from scripted import ScriptedDataPlane
 
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.destination import Destination
 from host_control.segment import Segment
 from host_control.store import StoreQueue
+from shadowserve.chunk import ChunkLayout
 from shadowserve.proto import dataplane_pb2 as pb
 
 
@@ -34,7 +35,7 @@ def queue(client: DataPlaneClient, destination: Destination) -> Iterator[StoreQu
 
 
 def test_chunks_are_stored_in_order_with_what_was_gathered(
-    queue: StoreQueue, plane: ScriptedDataPlane, shape: ChunkShape
+    queue: StoreQueue, plane: ScriptedDataPlane, shape: ChunkLayout
 ) -> None:
     assert queue.offer(keys(5), gather) == 5
     assert queue.flush(PATIENCE_S)
@@ -42,7 +43,7 @@ def test_chunks_are_stored_in_order_with_what_was_gathered(
     assert max(len(request.keys) for request in plane.stores) <= 3
     assert [plane.records[key][0] for key in keys(5)] == [100, 101, 102, 103, 104]
     counts = queue.take_counts()
-    assert counts["stored"] == 5 and counts["stored_raw_bytes"] == 5 * shape.chunk_bytes
+    assert counts["stored"] == 5 and counts["stored_raw_bytes"] == 5 * shape.raw_bytes
     assert queue.take_counts() == {}
 
 
@@ -177,9 +178,9 @@ def test_memory_that_is_made_shorter_costs_what_waits_in_it_and_nothing_else(
     assert [plane.records[key][0] for key in keys(2)] == [100, 101]
 
 
-def test_absent_daemon_costs_the_engine_nothing(shape: ChunkShape) -> None:
+def test_absent_daemon_costs_the_engine_nothing(shape: ChunkLayout) -> None:
     client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=NEVER_S, backoff_max=NEVER_S)
-    destination = Destination(client, shape, 8 * shape.chunk_bytes, connect_timeout=0.05)
+    destination = Destination(client, shape, 8 * shape.raw_bytes, connect_timeout=0.05)
     queue = StoreQueue(client, destination, retry_interval=0.02)
     gathered = []
     try:

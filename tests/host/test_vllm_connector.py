@@ -114,7 +114,7 @@ def test_a_later_stage_that_is_off_turns_the_engine_off(make: Callable[[str, str
     from host_control.vllm.metadata import WorkerHandshake
 
     scheduler = make("SCHEDULER", "")
-    on, off = WorkerHandshake(b"n" * 32, ""), WorkerHandshake(b"", "this stage")
+    on, off = WorkerHandshake(b"m" * 32, b"n" * 32, ""), WorkerHandshake(b"", b"", "this stage")
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): on, (0, 1): on, (1, 0): off, (1, 1): on})
     assert scheduler._scheduler.problem == "this stage"
     assert scheduler.get_num_new_matched_tokens(Request(), 0) == (0, False)
@@ -125,7 +125,7 @@ def test_handshakes_that_are_another_connectors_turn_the_engine_off(make: Callab
 
     from host_control.vllm.metadata import WorkerHandshake
 
-    for others in ({(0, 0): KVConnectorHandshakeMetadata()}, {(0, 0): WorkerHandshake(b"n" * 32, "")}):
+    for others in ({(0, 0): KVConnectorHandshakeMetadata()}, {(0, 0): WorkerHandshake(b"m" * 32, b"n" * 32, "")}):
         scheduler = make("SCHEDULER", "")
         scheduler.set_xfer_handshake_metadata_pp_aware(others)
         assert "handshake is missing" in scheduler._scheduler.problem

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from scheduler_support import BLOCK, CHUNK, NAMESPACES, TOKENS, arrive, matched, report, step
+from scheduler_support import BLOCK, CHUNK, NAMESPACES, TOKENS, arrive, links, matched, report, step
 
-from shadowserve.keys import chunk_keys
+from shadowserve.keys import record_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -115,7 +115,7 @@ def test_engine_whose_blocks_are_not_known_is_not_trusted() -> None:
 
 
 def keys(tokens: list[int], extra: bytes) -> list[bytes]:
-    return chunk_keys(NAMESPACES[0], tokens, chunk_tokens=CHUNK, extra=extra)
+    return record_keys(NAMESPACES[0], links(tokens, extra))
 
 
 def test_load_of_an_earlier_epoch_says_so(make_side: Any, plane: Any) -> None:
@@ -136,8 +136,8 @@ def test_hits_of_an_earlier_epoch_are_not_offered(make_side: Any, plane: Any) ->
     side.reset()
     assert matched(side, request) == 0
     (store,) = side.step(step(new={"r": (0, len(TOKENS))})).stores
-    assert store.keys == [keys(TOKENS, side._tracked["r"].extra)]
-    assert store.keys != [keys(TOKENS, b"")]
+    assert store.links == links(TOKENS, side._tracked["r"].extra)
+    assert store.links != links(TOKENS)
 
 
 @pytest.mark.parametrize("own", [2 * BLOCK, 0])

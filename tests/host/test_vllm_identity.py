@@ -8,6 +8,7 @@ import pytest
 from identity_support import ASSET, engine_config, kv_cache_config, spec
 
 from host_control.config import HostConfig
+from shadowserve.chunk import Quantizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -29,15 +30,12 @@ def test_fp8_caches_are_stored_as_they_are_but_for_e4m3_in_bins(
 ) -> None:
     import torch
 
-    from host_control.vllm.identity.namespace import chunk_shape
-
     config, host = engine_config(ASSET), HostConfig(quantizer=quantizer, scale_tokens=4)
     object.__setattr__(config.cache_config, "cache_dtype", cache_dtype)
-    dtype = getattr(torch, element)
-    namespace = identity_support.namespace(config, kv_cache_config(spec(dtype=dtype)), host)
-    assert namespace.quantizer == stored and cache_dtype in namespace.dtype
-    shape = chunk_shape(namespace, SimpleNamespace(dtype=dtype, layers=3, kinds=2, vector_length=128), host)
-    assert (shape.dtype, shape.quantizer, shape.chunk_bytes) == (wire, stored, 3 * 2 * 128 * 256)
+    caches = kv_cache_config(spec(dtype=getattr(torch, element)))
+    assert cache_dtype in identity_support.namespace(config, caches, host).model.dtype
+    shape = identity_support.layout_of(config, caches, host)
+    assert (shape.dtype.label, shape.quantizer.label, shape.raw_bytes) == (wire, stored, 3 * 2 * 128 * 256)
     treatment = (shape.bins, shape.value_bins, shape.scale_tokens)
     assert treatment == ((64, 16, 4) if stored == "binned" else (0, 0, 1))
 
@@ -50,18 +48,15 @@ def test_amd_has_another_e4m3_that_is_not_binned(monkeypatch: pytest.MonkeyPatch
     config = engine_config(ASSET)
     object.__setattr__(config.cache_config, "cache_dtype", "fp8")
     caches = kv_cache_config(spec(dtype=torch.uint8))
-    namespace = identity_support.namespace(config, caches, HostConfig(quantizer="binned"))
-    assert namespace.quantizer == "passthrough"
+    layout = identity_support.layout_of(config, caches, HostConfig(quantizer="binned"))
+    assert layout.quantizer is Quantizer.PASSTHROUGH
 
 
-def test_values_with_the_bins_of_keys_are_named_as_before_there_was_a_choice() -> None:
-    from host_control.vllm.identity.namespace import chunk_shape
-
-    host = HostConfig(quantizer="binned", bins=32, value_bins=32)
-    namespace = identity_support.namespace(engine_config(ASSET), None, host)
-    assert namespace.quantizer_parameters == {"bins": 32}
-    layout = SimpleNamespace(dtype=spec().dtype, layers=3, kinds=2, vector_length=128)
-    assert chunk_shape(namespace, layout, host).value_bins == 0
+def test_values_with_the_bins_of_keys_are_named_as_if_there_were_no_choice() -> None:
+    layout = identity_support.layout_of(
+        engine_config(ASSET), None, HostConfig(quantizer="binned", bins=32, value_bins=32)
+    )
+    assert (layout.bins, layout.value_bins) == (32, 0)
 
 
 def test_registering_twice_is_once() -> None:

@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 from machine import wait_for
-from scheduler_support import BLOCK, CHUNK, NAMESPACES, TOKENS, Request, arrive, keys, matched, report, step
+from scheduler_support import (
+    BLOCK,
+    CHUNK,
+    MODEL,
+    NAMESPACES,
+    TOKENS,
+    Request,
+    arrive,
+    keys,
+    links,
+    matched,
+    report,
+    step,
+)
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
@@ -53,7 +66,7 @@ def test_load_covers_whole_chunks_and_leaves_local_blocks_alone(make_side: Any, 
     assert matched(side, request, local) == 4 * CHUNK - local
     side.allocated(request, list(range(100, 140)), 4 * CHUNK - local)
     (load,) = side.step(step()).loads
-    assert load.keys == [keys(rank, TOKENS)[1:4] for rank in (0, 1)]
+    assert load.links == links(TOKENS)[1:4]
     assert load.blocks == list(range(104, 116))
     assert load.skip_blocks == 2
     assert side.step(step()).loads == [], "handed over once"
@@ -76,8 +89,8 @@ def test_failed_load_is_not_offered_again_and_stored_anew(make_side: Any, plane:
     side.worker_output({"r"}, report({"r": 1}))
     assert side.matched_tokens(request, CHUNK) == 0
     (store,) = side.step(step(new={"r": (CHUNK, len(TOKENS) - CHUNK)})).stores
-    assert store.keys == [keys(0, TOKENS)[1:5]]
-    assert store.previous == [keys(0, TOKENS)[0]] and store.anchored
+    assert store.links == links(TOKENS)[1:5]
+    assert store.previous == links(TOKENS)[0] and store.anchored
     assert store.blocks == list(range(1004, 1020))
 
 
@@ -109,7 +122,7 @@ def test_chunks_are_stored_as_steps_complete_them(make_side: Any, plane: Scripte
     matched(side, request, CHUNK)
     assert side.step(step(new={"r": (CHUNK, CHUNK - 1)})).stores == []
     (store,) = side.step(step(cached={"r": (2 * CHUNK - 1, CHUNK + 1)})).stores
-    assert store.keys == [keys(0, TOKENS)[1:3]]
+    assert store.links == links(TOKENS)[1:3]
     assert store.blocks == list(range(1004, 1012))
     assert side.step(step(cached={"r": (3 * CHUNK, 5)})).stores == []
 
@@ -121,7 +134,7 @@ def test_chunk_of_generated_tokens_has_the_key_of_its_tokens(make_side: Any, pla
     request.all_token_ids += list(range(900, 900 + CHUNK))
     assert side.step(step(cached={"r": (CHUNK + 20, 1)})).stores == []
     (store,) = side.step(step(cached={"r": (2 * CHUNK - 1, 1)})).stores
-    assert store.keys == [keys(rank, request.all_token_ids)[1:2] for rank in (0, 1)]
+    assert store.links == links(request.all_token_ids)[1:2]
 
 
 def test_draft_tokens_are_not_stored(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -129,7 +142,7 @@ def test_draft_tokens_are_not_stored(make_side: Any, plane: ScriptedDataPlane) -
     request = arrive(side, plane, TOKENS[: 2 * CHUNK - 2])
     matched(side, request)
     (store,) = side.step(step(new={"r": (0, 2 * CHUNK - 2)})).stores
-    assert store.keys == [keys(0, TOKENS)[:1]]
+    assert store.links == links(TOKENS)[:1]
     request.all_token_ids.append(7)
     # One known token and four guesses are scheduled: the chunk is complete only if the guesses are right.
     assert side.step(step(cached={"r": (2 * CHUNK - 2, 5)})).stores == []
@@ -193,12 +206,29 @@ def test_one_worker_that_is_off_turns_all_off(make_side: Any, plane: ScriptedDat
     side = SchedulerSide(
         HostConfig(data_plane=plane.address), BLOCK, fetch=True, store=True, problem="", logger=logging.getLogger("t")
     )
-    side.start({0: WorkerHandshake(NAMESPACES[0], ""), 1: WorkerHandshake(b"", "unknown layout")})
+    side.start({0: WorkerHandshake(MODEL, NAMESPACES[0], ""), 1: WorkerHandshake(b"", b"", "unknown layout")})
     request = Request("r", TOKENS)
     side.on_new_request(request)
     assert side.matched_tokens(request, 0) == 0
     assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
     assert side.problem == "unknown layout"
+    side.close()
+
+
+def test_ranks_that_compute_with_different_files_turn_the_cache_off(plane: ScriptedDataPlane) -> None:
+    """Their KV would lie under one name."""
+    from host_control.vllm.metadata import WorkerHandshake
+    from host_control.vllm.scheduler_side import SchedulerSide
+
+    side = SchedulerSide(
+        HostConfig(data_plane=plane.address), BLOCK, fetch=True, store=True, problem="", logger=logging.getLogger("t")
+    )
+    side.start({rank: WorkerHandshake(bytes([rank]) * 32, NAMESPACES[rank], "") for rank in (0, 1)})
+    assert "do not agree" in side.problem
+    request = Request("r", TOKENS)
+    side.on_new_request(request)
+    assert side.matched_tokens(request, 0) == 0
+    assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
     side.close()
 
 

@@ -14,8 +14,10 @@ from machine import NEVER_S
 
 from shadowserve import native
 from shadowserve._cffi import ffi
+from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
-from shadowserve.native import DType, Isa, Quantizer, Result
+from shadowserve.native import Isa, Result
+from shadowserve.native._library import lib
 
 REPOSITORY = Path(__file__).parents[2]
 HEADER = "".join(path.read_text() for path in sorted((REPOSITORY / "native/include").glob("*.h")))
@@ -26,8 +28,8 @@ HEADER = "".join(path.read_text() for path in sorted((REPOSITORY / "native/inclu
     [
         (native.Result, "SS_"),
         (native.Codec, "SS_CODEC_"),
-        (native.Quantizer, "SS_QUANTIZER_"),
-        (native.DType, "SS_DTYPE_"),
+        (Quantizer, "SS_QUANTIZER_"),
+        (DType, "SS_DTYPE_"),
         (native.Isa, "SS_ISA_"),
         (native.Stage, "SS_STAGE_"),
     ],
@@ -62,12 +64,8 @@ def test_every_result_says_what_to_do() -> None:
     assert all("; " in native.result_text(result) for result in Result if result is not Result.OK)
 
 
-def test_dtypes_know_their_size_and_name() -> None:
-    assert [dtype.itemsize for dtype in DType] == [1, 2, 2, 4, 1]
-    for dtype in DType:
-        assert DType.from_label(dtype.label) is dtype and DType.from_label(f"torch.{dtype.label}") is dtype
-    with pytest.raises(NativeError, match="float64.*bfloat16"):
-        DType.from_label("float64")
+def test_the_core_counts_the_bytes_of_an_element_as_we_do() -> None:
+    assert [dtype.itemsize for dtype in DType] == [lib.ss_dtype_size(dtype) for dtype in DType]
 
 
 def test_an_isa_that_is_not_there_cannot_be_forced() -> None:

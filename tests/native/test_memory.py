@@ -12,6 +12,7 @@ import pytest
 from machine import NEVER_S
 
 from shadowserve import native
+from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
 from shadowserve.native import MemoryKind, Result
 
@@ -94,7 +95,7 @@ def stored(pipeline: native.Pipeline, destination: Any) -> tuple[Result, list[in
     slices["destination_offset"] = np.arange(SLICES) * SLICE_BYTES
     slices["decoded_length"], slices["vectors"] = SLICE_BYTES, 16
     round_ = native.Round(
-        chunks=chunks, slices=slices, quantizer=native.Quantizer.PASSTHROUGH, dtype=native.DType.UINT8,
+        chunks=chunks, slices=slices, quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8,
         vector_length=SLICE_BYTES // 16, destination=destination, deadline_ns=2**62,
     )  # fmt: skip
     result = pipeline.encode(round_)

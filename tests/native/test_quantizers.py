@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shadowserve import native
+from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
-from shadowserve.native import Codec, DType, Isa, Quantizer, Result
+from shadowserve.native import Codec, Isa, Result
 
 FLOATS = [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3]
 EXACT = [Quantizer.LOSSLESS, Quantizer.PASSTHROUGH]

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowserve import native
-from shadowserve.native import Codec, DType, Quantizer
-from shadowserve.record import HEADER_BYTES, MANIFEST_DTYPE, ChunkLayout, Manifest, encode
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.native import Codec
+from shadowserve.record import HEADER_BYTES, MANIFEST_DTYPE, Manifest, encode
 
 KEY = bytes(range(32))
 NAMESPACE = bytes(range(100, 132))

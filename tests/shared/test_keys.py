@@ -1,4 +1,4 @@
-"""Namespaces and key chains: the format is frozen, and nothing that changes the KV can be left out of a key."""
+"""Names of models, chains and keys: the format is frozen, and nothing that changes the KV can be left out of a key."""
 
 import hashlib
 import json
@@ -15,111 +15,154 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from machine import NEVER_S
 
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, chunk_keys, storage_key
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, ModelIdentity, chain_links, record_keys, storage_key
 
-NAMESPACE = KVNamespace(
-    model="a/model",
-    dtype="bfloat16",
+MODEL = ModelIdentity(model="a/model", dtype="bfloat16")
+LAYOUT = ChunkLayout(
+    dtype=DType.BFLOAT16,
     layers=32,
-    kv_heads=8,
-    head_size=128,
-    attention="gqa",
-    quantizer="binned",
-    quantizer_parameters={"bins": 32},
+    kinds=2,
+    vector_length=1024,
+    tokens=256,
+    quantizer=Quantizer.BINNED,
+    bins=32,
 )
+NAMESPACE = KVNamespace(model=MODEL, layers=(0, 32), heads=(0, 8))
 
 # What is stored today must be found by every later version: if one of these changes, SCHEMA_VERSION must, too.
-GOLDEN_DIGEST = "bc87c4859ab25e1337d16951ceec24e34a02abf9a0b316d3883a3760ea856608"
+GOLDEN_MODEL = "d8d0ebf395efe4fc0a712ddd492e54e6815b01fb245bbf3d86c31f1483c4f315"
+GOLDEN_NAMESPACE = "96ba6ca3f25acfd17de24f17ed16c86339d23bf14feed77b752d3b8a816f95ab"
+GOLDEN_LINKS = [
+    "8d9269a3cb1a4d78ac00a3f69bb491dac4a94de1f05c7fcc88a61a6a1af67cb2",
+    "81a49ca8e58bdd1e876d3fcb901165da7baedb40324c72be890062c784a77132",
+    "9cd8bf2f056377b142877e7ce8a6c69c17ddb032b66bc13f25dae17b8a517e60",
+]
+GOLDEN_LINKS_SALTED = [
+    "d13300732537a514806aa3ef5681084eb287f6f975dfea4c47428357c3b868a1",
+    "6089475deca8046ea01f3c5daa753b4cc030d27b8a744b51315a86146898c860",
+]
 GOLDEN_KEYS = [
-    "8cc68081d41f00c5e6dd536d396b9eace1ed012c8a74ce247fcd0c1bc5dc42bf",
-    "a9a21b5d3ce1773062256069dddfc8a9c499f54f67e75ded6a91fc43681d80a7",
-    "6e01fe484ed3ee10d3036b06e43c2ce902fc049d5638459b795ac7d6c10d73f2",
+    "bfc3ca1faa88a825b3d4c5da07e125efd83a2ec4dc61b749b0b8158d94f8cfe5",
+    "940d44356f68333085762ee8c7342016b5eef0753ab51e6ac3a087ea409e993e",
+    "c042773cb592ed31bd2553a26d61831f041f37acc7d9fd80e215543a267e835f",
 ]
-GOLDEN_KEYS_SALTED = [
-    "b77d09612c64d71c0efba137600638ef88d34857cafaa0a3ceaec9ea58b1fbb7",
-    "850fdc5be63eb3c38818500883881a3e4135113cc949ef153b1d1c3fdbaf6f86",
-]
+SCHEMA_2_KEY = "8cc68081d41f00c5e6dd536d396b9eace1ed012c8a74ce247fcd0c1bc5dc42bf"
+"""Of the same tokens of the same model, as the schema before this one had it."""
 
-# One other value for each field; a field that is added to KVNamespace has to be added here to pass.
-OTHER: dict[str, Any] = {
+# One other value for each field; a field that is added has to be added here to pass.
+OTHER_MODEL: dict[str, Any] = {
     "model": "another/model",
     "weights": "0123abc",
     "dtype": "float16",
-    "layers": 31,
-    "kv_heads": 4,
-    "head_size": 64,
-    "attention": "mha",
-    "kv_groups": ("layers 0-31: sliding window 4096",),
     "chunk_tokens": 128,
-    "tp_rank": 1,
-    "tp_size": 2,
-    "pp_rank": 1,
-    "pp_size": 2,
-    "quantizer": "lossless",
-    "quantizer_parameters": {"bins": 64},
     "tenant_salt": "tenant",
+}
+OTHER_PART: dict[str, Any] = {
+    "model": replace(MODEL, weights="0123abc"),
+    "layers": (32, 64),
+    "heads": (8, 16),
+    "group": "sliding window 4096",
+}
+OTHER_LAYOUT: dict[str, Any] = {
+    "dtype": DType.FLOAT16,
+    "kinds": 1,
+    "vector_length": 512,
+    "quantizer": Quantizer.LOSSLESS,
+    "bins": 64,
+    "value_bins": 16,
+    "scale_tokens": 4,
 }
 
 TOKENS = list(range(1000))
 
 
-def reference_keys(namespace: bytes, tokens: list[int], chunk_tokens: int, extra: bytes) -> list[bytes]:
-    """The chain as the docstring of chunk_keys defines it, one token at a time."""
-    keys = []
-    previous = hashlib.sha256(b"shadowserve chain 1\0" + namespace).digest()
+def reference_links(model: bytes, tokens: list[int], chunk_tokens: int, extra: bytes) -> list[bytes]:
+    """The chain as the docstring of chain_links defines it, one token at a time."""
+    links = []
+    previous = hashlib.sha256(b"shadowserve chain 1\0" + model).digest()
     for start in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
         chunk = b"".join(struct.pack("<I", token) for token in tokens[start : start + chunk_tokens])
         previous = hashlib.sha256(previous + chunk + struct.pack("<I", len(extra)) + extra).digest()
-        keys.append(previous)
-    return keys
+        links.append(previous)
+    return links
 
 
-def test_the_namespace_digest_is_frozen() -> None:
-    assert NAMESPACE.digest().hex() == GOLDEN_DIGEST
+def named(namespace: KVNamespace = NAMESPACE, layout: ChunkLayout = LAYOUT) -> bytes:
+    return namespace.name(layout).namespace
 
 
-def test_the_key_chain_is_frozen() -> None:
-    assert [key.hex() for key in chunk_keys(NAMESPACE.digest(), TOKENS)] == GOLDEN_KEYS
-    salted = chunk_keys(NAMESPACE.digest(), range(9), chunk_tokens=4, extra=b"salt")
-    assert [key.hex() for key in salted] == GOLDEN_KEYS_SALTED
+def test_the_digests_are_frozen() -> None:
+    assert (MODEL.digest().hex(), named().hex()) == (GOLDEN_MODEL, GOLDEN_NAMESPACE)
+
+
+def test_the_chain_is_frozen() -> None:
+    assert [link.hex() for link in chain_links(MODEL.digest(), TOKENS)] == GOLDEN_LINKS
+    salted = chain_links(MODEL.digest(), range(9), chunk_tokens=4, extra=b"salt")
+    assert [link.hex() for link in salted] == GOLDEN_LINKS_SALTED
+
+
+def test_the_keys_of_records_are_frozen() -> None:
+    links = chain_links(MODEL.digest(), TOKENS)
+    assert [key.hex() for key in record_keys(named(), links)] == GOLDEN_KEYS
+    expected = [hashlib.sha256(b"shadowserve record 3\0" + named() + link).digest() for link in links]
+    assert record_keys(named(), links) == expected
+    assert SCHEMA_2_KEY not in GOLDEN_KEYS, "what was stored before is a miss"
 
 
 def test_the_storage_key_is_frozen() -> None:
     assert storage_key(bytes(range(32))) == b"kv:" + bytes(range(32)).hex().encode()
 
 
-def test_the_digest_is_that_of_the_canonical_json() -> None:
-    content = asdict(NAMESPACE) | {"schema_version": 2}
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    assert NAMESPACE.digest() == hashlib.sha256(text.encode()).digest()
+def test_the_digests_are_those_of_canonical_json() -> None:
+    layout = {
+        "dtype": "bfloat16", "layers": 32, "kinds": 2, "vector_length": 1024, "tokens": 256, "quantizer": "binned",
+        "bins": 32, "value_bins": 0, "scale_tokens": 1,
+    }  # fmt: skip
+    part = {"model": GOLDEN_MODEL, "group": "full", "layers": [0, 32], "heads": [0, 8], "layout": layout}
+    for content, digest in ((asdict(MODEL), GOLDEN_MODEL), (part, GOLDEN_NAMESPACE)):
+        text = json.dumps(content | {"schema_version": 3}, sort_keys=True, separators=(",", ":"))
+        assert hashlib.sha256(text.encode()).hexdigest() == digest
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(KVNamespace)])
-def test_each_field_changes_the_digest(name: str) -> None:
-    changed = replace(NAMESPACE, **{name: OTHER[name]})
-    assert getattr(changed, name) != getattr(NAMESPACE, name)
-    assert changed.digest() != NAMESPACE.digest()
+@pytest.mark.parametrize("name", [field.name for field in fields(ModelIdentity)])
+def test_each_field_of_a_model_changes_every_link(name: str) -> None:
+    changed = replace(MODEL, **{name: OTHER_MODEL[name]})
+    assert not set(chain_links(changed.digest(), TOKENS)) & set(chain_links(MODEL.digest(), TOKENS))
 
 
-def test_no_two_of_the_changed_namespaces_share_a_digest() -> None:
-    digests = {replace(NAMESPACE, **{name: value}).digest() for name, value in OTHER.items()}
-    assert len(digests) == len(OTHER) == len(fields(KVNamespace))
+def test_each_part_of_a_models_kv_in_each_form_has_a_name_of_its_own() -> None:
+    assert set(OTHER_PART) == {field.name for field in fields(KVNamespace)}
+    parts = [replace(NAMESPACE, **{name: value}) for name, value in OTHER_PART.items()]
+    forms = [
+        replace(LAYOUT, **{name: value}, **({"bins": 0} if value is Quantizer.LOSSLESS else {}))
+        for name, value in OTHER_LAYOUT.items()
+    ]
+    counted = {"namespace", "layers", "tokens"}  # the namespace's own layers and tokens
+    assert set(OTHER_LAYOUT) | counted == {field.name for field in fields(ChunkLayout)}
+    fewer = named(replace(NAMESPACE, layers=(0, 31)), replace(LAYOUT, layers=31))
+    names = [named(), fewer, *(named(part) for part in parts), *(named(layout=form) for form in forms)]
+    assert len(set(names)) == len(names)
+    links = chain_links(MODEL.digest(), TOKENS)
+    assert len({key for name in names for key in record_keys(name, links)}) == len(names) * len(links)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"layers": (0, 31)}, {"layers": (-1, 31)}, {"heads": (0, 3)}, {"heads": (8, 8)}, {"heads": (-8, 0)},
+     {"model": replace(MODEL, chunk_tokens=128)}],
+)  # fmt: skip
+def test_a_part_that_chunks_of_this_size_do_not_hold_has_no_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"layers|heads|tokens"):
+        replace(NAMESPACE, **changes).name(LAYOUT)
+
+
+def test_a_name_that_was_there_does_not_matter() -> None:
+    assert named(layout=replace(LAYOUT, namespace=bytes(range(32)))) == named()
 
 
 def test_neighbouring_texts_do_not_run_into_each_other() -> None:
-    assert replace(NAMESPACE, model="ab", weights="c").digest() != replace(NAMESPACE, model="a", weights="bc").digest()
-    assert replace(NAMESPACE, kv_groups=("a", "b")).digest() != replace(NAMESPACE, kv_groups=("a,b",)).digest()
-
-
-def test_the_order_of_quantizer_parameters_does_not_matter() -> None:
-    forward = replace(NAMESPACE, quantizer_parameters={"bins": 32, "groups": 4})
-    backward = replace(NAMESPACE, quantizer_parameters={"groups": 4, "bins": 32})
-    assert forward.digest() == backward.digest()
-
-
-def test_no_quantizer_parameters_are_the_same_as_empty_ones() -> None:
-    without = replace(NAMESPACE, quantizer_parameters=None)
-    assert without.digest() == replace(NAMESPACE, quantizer_parameters={}).digest()
+    assert replace(MODEL, model="ab", weights="c").digest() != replace(MODEL, model="a", weights="bc").digest()
 
 
 @settings(max_examples=60)
@@ -131,11 +174,11 @@ def test_no_quantizer_parameters_are_the_same_as_empty_ones() -> None:
 def test_keys_equal_the_definition_and_extend_those_of_every_prefix(
     tokens: list[int], chunk_tokens: int, extra: bytes
 ) -> None:
-    namespace = NAMESPACE.digest()
-    keys = chunk_keys(namespace, tokens, chunk_tokens=chunk_tokens, extra=extra)
-    assert keys == reference_keys(namespace, tokens, chunk_tokens, extra)
+    model = MODEL.digest()
+    keys = chain_links(model, tokens, chunk_tokens=chunk_tokens, extra=extra)
+    assert keys == reference_links(model, tokens, chunk_tokens, extra)
     for length in range(len(tokens) + 1):
-        shorter = chunk_keys(namespace, tokens[:length], chunk_tokens=chunk_tokens, extra=extra)
+        shorter = chain_links(model, tokens[:length], chunk_tokens=chunk_tokens, extra=extra)
         assert shorter == keys[: length // chunk_tokens]
 
 
@@ -144,8 +187,8 @@ def test_keys_equal_the_definition_and_extend_those_of_every_prefix(
 def test_a_changed_token_changes_its_chunk_and_all_later_ones_only(position: int, token: int) -> None:
     tokens = list(range(8 * 16))
     tokens[position] = token if token != position else token + 1
-    before = chunk_keys(NAMESPACE.digest(), list(range(8 * 16)), chunk_tokens=16)
-    after = chunk_keys(NAMESPACE.digest(), tokens, chunk_tokens=16)
+    before = chain_links(MODEL.digest(), list(range(8 * 16)), chunk_tokens=16)
+    after = chain_links(MODEL.digest(), tokens, chunk_tokens=16)
     changed = position // 16
     assert after[:changed] == before[:changed]
     assert not set(after[changed:]) & set(before)
@@ -153,33 +196,33 @@ def test_a_changed_token_changes_its_chunk_and_all_later_ones_only(position: int
 
 @pytest.mark.parametrize("known", range(5))
 def test_a_chain_goes_on_behind_known_keys(known: int) -> None:
-    namespace = NAMESPACE.digest()
-    keys = chunk_keys(namespace, TOKENS, chunk_tokens=200, extra=b"x")
-    assert chunk_keys(namespace, TOKENS, chunk_tokens=200, extra=b"x", after=keys[:known]) == keys
+    model = MODEL.digest()
+    keys = chain_links(model, TOKENS, chunk_tokens=200, extra=b"x")
+    assert chain_links(model, TOKENS, chunk_tokens=200, extra=b"x", after=keys[:known]) == keys
 
 
 def test_more_known_keys_than_chunks_are_cut() -> None:
-    keys = chunk_keys(NAMESPACE.digest(), TOKENS)
-    assert chunk_keys(NAMESPACE.digest(), TOKENS[:600], after=keys) == keys[:2]
+    keys = chain_links(MODEL.digest(), TOKENS)
+    assert chain_links(MODEL.digest(), TOKENS[:600], after=keys) == keys[:2]
 
 
 def test_known_keys_are_not_changed() -> None:
-    known = chunk_keys(NAMESPACE.digest(), TOKENS[:256])
-    chunk_keys(NAMESPACE.digest(), TOKENS, after=known)
+    known = chain_links(MODEL.digest(), TOKENS[:256])
+    chain_links(MODEL.digest(), TOKENS, after=known)
     assert len(known) == 1
 
 
 @pytest.mark.parametrize("length", [0, 1, DEFAULT_CHUNK_TOKENS - 1])
 def test_a_prompt_without_a_full_chunk_has_no_keys(length: int) -> None:
-    assert chunk_keys(NAMESPACE.digest(), TOKENS[:length]) == []
+    assert chain_links(MODEL.digest(), TOKENS[:length]) == []
 
 
 def test_namespace_and_extra_keys_separate_equal_prompts() -> None:
     chains = [
-        chunk_keys(NAMESPACE.digest(), TOKENS),
-        chunk_keys(replace(NAMESPACE, tenant_salt="other").digest(), TOKENS),
-        chunk_keys(NAMESPACE.digest(), TOKENS, extra=b"adapter"),
-        chunk_keys(NAMESPACE.digest(), TOKENS, extra=b"adapter\0"),
+        chain_links(MODEL.digest(), TOKENS),
+        chain_links(replace(MODEL, tenant_salt="other").digest(), TOKENS),
+        chain_links(MODEL.digest(), TOKENS, extra=b"adapter"),
+        chain_links(MODEL.digest(), TOKENS, extra=b"adapter\0"),
     ]
     assert len({key for chain in chains for key in chain}) == 4 * len(chains[0])
 
@@ -187,54 +230,53 @@ def test_namespace_and_extra_keys_separate_equal_prompts() -> None:
 @pytest.mark.parametrize("dtype", ["<u4", ">u4", "<i4", "<i8", ">i8", "<u8", "<u2"])
 def test_arrays_of_any_integer_type_have_the_keys_of_the_list(dtype: str) -> None:
     array = np.array(TOKENS, dtype=dtype)
-    assert chunk_keys(NAMESPACE.digest(), array) == chunk_keys(NAMESPACE.digest(), TOKENS)
-    assert chunk_keys(NAMESPACE.digest(), np.repeat(array, 2)[::2]) == chunk_keys(NAMESPACE.digest(), TOKENS)
+    assert chain_links(MODEL.digest(), array) == chain_links(MODEL.digest(), TOKENS)
+    assert chain_links(MODEL.digest(), np.repeat(array, 2)[::2]) == chain_links(MODEL.digest(), TOKENS)
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**63, 2**70, -(2**40)])
 def test_a_token_that_does_not_fit_is_refused_and_not_wrapped_around(token: int) -> None:
     with pytest.raises(OverflowError):
-        chunk_keys(NAMESPACE.digest(), [*TOKENS[:255], token])
+        chain_links(MODEL.digest(), [*TOKENS[:255], token])
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**40 + 5])
 def test_an_array_with_a_token_that_does_not_fit_is_refused_and_not_wrapped_around(token: int) -> None:
     with pytest.raises(OverflowError):
-        chunk_keys(NAMESPACE.digest(), np.array([*TOKENS[:255], token], dtype=np.int64))
+        chain_links(MODEL.digest(), np.array([*TOKENS[:255], token], dtype=np.int64))
 
 
 def test_tokens_that_are_no_integers_are_refused() -> None:
     with pytest.raises(TypeError):
-        chunk_keys(NAMESPACE.digest(), [1.5] * 256)  # type: ignore[list-item]
+        chain_links(MODEL.digest(), [1.5] * 256)  # type: ignore[list-item]
     with pytest.raises(TypeError):
-        chunk_keys(NAMESPACE.digest(), np.full(256, 1.5))
+        chain_links(MODEL.digest(), np.full(256, 1.5))
 
 
 def test_the_largest_token_fits() -> None:
-    assert chunk_keys(NAMESPACE.digest(), [2**32 - 1] * 256) == reference_keys(
-        NAMESPACE.digest(), [2**32 - 1] * 256, 256, b""
+    assert chain_links(MODEL.digest(), [2**32 - 1] * 256) == reference_links(
+        MODEL.digest(), [2**32 - 1] * 256, 256, b""
     )
 
 
 @pytest.mark.parametrize("size", [0, 31, 33, 64])
 def test_a_namespace_of_another_length_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match="32 bytes"):
-        chunk_keys(bytes(size), TOKENS)
+        chain_links(bytes(size), TOKENS)
 
 
 @pytest.mark.parametrize("chunk_tokens", [0, -1])
 def test_a_chunk_without_tokens_is_refused(chunk_tokens: int) -> None:
     with pytest.raises(ValueError, match="at least one token"):
-        chunk_keys(NAMESPACE.digest(), TOKENS, chunk_tokens=chunk_tokens)
+        chain_links(MODEL.digest(), TOKENS, chunk_tokens=chunk_tokens)
 
 
 @pytest.mark.parametrize("seed", ["0", "1", "4242"])
 def test_keys_are_the_same_in_every_process(seed: str) -> None:
     program = (
-        "from shadowserve.keys import KVNamespace, chunk_keys\n"
-        "n = KVNamespace(model='a/model', dtype='bfloat16', layers=32, kv_heads=8, head_size=128, attention='gqa',"
-        " quantizer='binned', quantizer_parameters={'bins': 32})\n"
-        "print(n.digest().hex(), *[key.hex() for key in chunk_keys(n.digest(), range(1000))])"
+        "from shadowserve.keys import ModelIdentity, chain_links\n"
+        "model = ModelIdentity(model='a/model', dtype='bfloat16').digest()\n"
+        "print(model.hex(), *[link.hex() for link in chain_links(model, range(1000))])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -244,4 +286,4 @@ def test_keys_are_the_same_in_every_process(seed: str) -> None:
         check=True,
         timeout=NEVER_S,
     )
-    assert done.stdout.split() == [GOLDEN_DIGEST, *GOLDEN_KEYS]
+    assert done.stdout.split() == [GOLDEN_MODEL, *GOLDEN_LINKS]

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from shadowserve.native import Codec, DType, Quantizer
+from shadowserve.chunk import DType, Quantizer
+from shadowserve.native import Codec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ASSETS = REPOSITORY / "tests" / "assets"

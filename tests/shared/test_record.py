@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from record_forge import BUILT_IN, HEADER, KEY, NAMESPACE, as_values, make_layout, make_record, pattern, read_header
 
 from shadowserve import native
+from shadowserve.chunk import DECODED_BYTES_MAX, DType, Quantizer
 from shadowserve.errors import MismatchError
-from shadowserve.native import Codec, DType, Quantizer
+from shadowserve.native import Codec
 from shadowserve.record import (
-    DECODED_BYTES_MAX,
     HEADER_BYTES,
     MANIFEST_DTYPE,
     decode,

@@ -184,12 +184,13 @@ class DataPlane:
 
     async def _lookup(self) -> object:
         keys, began = self._keys(), self._world.now_ns
-        [count] = await self._catalog.lookup([(NAMESPACE, keys)])
-        for key in keys[:count]:
-            self._compare(key, lambda write: True, began, "lookup")
-        if count < len(keys) and not self._catalog.is_quarantined(NAMESPACE, keys[count]):
-            self._check(keys[count], None, began, "lookup")
-        return count
+        [present] = await self._catalog.lookup([(NAMESPACE, keys)])
+        for key, there in zip(keys, present.tolist(), strict=True):
+            if there:
+                self._compare(key, lambda write: True, began, "lookup")
+            elif not self._catalog.is_quarantined(NAMESPACE, key):
+                self._check(key, None, began, "lookup")
+        return present.tolist()
 
     async def _delete(self) -> object:
         key = self._world.random.choice(self._keys())

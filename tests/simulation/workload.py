@@ -12,6 +12,7 @@ from simulated_server import SimulatedServer
 from world import MS, S, World
 
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.resp import ErrorReply
 
 __all__ = ["CHAINS", "CHAIN_LENGTH", "NAMESPACE", "Workload", "chunk_name"]
@@ -186,14 +187,14 @@ class Workload:
         found = self._records.get((key, variant))
         name = bytes.fromhex(key[3:].decode())
         if found is None:
-            layout = record.ChunkLayout(
+            layout = ChunkLayout(
                 namespace=NAMESPACE,
-                dtype=native.DType.UINT8,
+                dtype=DType.UINT8,
                 layers=2,
                 kinds=2,
                 vector_length=64,
                 tokens=(16, 64, 700)[variant],
-                quantizer=native.Quantizer.PASSTHROUGH,
+                quantizer=Quantizer.PASSTHROUGH,
             )
             chain, number = divmod(int.from_bytes(name, "big"), 1 << 32)
             parent = chunk_name(chain, number - 2) if number > 1 else b""

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from host_control.client import ChunkShape
 from host_control.config import HostConfig
-from host_control.layouts import dtype_name
+from host_control.layouts import element_type
 from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.identity.content import ContentHashes
 from host_control.vllm.identity.positions import positions
 from host_control.vllm.identity.table import options
 from host_control.vllm.identity.weights import code_digests, model_class, model_folder, weight_digests
 from host_control.vllm.support import UncacheableError
-from shadowserve.keys import KVNamespace
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.keys import KVNamespace, ModelIdentity
 
-__all__ = ["chunk_shape", "rank_namespace"]
+__all__ = ["chunk_layout", "rank_namespace"]
 
 # Of a model's configuration: names, versions, tokens that mean something to whoever samples, and training. The
 # context's length is here because some models write it into their configuration; :mod:`positions` says what it does.
@@ -30,7 +30,7 @@ _MEANINGLESS: Final = {
 def rank_namespace(
     vllm_config: Any, kv_cache_config: Any, config: HostConfig, tp_rank: int, hashes: ContentHashes
 ) -> KVNamespace:
-    """Return the identity of what one rank computes, once its weights are loaded. ``uncacheable`` has said ``None``.
+    """Return what one rank computes and holds, once its weights are loaded. ``uncacheable`` has said ``None``.
 
     Raises:
         UncacheableError: what is computed cannot be named.
@@ -46,28 +46,25 @@ def rank_namespace(
 def _named(
     vllm_config: Any, kv_cache_config: Any, config: HostConfig, tp_rank: int, hashes: ContentHashes
 ) -> KVNamespace:
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    group = kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     latent = type(spec).__name__ == "MLAAttentionSpec"
-    whole = dtype_name(spec.dtype) != "uint8"
-    binnable = whole or _is_float8_e4m3(spec.dtype, str(vllm_config.cache_config.cache_dtype))
-    quantizer = config.quantizer if whole or (binnable and config.quantizer == "binned") else "passthrough"
-    heads, total = model.get_num_kv_heads(parallel), model.get_num_attention_heads(parallel)
-    return KVNamespace(
+    layers = (0, len(kv_cache_config.kv_cache_groups[0].layer_names))
+    model = ModelIdentity(
         model=digest(computation(vllm_config, hashes)),
         weights=digest(weight_digests(vllm_config, hashes)),
         dtype=_cache_dtype(vllm_config, spec.dtype),
-        layers=len(group.layer_names),
-        kv_heads=spec.num_kv_heads,
-        head_size=spec.head_size,
-        attention="mla" if latent else ("mha" if heads == total else "gqa"),
         chunk_tokens=config.chunk_tokens,
-        tp_rank=tp_rank,
-        tp_size=parallel.tensor_parallel_size,
-        quantizer=quantizer,
-        quantizer_parameters=_binned_parameters(config, latent) if quantizer == "binned" else None,
     )
+    if latent:
+        return KVNamespace(model=model, group="latent", layers=layers, heads=(0, 1))
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    first = tp_rank * total // ranks  # where there are more ranks than heads, neighbours hold the same one
+    if spec.num_kv_heads == max(1, total // ranks):
+        return KVNamespace(model=model, layers=layers, heads=(first, first + spec.num_kv_heads))
+    # A model that divides its heads in a way of its own: who holds what is known only by the rank.
+    group = f"full, rank {tp_rank} of {ranks}"
+    return KVNamespace(model=model, group=group, layers=layers, heads=(0, spec.num_kv_heads))
 
 
 def computation(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
@@ -132,7 +129,7 @@ def _cache_dtype(vllm_config: Any, dtype: Any) -> str:
     ``fp8`` is OCP's E4M3 but for some AMD GPUs, which have a format of their own.
     """
     named = str(dtype).removeprefix("torch.")
-    if dtype_name(dtype) != "uint8":
+    if element_type(dtype) is not DType.UINT8:
         return named
     from vllm.platforms import current_platform
 
@@ -142,40 +139,35 @@ def _cache_dtype(vllm_config: Any, dtype: Any) -> str:
     return f"{asked}/{named}"
 
 
-def _is_float8_e4m3(dtype: Any, cache_dtype: str) -> bool:
-    """Return whether an 8-bit cache, which vLLM keeps as bytes, holds OCP's E4M3: some AMD GPUs have another."""
-    import torch
-    from vllm.platforms import current_platform
-
-    if dtype is torch.float8_e4m3fn:
-        return True
-    named = dtype is torch.uint8 and cache_dtype in ("fp8", "fp8_e4m3")
-    return named and current_platform.fp8_dtype() is torch.float8_e4m3fn
+def _is_float8_e4m3(cache_dtype: str) -> bool:
+    """Return whether what :func:`_cache_dtype` has named is OCP's E4M3: some AMD GPUs have another."""
+    asked, _, element = cache_dtype.partition("/")
+    return element == "float8_e4m3fn" or (element == "uint8" and asked == "fp8_e4m3 as float8_e4m3fn")
 
 
-def _binned_parameters(config: HostConfig, latent: bool) -> dict[str, int]:
-    """Return what the binned quantizer is asked for; what is left out is as it was before it could be chosen."""
-    parameters = {"bins": config.bins}
-    if config.value_bins != config.bins and not latent:
-        parameters["value_bins"] = config.value_bins
-    if config.scale_tokens != 1:
-        parameters["scale_tokens"] = config.scale_tokens
-    return parameters
+def chunk_layout(namespace: KVNamespace, layout: Any, config: HostConfig) -> ChunkLayout:
+    """Return how this rank's chunks lie in shared memory, and what becomes of them; ``layout`` is its ``PagedLayout``.
 
-
-def chunk_shape(namespace: KVNamespace, layout: Any, config: HostConfig) -> ChunkShape:
-    """Return how this rank's chunks lie in shared memory; ``layout`` is its ``PagedLayout``."""
-    dtype = dtype_name(layout.dtype) or "uint8"
-    parameters = namespace.quantizer_parameters or {}
-    return ChunkShape(
-        namespace=namespace.digest(),
-        dtype="float8_e4m3" if dtype == "uint8" and namespace.quantizer == "binned" else dtype,
-        layers=layout.layers,
-        kinds=layout.kinds,
-        vector_length=layout.vector_length,
-        chunk_tokens=config.chunk_tokens,
-        quantizer=namespace.quantizer,
-        bins=parameters.get("bins", 0),
-        value_bins=parameters.get("value_bins", 0),
-        scale_tokens=parameters.get("scale_tokens", 1),
+    Caches of 8 bits are stored as they are, but for E4M3 where it shall be binned.
+    """
+    dtype, quantizer = element_type(layout.dtype), Quantizer.from_label(config.quantizer)
+    assert dtype is not None, "a cache that the layout took"
+    if dtype is DType.UINT8 and quantizer is Quantizer.BINNED and _is_float8_e4m3(namespace.model.dtype):
+        dtype = DType.FLOAT8_E4M3
+    elif dtype is DType.UINT8:
+        quantizer = Quantizer.PASSTHROUGH
+    binned: dict[str, Any] = {}
+    if quantizer is Quantizer.BINNED:
+        other = config.value_bins if config.value_bins != config.bins and layout.kinds == 2 else 0
+        binned = {"bins": config.bins, "value_bins": other, "scale_tokens": config.scale_tokens}
+    return namespace.name(
+        ChunkLayout(
+            dtype=dtype,
+            layers=layout.layers,
+            kinds=layout.kinds,
+            vector_length=layout.vector_length,
+            tokens=config.chunk_tokens,
+            quantizer=quantizer,
+            **binned,
+        )
     )

@@ -144,10 +144,10 @@ TABLE: Final = (
     ),
     Input("cache_config", "calculate_kv_scales", _O, "scales found at run time differ from process to process"),
     Input("cache_config", "*", _N, "blocks, amounts of memory and the engine's own prefix cache"),
-    Input("kv_cache_config", "layers kv_heads head_size kind rank", _K, "fields of the namespace"),
+    Input("kv_cache_config", "layers heads_of_the_rank head_size kind", _K, "what a record holds is in its key"),
     Input("kv_cache_config", "block_size number_of_blocks layout", _N, "a chunk is stored in an order of its own"),
     # ------------------------------------------------------------------ where and how it runs
-    Input("parallel_config", "tensor_parallel_size", _K, "each rank has other heads"),
+    Input("parallel_config", "tensor_parallel_size", _K, "by the heads of each rank; a latent is the same on all"),
     Input("parallel_config", "worker_cls worker_extension_cls", _K, "code of the user's, where it is not vLLM's own"),
     Input(
         "parallel_config",

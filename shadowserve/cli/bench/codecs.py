@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.cli.bench.kernels import Run, Slices, Treated, in_turns, memcpy, nothing
 from shadowserve.cli.bench.report import Chart, Output, Report, output_options
 from shadowserve.cli.bench.workload import kv_patterns
@@ -78,14 +79,14 @@ class _Subject:
 
 
 def _llama_kv(layers: int) -> Patterns:
-    layout = record.ChunkLayout(
+    layout = ChunkLayout(
         namespace=bytes(32),
-        dtype=native.DType.BFLOAT16,
+        dtype=DType.BFLOAT16,
         layers=layers,
         kinds=2,
         vector_length=1024,
         tokens=256,
-        quantizer=native.Quantizer.LOSSLESS,
+        quantizer=Quantizer.LOSSLESS,
         bins=0,
     )
     return kv_patterns(np.random.default_rng(8), layout).reshape(-1, layout.tokens, layout.vector_length)

@@ -12,7 +12,7 @@ import numpy as np
 
 from host_control.config import HostConfig
 from shadowserve.cli.bench.report import Chart, Output, Report, output_options
-from shadowserve.cli.bench.workload import Workload, client, llama_8b, put
+from shadowserve.cli.bench.workload import MODEL, Workload, client, llama_8b, put
 from shadowserve.cli.processes import start_data_plane, start_storage
 from shadowserve.errors import ShadowServeError
 
@@ -66,7 +66,7 @@ def _scheduler_side(workload: Workload, data_plane: str) -> Any:
     config = HostConfig(data_plane=data_plane, lookup_timeout=10)
     logger = logging.getLogger(__name__)
     side = SchedulerSide(config, BLOCK_TOKENS, fetch=True, store=True, problem="", logger=logger)
-    side.start({0: WorkerHandshake(namespace=workload.layout.namespace, problem="")})
+    side.start({0: WorkerHandshake(model=MODEL.digest(), namespace=workload.layout.namespace, problem="")})
     return side
 
 

@@ -13,9 +13,10 @@ import click
 import numpy as np
 import psutil
 
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.destination import Destination
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout
 from shadowserve.cli.bench.peers.contender import Contender
 from shadowserve.cli.bench.peers.driver import CLEARED, Values
 from shadowserve.cli.bench.peers.installed import (
@@ -295,17 +296,7 @@ class Target:
     @contextmanager
     def opened(cls, address: str, workload: Workload, size: int | None = None) -> Iterator["Target"]:
         """Register shared memory of ``size`` bytes, by default for all chunks, with the data plane at ``address``."""
-        layout = workload.layout
-        shape = ChunkShape(
-            namespace=layout.namespace,
-            dtype=layout.dtype.label,
-            layers=layout.layers,
-            kinds=layout.kinds,
-            vector_length=layout.vector_length,
-            chunk_tokens=layout.tokens,
-            quantizer=layout.quantizer.name.lower(),
-            bins=layout.bins,
-        )
+        shape = workload.layout
         with closing(DataPlaneClient(address, connect_timeout=CALL_TIMEOUT_S)) as plane:
             destination = Destination(plane, shape, size or workload.raw_bytes, connect_timeout=CALL_TIMEOUT_S)
             with closing(destination):
@@ -352,7 +343,7 @@ class Target:
                 raise ShadowServeError(f"chunk {first + index} in memory is not what was stored; please report this")
 
 
-def _naive_fetch(server: "redis.Redis", layout: record.ChunkLayout, key: bytes, target: "np.ndarray[Any, Any]") -> None:
+def _naive_fetch(server: "redis.Redis", layout: ChunkLayout, key: bytes, target: "np.ndarray[Any, Any]") -> None:
     """Fetch a chunk as a user would by hand: GET, zlib, and numpy for symbols times scales, rounded to bfloat16."""
     value: bytes = server.get(storage_key(key))
     position = 0

@@ -13,7 +13,7 @@ import click
 import numpy as np
 import torch
 
-from host_control.client import ChunkShape, DataPlaneClient
+from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import SideStream, choose
 from host_control.destination import Destination
@@ -297,23 +297,17 @@ class _Target:
         config = HostConfig.from_engine({"delivery": delivery_kind, "data_plane": address})
         delivery = choose(config, plan.device)
         paged = _Paged(plan, ORDERS["NHD"], plan.mover, len(workload.keys))
-        layout = workload.layout
-        shape = ChunkShape(
-            namespace=layout.namespace, dtype="bfloat16", layers=layout.layers, kinds=2,
-            vector_length=layout.vector_length, chunk_tokens=layout.tokens, quantizer="binned", bins=layout.bins,
-        )  # fmt: skip
+        shape = workload.layout
         stream = SideStream(plan.device, delivery.gpu)
 
         def scatter(job: FetchJob, first: int, chunks: Any) -> None:
-            count = len(chunks) // shape.chunk_bytes * CHUNK_BLOCKS
+            count = len(chunks) // shape.raw_bytes * CHUNK_BLOCKS
             begin = first * CHUNK_BLOCKS
             with torch.inference_mode(), stream:
                 paged.layout.scatter(chunks, paged.blocks[begin : begin + count], 0, CHUNK_BLOCKS)
 
         with closing(DataPlaneClient(address, connect_timeout=TIMEOUT_S)) as client:
-            destination = Destination(
-                client, shape, 2 * plan.chunks * shape.chunk_bytes, TIMEOUT_S, make=delivery.fetch
-            )
+            destination = Destination(client, shape, 2 * plan.chunks * shape.raw_bytes, TIMEOUT_S, make=delivery.fetch)
             manager = KVCacheManager(client, destination, scatter, fetch_timeout=TIMEOUT_S)
             with closing(manager):
                 yield cls(plan, manager, paged, workload)

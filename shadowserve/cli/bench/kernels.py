@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowserve import native
+from shadowserve.chunk import DType, Quantizer
 from shadowserve.cli.bench.report import tracked
 from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
@@ -136,14 +137,14 @@ class Treated:
     """
 
     def __init__(self, elements: npt.NDArray[np.uint16], bins: int, output_bytes: int) -> None:
-        self.quantizer = native.Quantizer.BINNED if bins else native.Quantizer.LOSSLESS
+        self.quantizer = Quantizer.BINNED if bins else Quantizer.LOSSLESS
         self.distinct, self.vectors, self.vector_length = elements.shape
         self.raw_bytes = elements[0].nbytes
         self.count = max(1, output_bytes // self.raw_bytes)
         treated = [
             native.quantize(
                 self.quantizer,
-                native.DType.BFLOAT16,
+                DType.BFLOAT16,
                 slice_.tobytes(),
                 vectors=self.vectors,
                 vector_length=self.vector_length,
@@ -175,7 +176,7 @@ class Treated:
         for index in range(min(self.count, self.distinct)):
             wanted = native.dequantize(
                 self.quantizer,
-                native.DType.BFLOAT16,
+                DType.BFLOAT16,
                 self.sources[index],
                 self.scales[index].tobytes(),
                 vectors=self.vectors,
@@ -241,7 +242,7 @@ class Slices:
             wanted.scales = scales + index * treated.scales[0].nbytes
             wanted.target = target + index * treated.raw_bytes
             wanted.vectors, wanted.vector_length, wanted.scale_vectors = treated.vectors, treated.vector_length, 1
-            wanted.quantizer, wanted.dtype = int(treated.quantizer), int(native.DType.BFLOAT16)
+            wanted.quantizer, wanted.dtype = int(treated.quantizer), int(DType.BFLOAT16)
         self._kept.append(elements)
         return elements
 
@@ -281,7 +282,7 @@ class Slices:
         """Return for each slice the arguments of a call, but for the number of vectors."""
         treated = self.treated
         target, scales = self._pointer(treated.target), self._pointer(treated.scales)
-        quantizer, dtype = int(treated.quantizer), int(native.DType.BFLOAT16)
+        quantizer, dtype = int(treated.quantizer), int(DType.BFLOAT16)
         step = treated.scales[0].nbytes
         return [
             (quantizer, dtype, place, scales + index * step, target + index * treated.raw_bytes)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final
 import click
 import numpy as np
 
-from shadowserve import native, record
+from shadowserve import native
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.cli.bench.kernels import Run, Slices, Treated, in_turns, memcpy, memory, nothing
 from shadowserve.cli.bench.report import Chart, Output, Report, output_options
 from shadowserve.cli.bench.workload import client, default_codec, kv_patterns
@@ -104,14 +105,14 @@ class _Curves:
 
 def _measure_slices(report: Report, curves: _Curves, size: int, output_bytes: int, repeats: int) -> None:
     """Add every stage behind the network, at one size of slices."""
-    layout = record.ChunkLayout(
+    layout = ChunkLayout(
         namespace=bytes(32),
-        dtype=native.DType.BFLOAT16,
+        dtype=DType.BFLOAT16,
         layers=2,
         kinds=2,
         vector_length=VECTOR_LENGTH,
         tokens=size // VECTOR_LENGTH,
-        quantizer=native.Quantizer.LOSSLESS,
+        quantizer=Quantizer.LOSSLESS,
         bins=0,
     )
     elements = kv_patterns(np.random.default_rng(8), layout).reshape(-1, layout.tokens, VECTOR_LENGTH)

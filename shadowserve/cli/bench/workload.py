@@ -20,15 +20,25 @@ import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig, codec_name
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.cli.bench.report import tracked
 from shadowserve.cli.resp_client import Login, RespClient
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KEY_BYTES, KVNamespace, chunk_keys, storage_key
+from shadowserve.keys import (
+    DEFAULT_CHUNK_TOKENS,
+    KEY_BYTES,
+    KVNamespace,
+    ModelIdentity,
+    chain_links,
+    record_keys,
+    storage_key,
+)
 
 if TYPE_CHECKING:
     import redis
 
-__all__ = ["Workload", "client", "default_codec", "kv_patterns", "llama_8b", "put", "uncompressed"]
+__all__ = ["MODEL", "Workload", "client", "default_codec", "kv_patterns", "llama_8b", "put", "uncompressed"]
 
+MODEL: Final = ModelIdentity(model="bench/llama-3.1-8b", dtype="bfloat16")
 ROPE_BASE: Final = 500_000.0
 """Llama 3's; the rotations of a key's channels slow down from one to the next by a 64th root of it."""
 
@@ -46,7 +56,7 @@ class Workload:
         crcs: CRC-32 of each chunk's KV as it has to be delivered.
     """
 
-    layout: record.ChunkLayout
+    layout: ChunkLayout
     codec: native.Codec
     tokens: list[int]
     keys: list[bytes]
@@ -74,29 +84,20 @@ def llama_8b(chunks: int, *, layers: int = 32, bins: int = 32, codec: str | None
         codec: by name; without one, what a data plane stores with by default.
     """
     chosen = native.Codec[(codec or default_codec()).upper()]
-    namespace = KVNamespace(
-        model="bench/llama-3.1-8b",
-        dtype="bfloat16",
-        layers=layers,
-        kv_heads=8,
-        head_size=128,
-        attention="gqa",
-        quantizer="binned",
-        quantizer_parameters={"bins": bins},
-    )
-    layout = record.ChunkLayout(
-        namespace=namespace.digest(),
-        dtype=native.DType.BFLOAT16,
-        layers=layers,
-        kinds=2,
-        vector_length=8 * 128,
-        tokens=DEFAULT_CHUNK_TOKENS,
-        quantizer=native.Quantizer.BINNED,
-        bins=bins,
+    layout = KVNamespace(model=MODEL, layers=(0, layers), heads=(0, 8)).name(
+        ChunkLayout(
+            dtype=DType.BFLOAT16,
+            layers=layers,
+            kinds=2,
+            vector_length=8 * 128,
+            tokens=DEFAULT_CHUNK_TOKENS,
+            quantizer=Quantizer.BINNED,
+            bins=bins,
+        )
     )
     generator = np.random.default_rng(int.from_bytes(os.urandom(4)))
     tokens = generator.integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS)
-    keys = chunk_keys(namespace.digest(), tokens)
+    keys = record_keys(layout.namespace, chain_links(MODEL.digest(), tokens))
     records, crcs = [], []
     for key, kv in zip(keys, tracked(_values(generator, layout, chunks), "making KV", chunks), strict=True):
         encoded = record.encode(key, chosen, layout, kv)
@@ -111,7 +112,7 @@ def default_codec() -> str:
     return codec_name(fields["codec"].default, fields["backend"].default)
 
 
-def kv_patterns(generator: np.random.Generator, layout: record.ChunkLayout) -> npt.NDArray[np.uint16]:
+def kv_patterns(generator: np.random.Generator, layout: ChunkLayout) -> npt.NDArray[np.uint16]:
     """Return one chunk's KV as bfloat16 bit patterns: layer, kind, token, element; the module says how it is made."""
     shape = (layout.layers, layout.kinds, layout.tokens, layout.vector_length)
     values = generator.standard_normal(shape, dtype=np.float32)
@@ -125,7 +126,7 @@ def kv_patterns(generator: np.random.Generator, layout: record.ChunkLayout) -> n
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def _values(generator: np.random.Generator, layout: record.ChunkLayout, chunks: int) -> Iterator[memoryview]:
+def _values(generator: np.random.Generator, layout: ChunkLayout, chunks: int) -> Iterator[memoryview]:
     """Yield the chunks' KV; one set of values, dealt anew for each chunk."""
     patterns = kv_patterns(generator, layout)
     for chunk in range(chunks):
@@ -135,9 +136,9 @@ def _values(generator: np.random.Generator, layout: record.ChunkLayout, chunks: 
 def uncompressed(workload: Workload, chunks: Iterable[bytes]) -> Workload:
     """Return chunks of the same shape that are stored as they are; ``chunks`` are their bytes."""
     layout = dataclasses.replace(
-        workload.layout, namespace=secrets.token_bytes(KEY_BYTES), quantizer=native.Quantizer.PASSTHROUGH, bins=0
+        workload.layout, namespace=secrets.token_bytes(KEY_BYTES), quantizer=Quantizer.PASSTHROUGH, bins=0
     )
-    keys = chunk_keys(layout.namespace, np.asarray(workload.tokens))
+    keys = record_keys(layout.namespace, chain_links(MODEL.digest(), np.asarray(workload.tokens)))
     kept = list(chunks)
     records = [record.encode(key, native.Codec.NONE, layout, kv) for key, kv in zip(keys, kept, strict=True)]
     return Workload(layout, native.Codec.NONE, workload.tokens, keys, records, [native.crc32(kv) for kv in kept])
