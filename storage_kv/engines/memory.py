@@ -94,7 +94,7 @@ class MemoryEngine:
         """See :meth:`Engine.get_each`."""
         for name in keys:
             account = self._accounts.get(tenant) or self._open_account(tenant)  # a clear makes another one
-            key = bytes(name)
+            key = name if type(name) is bytes else bytes(name)
             item = account.items.get(key) or account.find(key)
             if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
                 yield None
