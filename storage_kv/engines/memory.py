@@ -94,7 +94,7 @@ class MemoryEngine:
         """See :meth:`Engine.get_each`."""
         account = self._accounts.get(tenant) or self._open_account(tenant)
         for name in keys:
-            key = bytes(name)
+            key = name if type(name) is bytes else bytes(name)
             item = account.items.get(key)  # a clear between two puts others in its place
             if item is not None and item.expires_at_ms is None:  # most often
                 account.items.move_to_end(key)
