@@ -1,8 +1,8 @@
 """ShadowServe: what its three programs share.
 
 Keys and namespaces (:mod:`shadowserve.keys`), the stored record (:mod:`shadowserve.record`), the RESP codec
-(:mod:`shadowserve.resp`), configuration, errors, the C core's loader (:mod:`shadowserve.native`), the generated gRPC
-stubs (``shadowserve.proto``) and the ``shadowserve`` command (``shadowserve.cli``).
+(:mod:`shadowserve.resp`), configuration, errors, the C core's loader (:mod:`shadowserve.native`) and the generated gRPC
+stubs (``shadowserve.proto``).
 """
 
 from pkgutil import extend_path

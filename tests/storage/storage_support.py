@@ -28,7 +28,7 @@ class Child:
     def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shadowserve.cli", "storage", "--port", "0", *flags],
+            [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

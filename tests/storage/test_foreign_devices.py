@@ -22,9 +22,9 @@ from simulated_device import SimulatedDevice
 from volume_support import POOL, Store, device_of
 
 from shadowserve.block import OperationKind
-from shadowserve.cli import main
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import BlockDevice
+from shadowserve_tools import main
 from storage_kv.pool import foreign, recovery
 from storage_kv.pool.engine import PoolEngine
 from storage_kv.pool.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError
