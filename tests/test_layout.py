@@ -1,6 +1,7 @@
 """The layout rules of docs/architecture.md: what may import what, and what a wheel holds."""
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -73,6 +74,22 @@ def test_arrows_point_down_from_the_roof_to_the_programs_to_the_ground_floor(pac
     others = (*(other for other in PACKAGES if other not in below), "tests")
     found = [line for path in modules(package) for line in forbidden(path, others)]
     assert modules(package) and not found, "\n".join(found)
+
+
+def needs() -> dict[str, set[str]]:
+    """Return which modules each module imports, if only to name types; a package where it is imported from itself."""
+    paths = {path.relative_to(REPOSITORY).with_suffix(""): path for package in PACKAGES for path in modules(package)}
+    names = {".".join(path.parts).removesuffix(".__init__"): source for path, source in paths.items()}
+    found: dict[str, set[str]] = {}
+    for name, path in names.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        imports = [full for _, full in imported(path.read_text(encoding="utf-8"), package)]
+        found[name] = {full if full in names else full.rpartition(".")[0] for full in imports} & names.keys() - {name}
+    return found
+
+
+def test_no_two_modules_need_each_other() -> None:
+    graphlib.TopologicalSorter(needs()).prepare()  # raises CycleError, which lists a circle
 
 
 def test_the_storage_node_knows_neither_grpc_nor_an_engine() -> None:

@@ -15,7 +15,8 @@ from storage_support import REPOSITORY, Child, Client, make_record
 
 from dpu_dataplane.metrics import Metrics
 from shadowserve.latency import LatencyHistogram
-from storage_kv.commands import execute
+from storage_kv.access.users import Users
+from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig
 from storage_kv.engine import wall_clock_ms
 from storage_kv.node import CommandError, Node, Session
@@ -56,7 +57,7 @@ def observed() -> Observation:
 
 
 def node_with(engine: Any) -> Node:
-    return Node(StorageConfig(), engine, wall_clock_ms)
+    return Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), engine, wall_clock_ms)
 
 
 def exported(node: Node) -> dict[str, float]:
