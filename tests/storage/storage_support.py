@@ -16,7 +16,7 @@ from machine import PATIENCE_S, wait_for
 
 from shadowserve import native, record
 from shadowserve.keys import storage_key
-from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command_parts
+from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = PATIENCE_S
@@ -127,8 +127,7 @@ class Client:
         self._reader = ReplyReader()
 
     def send(self, *arguments: bytes | str | int | memoryview) -> None:
-        for part in encode_command_parts(arguments):
-            self.socket.sendall(part)
+        self.socket.sendall(encode_command(*arguments))
 
     def receive(self) -> Value:
         """Return the next reply; bulks received in place as bytes."""
