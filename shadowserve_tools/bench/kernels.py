@@ -219,10 +219,10 @@ class Slices:
     def _compress(self, symbols: bytes) -> bytes:
         return native.compress(self.codec, symbols, self.treated.vector_length)
 
-    def _pointer(self, array: npt.NDArray[Any], at: int = 0) -> Any:
+    def _pointer(self, array: npt.NDArray[Any]) -> Any:
         pointer = ffi.from_buffer("uint8_t[]", array.view(np.uint8).reshape(-1))
         self._kept.append(pointer)
-        return pointer + at
+        return pointer
 
     def _jobs(self, targets: Sequence[Any]) -> Any:
         jobs = ffi.new("struct ss_stream[]", len(targets))
