@@ -18,9 +18,9 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.tls import Credentials
 from shadowserve_tools.bench.fetch import Target
-from shadowserve_tools.bench.report import machine
-from shadowserve_tools.bench.workload import llama_8b, put
+from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.report import machine
 from shadowserve_tools.timeline import STAGES, chrome_trace, stage_times
 
 __all__ = ["record", "trace"]

@@ -3,6 +3,8 @@
 A benchmark prints a table and, with ``--json``, writes ``{"bench", "machine", "rows", "ratios", ...}``; with ``--plot``
 it draws its charts. Ratios are medians of pairs with their spread, since absolute figures of a shared machine say
 little. docs/benchmarks/ keeps the figures.
+
+Each benchmark is the module of its name. What they are made of is in ``parts``, what they compare with in ``peers``.
 """
 
 import signal

@@ -8,8 +8,8 @@ from typing import Final
 import click
 from rich.progress import Progress
 
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options
-from shadowserve_tools.bench.serving import Load, Model, Partition, Served, Stack, model_options, p95
+from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, Stack, model_options, p95
+from shadowserve_tools.report import Chart, Output, Report, output_options
 
 __all__ = ["ablation"]
 

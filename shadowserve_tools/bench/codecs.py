@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from shadowserve import native, record
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.kernels import Run, Slices, Treated, in_turns, memcpy, nothing
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options
-from shadowserve_tools.bench.workload import kv_patterns
+from shadowserve_tools.bench.parts.kernels import Run, Slices, Treated, in_turns, memcpy, nothing
+from shadowserve_tools.bench.parts.workload import kv_patterns
+from shadowserve_tools.report import Chart, Output, Report, output_options
 
 __all__ = ["codecs"]
 

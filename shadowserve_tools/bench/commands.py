@@ -16,8 +16,8 @@ import click
 import psutil
 
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.report import Chart, Cost, Output, Report, cpu_s, output_options, repeat
 from shadowserve_tools.processes import Child, free_port, start_storage, started
+from shadowserve_tools.report import Chart, Cost, Output, Report, cpu_s, output_options, repeat
 
 __all__ = ["commands"]
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from host_control.config import HostConfig
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options
-from shadowserve_tools.bench.workload import Workload, client, llama_8b, put
+from shadowserve_tools.bench.parts.workload import Workload, client, llama_8b, put
 from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Output, Report, output_options
 
 __all__ = ["control"]
 

@@ -18,6 +18,7 @@ from host_control.destination import Destination
 from shadowserve import native, record
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
+from shadowserve_tools.bench.parts.workload import Workload, client, default_codec, llama_8b, put, uncompressed
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.driver import CLEARED, Values
 from shadowserve_tools.bench.peers.installed import (
@@ -38,9 +39,8 @@ from shadowserve_tools.bench.peers.sockets import (
     redis_reader,
     start_redis,
 )
-from shadowserve_tools.bench.report import Chart, Cost, Output, Report, output_options, repeat
-from shadowserve_tools.bench.workload import Workload, client, default_codec, llama_8b, put, uncompressed
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Cost, Output, Report, output_options, repeat
 
 if TYPE_CHECKING:
     import redis

@@ -21,10 +21,10 @@ from host_control.layouts import PagedLayout
 from host_control.manager import FetchJob, KVCacheManager
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.gpu_kernels import HAS_TRITON, decompress, table
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options, tracked
-from shadowserve_tools.bench.workload import Workload, llama_8b, put
+from shadowserve_tools.bench.parts.gpu_kernels import HAS_TRITON, decompress, table
+from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
 
 __all__ = ["gpu"]
 

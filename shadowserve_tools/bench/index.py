@@ -11,7 +11,7 @@ import psutil
 from numpy.typing import NDArray
 
 from shadowserve import native
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options, tracked
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
 
 __all__ = ["index"]
 

@@ -12,10 +12,10 @@ import click
 from rich.progress import Progress
 
 from shadowserve_tools.bench.fetch import Target
-from shadowserve_tools.bench.loads import Control, FetchLoop
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options
-from shadowserve_tools.bench.serving import Engine, Load, Model, Partition, Served, Stack, model_options, p95
-from shadowserve_tools.bench.workload import llama_8b, put
+from shadowserve_tools.bench.parts.loads import Control, FetchLoop
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Served, Stack, model_options, p95
+from shadowserve_tools.bench.parts.workload import llama_8b, put
+from shadowserve_tools.report import Chart, Output, Report, output_options
 
 __all__ = ["interference"]
 

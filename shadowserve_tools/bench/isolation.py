@@ -17,8 +17,8 @@ import numpy.typing as npt
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
 from shadowserve.resp import encode_command
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options, tracked
 from shadowserve_tools.processes import start_storage
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
 
 __all__ = ["isolation"]
 

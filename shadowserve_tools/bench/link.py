@@ -23,6 +23,7 @@ from shadowserve_tools.bench.fetch import (
     raw_values,
     uncompressed_like,
 )
+from shadowserve_tools.bench.parts.workload import Workload, client, llama_8b, put
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.driver import Values
 from shadowserve_tools.bench.peers.installed import Bed, Start, lmcache, lmcache_server, start_installed
@@ -36,9 +37,8 @@ from shadowserve_tools.bench.peers.sockets import (
     redis_reader,
     start_redis,
 )
-from shadowserve_tools.bench.report import Chart, Cost, Output, Report, output_options, repeat
-from shadowserve_tools.bench.workload import Workload, client, llama_8b, put
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Cost, Output, Report, output_options, repeat
 
 __all__ = ["link"]
 

@@ -11,9 +11,9 @@ import click
 
 from host_control.client import DataPlaneClient
 from shadowserve_tools.bench.fetch import Target
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options
-from shadowserve_tools.bench.workload import llama_8b, put
+from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Output, Report, output_options
 
 __all__ = ["memory"]
 

@@ -14,10 +14,10 @@ import click
 import psutil
 
 from shadowserve import native
-from shadowserve_tools.bench.report import Chart, Cost, Output, Report, measure, output_options, repeat, tracked
-from shadowserve_tools.bench.rounds import Alone, Rounds, connected
-from shadowserve_tools.bench.workload import Workload, llama_8b, put
+from shadowserve_tools.bench.parts.rounds import Alone, Rounds, connected
+from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.processes import start_storage
+from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, repeat, tracked
 
 __all__ = ["pipeline"]
 

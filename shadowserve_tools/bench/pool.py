@@ -9,9 +9,9 @@ from typing import Final
 
 import click
 
-from shadowserve_tools.bench.disks import Disk, Disks, plain_rate, working_folder
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options, tracked
-from shadowserve_tools.bench.retrieval import Files, Pool, Prefix, Retrieval, Store
+from shadowserve_tools.bench.parts.disks import Disk, Disks, plain_rate, working_folder
+from shadowserve_tools.bench.parts.retrieval import Files, Pool, Prefix, Retrieval, Store
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
 
 __all__ = ["pool"]
 

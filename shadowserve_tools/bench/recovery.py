@@ -11,7 +11,7 @@ import numpy as np
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index, IndexFlag, IndexRecordKind
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options, tracked
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
 
 __all__ = ["build", "recovery"]
 

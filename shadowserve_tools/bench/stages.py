@@ -13,10 +13,10 @@ import numpy as np
 
 from shadowserve import native, record
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.kernels import Run, Slices, Treated, in_turns, memcpy, memory, nothing
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options
-from shadowserve_tools.bench.workload import client, default_codec, kv_patterns
+from shadowserve_tools.bench.parts.kernels import Run, Slices, Treated, in_turns, memcpy, memory, nothing
+from shadowserve_tools.bench.parts.workload import client, default_codec, kv_patterns
 from shadowserve_tools.processes import start_storage, started
+from shadowserve_tools.report import Chart, Output, Report, output_options
 
 if TYPE_CHECKING:
     import redis

@@ -20,10 +20,10 @@ import psutil
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.resp import encode_bulk_header, encode_command
-from shadowserve_tools.bench.plain_sender import REQUEST_BYTES
-from shadowserve_tools.bench.report import Chart, Cost, Output, Report, measure, output_options, tracked
-from shadowserve_tools.bench.workload import client
+from shadowserve_tools.bench.parts.plain_sender import REQUEST_BYTES
+from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.processes import Child, free_port, start_storage, started
+from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, tracked
 from storage_kv.engines.buffers import allocate
 
 __all__ = ["storage"]
@@ -224,7 +224,7 @@ def _numbers(text: str, option: str) -> list[int]:
 def _systems(logs: Path, io_threads: int, engines: Sequence[str], room: int) -> Iterator[list[System]]:
     with ExitStack() as stack:
         ours = [_start_ours(stack, logs / engine, engine, io_threads, room) for engine in engines]
-        sender = [sys.executable, "-m", "shadowserve_tools.bench.plain_sender", str(_MEMORY_BYTES >> 20)]
+        sender = [sys.executable, "-m", "shadowserve_tools.bench.parts.plain_sender", str(_MEMORY_BYTES >> 20)]
         floor = stack.enter_context(started("plain_sender", sender, logs))
         systems = [
             *(System(OURS[engine], own, _address(own.address)) for engine, own in zip(engines, ours, strict=True)),

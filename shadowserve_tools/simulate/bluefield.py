@@ -7,8 +7,8 @@ from typing import Any, Final
 import click
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from shadowserve_tools.bench.charts import Point
-from shadowserve_tools.bench.report import Chart, Output, Report, output_options
+from shadowserve_tools.charts import Point
+from shadowserve_tools.report import Chart, Output, Report, output_options
 from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, Fitted, Given, described
 from shadowserve_tools.simulate.model import CHANGES, PAPER_SLICE_BYTES, Design, Model, Result, Setting, swing
 from shadowserve_tools.simulate.targets import TARGETS

@@ -15,9 +15,9 @@ from machine import NEVER_S
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools import main
-from shadowserve_tools.bench.disks import Disks
+from shadowserve_tools.bench.parts.disks import Disks
 from shadowserve_tools.bench.peers.network import linked
-from shadowserve_tools.bench.report import verdict
+from shadowserve_tools.report import verdict
 
 NO_PEERS = ["--peers-python", "/nonexistent/python"]
 SMALL = {

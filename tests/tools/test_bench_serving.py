@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.serving import Load, Model, Partition, Served, arrivals, p95
+from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, arrivals, p95
 
 
 def test_arrivals_are_the_same_for_the_same_seed_and_come_at_the_rate() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.charts import Chart, draw
+from shadowserve_tools.charts import Chart, draw
 
 LINES = Chart(
     "Lines over size",

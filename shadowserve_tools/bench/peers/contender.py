@@ -9,7 +9,7 @@ from typing import Literal
 
 import psutil
 
-from shadowserve_tools.bench.report import Cost, measure
+from shadowserve_tools.report import Cost, measure
 
 __all__ = ["Contender", "family", "paused"]
 

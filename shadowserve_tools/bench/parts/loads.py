@@ -2,7 +2,7 @@
 
 A control keeps a core busy without a line of our code: ``spin`` touches no memory to speak of, so what it slows down
 shares the core's execution units or its clock; ``copy`` moves as many bytes a second through memory as fetches deliver.
-``python -m shadowserve_tools.bench.loads spin|copy`` is one of them, as a process.
+``python -m shadowserve_tools.bench.parts.loads spin|copy`` is one of them, as a process.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class Control:
         self._arguments = [kind, str(rate)]
 
     def __enter__(self) -> "Control":
-        command = [sys.executable, "-m", "shadowserve_tools.bench.loads", *self._arguments]
+        command = [sys.executable, "-m", "shadowserve_tools.bench.parts.loads", *self._arguments]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         self._process.stdout.readline()  # its memory is touched

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from dpu_dataplane.config import DataPlaneConfig, codec_name
 from shadowserve import native, record
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KEY_BYTES, KVNamespace, chunk_keys, storage_key
-from shadowserve_tools.bench.report import tracked
+from shadowserve_tools.report import tracked
 from shadowserve_tools.resp_client import Login, RespClient
 
 if TYPE_CHECKING:

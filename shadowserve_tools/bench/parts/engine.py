@@ -1,9 +1,9 @@
 """A real vLLM engine as a process of its own that is told over a pipe what to serve.
 
-``python -m shadowserve_tools.bench.engine``. vLLM's whole engine runs in this one process and on this process's cores:
-scheduler, worker and the plugin's threads. The requests of an open loop are added between two steps, when their time
-has come, and each token is stamped as the step that made it ends. So no HTTP server, tokenizer or client shares the
-engine's cores, and what is measured is the engine.
+``python -m shadowserve_tools.bench.parts.engine``. vLLM's whole engine runs in this one process and on this process's
+cores: scheduler, worker and the plugin's threads. The requests of an open loop are added between two steps, when their
+time has come, and each token is stamped as the step that made it ends. So no HTTP server, tokenizer or client shares
+the engine's cores, and what is measured is the engine.
 
 The first line on standard input says how the engine is made, each further one is an order; each is answered with one
 line on what was standard output when the process began (vLLM writes there, too, and so to standard error instead).

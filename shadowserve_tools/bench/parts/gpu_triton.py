@@ -1,4 +1,4 @@
-"""The Triton kernel of :mod:`shadowserve_tools.bench.gpu_kernels`; imported only where Triton is."""
+"""The Triton kernel of :mod:`shadowserve_tools.bench.parts.gpu_kernels`; imported only where Triton is."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ from rich.table import Table
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.bench.charts import Chart, draw, require_matplotlib
+from shadowserve_tools.charts import Chart, draw, require_matplotlib
 
 __all__ = [
     "Chart",

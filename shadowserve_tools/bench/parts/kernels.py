@@ -17,7 +17,7 @@ import numpy.typing as npt
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
-from shadowserve_tools.bench.report import tracked
+from shadowserve_tools.report import tracked
 
 __all__ = ["Run", "Slices", "Treated", "in_turns", "memcpy", "memory", "nothing", "together"]
 

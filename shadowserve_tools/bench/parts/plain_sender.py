@@ -1,6 +1,6 @@
 """A program that only sends: what the kernel's sockets alone can do, for ``shadowserve bench storage`` to compare with.
 
-``python -m shadowserve_tools.bench.plain_sender MIB`` listens on a free port of loopback and says ``ready HOST:PORT``.
+``python -m shadowserve_tools.bench.parts.plain_sender MIB`` listens on a port of loopback and says ``ready HOST:PORT``.
 A client sends a size in 16 characters, and gets that many bytes of a buffer of MIB mebibytes, going round and round.
 """
 

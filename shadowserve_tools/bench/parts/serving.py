@@ -27,7 +27,7 @@ import click
 from shadowserve.cores import confine, on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.engine import model_config
+from shadowserve_tools.bench.parts.engine import model_config
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
 
 __all__ = [
@@ -183,7 +183,7 @@ def p95(values: Sequence[float]) -> float:
 
 
 class Engine:
-    """An engine in its process; see :mod:`shadowserve_tools.bench.engine` for what it can be asked."""
+    """An engine in its process; see :mod:`shadowserve_tools.bench.parts.engine` for what it can be asked."""
 
     def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
         self.process = process
@@ -289,7 +289,7 @@ def started_engine(
     log = folder / f"{name}.log"
     with log.open("w") as errors, on_cores(cores):
         process = subprocess.Popen(
-            [sys.executable, "-m", "shadowserve_tools.bench.engine"],
+            [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -38,7 +38,7 @@ def decompress(symbols: Any, states: Any, target: Any, *, use_triton: bool = HAS
     if not use_triton:
         _decompress_torch(symbols, states, target)
         return
-    from shadowserve_tools.bench import gpu_triton
+    from shadowserve_tools.bench.parts import gpu_triton
 
     count, lanes = symbols.shape
     programs = (lanes + _LANES - 1) // _LANES

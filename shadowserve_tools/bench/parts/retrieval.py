@@ -19,8 +19,8 @@ import numpy as np
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
-from shadowserve_tools.bench.disks import Disk, drop_cached
-from shadowserve_tools.bench.report import measure
+from shadowserve_tools.bench.parts.disks import Disk, drop_cached
+from shadowserve_tools.report import measure
 from storage_kv.config import DeviceConfig, StorageConfig
 from storage_kv.engine import BusyError, Item, Lease, qualified
 from storage_kv.engines.filesystem import FilesystemEngine

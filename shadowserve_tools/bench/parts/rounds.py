@@ -14,9 +14,9 @@ from dpu_dataplane.rounds import Buffers, FetchPlan, plan_fetch
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
-from shadowserve_tools.bench.kernels import memory, together
-from shadowserve_tools.bench.report import Cost, measure
-from shadowserve_tools.bench.workload import Workload
+from shadowserve_tools.bench.parts.kernels import memory, together
+from shadowserve_tools.bench.parts.workload import Workload
+from shadowserve_tools.report import Cost, measure
 
 __all__ = ["Alone", "Rounds", "connected"]
 
