@@ -63,7 +63,6 @@ class PrefixLookup:
         timeout: seconds from :meth:`submit` to an answer.
         threads: that hash and ask.
         enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
-        on_done: called in a lookup thread when a request's lookup has ended.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class PrefixLookup:
         timeout: float,
         threads: int = 2,
         enabled: bool = True,
-        on_done: Callable[[str], None] | None = None,
     ) -> None:
         self._model = model
         # What each data plane is asked for; ranks that hold the same part of the KV need the same records.
@@ -83,7 +81,6 @@ class PrefixLookup:
         self._chunk_tokens = chunk_tokens
         self._timeout = timeout
         self._enabled = enabled
-        self._on_done = on_done
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
@@ -110,7 +107,7 @@ class PrefixLookup:
         with self._lock:
             self._lookups[request_id] = lookup
         if count:
-            lookup.future = self._pool.submit(self._run, request_id, lookup, count)
+            lookup.future = self._pool.submit(self._run, lookup, count)
 
     def poll(self, request_id: str) -> LookupAnswer | None:
         """Return the answer, or ``None`` while there is none and time is left."""
@@ -158,7 +155,7 @@ class PrefixLookup:
         """End the threads; a lookup that runs ends by its deadline."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, request_id: str, lookup: _Lookup, count: int) -> None:
+    def _run(self, lookup: _Lookup, count: int) -> None:
         try:
             if self._named(lookup):
                 links = self._hash(lookup, count)
@@ -167,8 +164,6 @@ class PrefixLookup:
                     self._ask(lookup, links)
         except Exception as error:  # a bug must not leave the request waiting for its deadline
             self._settle(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
-        if self._on_done is not None:
-            self._on_done(request_id)
 
     def _named(self, lookup: _Lookup) -> bool:
         """Find out what else than tokens a prompt's KV depends on."""

@@ -2,8 +2,7 @@
 
 Keys and namespaces (:mod:`shadowserve.keys`), the stored record (:mod:`shadowserve.record`), the RESP codec
 (:mod:`shadowserve.resp`), memory and SSDs as one store (:mod:`shadowserve.pool`), configuration, errors, the C core's
-loader (:mod:`shadowserve.native`), the generated gRPC stubs (``shadowserve.proto``) and the ``shadowserve`` command
-(``shadowserve.cli``).
+loader (:mod:`shadowserve.native`) and the generated gRPC stubs (``shadowserve.proto``).
 """
 
 from pkgutil import extend_path

@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final, TypeAlias
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "encode_bulk",
     "encode_bulk_header",
     "encode_command",
-    "encode_command_parts",
     "encode_error",
     "encode_map_header",
     "encode_null",
@@ -77,10 +76,6 @@ class BigNumber(int):
 
 class Map(list["Value"]):
     """A map, flat as RESP2 sends it: key, value, key, value... Keys may be of any type, so it is no ``dict``."""
-
-    def to_dict(self) -> "dict[Value, Value]":
-        """Return it as a ``dict``; raise TypeError where a key cannot be one's key."""
-        return dict(zip(self[::2], self[1::2], strict=True))
 
 
 class SetReply(list["Value"]):
@@ -168,24 +163,11 @@ def _encode_list(value: "list[Value]", protocol: int) -> bytes:
 
 
 def encode_command(*arguments: bytes | bytearray | memoryview | str | int) -> bytes:
-    """Return a command as clients send it. Copies: for large values see :func:`encode_command_parts`."""
-    return b"".join(encode_command_parts(arguments))
-
-
-def encode_command_parts(
-    arguments: Sequence[bytes | bytearray | memoryview | str | int], large_bytes: int = 16 << 10
-) -> list[bytes | bytearray | memoryview]:
-    """Return a command as buffers for ``sendmsg``: arguments of ``large_bytes`` or more are passed on, not copied."""
-    parts: list[bytes | bytearray | memoryview] = []
-    small: list[bytes | bytearray | memoryview] = [encode_array_header(len(arguments))]
+    """Return a command as clients send it. Copies: where that matters, the C core sends."""
+    parts: list[bytes | bytearray | memoryview] = [encode_array_header(len(arguments))]
     for argument in _as_buffers(arguments):
-        if len(argument) < large_bytes:
-            small.append(encode_bulk(argument))
-            continue
-        small.append(encode_bulk_header(len(argument)))
-        parts += [b"".join(small), argument]
-        small = [CRLF]
-    return [*parts, b"".join(small)]
+        parts += (encode_bulk_header(len(argument)), argument, CRLF)
+    return b"".join(parts)
 
 
 def _as_buffers(

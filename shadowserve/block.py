@@ -11,7 +11,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from shadowserve.native import Result
+    from shadowserve.native._library import Result
 
 __all__ = ["BlockStatistics", "ObjectFields", "Operation", "OperationKind", "Priority"]
 

@@ -47,7 +47,6 @@ from shadowserve._resp_values import (
     encode_bulk,
     encode_bulk_header,
     encode_command,
-    encode_command_parts,
     encode_error,
     encode_map_header,
     encode_null,
@@ -78,7 +77,6 @@ __all__ = [
     "encode_bulk",
     "encode_bulk_header",
     "encode_command",
-    "encode_command_parts",
     "encode_error",
     "encode_map_header",
     "encode_null",
@@ -180,11 +178,6 @@ class _Reader:
         self._dropping = False  # nobody wants the large bulk in progress
         self._large_size = -1  # -1: no large bulk in progress
         self._large_filled = 0
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes that were fed and not yet used, a large bulk in progress included."""
-        return len(self._buffer) - self._position + self._large_filled
 
     def feed(self, data: bytes) -> None:
         """Take ``data`` as the next bytes of the stream. Any split of a stream gives the same results."""

@@ -439,6 +439,7 @@ class Node:
     """
 
     config: StorageConfig
+    users: Users
     engine: Engine
     clock_ms: Callable[[], int]
     counters: Counters = field(default_factory=Counters)
@@ -454,21 +455,13 @@ class Node:
     attempts: Attempts = field(default_factory=Attempts)
     watchers: dict[Address, set[Session]] = field(default_factory=dict)
     incidents: Incidents = field(default_factory=Incidents)
-    places: Places = field(default_factory=Places)
+    places: Places[Session] = field(default_factory=Places)
     memory: Bound = field(init=False)
     lent: Bound = field(init=False)
-    users: Users = field(init=False)
     limiters: dict[str, RateLimiter] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make what needs the command table.
-
-        Raises:
-            ConfigurationError: the users file cannot be used.
-        """
-        from storage_kv.commands import BY_FULL_NAME  # which needs this module
-
-        self.users = Users(self.config, BY_FULL_NAME)
+        """Make what needs the others."""
         self.memory = Bound(lambda: self.config.clients_memory_bytes, self.has_tenants, is_ours=True)
         self.lent = Bound(lambda: self.config.lent_bytes_max, self.has_tenants, is_ours=False)
         now_s = time.monotonic()

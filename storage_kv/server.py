@@ -29,10 +29,12 @@ from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.resp import encode_error
 from shadowserve.signals import stop_signals
 from storage_kv.access.audit import AuditLog
+from storage_kv.access.users import Users
 from storage_kv.clients.certificates import Certificates
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.io_threads import IoThread, threads_for
 from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
+from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.engines import open_engine
 from storage_kv.engines.thread import EngineThread
@@ -85,7 +87,8 @@ class StorageServer:
             load: reads the configuration again; None where it cannot be.
         """
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
-        self.node = Node(config, open_engine(config) if engine is None else engine, wall_clock_ms, audit=audit)
+        users = Users(config, BY_FULL_NAME)
+        self.node = Node(config, users, open_engine(config) if engine is None else engine, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node, load)
         self.operations.reconfiguration.follow("connections_max", self._follow_connections_max)
         self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")

@@ -10,8 +10,8 @@ import pytest
 from machine import NEVER_S
 
 from shadowserve import __version__
-from shadowserve.cli import COMMANDS, main
 from shadowserve.proto.dataplane_pb2 import Outcome
+from shadowserve_tools import COMMANDS, main
 
 REPOSITORY = Path(__file__).parents[1]
 FOLDERS = ("storage_kv", "dpu_dataplane", "host_control", "native", "scripts", "tests")
@@ -43,7 +43,7 @@ def test_each_command_that_a_document_names_is_one(document: Path) -> None:
 @pytest.mark.parametrize("document", TOLD, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_each_flag_that_a_document_gives_to_a_command_is_one_of_its(document: Path) -> None:
     text = document.read_text().replace("\\\n", " ")  # a command that goes on in the next line
-    context = click.Context(main)
+    context = click.Context(main, **main.context_settings)  # a command keeps the help option that its first context had
     for line in COMMAND_LINE.findall(text):
         command: click.Command | None = main
         for word in line.split():

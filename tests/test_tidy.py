@@ -12,7 +12,7 @@ import yaml
 from machine import NEVER_S
 
 REPOSITORY = Path(__file__).parents[1]
-PACKAGES = ("shadowserve", "storage_kv", "dpu_dataplane", "host_control")
+PACKAGES = ("shadowserve", "storage_kv", "dpu_dataplane", "host_control", "shadowserve_tools")
 COLUMNS_MAX = 120
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 700

@@ -78,14 +78,8 @@ class BlockDevice:
         size: bytes to use, a multiple of 4096. A file is made if it is not there, and its blocks are reserved; 0: take
             it as it is.
         access: how.
-        buffered: through the kernel's page cache; for comparisons.
-        queue_depth: requests that the device has at a time; 0: 32. So all other numbers: 0 stands for the default.
+        queue_depth: requests that the device has at a time; 0: 32.
         operations_max: that may be submitted and not taken back; 0: 1024.
-        request_bytes_max: operations are split into requests of so many bytes; 0: 1 MiB.
-        write_bytes_in_flight: that a read may have to wait for; 0: 4 MiB.
-        write_wait_ms: after so long writes get a turn although reads wait; 0: 20.
-        background_bytes_in_flight: likewise for background operations; 0: 1 MiB.
-        background_wait_ms: likewise; 0: 500.
         core: of its threads; -1: any.
         busy_wait_s: to wait for another process to let the device go: the kernel may hold the devices of one that was
             killed for some time yet, until what they had to do is done.
@@ -106,14 +100,8 @@ class BlockDevice:
         *,
         size: int = 0,
         access: BlockAccess = BlockAccess.AUTO,
-        buffered: bool = False,
         queue_depth: int = 0,
         operations_max: int = 0,
-        request_bytes_max: int = 0,
-        write_bytes_in_flight: int = 0,
-        write_wait_ms: int = 0,
-        background_bytes_in_flight: int = 0,
-        background_wait_ms: int = 0,
         core: int = -1,
         busy_wait_s: float = 3.0,
     ) -> None:
@@ -122,12 +110,8 @@ class BlockDevice:
         options = ffi.new("struct ss_block_options *")
         options.options_size = ffi.sizeof("struct ss_block_options")
         options.path = text
-        options.size, options.access, options.buffered = size, access, buffered
+        options.size, options.access, options.core = size, access, core
         options.queue_depth, options.operations_max = queue_depth, operations_max
-        options.request_bytes_max, options.core = request_bytes_max, core
-        options.write_bytes_in_flight, options.write_wait_ms = write_bytes_in_flight, write_wait_ms
-        options.background_bytes_in_flight = background_bytes_in_flight
-        options.background_wait_ms = background_wait_ms
         self._block: Any = ffi.NULL
         self._block = _opened(options, self.name, access, busy_wait_s)
         self.capacity_bytes = int(lib.ss_block_size(self._block))

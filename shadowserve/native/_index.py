@@ -342,10 +342,6 @@ class Index:
         """Return whether the key was evicted or remembered lately."""
         return bool(lib.ss_index_ghost(self._index, tenant, key))
 
-    def remember(self, tenant: int, key: bytes) -> None:
-        """Put a key into the ghost queue."""
-        lib.ss_index_remember(self._index, tenant, key)
-
     def scan(self, tenant: int, cursor: int, max_slots: int, max_lines: int) -> tuple[int, list[int]]:
         """Return the next cursor, 0 at the end, and slots of a tenant's objects, in an order that nothing changes.
 
@@ -496,13 +492,3 @@ class Extents:
     def free_blocks(self) -> int:
         """How many blocks are free."""
         return int(lib.ss_extents_free_blocks(self._extents))
-
-    @property
-    def largest(self) -> int:
-        """Blocks of the longest free run."""
-        return int(lib.ss_extents_largest(self._extents))
-
-    @property
-    def runs(self) -> int:
-        """How many free runs there are."""
-        return int(lib.ss_extents_runs(self._extents))

@@ -18,7 +18,6 @@ __all__ = [
     "compress",
     "compress_bound",
     "crc32",
-    "decode",
     "decompress",
     "decompress_into",
     "decompress_many",
@@ -264,61 +263,4 @@ def dequantize(
                 elements + first * dtype.itemsize,
             )
             check(result, f"dequantizing {vectors} x {vector_length} {dtype.label} elements ({quantizer.name})")
-    return target
-
-
-def decode(
-    codec: Codec,
-    data: "ReadableBuffer",
-    quantizer: Quantizer,
-    dtype: DType,
-    scales: "ReadableBuffer | None",
-    *,
-    vectors: int,
-    vector_length: int,
-    scale_vectors: int = 1,
-    out: "WriteableBuffer | None" = None,
-) -> NDArray[np.uint8]:
-    """Turn one whole stream of symbols into elements, as a fused pipeline does: :func:`decompress`, :func:`dequantize`.
-
-    Both at once where there is a kernel for it, and past the caches: for elements that this core does not read soon.
-
-    Args:
-        codec: of the stream.
-        data: the stream.
-        quantizer: the one that made the symbols.
-        dtype: of the elements to make.
-        scales: as for :func:`dequantize`.
-        vectors: number of vectors (tokens).
-        vector_length: elements of each.
-        scale_vectors: as they were quantized.
-        out: where to write; a new array where it is ``None``. Best at a multiple of 64 bytes.
-
-    Returns:
-        The elements' bytes; view them as what they are.
-
-    Raises:
-        NativeError: with ``Result.BAD_DATA`` for a damaged stream or a scale that is not finite,
-            ``Result.NOT_SUPPORTED``, or ``Result.BAD_ARGUMENT``.
-    """
-    binned = quantizer is Quantizer.BINNED
-    size = vectors * vector_length * dtype.itemsize
-    target = np.empty(size, dtype=np.uint8) if out is None else np.frombuffer(out, dtype=np.uint8)
-    symbols = np.empty(vectors * vector_length if binned else size, dtype=np.uint8)
-    _check_size("out", target.nbytes, size)
-    with (
-        ffi.from_buffer("uint8_t[]", data) as source,
-        ffi.from_buffer("uint8_t[]", b"" if scales is None or not binned else scales) as scale_bytes,
-        ffi.from_buffer("uint8_t[]", target, True) as place,
-        ffi.from_buffer("uint8_t[]", symbols, True) as scratch,
-    ):
-        _check_size("scales", len(scale_bytes), 4 * -(-vectors // scale_vectors) if binned else 0)
-        stream, elements = ffi.new("struct ss_stream *"), ffi.new("struct ss_elements *")
-        stream.source, stream.source_size = source, len(source)
-        stream.target, stream.target_size = scratch, len(scratch)
-        elements.scales, elements.target = scale_bytes, place
-        elements.vectors, elements.vector_length, elements.scale_vectors = vectors, vector_length, scale_vectors
-        elements.quantizer, elements.dtype = quantizer, dtype
-        lib.ss_decode_many(codec, stream, elements, 1)
-        check(stream.result, f"decoding {len(source)} bytes of {codec.name} to {vectors} x {vector_length} elements")
     return target

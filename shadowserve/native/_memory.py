@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from shadowserve.errors import NativeError
 from shadowserve.native._library import MemoryKind, Result, check, ffi, lib
@@ -10,9 +10,16 @@ from shadowserve.native._library import MemoryKind, Result, check, ffi, lib
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-    from shadowserve.native._pipeline import Pipeline
-
 __all__ = ["Destination", "Export", "Guard", "Region"]
+
+
+class _Pipeline(Protocol):
+    """What of a pipeline a destination needs."""
+
+    @property
+    def backend(self) -> str: ...
+
+    def _open(self) -> Any: ...
 
 
 class Destination:
@@ -27,7 +34,7 @@ class Destination:
         kind: where it is.
     """
 
-    def __init__(self, pipeline: "Pipeline", memory: Any, keep: Any) -> None:
+    def __init__(self, pipeline: _Pipeline, memory: Any, keep: Any) -> None:
         """Register ``memory`` (a ``struct ss_memory *``); ``keep`` is kept alive until it is closed."""
         pointer = ffi.new("struct ss_destination **")
         self.kind = MemoryKind(memory.kind)
@@ -45,7 +52,7 @@ class Destination:
         self.address = int(ffi.cast("uintptr_t", lib.ss_destination_address(self._destination)))
 
     @classmethod
-    def local(cls, pipeline: "Pipeline", memory: "WriteableBuffer") -> Self:
+    def local(cls, pipeline: _Pipeline, memory: "WriteableBuffer") -> Self:
         """Register memory of this process. It stays alive, and exported, until the destination is closed.
 
         Raises:
@@ -63,7 +70,7 @@ class Destination:
             raise
 
     @classmethod
-    def exported(cls, pipeline: "Pipeline", address: int, size: int, descriptor: bytes) -> Self:
+    def exported(cls, pipeline: _Pipeline, address: int, size: int, descriptor: bytes) -> Self:
         """Register memory that another process exported (:class:`Export`), where ``address`` is its address there.
 
         Raises:
@@ -80,7 +87,7 @@ class Destination:
         return cls(pipeline, described, None)
 
     @classmethod
-    def cuda_ipc(cls, pipeline: "Pipeline", handle: bytes, size: int, device: str) -> Self:
+    def cuda_ipc(cls, pipeline: _Pipeline, handle: bytes, size: int, device: str) -> Self:
         """Register memory of a GPU of this machine, a whole allocation of another process.
 
         Args:

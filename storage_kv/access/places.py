@@ -5,17 +5,28 @@ address that has most: who means well authenticates within a round trip, and who
 pushes out only its own. A tenant has half of the places where there are several, unless it is configured to have more.
 """
 
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 from storage_kv.access.attempts import host_of
-
-if TYPE_CHECKING:
-    from storage_kv.node import Session
+from storage_kv.access.rules import User
 
 __all__ = ["Places"]
 
 
-class Places:
+class _Client(Protocol):
+    """What of a session is counted."""
+
+    id: int
+    address: str
+    user: User
+    authenticated: bool
+    place: str | None
+
+
+_Session = TypeVar("_Session", bound=_Client)
+
+
+class Places(Generic[_Session]):
     """Counts sessions; used with the node's lock held.
 
     Attributes:
@@ -27,9 +38,9 @@ class Places:
         """Count nobody yet."""
         self.strangers = 0
         self.by_tenant: dict[str, int] = {}
-        self._by_host: dict[str, dict[int, Session]] = {}  # strangers, the oldest first
+        self._by_host: dict[str, dict[int, _Session]] = {}  # strangers, the oldest first
 
-    def enter(self, session: "Session") -> None:
+    def enter(self, session: _Session) -> None:
         """Count a session for what it is now."""
         self.leave(session)
         if session.authenticated:
@@ -39,7 +50,7 @@ class Places:
             self._by_host.setdefault(host_of(session.address), {})[session.id] = session
             self.strangers += 1
 
-    def leave(self, session: "Session") -> None:
+    def leave(self, session: _Session) -> None:
         """Count a session no more; one that is not counted is let be."""
         if session.place is not None:
             tenant, session.place = session.place, None
@@ -54,7 +65,7 @@ class Places:
             if not there:
                 del self._by_host[host]
 
-    def give_way(self) -> "Session | None":
+    def give_way(self) -> _Session | None:
         """Return the stranger who is to make way for a newcomer, counted no more; None without one."""
         if not self._by_host:
             return None

@@ -663,7 +663,7 @@ class Connection(Watched):
         self._retry = self._rest = None
         # They led back here: nothing but a full collection would have freed the two.
         self.session.finish = self.session.cut = lambda: None
-        self._host.forget(self)
+        self._host.forget(self.session)
 
     def check_time(self, now_s: float) -> None:
         """End the connection if it has stood still for longer than the configuration allows."""

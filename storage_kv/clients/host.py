@@ -1,12 +1,9 @@
 """What a connection needs of what drives it."""
 
 from concurrent.futures import Executor
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from storage_kv.node import Node
-
-if TYPE_CHECKING:
-    from storage_kv.clients.connection import Connection
+from storage_kv.node import Node, Session
 
 __all__ = ["Host"]
 
@@ -22,5 +19,5 @@ class Host(Protocol):
     def workers(self) -> Executor:
         """Threads for work that is too long for the event loop."""
 
-    def forget(self, connection: "Connection") -> None:
-        """Take note that a connection has ended; called in the connection's thread, without the node's lock."""
+    def forget(self, session: Session) -> None:
+        """Take note that a client's connection has ended; called in its thread, without the node's lock."""

@@ -57,7 +57,7 @@ class IoThread:
         self.workers = workers
         self.clients = 0
         self._on_forgotten = on_forgotten
-        self._connections: set[Connection] = set()
+        self._connections: dict[Session, Connection] = {}
         self._loop = EventLoop()
         # A daemon, so that an error in the main thread ends the process and not only the accepting.
         self._thread = threading.Thread(target=self._loop.run, name=f"io-{number}", daemon=True)
@@ -69,8 +69,11 @@ class IoThread:
 
     def adopt(self, transport: Transport, session: Session) -> None:
         """Serve a new client, already counted in ``clients``, from its non-blocking socket until its end."""
+        self._loop.call_threadsafe(lambda: self._adopt(transport, session))
+
+    def _adopt(self, transport: Transport, session: Session) -> None:
         kind = SecureConnection if transport.is_secure else Connection
-        self._loop.call_threadsafe(lambda: self._connections.add(kind(self, transport, session, self._loop)))
+        self._connections[session] = kind(self, transport, session, self._loop)
 
     def each(self, action: Callable[[Connection], None]) -> None:
         """Have ``action`` done with every connection, soon, in this thread."""
@@ -91,15 +94,15 @@ class IoThread:
         self._thread.join()
         self._loop.close()
 
-    def forget(self, connection: Connection) -> None:
-        """Take note that a connection has ended."""
-        self._connections.discard(connection)
+    def forget(self, session: Session) -> None:
+        """Take note that a client's connection has ended."""
+        self._connections.pop(session, None)
         with self.node.lock:
             self.clients -= 1
-            self.node.sessions.pop(connection.session.id, None)
-            self.node.places.leave(connection.session)
+            self.node.sessions.pop(session.id, None)
+            self.node.places.leave(session)
         self._on_forgotten()
 
     def _each(self, action: Callable[[Connection], None]) -> None:
-        for connection in list(self._connections):
+        for connection in list(self._connections.values()):
             action(connection)

@@ -63,7 +63,7 @@ class Server:
             command += ["--bind", "127.0.0.1", "--port", str(self.port)]
             command += ["--requirepass", self.password] if self.password else []
         else:
-            command = [sys.executable, "-m", "shadowserve.cli", "storage", "--port", str(self.port)]
+            command = [sys.executable, "-m", "shadowserve_tools", "storage", "--port", str(self.port)]
             command += ["--password", self.password] if self.password else []
         with open(self.directory / "storage.log", "ab") as log:
             self.process = subprocess.Popen([*command, *self.options], stdout=log, stderr=log)
@@ -374,7 +374,7 @@ class DaemonProcess:
         self.log = directory / "daemon.log"
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [*python, "-m", "shadowserve.cli", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
+                [*python, "-m", "shadowserve_tools", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
             )
         assert self.process.stdout is not None
         line = self.process.stdout.readline().decode().split()

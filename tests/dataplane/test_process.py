@@ -148,7 +148,7 @@ async def test_a_killed_daemon_ends_calls_and_its_successor_asks_to_register(sto
 def test_a_second_daemon_on_the_same_port_says_so(storage: Server, tmp_path: Path) -> None:
     first = DaemonProcess(storage, tmp_path)
     try:
-        command = [sys.executable, "-m", "shadowserve.cli", "dpu", "--listen", first.address]
+        command = [sys.executable, "-m", "shadowserve_tools", "dpu", "--listen", first.address]
         second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         assert second.returncode == 2
         assert "cannot listen" in second.stderr and first.address in second.stderr
@@ -195,7 +195,7 @@ def test_stages_divide_the_cores_of_the_process(monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_configuration_that_cannot_be_used_names_the_key(flags: list[str], words: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "shadowserve.cli", "dpu", *flags], capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, "-m", "shadowserve_tools", "dpu", *flags], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert done.returncode == 2
     assert all(word in done.stderr for word in words), done.stderr

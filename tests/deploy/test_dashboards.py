@@ -14,7 +14,7 @@ import pytest
 import yaml
 from machine import NEVER_S, PATIENCE_S, PATIENT, free_port
 
-from shadowserve.cli.processes import start_data_plane, start_storage
+from shadowserve_tools.processes import start_data_plane, start_storage
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "configs" / "grafana"

@@ -17,17 +17,17 @@ from machine import NEVER_S
 from machines import CARD, GPU, acs, bluefield, doca, host_with_card, write
 
 from shadowserve import native
-from shadowserve.cli import main
-from shadowserve.cli.doctor import host
-from shadowserve.cli.doctor.finding import Machine
-from shadowserve.cli.doctor.pci import functions
+from shadowserve_tools import main
+from shadowserve_tools.doctor import host
+from shadowserve_tools.doctor.finding import Machine
+from shadowserve_tools.doctor.pci import functions
 
 REPOSITORY = Path(__file__).parents[2]
 DEPLOYED = REPOSITORY / "scripts" / "bluefield"
 
 
 def doctor(root: Path, *arguments: str) -> dict[str, Any]:
-    """Return the report; what a machine is (this process, programs that run) is left to tests/shared/test_cli.py."""
+    """Return the report; what a machine is (this process, programs that run) is left to tests/tools/test_cli.py."""
     done = CliRunner().invoke(main, ["doctor", "--json", "--root", str(root), *arguments])
     report: dict[str, Any] = json.loads(done.output)
     assert done.exit_code == any(finding["state"] == "failed" for finding in report["findings"])
@@ -477,6 +477,6 @@ def test_certificates_that_are_missing_or_mixed_up_are_told_of(
 def test_what_people_see_is_never_cut(tmp_path: Path) -> None:
     host_with_card(tmp_path, control=0x1D)
     environment = {**os.environ, "COLUMNS": "60"}
-    command = [sys.executable, "-m", "shadowserve.cli", "doctor", "--root", str(tmp_path)]
+    command = [sys.executable, "-m", "shadowserve_tools", "doctor", "--root", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S, check=False, env=environment)
     assert "\u2026" not in done.stdout and "ECAP_ACS+6.w=0000" in done.stdout

@@ -18,7 +18,7 @@ from machine import NEVER_S
 from machines import bluefield
 from throwaway import Throwaway
 
-from shadowserve.cli.processes import started
+from shadowserve_tools.processes import started
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "scripts" / "bluefield"

@@ -11,8 +11,8 @@ import pytest
 from machine import NEVER_S
 
 from shadowserve import native
-from shadowserve.cli import COMMANDS
-from shadowserve.cli.bench import BENCHES, NEEDS
+from shadowserve_tools import COMMANDS
+from shadowserve_tools.bench import BENCHES, NEEDS
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -39,8 +39,8 @@ for module, owners in packages_distributions().items():
 WALK = """
 import json
 from click.testing import CliRunner
-from shadowserve.cli import COMMANDS, main
-from shadowserve.cli.bench import BENCHES
+from shadowserve_tools import COMMANDS, main
+from shadowserve_tools.bench import BENCHES
 found = {}
 for words in [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES), ["simulate", "bluefield"]]:
     done = CliRunner().invoke(main, [*words, "--help"])
@@ -59,7 +59,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def command(environment: dict[str, str], *arguments: str) -> "subprocess.CompletedProcess[str]":
-    program = [sys.executable, "-m", "shadowserve.cli", *arguments]
+    program = [sys.executable, "-m", "shadowserve_tools", *arguments]
     return subprocess.run(
         program, capture_output=True, text=True, timeout=NEVER_S, env=environment, cwd=REPOSITORY, check=False
     )

@@ -16,7 +16,7 @@ from machine import NEVER_S, PATIENCE_S, free_port, wait_for
 from throwaway import Throwaway
 
 import shadowserve
-from shadowserve.cli.processes import started
+from shadowserve_tools.processes import started
 
 REPOSITORY = Path(__file__).parents[2]
 FOLDER = REPOSITORY / "scripts" / "storage"
@@ -112,7 +112,7 @@ def test_what_the_container_runs_works_and_its_health_check_tells(tmp_path: Path
     settings |= {"SHADOWSERVE_STORAGE_HOST": "127.0.0.1", "SHADOWSERVE_STORAGE_METRICS_HOST": "127.0.0.1"}
     check = json.loads(of("HEALTHCHECK")[0].partition("CMD ")[2])
     program, *arguments = json.loads(of("ENTRYPOINT")[0])
-    command = [sys.executable, "-m", "shadowserve.cli", *arguments]
+    command = [sys.executable, "-m", "shadowserve_tools", *arguments]
     assert program == "shadowserve"
 
     def healthy() -> int:

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from machine import wait_for
 
-from shadowserve.cli.bench.fetch import Target
-from shadowserve.cli.bench.loads import FetchLoop
-from shadowserve.cli.bench.serving import Load, Model, Partition, Stack
-from shadowserve.cli.bench.workload import Workload, llama_8b, put
 from shadowserve.cores import on_cores
+from shadowserve_tools.bench.fetch import Target
+from shadowserve_tools.bench.parts.loads import FetchLoop
+from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Stack
+from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

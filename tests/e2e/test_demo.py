@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny_models import with_another_first_chunk
 
-from shadowserve.cli.demo import OWN_MODEL, QUESTIONS, _documents
+from shadowserve_tools.demo import OWN_MODEL, QUESTIONS, _documents
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
@@ -44,7 +44,7 @@ def test_what_the_demo_compares_tells_one_prefix_from_another(make_engine: Calla
 
 def test_second_engine_fetches_and_agrees(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "shadowserve.cli", "demo", "--documents", f"{DOCUMENTS}", "--turns", "2"]
+    command = [sys.executable, "-m", "shadowserve_tools", "demo", "--documents", f"{DOCUMENTS}", "--turns", "2"]
     command += ["--document-bytes", f"{DOCUMENT_BYTES}", "--output-tokens", f"{OUTPUT}"]
     command += ["--json", str(file), "--keep-logs", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=840)

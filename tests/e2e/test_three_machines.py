@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 from machine import PATIENT
 
-from shadowserve.cli.bench.peers.network import Namespace, join, run
-from shadowserve.cli.processes import Child, start_data_plane, start_storage
 from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.peers.network import Namespace, join, run
+from shadowserve_tools.processes import Child, start_data_plane, start_storage
 
 HOST, DPU, DPU_INNER, STORAGE = "10.213.8.1", "10.213.8.2", "10.213.9.1", "10.213.9.2"
 PROGRAM = Path(__file__).parent / "far_host.py"

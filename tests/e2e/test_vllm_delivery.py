@@ -8,7 +8,7 @@ import pytest
 from machine import PATIENT
 
 from host_control.delivery import ExportedHostMemory
-from shadowserve.cli.processes import start_data_plane, start_storage
+from shadowserve_tools.processes import start_data_plane, start_storage
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 

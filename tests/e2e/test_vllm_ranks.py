@@ -8,7 +8,7 @@ import pytest
 from machine import PATIENT, wait_for
 
 from host_control.client import DataPlaneClient
-from shadowserve.cli.processes import Child, start_data_plane, start_storage
+from shadowserve_tools.processes import Child, start_data_plane, start_storage
 
 SMALL = ("--decompression-buffer-bytes", "32MiB", "--store-buffer-bytes", "32MiB")
 

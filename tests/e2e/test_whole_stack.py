@@ -24,7 +24,7 @@ class Process:
     """A program of ours that says ``ready ADDRESS`` on its standard output."""
 
     def __init__(self, program: str, *arguments: str) -> None:
-        self._command = [sys.executable, "-m", "shadowserve.cli", program]
+        self._command = [sys.executable, "-m", "shadowserve_tools", program]
         self._arguments = arguments
         self.address = ""
         self.start()

@@ -464,7 +464,10 @@ def wrong_devices(context: Context) -> None:
 
     refused("cut off", whole[: len(whole) // 2])
     judged = subprocess.run(
-        [sys.executable, "-m", "shadowserve.cli", "verify", str(path)], capture_output=True, cwd=REPOSITORY, check=False
+        [sys.executable, "-m", "shadowserve_tools", "verify", str(path)],
+        capture_output=True,
+        cwd=REPOSITORY,
+        check=False,
     )
     context.tally.note(Outcome.REFUSED if judged.returncode else Outcome.WRONG, "verify: a device that is cut off")
     foreign = bytearray(len(whole))

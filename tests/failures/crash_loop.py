@@ -110,7 +110,7 @@ def run(folder: Path, kills: int, seed: int, ends: float | None = None) -> dict[
             caller.close()
         storage.close()
         expected.close()
-    command = [sys.executable, "-m", "shadowserve.cli", "verify", *map(str, storage.paths)]
+    command = [sys.executable, "-m", "shadowserve_tools", "verify", *map(str, storage.paths)]
     verified = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     return {
         "kills": done,

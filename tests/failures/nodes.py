@@ -84,7 +84,7 @@ class Storage:
         if self.engine == "pool":
             flags += ["--devices", json.dumps(self.devices)]
         limited = [shutil.which("prlimit") or "prlimit", *self.limits] if self.limits else []
-        return [*limited, sys.executable, "-m", "shadowserve.cli", "storage", "--port", str(self.port), *flags]
+        return [*limited, sys.executable, "-m", "shadowserve_tools", "storage", "--port", str(self.port), *flags]
 
     def start(self) -> "Storage":
         """Start it, and wait until it serves."""
@@ -229,7 +229,7 @@ class DataPlane:
         flags = [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "shadowserve.cli", "dpu", *flags],
+                [sys.executable, "-m", "shadowserve_tools", "dpu", *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=REPOSITORY,

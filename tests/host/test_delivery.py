@@ -31,9 +31,9 @@ from host_control.segment import Segment
 from host_control.store import StoreQueue
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
-from shadowserve.cli.processes import Child, start_data_plane, start_storage
 from shadowserve.errors import ConfigurationError, DataPlaneError, NativeError
 from shadowserve.keys import KVNamespace, ModelIdentity, chain_links, record_keys
+from shadowserve_tools.processes import Child, start_data_plane, start_storage
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE, CHUNK_BLOCKS = 2, 16, 2, 4, 8, 2
 CHUNK_TOKENS = CHUNK_BLOCKS * BLOCK

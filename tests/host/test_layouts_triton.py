@@ -12,7 +12,7 @@ if DEVICE == "cpu":
 pytest.importorskip("triton", reason="Triton is not installed here; test_layouts.py runs these tests where it is")
 
 from host_control.layouts import PagedLayout  # noqa: E402
-from shadowserve.cli.bench import gpu_kernels  # noqa: E402
+from shadowserve_tools.bench.parts import gpu_kernels  # noqa: E402
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 11, 2, 4, 6
 ORDERS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]

@@ -120,7 +120,7 @@ def test_long_prompt_does_not_hold_the_engine(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     """A lookup of a 128K-token prompt: one round trip, and submit and poll do none of the work."""
-    done, returned = threading.Event(), threading.Event()
+    returned = threading.Event()
 
     class Prompt(list[int]):
         """Can be read once the engine's thread is back from submit and poll."""
@@ -129,16 +129,13 @@ def test_long_prompt_does_not_hold_the_engine(
             assert returned.wait(PATIENCE_S)
             return super().__getitem__(index)
 
-    lookup = PrefixLookup(
-        MODEL, [(client, NAMESPACES[0])], chunk_tokens=256, timeout=PATIENCE_S, on_done=lambda _: done.set()
-    )
+    lookup = PrefixLookup(MODEL, [(client, NAMESPACES[0])], chunk_tokens=256, timeout=PATIENCE_S)
     try:
         tokens = np.random.default_rng(1).integers(0, 128000, 131072).tolist()
         lookup.submit("r", Prompt(tokens))
         assert lookup.poll("r") is None and lookup.links("r") is None
         returned.set()
-        assert done.wait(PATIENCE_S)
-        assert lookup.poll("r") == LookupAnswer(0, "complete")
+        assert wait(lambda: lookup.poll("r")) == LookupAnswer(0, "complete")
         assert lookup.links("r") == chain_links(MODEL, tokens)
         assert plane.calls.count("Lookup") == 1
     finally:

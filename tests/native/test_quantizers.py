@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from shadowserve import native
 from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
-from shadowserve.native import Codec, Isa, Result
+from shadowserve.native import Isa, Result
 
 FLOATS = [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3]
 EXACT = [Quantizer.LOSSLESS, Quantizer.PASSTHROUGH]
@@ -54,21 +54,6 @@ def kv(vectors: int, vector_length: int, seed: int = 0) -> NDArray[np.float32]:
     rng = np.random.default_rng(seed)
     spread = rng.lognormal(0, 1, size=(vectors, 1)) * rng.lognormal(0, 0.5, size=(1, vector_length))
     return (rng.normal(size=(vectors, vector_length)) * spread).astype(np.float32)
-
-
-@pytest.mark.parametrize("codec", [Codec.KVRANS, Codec.DEFLATE])
-@pytest.mark.parametrize("scale_vectors", [1, 7])
-def test_decoding_is_decompressing_and_dequantizing(isa: Isa, codec: Codec, scale_vectors: int) -> None:
-    vectors, length = 300, 128
-    shape: dict[str, int] = {"vectors": vectors, "vector_length": length, "scale_vectors": scale_vectors}
-    source = elements(DType.BFLOAT16, kv(vectors, length))
-    symbols, scales = native.quantize(Quantizer.BINNED, DType.BFLOAT16, source, bins=32, **shape)
-    stream = native.compress(codec, symbols, length)
-    wanted = native.dequantize(Quantizer.BINNED, DType.BFLOAT16, symbols, scales, **shape)
-    assert np.array_equal(native.decode(codec, stream, Quantizer.BINNED, DType.BFLOAT16, scales, **shape), wanted)
-    with pytest.raises(NativeError) as caught:
-        native.decode(codec, stream[:-1], Quantizer.BINNED, DType.BFLOAT16, scales, **shape)
-    assert caught.value.result is Result.BAD_DATA
 
 
 @pytest.mark.parametrize("quantizer", EXACT)

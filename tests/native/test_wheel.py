@@ -9,7 +9,7 @@ import pytest
 from machine import NEVER_S
 
 REPOSITORY = Path(__file__).parents[2]
-PACKAGES = ("shadowserve", "host_control", "dpu_dataplane", "storage_kv")
+PACKAGES = ("shadowserve", "host_control", "dpu_dataplane", "storage_kv", "shadowserve_tools")
 ELF_64_LITTLE_ENDIAN = b"\x7fELF\x02\x01"
 MACHINE_AARCH64 = 183
 
@@ -31,7 +31,7 @@ def test_the_wheel_for_arm_is_one(arm_tools: None, tmp_path: Path) -> None:
     # As any other wheel: all sources, and the two files of the C core (tests/test_layout.py).
     sources = {path for package in PACKAGES for path in (REPOSITORY / package).rglob("*") if path.is_file()}
     kept = {str(path.relative_to(REPOSITORY)) for path in sources if "__pycache__" not in path.parts}
-    kept |= {f"shadowserve/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "configs").rglob("*.*")}
+    kept |= {f"shadowserve_tools/{path.relative_to(REPOSITORY)}" for path in (REPOSITORY / "configs").rglob("*.*")}
     assert names == kept | {"shadowserve/libshadowserve.so", "shadowserve/_cffi.py"}
     assert b"ss_isa_force" in bindings
     assert core.startswith(ELF_64_LITTLE_ENDIAN)

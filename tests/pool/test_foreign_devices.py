@@ -22,7 +22,6 @@ from simulated_device import SimulatedDevice
 from volume_support import POOL, Store, device_of
 
 from shadowserve.block import OperationKind
-from shadowserve.cli import main
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import BlockDevice
 from shadowserve.pool.engine import PoolEngine
@@ -30,6 +29,7 @@ from shadowserve.pool.volume import foreign, recovery
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
+from shadowserve_tools import main
 
 MIB = 1 << 20
 LARGE = 272 * MIB

@@ -10,9 +10,9 @@ from click.testing import CliRunner, Result
 from golden_volume import VALUES
 from volume_support import Store
 
-from shadowserve.cli import main
 from shadowserve.errors import DeviceError
 from shadowserve.native import BlockDevice
+from shadowserve_tools import main
 
 POOL_HEX = bytes(range(16)).hex()
 

@@ -27,7 +27,6 @@ from shadowserve.resp import (
     Verbatim,
     encode,
     encode_command,
-    encode_command_parts,
     encode_error,
     split_inline,
 )
@@ -154,7 +153,7 @@ def test_replies_that_follow_each_other_stay_apart(step: int) -> None:
     reader = ReplyReader()
     found = read_all(reader, b"".join(data for data, _ in table) + b"+half", step)
     assert len(found) == len(table) and all(same(got, value) for got, (_, value) in zip(found, table, strict=True))
-    assert reader.in_progress and reader.buffered_bytes == 5
+    assert reader.in_progress
 
 
 @pytest.mark.parametrize("step", [1, 7, 1 << 20])
@@ -196,15 +195,12 @@ def test_runs_that_are_taken_off_in_part_leave_the_other_commands(
 @pytest.mark.parametrize(("words", "data"), COMMANDS, ids=lambda item: repr(item)[:30])
 def test_commands_encode_as_they_are_read(words: list[bytes], data: bytes) -> None:
     assert encode_command(*words) == data
-    assert b"".join(encode_command_parts(words)) == data
 
 
-def test_encode_command_takes_text_and_numbers_and_does_not_copy_large_arguments() -> None:
-    large = memoryview(bytearray(100_000))
-    parts = encode_command_parts(["SET", "kä", large, "EX", 60])
-    assert parts[0] == b"*5\r\n$3\r\nSET\r\n$3\r\nk\xc3\xa4\r\n$100000\r\n"
-    assert isinstance(parts[1], memoryview) and parts[1].obj is large.obj
-    assert parts[2] == b"\r\n$2\r\nEX\r\n$2\r\n60\r\n"
+def test_encode_command_takes_text_and_numbers_and_any_buffer() -> None:
+    begin, end = b"*5\r\n$3\r\nSET\r\n$3\r\nk\xc3\xa4\r\n$16\r\n", b"\r\n$2\r\nEX\r\n$2\r\n60\r\n"
+    value = memoryview(bytes(range(16))).cast("I")
+    assert encode_command("SET", "kä", value, "EX", 60) == begin + bytes(range(16)) + end
 
 
 @pytest.mark.parametrize(
@@ -344,8 +340,7 @@ def test_null_array_is_redis_other_null() -> None:
     assert encode(NULL_ARRAY, 2) == b"*-1\r\n" and encode(NULL_ARRAY, 3) == b"_\r\n"
 
 
-def test_map_converts_and_error_tells_its_code() -> None:
-    assert Map([b"a", 1, b"b", 2]).to_dict() == {b"a": 1, b"b": 2}
+def test_an_error_tells_its_code() -> None:
     assert ErrorReply(b"NOAUTH Authentication required.").code == "NOAUTH"
 
 

@@ -13,7 +13,7 @@ from simulated_network import Link
 from simulated_server import SimulatedServer
 from world import MS, US, S, World
 
-from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command_parts
+from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command
 
 __all__ = ["Call", "SimulatedClient"]
 
@@ -82,7 +82,7 @@ class SimulatedClient:
             call.begin_ns = self.world.now_ns
             call.link, call.client = self._link, self.name
             self._waiting.append(call)
-            self._out += b"".join(bytes(part) for part in encode_command_parts(call.arguments))
+            self._out += encode_command(*call.arguments)
             self.world.after(DEADLINE_S * S, self.name, lambda call=call: self._expire(call))  # type: ignore[misc]
         self._step()
 
@@ -94,7 +94,7 @@ class SimulatedClient:
         if self._login:
             login = Call(self._login, lambda call: None, self.world.now_ns, link=link)
             self._waiting.append(login)
-            self._out += b"".join(bytes(part) for part in encode_command_parts(login.arguments))
+            self._out += encode_command(*login.arguments)
 
     def close(self) -> None:
         """End the connection; what is under way stays unanswered."""

@@ -18,8 +18,10 @@ from world import MS, US, S, SimulatedLock, World
 
 from shadowserve.pool.contract import Engine
 from shadowserve.pool.statistics import Statistics
+from storage_kv.access.users import Users
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import READ, WRITE
+from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node, Session
 
@@ -153,9 +155,10 @@ class SimulatedServer:
         self.is_started = False
         self.lock = SimulatedLock(world)
         self.workers: Executor = _Workers(world)
-        self.node = Node(config, engine, world.wall_ms, lock=self.lock, run_id="0" * 40)  # type: ignore[arg-type]
+        users = Users(config, BY_FULL_NAME)
+        self.node = Node(config, users, engine, world.wall_ms, lock=self.lock, run_id="0" * 40)  # type: ignore[arg-type]
         self._loops = [SimulatedLoop(world, f"loop {number}") for number in range(world.random.randint(1, 2))]
-        self._connections: dict[Connection, SimulatedLoop] = {}
+        self._connections: dict[Session, tuple[Connection, SimulatedLoop]] = {}
         self._links: list[Link] = []
         self._ids = itertools.count(1)
         self._poll_due = False
@@ -198,17 +201,17 @@ class SimulatedServer:
         loop.call_threadsafe(lambda: self._adopt(socket, session, loop))
 
     def _adopt(self, socket: ServerSocket, session: Session, loop: SimulatedLoop) -> None:
-        self._connections[Connection(self, socket, session, loop)] = loop  # type: ignore[arg-type]
+        self._connections[session] = Connection(self, socket, session, loop), loop  # type: ignore[arg-type]
 
-    def forget(self, connection: Connection) -> None:
-        """Take note that a connection has ended."""
-        self._connections.pop(connection, None)
+    def forget(self, session: Session) -> None:
+        """Take note that a client's connection has ended."""
+        self._connections.pop(session, None)
         with self.lock:
-            self.node.sessions.pop(connection.session.id, None)
-            self.node.places.leave(connection.session)
+            self.node.sessions.pop(session.id, None)
+            self.node.places.leave(session)
 
     def _each(self, action: Callable[[Connection], None]) -> None:
-        for connection, loop in list(self._connections.items()):
+        for connection, loop in list(self._connections.values()):
             loop.call_threadsafe(lambda connection=connection: action(connection))  # type: ignore[misc]
 
     # ---- The engine's thread, and the main one

@@ -17,7 +17,7 @@ from machine import PATIENCE_S, wait_for
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import storage_key
-from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command_parts
+from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command
 
 REPOSITORY = Path(__file__).parents[2]
 TIMEOUT_S = PATIENCE_S
@@ -29,7 +29,7 @@ class Child:
     def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shadowserve.cli", "storage", "--port", "0", *flags],
+            [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -128,8 +128,7 @@ class Client:
         self._reader = ReplyReader()
 
     def send(self, *arguments: bytes | str | int | memoryview) -> None:
-        for part in encode_command_parts(arguments):
-            self.socket.sendall(part)
+        self.socket.sendall(encode_command(*arguments))
 
     def receive(self) -> Value:
         """Return the next reply; bulks received in place as bytes."""

@@ -336,7 +336,7 @@ def test_a_users_file_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path
     file = tmp_path / "users.acl"
     file.write_text("user a on\nuser b +nosuch\nuser a off\nhello\n")
     ran = subprocess.run(
-        [sys.executable, "-m", "shadowserve.cli", "storage", "--port", "0", "--users-file", str(file)],
+        [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", "--users-file", str(file)],
         capture_output=True,
         text=True,
         timeout=NEVER_S,

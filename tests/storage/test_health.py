@@ -15,6 +15,8 @@ from storage_support import Child
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
+from storage_kv.access.users import Users
+from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node
 from storage_kv.operate.health import Condition
@@ -32,7 +34,7 @@ class DeviceEngine:
 
 
 def condition(engine: Any) -> Condition:
-    found = Condition(Node(StorageConfig(), engine, wall_clock_ms))
+    found = Condition(Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), engine, wall_clock_ms))
     found.recovered, found.listening = True, "127.0.0.1:1"
     return found
 

@@ -87,7 +87,7 @@ def test_a_second_signal_ends_at_once(start: Callable[..., Child]) -> None:
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shadowserve.cli", "storage", *flags]
+    command = [sys.executable, "-m", "shadowserve_tools", "storage", *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=REPOSITORY)
 
 

@@ -17,7 +17,8 @@ from dpu_dataplane.metrics import Metrics
 from shadowserve.clock import wall_clock_ms
 from shadowserve.latency import LatencyHistogram
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
-from storage_kv.commands import execute
+from storage_kv.access.users import Users
+from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig
 from storage_kv.engines.memory import MemoryEngine
 from storage_kv.node import CommandError, Node, Session
@@ -53,7 +54,7 @@ def shown() -> Statistics:
 
 
 def node_with(engine: Any) -> Node:
-    return Node(StorageConfig(), engine, wall_clock_ms)
+    return Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), engine, wall_clock_ms)
 
 
 def exported(node: Node) -> dict[str, float]:

@@ -11,7 +11,7 @@ from storage_support import Child
 from test_access import own_address
 from test_tls import make_certificates, tls_flags
 
-from shadowserve.cli import main
+from shadowserve_tools import main
 
 
 @pytest.fixture

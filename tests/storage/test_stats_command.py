@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from machine import PATIENCE_S, free_port
 from storage_support import REPOSITORY, Child, make_record
 
-from shadowserve.cli import main
-from shadowserve.cli.stats import Sample, Watcher, _gone
+from shadowserve_tools import main
+from shadowserve_tools.stats import Sample, Watcher, _gone
 
 PASSWORD = "correct horse"
 
@@ -65,7 +65,7 @@ def test_watching_shows_what_happens_between_two_looks(server: Child) -> None:
 
 @pytest.mark.usefixtures("interruptible")
 def test_watching_ends_in_order_on_an_interrupt(server: Child) -> None:
-    command = [sys.executable, "-m", "shadowserve.cli", "stats", "--port", str(server.port), "--json", "--watch"]
+    command = [sys.executable, "-m", "shadowserve_tools", "stats", "--port", str(server.port), "--json", "--watch"]
     with subprocess.Popen(
         [*command, "--interval", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY
     ) as watching:

@@ -338,7 +338,7 @@ def test_a_certificate_names_its_user(start: Callable[..., Child], certificates:
 )
 def test_files_that_cannot_be_used_are_refused_at_the_start(flags: list[str], text: str) -> None:
     ran = subprocess.run(
-        [sys.executable, "-m", "shadowserve.cli", "storage", "--port", "0", *flags],
+        [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,

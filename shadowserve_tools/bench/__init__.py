@@ -1,0 +1,60 @@
+"""``shadowserve bench``: measurements that anyone can repeat, reported as ratios within one run.
+
+A benchmark prints a table and, with ``--json``, writes ``{"bench", "machine", "rows", "ratios", ...}``; with ``--plot``
+it draws its charts. Ratios are medians of pairs with their spread, since absolute figures of a shared machine say
+little. docs/benchmarks/ keeps the figures.
+
+Each benchmark is the module of its name. What they are made of is in ``parts``, what they compare with in ``peers``.
+"""
+
+import signal
+import sys
+import threading
+from typing import Final
+
+import click
+
+from shadowserve_tools.lazy import LazyGroup
+
+__all__ = ["bench"]
+
+BENCHES: Final = (
+    "stages",
+    "pipeline",
+    "codecs",
+    "storage",
+    "commands",
+    "index",
+    "fetch",
+    "link",
+    "interference",
+    "ablation",
+    "control",
+    "memory",
+    "recovery",
+    "pool",
+    "isolation",
+    "gpu",
+)
+
+
+NEEDS: Final = {
+    "stages": ["redis"],
+    "storage": ["redis"],
+    "fetch": ["redis"],
+    "link": ["redis"],
+    "interference": ["vllm"],
+    "ablation": ["vllm"],
+    "control": ["vllm", "redis"],
+}
+"""Packages of others that a benchmark imports late: better missed before it has measured for minutes."""
+
+
+@click.group(cls=LazyGroup, places={name: f"shadowserve_tools.bench.{name}:{name}" for name in BENCHES}, needs=NEEDS)
+@click.pass_context
+def bench(context: click.Context) -> None:
+    """Measure, against a peer or a limit in the same run."""
+    # Whoever ends a benchmark ends what it has started, too: SIGTERM unwinds the stack as Ctrl-C does.
+    if threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+        context.call_on_close(lambda: signal.signal(signal.SIGTERM, before))

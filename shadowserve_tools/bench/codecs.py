@@ -1,0 +1,316 @@
+"""``shadowserve bench codecs``: size and speed of every codec, alone, on quantized and on exact KV."""
+
+import ctypes
+import ctypes.util
+import dataclasses
+import functools
+import importlib
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import numpy as np
+import numpy.typing as npt
+
+from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.parts.kernels import Run, Slices, Treated, in_turns, memcpy, nothing
+from shadowserve_tools.bench.parts.workload import kv_patterns
+from shadowserve_tools.report import Chart, Output, Report, output_options
+
+__all__ = ["codecs"]
+
+REAL_KV: Final = Path(__file__).parents[2] / "tests" / "assets" / "kv.bin"
+BINS: Final = 32
+"""Of the comparison that counts."""
+OTHER_BINS: Final = (16, 64, 256)
+OURS: Final = ("kvrans", "deflate", "zstd")
+"""Codecs that are shown in every treatment; all others only with 32 bins."""
+LLAMA, REAL = "llama-8b", "real"
+TITLES: Final = {LLAMA: "Llama-8B's shape", REAL: "Real KV, own model"}
+Patterns = npt.NDArray[np.uint16]
+
+
+@click.command()
+@click.option("--layers", default=4, show_default=True, type=click.IntRange(1, 32), help="Of Llama-8B's shape.")
+@click.option("--mebibytes", default=64, show_default=True, type=click.IntRange(1, 1024), help="Elements in a run.")
+@click.option("--repeats", default=9, show_default=True, type=click.IntRange(1, 100), help="Turns that count.")
+@output_options
+def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
+    """Encode and decode slices of 256 tokens with every codec there is, on one core, in every instruction set.
+
+    Twice: KV of the project's own model (vectors of 128, slices of 32 KiB), whose sizes count, and KV made up in the
+    shape of Llama-3.1-8B (vectors of 1024, slices of 256 KiB), whose speeds do. Quantized with 16 to 256 bins, and
+    lossless bfloat16. Speeds are of one core's CPU time, from and to memory: MB/s of symbols in, GB/s of symbols out,
+    GB/s of bfloat16 out with dequantization.
+    """
+    columns = ["data", "treatment", "codec", "isa", "bits", "ratio", "encode_MB_per_s", "decode_GB_per_s"]
+    report = Report("codecs", [*columns, "to_bf16_GB_per_s"])
+    everything = {}
+    for data, elements in ((LLAMA, _llama_kv(layers)), (REAL, _real_kv())):
+        for bins in (BINS, *OTHER_BINS, 0):
+            treated = Treated(elements, bins, mebibytes << 20)
+            subjects = _subjects(treated, full=bins == BINS)
+            everything[data, bins] = _measured(report, data, bins, treated, subjects, repeats)
+    _ratios(report, everything[LLAMA, BINS], everything[REAL, BINS])
+    for data, bins in ((LLAMA, BINS), (REAL, BINS), (LLAMA, 0)):
+        report.charts.append(_chart(data, bins, everything[data, bins]))
+    report.finish(output)
+
+
+@dataclass
+class _Subject:
+    """One codec in one instruction set, and its speeds in every turn, GB/s; those of symbols but for ``to_bf16``."""
+
+    label: str
+    isa: str
+    bits: float
+    stream_bytes: int
+    runs: dict[str, Run]
+    speeds: dict[str, list[float]]
+
+    @property
+    def name(self) -> str:
+        return f"{self.label} {self.isa}".rstrip()
+
+
+def _llama_kv(layers: int) -> Patterns:
+    layout = ChunkLayout(
+        namespace=bytes(32),
+        dtype=DType.BFLOAT16,
+        layers=layers,
+        kinds=2,
+        vector_length=1024,
+        tokens=256,
+        quantizer=Quantizer.LOSSLESS,
+        bins=0,
+    )
+    return kv_patterns(np.random.default_rng(8), layout).reshape(-1, layout.tokens, layout.vector_length)
+
+
+def _real_kv() -> Patterns:
+    """Return the recorded slices of the project's own model."""
+    if not REAL_KV.exists():
+        raise ShadowServeError(f"{REAL_KV} is not there: 'bench codecs' runs from the project's repository")
+    data, chunks = REAL_KV.read_bytes(), []
+    while data:
+        head = record.parse_head(data)
+        chunk = record.decode(data[: head.record_length], head.key, head.layout)
+        chunks.append(np.frombuffer(chunk, np.uint16).reshape(-1, head.layout.tokens, head.layout.vector_length))
+        data = data[head.record_length :]
+    return np.concatenate(chunks)
+
+
+def _subjects(treated: Treated, full: bool) -> list[_Subject]:
+    subjects = []
+    for codec in native.codec_implementations():
+        name = codec.name.lower()
+        if not full and name not in OURS:
+            continue
+        slices = Slices(treated, codec)
+        for isa in _isas(name, full):
+            subjects.append(_subject(treated, name if name != "none" else "stored", slices, isa))
+    if full:
+        subjects += _peers(treated)
+    return subjects
+
+
+def _isas(codec: str, full: bool) -> list[native.Isa | None]:
+    """Return the variants to show, the best first: those of our own codec; the libraries choose for themselves."""
+    if codec != "kvrans":
+        return [None]
+    available = [isa for isa in reversed(native.Isa) if native.isa_available(isa)]
+    return [*available] if full else [native.isa_active()]
+
+
+def _subject(treated: Treated, label: str, slices: Slices, isa: native.Isa | None) -> _Subject:
+    runs = {"encode": slices.encode(), "decode": slices.decompress(), "to_bf16": slices.decode()}
+    runs = {what: dataclasses.replace(run, isa=isa) for what, run in runs.items()}
+    name = isa.name.lower() if isa is not None else ""
+    return _Subject(label, name, slices.bits + treated.scale_bits, sum(slices.stream_bytes), runs, {})
+
+
+# ---- Peers: libraries that the C core does not use -------------------------------------------------------------------
+
+
+def _peers(treated: Treated) -> list[_Subject]:
+    """Return those that are installed; zlib with numpy, which is the reference, always is."""
+    subjects = [_reference(treated)]
+    raw = -zlib.MAX_WBITS
+    for label, module, level in (
+        ("zlib 6", "zlib", 6),
+        ("zlib-ng 6", "zlib_ng.zlib_ng", 6),
+        ("isa-l 1", "isal.isal_zlib", 1),
+    ):
+        try:
+            library: Any = importlib.import_module(module)
+        except ImportError:
+            continue
+
+        def compress(symbols: bytes, library: Any = library, level: int = level) -> bytes:
+            encoder = library.compressobj(level, zlib.DEFLATED, raw)
+            return bytes(encoder.compress(symbols) + encoder.flush())
+
+        slices = Slices(treated, native.Codec.DEFLATE, compress)
+        subject = _subject(treated, label, slices, None)
+        subject.runs["encode"] = _in_python(treated, compress)
+        subject.runs["decode"] = _inflate(treated, slices, functools.partial(library.decompress, wbits=raw))
+        del subject.runs["to_bf16"]  # the C core decodes such streams with the library of its Deflate
+        subjects.append(subject)
+    if compress_3 := _zstd_compressor(3):
+        subject = _subject(treated, "zstd 3", Slices(treated, native.Codec.ZSTD, compress_3), None)
+        subject.runs["encode"] = _in_python(treated, compress_3)
+        subjects.append(subject)
+    return subjects
+
+
+def _in_python(treated: Treated, compress: Callable[[bytes], bytes]) -> Run:
+    sources = treated.sources
+
+    def run() -> None:
+        for symbols in sources:
+            compress(symbols)
+
+    return Run(len(sources) * treated.symbol_bytes, run, nothing)
+
+
+def _inflate(treated: Treated, slices: Slices, decompress: Callable[..., bytes]) -> Run:
+    streams = [stream.tobytes() for stream in slices.streams]
+    size = treated.symbol_bytes
+
+    def run() -> None:
+        for stream in streams:
+            decompress(stream, bufsize=size)
+
+    if decompress(streams[0], bufsize=size) != treated.sources[0]:
+        raise ShadowServeError("a peer did not decode what it encoded")
+    return Run(len(streams) * size, run, nothing)
+
+
+def _reference(treated: Treated) -> _Subject:
+    """Return what a user would write: zlib on the streams of our Deflate, and numpy."""
+    slices = Slices(treated, native.Codec.DEFLATE)
+    streams = [stream.tobytes() for stream in slices.streams]
+    targets = treated.target.view(np.uint16).reshape(treated.count, treated.vectors, treated.vector_length)
+
+    def run() -> None:
+        for stream, scales, target in zip(streams, treated.scales, targets, strict=True):
+            symbols = zlib.decompress(stream, -zlib.MAX_WBITS, treated.symbol_bytes)
+            vectors = np.frombuffer(symbols, np.int8).reshape(target.shape)
+            bits = (vectors.astype(np.float32) * scales[:, None]).view(np.uint32)
+            target[:] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+
+    run()
+    treated.verify("zlib with numpy")
+    runs = {
+        "decode": _inflate(treated, slices, functools.partial(zlib.decompress, wbits=-zlib.MAX_WBITS)),
+        "to_bf16": Run(len(treated.target), run, nothing),
+    }
+    return _Subject("zlib + numpy", "", slices.bits + treated.scale_bits, sum(slices.stream_bytes), runs, {})
+
+
+def _zstd_compressor(level: int) -> Callable[[bytes], bytes] | None:
+    """Return libzstd's encoder at a level that the C core does not use; None where the library is not found."""
+    path = ctypes.util.find_library("zstd")
+    if path is None:
+        return None
+    library = ctypes.CDLL(path)
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+    library.ZSTD_compressBound.restype = library.ZSTD_compressCCtx.restype = size
+    library.ZSTD_compressBound.argtypes = [size]
+    library.ZSTD_createCCtx.restype = pointer
+    library.ZSTD_compressCCtx.argtypes = [pointer, pointer, size, ctypes.c_char_p, size, ctypes.c_int]
+    context = library.ZSTD_createCCtx()
+
+    def compress(symbols: bytes) -> bytes:
+        bound = library.ZSTD_compressBound(len(symbols))
+        target = ctypes.create_string_buffer(bound)
+        written = library.ZSTD_compressCCtx(context, target, bound, symbols, len(symbols), level)
+        if written > bound:
+            raise ShadowServeError("libzstd could not compress")
+        return target.raw[:written]
+
+    return compress
+
+
+# ---- Measuring and reporting ----------------------------------------------------------------------------------------
+
+
+def _measured(
+    report: Report, data: str, bins: int, treated: Treated, subjects: Sequence[_Subject], repeats: int
+) -> dict[str, _Subject]:
+    """Time all of them in turns beside memcpy and dequantization alone, add their rows, and return them by name."""
+    treatment = f"{bins} bins" if bins else "lossless"
+    raw_bits = 16.0
+    beside = {"memcpy": memcpy(len(treated.target), treated.raw_bytes)}
+    beside["dequantize"] = Slices(treated, native.Codec.NONE).dequantize()
+    keys = [(subject, what) for subject in subjects for what in subject.runs]
+    runs = [*beside.values(), *(subject.runs[what] for subject, what in keys)]
+    speeds = in_turns(runs, repeats, f"{data}, {treatment}")
+    found = {
+        name: _Subject(f"({name})", "", raw_bits, 0, {}, {"to_bf16": own})
+        for name, own in zip(beside, speeds, strict=False)
+    }
+    for (subject, what), own in zip(keys, speeds[len(beside) :], strict=True):
+        subject.speeds[what] = own
+    for subject in subjects:
+        subject.runs.clear()  # with the memory that they hold
+    found |= {subject.name: subject for subject in subjects}
+    for subject in found.values():
+        median = {what: float(np.median(own)) for what, own in subject.speeds.items()}
+        report.row(
+            data=data,
+            treatment=treatment,
+            codec=subject.label,
+            isa=subject.isa,
+            bits=subject.bits if subject.stream_bytes else "",
+            ratio=raw_bits / subject.bits if subject.stream_bytes else "",
+            encode_MB_per_s=median["encode"] * 1000 if "encode" in median else "",
+            decode_GB_per_s=median.get("decode", ""),
+            to_bf16_GB_per_s=median.get("to_bf16", ""),
+        )
+    return found
+
+
+def _ratios(report: Report, llama: dict[str, _Subject], real: dict[str, _Subject]) -> None:
+    """Add the ratios of 32 bins: speeds in Llama-8B's shape, bytes of real KV; those of what is there."""
+
+    def pairs(one: str, other: str) -> list[float]:
+        return [a / b for a, b in zip(llama[one].speeds["to_bf16"], llama[other].speeds["to_bf16"], strict=True)]
+
+    best = next((name for name in llama if name.startswith("kvrans")), None)
+    if best:
+        if "zstd" in llama:
+            report.ratio("kvrans_over_zstd", pairs(best, "zstd"), "at least 3")
+            if "kvrans avx2" in llama:
+                report.ratio("kvrans_avx2_over_zstd", pairs("kvrans avx2", "zstd"), "at least 1")
+        report.ratio("kvrans_over_memcpy", pairs(best, "memcpy"), "at least 0.5")
+        fewer = real[best].stream_bytes / real["deflate"].stream_bytes
+        report.ratio("kvrans_bytes_over_deflate", [fewer], "at most 0.95, on real KV, scales not counted")
+        report.ratio("kvrans_encode_GB_per_s", llama[best].speeds["encode"], "at least 1")
+    report.ratio("deflate_over_zlib_numpy", pairs("deflate", "zlib + numpy"), "at least 4")
+    report.ratio("deflate_encode_GB_per_s", llama["deflate"].speeds["encode"], "at least 0.3")
+    report.ratio("dequantize_over_memcpy", pairs("dequantize", "memcpy"), "at least 0.9")
+
+
+def _chart(data: str, bins: int, subjects: dict[str, _Subject]) -> Chart:
+    limit = float(np.median(subjects["memcpy"].speeds["to_bf16"]))
+    ordered = sorted(subjects.values(), key=lambda subject: subject.label not in OURS)
+    points = {
+        subject.name: [(subject.bits, float(np.median(subject.speeds["to_bf16"])))]
+        for subject in sorted(ordered, key=lambda subject: subject.label != OURS[0])
+        if subject.stream_bytes and "to_bf16" in subject.speeds
+    }
+    return Chart(
+        f"{TITLES[data]}, {f'{bins} bins' if bins else 'lossless'}",
+        x="stored bits for each element",
+        y="decoded to bfloat16, GB/s of one core",
+        series=points,
+        limits={"memcpy": limit},
+        kind="points",
+        y_log=True,
+    )

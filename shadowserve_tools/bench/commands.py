@@ -1,0 +1,105 @@
+"""``shadowserve bench commands``: what small commands cost the storage server, against Redis."""
+
+import contextlib
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import click
+import psutil
+
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools.processes import Child, free_port, start_storage, started
+from shadowserve_tools.report import Chart, Cost, Output, Report, cpu_s, output_options, repeat
+
+__all__ = ["commands"]
+
+_COMMANDS: Final = ("SET", "GET")
+_PIPELINES: Final = (1, 16)
+_STORES: Final = ("ShadowServe", "Redis")
+_MORE_FOR_REDIS: Final = {1: 1, 16: 4}
+"""So much more of what takes Redis less time, so that its runs, too, are long enough to be measured."""
+_TIMEOUT_S: Final = 600
+
+
+@click.command()
+@click.option("--count", default=200_000, show_default=True, type=click.IntRange(100), help="Of commands in a run.")
+@click.option("--clients", default=50, show_default=True, type=click.IntRange(1), help="Connections.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Pairs of runs.")
+@output_options
+def commands(count: int, clients: int, repeats: int, output: Output) -> None:
+    """Have redis-benchmark send SET and GET of 3 bytes, one or 16 at a time, to this server and to Redis in turn.
+
+    What counts is the CPU time of the server's process for each command: where clients share its cores, rates are as
+    much theirs. ``NAME_over_redis`` is commands per CPU second over Redis', the median of the pairs. ``load`` is the
+    machine's load average behind the runs; redis-benchmark and the server are about two of it.
+    """
+    for program in ("redis-server", "redis-benchmark"):
+        if not shutil.which(program):
+            raise ShadowServeError(
+                f"bench commands compares with Redis, and {program} is not installed; run scripts/setup"
+            )
+    report = Report("commands", ["command", "pipeline", "store", "cpu_us_per_command", "commands_per_s", "load"])
+    series: dict[str, list[tuple[str, float]]] = {store: [] for store in _STORES}
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        servers = [
+            stack.enter_context(start_storage(folder, "--io-threads", "1")),
+            stack.enter_context(_start_redis(folder)),
+        ]
+        for pipeline in _PIPELINES:
+            for command in _COMMANDS:
+                counts = [count, count * _MORE_FOR_REDIS[pipeline]]
+                flags = ["-c", str(clients), "-P", str(pipeline), "-t", command.lower()]
+                runs = [
+                    _run(server, [*flags, "-n", str(number)]) for server, number in zip(servers, counts, strict=True)
+                ]
+                costs = repeat(repeats, *runs, description=f"{command}, {pipeline} at a time")
+                each = [[cost.cpu_s / number for cost in own] for own, number in zip(costs, counts, strict=True)]
+                for store, own, spent_s, number in zip(_STORES, costs, each, counts, strict=True):
+                    report.row(
+                        command=command, pipeline=pipeline, store=store,
+                        cpu_us_per_command=statistics.median(spent_s) * 1e6,
+                        commands_per_s=number / statistics.median(cost.wall_s for cost in own), load=os.getloadavg()[0],
+                    )  # fmt: skip
+                    series[store].append((f"{command}, {pipeline}", statistics.median(spent_s) * 1e6))
+                pairs = [redis_s / own_s for own_s, redis_s in zip(*each, strict=True)]
+                report.ratio(f"{command.lower()}_{pipeline}_over_redis", pairs, "at least 0.333")
+    report.charts.append(
+        Chart("What a small command costs the server", x="", y="CPU time, us", series=series, kind="bars")
+    )
+    report.finish(output)
+
+
+@contextlib.contextmanager
+def _start_redis(folder: Path) -> Iterator[Child]:
+    """Run a Redis server as it comes, in memory only."""
+    port = free_port()
+    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
+    with started("redis", command, folder, ready=re.compile("Ready to accept connections")) as child:
+        yield Child(child.name, child.process, child.log, f"127.0.0.1:{port}")
+
+
+def _run(server: Child, flags: list[str]) -> Callable[[], Cost]:
+    """Return what has redis-benchmark send commands to a server, and returns what they cost the server."""
+    host, _, port = server.address.rpartition(":")
+    process = psutil.Process(server.process.pid)
+
+    def run() -> Cost:
+        begin_s, before_s = time.perf_counter(), cpu_s(process)
+        command = ["redis-benchmark", "-h", host, "-p", port, "-q", *flags]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        cost = Cost(time.perf_counter() - begin_s, cpu_s(process) - before_s)
+        if found.returncode or "requests per second" not in found.stdout:
+            said = (found.stderr or found.stdout)[-500:].strip()
+            raise ShadowServeError(f"redis-benchmark failed against {server.name}: {said or 'it said nothing'}")
+        return cost
+
+    return run

@@ -1,0 +1,359 @@
+"""``shadowserve bench fetch``: the whole data plane against the stores and clients that are there otherwise."""
+
+import functools
+import secrets
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+import numpy as np
+import psutil
+
+from host_control.client import DataPlaneClient
+from host_control.destination import Destination
+from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import storage_key
+from shadowserve_tools.bench.parts.workload import Workload, client, default_codec, llama_8b, put, uncompressed
+from shadowserve_tools.bench.peers.contender import Contender
+from shadowserve_tools.bench.peers.driver import CLEARED, Values
+from shadowserve_tools.bench.peers.installed import (
+    DEFAULT_PYTHON,
+    Bed,
+    Start,
+    lmcache,
+    lmcache_server,
+    mooncake,
+    nixl,
+    start_installed,
+)
+from shadowserve_tools.bench.peers.sockets import (
+    Memory,
+    fastest,
+    plain_reader,
+    plain_sockets,
+    redis_reader,
+    start_redis,
+)
+from shadowserve_tools.processes import Child, start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Cost, Output, Report, output_options, repeat
+
+if TYPE_CHECKING:
+    import redis
+
+__all__ = [
+    "LIMIT",
+    "NAIVE",
+    "Target",
+    "add_row",
+    "best",
+    "codec_option",
+    "fetch",
+    "gigabytes_per_s",
+    "naive",
+    "ours",
+    "peers_option",
+    "raw_values",
+    "uncompressed_like",
+]
+
+CALL_TIMEOUT_S: Final = 60.0
+NAIVE: Final = "redis-py + zlib + numpy"
+LIMIT: Final = "plain sockets"
+
+codec_option: Final = click.option(
+    "--codec",
+    default=default_codec(),
+    show_default=True,
+    type=click.Choice([codec.name.lower() for codec in native.Codec if codec is not native.Codec.NONE]),
+    help="Of what ShadowServe stores.",
+)
+peers_option: Final = click.option(
+    "--peers-python",
+    default=DEFAULT_PYTHON,
+    show_default="that of scripts/setup-peers",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Python of the environment that has LMCache, Mooncake and NIXL.",
+)
+
+
+@click.command()
+@click.option("--chunks", default=16, show_default=True, type=click.IntRange(1, 256), help="Chunks of 256 tokens.")
+@click.option("--bins", default=32, show_default=True, type=click.IntRange(4, 256), help="Of the quantizer.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@codec_option
+@peers_option
+@output_options
+def fetch(chunks: int, bins: int, repeats: int, codec: str, peers_python: Path, output: Output) -> None:
+    """Fetch a prompt of Llama-3.1-8B's shape from a store into memory of its client, verified.
+
+    ShadowServe, from its storage server through the data plane, against: redis-py with zlib and numpy on the same
+    records, which is the client that a user would write; and uncompressed, Redis read by a lean client, and LMCache,
+    Mooncake and NIXL where scripts/setup-peers has installed them. Everything runs on loopback, in processes of its
+    own; about 1 GB of memory for each system and 16 chunks.
+    """
+    report = Report("fetch", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
+    workloads = {name: llama_8b(chunks, bins=bins, codec=name) for name in dict.fromkeys((codec, "deflate"))}
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        contenders = _ours_and_naive(stack, logs, workloads)
+        bed = Bed(peers_python, logs, raw_values(logs, workloads[codec]), chunks)
+        others, absent = _others(stack, bed)
+        contenders += others
+        costs = dict(zip(contenders, repeat(repeats, *(_run(each, chunks) for each in contenders)), strict=True))
+    raw_bytes = workloads[codec].raw_bytes
+    for each, own in costs.items():
+        add_row(report, raw_bytes, own, system=each.name, note=each.note)
+    for name, reason in absent.items():
+        report.row(system=name, note=reason)
+    _ratios(report, costs, workloads[codec])
+    _charts(report, costs, raw_bytes)
+    report.finish(output)
+
+
+def _run(contender: Contender, chunks: int) -> Callable[[], Cost]:
+    return lambda: contender.run(chunks)
+
+
+def _ours_and_naive(stack: ExitStack, logs: Path, workloads: dict[str, Workload]) -> list[Contender]:
+    storage = stack.enter_context(start_storage(logs))
+    data_plane = stack.enter_context(start_data_plane(logs, storage.address))
+    first = next(iter(workloads.values()))
+    raw = uncompressed_like(first, Values(raw_values(logs, first)))
+    contenders = []
+    for name, workload in [*workloads.items(), ("uncompressed", raw)]:
+        put(workload, storage.address)
+        contenders.append(stack.enter_context(ours(f"ShadowServe, {name}", workload, storage, data_plane)))
+    server = stack.enter_context(client(storage.address))
+    return [*contenders, naive(server, workloads["deflate"], storage)]
+
+
+def raw_values(folder: Path, workload: Workload) -> Path:
+    """Return a file with one chunk's KV as an engine gets it, which is what uncompressed peers move."""
+    file = folder / "values"
+    if not file.exists():
+        file.write_bytes(record.decode(workload.records[0], workload.keys[0], workload.layout))
+    return file
+
+
+def uncompressed_like(workload: Workload, values: Values) -> Workload:
+    """Return chunks of a workload's shape, stored as they are, with the values that uncompressed peers move."""
+
+    def chunks() -> Iterator[bytes]:
+        row = np.empty(values.chunk_bytes, np.uint8)
+        for index in range(len(workload.keys)):
+            values.write(index, row)
+            yield row.tobytes()
+
+    return uncompressed(workload, chunks())
+
+
+def _others(stack: ExitStack, bed: Bed) -> tuple[list[Contender], dict[str, str]]:
+    """Start everybody else; return them, and for those that do not run why not."""
+    values = Values(bed.values_file)
+    memory = Memory(values, bed.chunks)
+    server = stack.enter_context(plain_sockets(bed.logs, bed.values_file, bed.chunks))
+    contenders = [fastest(stack, LIMIT, server, memory, lambda count: plain_reader(server.address, count, memory))]
+    for tuned in (False, True):
+        store = stack.enter_context(start_redis(bed.logs, values, bed.chunks, tuned=tuned))
+        for pieces in (False, True):
+            name = f"Redis{' tuned' * tuned}, {'GETRANGE 2 MiB' if pieces else 'GET 32 MiB'}"
+            reader = functools.partial(redis_reader, store.address, memory=memory, pieces=pieces)
+            contenders.append(fastest(stack, name, store, memory, reader, kind="raw"))
+    starts: dict[str, tuple[str, Start]] = {
+        "LMCache, lm://": ("lmcache", lmcache),
+        "LMCache server, Redis tuned": ("lmcache", functools.partial(lmcache_server, redis=store)),
+        "Mooncake store, TCP": ("mooncake", mooncake),
+        "NIXL, UCX over TCP": ("nixl", nixl),
+    }
+    running, absent = start_installed(stack, bed, starts)
+    return contenders + running, absent
+
+
+def add_row(report: Report, raw_bytes: int, costs: list[Cost], **columns: Any) -> None:
+    """Add a system's row: medians of its runs."""
+    wall = float(np.median([cost.wall_s for cost in costs]))
+    cpu = float(np.median([cost.cpu_s for cost in costs]))
+    report.row(
+        GB_per_s=raw_bytes / wall / 1e9,
+        cpu_s_per_GB=cpu / raw_bytes * 1e9,
+        wall_s=wall,
+        runs=len(costs),
+        **columns,
+    )
+
+
+def gigabytes_per_s(raw_bytes: int, costs: list[Cost]) -> float:
+    """Return the median throughput."""
+    return raw_bytes / float(np.median([cost.wall_s for cost in costs])) / 1e9
+
+
+def best(
+    costs: dict[Contender, list[Cost]], kind: str, figure: Callable[[Cost], float]
+) -> tuple[Contender, list[Cost]]:
+    """Return the contender of a kind with the lowest median of a figure, and its runs."""
+    candidates = {each: own for each, own in costs.items() if each.kind == kind}
+    winner = min(candidates, key=lambda each: float(np.median([figure(cost) for cost in candidates[each]])))
+    return winner, candidates[winner]
+
+
+def _ratios(report: Report, costs: dict[Contender, list[Cost]], workload: Workload) -> None:
+    own = next(runs for each, runs in costs.items() if each.kind == "ours")
+    raw = next(runs for each, runs in costs.items() if each.name.endswith("uncompressed"))
+    (simple,) = (runs for each, runs in costs.items() if each.name == NAIVE)
+
+    def walls(others: list[Cost]) -> list[float]:
+        return [theirs.wall_s / mine.wall_s for mine, theirs in zip(own, others, strict=True)]
+
+    def cpus(others: list[Cost]) -> list[float]:
+        return [mine.cpu_s / theirs.cpu_s for mine, theirs in zip(own, others, strict=True)]
+
+    frugal, frugal_runs = best(costs, "raw", lambda cost: cost.cpu_s)
+    quick, quick_runs = best(costs, "raw", lambda cost: cost.wall_s)
+    report.ratio("cpu_over_best_raw_peer", cpus(frugal_runs), f"at most 0.6; of {frugal.name}")
+    report.ratio("throughput_over_best_raw_peer", walls(quick_runs), f"at least 1.3; of {quick.name}")
+    report.ratio("gb_per_cpu_s_over_naive", [1 / ratio for ratio in cpus(simple)], "at least 25")
+    report.ratio("fetch_over_naive", walls(simple), "at least 6")
+    report.ratio("cpu_over_naive", cpus(simple), "at most 0.25")
+    report.ratio("cpu_over_uncompressed", cpus(raw), "none; compression alone")
+    report.ratio("throughput_over_uncompressed", walls(raw), "none; compression alone")
+    report.ratio("stored_over_raw", [workload.stored_bytes / workload.raw_bytes], "none; the compression")
+
+
+def _charts(report: Report, costs: dict[Contender, list[Cost]], raw_bytes: int) -> None:
+    limit = next(each.name for each in costs if each.kind == "limit")
+    for key, title, y in (
+        ("GB_per_s", "Throughput", "raw GB/s"),
+        ("cpu_s_per_GB", "CPU time of all processes", "CPU seconds for each raw GB"),
+    ):
+        values = {row["system"]: row[key] for row in report.rows if key in row}
+        report.charts.append(
+            Chart(
+                title,
+                x="",
+                y=y,
+                series={title: [(name, value) for name, value in values.items() if name != limit]},
+                limits={f"{limit}, uncompressed": values[limit]},
+                kind="bars",
+                highlight=[each.name for each in costs if each.kind == "ours"],
+            )
+        )
+
+
+@contextmanager
+def ours(name: str, workload: Workload, storage: Child, data_plane: Child) -> Iterator[Contender]:
+    """ShadowServe with a workload that its storage server holds."""
+    with Target.opened(data_plane.address, workload) as target:
+        yield Contender(
+            name=name,
+            kind="ours",
+            fetch=target.fetch,
+            clear=target.clear,
+            verify=target.verify,
+            processes=[psutil.Process(storage.process.pid), psutil.Process(data_plane.process.pid)],
+        )
+
+
+def naive(server: "redis.Redis", workload: Workload, storage: Child) -> Contender:
+    """What a user would write, on records of codec ``deflate``."""
+    chunks = len(workload.keys)
+    memory = np.empty((chunks, workload.layout.raw_bytes // 2), np.uint16)
+
+    def fetch(count: int) -> None:
+        for row, key in zip(memory[:count], workload.keys, strict=False):
+            _naive_fetch(server, workload.layout, key, row)
+
+    def verify(count: int) -> None:
+        for index in range(count):
+            if native.crc32(memoryview(memory[index]).cast("B")) != workload.crcs[index]:
+                raise ShadowServeError(f"chunk {index} in memory is not what was stored; please report this")
+
+    return Contender(
+        name=NAIVE,
+        kind="compressing",
+        fetch=fetch,
+        clear=lambda: memory.view(np.uint8).fill(CLEARED),
+        verify=verify,
+        processes=[psutil.Process(storage.process.pid)],
+    )
+
+
+class Target:
+    """Memory that a data plane fetches a workload into, through the client and the segment that an engine uses."""
+
+    def __init__(self, client: DataPlaneClient, destination: Destination, workload: Workload) -> None:
+        self._client = client
+        self._destination = destination
+        self._workload = workload
+        self._memory = destination.acquire(CALL_TIMEOUT_S).memory
+
+    @classmethod
+    @contextmanager
+    def opened(cls, address: str, workload: Workload, size: int | None = None) -> Iterator["Target"]:
+        """Register shared memory of ``size`` bytes, by default for all chunks, with the data plane at ``address``."""
+        shape = workload.layout
+        with closing(DataPlaneClient(address, connect_timeout=CALL_TIMEOUT_S)) as plane:
+            destination = Destination(plane, shape, size or workload.raw_bytes, connect_timeout=CALL_TIMEOUT_S)
+            with closing(destination):
+                yield cls(plane, destination, workload)
+
+    def fetch(self, count: int | None = None) -> None:
+        """Fetch the leading chunks, by default all, into memory that holds all, in as many rounds as it takes."""
+        done, last = 0, len(self._workload.keys) if count is None else count
+        while done < last:
+            done += self._round(done, done * self._workload.layout.raw_bytes, last)
+
+    def fetch_through(self) -> None:
+        """Fetch the whole workload through smaller memory; each round is verified, then overwritten by the next."""
+        done = 0
+        while done < len(self._workload.keys):
+            count = self._round(done, 0, len(self._workload.keys))
+            self._verify(done, count)
+            done += count
+
+    def _round(self, first: int, offset: int, last: int) -> int:
+        """Fetch what fits behind ``offset`` of the chunks from ``first`` up to ``last``; return how many that were."""
+        keys, room = self._workload.keys[first:last], len(self._memory) - offset
+        answer = self._client.start_fetch(
+            secrets.token_hex(8), self._destination.destination_id, offset, room, keys, CALL_TIMEOUT_S
+        ).result()
+        if not answer.chunks or answer.reason not in ("complete", "round_full"):
+            raise ShadowServeError(
+                f"fetching stopped at chunk {first + answer.chunks}: {answer.reason}: {answer.detail}"
+            )
+        return answer.chunks
+
+    def clear(self) -> None:
+        """Overwrite the memory, so that nothing of an earlier run can be taken for a later one's."""
+        np.frombuffer(self._memory, np.uint8).fill(CLEARED)
+
+    def verify(self, count: int | None = None) -> None:
+        """Compare the leading chunks in memory, by default all, with what was stored."""
+        self._verify(0, len(self._workload.keys) if count is None else count)
+
+    def _verify(self, first: int, count: int) -> None:
+        size = self._workload.layout.raw_bytes
+        for index, crc in enumerate(self._workload.crcs[first : first + count]):
+            if native.crc32(self._memory[index * size : (index + 1) * size]) != crc:
+                raise ShadowServeError(f"chunk {first + index} in memory is not what was stored; please report this")
+
+
+def _naive_fetch(server: "redis.Redis", layout: ChunkLayout, key: bytes, target: "np.ndarray[Any, Any]") -> None:
+    """Fetch a chunk as a user would by hand: GET, zlib, and numpy for symbols times scales, rounded to bfloat16."""
+    value: bytes = server.get(storage_key(key))
+    position = 0
+    for entry in record.parse_head(value).slices:
+        begin = int(entry["offset"])
+        middle = begin + int(entry["scales_length"])
+        scales = np.frombuffer(value[begin:middle], np.float32)
+        symbols = zlib.decompress(value[middle : middle + int(entry["encoded_length"])], -zlib.MAX_WBITS)
+        vectors = np.frombuffer(symbols, np.int8).reshape(len(scales), layout.vector_length)
+        bits = (vectors.astype(np.float32) * scales[:, None]).view(np.uint32).reshape(-1)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        target[position : position + len(rounded)] = rounded
+        position += len(rounded)

@@ -1,0 +1,341 @@
+"""``shadowserve bench gpu``: scattering beside a device copy, beside a decoding engine, and at the end of a fetch."""
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import numpy as np
+import torch
+
+from host_control.client import DataPlaneClient
+from host_control.config import HostConfig
+from host_control.delivery import SideStream, choose
+from host_control.destination import Destination
+from host_control.layouts import PagedLayout
+from host_control.manager import FetchJob, KVCacheManager
+from shadowserve import native
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.parts.gpu_kernels import HAS_TRITON, decompress, table
+from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
+from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
+
+__all__ = ["gpu"]
+
+HEADS: Final = 8
+HEAD_SIZE: Final = 128
+BLOCK_TOKENS: Final = 16
+CHUNK_TOKENS: Final = 256
+CHUNK_BLOCKS: Final = CHUNK_TOKENS // BLOCK_TOKENS
+LANES: Final = 65536
+"""Streams that a chunk is decoded in: one for each token and 4 elements of a vector, as many as keep a GPU busy."""
+ORDERS: Final = {"NHD": "LBNHC", "HND": "LBHNC"}
+"""vLLM's names for tokens before heads, and heads before tokens: docs/gpu.md."""
+TIMEOUT_S: Final = 120.0
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The options of :func:`gpu`."""
+
+    device: Any
+    layers: int
+    chunks: int
+    batch: int
+    hidden: int
+    kv_rate: float
+    steps: int
+    repeats: int
+
+    @property
+    def mover(self) -> Any:
+        """What scatters here."""
+        return "triton" if HAS_TRITON else "torch"
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.layers * 2 * CHUNK_TOKENS * HEADS * HEAD_SIZE * 2
+
+
+@click.command()
+@click.option("--layers", default=32, show_default=True, type=click.IntRange(1), help="Of the model, Llama-3.1-8B's.")
+@click.option("--chunks", default=8, show_default=True, type=click.IntRange(1), help="Of 256 tokens, in a round.")
+@click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Sequences in a decode step.")
+@click.option("--hidden", default=4096, show_default=True, type=click.IntRange(64), help="Size of a decode step.")
+@click.option(
+    "--kv-rate", default=11.0, show_default=True, type=click.FloatRange(min=0, min_open=True),
+    help="GB of KV that arrive in a second beside decode steps: 20 Gbit/s, times 4.4 for the compression.",
+)  # fmt: skip
+@click.option("--steps", default=200, show_default=True, type=click.IntRange(1), help="Decode steps in a window.")
+@click.option("--repeats", default=7, show_default=True, type=click.IntRange(1, 100), help="Turns that count.")
+@click.option("--cpu", is_flag=True, help="Run it on the CPU: that shows that it works; no figure means a thing.")
+@output_options
+def gpu(
+    layers: int, chunks: int, batch: int, hidden: int, kv_rate: float, steps: int, repeats: int, cpu: bool,
+    output: Output,
+) -> None:  # fmt: skip
+    """Measure what ShadowServe does on the serving GPU: scatter each round of fetched KV into paged memory.
+
+    Scattering against a copy of the same bytes within the GPU; decode steps (the matrix products of a Llama layer, at
+    small batches bound by memory) beside scattering and beside a stand-in for decompressing the same KV on the GPU
+    (its module says what that is), at the rate of a 20 Gbit/s link, as figures 3 and 15 of the paper; and fetches from
+    a store through the data plane into the GPU's paged memory, by each delivery that a machine with a GPU has.
+    """
+    if not cpu and not torch.cuda.is_available():
+        raise ShadowServeError(
+            f"bench gpu needs a GPU, and torch {torch.__version__} finds none here; run it where there is one (a CUDA "
+            "build of torch, NVIDIA's driver), or add --cpu to see that it works, on figures that mean nothing"
+        )
+    device = torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
+    plan = _Plan(device, layers, chunks, batch, hidden, kv_rate, steps, repeats)
+    report = Report("gpu", ["what", "how", "GB_per_s", "ms", "note"])
+    with torch.inference_mode():
+        _scatter(report, plan)
+        _decode(report, plan)
+        _fetch(report, plan)
+    report.finish(output)
+
+
+# ---- Scattering alone ------------------------------------------------------------------------------------------------
+
+
+class _Paged:
+    """An engine's paged memory with room for some chunks, and one round of KV to scatter into it."""
+
+    def __init__(self, plan: _Plan, order: str, mover: Any, chunks: int) -> None:
+        blocks = chunks * CHUNK_BLOCKS
+        extent = {"L": plan.layers, "B": blocks, "H": HEADS, "N": BLOCK_TOKENS, "C": 2 * HEAD_SIZE}
+        memory = torch.zeros([extent[name] for name in order], dtype=torch.bfloat16, device=plan.device)
+        self.caches = list(memory.permute([order.index(name) for name in "LBHNC"]).unbind(0))
+        self.layout = PagedLayout(self.caches, "kv_cells", mover, reshaping_bytes=512 << 20)
+        self.blocks = np.random.default_rng(1).permutation(blocks).tolist()
+
+    def scatter(self, chunks: Any) -> None:
+        """Scatter a round, on the current stream."""
+        count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
+        self.layout.scatter(chunks, self.blocks[:count], 0, CHUNK_BLOCKS)
+
+
+def _seconds(plan: _Plan, run: Callable[[], None]) -> float:
+    """Return what a run takes: the GPU's own time, by events; or a CPU's, by the clock."""
+    if plan.device.type == "cpu":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    run()
+    after.record()
+    after.synchronize()
+    return float(before.elapsed_time(after)) / 1000
+
+
+def _scatter(report: Report, plan: _Plan) -> None:
+    round_bytes = plan.chunks * plan.chunk_bytes
+    source = torch.randint(0, 255, (round_bytes,), dtype=torch.uint8, device=plan.device)
+    target = torch.empty_like(source)
+    movers = dict.fromkeys((plan.mover, "torch"))
+    runs: dict[tuple[str, str], Callable[[], None]] = {("device copy", ""): lambda: target.copy_(source)}
+    for name, order in ORDERS.items():
+        for mover in movers:
+            paged = _Paged(plan, order, mover, plan.chunks)
+            runs["scatter", f"{name}, {mover}"] = lambda paged=paged: paged.scatter(source)  # type: ignore[misc]
+    taken: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    for turn in tracked(range(plan.repeats + 1), "scattering"):
+        for key, run in runs.items():
+            seconds = _seconds(plan, run)
+            if turn:  # the first one compiles
+                taken[key].append(seconds)
+    for (what, how), own in taken.items():
+        median = float(np.median(own))
+        report.row(
+            what=what, how=how, GB_per_s=round_bytes / median / 1e9, ms=median * 1e3, note=f"{round_bytes >> 20} MiB"
+        )
+    copies, ours = taken["device copy", ""], taken["scatter", f"NHD, {plan.mover}"]
+    report.ratio(
+        "scatter_over_device_copy", [copy / own for copy, own in zip(copies, ours, strict=True)], "at least 0.7"
+    )
+    bars = [(f"{what} {how}".strip(), round_bytes / float(np.median(own)) / 1e9) for (what, how), own in taken.items()]
+    report.charts.append(Chart("One round within the GPU", x="", y="GB/s", series={"speed": bars}, kind="bars"))
+
+
+# ---- Beside a decoding engine ----------------------------------------------------------------------------------------
+
+
+class _Engine:
+    """The matrix products of decode steps: a Llama layer's weights, used again and again, on a stream of its own."""
+
+    def __init__(self, plan: _Plan) -> None:
+        hidden, wide = plan.hidden, plan.hidden * 7 // 2
+        shapes = [(hidden, hidden * 3 // 2), (hidden * 3 // 2, hidden), (hidden, 2 * wide), (2 * wide, hidden)]
+        # Several layers, so that no cache of the GPU holds the weights.
+        self._weights = [
+            torch.randn(shape, dtype=torch.bfloat16, device=plan.device) / 64 for _ in range(4) for shape in shapes
+        ]
+        self._input = torch.randn(plan.batch, hidden, dtype=torch.bfloat16, device=plan.device)
+        self._stream = torch.cuda.Stream(plan.device) if plan.device.type == "cuda" else None
+
+    def step(self) -> float:
+        """Run one decode step and return its seconds: an engine waits for each, since it samples from it."""
+        begin = time.perf_counter()
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            state = self._input
+            for weight in self._weights:
+                state = state @ weight
+        if self._stream is not None:
+            self._stream.synchronize()
+        return time.perf_counter() - begin
+
+
+@contextmanager
+def _beside(plan: _Plan, work: Callable[[], None] | None, each_bytes: int) -> Iterator[None]:
+    """Run ``work``, which takes ``each_bytes`` of KV, at the planned rate in a thread and a stream of its own."""
+    if work is None:
+        yield
+        return
+    ending, failures = threading.Event(), list[BaseException]()
+    stream = SideStream(plan.device, None)
+
+    def loop() -> None:
+        due = time.perf_counter()
+        try:
+            with torch.inference_mode():
+                while not ending.is_set():
+                    with stream:
+                        work()
+                    due += each_bytes / (plan.kv_rate * 1e9)
+                    ending.wait(max(0.0, due - time.perf_counter()))
+        except BaseException as error:  # of the main thread's business
+            failures.append(error)
+
+    thread = threading.Thread(target=loop, name="beside")
+    thread.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _decode(report: Report, plan: _Plan) -> None:
+    round_bytes = plan.chunks * plan.chunk_bytes
+    source = torch.randint(0, 255, (round_bytes,), dtype=torch.uint8, device=plan.device)
+    paged = _Paged(plan, ORDERS["NHD"], plan.mover, plan.chunks)
+    symbols = torch.randint(0, 255, (plan.chunk_bytes // 2 // LANES or 1, LANES), dtype=torch.uint8, device=plan.device)
+    elements = torch.empty(symbols.shape, dtype=torch.bfloat16, device=plan.device)
+    states, engine = table(plan.device), _Engine(plan)
+    loads: dict[str, tuple[Callable[[], None] | None, int]] = {
+        "nothing": (None, 0),
+        "scattering": (lambda: paged.scatter(source), round_bytes),
+        "decompressing": (lambda: decompress(symbols, states, elements), plan.chunk_bytes),
+    }
+    medians: dict[str, list[float]] = {name: [] for name in loads}
+    for turn in tracked(range(plan.repeats + 1), "decoding"):
+        for name, (work, each_bytes) in loads.items():
+            with _beside(plan, work, each_bytes):
+                steps = [engine.step() for _ in range(plan.steps)]
+            if turn:
+                medians[name].append(float(np.median(steps)))
+    for name, own in medians.items():
+        report.row(what="decode step", how=f"beside {name}", ms=float(np.median(own)) * 1e3, note=f"batch {plan.batch}")
+    for name, ratio, goal in (
+        ("scattering", "decode_step_slowdown_by_scatter", "at most 0.02"),
+        ("decompressing", "decode_step_slowdown_by_decompression", "none; a stand-in for decompression on the GPU"),
+    ):
+        pairs = zip(medians[name], medians["nothing"], strict=True)
+        report.ratio(ratio, [beside / alone - 1 for beside, alone in pairs], goal)
+    bars = [(f"beside {name}", float(np.median(own)) * 1e3) for name, own in medians.items()]
+    report.charts.append(Chart("A decode step", x="", y="ms", series={"median": bars}, kind="bars"))
+
+
+# ---- At the end of a fetch -------------------------------------------------------------------------------------------
+
+
+def _fetch(report: Report, plan: _Plan) -> None:
+    workload = llama_8b(2 * plan.chunks, layers=plan.layers)
+    ways = {"shared_memory": ()} if plan.device.type == "cpu" else {"pinned": (), "cuda_ipc": ("--fused", "false")}
+    bars = []
+    for delivery, flags in ways.items():
+        with ExitStack() as stack:
+            logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            storage = stack.enter_context(start_storage(logs))
+            put(workload, storage.address)
+            address = stack.enter_context(start_data_plane(logs, storage.address, *flags)).address
+            target = stack.enter_context(_Target.opened(plan, address, delivery, workload))
+            seconds = [target.fetch() for _ in range(plan.repeats + 1)][1:]
+            target.verify()
+        median = float(np.median(seconds))
+        speed = workload.raw_bytes / median / 1e9
+        report.row(
+            what="fetch", how=delivery, GB_per_s=speed, ms=median * 1e3, note=f"{workload.raw_bytes >> 20} MiB of KV"
+        )
+        bars.append((delivery, speed))
+    report.charts.append(Chart("A fetch into paged memory", x="", y="GB/s of KV", series={"speed": bars}, kind="bars"))
+
+
+class _Target:
+    """Paged memory that whole fetches end in, through the manager that an engine uses."""
+
+    def __init__(self, plan: _Plan, manager: KVCacheManager, paged: _Paged, workload: Workload) -> None:
+        self._plan = plan
+        self._manager = manager
+        self._paged = paged
+        self._workload = workload
+        self._count = 0
+
+    @classmethod
+    @contextmanager
+    def opened(cls, plan: _Plan, address: str, delivery_kind: str, workload: Workload) -> Iterator["_Target"]:
+        config = HostConfig.from_engine({"delivery": delivery_kind, "data_plane": address})
+        delivery = choose(config, plan.device)
+        paged = _Paged(plan, ORDERS["NHD"], plan.mover, len(workload.keys))
+        shape = workload.layout
+        stream = SideStream(plan.device, delivery.gpu)
+
+        def scatter(job: FetchJob, first: int, chunks: Any) -> None:
+            count = len(chunks) // shape.raw_bytes * CHUNK_BLOCKS
+            begin = first * CHUNK_BLOCKS
+            with torch.inference_mode(), stream:
+                paged.layout.scatter(chunks, paged.blocks[begin : begin + count], 0, CHUNK_BLOCKS)
+
+        with closing(DataPlaneClient(address, connect_timeout=TIMEOUT_S)) as client:
+            destination = Destination(client, shape, 2 * plan.chunks * shape.raw_bytes, TIMEOUT_S, make=delivery.fetch)
+            manager = KVCacheManager(client, destination, scatter, fetch_timeout=TIMEOUT_S)
+            with closing(manager):
+                yield cls(plan, manager, paged, workload)
+
+    def fetch(self) -> float:
+        """Fetch everything, and return the seconds until all of it is in place."""
+        self._count += 1
+        job = FetchJob(request_id=str(self._count), keys=tuple(self._workload.keys))
+        begin = time.perf_counter()
+        results = self._manager.exchange([job])
+        self._manager.wait([job.request_id])
+        seconds = time.perf_counter() - begin
+        (result,) = results + self._manager.exchange()
+        if not result.complete:
+            raise ShadowServeError(f"fetching stopped at chunk {result.chunks}: {result.reason}: {result.detail}")
+        return seconds
+
+    def verify(self) -> None:
+        """Gather what was scattered and compare.
+
+        Raises:
+            ShadowServeError: a chunk is not what was stored.
+        """
+        chunk = torch.empty(self._workload.layout.raw_bytes, dtype=torch.uint8)
+        for index, crc in enumerate(self._workload.crcs):
+            blocks = self._paged.blocks[index * CHUNK_BLOCKS : (index + 1) * CHUNK_BLOCKS]
+            self._paged.layout.gather(chunk, blocks)
+            if self._plan.device.type == "cuda":
+                torch.cuda.synchronize(self._plan.device)
+            if native.crc32(chunk.numpy()) != crc:
+                raise ShadowServeError(f"chunk {index} was not delivered as it was stored")

@@ -1,0 +1,202 @@
+"""``shadowserve bench index``: memory and time of the index of what is stored, with ten million objects in it."""
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import click
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from shadowserve import native
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
+
+__all__ = ["index"]
+
+_PART: Final = 250_000
+"""Records that are made at a time: 32 MB."""
+_SAMPLE: Final = 200_000
+"""Objects that are asked for, evicted and put again: too many for a cache."""
+_CHAIN: Final = 128
+"""Objects that are each other's parents: a prompt of 32 K tokens."""
+_DEVICES: Final = 4
+_TENANTS: Final = 4
+_LENGTH: Final = 500_000
+_DISK_BLOCKS: Final = 0xFFFF_FFFE
+_NOW_S: Final = 1_800_000_000
+
+Records = NDArray[np.void]
+
+
+@click.command()
+@click.option("--objects", default=10_000_000, show_default=True, type=click.IntRange(1000, 1 << 28), help="How many.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Of each measurement.")
+@output_options
+def index(objects: int, repeats: int, output: Output) -> None:
+    """Memory for each object, and what finding, putting, evicting and recovering take.
+
+    Objects are in chains of 128 over four devices, of four tenants, and one in ten expires. Nothing is in a cache: each
+    of the objects asked for is another one.
+    """
+    report = Report("index", ["operation", "objects", "us_each"])
+    keys = _Keys(objects)
+    before = _resident()
+    table = native.Index(objects, native.IndexPolicy.LRU, seed=1)
+    fill_s = _timed(lambda: _fill(table, keys, objects))
+    report.row(operation="replay in C, with making the records", objects=objects, us_each=fill_s / objects * 1e6)
+    _evict_and_put(report, table, min(_SAMPLE, objects // 2))
+    resident = _resident() - before
+    if len(table) != objects:
+        raise click.ClickException(f"{len(table)} objects of {objects} are in the index; please report this")
+    report.ratio("resident_bytes_each", [resident / objects], "at most 100")
+    report.ratio("counted_bytes_each", [table.memory_bytes() / objects], "at most 100")
+    _find(report, table, keys, min(_SAMPLE, objects), repeats)
+    table.close()
+    _recover(report, min(objects, 1_000_000), repeats)
+    series = [(row["operation"], row["us_each"]) for row in report.rows]
+    report.charts.append(Chart("Time for each object", x="", y="us", series={"index": series}, kind="bars"))
+    report.finish(output)
+
+
+class _Keys:
+    """Keys by their numbers, without keeping them."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def of(self, numbers: "NDArray[np.uint64]") -> "NDArray[np.uint8]":
+        """Return 32 bytes for each number, as good as random (the finalizer of SplitMix64)."""
+        words = np.empty((len(numbers), 4), np.uint64)
+        for word in range(4):
+            value = numbers * np.uint64(4) + np.uint64(word + 1)
+            value = value * np.uint64(0x9E3779B97F4A7C15)
+            value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            words[:, word] = value ^ (value >> np.uint64(31))
+        return words.view(np.uint8)
+
+    def records(self, begin: int, end: int) -> Records:
+        """Return what a snapshot says of the objects from ``begin`` to before ``end``."""
+        numbers = np.arange(begin, end, dtype=np.uint64)
+        records = np.zeros(end - begin, native.INDEX_RECORD_DTYPE)
+        records["kind"] = native.IndexRecordKind.PUT
+        records["flags"] = native.IndexFlag.RECORD
+        records["tenant"] = numbers // _CHAIN % _TENANTS
+        records["extent"] = numbers * native.blocks_of(_LENGTH) % (_DISK_BLOCKS - native.blocks_of(_LENGTH))
+        records["length"] = _LENGTH
+        records["accessed_s"] = _NOW_S - (numbers * 7919 % 1_000_003).astype(np.uint32)
+        records["expires_at_ms"] = np.where(numbers % 10 == 0, (_NOW_S + numbers % 86_400 + 1) * 1000, 0)
+        records["key"] = self.of(numbers)
+        first = numbers % _CHAIN == 0
+        records["parent"][~first] = self.of(numbers[~first] - np.uint64(1))
+        return records
+
+
+def _resident() -> int:
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begin = time.thread_time()
+    run()
+    return time.thread_time() - begin
+
+
+def _parts(objects: int) -> Iterator[tuple[int, int]]:
+    for begin in tracked(range(0, objects, _PART), "putting objects in"):
+        yield begin, min(begin + _PART, objects)
+
+
+def _fill(table: native.Index, keys: _Keys, objects: int) -> None:
+    for begin, end in _parts(objects):
+        records = keys.records(begin, end)
+        for device in range(_DEVICES):
+            table.replay(device, _DISK_BLOCKS, np.ascontiguousarray(records[device::_DEVICES]))
+    table.replayed()
+
+
+def _evict_and_put(report: Report, table: native.Index, count: int) -> None:
+    """Evict objects and put them in again, from Python; the ghost queue gets its memory by that."""
+    evicted: list[native.IndexEntry] = []
+
+    def evict() -> None:
+        for _ in range(count):
+            slot = table.victim(_NOW_S)
+            evicted.append(table.read(slot))
+            table.evict(slot)
+
+    def put() -> None:
+        for entry in reversed(evicted):
+            table.insert(
+                entry.tenant,
+                entry.key,
+                device=entry.device,
+                extent=entry.extent,
+                length=entry.length,
+                flags=entry.flags,
+                expires_at_ms=entry.expires_at_ms,
+                parent=entry.parent,
+                now_s=_NOW_S,
+            )
+
+    report.row(operation="victim, read and evict from Python", objects=count, us_each=_timed(evict) / count * 1e6)
+    report.row(operation="insert from Python", objects=count, us_each=_timed(put) / count * 1e6)
+
+
+def _find(report: Report, table: native.Index, keys: _Keys, count: int, repeats: int) -> None:
+    random = np.random.default_rng(1)
+    in_c: list[float] = []
+    absent: list[float] = []
+    from_python: list[float] = []
+    with_read: list[float] = []
+    for _ in tracked(range(repeats), "finding"):
+        # Of one tenant, since a call is for one; each time others.
+        chains = random.choice(keys.count // _CHAIN // _TENANTS or 1, max(count // _CHAIN, 1)) * _TENANTS
+        numbers = (chains[:, None] * _CHAIN + np.arange(_CHAIN)).ravel().astype(np.uint64)
+        numbers = random.permutation(numbers[numbers < keys.count])
+        wanted = np.ascontiguousarray(keys.of(numbers))
+        others = np.ascontiguousarray(keys.of(numbers + np.uint64(1 << 40)))
+        single = [bytes(key) for key in wanted]
+        in_c.append(_timed(lambda: table.find_many(0, wanted)) / len(numbers) * 1e6)  # noqa: B023
+        absent.append(_timed(lambda: table.find_many(0, others)) / len(numbers) * 1e6)  # noqa: B023
+        if not table.find_many(0, wanted).all() or table.find_many(0, others).any():
+            raise click.ClickException("the index did not find what is in it, or found what is not; please report this")
+        from_python.append(_timed(lambda: [table.find(0, key) for key in single]) / len(numbers) * 1e6)  # noqa: B023
+        with_read.append(_timed(lambda: [table.get(0, key) for key in single]) / len(numbers) * 1e6)  # noqa: B023
+    for operation, times in (
+        ("find in C", in_c),
+        ("find in C, absent", absent),
+        ("find from Python", from_python),
+        ("find and read from Python", with_read),
+    ):
+        report.row(operation=operation, objects=keys.count, us_each=float(np.median(times)))
+    report.ratio("find_us_in_c", in_c, "at most 1")
+    report.ratio("find_us_from_python", with_read, "at most 5, with reading the entry")
+
+
+def _recover(report: Report, objects: int, repeats: int) -> None:
+    """Replay, order and reserve in C alone, in the order of a snapshot that is old: a random one."""
+    blocks = objects * native.blocks_of(_LENGTH)
+    # A million objects of this length lie on 0.5 TB.
+    records = _Keys(objects).records(0, objects)
+    np.random.default_rng(2).shuffle(records)
+    times = []
+    for _ in tracked(range(repeats), "recovering"):
+        table = native.Index(objects)
+        extents = native.Extents(blocks)
+
+        def recover(table: native.Index = table, extents: native.Extents = extents) -> None:
+            table.replay(0, blocks, records)
+            table.replayed()
+            if table.reserve(0, extents):
+                raise click.ClickException("objects overlap that do not; please report this")
+
+        times.append(_timed(recover))
+        table.close()
+        extents.close()
+    us_each = float(np.median(times)) / objects * 1e6
+    report.row(operation="replay, order, reserve in C", objects=objects, us_each=us_each)
+    report.ratio("recovery_s_per_million", [each / objects * 1e6 for each in times], "at most 2")

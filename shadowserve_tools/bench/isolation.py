@@ -1,0 +1,135 @@
+"""``shadowserve bench isolation``: whether an answer's time tells one tenant what another has."""
+
+import random
+import secrets
+import socket
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import click
+import numpy as np
+import numpy.typing as npt
+
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import storage_key
+from shadowserve.resp import encode_command
+from shadowserve_tools.processes import start_storage
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
+
+__all__ = ["isolation"]
+
+_COMMANDS: Final = ("GET", "EXISTS", "STRLEN")
+_KEYS: Final = 256
+_ABSENT_OF: Final = {"GET": b"$-1\r\n", "EXISTS": b":0\r\n", "STRLEN": b":0\r\n"}
+
+
+@click.command()
+@click.option("--samples", default=20_000, show_default=True, type=click.IntRange(100), help="Of each kind.")
+@output_options
+def isolation(samples: int, output: Output) -> None:
+    """Ask, as one tenant, for keys that another has and for keys that nobody has, in random order.
+
+    ``guess`` is how often one would be right who takes the slower of two such answers for the foreign key's: 0.5 is
+    chance. The same for two halves of the absent keys is what chance looks like here, and for keys of one's own what a
+    difference looks like. ``guess_beyond_chance`` is the distance from 0.5, over what two equal samples of this size
+    stay within 99 times in 100.
+    """
+    report = Report("isolation", ["command", "kind", "median_us", "p99_us", "guess", "samples"])
+    password = secrets.token_hex(16)
+    beyond, own = [], []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        users = folder / "users.acl"
+        users.write_text("".join(f"user {name} on >{password} ~* +@all tenant={name}\n" for name in ("ann", "bob")))
+        server = stack.enter_context(start_storage(folder, "--users-file", str(users), "--io-threads", "1"))
+        ann, bob = (stack.enter_context(_Asker(server.address, name, password)) for name in ("ann", "bob"))
+        keys = {
+            kind: [storage_key(secrets.token_bytes(32)) for _ in range(_KEYS)] for kind in ("foreign", "own", "absent")
+        }
+        for key in keys["foreign"]:
+            ann.ask(encode_command("SET", key, b"x" * 4096))
+        for key in keys["own"]:
+            bob.ask(encode_command("SET", key, b"x" * 4096))
+        for command in tracked(_COMMANDS, "asking"):
+            times = _times(bob, command, keys, samples)
+            for kind, taken in times.items():
+                guess = _guess(taken, times["absent"]) if kind != "absent" else _guess(taken[::2], taken[1::2])
+                report.row(
+                    command=command, kind=kind, median_us=float(np.median(taken)) / 1e3,
+                    p99_us=float(np.percentile(taken, 99)) / 1e3, guess=guess, samples=len(taken),
+                )  # fmt: skip
+            beyond.append(abs(_guess(times["foreign"], times["absent"]) - 0.5) / _chance(samples))
+            own.append(abs(_guess(times["own"], times["absent"]) - 0.5) / _chance(samples))
+    report.ratio("guess_beyond_chance", beyond, "at most 1")
+    report.ratio("own_guess_beyond_chance", own, "above it shows that the test can tell")
+    report.charts.append(
+        Chart(
+            "Telling answers apart by their time",
+            x="",
+            y="distance from chance, over chance",
+            series={"median": [("foreign key", statistics.median(beyond)), ("own key", statistics.median(own))]},
+            limits={"chance": 1},
+            kind="bars",
+        )
+    )
+    report.finish(output)
+
+
+class _Asker:
+    """A connection of one user, with as little around it as Python allows."""
+
+    def __init__(self, address: str, name: str, password: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=30)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.ask(encode_command("AUTH", name, password)) != b"+OK\r\n":
+            raise ShadowServeError(f"the storage server does not take its own user {name}; please report this")
+
+    def ask(self, command: bytes) -> bytes:
+        """Return what answers a command, less than 64 KiB, in one piece."""
+        self._socket.sendall(command)
+        return self._socket.recv(1 << 16)
+
+    def __enter__(self) -> "_Asker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+
+def _times(asker: _Asker, command: str, keys: dict[str, list[bytes]], samples: int) -> dict[str, npt.NDArray[np.int64]]:
+    """Return nanoseconds of answers by the kind of key, asked in random order after some that do not count."""
+    asked = {kind: [encode_command(command, key) for key in keys[kind]] for kind in keys}
+    order = [kind for kind in keys for _ in range(samples)]
+    random.SystemRandom().shuffle(order)
+    taken: dict[str, list[int]] = {kind: [] for kind in keys}
+    clock, ask, absent = time.perf_counter_ns, asker.ask, _ABSENT_OF[command]
+    warm_up = order[:1000]
+    for number, kind in enumerate([*warm_up, *order]):
+        request = asked[kind][number % _KEYS]
+        begin = clock()
+        answer = ask(request)
+        took = clock() - begin
+        if (answer == absent) != (kind != "own"):
+            raise ShadowServeError(
+                f"{command} of a key that is {kind} was answered {answer[:40]!r}; please report this"
+            )
+        if number >= len(warm_up):
+            taken[kind].append(took)
+    return {kind: np.array(values) for kind, values in taken.items()}
+
+
+def _guess(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float:
+    """Return how often one of ``first`` is greater than one of ``second``, ties counted half (Mann and Whitney's U)."""
+    ordered = np.sort(second)
+    below = np.searchsorted(ordered, first, "left") + np.searchsorted(ordered, first, "right")
+    return float(below.mean() / 2 / len(second))
+
+
+def _chance(samples: int) -> float:
+    """Return how far from 0.5 two equal samples stay, 99 times in 100."""
+    return float(2.576 * np.sqrt((2 * samples + 1) / (12 * samples * samples)))

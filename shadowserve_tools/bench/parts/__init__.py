@@ -1,0 +1,3 @@
+"""What benchmarks are made of: workloads, loads, engines, disks and rounds that several of them measure with."""
+
+__all__: list[str] = []

@@ -1,0 +1,52 @@
+"""A stand-in for decompressing KV on a GPU, with Triton where it is there, else with torch.
+
+What it stands for: an entropy decoder in the GPU (CacheGen's arithmetic decoder, or an ANS one), whose *lanes* each
+decode one stream, a symbol after the other, since every symbol needs the state that the one before has left; then
+dequantization. What it does: each lane reads its stream's bytes one after the other, looks each up in a table together
+with its state, which gives the next state, and writes one bfloat16 element for it. So it moves the bytes that a decoder
+with byte symbols moves, with its chain of dependent loads and its launch for each chunk. It is no decoder: nothing is
+decoded.
+"""
+
+import importlib.util
+from typing import Any, Final
+
+import torch
+
+__all__ = ["HAS_TRITON", "TABLE_SIZE", "decompress", "table"]
+
+TABLE_SIZE: Final = 4096
+HAS_TRITON: Final = importlib.util.find_spec("triton") is not None
+_LANES: Final = 128
+
+
+def table(device: Any) -> Any:
+    """Return the table of states, ``TABLE_SIZE`` int32."""
+    generator = torch.Generator().manual_seed(11)
+    return torch.randint(0, 1 << 20, (TABLE_SIZE,), dtype=torch.int32, generator=generator).to(device)
+
+
+def decompress(symbols: Any, states: Any, target: Any, *, use_triton: bool = HAS_TRITON) -> None:
+    """Turn a chunk's symbols into elements, on the current stream.
+
+    Args:
+        symbols: uint8, [symbol, lane].
+        states: from :func:`table`.
+        target: bfloat16, of the same shape.
+        use_triton: else with torch, a launch or three for each symbol: for tests.
+    """
+    if not use_triton:
+        _decompress_torch(symbols, states, target)
+        return
+    from shadowserve_tools.bench.parts import gpu_triton
+
+    count, lanes = symbols.shape
+    programs = (lanes + _LANES - 1) // _LANES
+    gpu_triton.decompress[(programs,)](symbols, states, target, count, lanes, TABLE_SIZE - 1, LANES=_LANES)
+
+
+def _decompress_torch(symbols: Any, states: Any, target: Any) -> None:
+    state = torch.zeros(symbols.shape[1], dtype=torch.int32, device=symbols.device)
+    for symbol, elements in zip(symbols, target, strict=True):
+        state = states[((state ^ symbol) & (TABLE_SIZE - 1)).long()] + (state >> 8)
+        elements.copy_(state & 0xFF)

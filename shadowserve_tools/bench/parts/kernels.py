@@ -1,0 +1,338 @@
+"""Kernels of the C core alone, on one core, without Python's share of the time.
+
+Every argument is prepared beforehand, so that a run is nothing but calls; what the calls themselves cost is measured
+with the same calls that are given nothing to do, and taken off. Time is the thread's own CPU time. Runs go over data
+that no cache holds, as a fetch does: streams come from memory, elements go to memory.
+"""
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowserve import native
+from shadowserve.chunk import DType, Quantizer
+from shadowserve.errors import ShadowServeError
+from shadowserve.native._library import check, ffi, lib
+from shadowserve_tools.report import tracked
+
+__all__ = ["Run", "Slices", "Treated", "in_turns", "memcpy", "memory", "nothing", "together"]
+
+TOGETHER_MAX: Final = 3
+PASS_S: Final = 0.02
+"""Shortest time that is measured at once: a thousand times the clock's grain."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Something to be timed.
+
+    Attributes:
+        size: bytes that one call of ``work`` handles, counted as its speed is to be stated.
+        work: does it, on this thread.
+        idle: makes the same calls without work for them; what it costs is not the kernel's.
+        isa: the variant of the kernels to use; None for what is active.
+        keeps: owns the memory that the calls point to.
+    """
+
+    size: int
+    work: Callable[[], None]
+    idle: Callable[[], None]
+    isa: native.Isa | None = None
+    keeps: object = None
+
+
+def together(codec: native.Codec) -> int:
+    """Return how many slices of a codec the software backend decodes in turns on one core."""
+    return TOGETHER_MAX if codec is native.Codec.DEFLATE else 1
+
+
+def nothing() -> None:
+    """Cost nothing: the idle half of a run whose calls are few and long."""
+
+
+def in_turns(runs: Sequence[Run], repeats: int, description: str = "measuring") -> list[list[float]]:
+    """Time all runs in turn, ``repeats`` times after a warm-up; return GB/s of each, one list for each run.
+
+    Short ones are repeated within their turn, so that clock and scheduler do not show.
+    """
+    speeds: list[list[float]] = [[] for _ in runs]
+    active = native.isa_active()
+    turns = [(turn, index) for turn in range(repeats + 1) for index in range(len(runs))]
+    for turn, index in tracked(turns, description):
+        run = runs[index]
+        native.isa_force(run.isa if run.isa is not None else active)
+        try:
+            speed = _speed(run)
+        finally:
+            native.isa_force(active)
+        if turn:
+            speeds[index].append(speed)
+    return speeds
+
+
+def _speed(run: Run) -> float:
+    elapsed, count = 0.0, 0
+    while elapsed < PASS_S:
+        elapsed += _cpu_s(run.work)
+        count += 1
+    idle = min(_cpu_s(run.idle) for _ in range(3)) if run.idle is not nothing else 0.0
+    return run.size * count / max(elapsed - idle * count, 1e-9) / 1e9
+
+
+def _cpu_s(work: Callable[[], None]) -> float:
+    begin = time.thread_time()
+    work()
+    return time.thread_time() - begin
+
+
+def memory(size: int) -> npt.NDArray[np.uint8]:
+    """Return ``size`` bytes of memory of their own that begin with a page, in huge pages where the system has some.
+
+    As the pipeline's buffers are. Where the allocator puts an array decides otherwise whether a copy runs at full speed
+    or at a quarter of it.
+    """
+    region = mmap.mmap(-1, max(size, 1))
+    region.madvise(mmap.MADV_HUGEPAGE)
+    array = np.frombuffer(region, np.uint8)[:size]
+    array.fill(0xA5)  # so that every page is there
+    return array
+
+
+def memcpy(size: int, piece: int) -> Run:
+    """Return a copy of ``size`` bytes, ``piece`` bytes at a time; speed counts the bytes copied, once."""
+    source, target = memory(size), memory(size)
+    copies = [
+        (ffi.from_buffer("uint8_t[]", target[at : at + piece]), ffi.from_buffer("uint8_t[]", source[at : at + piece]))
+        for at in range(0, size - piece + 1, piece)
+    ]
+    move: Any = ffi.memmove
+
+    def run(count: int) -> None:
+        for to, origin in copies:
+            move(to, origin, count)
+
+    return Run(len(copies) * piece, lambda: run(piece), lambda: run(0))
+
+
+class Treated:
+    """Slices of KV after quantization, dealt again until they fill more memory than caches hold.
+
+    Args:
+        elements: (slices, vectors, vector length) bfloat16 bit patterns.
+        bins: of ``BINNED``; 0 for ``LOSSLESS``.
+        output_bytes: elements to make in one run; at least one slice.
+
+    Attributes:
+        distinct: slices that differ; the others repeat them, in memory of their own.
+        count: slices in a run.
+        symbols: bytes of all slices, one after the other.
+        scales: (slices, vectors); no vectors where lossless.
+        symbol_bytes: of one slice.
+        raw_bytes: of one slice's elements.
+    """
+
+    def __init__(self, elements: npt.NDArray[np.uint16], bins: int, output_bytes: int) -> None:
+        self.quantizer = Quantizer.BINNED if bins else Quantizer.LOSSLESS
+        self.distinct, self.vectors, self.vector_length = elements.shape
+        self.raw_bytes = elements[0].nbytes
+        self.count = max(1, output_bytes // self.raw_bytes)
+        treated = [
+            native.quantize(
+                self.quantizer,
+                DType.BFLOAT16,
+                slice_.tobytes(),
+                vectors=self.vectors,
+                vector_length=self.vector_length,
+                bins=bins,
+            )
+            for slice_ in elements
+        ]
+        self.symbol_bytes = treated[0][0].nbytes
+        self.symbols = memory(self.count * self.symbol_bytes)
+        np.concatenate([treated[index % self.distinct][0] for index in range(self.count)], out=self.symbols)
+        self.scales = np.stack([treated[index % self.distinct][1] for index in range(self.count)])
+        self.sources = [symbols.tobytes() for symbols, _ in treated]
+        self.decoded = memory(len(self.symbols))
+        self.target = memory(self.count * self.raw_bytes)
+        self.scratch = memory(TOGETHER_MAX * self.symbol_bytes)
+
+    @property
+    def elements_each(self) -> int:
+        """Elements of one slice."""
+        return int(self.vectors * self.vector_length)
+
+    @property
+    def scale_bits(self) -> float:
+        """Bits of scales for each element."""
+        return float(8 * self.scales[0].nbytes / self.elements_each)
+
+    def verify(self, what: str) -> None:
+        """Raise ShadowServeError unless the target holds what the reference makes of the symbols."""
+        for index in range(min(self.count, self.distinct)):
+            wanted = native.dequantize(
+                self.quantizer,
+                DType.BFLOAT16,
+                self.sources[index],
+                self.scales[index].tobytes(),
+                vectors=self.vectors,
+                vector_length=self.vector_length,
+            )
+            if not np.array_equal(self.target[index * self.raw_bytes : (index + 1) * self.raw_bytes], wanted):
+                raise ShadowServeError(f"{what} did not give back slice {index}; please report this")
+        self.target.fill(0xA5)
+
+
+class Slices:
+    """Streams of one codec, with calls prepared for all that is done to them.
+
+    Args:
+        treated: what the streams are of.
+        codec: that decodes them.
+        compress: makes the streams, in place of the C core's encoder.
+    """
+
+    def __init__(self, treated: Treated, codec: native.Codec, compress: Callable[[bytes], bytes] | None = None) -> None:
+        self.treated = treated
+        self.codec = codec
+        streams = [(compress or self._compress)(symbols) for symbols in treated.sources]
+        self.stream_bytes = [len(stream) for stream in streams]
+        """Of each distinct slice."""
+        self.streams = []
+        dealt = [streams[index % treated.distinct] for index in range(treated.count)]
+        received, position = memory(sum(map(len, dealt))), 0
+        for stream in dealt:
+            place = received[position : position + len(stream)]
+            place[:] = np.frombuffer(stream, np.uint8)
+            self.streams.append(place)
+            position += len(stream)
+        self._kept: list[Any] = []
+
+    @property
+    def bits(self) -> float:
+        """Bits of streams for each element; scales are not in it."""
+        return 8 * sum(self.stream_bytes) / self.treated.elements_each / len(self.stream_bytes)
+
+    def _compress(self, symbols: bytes) -> bytes:
+        return native.compress(self.codec, symbols, self.treated.vector_length)
+
+    def _pointer(self, array: npt.NDArray[Any]) -> Any:
+        pointer = ffi.from_buffer("uint8_t[]", array.view(np.uint8).reshape(-1))
+        self._kept.append(pointer)
+        return pointer
+
+    def _jobs(self, targets: Sequence[Any]) -> Any:
+        jobs = ffi.new("struct ss_stream[]", len(targets))
+        for job, stream, target in zip(jobs, self.streams, targets, strict=True):
+            job.source, job.source_size = self._pointer(stream), len(stream)
+            job.target, job.target_size = target, self.treated.symbol_bytes
+        self._kept.append(jobs)
+        return jobs
+
+    def _elements(self) -> Any:
+        """Return for each slice what its symbols are to become, and where."""
+        treated = self.treated
+        target, scales = self._pointer(treated.target), self._pointer(treated.scales)
+        elements = ffi.new("struct ss_elements[]", treated.count)
+        for index, wanted in enumerate(elements):
+            wanted.scales = scales + index * treated.scales[0].nbytes
+            wanted.target = target + index * treated.raw_bytes
+            wanted.vectors, wanted.vector_length, wanted.scale_vectors = treated.vectors, treated.vector_length, 1
+            wanted.quantizer, wanted.dtype = int(treated.quantizer), int(DType.BFLOAT16)
+        self._kept.append(elements)
+        return elements
+
+    def _group_spans(self) -> list[tuple[int, int]]:
+        """Return first slice and number of the slices that are decoded by one call."""
+        step, count = together(self.codec), self.treated.count
+        return [(first, min(step, count - first)) for first in range(0, count, step)]
+
+    def _check(self, jobs: Any) -> None:
+        for job in jobs:
+            check(job.result, f"decoding a slice with {self.codec.name}")
+
+    def decompress(self) -> Run:
+        """Return decoding alone, some slices in turns as the pipeline does it; speed counts bytes of symbols."""
+        treated = self.treated
+        base = self._pointer(treated.decoded)
+        jobs = self._jobs([base + index * treated.symbol_bytes for index in range(treated.count)])
+        groups = [(jobs + first, count) for first, count in self._group_spans()]
+        many, codec = lib.ss_decompress_many, int(self.codec)
+
+        def run() -> None:
+            for group, count in groups:
+                many(codec, group, count)
+
+        def idle() -> None:
+            for group, _ in groups:
+                many(codec, group, 0)
+
+        treated.decoded.fill(0xA5)
+        run()
+        self._check(jobs)
+        if not np.array_equal(treated.decoded, treated.symbols):
+            raise ShadowServeError(f"{self.codec.name} did not decode what was encoded; please report this")
+        return Run(len(treated.symbols), run, idle, keeps=self)
+
+    def _dequantize_calls(self, symbols: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return for each slice the arguments of a call, but for the number of vectors."""
+        treated = self.treated
+        target, scales = self._pointer(treated.target), self._pointer(treated.scales)
+        quantizer, dtype = int(treated.quantizer), int(DType.BFLOAT16)
+        step = treated.scales[0].nbytes
+        return [
+            (quantizer, dtype, place, scales + index * step, target + index * treated.raw_bytes)
+            for index, place in enumerate(symbols)
+        ]
+
+    def dequantize(self) -> Run:
+        """Return dequantization alone, from symbols in memory; speed counts bytes of elements."""
+        treated = self.treated
+        base = self._pointer(treated.symbols)
+        calls = self._dequantize_calls([base + index * treated.symbol_bytes for index in range(treated.count)])
+        dequantize, length = lib.ss_dequantize, treated.vector_length
+
+        def run(vectors: int) -> None:
+            for quantizer, dtype, symbols, scales, target in calls:
+                dequantize(quantizer, dtype, symbols, scales, vectors, length, target)
+
+        run(treated.vectors)
+        treated.verify("dequantization")
+        return Run(len(treated.target), lambda: run(treated.vectors), lambda: run(0), keeps=self)
+
+    def decode(self) -> Run:
+        """Return decoding to elements as a fused pipeline does it; speed counts bytes of elements."""
+        treated = self.treated
+        base = self._pointer(treated.scratch)
+        places = [base + index % together(self.codec) * treated.symbol_bytes for index in range(treated.count)]
+        jobs, elements = self._jobs(places), self._elements()
+        groups = [(jobs + at, elements + at, count) for at, count in self._group_spans()]
+        many, codec = lib.ss_decode_many, int(self.codec)
+
+        def run(share: int) -> None:
+            for group, wanted, count in groups:
+                many(codec, group, wanted, count * share)
+
+        run(1)
+        self._check(jobs)
+        treated.verify(self.codec.name)
+        return Run(len(treated.target), lambda: run(1), lambda: run(0), keeps=self)
+
+    def encode(self) -> Run:
+        """Return encoding of one slice after the other; speed counts bytes of symbols."""
+        size = self.treated.symbol_bytes
+        bound = native.compress_bound(self.codec, size)
+        target, written = self._pointer(memory(bound)), ffi.new("size_t *")
+        base = self._pointer(self.treated.symbols)
+        sources = [base + index * size for index in range(min(self.treated.distinct, self.treated.count))]
+        compress, codec, row = lib.ss_compress, int(self.codec), self.treated.vector_length
+
+        def run() -> None:
+            for source in sources:
+                compress(codec, source, size, row, target, bound, written)
+
+        return Run(len(sources) * size, run, nothing, keeps=self)

@@ -1,0 +1,134 @@
+"""What runs beside a decoding engine: fetches at full speed, and two controls that tell our doing from the machine's.
+
+A control keeps a core busy without a line of our code: ``spin`` touches no memory to speak of, so what it slows down
+shares the core's execution units or its clock; ``copy`` moves as many bytes a second through memory as fetches deliver.
+``python -m shadowserve_tools.bench.parts.loads spin|copy`` is one of them, as a process.
+"""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from shadowserve_tools.bench.fetch import Target
+
+__all__ = ["Control", "FetchLoop"]
+
+COPY_BYTES: Final = 32 << 20
+"""Twice this is as much as the last-level cache of most machines: a copy goes through memory."""
+SLICE_BYTES: Final = 1 << 20
+"""Copied between two looks at the clock."""
+STOP_TIMEOUT_S: Final = 60.0
+
+
+class FetchLoop:
+    """Fetches a workload over and over, while the context lasts, from a thread that only waits for the data plane.
+
+    Attributes:
+        bytes: delivered by fetches that ended while it was running.
+        seconds: that these took.
+    """
+
+    def __init__(self, target: Target, fetch_bytes: int) -> None:
+        self._target = target
+        self._fetch_bytes = fetch_bytes
+        self.bytes = 0
+        self.seconds = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Start with a fetch, and end with one; an error of a fetch comes out here."""
+        stop, errors = threading.Event(), []
+
+        def loop() -> None:
+            try:
+                while not stop.is_set():
+                    begin = time.perf_counter()
+                    self._target.fetch()
+                    self.seconds += time.perf_counter() - begin
+                    self.bytes += self._fetch_bytes
+            except Exception as error:  # of another thread: raised below
+                errors.append(error)
+
+        self._target.fetch()
+        thread = threading.Thread(target=loop)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(STOP_TIMEOUT_S)
+        if errors:
+            raise errors[0]
+
+
+class Control:
+    """A process that keeps one core busy while :meth:`running`, and stands still else: ``with Control(...)``.
+
+    Args:
+        kind: ``"spin"`` or ``"copy"``.
+        rate: for ``copy``, bytes copied a second.
+    """
+
+    def __init__(self, kind: str, rate: float = 0.0) -> None:
+        self._arguments = [kind, str(rate)]
+
+    def __enter__(self) -> "Control":
+        command = [sys.executable, "-m", "shadowserve_tools.bench.parts.loads", *self._arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # its memory is touched
+        self._process.send_signal(signal.SIGSTOP)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Let it run while the context lasts."""
+        self._process.send_signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGSTOP)
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+def _copy(rate: float) -> None:
+    source, target = np.ones((2, COPY_BYTES), np.uint8)
+    print("ready", flush=True)
+    position, due = 0, time.perf_counter()
+    while True:
+        target[position : position + SLICE_BYTES] = source[position : position + SLICE_BYTES]
+        position = (position + SLICE_BYTES) % COPY_BYTES
+        now = time.perf_counter()
+        # Time that it stood still is not made up for.
+        due = max(due + SLICE_BYTES / rate, now - 0.01)
+        if due > now:
+            time.sleep(due - now)
+
+
+def main(kind: str, rate: float) -> None:
+    """Run a control until it is killed."""
+    if kind == "copy":
+        _copy(rate)
+    print("ready", flush=True)
+    _spin()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

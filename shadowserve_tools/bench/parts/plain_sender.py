@@ -1,0 +1,44 @@
+"""A program that only sends: what the kernel's sockets alone can do, for ``shadowserve bench storage`` to compare with.
+
+``python -m shadowserve_tools.bench.parts.plain_sender MIB`` listens on a port of loopback and says ``ready HOST:PORT``.
+A client sends a size in 16 characters, and gets that many bytes of a buffer of MIB mebibytes, going round and round.
+"""
+
+import socket
+import sys
+import threading
+
+from storage_kv.engines.buffers import allocate
+
+__all__ = ["REQUEST_BYTES", "main"]
+
+REQUEST_BYTES = 16
+
+
+def _serve(sock: socket.socket, values: memoryview) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    position = 0
+    with sock:
+        while request := sock.recv(REQUEST_BYTES, socket.MSG_WAITALL):
+            size = int(request)
+            if position + size > len(values):
+                position = 0
+            # One call, however large, in which the kernel waits for room by itself: smaller pieces were never faster.
+            sock.sendall(values[position : position + size])
+            position += size
+
+
+def main() -> None:
+    """Serve each connection in a thread of its own until the process is ended."""
+    values = allocate(int(sys.argv[1]) << 20)
+    for begin in range(0, len(values), 1 << 20):
+        values[begin : begin + (1 << 20)] = bytes([begin >> 20 & 0xFF]) * (1 << 20)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        print(f"ready 127.0.0.1:{listener.getsockname()[1]}", flush=True)
+        while True:
+            sock, _ = listener.accept()
+            threading.Thread(target=_serve, args=(sock, values), daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()

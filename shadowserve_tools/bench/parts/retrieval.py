@@ -1,0 +1,346 @@
+"""Prefixes stored in engines and taken back from them, chunk by chunk: what ``bench pool`` compares.
+
+All of a prefix's chunks are asked for at once and in order, as who restores a prefix does. A chunk counts as there when
+its bytes are in memory and checked, where a socket would send them from.
+"""
+
+import os
+import select
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from shadowserve import native
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import storage_key
+from shadowserve.pool.config import DeviceConfig
+from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.statistics import Statistics
+from shadowserve.pool.terms import Address, Item, Lease
+from shadowserve.pool.volume.changes import BusyError
+from shadowserve_tools.bench.parts.disks import Disk, drop_cached
+from shadowserve_tools.report import measure
+from storage_kv.config import StorageConfig
+from storage_kv.engines.buffers import allocate
+
+__all__ = ["Files", "Pool", "Prefix", "Retrieval", "Store"]
+
+_POLL_MS: Final = 100
+_STALLED_S: Final = 120.0
+_TENANT: Final = 0
+_READERS: Final = 16
+"""Threads that read files."""
+
+
+class Prefix:
+    """The chunks of one prompt: names, and bytes that no codec would make smaller.
+
+    Attributes:
+        chunk_bytes: of each.
+        names: 32 bytes for each, in order.
+    """
+
+    def __init__(self, chunks: int, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self.names: list[bytes] = [np.random.default_rng([1, number]).bytes(32) for number in range(chunks)]
+        self._block = np.random.default_rng(2).bytes(chunk_bytes)
+        self._sums: dict[int, int] = {}
+
+    @property
+    def size(self) -> int:
+        """Bytes of all chunks."""
+        return len(self.names) * self.chunk_bytes
+
+    def beginning(self, chunks: int) -> "Prefix":
+        """Return its first chunks."""
+        part = copy(self)
+        part.names = self.names[:chunks]
+        return part
+
+    def key(self, number: int) -> Address:
+        """Return a chunk's key, as engines take it."""
+        return _TENANT, storage_key(self.names[number])
+
+    def parent(self, number: int) -> bytes:
+        """Return the name of the chunk before; none for the first."""
+        return self.names[number - 1] if number else b""
+
+    def fill(self, number: int, memory: memoryview) -> None:
+        """Write a chunk's bytes: the same random ones, turned, so that every chunk differs from every other."""
+        turn = (number * 4096 + number) % self.chunk_bytes
+        memory[: self.chunk_bytes - turn] = self._block[turn:]
+        memory[self.chunk_bytes - turn :] = self._block[:turn]
+        self._sums[number] = native.crc32(memory)
+
+    def check(self, number: int, memory: memoryview) -> None:
+        """Raise if these are not a chunk's bytes."""
+        if native.crc32(memory) != self._sums[number]:
+            raise ShadowServeError(f"chunk {number} came back with other bytes; please report this")
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """What taking a prefix back took.
+
+    Attributes:
+        size: bytes of it.
+        wall_s: from the first question to the last chunk.
+        cpu_s: of this process, user and system, all its threads.
+        device_bytes: that came from devices; the others were in memory.
+        orchestration_s: CPU seconds of what the pool counts as looking up, planning and finding memory.
+        control_s: that, and handing reads to devices and taking them back.
+    """
+
+    size: int
+    wall_s: float
+    cpu_s: float
+    device_bytes: int
+    orchestration_s: float = 0.0
+    control_s: float = 0.0
+
+
+class Store(ABC):
+    """Where a prefix is."""
+
+    @abstractmethod
+    def put(self, prefix: Prefix) -> None:
+        """Store all of a prefix, durably."""
+
+    @abstractmethod
+    def cool(self) -> None:
+        """Have forgotten what memory holds of what devices have."""
+
+    @abstractmethod
+    def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
+        """Take all of a prefix back; ``check`` compares it, too."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class Pool(Store):
+    """A pool engine on some devices.
+
+    Args:
+        disks: to use; what is on them is lost.
+        bandwidths: of these, in bytes a second; None has the organizer measure them.
+        memory_bandwidth: that memory counts with.
+        memory_bytes: of the arenas.
+        size: of a device that is a file.
+    """
+
+    def __init__(
+        self,
+        disks: Sequence[Disk],
+        bandwidths: Sequence[int] | None,
+        memory_bandwidth: int,
+        memory_bytes: int,
+        size: int,
+    ) -> None:
+        devices = [
+            DeviceConfig.model_validate(
+                {"path": disk.path, "size": size, "bandwidth": bandwidths[number] if bandwidths else None}
+            )
+            for number, disk in enumerate(disks)
+        ]
+        config = StorageConfig.model_validate(
+            {
+                "devices": devices,
+                "memory_budget_bytes": memory_bytes,
+                "memory_homes": True,
+                "memory_bandwidth": memory_bandwidth,
+                "scrub_bytes_per_s": 0,
+            }
+        )
+        self._lock = threading.Lock()
+        self._engine = PoolEngine(config, ticks=time.thread_time_ns)  # this thread's: others use the machine, too
+        self._engine.start(self._lock)
+        self._poll = select.poll()
+        for descriptor in self._engine.descriptors():
+            self._poll.register(descriptor, select.POLLIN)
+
+    def statistics(self) -> Statistics:
+        """Return what the pool tells of itself."""
+        with self._lock:
+            return self._engine.statistics()
+
+    def put(self, prefix: Prefix) -> None:
+        """See :meth:`Store.put`."""
+        left = [len(prefix.names)]
+        failures: list[Exception] = []
+
+        def settled(error: Exception | None) -> None:
+            left[0] -= 1
+            if error is not None:
+                failures.append(error)
+
+        for number in range(len(prefix.names)):
+            memory = self._memory(prefix.chunk_bytes)
+            prefix.fill(number, memory)
+            ticket = None
+            while True:
+                try:
+                    with self._lock:
+                        ticket = self._engine.put(prefix.key(number), memory, parent=prefix.parent(number))
+                    break
+                except BusyError:
+                    self._step()
+            if ticket is None:
+                settled(None)
+            else:
+                ticket.then(settled)
+        self._wait(lambda: not left[0])
+        if failures:
+            raise ShadowServeError(f"a chunk could not be stored: {failures[0]}")
+
+    def _memory(self, size: int) -> memoryview:
+        while True:
+            with self._lock:
+                memory = self._engine.allocate(size, lambda: None)
+            if memory is not None:
+                return memory
+            self._step()
+
+    def cool(self) -> None:
+        """See :meth:`Store.cool`."""
+        self._wait(lambda: not self._engine.busy)
+        with self._lock:
+            self._engine.drop_copies()
+
+    def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
+        """See :meth:`Store.retrieve`."""
+        keys = [prefix.key(number) for number in range(len(prefix.names))]
+        engine, lock = self._engine, self._lock
+        missing: list[int] = []
+        left = [len(keys)]
+
+        def taken(number: int, view: memoryview | None) -> None:
+            left[0] -= 1
+            if view is None:
+                missing.append(number)
+            elif check:
+                prefix.check(number, view)
+
+        def done_with(number: int) -> Callable[[Lease | None], None]:
+            def done(lease: Lease | None) -> None:
+                taken(number, None if lease is None else lease.view)
+                if lease is not None:
+                    with lock:
+                        lease.release()
+
+            return done
+
+        def run() -> None:
+            for number, key in enumerate(keys):
+                with lock:
+                    item: Item | None = engine.get(key)
+                    if item is not None and item.value is None:
+                        engine.read(item, 0, item.length, done_with(number))
+                        continue
+                taken(number, None if item is None else memoryview(item.value or b""))
+            self._wait(lambda: not left[0])
+
+        before = self.statistics()
+        cost = measure(run)
+        after = self.statistics()
+        _check_all(missing)
+        orchestration_s = (after.orchestration_ns - before.orchestration_ns) / 1e9
+        read = sum(device.read_bytes for device in after.devices) - sum(device.read_bytes for device in before.devices)
+        control_s = orchestration_s + (after.submission_ns - before.submission_ns) / 1e9
+        return Retrieval(prefix.size, cost.wall_s, cost.cpu_s, read, orchestration_s, control_s)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Drive the engine until something is so."""
+        until = time.monotonic() + _STALLED_S
+        while not condition():
+            self._step()
+            if time.monotonic() > until:
+                raise ShadowServeError(f"the pool has not come to an end in {_STALLED_S:g} s; please report this")
+
+    def _step(self) -> None:
+        self._poll.poll(_POLL_MS)
+        self._engine.poll()
+
+    def close(self) -> None:
+        """See :meth:`Store.close`."""
+        self._engine.close()
+
+
+class Files(Store):
+    """A file for each chunk, in some folders; with shares, as the pool places chunks, memory's first.
+
+    That is the pool's placement over the kernel's file system, and with one folder the file system alone.
+    """
+
+    def __init__(self, folders: Sequence[tuple[Path, Disk]], shares: Sequence[float]) -> None:
+        self._folders = [folder for folder, _ in folders]
+        self._disks = [disk for _, disk in folders]
+        self._readers = ThreadPoolExecutor(_READERS, "files")
+        self._interleaver = Interleaver(shares)
+        self._paths: dict[int, Path] = {}  # of the chunks that are not in memory
+
+    def put(self, prefix: Prefix) -> None:
+        """See :meth:`Store.put`."""
+        available = [True] * (1 + len(self._folders))
+        value = allocate(prefix.chunk_bytes)
+        for number, name in enumerate(prefix.names):
+            place = prefix.chunk_bytes, prefix.parent(number)
+            home = self._interleaver.order(*place, available)[0]
+            self._interleaver.place(home, *place, name, available)
+            prefix.fill(number, value)
+            if home:
+                path = self._paths[number] = self._folders[home - 1] / name.hex()
+                with path.open("wb", buffering=0) as file:
+                    file.write(value)
+                    os.fsync(file.fileno())
+
+    def cool(self) -> None:
+        """See :meth:`Store.cool`."""
+        for folder in self._folders:
+            drop_cached(folder)
+
+    def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
+        """See :meth:`Store.retrieve`; what comes from files is always compared, as the pool checks what it reads."""
+        numbers = [number for number in range(len(prefix.names)) if number in self._paths]
+
+        def read(number: int) -> None:
+            memory = allocate(prefix.chunk_bytes)
+            with self._paths[number].open("rb", buffering=0) as file:
+                filled = 0
+                while filled < len(memory) and (count := file.readinto(memory[filled:])):
+                    filled += count
+            prefix.check(number, memory)
+
+        before = self._read_bytes()
+        cost = measure(lambda: list(self._readers.map(read, numbers, timeout=_STALLED_S)))
+        after = self._read_bytes()
+        wanted = len(numbers) * prefix.chunk_bytes
+        if before is not None and after is not None and after - before < wanted:
+            raise ShadowServeError(
+                f"of {wanted} bytes {after - before} came from the devices, the others from the page cache: it could "
+                "not be emptied"
+            )
+        return Retrieval(prefix.size, cost.wall_s, cost.cpu_s, wanted)
+
+    def _read_bytes(self) -> int | None:
+        counts = [disk.read_bytes for disk in self._disks]
+        return None if None in counts else sum(count for count in counts if count is not None)
+
+    def close(self) -> None:
+        """See :meth:`Store.close`."""
+        self._readers.shutdown()
+
+
+def _check_all(missing: Sequence[int]) -> None:
+    if missing:
+        raise ShadowServeError(f"{len(missing)} chunks of the prefix were not there; please report this")

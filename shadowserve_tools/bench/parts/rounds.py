@@ -1,0 +1,268 @@
+"""Rounds through a pipeline in this process, and the same work one stage at a time."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import psutil
+
+from dpu_dataplane.rounds import Buffers, FetchPlan, plan_fetch
+from dpu_dataplane.sources.source import Stored
+from shadowserve import native
+from shadowserve.errors import ShadowServeError
+from shadowserve.native._library import check, ffi, lib
+from shadowserve_tools.bench.parts.kernels import memory, together
+from shadowserve_tools.bench.parts.workload import Workload
+from shadowserve_tools.report import Cost, measure
+
+__all__ = ["Alone", "Rounds", "connected"]
+
+DEADLINE_NS: Final = 60_000_000_000
+ROOM_BYTES: Final = 4096
+"""For each chunk, beside what it holds: more than the alignment of occupancies."""
+
+
+def connected(address: str, count: int) -> list[socket.socket]:
+    """Return connections to the storage server at ``host:port``."""
+    host, _, port = address.rpartition(":")
+    connections = [socket.create_connection((host, int(port))) for _ in range(count)]
+    for connection in connections:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connections
+
+
+def _stored_bytes(workload: Workload, chunks: int) -> int:
+    """Return bytes of buffer that hold the bodies of so many chunks, the workload's over and over."""
+    distinct = len(workload.records)
+    return sum(len(workload.records[index % distinct]) + ROOM_BYTES for index in range(chunks))
+
+
+def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
+    """Plan a round of the workload's chunks, asked for over and over, each delivered to the place of its first time."""
+    order = [index % len(workload.keys) for index in range(chunks)]
+    found = [(Stored(len(workload.records[index]), workload.records[index]), False) for index in order]
+    keys = [workload.keys[index] for index in order]
+    plan = plan_fetch(keys, found, workload.layout, buffers, set(native.Codec))
+    if len(plan.chunks) != chunks:
+        raise ShadowServeError(f"{len(plan.chunks)} of {chunks} chunks fit the buffers; please report this")
+    plan.slices["destination_offset"] %= workload.raw_bytes
+    return plan
+
+
+class Rounds:
+    """A pipeline, and rounds of up to ``chunks_max`` chunks through it.
+
+    Args:
+        workload: what is stored; longer rounds fetch its chunks again, to where they were.
+        connections: to the storage server, one for each network thread.
+        chunks_max: of one round.
+        cores: threads of each stage.
+        fused: decode in one stage, or stage by stage.
+    """
+
+    def __init__(
+        self, workload: Workload, connections: list[socket.socket], *, chunks_max: int, cores: int, fused: bool
+    ) -> None:
+        self._workload = workload
+        self._sockets = connections
+        layout = workload.layout
+        raw = chunks_max * layout.raw_bytes
+        decoded = raw // layout.dtype.itemsize + chunks_max * ROOM_BYTES
+        room = _stored_bytes(workload, chunks_max)
+        anywhere = [-1] * cores
+        self._pipeline = native.Pipeline(
+            fused=fused,
+            decompression_bytes=room,
+            dequantization_bytes=0 if fused else decoded,
+            dma_source_bytes=0 if fused else raw,
+            store_bytes=1 << 20,
+            net_cores=[-1] * len(connections),
+            decompress_cores=anywhere,
+            dequantize_cores=anywhere,
+            dma_cores=[-1],
+        )
+        buffers = Buffers(
+            decompression=room, dequantization=None if fused else decoded, dma_source=None if fused else raw, store=0
+        )
+        self._plan = _plan(workload, chunks_max, buffers)
+        self._target = np.zeros(workload.raw_bytes, np.uint8)
+
+    def close(self) -> None:
+        """Stop the threads and free the buffers."""
+        self._pipeline.close()
+
+    def statistics(self) -> dict[native.Stage, native.StageStatistics]:
+        """Return each stage's counters so far."""
+        return self._pipeline.statistics()
+
+    def verified(self, chunks: int, parties: list[psutil.Process]) -> Cost:
+        """Run one round, and compare what arrived outside of the measurement."""
+        distinct = min(chunks, len(self._workload.keys))
+        size = self._workload.layout.raw_bytes
+        self._target[: distinct * size].fill(0xA5)
+        last = self._plan.chunks[chunks - 1]
+        table = self._plan.chunks[:chunks].copy()
+        slices = self._plan.slices[: int(last["slice_first"]) + int(last["slice_count"])]
+        cost = measure(lambda: self._round(table, slices), parties)
+        for index in range(distinct):
+            if native.crc32(self._target[index * size : (index + 1) * size]) != self._workload.crcs[index]:
+                raise ShadowServeError(f"chunk {index} is not what was stored; please report this")
+        return cost
+
+    def _round(self, chunks: "np.typing.NDArray[np.void]", slices: "np.typing.NDArray[np.void]") -> None:
+        for connection in self._sockets:
+            connection.setblocking(False)
+        layout = self._workload.layout
+        round_ = native.Round(
+            chunks=chunks,
+            slices=slices,
+            quantizer=layout.quantizer,
+            dtype=layout.dtype,
+            vector_length=layout.vector_length,
+            scale_vectors=layout.scale_tokens,
+            destination=self._target,
+            deadline_ns=time.monotonic_ns() + DEADLINE_NS,
+        )
+        result = self._pipeline.fetch(round_, [connection.fileno() for connection in self._sockets])
+        if result is not native.Result.OK:
+            raise ShadowServeError(f"the round ended with {result.name}")
+
+
+class Alone:
+    """The stages one at a time, each on as much as one round of chunks: the calls prepared, nothing checked."""
+
+    def __init__(self, workload: Workload, connections: list[socket.socket], chunks_max: int) -> None:
+        self._workload = workload
+        self._sockets = connections
+        room = _stored_bytes(workload, chunks_max)
+        self._plan = _plan(
+            workload, chunks_max, Buffers(decompression=room, dequantization=None, dma_source=None, store=0)
+        )
+        layout, distinct = workload.layout, len(workload.keys)
+        self._received = memory(_stored_bytes(workload, distinct))
+        self._symbols = memory(workload.raw_bytes // layout.dtype.itemsize)
+        self._elements = memory(workload.raw_bytes)
+        self._target = memory(workload.raw_bytes)
+        self._kept: list[Any] = []
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Lay out the calls for the slices of the distinct chunks, in order."""
+        layout, workload = self._workload.layout, self._workload
+        symbols, target, elements = (self._pointer(part) for part in (self._symbols, self._target, self._elements))
+        slices = list(self._slices())
+        self._slices_each = len(slices) // len(workload.keys)
+        self._jobs = ffi.new("struct ss_stream[]", len(slices))
+        self._dequantize_calls: list[tuple[Any, ...]] = []
+        self._copies: list[tuple[Any, Any, int]] = []
+        position = 0
+        for job, (record, begin, entry) in zip(self._jobs, slices, strict=True):
+            middle, size = begin + int(entry["scales_length"]), int(entry["decoded_length"])
+            job.source, job.source_size = record + middle, int(entry["encoded_length"])
+            job.target, job.target_size = symbols + position, size
+            to, raw = position * layout.dtype.itemsize, size * layout.dtype.itemsize
+            self._dequantize_calls.append(
+                (
+                    int(layout.quantizer),
+                    int(layout.dtype),
+                    symbols + position,
+                    record + begin,
+                    int(entry["vectors"]),
+                    layout.vector_length,
+                    target + to,
+                )
+            )
+            self._copies.append((target + to, elements + to, raw))
+            position += size
+        self.decompress(len(workload.keys))
+        for job in self._jobs:
+            check(job.result, "decoding a slice alone")
+
+    def _pointer(self, data: Any) -> Any:
+        pointer = ffi.from_buffer("uint8_t[]", data)
+        self._kept.append(pointer)
+        return pointer
+
+    def _slices(self) -> Iterator[tuple[Any, int, np.void]]:
+        """Yield for each slice of the distinct chunks its record, its offset there, and its row of the table."""
+        for chunk, record in zip(self._plan.chunks, self._workload.records, strict=False):
+            pointer = self._pointer(record)
+            first = int(chunk["slice_first"])
+            for entry in self._plan.slices[first : first + int(chunk["slice_count"])]:
+                yield pointer, int(chunk["record_offset"]) + int(entry["offset"]), entry
+
+    def _parts(self, chunks: int) -> Iterator[int]:
+        """Yield how many slices to take from the first on, until that makes so many chunks."""
+        left, most = chunks * self._slices_each, len(self._jobs)
+        while left:
+            count = min(left, most)
+            yield count
+            left -= count
+
+    def decompress(self, chunks: int) -> None:
+        """Decompress the slices of so many chunks, on this thread."""
+        many, codec, step = lib.ss_decompress_many, int(self._workload.codec), together(self._workload.codec)
+        for slices in self._parts(chunks):
+            for first in range(0, slices, step):
+                many(codec, self._jobs + first, min(step, slices - first))
+
+    def dequantize(self, chunks: int) -> None:
+        """Dequantize the slices of so many chunks, on this thread."""
+        dequantize = lib.ss_dequantize
+        for slices in self._parts(chunks):
+            for call in self._dequantize_calls[:slices]:
+                dequantize(*call)
+
+    def deliver(self, chunks: int) -> None:
+        """Copy the elements of so many chunks, on this thread."""
+        move: Any = ffi.memmove
+        for slices in self._parts(chunks):
+            for to, origin, size in self._copies[:slices]:
+                move(to, origin, size)
+
+    def net(self, chunks: int) -> None:
+        """Receive the bodies of so many chunks over all connections, a thread and an equal share for each."""
+        threads = [threading.Thread(target=self._receive, args=(index, chunks)) for index in range(len(self._sockets))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _receive(self, index: int, chunks: int) -> None:
+        connection, share = self._sockets[index], len(self._sockets)
+        connection.setblocking(True)
+        connection.settimeout(30)
+        view, distinct = memoryview(self._received), len(self._workload.keys)
+        for position, chunk in enumerate(self._plan.chunks[:chunks]):
+            place = int(self._plan.chunks[position % distinct]["decompression_offset"])
+            length = int(chunk["body_length"])
+            begin, end = length * index // share, length * (index + 1) // share
+            first, last = str(int(chunk["record_offset"]) + begin), str(int(chunk["record_offset"]) + end - 1)
+            parts = [b"GETRANGE", bytes(chunk["key"])[: int(chunk["key_length"])], first.encode(), last.encode()]
+            connection.sendall(b"*4\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(part), part) for part in parts))
+            left = len(f"${end - begin}\r\n") + end - begin + 2
+            while left:
+                # The few bytes around the body land beside it, which is no matter here.
+                received = connection.recv_into(view[place + begin : place + begin + left], 0, socket.MSG_WAITALL)
+                if received == 0:
+                    raise ShadowServeError("storage closed the connection")
+                left -= received
+
+    def output_bytes(self, chunks: int) -> dict[str, int]:
+        """Return what comes out of each stage."""
+        raw = chunks * self._workload.layout.raw_bytes
+        symbols = raw // self._workload.layout.dtype.itemsize
+        received = int(self._plan.chunks[:chunks]["body_length"].sum())
+        return {"net": received, "decompress": symbols, "dequantize": raw, "deliver": raw}
+
+    def runs(self, fused: bool) -> dict[str, Callable[[int], None]]:
+        """Return the stages of a pipeline by their names."""
+        stages: dict[str, Callable[[int], None]] = {
+            "net": self.net,
+            "decompress": self.decompress,
+            "dequantize": self.dequantize,
+        }
+        return stages if fused else {**stages, "deliver": self.deliver}

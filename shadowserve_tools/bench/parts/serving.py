@@ -1,0 +1,411 @@
+"""A real engine, a data plane and a storage server on cores of their own, for ``interference`` and ``ablation``.
+
+The engine gets one set of cores, data plane and storage server another. Each is confined with all of its threads from
+the first on; :meth:`Stack.place` moves a running data plane to other cores, so that systems that differ in nothing else
+take turns within seconds.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import random
+import select
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from shadowserve.cores import confine, on_cores, usable_cores
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.parts.engine import model_config
+from shadowserve_tools.processes import Child, start_data_plane, start_storage
+
+__all__ = [
+    "Engine",
+    "Load",
+    "Model",
+    "Partition",
+    "Served",
+    "Stack",
+    "arrivals",
+    "model_options",
+    "p95",
+    "started_engine",
+]
+
+VOCABULARY: Final = 2048
+TAIL_TOKENS: Final = 16
+"""Behind a prompt's chunks: what a user asks about a document, always computed."""
+START_TIMEOUT_S: Final = 300.0
+ANSWER_TIMEOUT_S: Final = 300.0
+STOP_TIMEOUT_S: Final = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A Llama's shape. Its weights are random, and so is its KV: normally distributed, every channel alike."""
+
+    layers: int
+    hidden: int
+    heads: int
+    head_size: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV for each token, in bfloat16."""
+        return self.layers * 2 * self.heads * self.head_size * 2
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Cores of the engine, and cores of the data plane and of the storage server."""
+
+    engine: tuple[int, ...]
+    data_plane: tuple[int, ...]
+
+    @classmethod
+    def halves(cls) -> "Partition":
+        """Divide the cores that this process may use in two.
+
+        Raises:
+            ShadowServeError: there is only one.
+        """
+        cores = usable_cores()
+        if len(cores) < 2:
+            raise ShadowServeError("this takes two cores, one for the engine and one for the data plane; there is one")
+        half = len(cores) // 2
+        return cls(tuple(cores[:half]), tuple(cores[half:]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests of an open loop: each for one of some documents, by turns, and each with the same number of tokens.
+
+    Attributes:
+        chunks: of 256 tokens in each document.
+        documents: that all requests are about.
+        output: tokens of each answer.
+        requests: count.
+        rate: requests a second, Poisson; 0: all at once.
+        seed: of the arrivals.
+    """
+
+    chunks: int
+    documents: int
+    output: int = 1
+    requests: int = 1
+    rate: float = 0.0
+    seed: int = 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of each prompt."""
+        return self.chunks * DEFAULT_CHUNK_TOKENS + TAIL_TOKENS
+
+    def orders(self) -> list[dict[str, Any]]:
+        """Return the requests as the engine takes them."""
+        times = arrivals(self.requests, self.rate, self.seed)
+        return [
+            {"seed": index % self.documents, "tokens": self.prompt_tokens, "output": self.output, "at": at}
+            for index, at in enumerate(times)
+        ]
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """Return the seconds at which requests arrive: a Poisson process, the same for the same seed."""
+    generator = random.Random(seed)
+    now, times = 0.0, []
+    for _ in range(count):
+        times.append(now)
+        now += generator.expovariate(rate) if rate else 0.0
+    return times
+
+
+@dataclass
+class Served:
+    """What requests met, each of them: seconds to the first token and for each further one; and how long all took."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+    requests: int = 0
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, runs: Sequence["Served"]) -> "Served":
+        """Return several runs as one."""
+        return cls(
+            [ttft for run in runs for ttft in run.ttft_s],
+            [tpot for run in runs for tpot in run.tpot_s],
+            sum(run.requests for run in runs),
+            sum(run.seconds for run in runs),
+        )
+
+    @property
+    def throughput(self) -> float:
+        """Requests a second."""
+        return self.requests / self.seconds
+
+    @property
+    def ttft(self) -> float:
+        """Mean."""
+        return statistics.fmean(self.ttft_s)
+
+    @property
+    def tpot(self) -> float:
+        """Mean."""
+        return statistics.fmean(self.tpot_s)
+
+    def columns(self) -> dict[str, float]:
+        """Return the columns of a table."""
+        return {
+            "req_per_s": self.throughput,
+            "ttft_ms": self.ttft * 1e3,
+            "ttft_p95_ms": p95(self.ttft_s) * 1e3,
+            "tpot_ms": self.tpot * 1e3,
+            "tpot_p95_ms": p95(self.tpot_s) * 1e3,
+        }
+
+
+def p95(values: Sequence[float]) -> float:
+    """Return the value that 95 % do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+
+
+class Engine:
+    """An engine in its process; see :mod:`shadowserve_tools.bench.parts.engine` for what it can be asked."""
+
+    def __init__(self, process: "subprocess.Popen[str]", log: Path) -> None:
+        self.process = process
+        self._log = log
+
+    def ask(self, order: str, timeout_s: float = ANSWER_TIMEOUT_S, **arguments: Any) -> Any:
+        """Give an order and return the answer.
+
+        Raises:
+            ShadowServeError: it ended, or was silent for ``timeout_s``.
+        """
+        return self.exchange({"order": order, **arguments}, timeout_s)
+
+    def exchange(self, message: dict[str, Any], timeout_s: float) -> Any:
+        """Send one line and return what the next one says."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the log says why, below
+        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
+        line = self.process.stdout.readline() if ready else ""
+        if not line:
+            raise ShadowServeError(
+                f"the engine {'ended' if ready else 'gave no answer'}. The end of {self._log}:\n"
+                f"{self._log.read_text(errors='replace')[-3000:]}"
+            )
+        return json.loads(line)["result"]
+
+    def serve(self, load: Load, *, fetched: bool) -> Served:
+        """Serve a load, and make sure that its KV came from where it should.
+
+        Args:
+            load: what arrives.
+            fetched: whether every chunk has to be fetched; else none.
+
+        Raises:
+            ShadowServeError: a prompt was computed that should have been fetched, or the other way round.
+        """
+        results = self.ask("serve", requests=load.orders())
+        wanted = load.chunks * DEFAULT_CHUNK_TOKENS if fetched else 0
+        for result in results:
+            if result["cached"] != wanted:
+                raise ShadowServeError(f"{result['cached']} tokens of a prompt were not computed, instead of {wanted}")
+        return Served(
+            ttft_s=[result["ttft_s"] for result in results],
+            tpot_s=[result["tpot_s"] for result in results],
+            requests=len(results),
+            seconds=max(result["end_s"] for result in results),
+        )
+
+    def stop(self) -> None:
+        """End it, in order if it does so in time."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@contextlib.contextmanager
+def started_engine(
+    name: str, folder: Path, cores: Sequence[int], model: Model, load: Load, requests_max: int, connector: Any = None
+) -> Iterator[Engine]:
+    """Run an engine on ``cores`` while the context lasts.
+
+    Args:
+        name: of its log.
+        folder: for the log, and for the model, which engines of one folder share.
+        cores: of all its threads.
+        model: its shape.
+        load: the largest that it has to hold.
+        requests_max: that it runs at one time.
+        connector: configuration of the plugin; without one the engine is plain vLLM.
+    """
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # The process's mask holds for all of its threads; vLLM's own way of binding would leave one core of them idle.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(len(cores)),
+    }
+    tokens = load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS
+    shape = vars(model) | {"vocabulary": VOCABULARY, "tokens": tokens}
+    settings = {
+        "model": str(folder / "model"),
+        "config": model_config(**shape),
+        "load_format": "dummy",
+        "vocabulary": VOCABULARY,
+        "max_tokens": tokens,
+        "max_requests": requests_max,
+        "kv_cache_bytes": model.kv_bytes * tokens * (requests_max + 1),
+        "connector": connector,
+    }
+    log = folder / f"{name}.log"
+    with log.open("w") as errors, on_cores(cores):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=environment,
+            process_group=0,
+        )
+    engine = Engine(process, log)
+    try:
+        engine.exchange(settings, START_TIMEOUT_S)
+        yield engine
+    finally:
+        engine.stop()
+
+
+_MODEL_OPTIONS: Final = (
+    click.option("--layers", default=8, show_default=True, type=click.IntRange(1), help="Of the engine's model."),
+    click.option("--hidden", default=512, show_default=True, type=click.IntRange(32), help="Its hidden size."),
+    click.option("--heads", default=16, show_default=True, type=click.IntRange(1), help="Its heads, KV heads too."),
+    click.option("--head-size", default=128, show_default=True, type=click.IntRange(32), help="Of each head."),
+    click.option(
+        "--prompt-chunks", "chunks", default=6, show_default=True, type=click.IntRange(1), help="Of 256 tokens."
+    ),
+    click.option("--documents", default=4, show_default=True, type=click.IntRange(1), help="That prompts are about."),
+    click.option("--requests-max", default=8, show_default=True, type=click.IntRange(1), help="Served at one time."),
+)
+
+
+def model_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the engine's model and prompts, as its arguments ``model``, ``load`` and ``requests_max``."""
+
+    @functools.wraps(command)
+    def with_model(
+        layers: int, hidden: int, heads: int, head_size: int, chunks: int, documents: int, **options: Any
+    ) -> None:
+        model = Model(layers=layers, hidden=hidden, heads=heads, head_size=head_size)
+        command(model=model, load=Load(chunks=chunks, documents=documents), **options)
+
+    for option in reversed(_MODEL_OPTIONS):
+        with_model = option(with_model)
+    return with_model
+
+
+class Stack:
+    """Storage server, data plane and engine, each on its cores: ``with Stack(...) as stack``.
+
+    Attributes:
+        partition: who runs where.
+        engine: with the plugin, everything stored that the load asks for.
+        data_plane: as it runs now.
+    """
+
+    def __init__(self, partition: Partition, model: Model, load: Load, requests_max: int) -> None:
+        """``load`` is the largest that the engine has to hold; ``requests_max`` run at one time."""
+        self.partition = partition
+        self._model = model
+        self._load = load
+        self._requests_max = requests_max
+        self._exit = contextlib.ExitStack()
+        self._plane = contextlib.ExitStack()
+        self.folder = Path()
+
+    def __enter__(self) -> "Stack":
+        try:
+            self._start()
+        except BaseException:
+            self._exit.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._exit.close()
+
+    def _start(self) -> None:
+        # The benchmark's own threads keep off the engine's cores, too.
+        self._exit.enter_context(on_cores(self.partition.data_plane))
+        self.folder = Path(self._exit.enter_context(tempfile.TemporaryDirectory()))
+        cores = json.dumps(self.partition.data_plane)
+        self.storage = self._exit.enter_context(start_storage(self.folder, "--cores", cores))
+        self._exit.enter_context(self._plane)
+        self.data_plane = self._start_data_plane("127.0.0.1:0")
+        connector = {
+            "data_plane": self.data_plane.address,
+            "quantizer": "binned",
+            "bins": 32,
+            "store_buffer_bytes": self._load.chunks * DEFAULT_CHUNK_TOKENS * self._model.kv_bytes,
+            # Everything that is late here is to be seen as late, not to be computed instead.
+            "lookup_timeout": 60,
+            "fetch_timeout": 60,
+            "breaker_backoff_max": 0.25,
+        }
+        self.engine = self._exit.enter_context(self.engine_with("engine", connector))
+        self._exit.callback(self._plane.close)
+        stored = self.engine.ask("store", seeds=list(range(self._load.documents)), tokens=self._load.prompt_tokens)
+        wanted = self._load.documents * self._load.chunks
+        if stored != wanted:
+            raise ShadowServeError(f"{stored} chunks were stored of {wanted}")
+
+    def engine_with(self, name: str, connector: Any = None) -> contextlib.AbstractContextManager[Engine]:
+        """Run one more engine on the engine's cores; without a connector, plain vLLM."""
+        return started_engine(
+            name, self.folder, self.partition.engine, self._model, self._load, self._requests_max, connector
+        )
+
+    def _start_data_plane(self, listen: str, *flags: str) -> Child:
+        cores = json.dumps(self.partition.data_plane)
+        arguments = ("--listen", listen, "--cores", cores, *flags)
+        return self._plane.enter_context(start_data_plane(self.folder, self.storage.address, *arguments))
+
+    def restart_data_plane(self, *flags: str) -> None:
+        """Stop the data plane and start it with other flags at its old address; the engine registers with it again."""
+        self._plane.close()
+        self.data_plane = self._start_data_plane(self.data_plane.address, *flags)
+        time.sleep(2 * 0.25)  # the plugin's breaker may just have seen it gone
+        self.engine.ask("serve", requests=[{"seed": 0, "tokens": self._load.prompt_tokens, "output": 1, "at": 0.0}])
+
+    def place(self, cores: Sequence[int]) -> None:
+        """Move the running data plane, all of its threads, to ``cores``."""
+        confine(cores, self.data_plane.process.pid)

@@ -1,0 +1,304 @@
+"""Peers that scripts/setup-peers installs: which are there, and each as a contender, with all its processes."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import psutil
+
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.peers import driver
+from shadowserve_tools.bench.peers.contender import Contender, family, paused
+from shadowserve_tools.bench.peers.network import LOOPBACK, Network
+from shadowserve_tools.processes import Child, free_port, started
+
+__all__ = [
+    "DEFAULT_PYTHON",
+    "Bed",
+    "Start",
+    "installed",
+    "lmcache",
+    "lmcache_server",
+    "mooncake",
+    "nixl",
+    "start_installed",
+]
+
+DEFAULT_PYTHON: Final = Path(__file__).resolve().parents[3] / ".venv-peers" / "bin" / "python"
+START_TIMEOUT_S: Final = 180.0
+CALL_TIMEOUT_S: Final = 120.0
+_ENVIRONMENT: Final = {
+    "LMCACHE_DISABLE_BANNER": "1",
+    "LMCACHE_LOG_LEVEL": "WARNING",
+    "LMCACHE_TRACK_USAGE": "false",  # it would report to its makers
+    "PYTHONPATH": "",  # our own packages must not be found before the peers'
+    "UCX_NET_DEVICES": "lo",
+    "UCX_TLS": "tcp,self",
+}
+
+
+@dataclass(frozen=True)
+class Bed:
+    """What every peer needs to run.
+
+    Attributes:
+        python: of the peers' environment.
+        logs: folder for what the processes print.
+        values_file: one chunk; see :class:`~shadowserve_tools.bench.peers.driver.Values`.
+        chunks: how many each store holds.
+        network: between stores and clients.
+    """
+
+    python: Path
+    logs: Path
+    values_file: Path
+    chunks: int
+    network: Network = LOOPBACK
+
+
+def installed(python: Path) -> dict[str, str]:
+    """Return the versions of the peers that an environment has, by name; of none if it is not there."""
+    if not python.exists():
+        return {}
+    command = [str(python), driver.__file__, "installed"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        reason = done.stderr.strip().rpartition("\n")[2]
+        raise ShadowServeError(f"the peers' environment is not complete ({reason}); run scripts/setup-peers again")
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+Start = Callable[[Bed, str], contextlib.AbstractContextManager[Contender]]
+"""Starts a peer under a name."""
+
+
+def start_installed(
+    stack: contextlib.ExitStack, bed: Bed, starts: Mapping[str, tuple[str, Start]]
+) -> tuple[list[Contender], dict[str, str]]:
+    """Start those peers that are there.
+
+    Args:
+        stack: ends them.
+        bed: for all of them.
+        starts: for each name, the peer it is part of (as :func:`installed` calls it), and how it is started.
+
+    Returns:
+        Those that run; and for each of the others' names why it does not.
+    """
+    versions = installed(bed.python)
+    running, absent = [], {}
+    for name, (peer, start) in starts.items():
+        if peer not in versions:
+            absent[name] = "not installed (scripts/setup-peers)"
+            continue
+        try:
+            contender = stack.enter_context(start(bed, name))
+        except ShadowServeError as error:
+            absent[name] = f"does not run here: {str(error).partition(chr(10))[0]}"
+            continue
+        running.append(dataclasses.replace(contender, note=versions[peer]))
+    return running, absent
+
+
+@contextlib.contextmanager
+def lmcache(bed: Bed, name: str) -> Iterator[Contender]:
+    """LMCache's engine with its own remote store, ``lm://``, raw."""
+    port = str(free_port())
+    command = [str(bed.python.with_name("lmcache_server")), bed.network.host, port, "cpu"]
+    with contextlib.ExitStack() as stack:
+        with bed.network.store_side():
+            server = stack.enter_context(
+                started(
+                    "lmcache-remote",
+                    command,
+                    bed.logs,
+                    ready=re.compile("Server started at"),
+                    environment=_ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"},
+                    timeout_s=START_TIMEOUT_S,
+                )
+            )
+        client = stack.enter_context(_started(bed, "lmcache", "--address", f"{bed.network.host}:{port}"))
+        yield client.contender(name, family(server.process.pid))
+
+
+@contextlib.contextmanager
+def lmcache_server(bed: Bed, name: str, *, redis: Child, fp8: bool = False) -> Iterator[Contender]:
+    """LMCache's multiprocess mode: a server beside the worker, shared memory between them, Redis behind the server.
+
+    Args:
+        bed: where.
+        name: for tables.
+        redis: what it takes as L2, running.
+        fp8: have LMCache compress: it stores half the bytes, and what comes back differs by a few percent.
+    """
+    port, http = free_port(), free_port()
+    host, _, redis_port = redis.address.rpartition(":")
+    adapter: dict[str, Any] = {"type": "resp", "host": host, "port": int(redis_port), "num_workers": 2}
+    adapter |= {"serde": {"type": "fp8"}} if fp8 else {}
+    size_gb = max(1, -(-bed.chunks * bed.values_file.stat().st_size * 3 // 2 >> 30))
+    flags = {
+        "--host": "127.0.0.1",
+        "--port": str(port),
+        "--http-host": "127.0.0.1",
+        "--http-port": str(http),
+        "--l1-size-gb": str(size_gb),
+        "--eviction-policy": "LRU",
+        "--l2-adapter": json.dumps(adapter),
+        "--supported-transfer-mode": "engine_driven",
+        "--shm-name": f"shadowserve-bench-{port}",
+        "--max-workers": "2",
+    }
+    command = [str(bed.python.with_name("lmcache")), "server"] + [word for pair in flags.items() for word in pair]
+    with contextlib.ExitStack() as stack:
+        with bed.network.client_side():
+            server = stack.enter_context(
+                started(
+                    "lmcache-server",
+                    command,
+                    bed.logs,
+                    ready=re.compile("Uvicorn running on|Application startup complete"),
+                    environment=_ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"},
+                    timeout_s=START_TIMEOUT_S,
+                )
+            )
+        addresses = ("--address", f"127.0.0.1:{port}", "--http", f"http://127.0.0.1:{http}", "--store", redis.address)
+        client = stack.enter_context(_started(bed, "lmcache-server", *addresses, *(["--lossy"] if fp8 else [])))
+        contender = client.contender(name, [*family(server.process.pid), *family(redis.process.pid)])
+        yield dataclasses.replace(contender, kind="compressing" if fp8 else "raw")
+
+
+@contextlib.contextmanager
+def mooncake(bed: Bed, name: str) -> Iterator[Contender]:
+    """Mooncake's store over TCP: its master, a process that holds the chunks, and a reader."""
+    port = free_port()
+    master_flags = [f"--rpc_address={bed.network.host}", f"--rpc_port={port}", f"--metrics_port={free_port()}"]
+    address = f"{bed.network.host}:{port}"
+    with contextlib.ExitStack() as stack:
+        with bed.network.store_side():
+            master = stack.enter_context(
+                started(
+                    "mooncake-master",
+                    [str(bed.python), "-m", "mooncake.cli", *master_flags],
+                    bed.logs,
+                    ready=re.compile("service_ready=true"),
+                    timeout_s=START_TIMEOUT_S,
+                )
+            )
+        store = stack.enter_context(_started(bed, "mooncake-store", "--address", address))
+        client = stack.enter_context(_started(bed, "mooncake", "--address", address))
+        yield client.contender(name, [*family(master.process.pid), *store.processes])
+
+
+@contextlib.contextmanager
+def nixl(bed: Bed, name: str) -> Iterator[Contender]:
+    """NIXL's UCX backend over TCP, from one process's memory to another's, on loopback.
+
+    The process that holds the chunks burns a core even when nothing is asked of it, so it is stopped between fetches.
+    """
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(_started(bed, "nixl-target"))
+        client = stack.enter_context(_started(bed, "nixl", "--address", json.dumps(store.ready)))
+        stack.enter_context(paused(store.processes))
+        yield client.contender(name, store.processes, spins=store.processes)
+
+
+@contextlib.contextmanager
+def _started(bed: Bed, role: str, *flags: str) -> Iterator["_Driver"]:
+    side = bed.network.client_side
+    if role in ("mooncake-store", "nixl-target"):
+        side = bed.network.store_side
+    command = [str(bed.python), driver.__file__, role, "--values", str(bed.values_file), "--chunks", str(bed.chunks)]
+    log = bed.logs / f"{role}-driver.log"
+    with log.open("wb") as errors, side():
+        process = subprocess.Popen(
+            [*command, *flags],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**os.environ, **_ENVIRONMENT},
+            process_group=0,
+        )
+    client = _Driver(role, process, log)
+    try:
+        client.ready = client.answer(START_TIMEOUT_S)
+        yield client
+    finally:
+        client.close()
+
+
+class _Driver:
+    """A process of :mod:`~shadowserve_tools.bench.peers.driver`."""
+
+    def __init__(self, role: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.ready: dict[str, Any] = {}
+        self._role = role
+        self._process = process
+        self._log = log
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The process and what it started."""
+        return family(self._process.pid)
+
+    def contender(
+        self, name: str, servers: list[psutil.Process], spins: list[psutil.Process] | None = None
+    ) -> Contender:
+        """Return it as what is measured, together with its servers."""
+        return Contender(
+            name=name,
+            kind="raw",
+            fetch=lambda count: self._call("fetch", count),
+            clear=lambda: self._call("clear"),
+            verify=lambda count: self._call("verify", count),
+            processes=[*self.processes, *servers],
+            spins=spins or (),
+        )
+
+    def _call(self, what: Literal["fetch", "clear", "verify"], count: int = 0) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps({"do": what, "count": count}).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer says why, or that there is none
+        self.answer(CALL_TIMEOUT_S)
+
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        """Wait for one answer.
+
+        Raises:
+            ShadowServeError: it is an error, or none came.
+        """
+        assert self._process.stdout is not None
+        line = b""
+        if select.select([self._process.stdout], [], [], timeout_s)[0]:
+            line = self._process.stdout.readline()
+        found: dict[str, Any] = json.loads(line) if line else {"error": "no answer"}
+        if "error" in found:
+            end = self._log.read_text(errors="replace")[-2000:]
+            raise ShadowServeError(f"the peer '{self._role}': {found['error']}. The end of its log:\n{end}")
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            pass
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process.stdout.close()

@@ -1,0 +1,293 @@
+"""Redis read as leanly as Python can, and plain sockets, which are the limit of everything that uses TCP.
+
+Both clients send a request of some bytes and receive the answer with ``recv_into`` where it belongs, on one to four
+connections, each with a thread of its own. ``python -m shadowserve_tools.bench.peers.sockets`` is the plain sockets'
+server: it holds the chunks and sends the bytes that it is asked for.
+"""
+
+import argparse
+import contextlib
+import re
+import shutil
+import socket
+import struct
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+import psutil
+
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.peers.contender import Contender
+from shadowserve_tools.bench.peers.driver import CLEARED, Bytes, Values
+from shadowserve_tools.bench.peers.network import LOOPBACK, Network
+from shadowserve_tools.processes import Child, free_port, started
+
+__all__ = [
+    "CONNECTIONS",
+    "TUNED",
+    "Memory",
+    "Reader",
+    "fastest",
+    "plain_reader",
+    "plain_sockets",
+    "redis_reader",
+    "start_redis",
+]
+
+CONNECTIONS: Final = (1, 2, 4)
+"""Numbers of connections to try; the fastest counts."""
+TRIAL_CHUNKS: Final = 4
+PIECE_BYTES: Final = 2 << 20
+TUNED: Final = {"MALLOC_CONF": "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"}
+"""Environment that has Redis's allocator keep the memory of large replies.
+
+By default each reply above 8 MiB is a fresh mapping, whose page faults cost Redis three times the rest of its work.
+"""
+_ASK: Final = struct.Struct("<QQQ")
+_TIMEOUT_S: Final = 60.0
+
+
+class Memory:
+    """Where raw values go, and what they have to be.
+
+    Args:
+        values: the chunks.
+        chunks: how many there is room for.
+    """
+
+    def __init__(self, values: Values, chunks: int) -> None:
+        self._values = values
+        self.rows: Bytes = np.full((chunks, values.chunk_bytes), CLEARED, np.uint8)
+
+    def clear(self) -> None:
+        """Overwrite everything."""
+        self.rows.fill(CLEARED)
+
+    def verify(self, count: int) -> None:
+        """Compare the leading chunks."""
+        for index in range(count):
+            if not self._values.matches(index, self.rows[index]):
+                raise ShadowServeError(f"chunk {index} in memory is not what was stored; please report this")
+
+
+class Reader:
+    """Receives chunks over several connections at once, piece by piece, each into its place.
+
+    Args:
+        address: ``host:port`` of the server.
+        connections: how many, and how many threads.
+        memory: where to.
+        piece_bytes: bytes to ask for in one request.
+        ask: makes the request for ``length`` bytes from ``first`` of chunk ``index``: its bytes, what the answer has to
+            begin with, and how many bytes end it.
+        ahead: requests under way on each connection.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        connections: int,
+        memory: Memory,
+        piece_bytes: int,
+        ask: Callable[[int, int, int], tuple[bytes, bytes, int]],
+        ahead: int = 1,
+    ) -> None:
+        self._memory = memory
+        self._ahead = ahead
+        self._piece_bytes = piece_bytes
+        self._ask = ask
+        host, _, port = address.rpartition(":")
+        self._sockets = [socket.create_connection((host, int(port)), _TIMEOUT_S) for _ in range(connections)]
+        for connection in self._sockets:
+            # Python's timeouts make sockets non-blocking, which costs a poll() for each call.
+            connection.settimeout(None)
+            seconds = struct.pack("ll", int(_TIMEOUT_S), 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._threads = ThreadPoolExecutor(connections) if connections > 1 else None
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._threads is not None:
+            self._threads.shutdown()
+        for connection in self._sockets:
+            connection.close()
+
+    def fetch(self, count: int) -> None:
+        """Receive the first ``count`` chunks."""
+        size = self._memory.rows.shape[1]
+        pieces = deque((index, first) for index in range(count) for first in range(0, size, self._piece_bytes))
+        if self._threads is None:
+            self._drain(self._sockets[0], pieces)
+        else:
+            list(self._threads.map(lambda connection: self._drain(connection, pieces), self._sockets))
+
+    def _drain(self, connection: socket.socket, pieces: "deque[tuple[int, int]]") -> None:
+        asked: deque[tuple[memoryview, bytes, int]] = deque()
+        while True:
+            while len(asked) < self._ahead and (piece := _next(pieces)):
+                index, first = piece
+                into = memoryview(self._memory.rows[index])[first : first + self._piece_bytes]
+                request, head, tail_length = self._ask(index, first, len(into))
+                connection.sendall(request)
+                asked.append((into, head, tail_length))
+            if not asked:
+                return
+            into, head, tail_length = asked.popleft()
+            if head and (found := _line(connection, len(head))) != head:
+                raise ShadowServeError(f"the server answered {found!r} instead of {head!r}")
+            if connection.recv_into(into, len(into), socket.MSG_WAITALL) != len(into):
+                raise ShadowServeError("the server closed the connection")
+            if tail_length:
+                connection.recv(tail_length, socket.MSG_WAITALL)
+
+
+def _line(connection: socket.socket, length: int) -> bytes:
+    """Receive a line of up to ``length`` bytes."""
+    line = b""
+    while len(line) < length and not line.endswith(b"\n") and (more := connection.recv(length - len(line))):
+        line += more
+    return line
+
+
+def _next(pieces: "deque[tuple[int, int]]") -> tuple[int, int] | None:
+    """Take the next piece; None where another thread took the last one."""
+    try:
+        return pieces.popleft()
+    except IndexError:
+        return None
+
+
+def redis_reader(address: str, connections: int, memory: Memory, *, pieces: bool) -> Reader:
+    """Return a reader of chunks that :func:`start_redis` has stored: GET, or GETRANGE of 2 MiB at a time.
+
+    One request at a time on a connection: Redis copies replies that it cannot send yet, which costs more than waiting.
+    """
+    size = memory.rows.shape[1]
+
+    def ask(index: int, first: int, length: int) -> tuple[bytes, bytes, int]:
+        words = [b"GETRANGE", _key(index), b"%d" % first, b"%d" % (first + length - 1)] if pieces else []
+        words = words or [b"GET", _key(index)]
+        request = b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+        return request, b"$%d\r\n" % length, 2
+
+    return Reader(address, connections, memory, PIECE_BYTES if pieces else size, ask)
+
+
+def _key(index: int) -> bytes:
+    return b"chunk-%d" % index
+
+
+@contextlib.contextmanager
+def start_redis(
+    logs: Path, values: Values, chunks: int, *, tuned: bool, network: Network = LOOPBACK
+) -> Iterator[Child]:
+    """Run a Redis server that holds the chunks, in memory only.
+
+    Raises:
+        ShadowServeError: it is not installed, or does not start.
+    """
+    import redis
+
+    if not shutil.which("redis-server"):
+        raise ShadowServeError("redis-server, a peer to compare with, is not installed; run scripts/setup")
+    port = free_port()
+    command = ["redis-server", "--bind", network.host, "--port", str(port), "--protected-mode", "no"]
+    command += ["--save", "", "--appendonly", "no", "--daemonize", "no"]
+    with contextlib.ExitStack() as stack:
+        with network.store_side():
+            child = stack.enter_context(
+                started(
+                    "redis-tuned" if tuned else "redis",
+                    command,
+                    logs,
+                    ready=re.compile("Ready to accept connections"),
+                    environment=TUNED if tuned else {"MALLOC_CONF": ""},
+                )
+            )
+            row = np.empty(values.chunk_bytes, np.uint8)
+            with redis.Redis(network.host, port, socket_timeout=_TIMEOUT_S) as server:
+                for index in range(chunks):
+                    values.write(index, row)
+                    server.set(_key(index), memoryview(row))
+        yield Child(child.name, child.process, child.log, f"{network.host}:{port}")
+
+
+@contextlib.contextmanager
+def plain_sockets(logs: Path, values_file: Path, chunks: int, network: Network = LOOPBACK) -> Iterator[Child]:
+    """Run the server that sends what it is asked for, and nothing else."""
+    command = [sys.executable, "-m", __name__, network.host, str(values_file), str(chunks)]
+    with contextlib.ExitStack() as stack:
+        with network.store_side():
+            child = stack.enter_context(started("sockets", command, logs))
+        yield child
+
+
+def plain_reader(address: str, connections: int, memory: Memory) -> Reader:
+    """Return a reader for :func:`plain_sockets`, which is asked ahead so that it never waits."""
+
+    def ask(index: int, first: int, length: int) -> tuple[bytes, bytes, int]:
+        return _ASK.pack(index, first, length), b"", 0
+
+    return Reader(address, connections, memory, PIECE_BYTES, ask, ahead=3)
+
+
+def fastest(
+    stack: contextlib.ExitStack,
+    name: str,
+    server: Child,
+    memory: Memory,
+    open_reader: Callable[[int], Reader],
+    *,
+    kind: Literal["raw", "limit"] = "limit",
+) -> Contender:
+    """Return a contender with the number of connections that was the fastest of two runs each."""
+    walls: dict[float, Contender] = {}
+    for count in CONNECTIONS:
+        reader = open_reader(count)
+        stack.callback(reader.close)
+        contender = Contender(
+            name=name,
+            kind=kind,
+            fetch=reader.fetch,
+            clear=memory.clear,
+            verify=memory.verify,
+            processes=[psutil.Process(server.process.pid)],
+            note="1 connection" if count == 1 else f"{count} connections",
+        )
+        walls[min(contender.run(min(len(memory.rows), TRIAL_CHUNKS)).wall_s for _ in range(2))] = contender
+    return walls[min(walls)]
+
+
+def _send(connection: socket.socket, rows: Bytes) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while request := connection.recv(_ASK.size, socket.MSG_WAITALL):
+        index, first, length = _ASK.unpack(request)
+        connection.sendall(memoryview(rows[index])[first : first + length])
+
+
+def _serve() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("host")
+    parser.add_argument("values")
+    parser.add_argument("chunks", type=int)
+    arguments = parser.parse_args()
+    values = Values(arguments.values)
+    rows: Bytes = np.empty((arguments.chunks, values.chunk_bytes), np.uint8)
+    for index, row in enumerate(rows):
+        values.write(index, row)
+    with socket.create_server((arguments.host, 0)) as listener:
+        host, port = listener.getsockname()
+        print(f"ready {host}:{port}", flush=True)
+        while True:
+            threading.Thread(target=_send, args=(listener.accept()[0], rows), daemon=True).start()
+
+
+if __name__ == "__main__":
+    _serve()

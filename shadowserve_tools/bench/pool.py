@@ -1,0 +1,241 @@
+"""``shadowserve bench pool``: a prefix back from memory and several devices at once, against each half of the idea."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import click
+
+from shadowserve_tools.bench.parts.disks import Disk, Disks, plain_rate, working_folder
+from shadowserve_tools.bench.parts.retrieval import Files, Pool, Prefix, Retrieval, Store
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
+
+__all__ = ["pool"]
+
+FULL: Final = "pool and passthrough"
+POOL_ONLY: Final = "pool only"
+PASSTHROUGH_ONLY: Final = "passthrough only"
+NEITHER: Final = "plain files"
+SYSTEMS: Final = (FULL, POOL_ONLY, PASSTHROUGH_ONLY, NEITHER)
+
+_MEGA: Final = 1_000_000
+_ONE_DEVICE_SHARE: Final = 4
+"""A system of one device takes a quarter of the prefix back: its time for all of it is four times that."""
+_ALONE_SHARE: Final = 3
+"""A device alone is read for a third as long as the pool reads it."""
+_SPARE_BYTES: Final = 192 << 20
+"""Of a device beside the chunks: log, snapshots, what a file system needs, and room that evicting ahead keeps free."""
+_ARENA_BYTES: Final = 256 << 20
+"""To read into, beside what memory holds by its share."""
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What was measured in turn: each system, and each device alone, in bytes a second."""
+
+    taken: dict[str, Retrieval]
+    alone: list[float]
+
+    def seconds(self, name: str, size: int) -> float:
+        """Return the time of so many bytes by one system."""
+        return size * self.taken[name].wall_s / self.taken[name].size
+
+
+@click.command()
+@click.option(
+    "--chunks", default=512, show_default=True, type=click.IntRange(8), help="Of the prefix, 256 tokens each."
+)
+@click.option("--chunk-kib", default=7424, show_default=True, type=click.IntRange(64, 1 << 20), help="KiB of a chunk.")
+@click.option("--caps", default="200,120,80", show_default=True, help="MB/s of the devices, with commas between.")
+@click.option("--memory", default=100, show_default=True, type=click.IntRange(1), help="MB/s that memory counts with.")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Rounds that count.")
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where the devices' files go; by default memory, if it has room.",
+)
+@output_options
+def pool(
+    chunks: int, chunk_kib: int, caps: str, memory: int, repeats: int, folder: Path | None, output: Output
+) -> None:
+    """Store a prefix over devices of different speed and memory, and take it back, cold, as one request does.
+
+    Four ways: the pool engine on all devices; its placement over file systems (pool only); the pool engine on one
+    device, without memory (passthrough only); plain files on one device. As root on Linux with cgroup v1 the
+    devices are loop devices whose reads are capped; else they are files, as fast as they are.
+    """
+    speeds = [speed * _MEGA for speed in _numbers(caps)]
+    prefix = Prefix(chunks, chunk_kib << 10)
+    report = Report("pool", ["devices", "system", "seconds", "GB_per_s", "cpu_s_per_GB", "orchestration_us_per_chunk"])
+    size = prefix.size + prefix.size // 8 + _SPARE_BYTES
+    with ExitStack() as stack:
+        where = stack.enter_context(working_folder(5 * prefix.size // 2, folder))
+        disks = stack.enter_context(Disks(where))
+        if disks.why_not:
+            click.echo(f"the devices are files, as fast as they are: {disks.why_not}", err=True)
+        shared = [disks.make(f"pool{number}", size, speed) for number, speed in enumerate(speeds)]
+        if not disks.why_not:
+            with disks.capped():
+                _judge_organizer(report, shared, memory * _MEGA, size)
+        stores = _open(stack, disks, shared, memory * _MEGA, prefix, size)
+        part = prefix.beginning(max(chunks // _ONE_DEVICE_SHARE, 1))
+        parts = {FULL: prefix, POOL_ONLY: prefix, PASSTHROUGH_ONLY: part, NEITHER: part}
+        for name, store in tracked(stores.items(), "storing"):
+            store.put(parts[name])
+        full = stores[FULL]
+        assert isinstance(full, Pool)
+        _judge_placement(report, full, [memory * _MEGA, *speeds])
+        for name, store in tracked(stores.items(), "comparing"):
+            store.cool()
+            store.retrieve(parts[name], check=True)
+        with disks.capped():
+            rounds = _rounds(stores, shared, parts, repeats, "measuring")
+        _add_rows(report, "files" if disks.why_not else "capped", rounds, prefix)
+        _judge(report, rounds, prefix, memory * _MEGA)
+        if not disks.why_not:
+            rounds = _rounds(stores, [], parts, repeats, "measuring without caps")
+            _add_rows(report, "not capped", rounds, prefix)
+            _judge_partial(report, rounds, "_uncapped")
+        _judge_cpu(report, rounds)
+    _add_charts(report)
+    report.finish(output)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not 2 <= len(numbers) <= 16 or not all(1 <= number <= 100_000 for number in numbers):
+        raise click.BadParameter(f"{text!r} is no list of 2 to 16 whole numbers", param_hint="--caps")
+    return numbers
+
+
+def _open(
+    stack: ExitStack, disks: Disks, shared: Sequence[Disk], memory: int, prefix: Prefix, size: int
+) -> dict[str, Store]:
+    """Open the four ways; devices alike for each."""
+    speeds = [disk.cap for disk in shared]
+    total = memory + sum(speeds)
+    kept = prefix.size * memory // total
+    fastest = max(speeds)
+    single = disks.make("single", size, fastest)
+    folders = [disks.make_folder(f"files{number}", size, speed) for number, speed in enumerate(speeds)]
+    folder = disks.make_folder("files", size, fastest)
+
+    def opened(store: Store) -> Store:
+        stack.enter_context(closing(store))
+        return store
+
+    return {
+        FULL: opened(Pool(shared, speeds, memory, 2 * kept + _ARENA_BYTES, size)),
+        POOL_ONLY: opened(Files(folders, [memory, *speeds])),
+        PASSTHROUGH_ONLY: opened(Pool([single], [1 << 50], 1, _ARENA_BYTES, size)),
+        NEITHER: opened(Files([folder], [0, 1])),
+    }
+
+
+def _rounds(
+    stores: dict[str, Store], shared: Sequence[Disk], parts: dict[str, Prefix], repeats: int, description: str
+) -> list[_Round]:
+    rounds = []
+    for _ in tracked(range(repeats), description):
+        taken = {}
+        for name, store in stores.items():
+            store.cool()
+            taken[name] = store.retrieve(parts[name])
+        read = taken[FULL].device_bytes // _ALONE_SHARE
+        total = sum(disk.cap for disk in shared)
+        rounds.append(_Round(taken, [plain_rate(disk, read * disk.cap // total) for disk in shared]))
+    return rounds
+
+
+def _add_rows(report: Report, devices: str, rounds: Sequence[_Round], prefix: Prefix) -> None:
+    def median(name: str, value: Callable[[Retrieval], float]) -> float:
+        return statistics.median(value(each.taken[name]) for each in rounds)
+
+    for name in SYSTEMS:
+        orchestration = median(name, lambda each: each.orchestration_s / each.size * prefix.chunk_bytes * 1e6)
+        report.row(
+            devices=devices,
+            system=name,
+            seconds=median(name, lambda each: prefix.size / each.size * each.wall_s),
+            GB_per_s=median(name, lambda each: each.size / each.wall_s / 1e9),
+            cpu_s_per_GB=median(name, lambda each: each.cpu_s / each.device_bytes * 1e9),
+            orchestration_us_per_chunk=orchestration or "",
+        )
+    for number in range(len(rounds[0].alone)):
+        rate = statistics.median(each.alone[number] for each in rounds)
+        report.row(devices=devices, system=f"device {number + 1} alone", GB_per_s=rate / 1e9)
+
+
+def _judge(report: Report, rounds: Sequence[_Round], prefix: Prefix, memory: int) -> None:
+    full = [each.taken[FULL] for each in rounds]
+    sums = [sum(each.alone) for each in rounds]
+    report.ratio(
+        "aggregate_over_sum",
+        [prefix.size / own.wall_s / (alone + memory) for own, alone in zip(full, sums, strict=True)],
+        "at least 0.95",
+    )
+    report.ratio(
+        "devices_over_sum",
+        [own.device_bytes / own.wall_s / alone for own, alone in zip(full, sums, strict=True)],
+        "the same without memory",
+    )
+    report.ratio(
+        "orchestration_share",
+        [own.orchestration_s / own.wall_s for own in full],
+        "at most 0.008 of its time",
+    )
+    report.ratio(
+        "control_share", [own.control_s / own.wall_s for own in full], "with handing reads over and taking them back"
+    )
+    _judge_partial(report, rounds, "")
+
+
+def _judge_partial(report: Report, rounds: Sequence[_Round], suffix: str) -> None:
+    """Compare with the two halves of the design, as figure 10 of the paper does; once for each kind of devices."""
+    for name, system in (("pool_only_over_full", POOL_ONLY), ("passthrough_only_over_full", PASSTHROUGH_ONLY)):
+        ratios = [each.seconds(system, 1) / each.seconds(FULL, 1) for each in rounds]
+        paper = {POOL_ONLY: "1.8", PASSTHROUGH_ONLY: "2.3"}[system]
+        report.ratio(name + suffix, ratios, f"the paper's, of TTFT: {paper}")
+
+
+def _judge_cpu(report: Report, rounds: Sequence[_Round]) -> None:
+    def cost(each: _Round, name: str) -> float:
+        return each.taken[name].cpu_s / each.taken[name].device_bytes
+
+    gains = [cost(each, NEITHER) / cost(each, PASSTHROUGH_ONLY) for each in rounds]
+    report.ratio("cpu_gain_over_filesystem", gains, "at least 1.8")
+
+
+def _judge_placement(report: Report, store: Pool, speeds: Sequence[int]) -> None:
+    """Compare what lies where with the ratios of the bandwidths, memory's first."""
+    found = store.statistics()
+    used = [device.used_bytes for device in found.devices]
+    placed = [found.used_bytes - sum(used), *used]
+    errors = [abs(own / sum(placed) / (speed / sum(speeds)) - 1) for own, speed in zip(placed, speeds, strict=True)]
+    report.ratio("placement_error", [max(errors)], "at most 0.01 of a share")
+
+
+def _judge_organizer(report: Report, shared: Sequence[Disk], memory: int, size: int) -> None:
+    """Compare what the organizer measures at the start, in its quarter of a second, with the caps."""
+    with closing(Pool(shared, None, memory, _ARENA_BYTES, size)) as store:
+        found = [device.bandwidth_bytes_per_s for device in store.statistics().devices]
+    errors = [abs(rate / disk.cap - 1) for rate, disk in zip(found, shared, strict=True)]
+    report.ratio("organizer_error", [max(errors)], "of a bandwidth, as measured at the start")
+
+
+def _add_charts(report: Report) -> None:
+    rows = [row for row in report.rows if row["system"] in SYSTEMS]
+    for title, field, unit in (
+        ("Retrieval of the prefix, cold", "seconds", "s"),
+        ("CPU time, cold", "cpu_s_per_GB", "CPU s/GB"),
+    ):
+        series = {
+            name: [(row["devices"], float(row[field])) for row in rows if row["system"] == name] for name in SYSTEMS
+        }
+        report.charts.append(Chart(title, x="", y=unit, series=series, kind="bars"))

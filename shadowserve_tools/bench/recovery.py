@@ -1,0 +1,134 @@
+"""``shadowserve bench recovery``: how long a storage server takes to know again what its devices hold."""
+
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import click
+import numpy as np
+
+from shadowserve.errors import ShadowServeError
+from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index, IndexFlag, IndexRecordKind
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
+
+__all__ = ["build", "recovery"]
+
+_OBJECT_BYTES: Final = 4096
+_LOGGED_SHARE: Final = 0.1
+_POOL: Final = bytes(16)
+_NAMED: Final = "named"
+_KINDS: Final = {"records": "seconds_per_million_objects", _NAMED: "seconds_per_million_named_objects"}
+
+
+@click.command()
+@click.option("--objects", type=click.IntRange(1), default=1_000_000, show_default=True, help="In the largest volume.")
+@click.option("--pairs", type=click.IntRange(1), default=3, show_default=True, help="Restarts of each volume.")
+@click.option(
+    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Where the volume's file goes."
+)
+@output_options
+def recovery(objects: int, pairs: int, directory: Path | None, output: Output) -> None:
+    """Open volumes of a quarter, half and all of so many objects: read the snapshot, replay the log, be ready.
+
+    Once with records, whose keys need no text, once with values of other keys, whose texts of 32 bytes the volume has.
+    A tenth as many changes as there are objects lie in the log behind the snapshot. The file is read past the page
+    cache. The objects' bytes are not there: recovery does not read them.
+    """
+    report = Report("recovery", ["keys", "objects", "log_records", "metadata_MB", "seconds", "us_per_object"])
+    series: dict[str, list[tuple[float, float]]] = {}
+    for kind, ratio in _KINDS.items():
+        for count in sorted({max(objects // 4, 1), max(objects // 2, 1), objects}):
+            with tempfile.TemporaryDirectory(dir=directory) as folder:
+                path = Path(folder, "volume")
+                build(path, count, named=kind == _NAMED)
+                taken = [_open(path, count) for _ in tracked(range(pairs), f"recovering {count:,} {kind}")]
+            middle = sorted(each.seconds for each in taken)[pairs // 2]
+            report.row(
+                keys=kind,
+                objects=count,
+                log_records=taken[0].log_records,
+                metadata_MB=(taken[0].snapshot_records + taken[0].log_records) * 132 / 1e6,
+                seconds=middle,
+                us_per_object=middle / count * 1e6,
+            )
+            series.setdefault(kind, []).append((float(count), middle))
+        report.ratio(ratio, [each.seconds / objects * 1e6 for each in taken], "at most 2")
+    report.charts.append(Chart("Recovery over the number of objects", x="objects", y="s", series=series))
+    report.finish(output)
+
+
+class _Opened:
+    def __init__(self, seconds: float, snapshot_records: int, log_records: int) -> None:
+        self.seconds = seconds
+        self.snapshot_records = snapshot_records
+        self.log_records = log_records
+
+
+def _open(path: Path, objects: int) -> _Opened:
+    """Recover a volume as a storage server does, and return how long that took."""
+    from shadowserve.pool.volume.volume import Volume
+
+    with closing(BlockDevice(path)) as device:
+        index = Index(2 * objects + 1024)
+        begin = time.perf_counter()
+        volume = Volume.open(device, index, 0)
+        index.replayed()
+        volume.ready()
+        seconds = time.perf_counter() - begin
+        found = volume.report
+        volume.close()
+        index.close()
+    if found.objects != objects or found.notes:
+        raise ShadowServeError(f"recovery found {found.objects} of {objects} objects: {found.notes}; this is a bug")
+    return _Opened(seconds, found.snapshot_records, found.log_records)
+
+
+def build(path: Path, objects: int, *, named: bool = False) -> None:
+    """Make a volume that knows of so many objects, without their bytes: a sparse file."""
+    from shadowserve.pool.volume.format import RecordKind, pack_record
+    from shadowserve.pool.volume.volume import Volume
+
+    log_records = int(objects * _LOGGED_SHARE)
+    with path.open("wb") as file:
+        file.truncate((16 << 20) + objects * (_OBJECT_BYTES * 2 + 1024))
+    with closing(BlockDevice(path)) as device:
+        log_bytes = max(4 * log_records // 31 * 4096, 2 << 20)
+        superblock = Volume.format(device, pool_id=_POOL, objects_max=objects, log_bytes=log_bytes)
+        index = Index(2 * objects + 1024)
+        volume = Volume.open(device, index, 0)
+        index.replayed()
+        volume.ready()
+        keys = _fill(index, objects, superblock.layout.data_first, named=named)
+        volume.snapshot()
+        for step in range(10**9):
+            for call in volume.step():
+                call()
+            if step and volume.idle:
+                break
+        for number in range(log_records):
+            volume.log(pack_record(RecordKind.EXPIRE, 0, keys[32 * number : 32 * number + 32], expires_at_ms=1 << 62))
+        while not volume.idle:
+            for call in volume.step():
+                call()
+        volume.close()
+        index.close()
+
+
+def _fill(index: Index, objects: int, first: int, *, named: bool) -> bytes:
+    """Put objects into an index, whose places on the device begin with ``first``; return their keys."""
+    keys = np.random.default_rng(0).bytes(32 * objects)
+    records = np.zeros(objects, INDEX_RECORD_DTYPE)
+    records["kind"], records["flags"] = IndexRecordKind.PUT, IndexFlag.NAMED if named else IndexFlag.RECORD
+    records["extent"] = first + np.arange(objects)
+    records["length"] = _OBJECT_BYTES - 2048
+    records["generation"] = np.arange(objects)
+    records["accessed_s"] = np.random.default_rng(1).permutation(objects)
+    records["key"] = np.frombuffer(keys, np.uint8).reshape(objects, 32)
+    index.replay(0, first + objects, records)
+    if named:
+        for slot in range(1, objects + 1):
+            index.set_name(slot, b"%032d" % slot)
+    index.replayed()
+    return keys

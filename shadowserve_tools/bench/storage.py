@@ -1,0 +1,374 @@
+"""``shadowserve bench storage``: large values out of the storage server, against Redis and against bare sockets."""
+
+import json
+import re
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import click
+import psutil
+
+from shadowserve import native
+from shadowserve.errors import ShadowServeError
+from shadowserve.resp import encode_bulk_header, encode_command
+from shadowserve_tools.bench.parts.plain_sender import REQUEST_BYTES
+from shadowserve_tools.bench.parts.workload import client
+from shadowserve_tools.processes import Child, free_port, start_storage, started
+from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, tracked
+from storage_kv.engines.buffers import allocate
+
+__all__ = ["storage"]
+
+OURS: Final = {"memory": "shadowserve", "pool": "shadowserve, pool"}
+"""Our server by its engine."""
+FLOOR: Final = "plain socket"
+REDIS: Final = "redis"
+TUNED: Final = "redis tuned"
+
+_TUNING: Final = {"MALLOC_CONF": "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"}
+"""Without it jemalloc maps each reply of 8 MiB or more anew, page faults included: Redis at a third of its speed."""
+_REDIS_READY: Final = re.compile(r"Ready to accept connections")
+_MEMORY_BYTES: Final = 64 << 20
+"""Of distinct values, and of memory that a client receives into: twice this machine's last cache."""
+_ROOM: Final = 4
+"""Times the bytes of all values that our engines have room for, in memory and on devices: nothing is evicted."""
+_ROOM_MIN: Final = 256 << 20
+"""Of the pool's memory no value may take more than half."""
+_POOL_DEVICES: Final = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked for.
+
+    Attributes:
+        name: as the table and the chart have it.
+        value_bytes: of each stored value.
+        piece_bytes: of each answer; smaller than the value where GETRANGE asks for it.
+    """
+
+    name: str
+    value_bytes: int
+    piece_bytes: int
+
+    @property
+    def values(self) -> int:
+        """How many values are stored."""
+        return max(1, _MEMORY_BYTES // self.value_bytes)
+
+    def requests(self) -> list[bytes]:
+        """Return a request for each piece of each value, in order."""
+        whole = self.piece_bytes == self.value_bytes
+        return [
+            encode_command(*(("GET", key) if whole else ("GETRANGE", key, begin, begin + self.piece_bytes - 1)))
+            for key in map(self.key, range(self.values))
+            for begin in range(0, self.value_bytes, self.piece_bytes)
+        ]
+
+    def key(self, number: int) -> str:
+        """Return the key of a value."""
+        return f"value:{self.value_bytes}:{number}"
+
+
+@dataclass(frozen=True)
+class System:
+    """A server, and how to talk to it."""
+
+    name: str
+    child: Child
+    address: tuple[str, int]
+    speaks_resp: bool = True
+
+    def requests(self, case: Case) -> list[bytes]:
+        """Return what to send for each answer of a case."""
+        return case.requests() if self.speaks_resp else [b"%*d" % (REQUEST_BYTES, case.piece_bytes)]
+
+    def answer_bytes(self, case: Case) -> int:
+        """Return the size of each answer."""
+        size = case.piece_bytes
+        return len(encode_bulk_header(size)) + size + 2 if self.speaks_resp else size
+
+
+@dataclass(frozen=True)
+class Run:
+    """What moving some bytes took."""
+
+    GB_per_s: float
+    server_s_per_GB: float
+    client_s_per_GB: float
+
+
+class LeanClient:
+    """Connections that ask and receive into memory that is there already: as little as a client can do."""
+
+    def __init__(self, system: System, case: Case, connections: int) -> None:
+        self._system = system
+        self._requests = system.requests(case)
+        self._answer_bytes = system.answer_bytes(case)
+        self._sockets = [socket.create_connection(system.address) for _ in range(connections)]
+        share = max(_MEMORY_BYTES // connections, self._answer_bytes)
+        self._memory = [allocate(share) for _ in self._sockets]
+        for sock, memory in zip(self._sockets, self._memory, strict=True):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            memory[:] = bytes(len(memory))
+
+    def move(self, answers: int) -> Run:
+        """Ask for ``answers`` answers, the connections at the same time and each for one after the other."""
+        count = max(1, answers // len(self._sockets))
+        server = psutil.Process(self._system.child.process.pid)
+        indexes = range(len(self._sockets))
+        own: list[Cost] = []
+        with ThreadPoolExecutor(len(indexes)) as pool:
+            both = measure(
+                lambda: own.append(measure(lambda: list(pool.map(self._move, indexes, [count] * len(indexes))))),
+                [server],
+            )
+        gigabytes = count * len(indexes) * self._answer_bytes / 1e9
+        cpu_s = own[0].cpu_s
+        return Run(gigabytes / own[0].wall_s, (both.cpu_s - cpu_s) / gigabytes, cpu_s / gigabytes)
+
+    def _move(self, index: int, count: int) -> None:
+        sock, memory, size = self._sockets[index], self._memory[index], self._answer_bytes
+        places = len(memory) // size
+        for number in range(count):
+            sock.sendall(self._requests[(number * len(self._sockets) + index) % len(self._requests)])
+            place = memory[number % places * size :][:size]
+            filled = 0
+            while filled < size:
+                received = sock.recv_into(place[filled:], size - filled, socket.MSG_WAITALL)
+                if not received:
+                    raise ShadowServeError(f"{self._system.name} closed the connection; its log: {self._log()}")
+                filled += received
+
+    def _log(self) -> str:
+        return self._system.child.log.read_text(errors="replace")[-2000:]
+
+    def answer(self) -> bytes:
+        """Return the first answer that the first connection received last time."""
+        return bytes(self._memory[0][: self._answer_bytes])
+
+    def close(self) -> None:
+        """Close the connections."""
+        for sock in self._sockets:
+            sock.close()
+
+
+@click.command()
+@click.option("--sizes", default="2,8,32", show_default=True, help="MiB of the values, with commas between.")
+@click.option("--connections", default="1,2,4", show_default=True, help="Numbers of connections, likewise.")
+@click.option("--mebibytes", default=512, show_default=True, type=click.IntRange(1, 1 << 16), help="Moved in a run.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@click.option("--io-threads", default=0, show_default=True, type=click.IntRange(0, 128), help="Of our server.")
+@click.option("--engines", default="memory,pool", show_default=True, help=f"Of our server: of {', '.join(OURS)}.")
+@output_options
+def storage(
+    sizes: str, connections: str, mebibytes: int, repeats: int, io_threads: int, engines: str, output: Output
+) -> None:
+    """GET whole values, and GETRANGE pieces of the largest as the data plane does, on loopback.
+
+    Against redis-server as it comes and with allocator settings that suit large values, and against a program that only
+    sends. All are asked for one answer after the other by the same client, whose CPU time is counted apart. Our server
+    takes part once with each engine; the pool has its devices on files, and all values in its memory.
+    """
+    chosen = list(dict.fromkeys(engines.split(",")))
+    if not set(chosen) <= set(OURS):
+        raise click.BadParameter(f"{engines!r} is no list of {', '.join(OURS)}", param_hint="--engines")
+    mebi_sizes = _numbers(sizes, "--sizes")
+    cases = [Case(f"GET {size} MiB", size << 20, size << 20) for size in mebi_sizes]
+    largest, smallest = max(mebi_sizes), min(mebi_sizes)
+    if largest > smallest:
+        cases.append(Case(f"GETRANGE {smallest} of {largest} MiB", largest << 20, smallest << 20))
+    report = Report("storage", ["case", "connections", "system", *Run.__annotations__])
+    measured: dict[tuple[str, int, str], list[Run]] = {}
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        systems = stack.enter_context(_systems(logs, io_threads, chosen, _ROOM * _MEMORY_BYTES * len(mebi_sizes)))
+        for case in tracked(cases, "storing"):
+            _store(systems, case)
+        for case in tracked(cases, "measuring"):
+            for number in _numbers(connections, "--connections"):
+                answers = max(1, (mebibytes << 20) // case.piece_bytes)
+                read_before = _read_from_devices(systems)
+                for name, taken in _take_turns(systems, case, number, answers, repeats).items():
+                    measured[case.name, number, name] = taken
+                if _read_from_devices(systems) != read_before:
+                    raise ShadowServeError(f"the pool read values of {case.name} from its devices; please report this")
+    for (case_name, number, name), runs in measured.items():
+        medians = {field: statistics.median(getattr(run, field) for run in runs) for field in Run.__annotations__}
+        report.row(case=case_name, connections=number, system=name, **medians)
+    _add_ratios(report, measured, chosen)
+    _add_charts(report, [system.name for system in systems])
+    report.finish(output)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(1 <= number <= 1024 for number in numbers):
+        raise click.BadParameter(f"{text!r} is no list of whole numbers from 1 to 1024", param_hint=option)
+    return numbers
+
+
+@contextmanager
+def _systems(logs: Path, io_threads: int, engines: Sequence[str], room: int) -> Iterator[list[System]]:
+    with ExitStack() as stack:
+        ours = [_start_ours(stack, logs / engine, engine, io_threads, room) for engine in engines]
+        sender = [sys.executable, "-m", "shadowserve_tools.bench.parts.plain_sender", str(_MEMORY_BYTES >> 20)]
+        floor = stack.enter_context(started("plain_sender", sender, logs))
+        systems = [
+            *(System(OURS[engine], own, _address(own.address)) for engine, own in zip(engines, ours, strict=True)),
+            System(FLOOR, floor, _address(floor.address), speaks_resp=False),
+        ]
+        if program := shutil.which("redis-server"):
+            for name, environment in ((REDIS, {}), (TUNED, _TUNING)):
+                port = free_port()
+                command = [program, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(logs)]
+                child = stack.enter_context(
+                    started(name.replace(" ", "_"), command, logs, ready=_REDIS_READY, environment=environment)
+                )
+                systems.append(System(name, child, ("127.0.0.1", port)))
+        else:
+            click.echo("redis-server is not installed: its rows and get_cpu_gain_over_redis are left out", err=True)
+        yield systems
+
+
+def _start_ours(stack: ExitStack, folder: Path, engine: str, io_threads: int, room: int) -> Child:
+    """Run our server with an engine that has ``room`` bytes, in a folder of its own."""
+    folder.mkdir()
+    flags = ["--io-threads", str(io_threads), "--engine", engine, "--memory-budget-bytes", str(max(room, _ROOM_MIN))]
+    if engine == "pool":
+        size = room // _POOL_DEVICES
+        devices = [{"path": str(folder / f"{number}.pool"), "size": size} for number in range(_POOL_DEVICES)]
+        flags += ["--devices", json.dumps(devices)]
+    return stack.enter_context(start_storage(folder, *flags))
+
+
+def _read_from_devices(systems: Sequence[System]) -> int:
+    """Return the bytes that our servers have read from devices for clients."""
+    total = 0
+    for system in systems:
+        if system.name == OURS["pool"]:
+            with client(":".join(map(str, system.address))) as server:
+                devices = server.info("devices")
+            total += sum(int(devices[f"device{number}"]["read_bytes"]) for number in range(_POOL_DEVICES))
+    return total
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+def _value(case: Case, number: int) -> memoryview:
+    """Return what is stored as a value: 64-bit numbers, so that no piece is like another."""
+    value = allocate(case.value_bytes)
+    words = value.cast("Q")
+    block = memoryview(bytearray(1 << 16)).cast("Q")
+    for begin in range(0, len(words), len(block)):
+        block[0] = number << 32 | begin
+        words[begin : begin + len(block)] = block[: len(words) - begin]
+    return value
+
+
+def _store(systems: Sequence[System], case: Case) -> None:
+    for system in systems:
+        if not system.speaks_resp:
+            continue
+        with socket.create_connection(system.address) as sock:
+            for number in range(case.values):
+                key = case.key(number).encode()
+                sock.sendall(b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, case.value_bytes))
+                sock.sendall(_value(case, number))
+                sock.sendall(b"\r\n")
+                if (answer := sock.recv(100)) != b"+OK\r\n":
+                    raise ShadowServeError(f"{system.name} answered SET with {answer!r}")
+
+
+def _take_turns(
+    systems: Sequence[System], case: Case, connections: int, answers: int, repeats: int
+) -> dict[str, list[Run]]:
+    """Return what each system took, by its name; they take turns so that pairs see the same machine."""
+    with ExitStack() as stack:
+        clients = {}
+        for system in systems:
+            clients[system.name] = LeanClient(system, case, connections)
+            stack.callback(clients[system.name].close)
+        runs: dict[str, list[Run]] = {name: [] for name in clients}
+        for client in clients.values():  # to warm up
+            client.move(answers)
+        for system in systems:
+            if system.speaks_resp:
+                _verify(system, case, clients[system.name])
+        for _ in range(repeats):
+            for name, client in clients.items():
+                runs[name].append(client.move(answers))
+    return runs
+
+
+def _verify(system: System, case: Case, client: LeanClient) -> None:
+    """Compare what was received into the first place with what it must be."""
+    client.move(1)
+    body = memoryview(client.answer())[len(encode_bulk_header(case.piece_bytes)) : -2]
+    expected = _value(case, 0)[: case.piece_bytes]
+    if native.crc32(body) != native.crc32(expected):
+        raise ShadowServeError(f"{system.name} answered {case.name} with other bytes; please report this")
+
+
+Measured = Mapping[tuple[str, int, str], Sequence[Run]]
+"""Runs by case, number of connections and system; all of one case and number took turns."""
+
+
+def _add_ratios(report: Report, measured: Measured, engines: Sequence[str]) -> None:
+    def pairs(verb: str, ours: str, other: str, ratio: Callable[[Run, Run], float]) -> list[float]:
+        """For each round, the geometric mean over all cases of a verb of what ``ratio`` makes of ours and another's."""
+        settings = [key[:2] for key in measured if key[2] == ours and key[0].startswith(f"{verb} ")]
+        rounds: list[list[float]] = [
+            [ratio(own, theirs) for own, theirs in zip(measured[*key, ours], measured[*key, other], strict=True)]
+            for key in settings
+        ]
+        return [statistics.geometric_mean(values) for values in zip(*rounds, strict=True)]
+
+    def gain(own: Run, theirs: Run) -> float:
+        return theirs.server_s_per_GB / own.server_s_per_GB
+
+    def speed(own: Run, theirs: Run) -> float:
+        return own.GB_per_s / theirs.GB_per_s
+
+    systems = {key[2] for key in measured}
+    verbs = [verb for verb in ("GET", "GETRANGE") if any(key[0].startswith(f"{verb} ") for key in measured)]
+    for engine in engines:
+        ours, suffix = OURS[engine], "" if engine == "memory" else f"_{engine}"
+        if TUNED in systems:
+            for verb in verbs:
+                name = f"{verb.lower()}_cpu_gain_over_redis{suffix}"
+                report.ratio(name, pairs(verb, ours, TUNED, gain), "at least 1.2")
+        for verb in verbs:
+            name = f"{verb.lower()}_over_socket_floor{suffix}"
+            report.ratio(name, pairs(verb, ours, FLOOR, speed), "at least 0.85")
+    for engine in engines:
+        if engine != "memory" and "memory" in engines:
+            for verb in verbs:
+                name = f"{verb.lower()}_cpu_gain_over_memory_{engine}"
+                report.ratio(name, pairs(verb, OURS[engine], OURS["memory"], gain), "none; the engine alone")
+
+
+def _add_charts(report: Report, systems: Sequence[str]) -> None:
+    fewest = min(row["connections"] for row in report.rows)
+    rows = [row for row in report.rows if row["connections"] == fewest]
+    for title, field, unit in (
+        (f"Delivered, {fewest} connection{'s' * (fewest > 1)}", "GB_per_s", "GB/s"),
+        (f"Server CPU time, {fewest} connection{'s' * (fewest > 1)}", "server_s_per_GB", "CPU s/GB"),
+    ):
+        series = {name: [(row["case"], row[field]) for row in rows if row["system"] == name] for name in systems}
+        report.charts.append(Chart(title, x="", y=unit, series=series, kind="bars"))

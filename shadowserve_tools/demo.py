@@ -1,0 +1,340 @@
+"""``shadowserve demo``: the main job, end to end, with real parts as separate processes.
+
+A storage server, a data plane and a vLLM server with the plugin; long documents with several turns of questions over
+each; then a second vLLM server that has never seen them, which fetches what the first one computed.
+"""
+
+import contextlib
+import http.client
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, Final
+
+import click
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from host_control.client import DataPlaneClient
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve.native import BACKENDS
+from shadowserve_tools.processes import Child, free_port, start_data_plane, start_storage, started
+
+__all__ = ["demo"]
+
+OWN_MODEL: Final = Path(__file__).parents[1] / "tests" / "assets" / "model"
+SERVED_NAME: Final = "demo"
+QUIET_S: Final = 3.0
+"""Without a change in what is stored: then all of it is. A busy machine can pause longer than a store takes."""
+QUESTIONS: Final = (
+    "Question: what is this text about?\nAnswer:",
+    "Question: which names does it define?\nAnswer:",
+    "Question: give an example of its use.\nAnswer:",
+    "Question: what should one take care of?\nAnswer:",
+)
+_SERVING: Final = re.compile(r"Application startup complete")
+
+
+@dataclass
+class Phase:
+    """What one engine did with all requests.
+
+    Attributes:
+        name: ``cold`` or ``warm``.
+        ttft_s: time to first token of each request, in order, as the client saw it.
+        outputs: token ids that each request was answered with.
+        tokens_prompt: prompt tokens of all requests.
+        tokens_cacheable: of these, in complete chunks and not in the engine's own prefix cache anyway.
+        tokens_computed: prefilled by the engine.
+        tokens_fetched: that came from the storage server through the data plane.
+        bytes_raw: KV in the engine's dtype that the data plane moved in either direction.
+        bytes_stored: records put, compressed.
+        bytes_fetched: records received, compressed.
+    """
+
+    name: str
+    ttft_s: list[float] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    tokens_prompt: int = 0
+    tokens_cacheable: int = 0
+    tokens_computed: int = 0
+    tokens_fetched: int = 0
+    bytes_raw: int = 0
+    bytes_stored: int = 0
+    bytes_fetched: int = 0
+
+    def summary(self) -> dict[str, Any]:
+        """Return the phase as the demo's JSON has it."""
+        values = {key: value for key, value in asdict(self).items() if key not in ("name", "ttft_s", "outputs")}
+        ordered = sorted(self.ttft_s)
+        return {
+            "name": self.name,
+            "requests": len(self.ttft_s),
+            "ttft_mean_s": statistics.fmean(ordered),
+            "ttft_p95_s": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
+            **values,
+        }
+
+
+@click.command()
+@click.option(
+    "--model", default=str(OWN_MODEL), help="Model that vLLM loads.  [default: the project's own small Llama]"
+)
+@click.option("--documents", default=8, show_default=True, type=click.IntRange(1, 64), help="Documents.")
+@click.option("--document-bytes", default=12288, show_default=True, type=click.IntRange(1024), help="Bytes of each.")
+@click.option(
+    "--turns", default=3, show_default=True, type=click.IntRange(1, len(QUESTIONS)), help="Questions on each."
+)
+@click.option("--output-tokens", default=24, show_default=True, type=click.IntRange(1), help="Tokens of each answer.")
+@click.option(
+    "--dtype", default="float32", show_default=True, help="The engine's; single precision makes outputs comparable."
+)
+@click.option("--quantizer", default="lossless", show_default=True, type=click.Choice(["lossless", "binned"]))
+@click.option("--bins", default=64, show_default=True, type=click.Choice([16, 32, 64]), help="Of keys, for binned.")
+@click.option(
+    "--backend",
+    default="software",
+    show_default=True,
+    type=click.Choice(BACKENDS),
+    help="What the data plane decodes and delivers with; without a DPU, doca is an emulator of one.",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the table as data, too."
+)
+@click.option("--keep-logs", type=click.Path(file_okay=False), help="Folder for the logs of all processes.")
+def demo(json_file: str | None, keep_logs: str | None, **options: Any) -> None:
+    """Run the main job on this machine, with real parts, and show what it saves.
+
+    Starts a storage server, a data plane and vLLM with the plugin, serves long documents with several turns
+    of questions over each, then starts a second vLLM that has never seen them and serves the same again. Exits with 1
+    if the second one's outputs differ (with a lossless quantizer) or it had to compute what was stored.
+    """
+    if not shutil.which("vllm", path=_path()):
+        raise ShadowServeError("the demo needs vLLM, and there is no 'vllm' command: run 'make setup' in a checkout")
+    if options["model"] == str(OWN_MODEL) and not OWN_MODEL.is_dir():
+        raise ShadowServeError("the project's own small model is in a checkout alone: give --model, or run 'make demo'")
+    console = Console()
+    with contextlib.ExitStack() as stack:
+        logs = Path(keep_logs) if keep_logs else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        logs.mkdir(parents=True, exist_ok=True)
+        storage = stack.enter_context(start_storage(logs))
+        data_plane = stack.enter_context(start_data_plane(logs, storage.address, "--backend", options["backend"]))
+        total = 2 * options["documents"] * options["turns"]
+        progress = stack.enter_context(Progress(console=console, transient=True))
+        task = progress.add_task("starting", total=total)
+        plane = stack.enter_context(contextlib.closing(DataPlaneClient(data_plane.address, connect_timeout=10)))
+        phases, stages = [], None
+        for name in ("cold", "warm"):
+            progress.update(task, description=f"{name}: starting vLLM")
+            with _engine(name, data_plane, logs, options) as url:
+                phase = Phase(name)
+                before = plane.statistics()
+                for number, _ in enumerate(_serve(url, phase, options), start=1):
+                    progress.update(task, advance=1, description=f"{name}: request {number} of {total // 2}")
+                stages = _settle(plane)
+                phase.bytes_raw = (stages.delivered_bytes - before.delivered_bytes) + (
+                    stages.stored_raw_bytes - before.stored_raw_bytes
+                )
+                phase.bytes_stored = stages.stored_bytes - before.stored_bytes
+                phase.bytes_fetched = stages.fetched_bytes - before.fetched_bytes
+            phases.append(phase)
+    _report(console, phases, stages, options, json_file)
+
+
+def _path() -> str:
+    """The search path with our own environment first, so that its vLLM is the one that runs."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+@contextlib.contextmanager
+def _engine(name: str, data_plane: Child, logs: Path, options: dict[str, Any]) -> Iterator[str]:
+    """Run ``vllm serve`` with the plugin, as the README says, and yield its URL."""
+    port = free_port()
+    transfer = {
+        "kv_connector": "ShadowServeConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "data_plane": data_plane.address,
+            "quantizer": options["quantizer"],
+            # Here everything shares a few cores, and what they cannot do in time is not what is shown.
+            **dict.fromkeys(("lookup_timeout", "connect_timeout", "fetch_timeout", "store_timeout"), 60.0),
+            **({"bins": options["bins"]} if options["quantizer"] == "binned" else {}),
+        },
+    }
+    length = options["document_bytes"] + options["turns"] * (options["output_tokens"] * 3 + 128)
+    command = ["vllm", "serve", options["model"], "--served-model-name", SERVED_NAME, "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--dtype", options["dtype"], "--max-model-len", str(length), "--seed", "0"]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
+    if "+cpu" in importlib.metadata.version("vllm"):
+        command += ["--block-size", "32", "--enforce-eager", "--max-num-seqs", "8"]
+        command += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(512 << 20)]
+    environment = {"HF_HUB_OFFLINE": "1"} if Path(options["model"]).is_dir() else {}
+    environment |= {"PATH": _path(), "VLLM_NO_USAGE_STATS": "1"}
+    with started(f"vllm-{name}", command, logs, ready=_SERVING, environment=environment, timeout_s=600):
+        yield f"http://127.0.0.1:{port}"
+
+
+def _documents(options: dict[str, Any]) -> list[str]:
+    """Cut long documents from the text that every Python brings along, one kind for all machines."""
+    size = options["document_bytes"]
+    text = "\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore").decode()
+    if len(text) < options["documents"] * size:
+        raise ShadowServeError(f"Python's topics hold {len(text)} bytes; ask for fewer or shorter documents")
+    return [text[index * size : (index + 1) * size] for index in range(options["documents"])]
+
+
+def _serve(url: str, phase: Phase, options: dict[str, Any]) -> Iterator[None]:
+    """Hold the conversations, one request at a time, and fill in the phase; yields after each request."""
+    for document in _documents(options):
+        text = document
+        for question in QUESTIONS[: options["turns"]]:
+            text = f"{text}\n\n{question}"
+            before = _prompt_tokens(url)
+            answer = _complete(url, phase, text, options["output_tokens"])
+            sources = {key: value - before.get(key, 0) for key, value in _prompt_tokens(url).items()}
+            count = sum(sources.values())
+            chunked = min(count // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS, count - 1)
+            phase.tokens_prompt += count
+            phase.tokens_cacheable += max(0, chunked - sources.get("local_cache_hit", 0))
+            phase.tokens_computed += sources.get("local_compute", 0)
+            phase.tokens_fetched += sources.get("external_kv_transfer", 0)
+            text += answer
+            yield
+
+
+@contextlib.contextmanager
+def _ask(url: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
+    """Ask vLLM, by GET or with a body by POST, past any proxy: it is a process of our own on this machine."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with opener.open(request, timeout=300) as response:
+            yield response
+    except urllib.error.HTTPError as error:
+        raise ShadowServeError(f"vLLM answered {error.code}: {error.read()[:500]!r}") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ShadowServeError(f"vLLM at {url} does not answer: {error}; look at its log (--keep-logs)") from error
+
+
+def _complete(url: str, phase: Phase, prompt: str, output_tokens: int) -> str:
+    body = {
+        "model": SERVED_NAME,
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    begin, first, text = time.monotonic(), None, ""
+    tokens: list[int] = []
+    with _ask(f"{url}/v1/completions", body) as response:
+        for line in response:
+            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix(b"data: "))
+            if "error" in event:
+                raise ShadowServeError(f"vLLM failed a request: {event['error']}")
+            for choice in event["choices"]:
+                first = first or time.monotonic()
+                text += choice["text"]
+                tokens += choice.get("token_ids") or []
+    if first is None or len(tokens) != output_tokens:
+        raise ShadowServeError(f"vLLM answered {len(tokens)} tokens of {output_tokens}")
+    phase.ttft_s.append(first - begin)
+    phase.outputs.append(tokens)
+    return text
+
+
+def _prompt_tokens(url: str) -> dict[str, int]:
+    """Prompt tokens so far by where their KV came from, as vLLM counts them."""
+    counts = {}
+    with _ask(f"{url}/metrics") as response:
+        text = response.read().decode()
+    for family in text_string_to_metric_families(text):
+        if family.name == "vllm:prompt_tokens_by_source":
+            for sample in family.samples:
+                if sample.name.endswith("_total"):
+                    counts[sample.labels["source"]] = int(sample.value)
+    return counts
+
+
+def _settle(plane: DataPlaneClient) -> Any:
+    """Return the data plane's statistics once it has stored what it was given: when they no longer change."""
+    deadline, last, quiet_since = time.monotonic() + 60, plane.statistics(), time.monotonic()
+    while time.monotonic() < deadline and time.monotonic() - quiet_since < QUIET_S:
+        time.sleep(0.1)
+        now = plane.statistics()
+        if now.stored_bytes != last.stored_bytes:
+            quiet_since = time.monotonic()
+        last = now
+    return last
+
+
+def _report(console: Console, phases: list[Phase], stages: Any, options: dict[str, Any], json_file: str | None) -> None:
+    cold, warm = (phase.summary() for phase in phases)
+    table = Table("", *(phase.name for phase in phases), title="Two engines, the same conversations")
+    rows = [
+        ("requests", "requests", "{:d}"),
+        ("TTFT mean, s", "ttft_mean_s", "{:.3f}"),
+        ("TTFT p95, s", "ttft_p95_s", "{:.3f}"),
+        ("prompt tokens", "tokens_prompt", "{:,d}"),
+        ("  in chunks, not held by the engine", "tokens_cacheable", "{:,d}"),
+        ("  computed", "tokens_computed", "{:,d}"),
+        ("  fetched", "tokens_fetched", "{:,d}"),
+        ("KV moved, MB raw", "bytes_raw", None),
+        ("stored, MB", "bytes_stored", None),
+        ("fetched, MB", "bytes_fetched", None),
+    ]
+    for label, key, form in rows:
+        table.add_row(
+            label, *(form.format(phase[key]) if form else f"{phase[key] / 1e6:.1f}" for phase in (cold, warm))
+        )
+    console.print(table)
+    console.print(_stage_table(stages))
+    agree = phases[0].outputs == phases[1].outputs
+    ratio = cold["ttft_mean_s"] / warm["ttft_mean_s"]
+    share = warm["tokens_fetched"] / max(1, warm["tokens_cacheable"])
+    console.print(f"TTFT: {ratio:.1f} times lower; {share:.1%} of the cacheable prompt tokens fetched.")
+    console.print(f"Outputs {'agree, token by token' if agree else 'DIFFER'}.")
+    if json_file:
+        table_data = {"backend": stages.backend, "phases": [cold, warm], "outputs_agree": agree}
+        Path(json_file).write_text(json.dumps(table_data, indent=2) + "\n")
+    if options["quantizer"] == "lossless" and not agree:
+        raise ShadowServeError("the outputs differ although the KV is lossless; please report it with the logs")
+    if share < 0.95:
+        raise ShadowServeError("the second engine computed what was stored; look at its log (--keep-logs)")
+
+
+def _stage_table(stages: Any) -> Table:
+    table = Table(
+        "stage", "items", "MB in", "MB out", "GB/s per core", title=f"Data plane, both phases: {stages.backend}"
+    )
+    for stage in stages.stages:
+        if stage.items:
+            bytes_moved = max(stage.input_bytes, stage.output_bytes)
+            table.add_row(
+                stage.stage,
+                f"{stage.items:,d}",
+                f"{stage.input_bytes / 1e6:.1f}",
+                f"{stage.output_bytes / 1e6:.1f}",
+                f"{bytes_moved / stage.busy_ns:.2f}" if stage.busy_ns else "",  # part of another stage's time
+            )
+    return table

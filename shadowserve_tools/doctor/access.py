@@ -1,0 +1,45 @@
+"""Who can come to a storage server: its users, its protection, and its certificates' absence."""
+
+from collections.abc import Iterator
+
+from shadowserve.errors import ConfigurationError
+from shadowserve_tools.doctor.finding import Finding, Machine
+from storage_kv.config import StorageConfig
+
+__all__ = ["access"]
+
+
+def access(machine: Machine, config: StorageConfig) -> Iterator[Finding]:
+    """Look at the users file and at what protects an address that other machines reach.
+
+    Args:
+        machine: whose files they are.
+        config: of the server.
+    """
+    from storage_kv.access.users import Users
+    from storage_kv.commands import BY_FULL_NAME
+
+    path = str(machine.path(config.users_file)) if config.users_file else ""
+    try:
+        users = Users(config.model_copy(update={"users_file": path}), BY_FULL_NAME)
+    except ConfigurationError as error:
+        yield Finding("users_file", "failed", str(error), "docs/security.md has the format")
+        return
+    if path:
+        yield Finding("users_file", "ok", f"{path}: {len(users.by_name)} users, the default one included")
+        if machine.path(config.users_file).stat().st_mode & 0o007:
+            yield Finding("users_file", "warning", f"{path} can be read by everyone", f"chmod o= {config.users_file}")
+    if not config.listens_beyond_loopback:
+        yield Finding("protection", "ok", f"{config.host}: other machines cannot connect")
+        return
+    if not users.anyone_enters or config.tls_client_ca:
+        yield Finding("protection", "ok", f"{config.host}: clients authenticate")
+    elif config.protected_mode:
+        mend = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/security.md)"
+        yield Finding("protection", "warning", f"{config.host}: protected mode refuses all other machines", mend)
+    else:
+        mend = "set SHADOWSERVE_STORAGE_PASSWORD, users_file or tls_client_ca (docs/security.md)"
+        yield Finding("protection", "warning", f"{config.host}: anybody who reaches it can read everything", mend)
+    if not config.tls_cert:
+        found = "passwords and values cross the network in the clear"
+        yield Finding("TLS", "warning", found, "set tls_cert and tls_key: scripts/make-certificates")

@@ -1,0 +1,186 @@
+"""A BlueField's own system: its image, cores, memory, XLIO, and what scripts/bluefield installs."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from shadowserve.errors import NativeError
+from shadowserve_tools.doctor.finding import Finding, Machine
+from shadowserve_tools.doctor.host import cards
+from shadowserve_tools.doctor.pci import BLUEFIELDS
+
+__all__ = ["arm_cores", "card", "core_lists", "engines", "huge_pages", "isolation", "unit", "xlio"]
+
+CORES_FULL: Final = 16
+"""Of the BlueField-3 that the paper measured, and configs/bluefield.yaml is written for."""
+XLIO_HUGE_BYTES: Final = 1 << 30
+"""XLIO_MEMORY_LIMIT in scripts/bluefield/xlio.env."""
+_TRIAL_BYTES: Final = 4 << 20
+ETC: Final = "/etc/shadowserve"
+
+# Arm's number for its A78 and A78AE (A78AE in the paper; NVIDIA says A78), and what the NEON kernels take for granted.
+_PARTS: Final = {"0xd41": "Cortex-A78", "0xd42": "Cortex-A78AE"}
+_FEATURES: Final = ("asimdhp", "asimddp", "crc32")
+
+
+def card(machine: Machine) -> Iterator[Finding]:
+    """The card's image and functions, seen from inside."""
+    image = machine.text("/etc/mlnx-release")
+    pretty = re.search(r'^PRETTY_NAME="(.*)"', machine.text("/etc/os-release"), re.MULTILINE)
+    found = ", ".join(part for part in (pretty[1] if pretty else "", image) if part)
+    sound = machine.is_bluefield
+    mend = "" if sound else "this is no BlueField's own system: run the doctor on the card, or with --role host here"
+    yield Finding("image", "ok" if sound else "failed", found or "unknown", mend)
+    own = cards(machine)
+    if not own:
+        mend = "set DPU mode on the host (docs/bluefield.md, step 2), and switch it off and on"
+        yield Finding("card", "failed", "no BlueField function on PCI", mend)
+        return
+    names = ", ".join(function.address for function in own)
+    tried = own[0].device == 0xA2DC
+    mend = "" if tried else "only BlueField-3 decompresses LZ4 as well; on this one nobody has tried it"
+    yield Finding("card", "ok" if tried else "warning", f"{BLUEFIELDS[own[0].device]} at {names}", mend)
+
+
+def arm_cores(machine: Machine) -> Iterator[Finding]:
+    """What the cores are, and whether they have what the NEON kernels use."""
+    text = machine.text("/proc/cpuinfo")
+    parts = re.findall(r"^CPU part\s*: (\S+)", text, re.MULTILINE)
+    features = re.search(r"^Features\s*: (.*)", text, re.MULTILINE)
+    if not parts or features is None:
+        yield Finding("Arm cores", "warning", "none: /proc/cpuinfo is no Arm machine's", "run the doctor on the card")
+        return
+    missing = [feature for feature in _FEATURES if feature not in features[1].split()]
+    name = _PARTS.get(parts[0], f"part {parts[0]}")
+    if missing:
+        mend = "the fastest NEON kernels are left out (or not built): dequantizing is slower"
+        yield Finding("Arm cores", "warning", f"{len(parts)} x {name} without {', '.join(missing)}", mend)
+        return
+    mend = "" if len(parts) >= CORES_FULL else f"divide them anew in {ETC}/dpu.yaml, which is for {CORES_FULL}"
+    yield Finding("Arm cores", "warning" if mend else "ok", f"{len(parts)} x {name}", mend)
+
+
+def engines(machine: Machine, device: str) -> Iterator[Finding]:
+    """Whether the card's engines can be opened, by opening them; beside a daemon that has them open, too.
+
+    Args:
+        machine: whether it is a card.
+        device: key ``device`` of the configuration.
+    """
+    from shadowserve import native
+
+    backend = native.backends().get("doca")
+    if backend is None or backend.emulated:
+        mend = "scripts/bluefield/install, in which DOCA is found: it builds the C core with it"
+        found = "the C core was built without DOCA: its emulator would do the work, on the Arm cores"
+        yield Finding("engines", "failed" if machine.is_bluefield else "warning", found, mend)
+        return
+    try:
+        pipeline = native.Pipeline(
+            backend="doca", device=device, fused=False, decompression_bytes=_TRIAL_BYTES, store_bytes=_TRIAL_BYTES,
+            dequantization_bytes=_TRIAL_BYTES, dma_source_bytes=_TRIAL_BYTES, dequantize_cores=(-1,), dma_cores=(-1,),
+        )  # fmt: skip
+    except NativeError as error:
+        yield Finding("engines", "failed", str(error), "see 'card' above; as root, or with rights to /dev/infiniband")
+        return
+    with contextlib.closing(pipeline):
+        yield Finding("engines", "ok", f"{backend.description}, on {pipeline.device}")
+
+
+def huge_pages(machine: Machine) -> Iterator[Finding]:
+    """Huge pages for XLIO (reserved, or to be had on demand) and for our own buffers (transparent ones)."""
+    folder = "/sys/kernel/mm/hugepages/hugepages-2048kB"
+    free, extra = machine.number(f"{folder}/free_hugepages"), machine.number(f"{folder}/nr_overcommit_hugepages")
+    enough = (free + extra) << 21 >= XLIO_HUGE_BYTES
+    mend = "" if enough else "sysctl vm.nr_overcommit_hugepages=640: XLIO falls back to small pages, and is slower"
+    yield Finding("huge pages", "ok" if enough else "warning", f"{free} free, {extra} on demand, of 2 MiB", mend)
+    setting = machine.text("/sys/kernel/mm/transparent_hugepage/enabled")
+    chosen = re.search(r"\[(\w+)\]", setting)
+    name = chosen[1] if chosen else "not there"
+    sound = name in ("always", "madvise")
+    mend = "" if sound else "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: the buffers' pages are small"
+    yield Finding("transparent huge pages", "ok" if sound else "warning", name, mend)
+
+
+def xlio(machine: Machine, storage_port: int) -> Iterator[Finding]:
+    """Whether XLIO is there, is preloaded, and takes the connections to storage and no others."""
+    libraries = machine.find("/usr/lib/libxlio.so*", "/usr/lib/*/libxlio.so*", "/usr/lib64/libxlio.so*")
+    preloaded = re.search(r"^LD_PRELOAD=.*libxlio\.so", machine.text(f"{ETC}/xlio.env"), re.MULTILINE)
+    if not libraries:
+        mend = "apt-get install libxlio (of the card's image), then scripts/bluefield/install again"
+        if preloaded:
+            mend += f"; until then take LD_PRELOAD out of {ETC}/xlio.env"
+        yield Finding("XLIO", "warning", "no libxlio.so: the kernel carries the connections", mend)
+        return
+    if not preloaded:
+        mend = f"scripts/bluefield/install writes {ETC}/xlio.env, which preloads it"
+        yield Finding("XLIO", "warning", f"{libraries[-1].name}, not preloaded", mend)
+        return
+    yield Finding("XLIO", "ok", libraries[-1].name)
+    rules = machine.text(f"{ETC}/libxlio.conf")
+    ports = [int(port) for port in re.findall(r"^\s*use xlio tcp_client [^:\s]+:(\d+)", rules, re.MULTILINE)]
+    others = re.search(r"^\s*use os tcp_server \*:\*", rules, re.MULTILINE) is not None
+    if storage_port in ports and others:
+        yield Finding("XLIO's rules", "ok", f"connections to port {storage_port}, no others")
+    elif not others:
+        mend = f"write 'use os tcp_server *:*' into {ETC}/libxlio.conf"
+        yield Finding("XLIO's rules", "warning", "gRPC's connections are taken over, too", mend)
+    else:
+        mend = f"write 'use xlio tcp_client *:{storage_port}:*:*' into {ETC}/libxlio.conf, before the others"
+        yield Finding("XLIO's rules", "warning", f"storage is on port {storage_port}, taken are {ports}", mend)
+
+
+def core_lists(machine: Machine, lists: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+    """Whether the cores that a configuration names are there; the doctor itself may have been given fewer.
+
+    Args:
+        machine: whose cores they are.
+        lists: key of the configuration to cores, -1 for any.
+    """
+    there = _cores(machine.text("/sys/devices/system/cpu/online"))
+    for key, cores in lists.items():
+        absent = sorted(set(cores) - there - {-1})
+        if absent:
+            yield Finding(
+                key, "failed", f"there is no core {absent[0]}", f"divide anew the {len(there)} that there are"
+            )
+
+
+def isolation(machine: Machine, net_cores: list[int]) -> Iterator[Finding]:
+    """Whether anything but the data plane may run on the network threads' cores."""
+    if not net_cores:
+        yield Finding("isolated cores", "warning", "net_cores are not pinned", "name two in net_cores")
+        return
+    wanted = set(net_cores)
+    booted = wanted <= _cores(machine.text("/sys/devices/system/cpu/isolated"))
+    slices = ("system.slice", "user.slice")
+    allowed = {name: machine.text(f"/sys/fs/cgroup/{name}/cpuset.cpus.effective") for name in slices}
+    loose = [name for name, cores in allowed.items() if not cores or wanted & _cores(cores)]
+    if booted or not loose:
+        how = "by the kernel's isolcpus" if booted else "by slices"
+        yield Finding("isolated cores", "ok", f"{net_cores}, {how}")
+        return
+    mend = "scripts/bluefield/install sets AllowedCPUs; control groups must be of version 2"
+    yield Finding("isolated cores", "warning", f"{net_cores} are open to {', '.join(loose)}", mend)
+
+
+def unit(machine: Machine) -> Iterator[Finding]:
+    """Whether the daemon is installed, and started at boot."""
+    folder = "/etc/systemd/system"
+    if not machine.path(f"{folder}/shadowserve-dpu.service").exists():
+        yield Finding("unit", "warning", "no shadowserve-dpu.service", "scripts/bluefield/install")
+        return
+    link = machine.path(f"{folder}/multi-user.target.wants/shadowserve-dpu.service")
+    enabled = link.is_symlink()  # what it points to is a path of that system
+    mend = "" if enabled else "systemctl enable shadowserve-dpu"
+    yield Finding("unit", "ok" if enabled else "warning", "enabled" if enabled else "not started at boot", mend)
+
+
+def _cores(text: str) -> set[int]:
+    """Return the cores of a list as the kernel writes it: ``0-3,8``."""
+    cores: set[int] = set()
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores

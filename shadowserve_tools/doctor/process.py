@@ -1,0 +1,164 @@
+"""This process and what it stands on: interpreter, C core, limits, the engine; and which programs answer."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Final
+
+from shadowserve.errors import NotInstalledError
+from shadowserve_tools.doctor.finding import Finding
+
+__all__ = ["cores", "engine", "interpreter", "locked_memory", "native_core", "reachable", "shared_memory"]
+
+TESTED_VLLM: Final = "0.32.0"
+
+
+def interpreter() -> Iterator[Finding]:
+    """Python and the operating system."""
+    sound = sys.version_info >= (3, 11)
+    yield Finding(
+        "Python", "ok" if sound else "failed", platform.python_version(), "" if sound else "use 3.11 or newer"
+    )
+    linux = sys.platform == "linux"
+    yield Finding("system", "ok" if linux else "failed", platform.platform(), "" if linux else "Linux is needed")
+
+
+def native_core() -> Iterator[Finding]:
+    """The C core and the codecs that it was built with."""
+    try:
+        from shadowserve import native
+    except NotInstalledError as error:
+        yield Finding("C core", "failed", error.missing, error.remedy)
+        return
+    yield Finding("C core", "ok", f"kernels use {native.isa_active().name.lower()}")
+
+
+def decoding() -> Iterator[Finding]:
+    """What the C core was built with to move records: codecs, TLS, backends."""
+    try:
+        from shadowserve import native
+    except NotInstalledError:
+        return  # native_core() has told
+    implementations = native.codec_implementations()
+    for codec in native.Codec:
+        implementation = implementations.get(codec)
+        if implementation is None:
+            mend = (
+                f"install lib{codec.name.lower()}'s development package, then 'make setup': such records are misses now"
+            )
+            yield Finding(f"codec {codec.name.lower()}", "warning", "not built in", mend)
+        elif codec is native.Codec.DEFLATE and "isa-l" not in implementation.lower():
+            mend = "install libisal-dev, then 'make setup': it decodes 2-3 times as fast"
+            yield Finding("codec deflate", "warning", implementation, mend)
+        else:
+            yield Finding(f"codec {codec.name.lower()}", "ok", implementation)
+    library = native.tls_library()
+    mend = "" if library else "install libssl-dev, then 'make setup', to encrypt the way to storage (storage_tls_ca)"
+    yield Finding("TLS to storage", "ok" if library else "warning", library or "not built in", mend)
+    for backend in native.backends().values():
+        imitation = "; it decodes and copies on CPU cores: for trying and testing, no DPU takes part"
+        found = backend.description + (imitation if backend.emulated else "")
+        yield Finding(f"backend {backend.label}", "ok", found)
+
+
+def locked_memory() -> Iterator[Finding]:
+    """How much a process may lock in memory."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    unlimited = soft == resource.RLIM_INFINITY or os.geteuid() == 0
+    found = "unlimited" if unlimited else f"{soft >> 20} MiB may be locked"
+    enough = unlimited or soft >= 1 << 30
+    yield Finding(
+        "locked memory",
+        "ok" if enough else "warning",
+        found,
+        "" if enough else "raise it (ulimit -l): buffers may be swapped",
+    )
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Room for the segments that KV is handed over in."""
+    shm = shutil.disk_usage("/dev/shm")
+    enough = shm.free >= 512 << 20
+    yield Finding(
+        "shared memory",
+        "ok" if enough else "failed",
+        f"{shm.free >> 20} MiB free in /dev/shm",
+        "" if enough else "enlarge /dev/shm (containers: --shm-size=1g)",
+    )
+
+
+def cores() -> Iterator[Finding]:
+    """The cores that this process may use."""
+    usable = sorted(os.sched_getaffinity(0))
+    enough = len(usable) >= 4
+    mend = "" if enough else "data plane and engine will share cores: fine for trying, not for serving (docs/cores.md)"
+    yield Finding("cores", "ok" if enough else "warning", f"{len(usable)} usable: {usable}", mend)
+
+
+def engine() -> Iterator[Finding]:
+    """vLLM, and whether it knows the plugin."""
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(
+            "vLLM", "warning", "not installed", "needed in the serving process only: 'make setup' installs it"
+        )
+        return
+    tested = version.split("+")[0] == TESTED_VLLM
+    yield Finding(
+        "vLLM",
+        "ok" if tested else "warning",
+        version,
+        "" if tested else f"tested with {TESTED_VLLM}; run the tests before you rely on it",
+    )
+    plugins = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
+    sound = "shadowserve" in plugins
+    yield Finding(
+        "plugin",
+        "ok" if sound else "failed",
+        f"vllm.general_plugins: {sorted(plugins)}",
+        "" if sound else "pip install shadowserve",
+    )
+    if importlib.util.find_spec("torchvision") and "+cpu" in version:
+        yield Finding(
+            "torchvision",
+            "warning",
+            "installed",
+            "a CUDA build of it breaks vLLM's CPU build: pip uninstall torchvision",
+        )
+
+
+def reachable(what: str, address: str, command: str) -> Iterator[Finding]:
+    """Whether a program listens on an address.
+
+    Args:
+        what: the program.
+        address: ``host:port``, or ``unix:/path``.
+        command: that starts it.
+    """
+    try:
+        with contextlib.closing(_connect(address)):
+            yield Finding(what, "ok", f"answers on {address}")
+    except (OSError, ValueError) as error:
+        yield Finding(what, "warning", f"not reached on {address}: {error}", command)
+
+
+def _connect(address: str) -> socket.socket:
+    if address.startswith("unix:"):
+        local = socket.socket(socket.AF_UNIX)
+        local.settimeout(2)
+        try:
+            local.connect(address.removeprefix("unix:"))
+        except OSError:
+            local.close()
+            raise
+        return local
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=2)

@@ -1,0 +1,96 @@
+"""The storage node's side: memory, its devices, and how they can be accessed here (docs/storage-devices.md)."""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from shadowserve.errors import NotInstalledError
+from shadowserve.pool.config import DeviceConfig
+from shadowserve_tools.doctor.finding import Finding, Machine
+
+__all__ = ["device_access", "devices", "memory", "namespaces"]
+
+
+def device_access() -> Iterator[Finding]:
+    """Whether this build and the running kernel have io_uring, which devices are best accessed by."""
+    try:
+        from shadowserve import native
+    except NotInstalledError:
+        return  # native_core() has told
+    access = native.BlockAccess.URING
+    if native.block_access_available(access):
+        yield Finding("device access", "ok", "io_uring, and threads where a device does not take it")
+    elif native.block_access_built(access):
+        mend = (
+            "allow it (sysctl kernel.io_uring_disabled=0; in a container a seccomp profile with io_uring_setup, "
+            "io_uring_enter and io_uring_register): threads cost more CPU time for each read"
+        )
+        yield Finding("device access", "warning", "threads alone: the kernel refuses io_uring", mend)
+    else:
+        mend = "install liburing-dev (2.2 or newer), then 'make setup': threads cost more CPU time for each read"
+        yield Finding("device access", "warning", "threads alone: io_uring was not built in", mend)
+
+
+def namespaces(machine: Machine) -> Iterator[Finding]:
+    """NVMe namespaces: whether this user may give them commands, which is the shortest way to them."""
+    for device in machine.find("/dev/ng[0-9]*n[0-9]*"):
+        block = device.with_name("nvme" + device.name.removeprefix("ng"))
+        allowed = all(os.access(path, os.R_OK | os.W_OK) for path in (device, block))
+        yield Finding(
+            f"NVMe {block.name}",
+            "ok" if allowed else "warning",
+            "takes commands from this user" if allowed else "this user may not read and write it",
+            "" if allowed else f"if it is to be used: give the server's user {block} and {device}",
+        )
+
+
+def memory(machine: Machine, budget_bytes: int) -> Iterator[Finding]:
+    """Whether the machine has the memory that the server is to use."""
+    text = machine.text("/proc/meminfo") or ""
+    sizes = {name: int(kib) << 10 for name, kib in re.findall(r"^(\w+): +(\d+) kB$", text, re.MULTILINE)}
+    if "MemTotal" not in sizes:
+        return
+    total, free = sizes["MemTotal"], sizes.get("MemAvailable", 0)
+    found = f"{budget_bytes >> 20} MiB to use, {free >> 20} of {total >> 20} MiB available"
+    if budget_bytes > total:
+        yield Finding("memory", "failed", found, "make memory_budget_bytes smaller")
+    elif budget_bytes > free:
+        mend = "make memory_budget_bytes smaller, or free some; a server that runs here has it already"
+        yield Finding("memory", "warning", found, mend)
+    else:
+        yield Finding("memory", "ok", found)
+
+
+def devices(machine: Machine, configured: Sequence[DeviceConfig]) -> Iterator[Finding]:
+    """Whether the configured devices are there and may be used by this user; files that are not there can be made."""
+    for entry in configured:
+        path = entry.path if machine.is_this_one else machine.path(str(entry.path))
+        problem, mend = _problem(path, 0 if entry.size is None else int(entry.size))
+        if problem:
+            yield Finding(f"device {entry.path}", "failed", problem, mend)
+        elif path.is_file():
+            yield Finding(f"device {entry.path}", "ok", f"a file of {path.stat().st_size:,} bytes")
+        else:
+            yield Finding(f"device {entry.path}", "ok", "there" if path.exists() else "a file that will be made")
+
+
+def _problem(path: Path, size: int) -> tuple[str, str]:
+    """Return what is wrong with a device or file, empty for nothing, and how to mend it."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        return "it is a folder", "name a block device, or a file and its size"
+    if path.exists():
+        usable = os.access(path, os.R_OK | os.W_OK)
+        return ("", "") if usable else ("this user may not read and write it", "give it to the server's user")
+    if not folder.is_dir():
+        return f"there is no folder {folder}", f"mkdir -p {folder}"
+    if not size:
+        return "it is not there", "check the path; to have a file made, give its size"
+    if not os.access(folder, os.W_OK):
+        return f"this user may not make files in {folder}", f"give {folder} to the server's user"
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        return f"{size:,} bytes are to be reserved, {free:,} are free", "make it smaller, or make room"
+    return "", ""

@@ -1,0 +1,102 @@
+"""Groups of commands that are imported when they are asked for, and what is said where one cannot be imported here."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import click
+
+from shadowserve.errors import NotInstalledError
+
+__all__ = ["LazyGroup", "missing_package"]
+
+_OWN: Final = ("shadowserve", "host_control", "dpu_dataplane", "storage_kv", "shadowserve_tools")
+_ENGINE: Final = ("vllm", "torch", "triton", "transformers")
+
+
+def missing_package(error: ModuleNotFoundError) -> NotInstalledError:
+    """Return what to tell a user of a Python package that is not installed.
+
+    Raises:
+        ModuleNotFoundError: it is a module of our own, which is nothing that a user could install.
+    """
+    name = (error.name or "").partition(".")[0]
+    if not name or name in _OWN:
+        raise error
+    if name in _ENGINE:
+        return NotInstalledError(
+            f"this needs the Python package {name}, which is not installed",
+            "it comes with vLLM: pip install vllm, or 'make setup' in a checkout",
+        )
+    return NotInstalledError(f"this needs the Python package {name}, which is not installed", f"run {_install(name)}")
+
+
+def _install(name: str) -> str:
+    """Return the command that installs a package: by the extra that has it, else by its name."""
+    same = re.compile(rf"{name.replace('_', '[-_]')}\b.*extra == ['\"](\w+)['\"]", re.IGNORECASE)
+    try:
+        found = filter(None, map(same.match, importlib.metadata.requires("shadowserve") or ()))
+        extras = {match[1] for match in found} - {"test", "lint"}
+    except importlib.metadata.PackageNotFoundError:
+        extras = set()
+    wanted = f"'shadowserve[{min(extras)}]'" if extras else name
+    return f"pip install {wanted}"
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are asked for.
+
+    A command whose libraries are not here is still listed: its help says what is missing, and running it ends with
+    that line and exit code 1.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        places: Mapping[str, str],
+        needs: Mapping[str, Sequence[str]] | None = None,
+        **options: Any,
+    ) -> None:
+        """Take ``places``, the command of each name as ``module:attribute``, and packages that some import late."""
+        super().__init__(*arguments, **options)
+        self.places = places
+        self.needs = needs or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names, in their order."""
+        return list(self.places)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command."""
+        if cmd_name not in self.places:
+            return None
+        module, name = self.places[cmd_name].split(":")
+        try:
+            for package in self.needs.get(cmd_name, ()):
+                if not _is_there(package):
+                    raise ModuleNotFoundError(name=package)
+            command: click.Command = getattr(importlib.import_module(module), name)
+        except NotInstalledError as error:
+            return _not_here(cmd_name, error)
+        except ModuleNotFoundError as error:
+            return _not_here(cmd_name, missing_package(error))
+        return command
+
+
+def _is_there(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # it is being imported, or was taken out of sight
+        return sys.modules.get(package) is not None
+
+
+def _not_here(name: str, error: NotInstalledError) -> click.Command:
+    def run(**_: object) -> None:
+        raise error
+
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    return click.Command(name, callback=run, help=f"Not available here: {error}.", context_settings=anything)

@@ -1,0 +1,125 @@
+"""Child processes of the demo and the benchmarks: started, awaited, watched, and always stopped."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from shadowserve.errors import ShadowServeError
+
+__all__ = ["Child", "free_port", "start_data_plane", "start_storage", "started"]
+
+STOP_TIMEOUT_S: Final = 20.0
+_READY: Final = re.compile(r"^ready (?P<address>\S+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Child:
+    """A running program of ours.
+
+    Attributes:
+        name: for messages.
+        process: the process.
+        log: file that holds everything it printed.
+        address: ``host:port`` that it said it listens on.
+    """
+
+    name: str
+    process: "subprocess.Popen[bytes]"
+    log: Path
+    address: str
+
+
+def free_port() -> int:
+    """Return a TCP port of the loopback interface that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def started(
+    name: str,
+    command: Sequence[str],
+    log_folder: Path,
+    *,
+    ready: "re.Pattern[str]" = _READY,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 30.0,
+) -> Iterator[Child]:
+    """Run a program while the context lasts; enter it once the program has printed ``ready``.
+
+    Args:
+        name: for messages and the log's name.
+        command: program and arguments.
+        log_folder: where its output goes, as ``<name>.log``.
+        ready: what it prints once it serves; group ``address``, if any, becomes the child's address.
+        environment: added to ours.
+        timeout_s: to become ready.
+
+    Raises:
+        ShadowServeError: it ended or was silent instead; the message holds the end of its log.
+    """
+    log = log_folder / f"{name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}, process_group=0
+        )
+    try:
+        match = _await(name, process, log, ready, time.monotonic() + timeout_s)
+        yield Child(name, process, log, match.groupdict().get("address") or "")
+    finally:
+        _stop(process)
+
+
+def _await(
+    name: str, process: "subprocess.Popen[bytes]", log: Path, ready: "re.Pattern[str]", deadline: float
+) -> "re.Match[str]":
+    while True:
+        ended = process.poll() is not None
+        text = log.read_text(errors="replace")
+        if match := ready.search(text):
+            return match
+        if ended or time.monotonic() > deadline:
+            what = f"ended with code {process.returncode}" if ended else "did not become ready in time"
+            raise ShadowServeError(f"{name} {what}. The end of {log}:\n{text[-3000:]}")
+        time.sleep(0.02)
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """End the program as a user would; and whatever is left of its process group as nobody should have to."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pass
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def start_storage(
+    log_folder: Path, *flags: str, environment: Mapping[str, str] | None = None
+) -> contextlib.AbstractContextManager[Child]:
+    """Run a storage server on a free port of loopback; ``flags`` as for ``shadowserve storage``."""
+    command = [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags]
+    return started("storage", command, log_folder, environment=environment)
+
+
+def start_data_plane(
+    log_folder: Path, storage: str, *flags: str, environment: Mapping[str, str] | None = None
+) -> contextlib.AbstractContextManager[Child]:
+    """Run a data plane for ``storage`` on a free port of loopback; ``flags`` as for ``shadowserve dpu``."""
+    command = [sys.executable, "-m", "shadowserve_tools", "dpu", "--listen", "127.0.0.1:0"]
+    command += ["--storage", storage, *flags]
+    return started("dpu", command, log_folder, environment=environment)

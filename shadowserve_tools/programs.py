@@ -1,0 +1,38 @@
+"""``shadowserve storage`` and ``shadowserve dpu``: run one of the long-lived programs until SIGTERM or SIGINT."""
+
+from typing import Any
+
+import click
+
+from dpu_dataplane.config import DataPlaneConfig
+from shadowserve_tools.flags import Program, section_flags
+from storage_kv.config import StorageConfig
+
+__all__ = ["dpu", "storage"]
+
+
+@click.command(cls=Program, section=StorageConfig)
+@section_flags(StorageConfig)
+def storage(config: str | None, **flags: Any) -> None:
+    """Run the storage server: a key-value store that any Redis client can talk to.
+
+    A flag goes before the environment (SHADOWSERVE_STORAGE_<KEY>), that before the file, that before the default.
+    """
+    from storage_kv.server import run
+
+    def load() -> StorageConfig:
+        return StorageConfig.load(config, flags)
+
+    run(load(), load)
+
+
+@click.command(cls=Program, section=DataPlaneConfig)
+@section_flags(DataPlaneConfig)
+def dpu(config: str | None, **flags: Any) -> None:
+    """Run the data plane: on a DPU, or emulated on a few cores of the host.
+
+    A flag goes before the environment (SHADOWSERVE_DPU_<KEY>), that before the file, that before the default.
+    """
+    from dpu_dataplane.server import run
+
+    run(DataPlaneConfig.load(config, flags))

@@ -1,0 +1,244 @@
+"""What every benchmark reports, and how: medians, ratios of pairs with their spread, charts, the machine they are from.
+
+A benchmark is a click command under ``output_options``; it fills a ``Report`` and hands it the ``Output`` at the end.
+"""
+
+import functools
+import json
+import os
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import psutil
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from dpu_dataplane.config import DataPlaneConfig
+from shadowserve import native
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools.charts import Chart, draw, require_matplotlib
+
+__all__ = [
+    "Chart",
+    "Cost",
+    "Output",
+    "Report",
+    "cpu_s",
+    "machine",
+    "measure",
+    "output_options",
+    "repeat",
+    "tracked",
+    "verdict",
+]
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a result goes beside the terminal.
+
+    Attributes:
+        json_file: gets the result as data.
+        plot_file: gets the charts; PNG or SVG by its name.
+    """
+
+    json_file: Path | None = None
+    plot_file: Path | None = None
+
+
+def output_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command ``--json`` and ``--plot``, and their values as its argument ``output``."""
+
+    @click.option("--json", "json_file", type=_FILE, help="Write the result as data, too.")
+    @click.option("--plot", "plot_file", type=_FILE, callback=_check_plot, help="Draw the result, as .png or .svg.")
+    @functools.wraps(command)
+    def with_output(*args: Any, json_file: Path | None, plot_file: Path | None, **options: Any) -> None:
+        command(*args, output=Output(json_file, plot_file), **options)
+
+    return with_output
+
+
+_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+def _check_plot(_context: click.Context, _parameter: click.Parameter, file: Path | None) -> Path | None:
+    """Refuse what cannot be drawn before minutes of measuring."""
+    if file is not None:
+        if file.suffix.lower() not in (".png", ".svg"):
+            raise click.BadParameter(f"{file} ends neither in .png nor in .svg")
+        try:
+            require_matplotlib()
+        except ShadowServeError as error:
+            raise click.BadParameter(str(error)) from error
+    return file
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run took.
+
+    Attributes:
+        wall_s: seconds on the clock.
+        cpu_s: CPU seconds, user and system, of all processes that took part.
+    """
+
+    wall_s: float
+    cpu_s: float
+
+
+def measure(run: Callable[[], object], processes: Iterable[psutil.Process] = ()) -> Cost:
+    """Run something and return its cost: this process's CPU time, and that of the given ones."""
+    parties = [psutil.Process(), *processes]
+    cpu = sum(cpu_s(party) for party in parties)
+    begin = time.perf_counter()
+    run()
+    wall = time.perf_counter() - begin
+    return Cost(wall, sum(cpu_s(party) for party in parties) - cpu)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Return CPU seconds of all threads, those that have ended included, in nanoseconds' grain.
+
+    From the process's own CPU clock, whose number is what ``clock_getcpuclockid()`` makes of its id; the kernel's ticks
+    in /proc are too coarse, and its nanoseconds there are of live threads, up to their last tick.
+    """
+    try:
+        return time.clock_gettime(~process.pid << 3 | 2)
+    except OSError as error:
+        raise ShadowServeError(f"process {process.pid}, which is measured, has ended") from error
+
+
+def repeat(count: int, *runs: Callable[[], Cost], warm_up: int = 1, description: str = "measuring") -> list[list[Cost]]:
+    """Run all in turn, ``count`` times after the warm-up, so that pairs see the same machine; one list for each."""
+    costs: list[list[Cost]] = [[] for _ in runs]
+    for round_number in tracked(range(warm_up + count), description):
+        for run, own in zip(runs, costs, strict=True):
+            cost = run()
+            if round_number >= warm_up:
+                own.append(cost)
+    return costs
+
+
+def tracked(items: Iterable[Item], description: str, total: int | None = None) -> Iterable[Item]:
+    """Yield the items under a progress bar, which is gone afterwards and is not shown where nobody watches."""
+    return track(items, description, total, transient=True, disable=not Console().is_terminal)
+
+
+@dataclass
+class Report:
+    """Rows, ratios and charts of one benchmark.
+
+    Attributes:
+        bench: its name.
+        columns: keys of the rows, in the table's order; a unit comes last (``cpu_s_per_GB``).
+        charts: drawn side by side.
+        command: whose subcommand it is.
+        more: what else belongs into the data.
+    """
+
+    bench: str
+    columns: Sequence[str]
+    charts: list[Chart] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, tuple[float, float]] = field(default_factory=dict)
+    goals: dict[str, str] = field(default_factory=dict)
+    command: str = "bench"
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def row(self, **values: Any) -> None:
+        """Add a row."""
+        self.rows.append(values)
+
+    def ratio(self, name: str, pairs: Sequence[float], goal: str) -> None:
+        """Add a ratio: the median of the pairs.
+
+        ``goal`` says what it is to reach: "at least 3", "at most 0.9", "exactly 1", with more words behind if they
+        help; or anything else for a ratio that is only reported.
+        """
+        self.ratios[name] = statistics.median(pairs)
+        self.spread[name] = (min(pairs), max(pairs))
+        self.goals[name] = goal
+
+    def data(self) -> dict[str, Any]:
+        """Return everything as JSON takes it."""
+        return {
+            "bench": self.bench,
+            "machine": machine(),
+            "backend": _backend(),
+            "columns": list(self.columns),
+            "rows": self.rows,
+            "ratios": self.ratios,
+            "spread": self.spread,
+            "goals": self.goals,
+            "charts": [chart.data() for chart in self.charts],
+            **self.more,
+        }
+
+    def finish(self, output: Output) -> None:
+        """Print the table and the ratios; write data and draw the charts where ``output`` says."""
+        console = Console()
+        backend = f", {_backend()}" if _backend() != "software" else ""
+        table = Table(*self.columns, title=f"{self.command} {self.bench}{backend}")
+        for row in self.rows:
+            table.add_row(*(_text(row.get(column, "")) for column in self.columns))
+        console.print(table)
+        for name, value in self.ratios.items():
+            low, high = self.spread[name]
+            mark = {True: "[green]reached[/]", False: "[red]missed[/]", None: ""}[verdict(value, self.goals[name])]
+            spread = f"from {low:.3g} to {high:.3g}"
+            console.print(f"{name}: {value:.3g} ({spread}; goal: {self.goals[name]}) {mark}".rstrip(), soft_wrap=True)
+        if output.json_file:
+            output.json_file.write_text(json.dumps(self.data(), indent=2) + "\n")
+        if output.plot_file:
+            draw(f"shadowserve {self.command} {self.bench}", self.charts, output.plot_file)
+
+
+def verdict(value: float, goal: str) -> bool | None:
+    """Return whether a ratio reached its goal; None where the goal is none."""
+    found = re.match(r"(at least|at most|exactly) (\d+(?:\.\d+)?)\b", goal)
+    if not found:
+        return None
+    wanted = float(found[2])
+    return {"at least": value >= wanted, "at most": value <= wanted, "exactly": value == wanted}[found[1]]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,d}" if isinstance(value, int) else str(value)
+
+
+def _backend() -> str:
+    """Return what data planes work with that this process starts, which take what they are not told from here."""
+    return native.backends()[DataPlaneConfig.load().backend].label
+
+
+def machine() -> dict[str, Any]:
+    """Return what a reader needs to know of the machine."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "isa": native.isa_active().name.lower(),
+        "codecs": {codec.name.lower(): name for codec, name in native.codec_implementations().items()},
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,16 @@
+"""``shadowserve simulate``: predictions for hardware that is not here, from published measurements."""
+
+from typing import Final
+
+import click
+
+from shadowserve_tools.lazy import LazyGroup
+
+__all__ = ["SIMULATIONS", "simulate"]
+
+SIMULATIONS: Final = ("bluefield",)
+
+
+@click.group(cls=LazyGroup, places={name: f"shadowserve_tools.simulate.{name}:{name}" for name in SIMULATIONS})
+def simulate() -> None:
+    """Predict what hardware that is not here would do; docs/simulation.md has the method."""

@@ -1,0 +1,277 @@
+"""``shadowserve simulate bluefield``: the model's rows, its errors against the paper, and its charts."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import click
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from shadowserve_tools.charts import Point
+from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, Fitted, Given, described
+from shadowserve_tools.simulate.model import CHANGES, PAPER_SLICE_BYTES, Design, Model, Result, Setting, swing
+from shadowserve_tools.simulate.targets import TARGETS
+
+__all__ = ["COMBINATIONS", "assumption_rows", "bluefield", "report_of", "stage_rows", "target_rows"]
+
+COMBINATIONS: Final = (
+    (), ("fusion",), ("slices",), ("huffman",), ("kvrans",), ("fusion", "slices"), ("fusion", "slices", "kvrans"),
+    ("fusion", "slices", "huffman"),
+)  # fmt: skip
+"""Each change alone, and those that make sense together; kvrans replaces Deflate. The last is drawn, as no what-if."""
+
+COLUMNS: Final = (
+    "system", "link_Gbps", "net_Gbps", "ttft_ms", "range_ms", "tpot_ms", "req_per_s", "at_rate_ms",
+)  # fmt: skip
+SLICE_BYTES_MIN: Final = 4096
+CACHEGEN: Final = "CacheGen-Async"
+
+
+def _read_bandwidths(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[float, ...]:
+    try:
+        bandwidths = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is not numbers with commas between, such as 10,20") from error
+    if not all(0.1 <= each <= 10_000 for each in bandwidths):
+        raise click.BadParameter(f"{text!r}: each has to be 0.1 to 10000 Gbps")
+    return tuple(sorted(set(bandwidths)))
+
+
+def _read_changes(_context: click.Context, _parameter: click.Parameter, text: str | None) -> frozenset[str] | None:
+    if text is None:
+        return None
+    names = frozenset(text.split(","))
+    if unknown := sorted(names - set(CHANGES)):
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(CHANGES)}")
+    return names
+
+
+def _read_size(_context: click.Context, _parameter: click.Parameter, text: str) -> int:
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise click.BadParameter(f"{text!r} is no size such as 64KiB") from error
+    if not SLICE_BYTES_MIN <= size <= PAPER_SLICE_BYTES:
+        raise click.BadParameter(f"{text!r}: has to be 4KiB to 2MiB, which is the accelerators' largest task")
+    return size
+
+
+@click.command()
+@click.option(
+    "--bandwidth",
+    "bandwidths",
+    default="10,20,30,40",
+    show_default=True,
+    metavar="GBPS,...",
+    callback=_read_bandwidths,
+    help="Links to storage.",
+)
+@click.option(
+    "--prompt-tokens",
+    default=PAPER_TOKENS,
+    show_default=True,
+    type=click.IntRange(1, 1_000_000),
+    help="Tokens of a prompt, all stored.",
+)
+@click.option(
+    "--output-tokens", default=16, show_default=True, type=click.IntRange(2, 10_000), help="Tokens of an answer."
+)
+@click.option(
+    "--chunk-tokens", default=256, show_default=True, type=click.IntRange(1, 65_536), help="Tokens of a chunk."
+)
+@click.option(
+    "--slice-bytes",
+    default="256KiB",
+    show_default=True,
+    metavar="SIZE",
+    callback=_read_size,
+    help="Decoded bytes of a slice where slices is among the changes; the paper's are 2MiB.",
+)
+@click.option(
+    "--with",
+    "changes",
+    metavar="CHANGE,...",
+    callback=_read_changes,
+    help=f"Only the paper's two systems and this combination of {', '.join(CHANGES)}; otherwise each and together.",
+)
+@click.option(
+    "--rate",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, 1000),
+    metavar="REQUESTS/S",
+    help="Load that at_rate_ms is for; it is empty where a system cannot carry so much.",
+)
+@output_options
+def bluefield(
+    bandwidths: tuple[float, ...], prompt_tokens: int, output_tokens: int, chunk_tokens: int, slice_bytes: int,
+    changes: frozenset[str] | None, rate: float, output: Output,
+) -> None:  # fmt: skip
+    """Predict fetches of a Llama-8B prompt through a BlueField-3, and what our changes would give there.
+
+    A model, not a measurement: nothing here has run on the card. It is fitted to the paper's figures; the second table
+    says how far off it is for each, and which of them were put in. docs/simulation.md has the method, every assumption
+    with its source, and what would prove it wrong.
+
+    \b
+    The columns:
+      net_Gbps    at which compressed bytes come in, unloaded
+      ttft_ms     mean time to first token, unloaded; range_ms: what the ranges of the assumptions allow
+      tpot_ms     mean time per output token at req_per_s, the highest load
+      at_rate_ms  mean time to first token at --rate
+
+    \b
+    The changes:
+      fusion   dequantize and DMA slice by slice, so that elements may pass through the cache
+      slices   smaller than 2 MiB, handed on one by one; fusion needs them, or the cache is too small
+      huffman  Huffman-only Deflate streams: smaller; the engine decodes them as any other
+      kvrans   our codec on the Arm cores instead of the engine; known by instruction counts only
+
+    \b
+    Where does the card stop mattering?   shadowserve simulate bluefield --bandwidth 5,10,15,20,25
+    All of it, on Deflate:                shadowserve simulate bluefield --with fusion,slices,huffman
+    Which slices should it be?            shadowserve simulate bluefield --with fusion,slices --slice-bytes 64KiB
+    As data, and drawn:                   shadowserve simulate bluefield --json b.json --plot b.svg
+    """
+    settings = [
+        Setting(
+            bandwidth_gbps=each, prompt_tokens=prompt_tokens, output_tokens=output_tokens, chunk_tokens=chunk_tokens
+        )
+        for each in bandwidths
+    ]
+    combinations = [frozenset(each) for each in COMBINATIONS] if changes is None else [frozenset(), changes]
+    designs = [Design(each, slice_bytes) for each in dict.fromkeys(combinations)]
+    report_of(settings, designs, rate).finish(output)
+    columns = ["figure", "kind", "paper", "model", "error_%", "allowed_%", "verdict"]
+    against = Report("bluefield, against the paper", columns, command="simulate")
+    for row in target_rows(Model()):
+        reached = abs(row["error"]) <= row["tolerance"]
+        percents = {"error_%": f"{row['error'] * 100:+.1f}", "allowed_%": f"{row['tolerance'] * 100:g}"}
+        against.row(**row, figure=row["name"], **percents, verdict="" if reached else "missed")
+    against.finish(Output())
+
+
+def report_of(settings: Sequence[Setting], designs: Sequence[Design], rate: float) -> Report:
+    """Return the rows of both systems and of the designs, and the charts."""
+    model = Model()
+    report = Report("bluefield", list(COLUMNS), command="simulate")
+    for setting in settings:
+        report.row(**_row(CACHEGEN, setting, model.cachegen(setting, rate)))
+        for design in designs:
+            ttft = swing(partial(_ttft_s, setting, design))
+            load = swing(partial(_requests_per_s, setting, design))
+            report.row(
+                **_row(design.name, setting, model.shadowserve(setting, design, rate)),
+                range_ms=f"{1e3 * ttft[0]:.0f} to {1e3 * ttft[1]:.0f}",
+                range_per_s=f"{load[0]:.2f} to {load[1]:.2f}",
+            )
+    report.more = {
+        "assumptions": assumption_rows(), "targets": target_rows(model), "stages": stage_rows(model),
+    }  # fmt: skip
+    report.charts = _charts(model, designs)
+    return report
+
+
+def _ttft_s(setting: Setting, design: Design, model: Model) -> float:
+    return model.ttft_s(setting, design)
+
+
+def _requests_per_s(setting: Setting, design: Design, model: Model) -> float:
+    return model.shadowserve(setting, design).requests_per_s
+
+
+def _fitted(name: str, model: Model) -> float:
+    return float(getattr(model.fitted, name))
+
+
+def _row(system: str, setting: Setting, result: Result) -> dict[str, Any]:
+    row = {
+        "system": system,
+        "link_Gbps": setting.bandwidth_gbps,
+        "net_Gbps": result.fetch_gbps,
+        "ttft_ms": 1e3 * result.ttft_s,
+        "tpot_ms": 1e3 * result.tpot_s,
+        "req_per_s": result.requests_per_s,
+    }
+    return row if result.ttft_at_rate_s is None else row | {"at_rate_ms": 1e3 * result.ttft_at_rate_s}
+
+
+def assumption_rows() -> list[dict[str, Any]]:
+    """Return every number of the model: name, value, low and high (None: a point), source, meaning, whether fitted."""
+    model = Model()
+    rows: list[dict[str, Any]] = [
+        {"name": name, "value": getattr(model.given, name), **its, "fitted_by_model": False}
+        for name, its in described(Given)
+    ]
+    for name, its in described(Fitted):
+        low, high = swing(partial(_fitted, name))
+        rows.append(
+            {"name": name, "value": _fitted(name, model), **its, "low": low, "high": high, "fitted_by_model": True}
+        )
+    return rows
+
+
+def target_rows(model: Model) -> list[dict[str, Any]]:
+    """Return every figure of the paper beside the model's."""
+    return [
+        {
+            "name": target.name,
+            "kind": target.kind,
+            "paper": target.paper,
+            "model": target.model(model),
+            "error": target.error(model),
+            "tolerance": target.tolerance,
+            "source": target.source,
+        }
+        for target in TARGETS
+    ]
+
+
+def stage_rows(model: Model) -> list[dict[str, Any]]:
+    """Return each stage's Gbps alone over the size of a chunk (figure 13a), and together with the others (13b)."""
+    rows = []
+    for tokens in (16, 64, 256, 1024):
+        stages = model.stages_gbps(Setting(bandwidth_gbps=40, chunk_tokens=tokens))
+        rows += [
+            {"chunk_tokens": tokens, "stage": name, "alone_Gbps": alone, "together_Gbps": together}
+            for name, (alone, together) in stages.items()
+        ]
+    return rows
+
+
+def _charts(model: Model, designs: Sequence[Design]) -> list[Chart]:
+    """Draw the paper's settings, whatever was asked for, so that its points belong to the lines."""
+    last = designs[-1]
+    measured = ("paper, ShadowServe", f"paper, {CACHEGEN}")
+    axis = [float(each) for each in range(6, 43, 2)]
+
+    def chart(title: str, unit: str, outputs: int, key: str, points: Sequence[Sequence[Point]]) -> Chart:
+        settings = [Setting(bandwidth_gbps=each, output_tokens=outputs) for each in axis]
+
+        def line(of: Callable[[Setting], Result]) -> list[tuple[float, float]]:
+            scale = 1e3 if unit == "ms" else 1.0
+            return [(each.bandwidth_gbps, scale * getattr(of(each), key)) for each in settings]
+
+        series: dict[str, Sequence[Point]] = {"ShadowServe": line(model.shadowserve), CACHEGEN: line(model.cachegen)}
+        if last.changes:
+            name = "with " + " + ".join(change for change in CHANGES if change in last.changes)
+            series[name] = line(partial(model.shadowserve, design=last))
+        series |= dict(zip(measured, points, strict=True))
+        return Chart(title, x="link, Gbps", y=unit, series=series, dots=measured)
+
+    paper = {target.name: target.paper for target in TARGETS}
+    ours = [(each, paper[f"TTFT at {each} Gbps, ms"]) for each in (20, 30, 40)]
+    # At 30 and 40 Gbps the paper tells theirs by ours.
+    theirs = [(20, paper[f"{CACHEGEN}, TTFT at 20 Gbps, ms"])]
+    theirs += [(30, ours[1][1] / (1 + model.given.loss_30)), (40, ours[2][1] / (1 + model.given.loss_40))]
+    tpots = [
+        [(each, paper[f"{system}TPOT at {each} Gbps, 16 outputs, ms"]) for each in (10, 40)]
+        for system in ("", f"{CACHEGEN}, ")
+    ]
+    loads = [[(20, paper[f"{system}requests/s at 20 Gbps, 32 outputs"])] for system in ("", f"{CACHEGEN}, ")]
+    return [
+        chart("Unloaded TTFT", "ms", 16, "ttft_s", [ours, theirs]),
+        chart("Loaded TPOT, 16 output tokens", "ms", 16, "tpot_s", tpots),
+        chart("Highest load, 32 output tokens", "requests/s", 32, "requests_per_s", loads),
+    ]

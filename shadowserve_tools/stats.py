@@ -1,0 +1,377 @@
+"""``shadowserve stats``: what a running storage server does, in the terminal or as JSON."""
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import unquote
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Column, Table
+
+from shadowserve.errors import StorageRefusedError
+from shadowserve_tools.resp_client import Login, RespClient
+
+__all__ = ["Sample", "Watcher", "stats"]
+
+_SECTIONS: Final = (
+    "server",
+    "clients",
+    "memory",
+    "stats",
+    "shadowserve",
+    "commandstats",
+    "devices",
+    "tenants",
+)
+_BARS: Final = "▁▂▃▄▅▆▇█"
+_HISTORY: Final = 60
+_COMMANDS_SHOWN: Final = 6
+_TENANTS_SHOWN: Final = 20
+_RATES: Final = {
+    "commands_per_s": "total_commands_processed",
+    "hits_per_s": "keyspace_hits",
+    "misses_per_s": "keyspace_misses",
+    "received_bytes_per_s": "total_net_input_bytes",
+    "sent_bytes_per_s": "total_net_output_bytes",
+    "evicted_keys_per_s": "evicted_keys",
+    "evicted_bytes_per_s": "evicted_bytes",
+}
+"""Rates by their counters in INFO."""
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    """Read ``a=1,b=x``."""
+    found: dict[str, Any] = {}
+    for pair in text.split(","):
+        name, _, value = pair.partition("=")
+        if name:
+            found[name] = _number(value)
+    return found
+
+
+def _number(text: str) -> Any:
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a server said at one moment.
+
+    Attributes:
+        fields: of INFO.
+        taken_s: when, of the server's clock.
+    """
+
+    fields: Mapping[str, str]
+    taken_s: float
+
+    @classmethod
+    def take(cls, client: RespClient) -> "Sample":
+        """Ask for one.
+
+        Raises:
+            StorageRefusedError: the server tells this user nothing of the whole.
+        """
+        fields = client.info(_SECTIONS)
+        if "total_commands_processed" not in fields:
+            raise StorageRefusedError(
+                "the server tells this user nothing of what it does for all: ask as one with the category @admin "
+                "(--user, or that user's certificate)"
+            )
+        moment = fields.get("server_time_usec", "")
+        return cls(fields, int(moment) / 1e6 if moment.isdigit() else time.time())
+
+    def number(self, name: str) -> float:
+        """Return a field as a number, 0 if the server does not have it."""
+        value = _number(self.fields.get(name, "0"))
+        return value if isinstance(value, int | float) else 0
+
+    def groups(self, prefix: str) -> list[dict[str, Any]]:
+        """Return the fields ``prefix0``, ``prefix1``... as mappings."""
+        return [_pairs(text) for name, text in self.fields.items() if name.rstrip("0123456789") == prefix]
+
+    def commands(self, earlier: "Sample", span_s: float) -> list[dict[str, Any]]:
+        """Return what each command has cost since the server's start, the slowest first, and its present rate."""
+        found = [
+            {"command": name.removeprefix("cmdstat_")} | _pairs(text)
+            for name, text in self.fields.items()
+            if name.startswith("cmdstat_")
+        ]
+        for each in found:
+            before = _pairs(earlier.fields.get(f"cmdstat_{each['command']}", "")).get("calls", 0)
+            each["calls_per_s"] = max(0, each.get("calls", 0) - before) / span_s
+        return sorted(found, key=lambda each: -float(each.get("usec_per_call", 0)))
+
+    def tenants(self, earlier: "Sample", span_s: float) -> list[dict[str, Any]]:
+        """Return what each tenant has; of those with limits on their rates, what they use of them."""
+        found, before = self.groups("tenant"), {each.get("name"): each for each in earlier.groups("tenant")}
+        total = sum(each.get("used_bytes", 0) for each in found)
+        for each in found:
+            past = before.get(each.get("name"), {})
+            each["share"] = each.get("used_bytes", 0) / total if total else 0.0
+            for name, counter in (("commands", "commands"), ("bytes", "bytes")):
+                if counter in each:
+                    each[f"used_{name}_per_s"] = max(0, each[counter] - past.get(counter, 0)) / span_s
+            each["name"] = unquote(str(each.get("name", "")))
+        return sorted(found, key=lambda each: (-each.get("used_bytes", 0), each["name"]))
+
+    def view(self, before: "Sample | None" = None) -> dict[str, Any]:
+        """Return everything that is shown; rates are those since ``before``, or since the server's start."""
+        uptime_s = self.number("uptime_in_seconds")
+        restarted = before is not None and before.fields.get("run_id") != self.fields.get("run_id")
+        if before is None or restarted:
+            span_s, earlier = max(uptime_s, 1.0), Sample({}, 0.0)
+        else:
+            span_s, earlier = max(self.taken_s - before.taken_s, 1e-3), before
+        rates = {
+            name: max(0.0, self.number(counter) - earlier.number(counter)) / span_s for name, counter in _RATES.items()
+        }
+        asked = rates["hits_per_s"] + rates["misses_per_s"]
+        return {
+            "version": self.fields.get("shadowserve_version", ""),
+            "engine": self.fields.get("engine", ""),
+            "uptime_s": uptime_s,
+            "clients": int(self.number("connected_clients")),
+            "hit_rate": rates["hits_per_s"] / asked if asked else None,
+            **rates,
+            "memory_used_bytes": int(self.number("used_memory")),
+            "memory_budget_bytes": int(self.number("maxmemory")),
+            "records": int(self.number("records")),
+            "pinned_keys": int(self.number("pinned_keys")),
+            "pinned_bytes": int(self.number("pinned_bytes")),
+            "evicted_keys": int(self.number("evicted_keys")),
+            "evictions": _pairs(self.fields.get("evictions", "")),
+            "lost_objects": _pairs(self.fields.get("lost_objects", "")),
+            "expired_keys": int(self.number("expired_keys")),
+            "scrub_rotten": int(self.number("scrub_rotten")),
+            "writing_bytes": int(self.number("writing_bytes")),
+            "devices": self.groups("device"),
+            "arenas": self.groups("arena"),
+            "commands": self.commands(earlier, span_s),
+            "tenants_known": int(self.number("tenants_known")),
+            "tenants": self.tenants(earlier, span_s),
+            "since": "start" if earlier.fields == {} else f"{span_s:.3g} s",
+        }
+
+
+@dataclass
+class Watcher:
+    """Samples in turn, and the recent past of what changes.
+
+    Attributes:
+        watches: whether there is a past to be shown.
+        before: the sample before.
+        history: the latest values, by name.
+    """
+
+    watches: bool = False
+    before: Sample | None = None
+    history: dict[str, "deque[float]"] = field(default_factory=dict)
+
+    def step(self, sample: Sample) -> dict[str, Any]:
+        """Take note of a sample; return its view since the one before."""
+        view = sample.view(self.before)
+        self.before = sample
+        for name in ("hit_rate", "sent_bytes_per_s", "received_bytes_per_s", "commands_per_s", "memory_used_bytes"):
+            self.history.setdefault(name, deque(maxlen=_HISTORY)).append(view[name] or 0.0)
+        return view
+
+    def line(self, name: str) -> str:
+        """Return the recent past of a value as a line of bars."""
+        return _sparkline(self.history.get(name, ()))
+
+
+def _sparkline(values: Iterable[float]) -> str:
+    found = list(values)
+    top = max(found, default=0.0)
+    if len(found) < 2 or top <= 0:
+        return ""
+    return "".join(_BARS[min(len(_BARS) - 1, int(value / top * len(_BARS)))] for value in found)
+
+
+def _size(value: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _shown(view: Mapping[str, Any], where: str, watcher: Watcher) -> RenderableType:
+    hit_rate = "-" if view["hit_rate"] is None else f"{100 * view['hit_rate']:.1f} %"
+    budget = view["memory_budget_bytes"]
+    used = f"{_size(view['memory_used_bytes'])} of {_size(budget)}"
+    head = f"{where}, shadowserve {view['version']}, {view['engine']}, up {view['uptime_s']:.0f} s"
+    table = Table(box=SIMPLE_HEAD, padding=0)
+    since = _since(view)
+    watched = watcher.watches
+    table.add_column("what")
+    table.add_column(since, justify="right")
+    if watched:
+        table.add_column(f"the last {_HISTORY} looks")
+    for title, text, line in (
+        ("hit rate", hit_rate, "hit_rate"),
+        ("sent", f"{_size(view['sent_bytes_per_s'])}/s", "sent_bytes_per_s"),
+        ("received", f"{_size(view['received_bytes_per_s'])}/s", "received_bytes_per_s"),
+        ("commands", f"{view['commands_per_s']:,.0f} /s", "commands_per_s"),
+        ("kept" if view["devices"] else "memory", used, "memory_used_bytes"),
+        ("evicted", f"{view['evicted_keys_per_s']:,.1f} /s, {_size(view['evicted_bytes_per_s'])}/s", ""),
+        ("gone since the start", _gone(view), ""),
+        ("clients", f"{view['clients']:,}", ""),
+        ("records", f"{view['records']:,}", ""),
+        ("pinned", f"{view['pinned_keys']:,}, {_size(view['pinned_bytes'])}", ""),
+    ):
+        table.add_row(title, text, *([watcher.line(line)] if watched else []))
+    return Group(head, table, *_devices(view), *_tenants(view), *_commands(view))
+
+
+def _since(view: Mapping[str, Any]) -> str:
+    """Return what rates are means of, as a column's heading."""
+    return "since the start" if view["since"] == "start" else f"in the last {view['since']}"
+
+
+def _gone(view: Mapping[str, Any]) -> str:
+    """Return why keys went since the server's start, the most frequent cause first."""
+    causes = {**view["evictions"], **view["lost_objects"], "expired": view["expired_keys"]}
+    return ", ".join(
+        f"{cause} {count:,}" for cause, count in sorted(causes.items(), key=lambda each: -each[1]) if count
+    )
+
+
+def _devices(view: Mapping[str, Any]) -> list[RenderableType]:
+    if not view["devices"] and not view["arenas"]:
+        return []
+    title = "devices: bytes, errors and times since the start"
+    table = _table("device", "state", "used", "read", "written", "queue", "errors", "read p99")
+    for each in view["devices"]:
+        table.add_row(
+            str(each.get("name", "")),
+            "in use" if each.get("healthy", 1) else "[red]out of use[/red]",
+            f"{_size(each.get('used_bytes', 0))} of {_size(each.get('capacity_bytes', 0))}",
+            _size(each.get("read_bytes", 0)),
+            _size(each.get("written_bytes", 0)),
+            str(each.get("queue_depth", 0)),
+            str(each.get("errors", 0)),
+            f"{each['read_p99_usec']} us" if "read_p99_usec" in each else "-",
+        )
+    for each in view["arenas"]:
+        used = f"{_size(each.get('used_bytes', 0))} of {_size(each.get('capacity_bytes', 0))}"
+        table.add_row(f"arena {each.get('name', '')}", "in use", used, *["-"] * 5)
+    return [title, table]
+
+
+def _tenants(view: Mapping[str, Any]) -> list[RenderableType]:
+    if not any(each["name"] for each in view["tenants"]):
+        return []  # everything is the default tenant's
+    title = f"tenants: rates {_since(view)}; evictions and waits since the start"
+    columns = ("clients", "keys", "bytes", "share", "pins", "evicted", "cmds/s", "bytes/s", "waits")
+    table = _table("tenant", *columns)
+    shown = view["tenants"][:_TENANTS_SHOWN]
+    for each in shown:
+        table.add_row(
+            each["name"] or "(default)",
+            f"{each.get('clients', 0):,}",
+            _of(f"{each.get('keys', 0):,}", each.get("keys_max"), "{:,}".format),
+            _of(_size(each.get("used_bytes", 0)), each.get("bytes_max"), _size),
+            f"{each['share']:.0%}",
+            f"{each.get('pinned_keys', 0):,}",
+            f"{each.get('evicted_keys', 0):,}",
+            _rate(each, "commands", "{:,.0f}".format),
+            _rate(each, "bytes", _size),
+            f"{each['throttled']:,}" if "throttled" in each else "-",
+        )
+    left = view["tenants_known"] - len(shown)
+    if left > 0:
+        title += f"; the largest, {left:,} more are not shown"
+    return [title, table]
+
+
+def _table(first: str, *others: str) -> Table:
+    """Return a table of numbers, each row of which begins with a name."""
+    numbers = (Column(each, justify="right") for each in others)
+    return Table(Column(first, overflow="fold"), *numbers, box=SIMPLE_HEAD, padding=0)
+
+
+def _of(used: str, limit: float | None, text: Callable[[float], str]) -> str:
+    return used if limit is None else f"{used} of {text(limit)}"
+
+
+def _rate(tenant: Mapping[str, Any], what: str, text: Callable[[float], str]) -> str:
+    """Return a rate and its limit; the rates of tenants without limits are not counted."""
+    used = tenant.get(f"used_{what}_per_s")
+    return "-" if used is None else _of(text(used), tenant.get(f"{what}_per_s"), text)
+
+
+def _commands(view: Mapping[str, Any]) -> list[RenderableType]:
+    if not view["commands"]:
+        return []
+    title = f"slowest commands: calls/s {_since(view)}; all else since the start"
+    table = _table("command", "mean time", "calls", "calls/s", "failed", "refused")
+    for each in view["commands"][:_COMMANDS_SHOWN]:
+        counts = (f"{each.get(name, 0):,}" for name in ("failed_calls", "rejected_calls"))
+        calls = (f"{each.get('calls', 0):,}", f"{each['calls_per_s']:,.1f}")
+        table.add_row(str(each["command"]), f"{each.get('usec_per_call', 0):.1f} us", *calls, *counts)
+    return [title, table]
+
+
+@click.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Name or address of the storage server.")
+@click.option("--port", default=6380, show_default=True, type=click.IntRange(1, 65535), help="Its port.")
+@click.option("--user", default="", help="User to log in as; without it, the default user.")
+@click.option("--password", default="", envvar="SHADOWSERVE_STORAGE_PASSWORD", help="Better in the environment.")
+@click.option("--tls-ca", default="", help="File of authorities of its certificate, or 'system': speak TLS.")
+@click.option("--tls-cert", default="", help="File of our certificate, if it wants one.")
+@click.option("--tls-key", default="", help="File of our certificate's private key.")
+@click.option("--watch", is_flag=True, help="Go on until stopped (Ctrl-C).")
+@click.option("--interval", default=1.0, show_default=True, type=click.FloatRange(0.05), help="Of --watch, in seconds.")
+@click.option("--count", default=0, type=click.IntRange(0), help="With --watch, end after so many; 0: never.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a sample, for scripts.")
+def stats(watch: bool, interval: float, count: int, as_json: bool, **login: Any) -> None:
+    """Show what a running storage server does: hit rate, bandwidth, memory, devices, tenants, slowest commands.
+
+    Once, rates are means since the server's start; with --watch, of each interval but the first. Each table says
+    which of its numbers count from the start. Tenants' rates are counted where they are limited.
+    """
+    where = f"{login['host']}:{login['port']}"
+    console = Console()
+    watcher = Watcher(watches=watch)
+    with RespClient(Login(**login)) as client:
+        if not watch:
+            view = watcher.step(Sample.take(client))
+            if as_json:
+                _print(view)
+            else:
+                console.print(_shown(view, where, watcher))
+            return
+        with Live(console=console, auto_refresh=False, screen=console.is_terminal and not as_json) as live:
+            shown = 0
+            while True:
+                view = watcher.step(Sample.take(client))
+                if as_json:
+                    _print(view)
+                else:
+                    live.update(_shown(view, where, watcher), refresh=True)
+                shown += 1
+                if shown == count:
+                    return
+                try:
+                    time.sleep(interval)
+                except KeyboardInterrupt:
+                    return
+
+
+def _print(view: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(view) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,166 @@
+"""``shadowserve trace``: one fetch as a timeline, one track for each core and stage."""
+
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Final
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from host_control.client import DataPlaneClient
+from host_control.config import HostConfig
+from shadowserve import __version__
+from shadowserve.errors import ShadowServeError
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.tls import Credentials
+from shadowserve_tools.bench.fetch import Target
+from shadowserve_tools.bench.parts.workload import llama_8b, put
+from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.report import machine
+from shadowserve_tools.timeline import STAGES, chrome_trace, stage_times
+
+__all__ = ["record", "trace"]
+
+GRACE_S: Final = 30.0
+"""For a recording to be put together and sent: it may be of hundreds of thousands of spans."""
+
+
+@click.command()
+@click.option(
+    "--output", "-o", metavar="FILE", type=click.Path(dir_okay=False, writable=True, path_type=Path), required=True,
+    help="Where the timeline goes, as JSON.",
+)  # fmt: skip
+@click.option(
+    "--data-plane", metavar="HOST:PORT",
+    help="Record a running data plane's next fetches, instead of one of our own making.",
+)  # fmt: skip
+@click.option(
+    "--seconds", default=30.0, show_default=True, type=click.FloatRange(0.001, 600.0),
+    help="Wait, and record, no longer than this.",
+)  # fmt: skip
+@click.option(
+    "--fetches", default=1, show_default=True, type=click.IntRange(1, 10000),
+    help="Record until so many Fetch calls are over; each is one round of a prompt.",
+)  # fmt: skip
+@click.option(
+    "--chunks", default=16, show_default=True, type=click.IntRange(1, 512),
+    help="Without --data-plane: chunks of 256 tokens to fetch.",
+)  # fmt: skip
+@click.option(
+    "--set", "settings", metavar="KEY=VALUE", multiple=True,
+    help="Without --data-plane: a key of the data plane's configuration, such as fused=false. Repeatable.",
+)  # fmt: skip
+def trace(
+    output: Path, data_plane: str | None, seconds: float, fetches: int, chunks: int, settings: tuple[str, ...]
+) -> None:
+    """Write one fetch as a timeline: what each thread did on which core, slice by slice.
+
+    Open the file in https://ui.perfetto.dev or chrome://tracing. Each core is a process with a track for each stage's
+    thread that ran on it; on top are the steps of the Fetch call. A table sums up how long each stage was busy, and how
+    long its threads waited: the stage that hardly waits is the bottleneck.
+
+    \b
+    A fetch of our own, of a prompt of Llama-8B's shape, from a storage server of its own:
+        shadowserve trace -o fetch.json
+    The same with the paper's separate stages:
+        shadowserve trace -o separate.json --set fused=false
+    The next fetch of a data plane that serves:
+        shadowserve trace -o fetch.json --data-plane 127.0.0.1:50151
+
+    Ask on the machine whose fetches are wanted: a data plane tells each host of its own ones only. Where it speaks TLS,
+    the keys tls_* of section 'host' of the configuration are used.
+    """
+    if data_plane is not None and settings:
+        raise click.UsageError("--set is for a data plane of our own; the one at --data-plane has its configuration")
+    if data_plane is not None:
+        spans, dropped = record(data_plane, seconds, fetches, lambda: None, HostConfig.load().credentials())
+    else:
+        spans, dropped = _record_own(seconds, fetches, chunks, settings)
+    if not any(span.step in STAGES for span in spans):
+        raise ShadowServeError(f"no fetch moved anything within {seconds:g} s; ask again while requests come in")
+    about = {"shadowserve": __version__, "machine": machine(), "dropped": dropped}
+    output.write_text(json.dumps(chrome_trace(spans, about)) + "\n")
+    _summarize(spans, dropped, output)
+
+
+def record(
+    address: str,
+    seconds: float,
+    fetches: int,
+    recording: Callable[[], object],
+    credentials: Credentials | None = None,
+) -> tuple[list[pb.TraceSpan], int]:
+    """Record a data plane's next fetches.
+
+    Args:
+        address: of the data plane, ``host:port`` or ``unix:/path``.
+        seconds: to wait and record at most.
+        fetches: calls after whose end it is over sooner.
+        recording: called once the recording runs.
+        credentials: for TLS; ``None`` for none.
+
+    Returns:
+        The spans, and how many there was no room for.
+
+    Raises:
+        ShadowServeError: the data plane is away, or does not record.
+    """
+    spans: list[pb.TraceSpan] = []
+    dropped = 0
+    with closing(DataPlaneClient(address, credentials=credentials, connect_timeout=GRACE_S)) as plane:
+        answers = plane.trace(seconds, fetches)
+        next(answers)
+        recording()
+        for answer in answers:
+            spans += answer.spans
+            dropped += answer.dropped
+    return spans, dropped
+
+
+def _record_own(seconds: float, fetches: int, chunks: int, settings: Sequence[str]) -> tuple[list[pb.TraceSpan], int]:
+    """Fetch a prompt twice from a storage server of our own: once to make connections, once to be recorded."""
+    flags = []
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key:
+            raise click.UsageError(f"--set {setting}: give KEY=VALUE, such as fused=false")
+        flags += [f"--{key.replace('_', '-')}", value]
+    workload = llama_8b(chunks)
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        storage = stack.enter_context(start_storage(logs))
+        plane = stack.enter_context(start_data_plane(logs, storage.address, *flags))
+        put(workload, storage.address)
+        target = stack.enter_context(Target.opened(plane.address, workload))
+        target.fetch()
+        target.clear()
+        spans, dropped = record(plane.address, seconds, fetches, target.fetch)
+        target.verify()
+    return spans, dropped
+
+
+def _summarize(spans: Sequence[pb.TraceSpan], dropped: int, output: Path) -> None:
+    console = Console()
+    table = Table("step", "threads", "spans", "busy ms", "waiting ms", "share", "MB in", "MB out", title="the stages")
+    for time in stage_times(spans):
+        table.add_row(
+            time.stage,
+            str(time.threads),
+            f"{time.spans:,d}",
+            f"{time.busy_ns / 1e6:.2f}",
+            f"{time.waiting_ns / 1e6:.2f}",
+            f"{time.share:.0%}",
+            f"{time.input_bytes / 1e6:.1f}",
+            f"{time.output_bytes / 1e6:.1f}",
+        )
+    console.print(table)
+    for span in spans:
+        if span.step not in STAGES:
+            console.print(f"{span.step}: {(span.end_ns - span.begin_ns) / 1e6:.2f} ms", highlight=False)
+    if dropped:
+        console.print(f"{dropped:,d} spans are missing: raise the data plane's trace_events")
+    console.print(f"{output}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)

@@ -1,0 +1,224 @@
+"""Every benchmark runs, small, so that none rots: its table, its data, and its own checks of what it moved."""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from machine import NEVER_S
+
+from shadowserve import native
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools import main
+from shadowserve_tools.bench.parts.disks import Disks
+from shadowserve_tools.bench.peers.network import linked
+from shadowserve_tools.report import verdict
+
+NO_PEERS = ["--peers-python", "/nonexistent/python"]
+SMALL = {
+    "fetch": ["--chunks", "1", "--repeats", "1", *NO_PEERS],
+    "pipeline": ["--chunks", "2", "--layers", "1", "--long", "4", "--long-layers", "1", "--repeats", "1"],
+    "stages": ["--largest", "64", "--mebibytes", "1", "--repeats", "1"],
+    "codecs": ["--layers", "1", "--mebibytes", "1", "--repeats", "1"],
+    "storage": [
+        *("--sizes", "1,2", "--connections", "1,2", "--mebibytes", "8", "--repeats", "1"),
+        *("--engines", "memory,pool"),
+    ],
+    "commands": ["--count", "500", "--repeats", "1"],
+    "index": ["--objects", "200000", "--repeats", "1"],
+    "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
+    "control": ["--requests", "4", "--prompt-chunks", "2"],
+    "memory": [],
+    "isolation": ["--samples", "100"],
+    "recovery": ["--objects", "2000", "--pairs", "1"],
+    "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "80,40", "--memory", "20", "--repeats", "1"],
+    "interference": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
+        *("--documents", "1", "--lengths", "4", "--rates", "0.5", "--curve-output", "4", "--requests", "2"),
+        *("--recomputed", "1", "--repeats", "1", "--windows", "1", "--window-steps", "5"),
+    ],
+    "ablation": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
+        *("--documents", "1", "--output-tokens", "4", "--requests", "2", "--unloaded", "1", "--repeats", "1"),
+    ],
+    "gpu": [
+        *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
+        *("--kv-rate", "1", "--repeats", "1"),
+    ],
+}
+PARTS = ("pool", "passthrough")
+REDIS_RATIOS = ("cpu_gain_over_redis", "cpu_gain_over_redis_pool")
+
+
+def may_cap() -> bool:
+    with tempfile.TemporaryDirectory() as folder, Disks(Path(folder)) as disks:
+        return not disks.why_not
+
+
+RATIOS = {
+    "fetch": {
+        "cpu_over_best_raw_peer",
+        "throughput_over_best_raw_peer",
+        "gb_per_cpu_s_over_naive",
+        "fetch_over_naive",
+        "cpu_over_naive",
+        "cpu_over_uncompressed",
+        "throughput_over_uncompressed",
+        "stored_over_raw",
+    },
+    "pipeline": {"over_ideal", "over_ideal_separate", "linear_growth"},
+    "stages": {"dequantize_over_memcpy", "fused_over_memcpy", "fused_over_separate", "net_over_plain_socket"},
+    "codecs": {
+        "kvrans_over_zstd",
+        "kvrans_over_memcpy",
+        "kvrans_bytes_over_deflate",
+        "kvrans_encode_GB_per_s",
+        "deflate_over_zlib_numpy",
+        "deflate_encode_GB_per_s",
+        "dequantize_over_memcpy",
+        *(["kvrans_avx2_over_zstd"] if native.isa_available(native.Isa.AVX2) else []),
+    },
+    "storage": {
+        f"{verb}_{ratio}"
+        for verb in ("get", "getrange")
+        for ratio in (
+            *("over_socket_floor", "over_socket_floor_pool"),
+            "cpu_gain_over_memory_pool",
+            *(REDIS_RATIOS if shutil.which("redis-server") else ()),
+        )
+    },
+    "commands": {"set_1_over_redis", "get_1_over_redis", "set_16_over_redis", "get_16_over_redis"},
+    "index": {
+        "resident_bytes_each",
+        "counted_bytes_each",
+        "find_us_in_c",
+        "find_us_from_python",
+        "recovery_s_per_million",
+    },
+    "link": {"over_raw_peers_4", "over_compressing_peers_4", "raw_over_stored"},
+    "control": {"iteration_over_0.2_ms", "lookup_over_20_ms", "lookup_round_trips"},
+    "memory": {"resident_over_allowed"},
+    "isolation": {"guess_beyond_chance", "own_guess_beyond_chance"},
+    "recovery": {"seconds_per_million_objects", "seconds_per_million_named_objects"},
+    "pool": {
+        "aggregate_over_sum",
+        "devices_over_sum",
+        "placement_error",
+        "orchestration_share",
+        "control_share",
+        "cpu_gain_over_filesystem",
+        "pool_only_over_full",
+        "passthrough_only_over_full",
+        *(["organizer_error", *(f"{part}_only_over_full_uncapped" for part in PARTS)] if may_cap() else []),
+    },
+    "interference": {
+        "decode_step_slowdown",
+        "decode_step_slowdown_in_engine",
+        "decode_step_slowdown_by_spinning",
+        "decode_step_slowdown_by_copying",
+        "decode_step_slowdown_in_cpu_time",
+        "tpot_gain_over_in_engine",
+        "ttft_gain_over_in_engine",
+        "ttft_gain_over_recompute",
+    },
+    "ablation": {"no_af_tpot", "no_cp_ttft", "no_mm_ttft"},
+    "gpu": {
+        "scatter_over_device_copy",
+        "decode_step_slowdown_by_scatter",
+        "decode_step_slowdown_by_decompression",
+    },
+}
+PEERS = {
+    "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP", "NIXL, UCX over TCP"],
+    "link": ["LMCache, lm://", "LMCache server, fp8, Redis tuned"],
+}
+
+
+def may_link() -> bool:
+    try:
+        with linked():
+            return True
+    except ShadowServeError:
+        return False
+
+
+LACKING = {
+    *(() if may_link() else ("link",)),
+    *(() if shutil.which("redis-server") and shutil.which("redis-benchmark") else ("commands",)),
+}
+
+
+def run(tmp_path: Path, name: str) -> dict[str, Any]:
+    file, plot = tmp_path / f"{name}.json", tmp_path / f"{name}.svg"
+    result = CliRunner().invoke(main, ["bench", name, *SMALL[name], "--json", str(file), "--plot", str(plot)])
+    assert result.exit_code == 0, result.output
+    content: dict[str, Any] = json.loads(file.read_text())
+    assert all(chart["title"] in plot.read_text() for chart in content["charts"])
+    return content
+
+
+@pytest.mark.filterwarnings("ignore")  # vLLM's imports warn
+@pytest.mark.parametrize("name", sorted(set(SMALL) - LACKING))
+def test_a_small_run_writes_what_it_promises(tmp_path: Path, name: str) -> None:
+    content = run(tmp_path, name)
+    assert content["bench"] == name
+    assert content["rows"] and all(set(row) <= set(content["columns"]) for row in content["rows"])
+    assert content["charts"]
+    assert content["machine"]["cores"] >= 1 and "deflate" in content["machine"]["codecs"]
+    assert set(content["ratios"]) == RATIOS[name]
+    # A step beside something else may happen to be faster than alone.
+    assert all(value > (-1 if "slowdown" in ratio else 0) for ratio, value in content["ratios"].items())
+    rows = {row.get("system"): row for row in content["rows"]}
+    for peer in PEERS.get(name, ()):
+        assert rows[peer] == {"system": peer, "note": "not installed (scripts/setup-peers)"}
+
+
+def test_link_says_what_it_needs_where_it_may_not_make_namespaces() -> None:
+    command = [sys.executable, "-m", "shadowserve_tools", "bench", "link", *SMALL["link"]]
+    if may_link():
+        command = ["setpriv", "--bounding-set=-sys_admin,-net_admin", *command]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S)
+    assert done.returncode == 1
+    assert "cannot make a network namespace" in done.stderr and "CAP_NET_ADMIN" in done.stderr
+    assert "unshare --user" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_gpu_says_what_it_needs_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["bench", "gpu"])
+    assert result.exit_code == 1
+    assert "bench gpu needs a GPU" in result.output and "--cpu" in result.output
+
+
+def test_every_benchmark_has_a_small_run() -> None:
+    from shadowserve_tools.bench import BENCHES
+
+    assert set(BENCHES) == set(SMALL) == set(RATIOS)
+
+
+def test_a_plot_of_another_kind_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["bench", "fetch", "--plot", str(tmp_path / "plot.jpeg")])
+    assert result.exit_code == 2
+    assert "plot.jpeg ends neither in .png nor in .svg" in result.output
+
+
+@pytest.mark.parametrize(
+    ("value", "goal", "reached"),
+    [
+        (3.0, "at least 3", True),
+        (2.9, "at least 3", False),
+        (0.95, "at most 0.95, tables included", True),
+        (1.0, "exactly 1", True),
+        (2.0, "exactly 1", False),
+        (1.0, "none; the compression", None),
+    ],
+)
+def test_a_goal_in_words_is_judged(value: float, goal: str, reached: bool | None) -> None:
+    assert verdict(value, goal) is reached

@@ -1,0 +1,322 @@
+"""The ``shadowserve`` command: what it prints, and the exit codes that scripts rely on."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from machine import NEVER_S, PATIENT, free_port
+
+from dpu_dataplane.config import DataPlaneConfig
+from shadowserve import __version__
+from shadowserve.config import Section
+from shadowserve_tools import COMMANDS, main
+from shadowserve_tools.bench import BENCHES
+from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.simulate import SIMULATIONS
+from storage_kv.config import StorageConfig
+
+PROGRAMS: list[tuple[str, type[Section]]] = [("storage", StorageConfig), ("dpu", DataPlaneConfig)]
+
+
+@pytest.fixture(autouse=True)
+def no_configuration_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("SHADOWSERVE_") and "NATIVE" not in name]:
+        monkeypatch.delenv(variable)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments), prog_name="shadowserve")
+
+
+# ---- Help ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_explains_itself() -> None:
+    done = run("--help")
+    assert done.exit_code == 0
+    assert all(re.search(rf"^  {name} ", done.output, re.MULTILINE) for name in COMMANDS)
+    assert "Exit codes:" in done.output
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+@pytest.mark.parametrize(
+    "command",
+    [[name] for name in COMMANDS]
+    + [["bench", name] for name in BENCHES]
+    + [["simulate", name] for name in SIMULATIONS],
+    ids=" ".join,
+)
+def test_every_command_explains_itself_and_each_of_its_options(command: list[str], flag: str) -> None:
+    done = run(*command, flag)
+    assert done.exit_code == 0, done.output
+    assert done.output.startswith(f"Usage: shadowserve {' '.join(command)} [OPTIONS]")
+    options = re.findall(r"^  (?:-\w, )?(--[\w-]+)[^\n]*(\n[ ]{6,}\S)?", done.output, re.MULTILINE)
+    assert "--help" in {name for name, _ in options}
+    for option in re.findall(r"^  --[\w-]+(?: [A-Z\[<|:.\]a-z0-9>_-]+)?$(?!\n {6})", done.output, re.MULTILINE):
+        pytest.fail(f"{option.strip()} has no help")
+
+
+@pytest.mark.parametrize(("command", "section"), PROGRAMS)
+def test_a_program_has_a_flag_for_each_key_with_its_default(command: str, section: type[Section]) -> None:
+    text = " ".join(run(command, "--help").output.split())
+    for key, field in section.model_fields.items():
+        flag = rf" --{key.replace('_', '-')} (?:[A-Z:]+|\[[\w|]+\]) +\[default: {re.escape(section.default_text(key))}"
+        assert re.search(flag, text), key
+        assert " ".join((field.description or "").replace("``", "'").split()) in text
+
+
+def test_a_flag_says_what_it_takes() -> None:
+    shown = {name: run(name, "--help").output for name, _ in PROGRAMS}
+    for program, flag in (
+        ("storage", "--memory-budget-bytes BYTES  [default: 4 GiB; at least 1 MiB]"),
+        ("storage", "--engine [auto|memory|pool]  [default: auto]"),
+        ("storage", "--log-level [DEBUG|INFO|WARNING|ERROR]  [default: INFO]"),
+        ("storage", "--stall-timeout-s SECONDS  [default: 60.0; above 0.0]"),
+        ("storage", "--host HOST  [default: 127.0.0.1]"),
+        ("storage", "--port PORT  [default: 6380; at most 65535]"),
+        ("storage", "--metrics-port PORT  [default: none; at most 65535]"),
+        ("storage", "--arena-nodes [auto|NODES]  [default: auto]"),
+        ("storage", "--protected-mode [true|false]  [default: true]"),
+        ("storage", "--tls-key PATH  [default: none]"),
+        ("storage", "--tenants MAPPING  [default: {}]"),
+        ("dpu", "--storage HOST:PORT  [default: 127.0.0.1:6380]"),
+        ("dpu", "--fused [auto|true|false]  [default: auto]"),
+        ("dpu", "--poll-interval-us MICROSECONDS  [default: 10; at most 1000000]"),
+        ("dpu", "--quarantine-time SECONDS  [default: 300.0; above 0, at most 86400]"),
+        ("dpu", "--net-cores [auto|CORES]  [default: auto]"),
+    ):
+        assert f"  {flag}\n" in shown[program]
+    assert " VALUE" not in "".join(shown.values())
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize(("command", "section"), PROGRAMS)
+def test_a_programs_help_is_in_groups_and_fits_the_terminal(command: str, section: type[Section], columns: int) -> None:
+    done = CliRunner().invoke(main, [command, "--help"], prog_name="shadowserve", terminal_width=columns)
+    assert max(map(len, done.output.splitlines())) <= columns
+    assert set(section.headings) <= set(section.model_fields)
+    assert next(iter(section.model_fields)) in section.headings
+    headings = re.findall(r"^(\S.*):$", done.output, re.MULTILINE)
+    assert headings == ["General", *section.headings.values()]
+
+
+# ---- The files of configs/ -------------------------------------------------------------------------------------------
+
+
+def test_the_configurations_are_listed_and_printed() -> None:
+    names = run("config").output.split()
+    folder = Path(__file__).parents[2] / "configs"
+    assert {"storage.yaml", "emulated.yaml", "bluefield.yaml", "host.yaml"} <= set(names)
+    assert set(names) == {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    for name in names:
+        assert run("config", name).output == (folder / name).read_text()
+
+
+def test_an_unknown_configuration_ends_with_2_and_says_which_there_are() -> None:
+    done = run("config", "storge.yaml")
+    assert done.exit_code == 2 and "storage.yaml" in done.output
+
+
+def test_a_printed_configuration_is_one_that_the_program_takes(tmp_path: Path) -> None:
+    file = tmp_path / "storage.yaml"
+    file.write_text(run("config", "storage.yaml").output)
+    assert StorageConfig.load(file, environment={}) == StorageConfig()
+
+
+def test_the_version_is_the_one_that_is_written_once() -> None:
+    done = run("--version")
+    assert (done.exit_code, done.output) == (0, f"shadowserve, version {__version__}\n")
+
+
+def test_the_command_runs_without_its_script() -> None:
+    command = [sys.executable, "-m", "shadowserve_tools", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout) == (0, f"shadowserve, version {__version__}\n")
+
+
+# ---- Exit codes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["storge"], "storge"),
+        (["storage", "--prot", "1"], "--prot"),
+        (["storage", "--port"], "--port"),
+        (["storage", "--port", "many"], "command line: port: .*integer"),
+        (["storage", "--port", "[1"], "not a YAML value"),
+        (["storage", "unexpected"], "unexpected"),
+        (["storage", "--config", "absent.yaml"], "cannot read configuration file absent.yaml"),
+        (["dpu", "--backend", "doca5"], "backend: .*'software'"),
+        (["dpu", "--listen", "192.0.2.1:1"], "can be reached from other machines"),
+        (["bench", "nothing"], "nothing"),
+        (["bench"], "Usage"),
+        (["demo", "--turns", "0"], "--turns"),
+        (["doctor", "--nothing"], "--nothing"),
+        ([], "Usage"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_used_ends_with_2_and_says_so(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert re.search(message, " ".join(done.output.split()))
+
+
+def test_an_unknown_key_in_a_file_ends_with_2_and_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("storage: {prot: 1}\n")
+    done = run("storage", "--config", str(file))
+    assert done.exit_code == 2
+    assert "there is no key 'prot'; did you mean 'port'" in done.output
+
+
+def test_an_unknown_variable_ends_with_2_and_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHADOWSERVE_STORAGE_PROT", "1")
+    done = run("storage")
+    assert done.exit_code == 2
+    assert "did you mean 'port'" in done.output
+
+
+def test_what_does_not_work_ends_with_1_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("shadowserve_tools.demo._path", lambda: str(tmp_path))
+    done = run("demo")
+    assert done.exit_code == 1
+    assert re.fullmatch(r"Error: the demo needs vLLM.*make setup.*\n", done.output)
+
+
+@pytest.mark.parametrize(("command", "flags"), [("storage", ["--port"]), ("dpu", ["--listen"])])
+def test_an_address_in_use_ends_with_2_in_one_line(command: str, flags: list[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        address = port if command == "storage" else f"127.0.0.1:{port}"
+        program = [sys.executable, "-m", "shadowserve_tools", command, *flags, address]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=NEVER_S)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert port in done.stderr.splitlines()[-1]
+
+
+# ---- The programs ----------------------------------------------------------------------------------------------------
+
+
+def test_both_programs_start_meet_and_stop_cleanly_on_sigterm(tmp_path: Path) -> None:
+    small = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB"]
+    with (
+        start_storage(tmp_path) as storage,
+        start_data_plane(tmp_path, storage.address, *PATIENT, *small) as data_plane,
+    ):
+        done = run("doctor", "--json", "--storage", storage.address, "--data-plane", data_plane.address)
+        states = {finding["what"]: finding["state"] for finding in json.loads(done.output)["findings"]}
+        assert (states["storage server"], states["data plane"]) == ("ok", "ok")
+    for child in (storage, data_plane):
+        assert child.process.returncode == 0, child.log.read_text()
+        assert "Traceback" not in child.log.read_text()
+
+
+# ---- Doctor ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_doctor_reports_findings_that_a_script_can_read() -> None:
+    done = run("doctor", "--json", "--storage", "127.0.0.1:1", "--data-plane", "127.0.0.1:1")
+    report = json.loads(done.output)
+    assert report["version"] == __version__
+    findings = {finding["what"]: finding for finding in report["findings"]}
+    assert len(findings) == len(report["findings"])
+    assert {"Python", "system", "C core", "shared memory", "storage server", "data plane"} <= set(findings)
+    assert {"codec none", "codec deflate", "codec lz4", "codec zstd", "codec kvrans"} <= set(findings)
+    for finding in report["findings"]:
+        assert set(finding) == {"what", "state", "found", "mend"}
+        assert finding["state"] in ("ok", "warning", "failed")
+        assert finding["found"]
+        assert finding["mend"] or finding["state"] == "ok"
+    assert done.exit_code == any(finding["state"] == "failed" for finding in report["findings"])
+
+
+def test_the_doctor_finds_what_it_needs_to_run_these_tests() -> None:
+    findings = {finding["what"]: finding for finding in json.loads(run("doctor", "--json").output)["findings"]}
+    assert [findings[what]["state"] for what in ("Python", "system", "C core", "codec none")] == ["ok"] * 4
+
+
+def found_by_doctor(*arguments: str) -> dict[str, tuple[str, str, str]]:
+    findings = json.loads(run("doctor", "--json", *arguments).output)["findings"]
+    return {each["what"]: (each["state"], each["found"], each["mend"]) for each in findings}
+
+
+@pytest.mark.parametrize(
+    ("address", "command"),
+    [
+        ("127.0.0.1:1", "shadowserve storage --port 1"),
+        ("nowhere", "give the address as HOST:PORT"),
+        ("127.0.0.1:many", "give the address as HOST:PORT"),
+        (":6380", "give the address as HOST:PORT"),
+    ],
+)
+def test_a_program_that_does_not_run_is_a_warning_with_the_command_that_starts_it(address: str, command: str) -> None:
+    state, _, mend = found_by_doctor("--storage", address)["storage server"]
+    assert (state, mend) == ("warning", command)
+
+
+def test_the_doctor_looks_where_the_configuration_says(tmp_path: Path) -> None:
+    """In the host's role it looked for storage at the default port, and told to start it with another file."""
+    ports = [free_port() for _ in range(2)]
+    file = tmp_path / "all.yaml"
+    file.write_text(
+        f"host: {{data_plane: '127.0.0.1:{ports[1]}'}}\n"
+        f"dpu: {{listen: '127.0.0.1:{ports[1]}', storage: '127.0.0.1:{ports[0]}'}}\nstorage: {{port: {ports[0]}}}\n"
+    )
+    for role in ("host", "dpu", "storage"):
+        found = found_by_doctor("--role", role, "--config", str(file))
+        state, address, mend = found["storage server"]
+        assert (state, mend) == ("warning", f"shadowserve storage --config {file}")
+        assert f"127.0.0.1:{ports[0]}" in address
+        if role != "storage":
+            state, address, mend = found["data plane"]
+            assert (state, mend) == ("warning", f"shadowserve dpu --config {file}")
+            assert f"127.0.0.1:{ports[1]}" in address
+
+
+def test_the_doctors_command_starts_a_data_plane_where_the_host_looks_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "host.yaml"
+    file.write_text("host: {data_plane: '127.0.0.1:1'}\n")
+    assert found_by_doctor("--config", str(file))["data plane"][2] == "shadowserve dpu --listen 127.0.0.1:1"
+
+
+def test_the_doctor_looks_at_each_node_of_a_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "dpu.yaml"
+    file.write_text("dpu: {storage_cluster: ['127.0.0.1:1', '127.0.0.1:2']}\n")
+    found = found_by_doctor("--config", str(file))
+    assert {what for what in found if what.startswith("storage")} == {
+        "storage node 127.0.0.1:1",
+        "storage node 127.0.0.1:2",
+    }
+
+
+def test_the_doctor_ends_with_1_when_something_will_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("no shared memory here")
+
+    monkeypatch.setattr("shutil.disk_usage", broken)
+    done = run("doctor", "--json")
+    assert done.exit_code == 1
+    assert any("no shared memory here" in finding["found"] for finding in json.loads(done.output)["findings"])
+
+
+def test_the_doctor_talks_to_people_too() -> None:
+    done = run("doctor")
+    assert "C core" in done.output and re.search(r"^\d+ failed, \d+ warnings$", done.output, re.MULTILINE)
+
+
+def test_every_command_is_one() -> None:
+    context = click.Context(main)
+    assert all(isinstance(main.get_command(context, name), click.Command) for name in COMMANDS)
+    assert main.get_command(context, "absent") is None

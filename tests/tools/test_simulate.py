@@ -1,0 +1,261 @@
+"""``shadowserve simulate``: how near it is to the paper, what it must say in the limits, and what it writes."""
+
+import dataclasses
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from shadowserve_tools import main
+from shadowserve_tools.simulate.assumptions import RANGED, Fitted, Given, described
+from shadowserve_tools.simulate.bluefield import COMBINATIONS, assumption_rows
+from shadowserve_tools.simulate.model import CHANGES, Design, Model, Setting, swing
+from shadowserve_tools.simulate.targets import TARGETS, Target
+
+REPOSITORY = Path(__file__).parents[2]
+MODEL = Model()
+DESIGNS = [Design(frozenset(each)) for each in COMBINATIONS]
+LINKS = (1, 5, 10, 19, 20, 21, 25, 30, 40, 100, 1000)
+QUIET = Given(network_without_dequantization_gbps=37.3, network_together_gbps=37.3)
+designs = pytest.mark.parametrize("design", DESIGNS, ids=lambda design: design.name)
+
+
+def at(bandwidth: float, **others: int) -> Setting:
+    return Setting(bandwidth_gbps=bandwidth, **others)
+
+
+# ---- Against the paper ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_the_paper_is_reproduced_or_said_to_be_missed(target: Target) -> None:
+    # One that is said to be missed and no longer is belongs among the others, and the document has to change.
+    assert (abs(target.error(MODEL)) > target.tolerance) == target.missed
+
+
+def test_what_is_fitted_is_not_missed_and_not_called_a_prediction() -> None:
+    # 32 tasks are no 32 Gbps; and the one prediction of 20.6 is made without it, which the next test holds.
+    given = {value for name, value in dataclasses.asdict(Given()).items() if name != "tasks_in_flight"} - {20.6}
+    for target in TARGETS:
+        assert not (target.kind == "fit" and target.missed)
+        assert not (target.kind == "prediction" and target.paper in given), target.name
+    assert sum(target.kind == "prediction" for target in TARGETS) >= 10
+
+
+def test_the_network_stage_from_traffic_alone_does_not_know_what_it_predicts() -> None:
+    told_otherwise = Model(dataclasses.replace(MODEL.given, network_together_gbps=25))
+    said = MODEL.network_by_traffic_alone_gbps()
+    assert told_otherwise.network_by_traffic_alone_gbps() == pytest.approx(said, rel=0.02)
+
+
+def test_each_number_has_a_source_a_meaning_and_a_range_around_it() -> None:
+    for name, its in [*described(Given), *described(Fitted)]:
+        assert its["source"] and its["meaning"], name
+    for row in assumption_rows():
+        if row["low"] is not None:
+            assert row["low"] <= row["value"] <= row["high"], row["name"]
+    names = {field.name for field in dataclasses.fields(Given)}
+    for name, its in described(Fitted):
+        if not its["source"].startswith("the four TPOT"):
+            assert set(its["source"].split(", ")) <= names, name
+
+
+def test_instructions_are_those_that_are_counted() -> None:
+    counts = json.loads((REPOSITORY / "native/bench/instructions.json").read_text())["gcc-12 aarch64"]
+    decode, symbols = counts["kvrans-decode neon"]
+    dequantize, element_bytes = counts["dequantize-bfloat16 neon"]
+    file = "shadowserve_tools/simulate/assumptions.py"
+    message = f"change Given in {file}, run scripts/gen-bench-docs, draw docs/simulation.svg"
+    assert MODEL.given.kvrans_instructions == pytest.approx(decode / symbols, rel=0.03), message
+    assert MODEL.given.dequantize_instructions == pytest.approx(dequantize / (element_bytes / 2), rel=0.03), message
+
+
+def test_what_the_document_says_in_short_is_what_the_model_says() -> None:
+    text = (REPOSITORY / "docs/simulation.md").read_text().partition("## In short")[2].partition("## The method")[0]
+    floor = MODEL.ttft_s(at(40), Design())
+    freed = MODEL.fitted.stored_gbit * (1 / 20.6 - 1 / 37.3)
+    assert f"TTFT {1e3 * (floor - freed):.0f} ms for {1e3 * floor:.0f}" in text
+    assert f"the {1e3 * MODEL.fitted.rest_s:.0f} ms that" in text
+    for changes, words in (("fusion,slices", "take {:.0f} % off"), ("fusion,slices,huffman", "make it {:.0f} %")):
+        faster = MODEL.ttft_s(at(40), Design(frozenset(changes.split(","))))
+        assert words.format(100 * (1 - faster / floor)) in " ".join(text.split())
+    for cycle, ours_wins in ((0.70, False), (0.72, True)):  # "Below 0.71"
+        model = Model(dataclasses.replace(MODEL.given, instructions_per_cycle=cycle))
+        assert (model.ttft_s(at(40), Design(frozenset({"kvrans"}))) < floor) == ours_wins
+    for link, ours_wins in ((25.5, True), (26.5, False)):  # "some 26 Gbps"
+        assert (MODEL.ttft_s(at(link), Design()) < MODEL.cachegen(at(link)).ttft_s) == ours_wins
+
+
+# ---- Limits --------------------------------------------------------------------------------------------------------
+
+
+@designs
+def test_without_contention_the_network_stage_is_as_fast_as_alone(design: Design) -> None:
+    quiet = Model(QUIET)
+    assert quiet.network_gbps(at(40), design) == pytest.approx(37.3)
+    assert MODEL.network_gbps(at(40), design) < 37.3
+
+
+@designs
+def test_beyond_the_card_a_faster_link_changes_nothing(design: Design) -> None:
+    fastest = MODEL.shadowserve(at(math.inf), design)
+    assert fastest == MODEL.shadowserve(at(1000), design)
+    assert fastest.fetch_gbps == MODEL.network_gbps(at(40), design)
+
+
+@pytest.mark.parametrize("design", [Design(), Design(frozenset({"kvrans"}))], ids=lambda design: design.name)
+def test_one_chunk_takes_the_sum_of_its_stages_and_the_next_the_slowest(design: Design) -> None:
+    stages = MODEL.stages_s(at(40), design).values()
+    rest = MODEL.fitted.rest_s / 14_000 * 256
+    one, two, three = (MODEL.ttft_s(at(40, prompt_tokens=256 * count), design) for count in (1, 2, 3))
+    assert one == pytest.approx(rest + sum(stages))
+    assert two - one == pytest.approx(rest + max(stages))
+    assert three - two == pytest.approx(two - one)
+
+
+def test_a_round_fills_the_pipeline_again() -> None:
+    stages = MODEL.stages_s(at(40), Design()).values()
+    in_rounds = Model(dataclasses.replace(MODEL.given, buffer_mib=32))  # of one chunk
+    chunks = in_rounds.ttft_s(at(40, prompt_tokens=512), Design()) - in_rounds.ttft_s(
+        at(40, prompt_tokens=256), Design()
+    )
+    assert chunks == pytest.approx(in_rounds.fitted.rest_s / 14_000 * 256 + sum(stages), rel=1e-3)
+
+
+def test_slices_of_a_whole_chunk_without_hand_over_are_the_chunk() -> None:
+    model = Model(dataclasses.replace(MODEL.given, hand_over_us=0))
+    whole = Design(frozenset({"slices"}), slice_bytes=16 << 20)
+    assert model.ttft_s(at(40), whole) == pytest.approx(model.ttft_s(at(40), Design()))
+
+
+def test_engines_that_bypass_the_caches_gain_nothing_from_fusion() -> None:
+    model = Model(dataclasses.replace(MODEL.given, cached_share=0))
+    assert model.ttft_s(at(40), Design(frozenset({"fusion"}))) == model.ttft_s(at(40), Design())
+
+
+def test_cores_that_are_slow_make_kvrans_the_bottleneck() -> None:
+    kvrans, slow = Design(frozenset({"kvrans"})), Model(dataclasses.replace(MODEL.given, instructions_per_cycle=0.5))
+    stages = slow.stages_s(at(40), kvrans)
+    assert max(stages, key=stages.__getitem__) == "decode"
+    assert slow.ttft_s(at(40), kvrans) > slow.ttft_s(at(40), Design())
+
+
+def test_an_idle_system_answers_as_fast_as_unloaded_but_for_decode() -> None:
+    ours, theirs = MODEL.shadowserve(at(20), rate=1e-9), MODEL.cachegen(at(20), rate=1e-9)
+    assert ours.ttft_at_rate_s == pytest.approx(ours.ttft_s)
+    assert theirs.ttft_at_rate_s == pytest.approx(theirs.ttft_s)
+    assert MODEL.shadowserve(at(20), rate=5).ttft_at_rate_s is None
+
+
+# ---- Directions ----------------------------------------------------------------------------------------------------
+
+
+@designs
+def test_a_faster_link_never_hurts(design: Design) -> None:
+    results = [MODEL.shadowserve(at(link), design) for link in LINKS]
+    theirs = [MODEL.cachegen(at(link)) for link in LINKS]
+    for slower, faster in [*pairwise(results), *pairwise(theirs)]:
+        assert faster.ttft_s <= slower.ttft_s + 1e-12
+        assert faster.requests_per_s >= slower.requests_per_s - 1e-9
+
+
+@designs
+def test_longer_prompts_and_answers_take_longer(design: Design) -> None:
+    prompts = [MODEL.ttft_s(at(20, prompt_tokens=each), design) for each in (1, 256, 257, 4096, 14_000, 128_000)]
+    answers = [MODEL.shadowserve(at(20, output_tokens=each), design) for each in (4, 16, 64, 256, 10_000)]
+    waits = [MODEL.shadowserve(at(20), design, rate=each).ttft_at_rate_s for each in (0.1, 0.5, 1.0, 1.5)]
+    assert prompts == sorted(prompts)
+    for shorter, longer in pairwise(answers):
+        assert longer.requests_per_s <= shorter.requests_per_s + 1e-9
+    assert None not in waits and waits == sorted(wait for wait in waits if wait)
+
+
+def test_a_cpu_bound_on_memory_gains_from_what_no_longer_crosses_it() -> None:
+    sizes = [MODEL.network_gbps(at(40), Design(frozenset({"fusion", "slices"}), 4096 << each)) for each in range(10)]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+    assert sizes[-1] == pytest.approx(MODEL.network_gbps(at(40), Design(frozenset({"fusion"}))))
+    times = [MODEL.ttft_s(at(40), Design(frozenset({"slices"}), 4096 << each)) for each in range(10)]
+    assert min(times) < times[0] and min(times) < times[-1], "hand-overs and filling are weighed against each other"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_change_shortens_a_fetch_at_its_best_estimate(change: str) -> None:
+    assert MODEL.ttft_s(at(40), Design(frozenset({change}))) < MODEL.ttft_s(at(40), Design())
+
+
+@designs
+def test_a_range_holds_the_best_estimate_and_all_corners_of_it(design: Design) -> None:
+    low, high = swing(lambda model: model.ttft_s(at(40), design))
+    values = [MODEL.ttft_s(at(40), design)]
+    ranges = {name: its for name, its in described(Given) if name in RANGED}
+    for mask in range(0, 1 << len(RANGED), 7):  # some of the corners, spread over all of them
+        ends = {name: ranges[name]["high" if mask >> bit & 1 else "low"] for bit, name in enumerate(RANGED)}
+        values.append(Model(Given(**ends)).ttft_s(at(40), design))
+    assert low - 1e-9 <= min(values) and max(values) <= high + 1e-9
+
+
+# ---- The command ---------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", "bluefield", *arguments], prog_name="shadowserve")
+
+
+def test_the_command_writes_rows_assumptions_and_targets_and_always_the_same(tmp_path: Path) -> None:
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for file in files:
+        done = run("--bandwidth", "10,40", "--json", str(file))
+        assert done.exit_code == 0, done.output
+    assert files[0].read_text() == files[1].read_text()
+    data = json.loads(files[0].read_text())
+    assert len(data["rows"]) == 2 * (1 + len(COMBINATIONS))
+    assert {"system", "link_Gbps", "net_Gbps", "ttft_ms", "tpot_ms", "req_per_s"} <= set(data["rows"][0])
+    assert all({"name", "value", "low", "high", "source", "meaning"} <= set(row) for row in data["assumptions"])
+    assert [row["name"] for row in data["targets"]] == [target.name for target in TARGETS]
+    assert {row["stage"] for row in data["stages"]} == {"network", "deflate", "dequantize", "dma"}
+    assert [chart["title"].partition(",")[0] for chart in data["charts"]] == [
+        "Unloaded TTFT", "Loaded TPOT", "Highest load",
+    ]  # fmt: skip
+    for chart in data["charts"]:
+        assert set(chart["dots"]) <= set(chart["series"]) and all(chart["series"].values())
+
+
+def test_one_combination_stands_beside_the_papers_two_systems(tmp_path: Path) -> None:
+    file, plot = tmp_path / "one.json", tmp_path / "one.svg"
+    options = [
+        "--with",
+        "slices,fusion",
+        "--slice-bytes",
+        "64KiB",
+        "--rate",
+        "0.5",
+        "--json",
+        str(file),
+        "--plot",
+        str(plot),
+    ]
+    done = run("--bandwidth", "40", *options)
+    assert done.exit_code == 0, done.output
+    systems = [row["system"] for row in json.loads(file.read_text())["rows"]]
+    assert systems == ["CacheGen-Async", "ShadowServe", "fusion + slices"]
+    assert "with fusion + slices" in plot.read_text() and "paper, ShadowServe" in plot.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--bandwidth", "ten"], "numbers with commas"),
+        (["--bandwidth", "nan"], "0.1 to 10000"),
+        (["--bandwidth", "0"], "0.1 to 10000"),
+        (["--with", "fusion,magic"], "magic"),
+        (["--slice-bytes", "4MiB"], "4KiB to 2MiB"),
+        (["--slice-bytes", "much"], "64KiB"),
+        (["--chunk-tokens", "0"], "--chunk-tokens"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(arguments: list[str], word: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2 and word in done.output

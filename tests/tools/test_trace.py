@@ -1,0 +1,109 @@
+"""``shadowserve trace``: a document that timeline viewers open, in which nothing is missing, twice, or out of place."""
+
+import json
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve_tools import main
+from shadowserve_tools.processes import free_port
+from shadowserve_tools.timeline import chrome_trace, lanes, stage_times
+
+SLICES = 64
+"""Of a chunk of 32 layers of K and V."""
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["trace", *arguments])
+
+
+def span(step: str, begin: int, end: int, *, thread: int = 0, core: int = 0, **more: int) -> pb.TraceSpan:
+    return pb.TraceSpan(step=step, begin_ns=begin, end_ns=end, thread=thread, core=core, **more)
+
+
+@pytest.mark.parametrize("fused", ["true", "false"])
+def test_a_fetch_becomes_a_timeline(tmp_path: Path, fused: str) -> None:
+    file = tmp_path / "fetch.json"
+    buffers = ("decompression", "dequantization", "dma_source", "store")
+    small = [word for name in buffers for word in ("--set", f"{name}_buffer_bytes=64MiB")]
+    done = run("-o", str(file), "--chunks", "2", "--set", f"fused={fused}", *small)
+    assert done.exit_code == 0, done.output
+    stages = ["decompress", "dequantize"] if fused == "true" else ["decompress", "dequantize", "dma"]
+    assert all(re.search(rf"│ {stage} +│ \d+ +│ 128 +│", done.output) for stage in stages), done.output
+    document = json.loads(file.read_text())
+    check_tracks(document)
+    spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    seen = Counter((event["cat"], event["args"]["slice"]) for event in spans if "slice" in event["args"])
+    assert seen == Counter((stage, index) for stage in stages for index in range(2 * SLICES))
+    received = sum(event["args"]["output_bytes"] for event in spans if event["cat"] == "net")
+    decoded = sum(event["args"]["input_bytes"] for event in spans if event["cat"] == "decompress")
+    assert decoded < received < decoded + 1000
+    assert {event["name"] for event in spans if event["pid"] == 1} == {"turn", "heads", "plan", "round", "fetch"}
+    assert document["otherData"]["dropped"] == 0
+
+
+def check_tracks(document: dict[str, Any]) -> None:
+    """Every track has a name; times are from 0; on one track, spans nest or are apart."""
+    events = document["traceEvents"]
+    processes = {event["pid"] for event in events if event["name"] == "process_name"}
+    named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    assert {event["pid"] for event in spans} == processes
+    assert {(event["pid"], event["tid"]) for event in spans} == named
+    assert min(event["ts"] for event in spans) == 0 and all(event["dur"] >= 0 for event in spans)
+    tracks = defaultdict(list)
+    for event in spans:
+        begin = round(event["ts"] * 1000)
+        tracks[event["pid"], event["tid"]].append((begin, begin + round(event["dur"] * 1000)))
+    for track in tracks.values():
+        open_ends: list[int] = []
+        for begin, end in sorted(track, key=lambda span: (span[0], -span[1])):
+            while open_ends and open_ends[-1] <= begin:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1]
+            open_ends.append(end)
+
+
+def test_a_data_plane_that_is_away_ends_with_1_and_says_how_to_start_one(tmp_path: Path) -> None:
+    done = run("-o", str(tmp_path / "x.json"), "--data-plane", f"127.0.0.1:{free_port()}", "--seconds", "0.1")
+    assert done.exit_code == 1
+    assert "no data plane answers" in done.output and "shadowserve dpu" in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--set", "fused"], ["--set", "fused=false", "--data-plane", "127.0.0.1:1"]], ids=" ".join
+)
+def test_settings_that_cannot_be_used_end_with_2(tmp_path: Path, arguments: list[str]) -> None:
+    done = run("-o", str(tmp_path / "x.json"), *arguments)
+    assert done.exit_code == 2 and "--set" in done.output
+
+
+def test_works_that_overlap_take_lanes_of_their_own() -> None:
+    nested = [span("dma", 0, 10), span("dma", 2, 10), span("dma", 10, 12)]
+    crossing = span("dma", 5, 15)
+    assert [len(lane) for lane in lanes(nested)] == [3]
+    assert [len(lane) for lane in lanes([*nested, crossing])] == [3, 1]
+    check_tracks(chrome_trace([*nested, crossing], {}))
+
+
+def test_time_counts_once_for_each_thread() -> None:
+    spans = [
+        span("net", 0, 10, round=1),
+        span("decompress", 10, 40, round=1, input_bytes=5, output_bytes=7),
+        span("decompress", 20, 40, round=1),
+        span("dequantize", 40, 50, round=1),
+        span("decompress", 10, 30, thread=1, round=1),
+        span("fetch", 0, 1000, core=-1),
+    ]
+    net, decompress, dequantize = stage_times(spans)
+    assert (net.busy_ns, net.waiting_ns, net.share) == (10, 40, 0.2)
+    assert (decompress.busy_ns, decompress.threads, decompress.share) == (50, 2, 0.5)
+    assert (decompress.input_bytes, decompress.output_bytes, decompress.spans) == (5, 7, 3)
+    assert decompress.waiting_ns == 2 * 50 - 50 - 10  # the same threads dequantize
+    assert (dequantize.busy_ns, dequantize.waiting_ns) == (10, 0)
