@@ -43,7 +43,7 @@ def test_each_command_that_a_document_names_is_one(document: Path) -> None:
 @pytest.mark.parametrize("document", TOLD, ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_each_flag_that_a_document_gives_to_a_command_is_one_of_its(document: Path) -> None:
     text = document.read_text().replace("\\\n", " ")  # a command that goes on in the next line
-    context = click.Context(main)
+    context = click.Context(main, **main.context_settings)  # a command keeps what help is asked by, for others too
     for line in COMMAND_LINE.findall(text):
         command: click.Command | None = main
         for word in line.split():
