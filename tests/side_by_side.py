@@ -1,8 +1,9 @@
 """Tests side by side: how many processes there are, what one of them takes at a time, and what comes first.
 
 A process takes a whole file, so that what its tests share is made once. The tests of the files in ``APART`` share
-nothing and take minutes: they are taken one by one. Files whose tests import vLLM stand in one of two ``LINES``, each
-of which one process takes: that import costs seconds, an engine gigabytes, and there are never more than two.
+nothing and take minutes: they are taken one by one. Of each of the ``LINES`` one process takes all files, one after the
+other. Those whose tests import vLLM, or start it, stand in two of them: the import costs seconds, an engine gigabytes,
+and two at once are enough. Those that install into a system to be thrown away share the wheels that they install.
 """
 
 import os
@@ -25,8 +26,9 @@ LINES: Final = (
         "e2e/test_vllm_cache e2e/test_vllm_delivery e2e/test_vllm_new_weights e2e/test_vllm_scheduling "
         "e2e/test_vllm_slow_data_plane e2e/test_vllm_synchronous e2e/test_whole_stack host/test_identity_requests "
         "host/test_identity_table host/test_identity_weights host/test_vllm_connector host/test_vllm_epochs "
-        "host/test_vllm_identity host/test_vllm_scheduler_side host/test_vllm_support"
+        "host/test_vllm_identity host/test_vllm_scheduler_side host/test_vllm_support shared/test_bench"
     ).split(),
+    "deploy/test_install deploy/test_storage_node".split(),
 )
 APART: Final = ("native/test_build",)
 LONGEST: Final = (

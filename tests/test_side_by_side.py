@@ -38,7 +38,7 @@ def test_every_file_that_imports_vllm_stands_in_a_line() -> None:
         for path in TESTS.rglob("test_*.py")
         if re.search(r"^pytestmark.*\bmark\.engine\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     }
-    assert marked == {file for line in LINES for file in line}
+    assert marked <= {file for line in LINES for file in line}
 
 
 def test_a_line_or_a_file_is_one_process_s_and_what_takes_longest_comes_first(tmp_path: Path) -> None:
