@@ -32,10 +32,11 @@ LINES: Final = (
 )
 APART: Final = ("native/test_build",)
 LONGEST: Final = (
-    "simulation/test_mutations simulation/test_seeds storage/test_engine_pool failures/test_failures "
-    "storage/test_engine_filesystem"
+    "simulation/test_mutations simulation/test_seeds failures/test_failures storage/test_engine_pool "
+    "storage/test_volume_crash storage/test_engine_filesystem failures/test_crash_loop storage/test_lifecycle "
+    "storage/test_tls dataplane/test_process dataplane/test_lost_memory"
 ).split()
-"""Those that take a minute or more, beside the lines and what is apart, the longest first."""
+"""Those that take more than half a minute, beside the lines and what is apart, the longest first."""
 
 
 def file_of(nodeid: str) -> str:
