@@ -1,6 +1,7 @@
 # make demo                        the main job, end to end, on this machine
 # make demo ARGS="--json out.json" the same, and its table as data
-# make test                        all tests
+# make test                        all tests, side by side: in one process more than there are cores
+# make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
 # make failure-matrix              faults of all kinds, every answer judged; writes docs/failure-matrix.md and .json
 # make soak SOAK_HOURS=1           leaks over time, a crash loop, the simulation; writes soak.json
@@ -15,6 +16,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= auto
 BENCH ?=
 SOAK_HOURS ?= 1
 FUZZ_SECONDS ?= 60
@@ -30,7 +32,7 @@ demo: $(ready)
 
 test: $(ready)
 	-scripts/setup-triton
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 test-dpu: $(ready)
 	scripts/test-dpu $(ARGS)

@@ -1,14 +1,16 @@
-"""Certificates for all tests that need some; how Hypothesis works; and ``machine``, which all can import.
+"""Certificates for all tests that need some; how Hypothesis works; tests side by side; ``machine``, for all to import.
 
 pytest imports by path, so that folders need no __init__.py.
 """
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -24,6 +26,31 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("steady"), derandomize=False)
 settings.load_profile("steady")
+
+# Tests start our programs two thousand times: whatever the environment says, Python keeps what it has compiled.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    from side_by_side import processes
+
+    return processes()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from side_by_side import SideBySide
+
+    return SideBySide(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from side_by_side import begin_with_the_longest
+
+        begin_with_the_longest(items)
 
 
 @pytest.fixture

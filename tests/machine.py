@@ -68,11 +68,14 @@ def free_port() -> int:
     """Return a TCP port of the loopback interface that is free, and that the system gives to nobody unasked.
 
     One of those that it does give could be anybody's before it is used, or again while its server is down: even the
-    client's that looks for that server, which then finds itself.
+    client's that looks for that server, which then finds itself. Of several processes of tests side by side each has
+    ports of its own: what one has found free, no other takes before it is used.
     """
     first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        port = random.SystemRandom().randrange(10_000, first_given)
+        port = random.SystemRandom().randrange(10_000 + worker % workers, first_given, workers)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))

@@ -9,6 +9,14 @@
 
 enum { SOCKETS_MAX = 3 };
 
+/* What the thread sanitizer looks for lies between threads, and no layout has threads of its own: there, each codec and
+ * each layout once, and not each with each, which takes minutes. */
+#ifdef __SANITIZE_THREAD__
+enum { BETWEEN_THREADS = 1 };
+#else
+enum { BETWEEN_THREADS = 0 };
+#endif
+
 static void check_all_delivered(const struct fixture *fixture, const struct ss_round *round) {
     for (uint32_t i = 0; i < round->chunk_count; i++) {
         CHECK_EQUAL(round->chunks[i].result, SS_OK);
@@ -65,12 +73,16 @@ static void test_every_codec_and_quantizer(int mode) {
                    {SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT8_E4M3, 17}, {SS_QUANTIZER_LOSSLESS, SS_DTYPE_FLOAT32, 1},
                    {SS_QUANTIZER_LOSSLESS, SS_DTYPE_BFLOAT16, 1},   {SS_QUANTIZER_LOSSLESS, SS_DTYPE_FLOAT8_E4M3, 1},
                    {SS_QUANTIZER_PASSTHROUGH, SS_DTYPE_UINT8, 1},   {SS_QUANTIZER_PASSTHROUGH, SS_DTYPE_FLOAT16, 1}};
+    enum { LAYOUTS = sizeof layouts / sizeof layouts[0] };
     uint32_t tried = 0;
     for (uint32_t codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
         if (ss_codec_implementation((enum ss_codec)codec) == NULL) {
             continue;
         }
-        for (size_t i = 0; i < sizeof layouts / sizeof layouts[0]; i++) {
+        for (uint32_t i = 0; i < LAYOUTS; i++) {
+            if (BETWEEN_THREADS && i % (SS_CODEC_KVRANS + 1) != codec) {
+                continue;
+            }
             struct shape shape = default_shape();
             shape.codec = (enum ss_codec)codec;
             shape.quantizer = layouts[i].quantizer;
@@ -80,7 +92,7 @@ static void test_every_codec_and_quantizer(int mode) {
             tried++;
         }
     }
-    CHECK(tried >= 3 * sizeof layouts / sizeof layouts[0]); /* none, Deflate and kvrans are always there */
+    CHECK(tried >= 3 * (BETWEEN_THREADS ? 1 : LAYOUTS)); /* none, Deflate and kvrans are always there */
 }
 
 /* Slices of whole blocks, which kvrans may decode straight to the destination. */

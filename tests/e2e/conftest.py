@@ -19,6 +19,8 @@ os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     # The model is tiny: a second thread would only spin.
     OMP_NUM_THREADS="1",
+    # And vLLM's own small functions take 15 s of a core each to be compiled, in each process anew.
+    TORCHDYNAMO_DISABLE="1",
 )
 sys.path[:0] = [str(Path(__file__).parents[1] / "host"), str(Path(__file__).parent)]
 

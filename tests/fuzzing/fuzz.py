@@ -156,7 +156,7 @@ def _programs() -> dict[str, Path]:
     Raises:
         AssertionError: they cannot be built.
     """
-    build = NativeBuild("fuzz", at_once=os.cpu_count() or 1)
+    build = NativeBuild("fuzz")
     folder = build.directory / "native" / "fuzz"
     return {path.stem: folder / path.stem for path in sorted(_PROGRAMS.glob("fuzz_*.c"))}
 

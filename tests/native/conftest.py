@@ -14,9 +14,8 @@ from shadowserve import native
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from builds import BUILDS, REPOSITORY, Ahead, NativeBuild  # noqa: E402
+from builds import REPOSITORY, NativeBuild  # noqa: E402
 
-AHEAD = pytest.StashKey[Ahead]()
 ISAS = [isa for isa in native.Isa if native.isa_available(isa)]
 
 
@@ -29,31 +28,9 @@ def isa(request: pytest.FixtureRequest) -> Iterator[native.Isa]:
     native.isa_force(before)
 
 
-def builds(item: pytest.Item) -> bool:
-    """Whether a test wants a build of the C core."""
-    return "native_build" in getattr(item, "fixturenames", ())
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave builds to the end, so that there is time to make them while other tests run."""
-    items.sort(key=builds)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begin with them."""
-    if any(map(builds, session.items)) and not session.config.option.collectonly:
-        session.config.stash[AHEAD] = Ahead(list(BUILDS))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if AHEAD in session.config.stash:
-        session.config.stash[AHEAD].stop()
-
-
 @pytest.fixture
-def native_build(request: pytest.FixtureRequest) -> Callable[[str], NativeBuild]:
+def native_build() -> Callable[[str], NativeBuild]:
     """Make builds of the C core: ``native_build(name)``."""
-    request.config.stash[AHEAD].stop()
     return NativeBuild
 
 

@@ -1,0 +1,74 @@
+"""Tests side by side: how many processes there are, what one of them takes at a time, and what comes first.
+
+A process takes a whole file, so that what its tests share is made once. The tests of the files in ``APART`` share
+nothing and take minutes: they are taken one by one. Of each of the ``LINES`` one process takes all files, one after the
+other. Those whose tests import vLLM, or start it, stand in two of them: the import costs seconds, an engine gigabytes,
+and two at once are enough. Those that install into a system to be thrown away share the wheels that they install.
+"""
+
+import os
+from typing import Any, Final
+
+import pytest
+from xdist.scheduler import LoadFileScheduling
+
+__all__ = ["APART", "LINES", "LONGEST", "SideBySide", "begin_with_the_longest", "file_of", "processes"]
+
+PROCESSES_MAX: Final = 8
+"""With more, the lines end last, and memory is all that they take."""
+
+LINES: Final = (
+    (
+        "e2e/test_core_partition e2e/test_demo e2e/test_identity e2e/test_vllm_families e2e/test_vllm_models "
+        "e2e/test_vllm_ranks e2e/test_vllm_serve"
+    ).split(),
+    (
+        "e2e/test_vllm_cache e2e/test_vllm_delivery e2e/test_vllm_new_weights e2e/test_vllm_scheduling "
+        "e2e/test_vllm_slow_data_plane e2e/test_vllm_synchronous e2e/test_whole_stack host/test_identity_requests "
+        "host/test_identity_table host/test_identity_weights host/test_vllm_connector host/test_vllm_epochs "
+        "host/test_vllm_identity host/test_vllm_scheduler_side host/test_vllm_support shared/test_bench"
+    ).split(),
+    "deploy/test_install deploy/test_storage_node".split(),
+)
+APART: Final = ("native/test_build",)
+LONGEST: Final = (
+    "simulation/test_mutations simulation/test_seeds failures/test_failures storage/test_engine_pool "
+    "storage/test_volume_crash storage/test_engine_filesystem failures/test_crash_loop storage/test_lifecycle "
+    "storage/test_tls dataplane/test_process dataplane/test_lost_memory"
+).split()
+"""Those that take more than half a minute, beside the lines and what is apart, the longest first."""
+
+
+def file_of(nodeid: str) -> str:
+    """Return the name of a test's file within ``tests``, without its ending."""
+    return nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+
+
+def unit_of(nodeid: str) -> str:
+    """Return what a test is taken together with."""
+    file = file_of(nodeid)
+    lines = [f"line {number}" for number, line in enumerate(LINES) if file in line]
+    return lines[0] if lines else nodeid if file in APART else file
+
+
+def processes() -> int:
+    """Return how many there are: one more than cores, since each waits for something now and then."""
+    return min(len(os.sched_getaffinity(0)) + 1, PROCESSES_MAX)
+
+
+def begin_with_the_longest(items: list[pytest.Item]) -> None:
+    """Put first what would otherwise go on alone when all else has ended."""
+    order = [file for line in LINES for file in line] + [*APART, *LONGEST]
+    rank = {file: number for number, file in enumerate(order)}
+    items.sort(key=lambda item: rank.get(file_of(item.nodeid), len(order)))
+
+
+class SideBySide(LoadFileScheduling):
+    """Hands out units in the order of their first tests."""
+
+    def __init__(self, config: pytest.Config, log: Any) -> None:
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of(nodeid)
