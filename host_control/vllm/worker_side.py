@@ -98,12 +98,12 @@ class WorkerSide:
             delivery = choose(self._config, self._layout.device)
             hashes = content_hashes(self._config, self._logger)
             namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank, hashes)
+            shape = chunk_layout(namespace, self._layout, self._config)
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         self._stream = SideStream(self._layout.device, delivery.gpu)
         self._watch = WeightsWatch(self._loaded_weights())
-        shape = chunk_layout(namespace, self._layout, self._config)
         self._model, self._namespace = namespace.model.digest(), shape.namespace
         try:
             self._client = self._config.client(self._tp_rank)

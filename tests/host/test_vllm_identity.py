@@ -52,6 +52,13 @@ def test_amd_has_another_e4m3_that_is_not_binned(monkeypatch: pytest.MonkeyPatch
     assert layout.quantizer is Quantizer.PASSTHROUGH
 
 
+def test_chunks_that_no_record_holds_are_said_to_be_so() -> None:
+    from host_control.vllm.support import UncacheableError
+
+    with pytest.raises(UncacheableError, match="cannot be stored: .*2 MiB"):
+        identity_support.layout_of(engine_config(ASSET), kv_cache_config(spec(head_size=1 << 20)))
+
+
 def test_values_with_the_bins_of_keys_are_named_as_if_there_were_no_choice() -> None:
     layout = identity_support.layout_of(
         engine_config(ASSET), None, HostConfig(quantizer="binned", bins=32, value_bins=32)

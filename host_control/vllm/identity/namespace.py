@@ -149,6 +149,9 @@ def chunk_layout(namespace: KVNamespace, layout: Any, config: HostConfig) -> Chu
     """Return how this rank's chunks lie in shared memory, and what becomes of them; ``layout`` is its ``PagedLayout``.
 
     Caches of 8 bits are stored as they are, but for E4M3 where it shall be binned.
+
+    Raises:
+        UncacheableError: no record holds such a chunk.
     """
     dtype, quantizer = element_type(layout.dtype), Quantizer.from_label(config.quantizer)
     assert dtype is not None, "a cache that the layout took"
@@ -160,14 +163,17 @@ def chunk_layout(namespace: KVNamespace, layout: Any, config: HostConfig) -> Chu
     if quantizer is Quantizer.BINNED:
         other = config.value_bins if config.value_bins != config.bins and layout.kinds == 2 else 0
         binned = {"bins": config.bins, "value_bins": other, "scale_tokens": config.scale_tokens}
-    return namespace.name(
-        ChunkLayout(
-            dtype=dtype,
-            layers=layout.layers,
-            kinds=layout.kinds,
-            vector_length=layout.vector_length,
-            tokens=config.chunk_tokens,
-            quantizer=quantizer,
-            **binned,
+    try:
+        return namespace.name(
+            ChunkLayout(
+                dtype=dtype,
+                layers=layout.layers,
+                kinds=layout.kinds,
+                vector_length=layout.vector_length,
+                tokens=config.chunk_tokens,
+                quantizer=quantizer,
+                **binned,
+            )
         )
-    )
+    except ValueError as error:
+        raise UncacheableError(f"its chunks cannot be stored: {error}") from error
