@@ -134,11 +134,10 @@ SS_API uint32_t ss_index_victim(struct ss_index *index, int32_t device, int32_t 
 
 /*
  * The ghost queue: fingerprints of 16 bits of the last keys (about 'objects_max' of them; one in ten thousand is taken
- * for another). ss_index_ghost() returns whether the key is in it, ss_index_remember() puts it in. For "admit at the
- * second hit"; S3-FIFO has its own use for it when an object comes back that was evicted.
+ * for another). ss_index_ghost() returns whether the key is in it. For "admit at the second hit"; S3-FIFO has its own
+ * use for it when an object comes back that was evicted.
  */
 SS_API int ss_index_ghost(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
-SS_API void ss_index_remember(struct ss_index *index, uint16_t tenant, const uint8_t *key);
 
 /*
  * ss_index_next() returns the object's slot that comes after 'slot' (0: the first); 0 after the last. It reads its

@@ -212,10 +212,6 @@ int ss_index_ghost(const struct ss_index *index, uint16_t tenant, const uint8_t 
     return ss_index_haunted(index, ss_index_hash(index, tenant, key));
 }
 
-void ss_index_remember(struct ss_index *index, uint16_t tenant, const uint8_t *key) {
-    ss_index_haunt(index, ss_index_hash(index, tenant, key));
-}
-
 /* ---- Victims ------------------------------------------------------------------------------------------------- */
 
 /* candidate() returns what the policy would evict next of a cell, 0 where all that is there is blocked. */
