@@ -141,6 +141,7 @@ def test_the_engine_decompresses_nothing(stack: Stack, workload: Workload) -> No
     assert {name.split("-")[1].rstrip("_0123456789") for name in threads} == {"fetch", "lookup", "store"}
     # The fetching thread copies what has arrived into the engine's blocks. The others have next to nothing to do.
     others = {number for name, number in threads.items() if not name.startswith("shadowserve-fetch")}
+    stack.engine.serve(LOAD, fetched=True)  # which finds the data plane again
     before = _cpu_s(engine, others), _cpu_s(plane)
     stack.engine.serve(LOAD, fetched=True)
     assert _cpu_s(engine, others) - before[0] < 0.25 * (_cpu_s(plane) - before[1])

@@ -381,9 +381,9 @@ def shrinking_segments(context: Context) -> None:
             memory = evil._destination.acquire(PATIENCE_S)
             descriptor = os.dup(memory._descriptor)  # type: ignore[attr-defined]
             call = evil.client.start_fetch(
-                f"evil-{number}", evil._destination.destination_id, 0, 8 * SHAPE.chunk_bytes, prompt.keys, PATIENCE_S
+                f"evil-{number}", evil._destination.destination_id, 0, 8 * SHAPE.raw_bytes, prompt.keys, PATIENCE_S
             )
-            os.ftruncate(descriptor, context.chance.choice((0, 4096, SHAPE.chunk_bytes)))
+            os.ftruncate(descriptor, context.chance.choice((0, 4096, SHAPE.raw_bytes)))
             answer = call.result()
             os.close(descriptor)
             context.tally.note(Outcome.REFUSED, f"into a segment that shrank: {answer.reason}")
