@@ -76,6 +76,9 @@ class ClusterNode:
     def id(self) -> str:
         return str(self.redis.execute_command("CLUSTER MYID").decode())
 
+    def epoch(self, which: str) -> int:
+        return int(self.redis.cluster("INFO")[f"cluster_{which}_epoch"])
+
     def freeze(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
@@ -235,6 +238,9 @@ class Cluster:
         return len(names)
 
     def end_move(self, slot: int, target: ClusterNode) -> None:
+        # Its claim has to be newer than any that it has not heard of yet, or the others believe the source's again.
+        newest = max(node.epoch("my") for node in self.masters())
+        wait_for(lambda: target.epoch("current") >= newest)
         for node in [target, *(node for node in self.masters() if node is not target)]:
             node.redis.execute_command("CLUSTER SETSLOT", slot, "NODE", target.id)
 

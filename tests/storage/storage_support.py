@@ -15,7 +15,7 @@ from typing import Self
 from machine import PATIENCE_S, wait_for
 
 from shadowserve import native, record
-from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.chunk import TOKENS_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.keys import storage_key
 from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command
 
@@ -184,13 +184,13 @@ class Client:
 
 def make_record(name: bytes, *, body_bytes: int = 4096, fill: int = 0) -> tuple[bytes, bytes]:
     """Return the storage key and a valid record of the chunk ``name`` (32 bytes), of about ``body_bytes``."""
-    tokens = max(1, body_bytes // 256)
+    tokens = max(1, min(TOKENS_MAX, body_bytes // 256))
     layout = ChunkLayout(
         namespace=b"n" * 32,
         dtype=DType.UINT8,
         layers=2,
         kinds=2,
-        vector_length=64,
+        vector_length=max(64, body_bytes // tokens // 4),
         tokens=tokens,
         quantizer=Quantizer.PASSTHROUGH,
     )
