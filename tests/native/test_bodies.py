@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from shadowserve import native
+from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
 from shadowserve.native import Result
 from shadowserve.resp import NEED_DATA, CommandReader
@@ -32,7 +33,7 @@ def make_round(target: NDArray[np.uint8], bodies: dict[int, object], deadline_ns
     slices["vectors"] = 16
     slices["checksum"] = slices["decoded_crc32"] = [native.crc32(part) for part in DATA.reshape(-1, SLICE_BYTES)]
     return native.Round(
-        chunks=chunks, slices=slices, quantizer=native.Quantizer.PASSTHROUGH, dtype=native.DType.UINT8,
+        chunks=chunks, slices=slices, quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8,
         vector_length=SLICE_BYTES // 16, destination=target, deadline_ns=deadline_ns, bodies=bodies,
     )  # fmt: skip
 
