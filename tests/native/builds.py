@@ -96,7 +96,7 @@ class NativeBuild:
 
     def run(self, *command: str) -> str:
         """Run a command and return what it printed; fail the test with that where it fails."""
-        result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=840)
+        result = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=1700)
         output = result.stdout + result.stderr
         assert result.returncode == 0, f"{' '.join(command)} exited with {result.returncode}:\n{output[-8000:]}"
         return output

@@ -13,7 +13,7 @@ import pytest
 from machine import NEVER_S
 
 # Compiling takes a while the first time, and sanitizers slow the tests down.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 REPOSITORY = Path(__file__).parents[2]
 
