@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 from machine import PATIENCE_S, free_port
 
+from shadowserve import native
 from shadowserve.chunk import DType
 from shadowserve.pieces import leading, pack
 from shadowserve.proto import HELLO_KEY, SESSION_KEY
@@ -23,6 +24,15 @@ from shadowserve.proto import dataplane_pb2_grpc as rpc
 def first(chunks: int, count: int) -> bytes:
     """Return the set of the first ``chunks`` of ``count``, even where there are not so many."""
     return pack(np.arange(max(chunks, count)) < chunks)
+
+
+class _Mapping(mmap.mmap):
+    """What a test makes shorter while this writes into it ends no process, as in the real data plane."""
+
+    guard: native.Guard
+
+    def __del__(self) -> None:
+        self.guard.close()
 
 
 @dataclass
@@ -154,7 +164,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         assert "/" not in memory.name
         descriptor = os.open(f"/dev/shm/{memory.name}", os.O_RDWR)
         try:
-            mapping = mmap.mmap(descriptor, memory.size)
+            mapping = _Mapping(descriptor, memory.size)
+            mapping.guard = native.Guard(mapping)
         finally:
             os.close(descriptor)
         itemsize = DType.from_label(layout.dtype).itemsize
