@@ -9,6 +9,7 @@ import gc
 import socket
 import ssl
 import struct
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -164,7 +165,8 @@ TLS_ENDS = (
 
 @pytest.fixture
 def without_collector() -> Iterator[None]:
-    gc.collect()  # what other tests have left
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()  # what other tests have left, open sockets too
     gc.disable()
     yield
     gc.enable()
