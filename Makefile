@@ -32,7 +32,7 @@ demo: $(ready)
 
 test: $(ready)
 	-scripts/setup-triton
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0 $(ARGS)
 
 test-dpu: $(ready)
 	scripts/test-dpu $(ARGS)
