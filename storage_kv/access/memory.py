@@ -28,13 +28,11 @@ _PACED_SHARE: Final = 6
 
 
 class Client(Protocol):
-    """What is told to the owner of an account; called with the node's lock held, in any thread.
+    """What is told to the owner of an account; called with the node's lock held, in any thread."""
 
-    Attributes:
-        moved_bytes: received and sent so far.
-    """
-
-    moved_bytes: int
+    @property
+    def moved_bytes(self) -> int:
+        """Received and sent while it held anything."""
 
     def on_memory(self) -> None:
         """Try again: there may be room."""

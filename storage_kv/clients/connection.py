@@ -1,9 +1,8 @@
 """One client's socket: bytes in, commands executed, replies out.
 
-asyncio's transports on Python 3.11 join what is written into one bytearray and, after each partial send, move what is
-left to its front: a reply of 32 MiB is copied once and then moved dozens of times. Its stream readers copy what arrives
-twice. A future for every wait costs about 20 us, as much as executing ten small commands. So sockets are non-blocking
-and driven by the event loop's readiness callbacks directly.
+asyncio's transports on Python 3.11 copy a large reply and then move it dozens of times, its stream readers copy what
+arrives twice, and a future for every wait costs as much as ten small commands. So sockets are non-blocking and driven
+by the event loop's readiness callbacks directly.
 
 Where the bytes of a large value are copied: by the kernel from the socket into the buffer in which the value stays
 (``recv_into``), and by the kernel from that buffer into the sockets that fetch it (``sendmsg``). Nowhere in between,
@@ -21,11 +20,9 @@ executes nothing until the engine says when to try again, which the client feels
 How bytes cross the wire is the transport's business (transport.py, secure_connection.py).
 
 Replies to small commands that arrived together leave together. Nothing is executed while more than
-``output_buffer_bytes_max`` waits for the client, nor read while commands wait to be executed, so that a client that
-does not read stops itself, and holds at most that much and one value: a reply of many values is made as it is taken
-(``Series``). What all clients cost together is bounded in access/memory.py: large arguments are admitted before they
-are received (intake.py), values are sent by reference only while that may keep more of them from going, and the rest is
-counted after each step.
+``output_buffer_bytes_max`` waits for the client, nor read while commands wait to be executed: a client that does not
+read stops itself, and holds at most that much and one value, since a reply of many is made as it is taken (``Series``).
+What all clients cost together is bounded in access/memory.py.
 """
 
 import logging
@@ -89,6 +86,7 @@ class Connection(Watched):
         "_intake",
         "_last_progress_s",
         "_more",
+        "_moved_bytes",
         "_node",
         "_paused",
         "_reader",
@@ -102,7 +100,6 @@ class Connection(Watched):
         "_signal",
         "_transport",
         "_working",
-        "moved_bytes",
     )
 
     def __init__(self, host: Host, transport: Transport, session: Session, loop: EventLoop) -> None:
@@ -111,15 +108,14 @@ class Connection(Watched):
         self._node = host.node
         self._engine = host.node.engine
         super().__init__(transport.socket, loop)
-        self._transport = transport
-        self.session = session
+        self._transport, self.session = transport, session
         self._reader = CommandReader(limits_of(host.node, session))
         self._signal = Signal(loop, self._on_signal)
         self._room = Signal(loop, self._on_room)
         self._replies = Replies(host.node, session, self._signal.send)
         self._holdings = Holdings(host.node, session, self)
         self._intake = Intake(host.node, session, self._reader, self._holdings, self._room.send)
-        self.moved_bytes = 0
+        self._moved_bytes = 0  # while anything was held, but for those received and not yet counted
         self._paused = False  # nothing is read or executed before a certain time
         self._holds_replies = False  # and nothing sent
         self._working = False  # a Later is under way
@@ -148,6 +144,10 @@ class Connection(Watched):
             if view is not None:
                 size = self._transport.recv_into(view)
                 self._reader.advance(size)
+                if 0 < size < len(view) and self.session.limiter is None:  # nothing can be executed yet
+                    self._received_bytes += size
+                    self._last_progress_s = time.monotonic()
+                    return
             else:
                 data = self._transport.recv(self._receive_bytes)
                 size = len(data)
@@ -163,7 +163,6 @@ class Connection(Watched):
             self.abort()
             return
         self._received_bytes += size
-        self.moved_bytes += size
         self._last_progress_s = time.monotonic()
         if size == 0:
             self._at_end = True
@@ -171,8 +170,8 @@ class Connection(Watched):
             self._after_step()
             return
         self._execute()
-        # Sending wakes a client that sleeps, which costs as much as a few commands and takes the core from this thread
-        # where there is no other. So all clients that have sent something are served first.
+        # Sending wakes a client that sleeps, which costs as much as a few commands, or takes this thread's core. So all
+        # clients that have sent something are served first.
         if not self._ends_turn:
             self._ends_turn = True
             self._loop.call_soon(self._end_turn)
@@ -233,11 +232,10 @@ class Connection(Watched):
 
     def _execute_some(self) -> None:
         node, session, reader, queue = self._node, self.session, self._reader, self._replies
-        node.counters.input_bytes += self._received_bytes
-        self._received_bytes = 0
-        config = node.config
-        output_max = config.output_buffer_bytes_max if session.authenticated else self._output_bytes_max
-        left = config.pipeline_commands_max
+        received_bytes, self._received_bytes = self._received_bytes, 0
+        node.counters.input_bytes += received_bytes
+        output_max = node.config.output_buffer_bytes_max if session.authenticated else self._output_bytes_max
+        left = node.config.pipeline_commands_max
         small: list[bytes] = []
         small_bytes = 0
         in_progress = self._more = True
@@ -299,6 +297,7 @@ class Connection(Watched):
             or queue.out_bytes + queue.waiting_bytes > UNCOUNTED_BYTES
             or self._holdings.counted
         ):
+            self._moved_bytes += received_bytes
             self._account()
 
     def _extend(self, reply: list[Part] | Series) -> int:
@@ -336,8 +335,7 @@ class Connection(Watched):
 
         Last words to a client that is given up are added to ``small``.
         """
-        session = self.session
-        was_authenticated = session.authenticated
+        session, was_authenticated = self.session, self.session.authenticated
         try:
             if self._retry is not None or self._rest is not None:
                 return self._go_on()
@@ -405,6 +403,11 @@ class Connection(Watched):
         self._blocked = False
         self._guarded(self._process)
 
+    @property
+    def moved_bytes(self) -> int:
+        """Received and sent while it held anything."""
+        return self._moved_bytes + self._received_bytes
+
     def on_memory(self) -> None:
         """Try again: there may be room for what this client wants held."""
         self._room.send()
@@ -431,8 +434,7 @@ class Connection(Watched):
                 self._intake.let_go()
                 self._node.counters.errors += 1
                 self._answer(error)
-        self._blocked, self._blocked_since_s = False, 0.0
-        self._last_progress_s = time.monotonic()
+        self._blocked, self._blocked_since_s, self._last_progress_s = False, 0.0, time.monotonic()
         self._process()
 
     def _give_up(self, error: Exception, last: list[bytes]) -> None:
@@ -535,7 +537,6 @@ class Connection(Watched):
         except OSError:
             self.abort()
         if sent_bytes:
-            self.moved_bytes += sent_bytes
             self._last_progress_s = time.monotonic()
             with self._node.lock:
                 self._node.counters.output_bytes += sent_bytes
@@ -545,6 +546,7 @@ class Connection(Watched):
                     self._node.lent.unpin(part.pinned)
                     part.release(self._engine)
                 if self._holdings.counted:
+                    self._moved_bytes += sent_bytes
                     self._account()
 
     def _on_writable(self) -> None:
@@ -574,12 +576,16 @@ class Connection(Watched):
             self._flush()
             if self._closed:
                 return
-        self.session.pending_output_bytes = self._replies.out_bytes
-        if self._more and not self._scheduled and self._may_execute():
-            self._scheduled = True
-            self._loop.call_soon(self._take_turn)
+        session, replies = self.session, self._replies
+        session.pending_output_bytes = replies.out_bytes
+        if self._more:
+            if not self._scheduled and self._may_execute():
+                self._scheduled = True
+                self._loop.call_soon(self._take_turn)
+        elif self._interest == READ and not (replies.out or self._working or self._paused or session.closing):
+            return  # most often: it waits for what it waits for
         self._update_interest()
-        if self.session.closing:
+        if session.closing:
             self._close_if_done()
 
     def _may_execute(self) -> bool:
@@ -595,15 +601,9 @@ class Connection(Watched):
         return (READ if reads else 0) | (WRITE if self._replies.out and not self._holds_replies else 0)
 
     def _close_if_done(self) -> None:
-        if (
-            not self.session.closing
-            or self._replies.out
-            or self._replies.waiting
-            or self._rest
-            or self._working
-            or self._lingering
-            or self._closed
-        ):
+        if not self.session.closing or self._working or self._lingering or self._closed:
+            return
+        if self._replies.out or self._replies.waiting or self._rest:
             return
         if self._at_end:
             self.abort()

@@ -69,6 +69,11 @@ class SecureConnection(Connection):
         crossed = WRITE if wanted & READ and transport.read_wants_write else 0
         self._watch(wanted | crossed | (READ if wanted & WRITE and transport.write_wants_read else 0))
 
+    def _after_step(self) -> None:
+        super()._after_step()
+        if not self._closed:  # what is waited for may be the same, and the transport's direction another
+            self._update_interest()
+
     def _take_turn(self) -> None:
         if self._more or not (self._wanted & READ and self._transport.pending()):
             super()._take_turn()
