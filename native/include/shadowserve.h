@@ -562,9 +562,9 @@ struct ss_guard;
 /*
  * ss_guard_open() makes this process survive that the file behind a mapping shrinks, or that its file system is full:
  * a thread that touches what is gone then finds zeros, in memory that is nobody else's, all over the mapping, which is
- * lost. 'address' is where the mapping begins, at a page; it stays mapped until ss_guard_close(). The first call
- * installs a handler of SIGBUS, which passes on what is not about guarded memory; a thread that blocks the signal
- * survives nothing. SS_BAD_ARGUMENT, SS_NO_MEMORY, SS_OS_ERROR (errno). From any thread.
+ * lost. 'address' is where the mapping begins, at a page; it stays mapped until ss_guard_close(). A call installs a
+ * handler of SIGBUS where another one, or none, is installed; it passes on what is not about guarded memory. A thread
+ * that blocks the signal survives nothing. SS_BAD_ARGUMENT, SS_NO_MEMORY, SS_OS_ERROR (errno). From any thread.
  */
 SS_API enum ss_result ss_guard_open(void *address, uint64_t size, struct ss_guard **guard);
 

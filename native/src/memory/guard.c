@@ -8,6 +8,10 @@
  * before it says what came of it. All of the mapping, not a page: what is lost in part is of no use, and one fault is
  * then all there is. Plain memory is given page by page as it is touched, so it costs what is touched.
  *
+ * Whoever installs a handler after ours, such as Python's faulthandler, takes all faults. So each guard that is opened
+ * looks whether ours is still there, and puts it in front again. The other one is told of faults that are not ours, and
+ * may hand them on to ours, as the one that it found: what comes back so goes to who was there before either.
+ *
  * A handler may not wait, so the list is read without a lock: guards are added in front and used again, never freed.
  * One that is being opened or closed is nobody's memory yet, or any more, so no fault is looked up in it.
  */
@@ -31,8 +35,10 @@ struct ss_guard {
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic(struct ss_guard *) guards;
-static struct sigaction before; /* what was installed, for all that is not ours */
+static struct sigaction first; /* what was installed before ours, for all that is not ours */
+static struct sigaction last;  /* what was installed since, and ours put in front of again; else the same */
 static int installed;
+static _Thread_local volatile sig_atomic_t passing __attribute__((tls_model("initial-exec"))); /* to 'last' */
 
 /* Returns whether the address is in a guarded mapping, which plain memory then lies over. */
 static int replaced(uintptr_t address) {
@@ -54,12 +60,18 @@ static int replaced(uintptr_t address) {
 }
 
 static void pass_on(int number, siginfo_t *info, void *context) {
-    if (before.sa_flags & SA_SIGINFO) {
-        before.sa_sigaction(number, info, context);
-    } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
-        before.sa_handler(number);
+    /* Below 1 it was sent: by one that was told of a fault, has put back what it found, and gives it the rest. */
+    const struct sigaction *next = passing || info->si_code <= 0 ? &first : &last;
+    if (next->sa_flags & SA_SIGINFO) {
+        passing++;
+        next->sa_sigaction(number, info, context);
+        passing--;
+    } else if (next->sa_handler != SIG_DFL && next->sa_handler != SIG_IGN) {
+        passing++;
+        next->sa_handler(number);
+        passing--;
     } else {
-        (void)sigaction(number, &before, NULL);
+        (void)sigaction(number, next, NULL);
         (void)raise(number); /* comes when this handler is left */
     }
 }
@@ -73,11 +85,26 @@ static void on_bus_error(int number, siginfo_t *info, void *context) {
     errno = error;
 }
 
+static int is_ours(const struct sigaction *action) {
+    return action->sa_flags & SA_SIGINFO && action->sa_sigaction == on_bus_error;
+}
+
 static enum ss_result install(void) {
     struct sigaction action = {.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART};
+    struct sigaction found;
     action.sa_sigaction = on_bus_error;
     sigemptyset(&action.sa_mask);
-    if (!installed && sigaction(SIGBUS, &action, &before) != 0) {
+    if (sigaction(SIGBUS, NULL, &found) != 0) {
+        return SS_OS_ERROR;
+    }
+    if (is_ours(&found)) {
+        return SS_OK;
+    }
+    last = found;
+    if (!installed) {
+        first = found;
+    }
+    if (sigaction(SIGBUS, &action, NULL) != 0) {
         return SS_OS_ERROR;
     }
     installed = 1;
