@@ -75,7 +75,7 @@ class Incidents:
     def due(self, now_s: float) -> list[Repeated]:
         """Return what is still to be told of those whose minute is over; forget those of whom there is nothing."""
         repeated = []
-        for event, peers in self._events.items():
+        for event, peers in list(self._events.items()):
             while peers:
                 host, peer = next(iter(peers.items()))
                 if peer.due_s > now_s:
@@ -85,4 +85,6 @@ class Incidents:
                     repeated.append(Repeated(event, host, peer.times, peer.last_reason))
                     peer.due_s, peer.times = now_s + INTERVAL_S, 0
                     peers[host] = peer
+            if not peers:
+                del self._events[event]
         return repeated

@@ -15,6 +15,7 @@ import grpc
 import redis
 from callers import SHAPE, Caller, Prompt
 from cases import KEYS, Context, case
+from cases_clients import closed_by_server
 from machine import PATIENCE_S, free_port
 from nodes import MIB, REPOSITORY, DataPlane, Storage, await_end
 from outcomes import Outcome
@@ -101,20 +102,6 @@ def others_work(context: Context, storage: Storage, callers: Sequence[Caller], b
     assert grown < bound_mib, f"the server has grown by {grown:.0f} MiB"
 
 
-def ended(context: Context, what: str, sock: socket.socket) -> None:
-    """The server has to end this connection; it may say why before."""
-    try:
-        while sock.recv(1 << 16):
-            pass
-        context.tally.note(Outcome.REFUSED, f"{what}: closed")
-    except TimeoutError:
-        context.tally.note(Outcome.HANG, f"{what}: not closed")
-    except OSError:
-        context.tally.note(Outcome.REFUSED, f"{what}: reset")
-    finally:
-        sock.close()
-
-
 # ---- Let in
 
 
@@ -152,7 +139,8 @@ def http_requests(context: Context) -> None:
                     with contextlib.suppress(OSError):
                         for number in range(pieces):
                             sock.sendall(whole[number * len(whole) // pieces : (number + 1) * len(whole) // pieces])
-                    ended(context, "HTTP", sock)
+                    closed_by_server(context, "HTTP", sock)
+                    sock.close()
     context.verify(storage)
     users = callers[0].redis.acl_list()
     context.tally.note(Outcome.RIGHT if len(users) == 1 else Outcome.WRONG, f"users: {users}")

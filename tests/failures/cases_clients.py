@@ -31,16 +31,16 @@ def _closing(sockets: list[socket.socket]) -> Iterator[None]:
             sock.close()
 
 
-def _closed_in_time(context: Context, what: str, sock: socket.socket) -> None:
-    """The server has to end a connection that stands still, or has said goodbye; it may say why before."""
+def closed_by_server(context: Context, what: str, sock: socket.socket) -> None:
+    """The server has to end this connection; it may say why before."""
     try:
         while sock.recv(1 << 16):
             pass
-        context.tally.note(Outcome.REFUSED, f"{what}: closed after stall_timeout_s")
+        context.tally.note(Outcome.REFUSED, f"{what}: closed")
     except TimeoutError:
-        context.tally.note(Outcome.HANG, f"{what}: not closed after stall_timeout_s")
+        context.tally.note(Outcome.HANG, f"{what}: not closed")
     except OSError:
-        context.tally.note(Outcome.REFUSED, f"{what}: reset after stall_timeout_s")
+        context.tally.note(Outcome.REFUSED, f"{what}: reset")
 
 
 @case(
@@ -69,7 +69,7 @@ def slow_readers(context: Context) -> None:
         assert grown < 350 * MIB, f"the server has grown by {grown} bytes for clients that do not read"
         time.sleep(2.5)
         for sock in lazy:
-            _closed_in_time(context, "slow reader", sock)
+            closed_by_server(context, "slow reader", sock)
     context.expected.sizes = (300_000,)
     context.verify(storage, keys)
 
@@ -113,7 +113,7 @@ def slow_writers(context: Context) -> None:
                     sock.sendall(piece)
         for number, (name, sock) in enumerate(zip(names, slow, strict=True)):
             if number % 2:
-                _closed_in_time(context, "slow writer", sock)
+                closed_by_server(context, "slow writer", sock)
                 continue
             try:
                 answer = sock.recv(16)

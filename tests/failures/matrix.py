@@ -200,7 +200,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = as_json(rows, time.monotonic() - began, options.seed)
     print(json.dumps(found["counts"]), f"{found['seconds']} s")
     if options.output is not None:
-        if options.names:
+        options.output.mkdir(parents=True, exist_ok=True)
+        if options.names and (options.output / "failure-matrix.json").exists():
             found = _among_kept(found, options.output / "failure-matrix.json")
         (options.output / "failure-matrix.json").write_text(json.dumps(found, indent=1) + "\n")
         (options.output / "failure-matrix.md").write_text(as_text(found))
