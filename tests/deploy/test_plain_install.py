@@ -96,7 +96,6 @@ def test_trace_works_without_extras(environment: dict[str, str], tmp_path: Path)
         (["bench", "ablation", "--requests", "1"], "needs the Python package vllm, .*pip install vllm"),
         (["bench", "stages"], r"needs the Python package redis, .*pip install 'shadowserve\[bench\]'"),
         (["bench", "memory", "--plot", "x.svg"], r"pip install 'shadowserve\[bench\]'"),
-        (["dpu", "--storage-cluster", "[127.0.0.1:1]"], r"shadowserve\[cluster\]"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

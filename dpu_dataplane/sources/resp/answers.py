@@ -1,4 +1,4 @@
-"""Answers of the storage server on the control connection: a ReplyReader with a short cut for KV.META.
+"""Answers on a control connection: a ReplyReader with a short cut for KV.META; and what is asked where that is unknown.
 
 A lookup of a long prompt reads some 500 entries of one shape, ``[length, head]`` or null. Value by value that would be
 most of a lookup's time; entry by entry, with one regular expression each, it is a fifth. Everything else, and an
@@ -13,7 +13,7 @@ from shadowserve import resp
 from shadowserve.errors import ProtocolError
 from shadowserve.record import HEAD_BYTES_MAX
 
-__all__ = ["HEAD_GUESS", "AnswerReader", "MetaAnswer", "stored_of"]
+__all__ = ["HEAD_GUESS", "AnswerReader", "MetaAnswer", "head_question", "stored_of"]
 
 HEAD_GUESS: Final = 4096
 """Bytes asked for where KV.META is unknown: the heads of chunks of up to 99 slices, such as 49 layers of K and V."""
@@ -35,8 +35,13 @@ _ENTRY_BYTES_MAX: Final = 40  # of what precedes a head
 _NULL: Final = b"$-1\r\n"
 
 
+def head_question(name: bytes, size: int) -> tuple[list[bytes], list[bytes]]:
+    """Return the commands whose answers :func:`stored_of` reads, with so many bytes of the value."""
+    return [b"STRLEN", name], [b"GETRANGE", name, b"0", b"%d" % (size - 1)]
+
+
 def stored_of(length: object, head: object) -> Stored | None | Literal[False]:
-    """Return what answers to STRLEN and GETRANGE of HEAD_GUESS bytes say; False where they are no such answers."""
+    """Return what the answers to a :func:`head_question` say; False where they are no such answers."""
     if isinstance(length, resp.ErrorReply) and length.code == "WRONGTYPE":
         return Stored(0, b"")
     if not isinstance(length, int) or not isinstance(head, bytes):

@@ -1,6 +1,5 @@
 """What the log has of an outage of storage, and how soon it is tried again, whatever it fails for."""
 
-import asyncio
 import contextlib
 import logging
 import socket
@@ -14,8 +13,6 @@ import pytest
 from cluster_support import cluster_config
 from dataplane_support import config
 from machine import PATIENCE_S, free_port, until
-from redis import exceptions
-from redis.asyncio.cluster import NodesManager
 from tls_support import TlsServer, showing, trusting
 
 from dpu_dataplane.config import DataPlaneConfig
@@ -70,52 +67,6 @@ async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
             await client.close()
     warnings = [entry.getMessage() for entry in caplog.records if entry.levelno >= logging.WARNING]
     assert len(warnings) == len(set(warnings)) <= CAUSES_TOLD_MAX, warnings
-
-
-async def test_an_attempt_that_is_cancelled_while_it_closes_what_it_opened_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ended = threading.Event()
-    close = NodesManager.aclose
-    cancelled: list[NodesManager] = []  # kept, so that no collector closes what nobody has
-
-    def refuse(sock: socket.socket) -> None:
-        while data := sock.recv(1 << 12):
-            sock.sendall((b"-ERR no cluster\r\n" if b"CLUSTER" in data else b"+OK\r\n") * data.count(b"*"))
-        ended.set()
-
-    async def cancelled_once(self: NodesManager, attr: str = "nodes_cache") -> None:
-        if not cancelled:
-            cancelled.append(self)
-            raise asyncio.CancelledError
-        await close(self, attr)
-
-    monkeypatch.setattr(NodesManager, "aclose", cancelled_once)
-    with serving(refuse) as address:
-        client = ServerCluster(cluster_config([address]), Metrics())
-        await client.start()
-        await until(lambda: cancelled)
-        await client.close()
-        await until(ended.is_set)
-
-
-async def test_a_connection_that_cannot_be_closed_does_not_end_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts: list[str] = []
-    close = NodesManager.aclose
-
-    async def fail(self: NodesManager, attr: str = "nodes_cache") -> None:
-        await close(self, attr)
-        attempts.append(attr)
-        raise exceptions.TimeoutError("Timed out closing connection after 5")
-
-    monkeypatch.setattr(NodesManager, "aclose", fail)
-    monkeypatch.setattr(Outage, "pause", lambda self: 0.0)
-    client = ServerCluster(cluster_config([f"127.0.0.1:{free_port()}"]), Metrics())
-    await client.start()
-    try:
-        await until(lambda: len(attempts) >= 20)
-    finally:
-        await client.close()
 
 
 async def test_each_cause_is_told_once_in_an_outage_and_again_in_the_next(caplog: pytest.LogCaptureFixture) -> None:

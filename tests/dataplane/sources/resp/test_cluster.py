@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,14 @@ import pytest
 from cluster_support import PASSWORD, Cluster, ClusterNode, cluster_config, slot_of
 from dataplane_support import Client, expected, keys_of, kv, layout, make_record
 from machine import PATIENCE_S, free_port, until, wait_for
-from redis.asyncio.cluster import NodesManager
-from redis.exceptions import RedisError
+from redis.crc import key_slot
 
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.server import Daemon
+from dpu_dataplane.sources.outage import Outage
 from dpu_dataplane.sources.resp.cluster import ServerCluster
-from shadowserve.errors import ConfigurationError
+from dpu_dataplane.sources.resp.cluster import slot_of as slot_of_name
+from shadowserve.errors import StorageUnavailableError
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -139,7 +139,7 @@ async def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster: Cluster) ->
             answer = await client.fetch(KEYS)  # ASK is for once: nothing was remembered of it
             assert answer.chunks == len(KEYS)
             assert daemon.metrics.storage_redirections == 2 * len(moving)
-            assert (await client.lookup(KEYS)).hits == [len(KEYS)]  # heads go the same way, through redis-py
+            assert (await client.lookup(KEYS)).hits == [len(KEYS)]  # heads go the same way
         finally:
             for slot, source, target in ways:
                 cluster.end_move(slot, target)
@@ -188,9 +188,9 @@ async def test_heads_are_found_while_the_map_is_behind_what_nodes_say(
     async with serving(cluster, head_cache_bytes=0) as (_, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
 
-        async def of_a_node_that_has_not_heard(_: NodesManager) -> None: ...
+        async def of_a_node_that_has_not_heard(_: ServerCluster) -> None: ...
 
-        monkeypatch.setattr(NodesManager, "initialize", of_a_node_that_has_not_heard)
+        monkeypatch.setattr(ServerCluster, "_read_map", of_a_node_that_has_not_heard)
         for key in KEYS[2:4]:
             source = await asyncio.to_thread(cluster.master_of, key)
             await asyncio.to_thread(cluster.move, slot_of(key), source, another(cluster, source))
@@ -339,14 +339,46 @@ async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tm
         cluster.kill()
 
 
-def test_without_redis_py_the_daemon_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "redis.asyncio.cluster", None)
-    with pytest.raises(ConfigurationError, match=r"shadowserve\[cluster\]"):
-        ServerCluster(cluster_config(["127.0.0.1:7000"]), Metrics())
+def test_slots_are_those_of_other_clients() -> None:
+    names = [b"", b"key", b"{tag}key", b"a{tag}b{other}", b"a{}b", b"a{b", b"}{a}", bytes(range(256)), *KEYS]
+    for name in names:
+        assert slot_of_name(name) == key_slot(name), name
+
+
+WRONG = [
+    b"$2\r\nno\r\n",
+    b"*0\r\n",
+    b"*1\r\n*1\r\n:0\r\n",
+    b"*1\r\n*3\r\n:5\r\n:4\r\n*2\r\n$9\r\n127.0.0.1\r\n:7000\r\n",
+    b"*1\r\n*3\r\n:0\r\n:16384\r\n*2\r\n$9\r\n127.0.0.1\r\n:7000\r\n",
+    b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n:1\r\n:7000\r\n",
+    b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$1\r\nh\r\n:70000\r\n",
+    b"*1\r\n*3\r\n:0\r\n:1\r\n*2\r\n$2\r\n\xff\xfe\r\n:7000\r\n",
+]
+
+
+@pytest.mark.parametrize("answer", WRONG)
+async def test_a_map_that_is_none_is_an_outage(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outage, "pause", lambda self: 0.01)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            while data := await reader.read(1 << 12):
+                writer.write(answer if b"SLOTS" in data else b"+OK\r\n" * data.count(b"*"))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        client = ServerCluster(cluster_config([f"127.0.0.1:{server.sockets[0].getsockname()[1]}"]), Metrics())
+        await client.start()
+        try:
+            with pytest.raises(StorageUnavailableError, match="CLUSTER SLOTS"):
+                await client.find(KEYS)
+            assert not client.connected
+        finally:
+            await client.close()
 
 
 def test_clusters_are_reached_by_what_their_nodes_announce() -> None:
-    assert RedisError  # redis-py's own errors are what the client turns into ours
     with pytest.raises(ValueError, match="announce"):
         cluster_config(["127.0.0.1:7000"], storage_tls_ca="ca.crt", storage_server_name="storage")
     with pytest.raises(ValueError, match="no replicas"):
