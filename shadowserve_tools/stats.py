@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Column, Table
 
 from shadowserve.errors import StorageRefusedError
-from shadowserve_tools.resp_client import Login, RespClient
+from shadowserve_tools.storage_client import Login, StorageClient
 
 __all__ = ["Sample", "Watcher", "stats"]
 
@@ -78,7 +78,7 @@ class Sample:
     taken_s: float
 
     @classmethod
-    def take(cls, client: RespClient) -> "Sample":
+    def take(cls, client: StorageClient) -> "Sample":
         """Ask for one.
 
         Raises:
@@ -347,7 +347,7 @@ def stats(watch: bool, interval: float, count: int, as_json: bool, **login: Any)
     where = f"{login['host']}:{login['port']}"
     console = Console()
     watcher = Watcher(watches=watch)
-    with RespClient(Login(**login)) as client:
+    with StorageClient(Login(**login)) as client:
         if not watch:
             view = watcher.step(Sample.take(client))
             if as_json:

@@ -8,7 +8,6 @@ from plan import Plan
 from reference_model import Violation
 from scenario import plan_of, simulate
 
-from dpu_dataplane.sources.resp import server
 from shadowserve.pool import opening, reads
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
@@ -17,6 +16,7 @@ from shadowserve.pool.entries import Entry
 from shadowserve.pool.space import Space
 from shadowserve.pool.volume import tail
 from shadowserve.pool.volume.log import Log
+from shadowserve.resp_client import RespClient
 from storage_kv.node import Session
 
 _SEEDS = range(1, 1001)
@@ -103,7 +103,7 @@ def test_a_device_that_was_away_and_is_believed_is_seen(monkeypatch: pytest.Monk
 
 
 def test_a_data_plane_that_waits_for_ever_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server._Control, "_look", lambda self: None)
+    monkeypatch.setattr(RespClient, "_look", lambda self: None)
     assert seen(in_data_plane).startswith("hang")
 
 

@@ -17,13 +17,13 @@ from dpu_dataplane.config import DataPlaneConfig, split_address
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.outage import Outage
 from dpu_dataplane.sources.resp.answers import HEAD_GUESS, MetaAnswer, head_question, stored_of
-from dpu_dataplane.sources.resp.control import Control
-from dpu_dataplane.sources.resp.links import Dialer, Node, refuse_error
+from dpu_dataplane.sources.resp.links import Dialer, Node
 from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Redirect
 from dpu_dataplane.sources.source import Found, Stored, Unanswered, head_size
 from shadowserve import resp
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.keys import storage_key
+from shadowserve.resp_client import RespClient, refuse_error
 
 __all__ = ["ServerCluster", "slot_of"]
 
@@ -103,7 +103,7 @@ class ServerCluster:
         self._replicas = config.storage_cluster_replicas
         self._metrics = metrics
         self._map: _Map | None = None
-        self._controls: dict[Node, asyncio.Task[Control]] = {}
+        self._controls: dict[Node, asyncio.Task[RespClient]] = {}
         self._outage = Outage(logger)  # until the map is known
         self._look = asyncio.Event()  # something says that the map has changed
         self._refreshing: asyncio.Task[None] | None = None
@@ -272,17 +272,17 @@ class ServerCluster:
 
     # ---- Connections
 
-    async def _control(self, node: Node) -> Control:
+    async def _control(self, node: Node) -> RespClient:
         """Return the connection to a node, made if there is none; who asks meanwhile waits for the same.
 
         Raises:
-            StorageUnavailableError, StorageRefusedError: as :meth:`Control.open`.
+            StorageUnavailableError, StorageRefusedError: as :meth:`Dialer.open_questions`.
         """
         if self._stopping:
             raise StorageUnavailableError(f"storage {self.name}: the data plane is stopping")
         task = self._controls.get(node)
         if task is None or (task.done() and not _stands(task)):
-            task = self._controls[node] = asyncio.create_task(Control.open(self.dialer, node))
+            task = self._controls[node] = asyncio.create_task(self.dialer.open_questions(node))
             task.add_done_callback(_retrieve)
         try:
             return await asyncio.shield(task)
@@ -435,11 +435,11 @@ def _bracket(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _stands(task: "asyncio.Task[Control]") -> bool:
+def _stands(task: "asyncio.Task[RespClient]") -> bool:
     """Return whether an attempt to connect has ended with a connection that is still there."""
     return not task.cancelled() and task.exception() is None and not task.result().closed.done()
 
 
-def _retrieve(task: "asyncio.Task[None] | asyncio.Task[Control]") -> None:
+def _retrieve(task: "asyncio.Task[None] | asyncio.Task[RespClient]") -> None:
     if not task.cancelled():
         task.exception()  # whoever waits has it; if nobody does, the next attempt will tell

@@ -1,4 +1,4 @@
-"""Data connections to storage: made and greeted here, driven by the C core, encrypted or not.
+"""Connections to storage: those for questions (:class:`RespClient`), and links for bytes, which the C core drives.
 
 A link is made in two steps that never block the event loop: the connection, by Python, and with TLS the handshake, by
 the C core, which then also deciphers what arrives; so the greeting goes through the same session as the bytes.
@@ -16,9 +16,10 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
 from dpu_dataplane.sources.resp.tls import StorageTls, distrust
 from shadowserve import native, resp
-from shadowserve.errors import ProtocolError, StorageError, StorageRefusedError, StorageUnavailableError
+from shadowserve.errors import ProtocolError, StorageError, StorageUnavailableError
+from shadowserve.resp_client import RespClient, refuse_error
 
-__all__ = ["DataLinks", "Dialer", "Link", "Node", "refuse_error"]
+__all__ = ["DataLinks", "Dialer", "Link", "Node"]
 
 _RECEIVE_BYTES: Final = 4096
 
@@ -32,12 +33,6 @@ class Node(NamedTuple):
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def refuse_error(command: str, answer: object) -> None:
-    """Raise StorageRefusedError if ``answer`` is an error."""
-    if isinstance(answer, resp.ErrorReply):
-        raise StorageRefusedError(f"storage refused {command}: {answer.decode('utf-8', 'replace')[:200]}")
 
 
 class Link:
@@ -166,6 +161,19 @@ class Dialer:
         self.username, self.password = config.storage_username, config.storage_password.get_secret_value()
         self.connect_timeout, self.command_timeout = config.connect_timeout, config.command_timeout
         self.tls = StorageTls(config) if config.storage_tls_ca else None
+
+    async def open_questions(self, node: Node) -> RespClient:
+        """Return a connection for questions.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: within ``connect_timeout``.
+        """
+        context, name = None, None
+        if self.tls is not None:
+            context, name = self.tls.contexts()[0], self.tls.name_of(node.host)
+        client = RespClient(str(node), self.command_timeout, AnswerReader())
+        async with self.deadline("connect", str(node)):
+            return await client.open(node.host, node.port, self.greeting(replica=node.replica), context, name)
 
     async def open(self, node: Node) -> Link:
         """Return a link that is ready for the C core.

@@ -15,13 +15,13 @@ from dpu_dataplane.config import DataPlaneConfig, split_address
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.outage import Outage
 from dpu_dataplane.sources.resp.answers import HEAD_GUESS, MetaAnswer, head_question, stored_of
-from dpu_dataplane.sources.resp.control import Control
-from dpu_dataplane.sources.resp.links import Dialer, Node, refuse_error
+from dpu_dataplane.sources.resp.links import Dialer, Node
 from dpu_dataplane.sources.resp.servers import Redirect
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Found, Stored, head_size
 from shadowserve import resp
 from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.keys import storage_key
+from shadowserve.resp_client import RespClient, refuse_error
 
 __all__ = ["OneServer"]
 
@@ -44,7 +44,7 @@ class OneServer:
         self._node = Node(*split_address(config.storage))
         self.dialer = Dialer(config)
         self._metrics = metrics
-        self._control: Control | None = None
+        self._control: RespClient | None = None
         self._has_meta = True  # of the connection in hand
         self._outage = Outage(logger)
         self._task: asyncio.Task[None] | None = None
@@ -115,7 +115,7 @@ class OneServer:
     async def recover(self, node: Node | None) -> None:
         """Do nothing: the control connection is watched, and data connections are made when they are needed."""
 
-    async def _connected(self) -> Control:
+    async def _connected(self) -> RespClient:
         """Return the connection, waiting for the attempt in progress if there has been no failure since the last."""
         while True:
             if self._control is not None:
@@ -126,7 +126,7 @@ class OneServer:
     async def _keep_connected(self) -> None:
         while True:
             try:
-                control = await Control.open(self.dialer, self._node)
+                control = await self.dialer.open_questions(self._node)
             except StorageError as error:
                 self._outage.begin(error)
             else:
@@ -136,7 +136,7 @@ class OneServer:
                     continue
             await asyncio.sleep(self._outage.pause())
 
-    async def _serve(self, control: Control) -> bool:
+    async def _serve(self, control: RespClient) -> bool:
         """Let callers use the connection until it closes; return whether it held, and may be made again at once."""
         self._control, self._has_meta = control, True
         self._outage.end()
@@ -152,7 +152,7 @@ class OneServer:
             self._outage.begin(StorageUnavailableError(reason))
         return held
 
-    def _check_meta(self, control: Control, answer: "resp.Value | MetaAnswer", count: int) -> list[Stored | None]:
+    def _check_meta(self, control: RespClient, answer: "resp.Value | MetaAnswer", count: int) -> list[Stored | None]:
         if isinstance(answer, MetaAnswer) and len(answer) == count:
             return answer
         refuse_error("KV.META", answer)
@@ -165,7 +165,7 @@ class OneServer:
         control.abort(reason)
         raise StorageUnavailableError(reason)
 
-    async def _meta_by_ranges(self, control: Control, names: list[bytes]) -> list[Found]:
+    async def _meta_by_ranges(self, control: RespClient, names: list[bytes]) -> list[Found]:
         """Ask a server without KV.META: sizes and first bytes of all keys in one pipeline, rarely a second one."""
         answers = await control.ask([command for name in names for command in head_question(name, HEAD_GUESS)])
         found: list[Found] = []

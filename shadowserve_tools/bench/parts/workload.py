@@ -31,7 +31,7 @@ from shadowserve.keys import (
     storage_key,
 )
 from shadowserve_tools.report import tracked
-from shadowserve_tools.resp_client import Login, RespClient
+from shadowserve_tools.storage_client import Login, StorageClient
 
 if TYPE_CHECKING:
     import redis
@@ -155,6 +155,6 @@ def client(address: str, password: str | None = None) -> "redis.Redis":
 def put(workload: Workload, address: str, password: str | None = None) -> None:
     """Store a workload's records in the server at ``host:port``."""
     host, _, port = address.rpartition(":")
-    with RespClient(Login(host=host, port=int(port), password=password or ""), timeout_s=30) as server:
+    with StorageClient(Login(host=host, port=int(port), password=password or ""), timeout_s=30) as server:
         for key, value in zip(workload.keys, workload.records, strict=True):
             server.call("SET", storage_key(key), value)

@@ -1,22 +1,22 @@
-"""A plain client of a storage server, for commands of people: one question at a time, each with a deadline."""
+"""A storage server as commands of people ask it: one question at a time, each with a deadline."""
 
-import socket
+import asyncio
+import os
 import ssl
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from shadowserve.errors import (
     ConfigurationError,
     ProtocolError,
-    StorageError,
     StorageRefusedError,
     StorageUnavailableError,
 )
-from shadowserve.resp import NEED_DATA, ErrorReply, LargeBulk, ReplyReader, Value, encode_command
+from shadowserve.resp import ErrorReply
+from shadowserve.resp_client import RespClient
 
-__all__ = ["Login", "RespClient"]
+__all__ = ["Login", "StorageClient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +61,14 @@ class Login:
 
 
 _HINTS: Final = {
-    b"NOAUTH": "; give --user, and --password or SHADOWSERVE_STORAGE_PASSWORD",
-    b"ERR this server speaks TLS": "; give --tls-ca",
+    "NOAUTH": "; give --user, and --password or SHADOWSERVE_STORAGE_PASSWORD",
+    "ERR this server speaks TLS": "; give --tls-ca",
 }
 """What helps against an error, by its beginning."""
 
 
-class RespClient:
-    """A connection; ``with RespClient(login, timeout_s) as client``."""
+class StorageClient:
+    """A connection; ``with StorageClient(login, timeout_s) as client``."""
 
     def __init__(self, login: Login, timeout_s: float = 5.0) -> None:
         """Connect and log in.
@@ -81,68 +81,46 @@ class RespClient:
         self._where = f"{login.host}:{login.port}"
         self._timeout_s = timeout_s
         context = login.context()
+        user = [login.user.encode()] if login.user else []
+        greeting = [[b"AUTH", *user, login.password.encode()]] if login.password else []
+        self._runner = asyncio.Runner()
         try:
-            self._socket = socket.create_connection((login.host, login.port), timeout_s)
-        except OSError as error:
+            self._client = self._runner.run(self._open(login, greeting, context))
+        except (OSError, ProtocolError, StorageUnavailableError) as error:
+            self._runner.close()
+            if isinstance(error, ssl.SSLError) or context is not None and not isinstance(error, ConnectionRefusedError):
+                raise StorageUnavailableError(f"no TLS with the storage server at {self._where}: {error}") from error
+            number = getattr(error, "errno", None)
+            reason = os.strerror(number) if number else str(error) or f"no answer for {timeout_s:g} s"
             raise StorageUnavailableError(
-                f"cannot reach the storage server at {self._where}: {error}; is it running there?"
+                f"cannot reach the storage server at {self._where}: {reason}; is it running there?"
             ) from error
-        try:
-            if context is not None:
-                self._socket = context.wrap_socket(self._socket, server_hostname=login.host)
-            self._reader = ReplyReader()
-            if login.password:
-                user = [login.user] if login.user else []
-                self.call("AUTH", *user, login.password)
-        except OSError as error:
-            self.close()
-            raise StorageUnavailableError(f"no TLS with the storage server at {self._where}: {error}") from error
-        except StorageError:
-            self.close()
-            raise
+        except StorageRefusedError as error:
+            self._runner.close()
+            raise StorageRefusedError(f"{self._where}: {error}{_hint(str(error))}") from error
 
-    def call(self, *arguments: str | bytes) -> Value:
+    async def _open(self, login: Login, greeting: list[list[bytes]], context: ssl.SSLContext | None) -> RespClient:
+        async with asyncio.timeout(self._timeout_s):
+            client = RespClient(self._where, self._timeout_s)
+            return await client.open(login.host, login.port, greeting, context, login.host if context else None)
+
+    def call(self, *arguments: str | bytes) -> Any:
         """Return the reply to a command.
 
         Raises:
             StorageRefusedError: the reply is an error.
             StorageUnavailableError: the connection broke, or the deadline passed.
         """
-        ends = time.monotonic() + self._timeout_s
         name = arguments[0] if isinstance(arguments[0], str) else arguments[0].decode("utf-8", "replace")
         try:
-            self._socket.settimeout(self._timeout_s)
-            self._socket.sendall(encode_command(*arguments))
-            reply = self._receive(ends)
-        except (OSError, ProtocolError) as error:
-            hint = "; give --tls-cert and --tls-key" if "CERTIFICATE_REQUIRED" in str(error) else ""
+            [reply] = self._runner.run(self._client.ask([arguments]))
+        except StorageUnavailableError as error:
+            hint = "; give --tls-cert and --tls-key" if "CERTIFICATE_REQUIRED" in str(error).upper() else ""
             raise StorageUnavailableError(f"{name} at {self._where} failed: {error}{hint}") from error
         if isinstance(reply, ErrorReply):
-            hint = next((hint for begin, hint in _HINTS.items() if reply.startswith(begin)), "")
-            raise StorageRefusedError(f"{self._where} refused {name}: {reply.decode('utf-8', 'replace')}{hint}")
+            text = reply.decode("utf-8", "replace")
+            raise StorageRefusedError(f"{self._where} refused {name}: {text}{_hint(text)}")
         return reply
-
-    def _receive(self, ends: float) -> Value:
-        while True:
-            event = self._reader.next_value()
-            if isinstance(event, memoryview):
-                return bytes(event)
-            if event is not NEED_DATA and not isinstance(event, LargeBulk):
-                return event
-            remaining = ends - time.monotonic()
-            if remaining <= 0:
-                raise TimeoutError("timed out")
-            self._socket.settimeout(remaining)
-            view = self._reader.get_buffer()
-            if view is not None:
-                size = self._socket.recv_into(view)
-                self._reader.advance(size)
-            else:
-                data = self._socket.recv(1 << 16)
-                size = len(data)
-                self._reader.feed(data)
-            if size == 0:
-                raise ConnectionResetError("the server closed the connection")
 
     def info(self, sections: Sequence[str] = ("everything",)) -> dict[str, str]:
         """Return INFO's fields.
@@ -158,7 +136,8 @@ class RespClient:
 
     def close(self) -> None:
         """Close the connection."""
-        self._socket.close()
+        self._client.abort("closed")
+        self._runner.close()
 
     def __enter__(self) -> Self:
         """Return it."""
@@ -167,3 +146,7 @@ class RespClient:
     def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
+
+
+def _hint(text: str) -> str:
+    return next((hint for begin, hint in _HINTS.items() if begin in text), "")

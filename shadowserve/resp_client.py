@@ -1,47 +1,71 @@
-"""The connection for questions to one server, a node of a cluster or the only one; ``links.py`` has those for bytes.
+"""A connection over which a server that speaks RESP2 is asked; values that are bytes to be moved go through the C core.
 
 It is pipelined: any number of callers ask at the same time. It is watched rather than each call: when the server owes
-an answer and is silent for ``command_timeout``, the connection is given up.
-
-RESP2 is spoken, since the C core reads only that, and any Redis server may stand in.
+an answer and is silent for too long, the connection is given up.
 """
 
 import asyncio
 import socket
+import ssl
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol, Self
 
-from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
-from dpu_dataplane.sources.resp.links import Dialer, Node, refuse_error
-from shadowserve import resp
-from shadowserve.errors import ProtocolError, StorageUnavailableError
+from shadowserve.errors import ProtocolError, StorageRefusedError, StorageUnavailableError
+from shadowserve.resp import NEED_DATA, ErrorReply, Limits, NeedData, ReplyReader, encode_command
 
-__all__ = ["Control"]
+__all__ = ["Answers", "RespClient", "refuse_error"]
+
+ANSWER_BYTES_MAX: Final = 64 << 20
+
+
+class Answers(Protocol):
+    """Bytes in, answers out: a ReplyReader that hands everything out whole, or one that knows some answers better."""
+
+    def feed(self, data: bytes) -> None:
+        """Take ``data`` as the next bytes of the stream."""
+
+    def next_value(self) -> Any | Literal[NeedData.NEED_DATA]:
+        """Return the next whole answer, or NEED_DATA."""
+
+
+def refuse_error(command: str, answer: object) -> None:
+    """Raise StorageRefusedError if ``answer`` is an error."""
+    if isinstance(answer, ErrorReply):
+        raise StorageRefusedError(f"storage refused {command}: {answer.decode('utf-8', 'replace')[:200]}")
 
 
 @dataclass(slots=True)
 class _Question:
     """Commands sent together, and what has been answered so far."""
 
-    answer: "asyncio.Future[list[resp.Value | MetaAnswer]]"
+    answer: "asyncio.Future[list[Any]]"
     count: int
-    values: "list[resp.Value | MetaAnswer]"
+    values: list[Any]
     asked_at: float
 
 
-class Control(asyncio.Protocol):
+class RespClient(asyncio.Protocol):
     """Commands out, answers back in the same order.
 
     Attributes:
         closed: why, once it is.
     """
 
-    def __init__(self, name: str, silence_max: float) -> None:
+    def __init__(self, name: str, silence_max: float, answers: Answers | None = None) -> None:
+        """Know how to ask; :meth:`open` connects.
+
+        Args:
+            name: of the server, for messages.
+            silence_max: seconds for which it may owe an answer and say nothing.
+            answers: reads what it says; by default all of RESP, answers of up to 64 MiB.
+        """
         self._name = name
         self._silence_max = silence_max
         self._loop = asyncio.get_running_loop()
-        self._reader = AnswerReader()
+        limits = Limits(bulk_bytes_max=ANSWER_BYTES_MAX, total_bytes_max=ANSWER_BYTES_MAX, large_bulk_bytes=1 << 62)
+        self._reader: Answers = answers or ReplyReader(limits)
         self._questions: deque[_Question] = deque()
         self._transport: asyncio.Transport | None = None
         self._heard_at = self._loop.time()
@@ -49,33 +73,34 @@ class Control(asyncio.Protocol):
         self._reason = f"storage {name} closed the connection"
         self.closed: asyncio.Future[str] = self._loop.create_future()
 
-    @classmethod
-    async def open(cls, dialer: Dialer, node: Node) -> "Control":
-        """Connect, with TLS if so configured, and greet.
+    async def open(
+        self,
+        host: str,
+        port: int,
+        greeting: Sequence[Sequence[bytes]],
+        context: ssl.SSLContext | None,
+        name: str | None,
+    ) -> Self:
+        """Connect, with TLS if there is a context, and greet.
+
+        Args:
+            host: of the server, and
+            port: where it listens.
+            greeting: the first commands; none may be refused.
+            context: for TLS, in which
+            name: is what the server's certificate must hold.
 
         Raises:
-            StorageUnavailableError, StorageRefusedError: within ``connect_timeout``.
+            OSError, StorageUnavailableError, StorageRefusedError, ProtocolError: it cannot be reached, or refuses.
         """
-        name = str(node)
-        async with dialer.deadline("connect", name):
-            context, server_name = None, None
-            if dialer.tls is not None:
-                context, server_name = dialer.tls.contexts()[0], dialer.tls.name_of(node.host)
-            _, control = await asyncio.get_running_loop().create_connection(
-                lambda: cls(name, dialer.command_timeout),
-                node.host,
-                node.port,
-                ssl=context,
-                server_hostname=server_name,
-            )
-            try:
-                commands = dialer.greeting(replica=node.replica)
-                for command, answer in zip(commands, await control.ask(commands), strict=True):
-                    refuse_error(command[0].decode(), answer)
-            except BaseException:
-                control.abort("the greeting failed")
-                raise
-        return control
+        await self._loop.create_connection(lambda: self, host, port, ssl=context, server_hostname=name)
+        try:
+            for command, answer in zip(greeting, await self.ask(greeting), strict=True):
+                refuse_error(command[0].decode(), answer)
+        except BaseException:
+            self.abort("the greeting failed")
+            raise
+        return self
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin: called by asyncio, as the next two."""
@@ -89,12 +114,12 @@ class Control(asyncio.Protocol):
         self._heard_at = self._loop.time()
         try:
             self._reader.feed(data)
-            while (value := self._reader.next_value()) is not resp.NEED_DATA:
+            while (value := self._reader.next_value()) is not NEED_DATA:
                 self._take(value)
         except ProtocolError as error:
             self.abort(f"storage {self._name} does not speak RESP as expected: {error}")
 
-    def _take(self, value: "resp.Value | MetaAnswer") -> None:
+    def _take(self, value: Any) -> None:
         if not self._questions:
             raise ProtocolError("an answer to nothing")
         question = self._questions[0]
@@ -123,7 +148,7 @@ class Control(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    async def ask(self, commands: Sequence[Sequence[bytes]]) -> "list[resp.Value | MetaAnswer]":
+    async def ask(self, commands: Sequence[Sequence[str | bytes]]) -> list[Any]:
         """Send commands as one pipeline and return an answer for each; errors are values.
 
         Raises:
@@ -136,7 +161,7 @@ class Control(asyncio.Protocol):
         now = self._loop.time()
         question = _Question(self._loop.create_future(), len(commands), [], now)
         self._questions.append(question)
-        self._transport.write(b"".join(resp.encode_command(*command) for command in commands))
+        self._transport.write(b"".join(encode_command(*command) for command in commands))
         if self._watch is None:
             self._watch = self._loop.call_at(now + self._silence_max, self._look)
         return await question.answer
