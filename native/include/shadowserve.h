@@ -264,16 +264,16 @@ struct ss_group {
 struct ss_round {
     struct ss_piece *pieces;
     struct ss_slice *slices;
-    const struct ss_group *groups;
+    struct ss_group *groups;
     uint32_t piece_count;
     uint32_t slice_count;
     uint32_t group_count;
-    uint32_t cancelled;        /* set by ss_round_cancel(); 0 at first */
-    uint64_t deadline_ns;      /* CLOCK_MONOTONIC */
-    uint64_t received_bytes;   /* out: over the wire */
-    uint64_t delivered_bytes;  /* out: into the destinations */
-    uint32_t sockets_in_sync;  /* out: no socket holds half an answer, so all can be used again */
-    uint32_t node_count;       /* of a fetch: its sockets are those of so many nodes; 0: one */
+    uint32_t cancelled;                     /* set by ss_round_cancel(); 0 at first */
+    uint64_t deadline_ns;                   /* CLOCK_MONOTONIC */
+    uint64_t received_bytes;                /* out: over the wire */
+    uint64_t delivered_bytes;               /* out: into the destinations */
+    uint32_t sockets_in_sync;               /* out: no socket holds half an answer, so all can be used again */
+    uint32_t node_count;                    /* of a fetch: its sockets are those of so many nodes; 0: one */
     struct ss_tls_session *const *sessions; /* of a fetch: for each socket, NULL for one without; NULL: no TLS at all */
 };
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shadowserve.chunk import DType, Quantizer
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import NativeError
 from shadowserve.native._library import MemoryKind, Result, Stage, check, ffi, lib
 from shadowserve.native._memory import Region
@@ -172,6 +172,17 @@ class Group:
     vector_length: int
     scale_vectors: int = 1
     destination: "ReadableBuffer | Region"
+
+    @classmethod
+    def of(cls, layout: ChunkLayout, destination: "ReadableBuffer | Region") -> Self:
+        """Return the group whose chunks are laid out so."""
+        return cls(
+            quantizer=layout.quantizer,
+            dtype=layout.dtype,
+            vector_length=layout.vector_length,
+            scale_vectors=layout.scale_tokens,
+            destination=destination,
+        )
 
 
 class Round:
