@@ -139,7 +139,7 @@ class Section(BaseModel):
                 match key, text:
                     case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
                         found[name] = inspect.cleandoc(words)
-        return found
+        return {key: found[key] for key in cls.model_fields if key in found}
 
     @classmethod
     def _from_file(cls, path: Path) -> dict[str, Any]:
