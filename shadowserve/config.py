@@ -4,7 +4,8 @@ Each program has one :class:`Section`, a frozen pydantic model whose fields are 
 
     class StorageConfig(Section):
         section = "storage"
-        port: int = Field(6380, ge=0, le=65535, description="TCP port; 0 takes a free one")
+        port: int = Field(6380, ge=0, le=65535)
+        'TCP port; 0 takes a free one.'
 
 A file (``--config`` or ``SHADOWSERVE_CONFIG_FILE``) holds one mapping for each section, so that one file can serve all
 programs; a program reads only its own. The environment variable of a key is ``SHADOWSERVE_<SECTION>_<KEY>``; its flag
@@ -13,7 +14,9 @@ that the text of a key that takes text is taken as it is: a password of digits n
 Unknown sections, keys and variables are errors that name the nearest known one. Every key is explained in ``configs/``.
 """
 
+import ast
 import difflib
+import inspect
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -50,7 +53,7 @@ class _Loader(yaml.SafeLoader):
 class Section(BaseModel):
     """Base of each program's configuration; immutable once loaded."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
     section: ClassVar[str]
     headings: ClassVar[Mapping[str, str]] = {}
     """For those who read all keys: key that begins a group to the group's heading."""
@@ -124,6 +127,19 @@ class Section(BaseModel):
             unit, name = next((unit, name) for unit, name in _UNITS if value % unit == 0 and (value or unit == 1))
             return f"{value // unit} {name}".rstrip()
         return json.dumps(value) if isinstance(value, bool | list | dict) else str(value)
+
+    @classmethod
+    def descriptions(cls) -> dict[str, str]:
+        """Return what each key is: its docstring, which only help and documents want, so it is read from the source."""
+        found = {}
+        for model in (each for each in reversed(cls.__mro__) if issubclass(each, BaseModel) and each is not BaseModel):
+            (definition,) = ast.parse(inspect.getsource(model)).body
+            assert isinstance(definition, ast.ClassDef)
+            for key, text in zip(definition.body, definition.body[1:], strict=False):
+                match key, text:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                        found[name] = inspect.cleandoc(words)
+        return {key: found[key] for key in cls.model_fields if key in found}
 
     @classmethod
     def _from_file(cls, path: Path) -> dict[str, Any]:

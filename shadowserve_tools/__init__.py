@@ -16,8 +16,8 @@ from shadowserve_tools.lazy import LazyGroup, missing_package
 __all__ = ["main"]
 
 COMMANDS: Final = {
-    "storage": "shadowserve_tools.programs:storage",
-    "dpu": "shadowserve_tools.programs:dpu",
+    "storage": "shadowserve_tools.programs.storage:storage",
+    "dpu": "shadowserve_tools.programs.dpu:dpu",
     "demo": "shadowserve_tools.demo:demo",
     "bench": "shadowserve_tools.bench:bench",
     "simulate": "shadowserve_tools.simulate:simulate",

@@ -29,11 +29,13 @@ _VALUES: Final = (
 )
 
 
-def metavar(key: str, field: FieldInfo) -> str:
+def metavar(key: str, field: FieldInfo, description: str) -> str:
     """Return what a flag takes, such as ``BYTES``, ``PORT`` or ``[memory|pool]``."""
     pattern = next((text for each in field.metadata if (text := getattr(each, "pattern", None))), None)
     if pattern:  # of alternatives, which are all the patterns that there are
         return f"[{pattern.strip('^()$')}]"
+    if description.startswith("File of"):
+        return "PATH"
     words = sorted(_alternatives(key, field, field.annotation), key=str.isupper)
     return words[0] if len(words) == 1 and not words[0].islower() else f"[{'|'.join(words)}]"
 
@@ -65,7 +67,7 @@ def _scalar(key: str, field: FieldInfo, annotation: Any) -> str:
         return "SECONDS" if key.endswith(_TIMES) else "NUMBER"
     if annotation is int:
         return "PORT" if key.endswith("port") else "MICROSECONDS" if key.endswith("_us") else "COUNT"
-    if annotation is Path or (field.description or "").startswith("File of"):
+    if annotation is Path:
         return "PATH"
     if key.endswith("host"):
         return "HOST"
@@ -115,8 +117,12 @@ class Program(click.Command):
         """Write the options, the general ones first."""
         groups: dict[str, list[click.Parameter]] = {_GENERAL: []}
         heading = _GENERAL
+        described = self.section.descriptions()
         for parameter in self.get_params(ctx):
             key = str(parameter.name)
+            if isinstance(parameter, click.Option) and (field := self.section.model_fields.get(key)):
+                parameter.metavar = metavar(key, field, described[key])
+                parameter.help = described[key].replace("``", "'")
             heading = self.section.headings.get(key, heading)
             groups.setdefault(heading if key in self.section.model_fields else _GENERAL, []).append(parameter)
         for title, parameters in groups.items():
@@ -145,14 +151,8 @@ def section_flags(section: type[Section]) -> Callable[[Callable[..., None]], Cal
             raise click.BadParameter(str(error), param=parameter) from error
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        for key, field in reversed(section.model_fields.items()):
-            function = click.option(
-                f"--{key.replace('_', '-')}",
-                key,
-                metavar=metavar(key, field),
-                callback=read,
-                help=(field.description or "").replace("``", "'"),
-            )(function)
+        for key in reversed(section.model_fields):
+            function = click.option(f"--{key.replace('_', '-')}", key, callback=read)(function)
         return click.option(
             "--config",
             type=click.Path(dir_okay=False),

@@ -58,7 +58,7 @@ def _checked_tenants(tenants: "dict[str, TenantLimits]") -> "dict[str, TenantLim
 class TenantLimits(BaseModel):
     """What one tenant may use; what is not given is not limited."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     bytes_max: ByteSize | None = Field(None, ge=1)
     """Most bytes of its keys and values; beyond it, its own are evicted."""

@@ -14,7 +14,7 @@ DEVICES_MAX: Final = 255
 class DeviceConfig(BaseModel):
     """One device of the pool, an entry of ``devices``: these keys, or its path alone."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: Path
     """A block device, an NVMe namespace's character device, or a file, which is made if ``size`` says how large."""
@@ -37,7 +37,7 @@ class DeviceConfig(BaseModel):
 class PoolConfig(BaseModel):
     """Memory and devices of one pool. Sizes may be written as ``8 GiB``."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory_budget_bytes: ByteSize = Field(ByteSize(4 << 30), ge=1 << 20)
     """Most that keys, values and their overhead take; beyond it the least recently used are evicted."""

@@ -66,10 +66,12 @@ def test_every_command_explains_itself_and_each_of_its_options(command: list[str
 @pytest.mark.parametrize(("command", "section"), PROGRAMS)
 def test_a_program_has_a_flag_for_each_key_with_its_default(command: str, section: type[Section]) -> None:
     text = " ".join(run(command, "--help").output.split())
-    for key, field in section.model_fields.items():
+    described = section.descriptions()
+    assert list(described) == list(section.model_fields)
+    for key, description in described.items():
         flag = rf" --{key.replace('_', '-')} (?:[A-Z:]+|\[[\w|]+\]) +\[default: {re.escape(section.default_text(key))}"
         assert re.search(flag, text), key
-        assert " ".join((field.description or "").replace("``", "'").split()) in text
+        assert " ".join(description.replace("``", "'").split()) in text
 
 
 def test_a_flag_says_what_it_takes() -> None:

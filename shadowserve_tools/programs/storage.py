@@ -1,14 +1,13 @@
-"""``shadowserve storage`` and ``shadowserve dpu``: run one of the long-lived programs until SIGTERM or SIGINT."""
+"""``shadowserve storage``: run the storage server until SIGTERM or SIGINT."""
 
 from typing import Any
 
 import click
 
-from dpu_dataplane.config import DataPlaneConfig
 from shadowserve_tools.flags import Program, section_flags
 from storage_kv.config import StorageConfig
 
-__all__ = ["dpu", "storage"]
+__all__ = ["storage"]
 
 
 @click.command(cls=Program, section=StorageConfig)
@@ -24,15 +23,3 @@ def storage(config: str | None, **flags: Any) -> None:
         return StorageConfig.load(config, flags)
 
     run(load(), load)
-
-
-@click.command(cls=Program, section=DataPlaneConfig)
-@section_flags(DataPlaneConfig)
-def dpu(config: str | None, **flags: Any) -> None:
-    """Run the data plane: on a DPU, or emulated on a few cores of the host.
-
-    A flag goes before the environment (SHADOWSERVE_DPU_<KEY>), that before the file, that before the default.
-    """
-    from dpu_dataplane.server import run
-
-    run(DataPlaneConfig.load(config, flags))
