@@ -26,6 +26,7 @@ FOLDERS = (
 )
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 TOLD = [*DOCUMENTS, *sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.md"))]
+ROOMS = [path for path in TOLD if path.name in ("README.md", "decisions.md") and path not in DOCUMENTS]
 DECISIONS = [path for path in TOLD if path.name == "decisions.md"]
 COMMAND_LINE = re.compile(
     r"(?:^(?:> )? {4}(?:\S+=\S+ |sudo |taskset \S+ \S+ )*|`)(?:\S*/)?shadowserve ([^`\n#&|]+)", re.MULTILINE
@@ -56,6 +57,14 @@ def test_each_link_of_a_document_leads_somewhere(document: Path) -> None:
         path = document.parent / target if target else document
         assert path.exists(), target
         assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("document", ROOMS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_each_file_that_a_room_names_is_there(document: Path) -> None:
+    named = re.findall(r"`([\w./-]+\.(?:py|c|h|md|yaml|proto))`", document.read_text())
+    for name in (each for each in named if Path(each).name != "_cffi.py"):  # which is built
+        nearby = [*document.parent.rglob(Path(name).name), *(REPOSITORY / "tests").rglob(name)]
+        assert nearby or (document.parent / name).exists() or (REPOSITORY / name).exists(), name
 
 
 @pytest.mark.parametrize("document", DECISIONS, ids=lambda path: str(path.relative_to(REPOSITORY)))
