@@ -1,8 +1,6 @@
 """The roof: the ``shadowserve`` command, and all that runs, measures and examines the three programs.
 
-Each subcommand (``COMMANDS``) is one module or folder, imported when it runs. They share how processes are started
-(:mod:`shadowserve_tools.processes`), how a server is asked (:mod:`shadowserve_tools.storage_client`), and how results
-are reported and drawn (:mod:`shadowserve_tools.report`). Nothing imports this package; only here do the programs meet.
+Each subcommand (``COMMANDS``) is one module or folder, imported when it runs; ``README.md`` says what is where.
 """
 
 from typing import Any, Final

@@ -14,9 +14,20 @@ from shadowserve.proto.dataplane_pb2 import Outcome
 from shadowserve_tools import COMMANDS, main
 
 REPOSITORY = Path(__file__).parents[1]
-FOLDERS = ("storage_kv", "dpu_dataplane", "host_control", "native", "scripts", "tests")
+FOLDERS = (
+    "shadowserve",
+    "shadowserve_tools",
+    "storage_kv",
+    "dpu_dataplane",
+    "host_control",
+    "native",
+    "scripts",
+    "tests",
+)
 DOCUMENTS = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 TOLD = [*DOCUMENTS, *sorted(path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.md"))]
+ROOMS = [path for path in TOLD if path.name in ("README.md", "decisions.md") and path not in DOCUMENTS]
+DECISIONS = [path for path in TOLD if path.name == "decisions.md"]
 COMMAND_LINE = re.compile(
     r"(?:^(?:> )? {4}(?:\S+=\S+ |sudo |taskset \S+ \S+ )*|`)(?:\S*/)?shadowserve ([^`\n#&|]+)", re.MULTILINE
 )
@@ -32,6 +43,36 @@ def test_each_file_that_a_document_names_is_there(document: Path) -> None:
     named = re.findall(r"`([\w.]+(?:/[\w.*-]+)*/[\w.*-]+\.(?:py|c|h|proto|yaml|md)|[\w/]+/)`", document.read_text())
     absent = [name for name in named if not list(REPOSITORY.glob(name))]
     assert not absent
+
+
+def anchors(document: Path) -> set[str]:
+    """Return what the document's headings are called in links."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", TOLD, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_each_link_of_a_document_leads_somewhere(document: Path) -> None:
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", document.read_text()):
+        path = document.parent / target if target else document
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("document", ROOMS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_each_file_that_a_room_names_is_there(document: Path) -> None:
+    named = re.findall(r"`([\w./-]+\.(?:py|c|h|md|yaml|proto))`", document.read_text())
+    for name in (each for each in named if Path(each).name != "_cffi.py"):  # which is built
+        nearby = [*document.parent.rglob(Path(name).name), *(REPOSITORY / "tests").rglob(name)]
+        assert nearby or (document.parent / name).exists() or (REPOSITORY / name).exists(), name
+
+
+@pytest.mark.parametrize("document", DECISIONS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_each_decision_has_its_day(document: Path) -> None:
+    entries = re.findall(r"^\*\*.*?(?=\n\n|\Z)", document.read_text(), re.MULTILINE | re.DOTALL)
+    assert entries
+    for entry in entries:
+        assert re.match(r"\*\*[^*]+\*\* \(\d{4}-\d\d-\d\d\) \S", entry.replace("\n", " ")), entry
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

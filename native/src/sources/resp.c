@@ -29,7 +29,7 @@ enum { HEAD_BYTES = 64 };
 
 /*
  * One system call's share. Each call also tells the sender that there is room again, and on loopback does some of its
- * work; fewer calls cost less, down to this size (docs/decisions.md).
+ * work; fewer calls cost less, down to this size (native/decisions.md).
  */
 #define RECEIVE_BYTES_MAX ((size_t)4 << 20)
 
