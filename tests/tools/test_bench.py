@@ -92,7 +92,7 @@ RATIOS = {
             *(REDIS_RATIOS if shutil.which("redis-server") else ()),
         )
     },
-    "commands": {"set_1_over_redis", "get_1_over_redis", "set_16_over_redis", "get_16_over_redis"},
+    "commands": {"set_over_redis", "get_over_redis"},
     "index": {
         "resident_bytes_each",
         "counted_bytes_each",
