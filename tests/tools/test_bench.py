@@ -134,7 +134,7 @@ RATIOS = {
     },
 }
 PEERS = {
-    "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP", "NIXL, UCX over TCP"],
+    "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP"],
     "link": ["LMCache, lm://", "LMCache server, fp8, Redis tuned"],
 }
 
