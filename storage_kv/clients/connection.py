@@ -46,7 +46,8 @@ from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import Transport
 from storage_kv.clients.watched import Watched
 from storage_kv.commands import execute
-from storage_kv.node import Later, Outgoing, Part, Pending, Reply, Series, Session
+from storage_kv.node import Later, Outgoing, Part, Pending, Reply, Series
+from storage_kv.session import Session
 
 __all__ = ["Connection"]
 

@@ -35,8 +35,9 @@ from storage_kv.commands import (
 from storage_kv.commands._arguments import OK, quote, syntax_error
 from storage_kv.commands._table import Command
 from storage_kv.glob import Glob
-from storage_kv.node import Argument, CommandError, Later, Node, Reply, Session
+from storage_kv.node import CommandError, Later, Node, Reply
 from storage_kv.operate.command_statistics import SAMPLE_EVERY
+from storage_kv.session import Argument, Session
 
 __all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute"]
 

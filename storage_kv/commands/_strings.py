@@ -21,7 +21,8 @@ from storage_kv.commands._arguments import (
     settled,
     syntax_error,
 )
-from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Series, Session
+from storage_kv.node import CommandError, Later, Node, Part, Reply, Series
+from storage_kv.session import Argument, Session
 
 __all__ = [
     "get",

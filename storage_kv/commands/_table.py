@@ -6,7 +6,8 @@ from typing import Final, TypeAlias
 
 from shadowserve.resp import Map, SetReply, SimpleString, Value
 from storage_kv.access.rules import CATEGORIES
-from storage_kv.node import Argument, Node, Reply, Session
+from storage_kv.node import Node, Reply
+from storage_kv.session import Argument, Session
 
 __all__ = ["Command", "Handler"]
 

@@ -16,7 +16,8 @@ from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.engines.memory import MemoryEngine
-from storage_kv.node import Node, Session
+from storage_kv.node import Node
+from storage_kv.session import Session
 
 USERS = """user root on >r ~* &* +@all
 user ann on >a ~* +@all -@admin tenant=team-a
