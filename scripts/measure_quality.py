@@ -7,9 +7,6 @@ real records (256-token chunks, quantized and compressed by the C core) and are 
 window is scored on top of them. The cost is how much the predictions differ from those on the cache that was never
 stored: their divergence, and the change in bits per byte.
 
-What is no quantizer, because it was tried here and did not pay, is computed in PyTorch instead: scales for each
-channel, and bins for each layer. Their sizes are counted as records would have them.
-
     python scripts/measure_quality.py --json quality.json --plot docs/quality.svg   # docs/quality.md's tables and plot
 """
 
@@ -19,7 +16,6 @@ import math
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,23 +24,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from model_text import Document, load_documents
-from train_model import ASSETS
 
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 
 __all__ = [
     "TREATMENTS",
-    "Lossless",
+    "ASSETS",
     "Outcome",
     "Treatment",
     "column_entropy",
-    "bit_entropies",
     "draw",
     "kv_bytes",
+    "load_documents",
     "measure",
-    "measure_lossless",
     "prefill",
     "score",
     "stored_and_loaded",
@@ -52,6 +45,7 @@ __all__ = [
 ]
 
 CHUNK_TOKENS = 256
+ASSETS = Path(__file__).resolve().parents[1] / "tests" / "assets"
 KEY = bytes(32)  # a record needs some key and namespace; nothing here depends on which
 TORCH_DTYPES = {
     DType.BFLOAT16: torch.bfloat16,
@@ -73,8 +67,6 @@ class Treatment:
 
     Attributes:
         quantizer, dtype, bins, value_bins, scale_tokens: as of ChunkLayout.
-        layer_bins: bins of the keys and of the values of each layer, in their place; computed here.
-        channel_keys: keys have a scale for each channel of a chunk instead of each token; computed here.
     """
 
     quantizer: Quantizer = Quantizer.BINNED
@@ -82,24 +74,15 @@ class Treatment:
     bins: int = 0
     value_bins: int = 0
     scale_tokens: int = 1
-    layer_bins: tuple[tuple[int, int], ...] = ()
-    channel_keys: bool = False
-
-    @property
-    def is_record(self) -> bool:
-        """Whether a record can hold it."""
-        return not self.channel_keys and not self.layer_bins
 
     @property
     def label(self) -> str:
         """What the table calls it."""
         if self.quantizer is not Quantizer.BINNED:
             return self.quantizer.name.lower()
-        if self.layer_bins:
-            return "binned, " + " ".join(f"{key}/{value}" for key, value in self.layer_bins)
         bins = f"binned {self.bins}" + (f"/{self.value_bins}" if self.value_bins else "")
         shared = f", {self.scale_tokens} tokens a scale" if self.scale_tokens > 1 else ""
-        return bins + shared + (", keys by channel" if self.channel_keys else "")
+        return bins + shared
 
 
 SPLIT_BINS = ((32, 8), (48, 12), (64, 16), (96, 24), (128, 32))
@@ -111,8 +94,6 @@ TREATMENTS = (
     *(Treatment(bins=bins) for bins in (16, 32, 64, 256)),
     *(Treatment(bins=bins, value_bins=value_bins) for bins, value_bins in SPLIT_BINS),
     *(Treatment(bins=bins, value_bins=value_bins, scale_tokens=16) for bins, value_bins in SPLIT_BINS),
-    *(Treatment(bins=bins, value_bins=value_bins, channel_keys=True) for bins, value_bins in SPLIT_BINS[:3]),
-    Treatment(layer_bins=((66, 18), (74, 20), (56, 14), (60, 12))),
     Treatment(dtype=DType.FLOAT8_E4M3, quantizer=Quantizer.PASSTHROUGH),
     Treatment(dtype=DType.FLOAT8_E4M3, bins=64, value_bins=16),
 )
@@ -148,10 +129,14 @@ class Outcome:
     agreement: float
 
 
-def windows(documents: Sequence[Document], size: int) -> Iterator[list[int]]:
+def load_documents(path: Path) -> list[bytes]:
+    """Return the texts of a file that has a JSON object with ``text`` on each line."""
+    return [json.loads(line)["text"].encode() for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def windows(documents: Sequence[bytes], size: int) -> Iterator[list[int]]:
     """Yield windows of ``size`` tokens (bytes) from the starts of ``documents`` on, without overlap."""
-    for document in documents:
-        data = document.text.encode()
+    for data in documents:
         for start in range(0, len(data) - size + 1, size):
             yield list(data[start : start + size])
 
@@ -189,8 +174,6 @@ def stored_and_loaded(
 
     The tokens of ``cache`` must be a multiple of 256.
     """
-    if not treatment.is_record:
-        return _tried(cache, treatment, codecs)
     _, heads, tokens, head_size = cache[0][0].shape
     layout = _layout(cache, treatment)
     chunks: list[torch.Tensor] = []
@@ -247,36 +230,6 @@ def column_entropy(symbols: npt.NDArray[np.int8]) -> int:
         bits += float(-(table * np.log2(table / max(1, table.sum()))).sum()) + TABLE_ENTRY_BITS * len(table)
     size: int = math.ceil((bits + math.log2(COLUMN_KINDS) * columns) / 8)
     return size
-
-
-def _tried(cache: KVCache, treatment: Treatment, codecs: Sequence[native.Codec]) -> tuple[KVCache, dict[str, int]]:
-    """Do as :func:`stored_and_loaded` does for what no record holds, with the same arithmetic."""
-    stored = {codec.name.lower(): 0 for codec in codecs} | {ENTROPY: 0}
-    loaded: KVCache = []
-    for layer, tensors in enumerate(cache):
-        made = []
-        for kind, tensor in enumerate(tensors):
-            bins = treatment.layer_bins[layer][kind] if treatment.layer_bins else 0
-            bins = bins or ((treatment.value_bins if kind else 0) or treatment.bins)
-            _, heads, tokens, head_size = tensor.shape
-            chunks = tensor[0].transpose(0, 1).reshape(-1, CHUNK_TOKENS, heads * head_size)
-            chunks = chunks.to(TORCH_DTYPES[treatment.dtype]).float()
-            across = 1 if treatment.channel_keys and kind == 0 else 2
-            scales = chunks.abs().amax(dim=across, keepdim=True) / (bins // 2 - 1)
-            symbols = (chunks * torch.where(scales > 0, 1 / scales, 0)).round()
-            for rows in symbols.to(torch.int8).numpy():
-                for codec in codecs:
-                    stored[codec.name.lower()] += len(native.compress(codec, rows.tobytes(), rows.shape[1]))
-                stored[ENTROPY] += column_entropy(rows)
-            around = 4 * scales.numel() + len(chunks) * (
-                record.HEADER_BYTES / len(cache) / 2 + record.MANIFEST_DTYPE.itemsize
-            )
-            for name in stored:
-                stored[name] += round(around)
-            values = (symbols * scales).to(TORCH_DTYPES[treatment.dtype]).float()
-            made.append(values.reshape(tokens, heads, head_size).transpose(0, 1)[None].contiguous())
-        loaded.append((made[0], made[1]))
-    return loaded, stored
 
 
 def prefill(model: Any, tokens: list[int]) -> KVCache:
@@ -343,10 +296,6 @@ class _Sample:
 def _family(treatment: Treatment) -> str:
     if treatment.dtype is not DType.BFLOAT16 or treatment.quantizer is not Quantizer.BINNED:
         return f"{treatment.dtype.label} {treatment.quantizer.name.lower()}"
-    if treatment.channel_keys:
-        return "a quarter of the bins for V, keys by channel (tried)"
-    if treatment.layer_bins:
-        return "a quarter of the bins for V, bins by layer (tried)"
     if treatment.scale_tokens > 1:
         return f"a quarter of the bins for V, {treatment.scale_tokens} tokens a scale"
     return "a quarter of the bins for V" if treatment.value_bins else "same bins for K and V"
@@ -389,80 +338,6 @@ def measure(
     return statistics.fmean(baseline), outcomes
 
 
-# ---- Lossless --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(kw_only=True)
-class Lossless:
-    """One row about exact bytes of a cache.
-
-    Attributes:
-        dtype: of the cache.
-        form: ``"planes"``, as the lossless quantizer makes them, or ``"raw"`` bytes.
-        codec: name.
-        ratio: raw bytes over compressed.
-        decode: GB of raw bytes a second and core, the merging of planes included; the best of a few.
-    """
-
-    dtype: str
-    form: str
-    codec: str
-    ratio: float
-    decode: float
-
-
-def measure_lossless(cache: KVCache, codecs: Sequence[native.Codec], repeats: int = 5) -> list[Lossless]:
-    """Compare the lossless quantizer's planes with the raw bytes of the same cache, in one-layer, one-kind slices."""
-    rows = []
-    for dtype in (DType.BFLOAT16, DType.FLOAT32):
-        layout = _layout(cache, Treatment(quantizer=Quantizer.LOSSLESS, dtype=dtype))
-        kv = kv_bytes(cache, dtype, 0, CHUNK_TOKENS)
-        size = len(kv) // (layout.layers * layout.kinds)
-        slices = [kv[first : first + size] for first in range(0, len(kv), size)]
-        shape = {"vectors": CHUNK_TOKENS, "vector_length": layout.vector_length}
-        out = np.empty(size, np.uint8)
-        for form, quantizer in (("planes", Quantizer.LOSSLESS), ("raw", Quantizer.PASSTHROUGH)):
-            row_length = layout.vector_length * (dtype.itemsize if form == "raw" else 1)
-            symbols = [native.quantize(quantizer, dtype, part, **shape)[0] for part in slices]
-            for codec in codecs:
-                streams = [native.compress(codec, part, row_length) for part in symbols]
-                best, into = math.inf, np.empty(size, np.uint8)
-                for _ in range(repeats):
-                    begin = time.thread_time()
-                    for stream in streams:
-                        native.decompress_into(codec, stream, into)
-                        if quantizer is Quantizer.LOSSLESS:
-                            native.dequantize(quantizer, dtype, into, None, out=out, **shape)
-                    best = min(best, time.thread_time() - begin)
-                rows.append(
-                    Lossless(
-                        dtype=dtype.label,
-                        form=form,
-                        codec=codec.name.lower(),
-                        ratio=len(kv) / sum(map(len, streams)),
-                        decode=len(kv) / best / 1e9,
-                    )
-                )
-    return rows
-
-
-def _byte_entropy(data: npt.NDArray[np.uint8]) -> float:
-    shares = np.bincount(data, minlength=256) / data.size
-    shares = shares[shares > 0]
-    return float(-(shares * np.log2(shares)).sum())
-
-
-def bit_entropies(cache: KVCache) -> dict[str, float]:
-    """Return the order-0 entropies of what a bfloat16 is made of, in bits, over a whole cache."""
-    halves = np.frombuffer(kv_bytes(cache, DType.BFLOAT16, 0, cache[0][0].shape[2]), np.uint16)
-    return {
-        "exponent (8 bits)": _byte_entropy((halves >> 7 & 0xFF).astype(np.uint8)),
-        "sign (1 bit)": _byte_entropy((halves >> 15).astype(np.uint8)),
-        "mantissa (7 bits)": _byte_entropy((halves & 0x7F).astype(np.uint8)),
-        "mantissa's first bit": _byte_entropy((halves >> 6 & 1).astype(np.uint8)),
-    }
-
-
 # ---- Output ----------------------------------------------------------------------------------------------------------
 
 
@@ -481,12 +356,6 @@ def _table(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec]) -> str:
             f"| {row.dtype} | {row.treatment} | {sizes} | {row.error:.4f} | {row.divergence:.4f} | "
             f"{row.change:+.4f} ± {row.change_error:.4f} | {row.agreement:.2%} |"
         )
-    return "\n".join(lines)
-
-
-def _lossless_table(rows: Sequence[Lossless]) -> str:
-    lines = ["| cache | bytes | codec | ratio | decoded, GB/s per core |", "|---|---|---|---|---|"]
-    lines += [f"| {row.dtype} | {row.form} | {row.codec} | {row.ratio:.3f} | {row.decode:.2f} |" for row in rows]
     return "\n".join(lines)
 
 
@@ -510,10 +379,9 @@ def draw(outcomes: Sequence[Outcome], codecs: Sequence[native.Codec], path: Path
             bits = [row.bits_per_element[name] for row in rows]
             style: dict[str, Any] = {
                 "color": f"C{families.index(family)}",
-                "marker": "x" if "tried" in family else "o",
+                "marker": "o",
                 "markersize": 5,
                 "linewidth": 1.4,
-                "linestyle": "--" if "tried" in family else "-",
                 "label": family,
             }
             panels[0, column].plot(bits, [row.divergence for row in rows], **style)
@@ -577,11 +445,6 @@ def main() -> int:
         f"{baseline:.4f} bits per byte with the float32 cache kept\n"
     )
     print(_table(outcomes, codecs))
-    cache = prefill(model, texts[0][: options.prefix])
-    lossless = measure_lossless(cache, [codec for codec in native.Codec if codec in built_in])
-    entropies = bit_entropies(cache)
-    print("\n" + _lossless_table(lossless))
-    print("\nbfloat16, order-0 entropy: " + ", ".join(f"{name} {bits:.3f}" for name, bits in entropies.items()))
     if options.json:
         report = {
             "bench": "quality",
@@ -589,8 +452,6 @@ def main() -> int:
             "settings": {"windows": len(texts), "prefix": options.prefix, "scored": options.scored},
             "baseline_bits_per_byte": baseline,
             "rows": [asdict(row) for row in outcomes],
-            "lossless": [asdict(row) for row in lossless],
-            "bfloat16_entropies": entropies,
         }
         options.json.write_text(json.dumps(report, indent=2) + "\n")
     if options.plot:

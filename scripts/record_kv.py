@@ -9,9 +9,7 @@ lossless records one after the other. Run again only with another model: figures
 import sys
 
 import torch
-from measure_quality import CHUNK_TOKENS, KEY, kv_bytes, prefill
-from model_text import load_documents
-from train_model import ASSETS
+from measure_quality import ASSETS, CHUNK_TOKENS, KEY, kv_bytes, load_documents, prefill
 
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
@@ -28,7 +26,7 @@ def main() -> int:
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32).eval()
     written = b""
     for document in load_documents(ASSETS / "heldout.jsonl")[:DOCUMENTS]:
-        cache = prefill(model, list(document.text.encode()[: FIRST_TOKEN + CHUNK_TOKENS]))
+        cache = prefill(model, list(document[: FIRST_TOKEN + CHUNK_TOKENS]))
         _, heads, _, head_size = cache[0][0].shape
         layout = ChunkLayout(
             namespace=bytes(32),

@@ -24,7 +24,6 @@ Python values stand for RESP types as :data:`Value` says; :func:`encode` writes 
 
 import enum
 import re
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +51,6 @@ from shadowserve._resp_values import (
     encode_null,
 )
 from shadowserve.errors import ForeignProtocolError, ProtocolError
-from shadowserve.native import BATCH_ARGUMENTS_MAX, BATCH_BULK_BYTES_MAX, CommandRun, read_commands
 
 __all__ = [
     "NEED_DATA",
@@ -154,7 +152,11 @@ def parse_integer(text: bytes) -> int | None:
 
 
 class _Reader:
-    """What both readers share: the buffer of small things, and the large bulk that is received in place."""
+    """What both readers share: the buffer of small things, and the large bulk that is received in place.
+
+    Attributes:
+        limits: in force. A server tightens them until a client has authenticated.
+    """
 
     __slots__ = (
         "_buffer",
@@ -163,13 +165,13 @@ class _Reader:
         "_large",
         "_large_filled",
         "_large_size",
-        "_limits",
         "_position",
         "_total_bytes",
+        "limits",
     )
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
-        self._limits = limits
+        self.limits = limits
         self._buffer = b""
         self._position = 0
         self._total_bytes = 0
@@ -257,8 +259,8 @@ class _Reader:
     def _count_bulk(self, size: int) -> None:
         """Count a bulk's declared size against the limits."""
         self._total_bytes += size
-        if size > self._limits.bulk_bytes_max or self._total_bytes > self._limits.total_bytes_max:
-            raise self._fail("unauthenticated bulk length" if self._limits.unauthenticated else "invalid bulk length")
+        if size > self.limits.bulk_bytes_max or self._total_bytes > self.limits.total_bytes_max:
+            raise self._fail("unauthenticated bulk length" if self.limits.unauthenticated else "invalid bulk length")
 
     def _take_bulk(self, size: int) -> bytes | memoryview | LargeBulk | NeedData:
         """Return the bulk of ``size`` bytes at the position, its CRLF checked and skipped."""
@@ -271,7 +273,7 @@ class _Reader:
             value = self._buffer[self._position : stop]
             self._position = stop + 2
             return value
-        if size < self._limits.large_bulk_bytes:
+        if size < self.limits.large_bulk_bytes:
             return NEED_DATA
         self._large_size = size
         self._large_filled = 0
@@ -299,48 +301,27 @@ class CommandReader(_Reader):
     __slots__ = (
         "_argument_bytes",
         "_arguments",
-        "_batch_bulk_bytes_max",
-        "_batch_items_max",
         "_bulk_size",
-        "_ready",
         "_remaining",
     )
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         """Make a reader that holds its peer to ``limits``."""
         super().__init__(limits)
-        self.limits = limits
-        self._ready: deque[CommandRun] = deque()  # whole commands, read in one go; none of these is empty
         self._arguments: list[bytes | memoryview] = []
         self._argument_bytes = 0  # of the small ones
         self._remaining = 0  # arguments still to come of the command in progress
         self._bulk_size = -1  # of the argument whose length line was read
 
     @property
-    def limits(self) -> Limits:
-        """The limits in force. A server tightens them until a client has authenticated."""
-        return self._limits
-
-    @limits.setter
-    def limits(self, limits: Limits) -> None:
-        self._limits = limits
-        self._batch_items_max = min(limits.items_max, BATCH_ARGUMENTS_MAX)
-        # No command of so few and such small arguments can be one too much in all.
-        self._batch_bulk_bytes_max = min(
-            *(limits.bulk_bytes_max, limits.large_bulk_bytes - 1, BATCH_BULK_BYTES_MAX),
-            limits.total_bytes_max // BATCH_ARGUMENTS_MAX,
-        )
-
-    @property
     def in_progress(self) -> bool:
         """Whether a part of a command has arrived and the rest has not."""
-        return bool(self._ready) or self._remaining > 0 or self._position < len(self._buffer)
+        return self._remaining > 0 or self._position < len(self._buffer)
 
     @property
     def held_bytes(self) -> int:
         """About the memory of what was fed and is not handed out yet, but for large bulks: they are the caller's."""
-        held = len(self._buffer) + self._argument_bytes + _OBJECT_BYTES * len(self._arguments)
-        return held + sum(sum(map(len, run[0])) + _OBJECT_BYTES * len(run[0]) for run in self._ready)
+        return len(self._buffer) + self._argument_bytes + _OBJECT_BYTES * len(self._arguments)
 
     @property
     def arguments(self) -> Sequence[bytes | memoryview]:
@@ -354,15 +335,11 @@ class CommandReader(_Reader):
             ProtocolError: the peer does not speak RESP, or broke a limit; the message is what to answer after
                 ``-ERR``. Every later call raises it again: the stream cannot be followed any more.
         """
-        if self._ready:
-            return self._take_ready()
         if self._position >= len(self._buffer) and self._large_size < 0 and self._failure is None:
             return NEED_DATA
         self._check_failure()
         while True:
             if self._remaining == 0:
-                if self.ready():
-                    return self._take_ready()
                 started = self._start_command()
                 if started is NEED_DATA:
                     return NEED_DATA
@@ -377,36 +354,6 @@ class CommandReader(_Reader):
             self._let_go()
             return arguments
 
-    def ready(self) -> deque[CommandRun]:
-        """Return the queue of whole commands of small arguments; what is taken off it has been read.
-
-        For servers: it is what next_command() would return first, without a call for each. An empty queue says nothing.
-        Whole runs are taken off it directly, parts of them with skip_ready().
-        """
-        ready, buffer, position = self._ready, self._buffer, self._position
-        if not ready and not self._remaining and position < len(buffer) and self._failure is None:
-            # Pipelines of small commands are what costs a server in Python most, so they are read in C. Whatever is
-            # unusual - long, incomplete, wrong - ends that, and is left to the general way.
-            runs, end = read_commands(buffer, position, self._batch_items_max, self._batch_bulk_bytes_max)
-            self._position = end
-            if end == len(buffer):  # most often
-                self._let_go()
-            elif buffer[end] != _ARRAY and self._refuses(self._line()):
-                return ready  # what is in front of it came from the same hand
-            ready.extend(runs)
-        return ready
-
-    def skip_ready(self, commands: int) -> None:
-        """Take so many commands off the run that is first in the queue, and make the others there runs of their own."""
-        arguments, width = self._ready.popleft()
-        begins = reversed(range(commands * width, len(arguments), width))
-        self._ready.extendleft((arguments[begin : begin + width], width) for begin in begins)
-
-    def _take_ready(self) -> list[bytes | memoryview]:
-        arguments, width = self._ready[0]
-        self.skip_ready(1)
-        return list(arguments[:width])
-
     def _start_command(self) -> list[bytes | memoryview] | None | Literal[NeedData.NEED_DATA]:
         """Read up to the first argument. Return None when one follows, a whole inline command, or NEED_DATA."""
         buffer = self._buffer
@@ -419,15 +366,15 @@ class CommandReader(_Reader):
                 continue
             end = buffer.find(CRLF, position)
             if end < 0:
-                if len(buffer) - position > self._limits.line_bytes_max:
+                if len(buffer) - position > self.limits.line_bytes_max:
                     raise self._fail("too big mbulk count string")
                 return NEED_DATA
             text = buffer[position + 1 : end]
             count = _SMALL_LENGTHS.get(text)
             if count is None:
                 count = parse_integer(text)
-            if count is None or count > self._limits.items_max:
-                word = "unauthenticated" if count is not None and self._limits.unauthenticated else "invalid"
+            if count is None or count > self.limits.items_max:
+                word = "unauthenticated" if count is not None and self.limits.unauthenticated else "invalid"
                 raise self._fail(f"{word} multibulk length")
             self._position = end + 2
             if count > 0:  # Redis ignores empty and negative ones
@@ -447,7 +394,7 @@ class CommandReader(_Reader):
             if size < 0:
                 end = buffer.find(CRLF, self._position)
                 if end < 0:
-                    if len(buffer) - self._position > self._limits.line_bytes_max:
+                    if len(buffer) - self._position > self.limits.line_bytes_max:
                         raise self._fail("too big bulk count string")
                     return NEED_DATA
                 size = self._bulk_length(buffer[self._position : end])
@@ -468,9 +415,9 @@ class CommandReader(_Reader):
     def _read_small_arguments(self) -> bool:
         """Read what is small and all there, as most is; return whether none remains. The rest goes the general way."""
         buffer, position, remaining, arguments = self._buffer, self._position, self._remaining, self._arguments
-        if self._large_size >= 0 or self._limits.bulk_bytes_max < len(_SMALL_BULKS):
+        if self._large_size >= 0 or self.limits.bulk_bytes_max < len(_SMALL_BULKS):
             return False
-        begin_room = room = self._limits.total_bytes_max - self._total_bytes
+        begin_room = room = self.limits.total_bytes_max - self._total_bytes
         while remaining:
             end = buffer.find(CRLF, position, position + _SMALL_LINE_BYTES)
             size = _SMALL_BULKS.get(buffer[position:end]) if end >= 0 else None
@@ -506,19 +453,13 @@ class CommandReader(_Reader):
         end = self._buffer.find(b"\n", self._position)
         return self._buffer[self._position : end + 1 if end >= 0 else len(self._buffer)]
 
-    def _refuses(self, line: bytes) -> bool:
-        """Return whether a line, or its beginning, is of another protocol; nothing more is read then."""
-        protocol = protocol_of(line)
-        if protocol:
-            self._failure = partial(ForeignProtocolError, protocol)
-        return bool(protocol)
-
     def _read_inline(self) -> list[bytes | memoryview] | Literal[NeedData.NEED_DATA]:
         """Read one line as people type it; an empty list for an empty line."""
         line = self._line()
-        if self._refuses(line):
-            self._check_failure()
-        if (reason := refusal_of(line, self._limits.line_bytes_max)) is not None:
+        if protocol := protocol_of(line):  # nothing more is read then
+            self._failure = partial(ForeignProtocolError, protocol)
+            raise self._failure()
+        if (reason := refusal_of(line, self.limits.line_bytes_max)) is not None:
             raise self._fail(reason)
         if not line.endswith(b"\n"):
             return NEED_DATA
@@ -526,7 +467,7 @@ class CommandReader(_Reader):
         arguments = split_inline(line[:-1].removesuffix(b"\r"))
         if arguments is None:
             raise self._fail("unbalanced quotes in request")
-        if len(arguments) > self._limits.items_max:
+        if len(arguments) > self.limits.items_max:
             raise self._fail("invalid multibulk length")
         return list(arguments)
 
@@ -590,7 +531,7 @@ class ReplyReader(_Reader):
 
     def _next_line(self) -> bytes | None:
         end = self._buffer.find(CRLF, self._position)
-        limit = self._limits.line_bytes_max
+        limit = self.limits.line_bytes_max
         if (end if end >= 0 else len(self._buffer)) - self._position > limit:
             raise self._fail(f"a line longer than {limit} bytes")
         if end < 0:
@@ -658,10 +599,10 @@ class ReplyReader(_Reader):
         count = parse_integer(text)
         if count is not None and kind in (0x25, 0x7C):  # maps count pairs
             count *= 2
-        if count is None or not 0 <= count <= self._limits.items_max:
+        if count is None or not 0 <= count <= self.limits.items_max:
             raise self._fail("invalid multibulk length")
-        if len(self._stack) >= self._limits.depth_max:
-            raise self._fail(f"arrays nested deeper than {self._limits.depth_max}")
+        if len(self._stack) >= self.limits.depth_max:
+            raise self._fail(f"arrays nested deeper than {self.limits.depth_max}")
         if count == 0 and kind == 0x7C:
             return False, None
         if count == 0:

@@ -38,8 +38,9 @@ from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.engines import open_engine
 from storage_kv.engines.thread import EngineThread
-from storage_kv.node import Node, Session
+from storage_kv.node import Node
 from storage_kv.operate.operations import Operations
+from storage_kv.session import Session
 
 __all__ = ["StorageServer", "run"]
 

@@ -544,34 +544,6 @@ SS_API void ss_pipeline_trace_stop(struct ss_pipeline *pipeline);
 SS_API uint64_t ss_pipeline_trace_read(struct ss_pipeline *pipeline, struct ss_trace_event *events, uint64_t count_max,
                                        uint64_t *dropped);
 
-/* ---- Reading commands ------------------------------------------------------------------------------------------ */
-
-enum { SS_COMMANDS_MAX = 128, SS_COMMANDS_ARGUMENTS_MAX = 255, SS_COMMANDS_LAYOUT_SIZE = 3584 };
-
-/* Commands that follow each other and have the same first argument, byte for byte, and as many arguments. */
-struct ss_command_run {
-    uint8_t commands;  /* how many they are */
-    uint8_t arguments; /* of each */
-};
-
-/* Whole commands that follow each other in a buffer. */
-struct ss_commands {
-    uint64_t end;                    /* of the last of them, in the buffer */
-    struct ss_command_run runs[128]; /* all of them; SS_COMMANDS_MAX */
-    char layout[3584];               /* SS_COMMANDS_LAYOUT_SIZE; all arguments, from the offset on, as Python's struct
-                                        has it: "8x3s5x16s" are two, of 3 and 16 bytes, behind 8 and 5 that are none */
-};
-
-/*
- * ss_commands_read() finds the whole commands that begin at 'offset' of 'data', of 'size' bytes: none of more than
- * 'arguments_max' arguments, and no argument of more than 'bytes_max' bytes, which are at most 65,535. Returns how many
- * runs they are; SS_COMMANDS_MAX commands and SS_COMMANDS_ARGUMENTS_MAX arguments in all at most. It stops, without an
- * error, where the data end or are anything else: an inline request, a number that is not canonical, a broken rule of
- * the protocol.
- */
-SS_API uint32_t ss_commands_read(const uint8_t *data, size_t offset, size_t size, uint32_t arguments_max,
-                                 uint32_t bytes_max, struct ss_commands *commands);
-
 /* ---- Memory that others may take away ------------------------------------------------------------------------- */
 
 struct ss_guard;

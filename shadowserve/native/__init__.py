@@ -22,7 +22,6 @@ from shadowserve.native._block import (
     object_units,
     seal_object,
 )
-from shadowserve.native._commands import BATCH_ARGUMENTS_MAX, BATCH_BULK_BYTES_MAX, CommandRun, read_commands
 from shadowserve.native._index import (
     ANY,
     INDEX_KEY_BYTES,
@@ -96,8 +95,6 @@ __all__ = [
     "blocks_of",
     "ABI_VERSION",
     "BACKENDS",
-    "BATCH_ARGUMENTS_MAX",
-    "BATCH_BULK_BYTES_MAX",
     "KEY_SIZE_MAX",
     "OBJECT_HEADER_BYTES",
     "PIECE_DTYPE",
@@ -107,7 +104,6 @@ __all__ = [
     "BlockAccess",
     "BlockDevice",
     "Codec",
-    "CommandRun",
     "Destination",
     "Export",
     "Group",
@@ -146,7 +142,6 @@ __all__ = [
     "object_unit",
     "object_units",
     "quantize",
-    "read_commands",
     "result_text",
     "tls_library",
     "seal_object",

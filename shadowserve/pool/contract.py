@@ -12,7 +12,7 @@ key is another key.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from shadowserve.pool.config import PoolConfig
@@ -40,9 +40,6 @@ class Engine(Protocol):
 
     def get(self, address: Address) -> Item | None:
         """Return the item of ``address`` and count this as a use of it; None if absent."""
-
-    def get_each(self, tenant: int, keys: Iterable[bytes | memoryview]) -> Iterator[Item | None]:
-        """Yield what get() returns for each of a tenant's keys, when it is asked for."""
 
     def peek(self, address: Address) -> Item | None:
         """Return the item of ``address`` without counting this as a use."""

@@ -10,7 +10,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Final, Self
@@ -256,10 +256,6 @@ class PoolEngine(Bounds):
     def get(self, address: Address) -> Item | None:
         """See :meth:`Engine.get`."""
         return self._find(address, use=True)
-
-    def get_each(self, tenant: int, keys: Iterable[bytes | memoryview]) -> Iterator[Item | None]:
-        """See :meth:`Engine.get_each`."""
-        return (self._find((tenant, bytes(key)), use=True) for key in keys)
 
     def peek(self, address: Address) -> Item | None:
         """See :meth:`Engine.peek`."""

@@ -22,10 +22,7 @@ from shadowserve_tools.report import Chart, Cost, Output, Report, cpu_s, output_
 __all__ = ["commands"]
 
 _COMMANDS: Final = ("SET", "GET")
-_PIPELINES: Final = (1, 16)
 _STORES: Final = ("ShadowServe", "Redis")
-_MORE_FOR_REDIS: Final = {1: 1, 16: 4}
-"""So much more of what takes Redis less time, so that its runs, too, are long enough to be measured."""
 _TIMEOUT_S: Final = 600
 
 
@@ -35,7 +32,7 @@ _TIMEOUT_S: Final = 600
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1), help="Pairs of runs.")
 @output_options
 def commands(count: int, clients: int, repeats: int, output: Output) -> None:
-    """Have redis-benchmark send SET and GET of 3 bytes, one or 16 at a time, to this server and to Redis in turn.
+    """Have redis-benchmark send SET and GET of 3 bytes, one at a time, to this server and to Redis in turn.
 
     What counts is the CPU time of the server's process for each command: where clients share its cores, rates are as
     much theirs. ``NAME_over_redis`` is commands per CPU second over Redis', the median of the pairs. ``load`` is the
@@ -46,7 +43,7 @@ def commands(count: int, clients: int, repeats: int, output: Output) -> None:
             raise ShadowServeError(
                 f"bench commands compares with Redis, and {program} is not installed; run scripts/setup"
             )
-    report = Report("commands", ["command", "pipeline", "store", "cpu_us_per_command", "commands_per_s", "load"])
+    report = Report("commands", ["command", "store", "cpu_us_per_command", "commands_per_s", "load"])
     series: dict[str, list[tuple[str, float]]] = {store: [] for store in _STORES}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -54,24 +51,18 @@ def commands(count: int, clients: int, repeats: int, output: Output) -> None:
             stack.enter_context(start_storage(folder, "--io-threads", "1")),
             stack.enter_context(_start_redis(folder)),
         ]
-        for pipeline in _PIPELINES:
-            for command in _COMMANDS:
-                counts = [count, count * _MORE_FOR_REDIS[pipeline]]
-                flags = ["-c", str(clients), "-P", str(pipeline), "-t", command.lower()]
-                runs = [
-                    _run(server, [*flags, "-n", str(number)]) for server, number in zip(servers, counts, strict=True)
-                ]
-                costs = repeat(repeats, *runs, description=f"{command}, {pipeline} at a time")
-                each = [[cost.cpu_s / number for cost in own] for own, number in zip(costs, counts, strict=True)]
-                for store, own, spent_s, number in zip(_STORES, costs, each, counts, strict=True):
-                    report.row(
-                        command=command, pipeline=pipeline, store=store,
-                        cpu_us_per_command=statistics.median(spent_s) * 1e6,
-                        commands_per_s=number / statistics.median(cost.wall_s for cost in own), load=os.getloadavg()[0],
-                    )  # fmt: skip
-                    series[store].append((f"{command}, {pipeline}", statistics.median(spent_s) * 1e6))
-                pairs = [redis_s / own_s for own_s, redis_s in zip(*each, strict=True)]
-                report.ratio(f"{command.lower()}_{pipeline}_over_redis", pairs, "at least 0.333")
+        for command in _COMMANDS:
+            flags = ["-c", str(clients), "-t", command.lower(), "-n", str(count)]
+            costs = repeat(repeats, *(_run(server, flags) for server in servers), description=command)
+            each = [[cost.cpu_s / count for cost in own] for own in costs]
+            for store, own, spent_s in zip(_STORES, costs, each, strict=True):
+                report.row(
+                    command=command, store=store, cpu_us_per_command=statistics.median(spent_s) * 1e6,
+                    commands_per_s=count / statistics.median(cost.wall_s for cost in own), load=os.getloadavg()[0],
+                )  # fmt: skip
+                series[store].append((command, statistics.median(spent_s) * 1e6))
+            pairs = [redis_s / own_s for own_s, redis_s in zip(*each, strict=True)]
+            report.ratio(f"{command.lower()}_over_redis", pairs, "at least 0.333")
     report.charts.append(
         Chart("What a small command costs the server", x="", y="CPU time, us", series=series, kind="bars")
     )

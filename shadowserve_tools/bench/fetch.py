@@ -29,7 +29,6 @@ from shadowserve_tools.bench.peers.installed import (
     lmcache,
     lmcache_server,
     mooncake,
-    nixl,
     start_installed,
 )
 from shadowserve_tools.bench.peers.sockets import (
@@ -78,7 +77,7 @@ peers_option: Final = click.option(
     default=DEFAULT_PYTHON,
     show_default="that of scripts/setup-peers",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Python of the environment that has LMCache, Mooncake and NIXL.",
+    help="Python of the environment that has LMCache and Mooncake.",
 )
 
 
@@ -93,8 +92,8 @@ def fetch(chunks: int, bins: int, repeats: int, codec: str, peers_python: Path, 
     """Fetch a prompt of Llama-3.1-8B's shape from a store into memory of its client, verified.
 
     ShadowServe, from its storage server through the data plane, against: redis-py with zlib and numpy on the same
-    records, which is the client that a user would write; and uncompressed, Redis read by a lean client, and LMCache,
-    Mooncake and NIXL where scripts/setup-peers has installed them. Everything runs on loopback, in processes of its
+    records, which is the client that a user would write; and uncompressed, Redis read by a lean client, and LMCache
+    and Mooncake where scripts/setup-peers has installed them. Everything runs on loopback, in processes of its
     own; about 1 GB of memory for each system and 16 chunks.
     """
     report = Report("fetch", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
@@ -169,7 +168,6 @@ def _others(stack: ExitStack, bed: Bed) -> tuple[list[Contender], dict[str, str]
         "LMCache, lm://": ("lmcache", lmcache),
         "LMCache server, Redis tuned": ("lmcache", functools.partial(lmcache_server, redis=store)),
         "Mooncake store, TCP": ("mooncake", mooncake),
-        "NIXL, UCX over TCP": ("nixl", nixl),
     }
     running, absent = start_installed(stack, bed, starts)
     return contenders + running, absent

@@ -45,8 +45,9 @@ from storage_kv.clients.requests import limits_of
 from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import Transport
 from storage_kv.clients.watched import Watched
-from storage_kv.commands import execute, execute_run
-from storage_kv.node import Later, Outgoing, Part, Pending, Reply, Series, Session
+from storage_kv.commands import execute
+from storage_kv.node import Later, Outgoing, Part, Pending, Reply, Series
+from storage_kv.session import Session
 
 __all__ = ["Connection"]
 
@@ -234,46 +235,25 @@ class Connection(Watched):
         node, session, reader, queue = self._node, self.session, self._reader, self._replies
         received_bytes, self._received_bytes = self._received_bytes, 0
         node.counters.input_bytes += received_bytes
-        output_max = node.config.output_buffer_bytes_max if session.authenticated else self._output_bytes_max
+        output_max = self._output_bytes_max
         left = node.config.pipeline_commands_max
         small: list[bytes] = []
         small_bytes = 0
-        in_progress = self._more = True
-        while left > 0:
-            if session.pause_until_s:
+        self._more = True
+        while left > 0 and not session.pause_until_s:
+            # What has begun goes on before what the client sends.
+            self._more = reader.in_progress or bool(self._retry or self._rest or session.executing)
+            if not self._more or (session.closing and self._rest is None):
                 break
-            room = output_max - queue.out_bytes - small_bytes
-            unfinished = self._retry or self._rest or session.executing  # has to go on before what the client sends
-            is_over = room <= 0 or (session.closing and self._rest is None)
-            if is_over or (queue.pendings and self._is_far_ahead()):
-                self._more = reader.in_progress or bool(unfinished)
+            if queue.out_bytes + small_bytes >= output_max or (queue.pendings and self._is_far_ahead()):
                 break
-            reply: Reply | None = None
-            ready = reader.ready()
-            if ready and not unfinished and (not node.lent.is_tight or self._holdings.lends):
-                run = ready[0]
-                executed, replies, reply = execute_run(node, session, run, left, room)
-                if executed:
-                    left -= executed
-                    if executed * run[1] == len(run[0]):
-                        ready.popleft()
-                    else:
-                        reader.skip_ready(executed)
-                    small.append(replies)
-                    small_bytes += len(replies)
-                    if reply is None:
-                        if reader.in_progress:
-                            continue
-                        in_progress = self._more = False  # most often
-                        break
+            left -= 1
+            is_within = bool(session.executing)
+            reply = self._execute_next(small)
             if reply is None:
-                left -= 1
-                is_within = bool(session.executing)
-                reply = self._execute_next(small)
-                if reply is None:
-                    break
-                if session.executing and not is_within:  # EXEC: what fits a turn is executed in this one
-                    left = max(left, min(len(session.executing), node.config.pipeline_commands_max))
+                break
+            if session.executing and not is_within:  # EXEC: what fits a turn is executed in this one
+                left = max(left, min(len(session.executing), node.config.pipeline_commands_max))
             if isinstance(reply, Later):
                 self._start_work(reply)
                 break
@@ -292,7 +272,9 @@ class Connection(Watched):
         if small:
             queue.append(b"".join(small))
         if (
-            in_progress
+            reader.in_progress
+            or session.transaction
+            or session.executing
             or queue.lent_bytes
             or queue.out_bytes + queue.waiting_bytes > UNCOUNTED_BYTES
             or self._holdings.counted

@@ -3,7 +3,8 @@
 from typing import Final
 
 from storage_kv.access.memory import Account, Client
-from storage_kv.node import Node, Session
+from storage_kv.node import Node
+from storage_kv.session import Session
 
 __all__ = ["LENDING", "UNCOUNTED_BYTES", "Holdings"]
 

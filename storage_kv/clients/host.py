@@ -3,7 +3,8 @@
 from concurrent.futures import Executor
 from typing import Protocol
 
-from storage_kv.node import Node, Session
+from storage_kv.node import Node
+from storage_kv.session import Session
 
 __all__ = ["Host"]
 

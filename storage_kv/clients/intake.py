@@ -12,7 +12,8 @@ from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, NeedData, enco
 from storage_kv.clients.holdings import Holdings
 from storage_kv.commands._arguments import OUT_OF_MEMORY
 from storage_kv.engines import buffers
-from storage_kv.node import Argument, Node, Session
+from storage_kv.node import Node
+from storage_kv.session import Argument, Session
 
 __all__ = ["Event", "Intake"]
 

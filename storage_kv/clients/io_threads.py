@@ -20,7 +20,8 @@ from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import EventLoop
 from storage_kv.clients.secure_connection import SecureConnection
 from storage_kv.clients.transport import Transport
-from storage_kv.node import Node, Session
+from storage_kv.node import Node
+from storage_kv.session import Session
 
 __all__ = ["IoThread", "threads_for"]
 

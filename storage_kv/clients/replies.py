@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 from storage_kv.clients.gather import gather
 from storage_kv.clients.transport import Transport
-from storage_kv.node import Node, Outgoing, Part, Pending, Ready, Session
+from storage_kv.node import Node, Outgoing, Part, Pending, Ready
+from storage_kv.session import Session
 
 __all__ = ["Replies"]
 

@@ -3,7 +3,8 @@
 from typing import Final
 
 from shadowserve.resp import Limits
-from storage_kv.node import Node, Session
+from storage_kv.node import Node
+from storage_kv.session import Session
 
 __all__ = ["limits_of"]
 

@@ -16,7 +16,7 @@ from storage_kv.clients.event_loop import READ, WRITE, EventLoop
 from storage_kv.clients.host import Host
 from storage_kv.clients.requests import limits_of
 from storage_kv.clients.transport import PlainClientError, Transport
-from storage_kv.node import Session
+from storage_kv.session import Session
 
 __all__ = ["SecureConnection"]
 

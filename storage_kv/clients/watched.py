@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop
-from storage_kv.node import Session
+from storage_kv.session import Session
 
 __all__ = ["Watched"]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 
-from shadowserve.native import CommandRun
 from shadowserve.pool.volume.changes import BusyError
 from shadowserve.resp import (
     SetReply,
@@ -21,7 +20,7 @@ from shadowserve.resp import (
     encode_map_header,
     encode_null,
 )
-from storage_kv.access.rules import CATEGORIES, User
+from storage_kv.access.rules import CATEGORIES
 from storage_kv.commands import (
     _acl,
     _config,
@@ -34,12 +33,13 @@ from storage_kv.commands import (
     _transactions,
 )
 from storage_kv.commands._arguments import OK, quote, syntax_error
-from storage_kv.commands._table import RUN_REPLY_BYTES_MAX, Command
+from storage_kv.commands._table import Command
 from storage_kv.glob import Glob
-from storage_kv.node import Argument, CommandError, Later, Node, Reply, Session
+from storage_kv.node import CommandError, Later, Node, Reply
 from storage_kv.operate.command_statistics import SAMPLE_EVERY
+from storage_kv.session import Argument, Session
 
-__all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute", "execute_run"]
+__all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute"]
 
 _ASKED_MAX: Final = 1024
 """Names or keys in one question about commands; the table has a tenth of that."""
@@ -317,7 +317,7 @@ TABLE: Final[tuple[Command, ...]] = (
     Command(name="flushdb", arity=-1, flags="write", handler=_keys.flush, categories=("keyspace", "dangerous"),
             tips="request_policy:all_shards response_policy:all_succeeded",
             since="1.0.0", group="server", summary="Removes all keys: there is one database."),
-    Command(name="get", arity=2, flags="readonly fast", handler=_strings.get, run=_strings.get_run, keys=_ONE_KEY,
+    Command(name="get", arity=2, flags="readonly fast", handler=_strings.get, keys=_ONE_KEY,
             key_flags="RO access",
             since="1.0.0", group="string", summary="Returns the value of a key."),
     Command(name="getdel", arity=2, flags="write fast", handler=_strings.getdel, keys=_ONE_KEY,
@@ -391,7 +391,7 @@ TABLE: Final[tuple[Command, ...]] = (
             since="2.8.0", group="generic", summary="Iterates over the keys."),
     Command(name="select", arity=2, flags="loading stale fast", handler=_connection.select,
             since="1.0.0", group="connection", summary="Chooses the database: there is one, 0."),
-    Command(name="set", arity=-3, flags="write denyoom", handler=_strings.set_, run=_strings.set_run, keys=_ONE_KEY,
+    Command(name="set", arity=-3, flags="write denyoom", handler=_strings.set_, keys=_ONE_KEY,
             key_flags="RW access update variable_flags",
             since="1.0.0", group="string", summary="Sets the value of a key; a record never changes once it is set."),
     Command(name="setex", arity=4, flags="write denyoom", handler=_strings.setex, keys=_ONE_KEY,
@@ -443,7 +443,6 @@ def _spellings() -> Iterator[tuple[bytes, Command]]:
 
 # Clients write names in one case or the other: both are found without converting.
 _FAST: Final = {name: command for name, command in _spellings() if not command.subcommands}
-_IN_RUNS: Final = {name: (command, command.run, abs(command.arity)) for name, command in _FAST.items() if command.run}
 
 
 def _find(name: bytes) -> Command | None:
@@ -505,57 +504,6 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if isinstance(reply, Later):
         return _guarded(node, session, command, arguments, reply)
     return reply
-
-
-def execute_run(
-    node: Node, session: Session, run: CommandRun, count_max: int, bytes_max: int
-) -> tuple[int, bytes, Reply | None]:
-    """Execute the first commands of a run together, as far as they are plain; the others are left to execute().
-
-    Many small GETs and SETs cost less so than one by one, and nothing else is different.
-
-    Args:
-        node: the node.
-        session: the client's.
-        run: commands that are alike.
-        count_max: how many to execute at most.
-        bytes_max: replies to stop behind.
-
-    Returns:
-        How many were executed, their replies, and the last one's reply if it is more than a few bytes.
-    """
-    arguments, width = run
-    found = _IN_RUNS.get(arguments[0])
-    if found is None or found[2] != width or not session.authenticated or session.skip or not session.replies:
-        return 0, b"", None
-    command, handler, _ = found
-    if session.transaction is not None or (node.watchers and "W" in command.access):  # each is looked at for itself
-        return 0, b"", None
-    count = len(arguments) // width
-    if count > 1:
-        count = min(count, count_max, bytes_max // RUN_REPLY_BYTES_MAX + 1)
-        arguments = arguments[: count * width]
-    if not session.user.unrestricted:
-        count = _allowed(session.user, command, arguments, width)
-        arguments = arguments[: count * width]
-    statistics = node.counters.by_command.get(command.full_name) or node.counters.of(command.full_name)
-    if -statistics.calls % SAMPLE_EVERY < count:  # the call that execute() would time is among them
-        done, replies, last = statistics.timed_run(handler, node, session, arguments)
-    else:
-        done, replies, last = handler(node, session, arguments)
-    if done:
-        node.counters.commands += done
-        statistics.calls += done
-        session.last_command = command.full_name
-    return done, replies, last
-
-
-def _allowed(user: User, command: Command, arguments: tuple[bytes, ...], width: int) -> int:
-    """Return how many commands of a run a user may execute before the first that is denied."""
-    for begin in range(0, len(arguments), width):
-        if _permissions.forbidden(user, command, arguments[begin : begin + width]):
-            return begin // width
-    return len(arguments) // width
 
 
 def _check_arity(command: Command, arguments: list[Argument]) -> None:

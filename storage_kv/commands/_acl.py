@@ -10,7 +10,8 @@ from shadowserve.resp import Map, SetReply, Value, encode, encode_bulk, encode_n
 from storage_kv.access.rules import CATEGORIES, RuleError
 from storage_kv.access.users import DEFAULT_USER, Denial
 from storage_kv.commands._arguments import OK, as_integer, quote
-from storage_kv.node import Argument, CommandError, Later, Node, Reply, Session
+from storage_kv.node import CommandError, Later, Node, Reply
+from storage_kv.session import Argument, Session
 
 __all__ = [
     "categories",

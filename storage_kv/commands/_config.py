@@ -16,7 +16,8 @@ from shadowserve.resp import Map, Value, encode
 from storage_kv.commands._arguments import OK, quote, syntax_error
 from storage_kv.config import LIVE, StorageConfig
 from storage_kv.glob import Glob
-from storage_kv.node import Argument, CommandError, Counters, Node, Reply, Session
+from storage_kv.node import CommandError, Counters, Node, Reply
+from storage_kv.session import Argument, Session
 
 __all__ = ["config_get", "config_resetstat", "config_rewrite", "config_set"]
 

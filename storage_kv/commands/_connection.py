@@ -6,7 +6,8 @@ from typing import Final
 from shadowserve.resp import Map, SimpleString, Value, Verbatim, encode, encode_bulk, encode_null
 from storage_kv.access.users import Denial
 from storage_kv.commands._arguments import OK, as_integer, quote, syntax_error
-from storage_kv.node import Argument, CommandError, Node, Reply, Session
+from storage_kv.node import CommandError, Node, Reply
+from storage_kv.session import Argument, Session
 
 __all__ = [
     "REDIS_VERSION",

@@ -7,7 +7,8 @@ from shadowserve.pool.terms import Address
 from shadowserve.resp import encode, encode_array_header, encode_bulk
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, OK, as_integer, in_turns, quote, settled, syntax_error
 from storage_kv.glob import Glob
-from storage_kv.node import Argument, CommandError, Node, Reply, Session
+from storage_kv.node import CommandError, Node, Reply
+from storage_kv.session import Argument, Session
 
 __all__ = [
     "dbsize",

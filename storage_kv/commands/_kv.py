@@ -3,7 +3,8 @@
 from shadowserve.pool.terms import DEFAULT_TENANT, Item, PinShareError
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_turns, settled, syntax_error
-from storage_kv.node import Argument, CommandError, Node, Part, Reply, Series, Session
+from storage_kv.node import CommandError, Node, Part, Reply, Series
+from storage_kv.session import Argument, Session
 
 __all__ = ["meta", "pin", "pins", "unpin"]
 

@@ -6,7 +6,8 @@ from typing import Final
 from storage_kv.access.rules import User
 from storage_kv.commands._connection import describe_client
 from storage_kv.commands._table import Command
-from storage_kv.node import Argument, CommandError, Node, Session
+from storage_kv.node import CommandError, Node
+from storage_kv.session import Argument, Session
 
 __all__ = ["check", "forbidden"]
 

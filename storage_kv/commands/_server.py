@@ -11,7 +11,8 @@ from shadowserve import __version__
 from shadowserve.resp import Verbatim, encode
 from storage_kv.commands._connection import REDIS_VERSION
 from storage_kv.commands._tenants import tenant_fields
-from storage_kv.node import Argument, Node, Reply, Session
+from storage_kv.node import Node, Reply
+from storage_kv.session import Argument, Session
 
 __all__ = ["info"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
-from shadowserve.pool.terms import KEY_BYTES_MAX, Item
+from shadowserve.pool.terms import KEY_BYTES_MAX
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError, Ticket
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
 from storage_kv.commands._arguments import (
@@ -21,12 +21,11 @@ from storage_kv.commands._arguments import (
     settled,
     syntax_error,
 )
-from storage_kv.commands._table import RUN_REPLY_BYTES_MAX
-from storage_kv.node import Argument, CommandError, Later, Node, Part, Reply, Series, Session
+from storage_kv.node import CommandError, Later, Node, Part, Reply, Series
+from storage_kv.session import Argument, Session
 
 __all__ = [
     "get",
-    "get_run",
     "getdel",
     "getex",
     "getrange",
@@ -36,7 +35,6 @@ __all__ = [
     "msetnx",
     "psetex",
     "set_",
-    "set_run",
     "setex",
     "setnx",
     "strlen",
@@ -48,41 +46,19 @@ _VERIFY_INLINE_BYTES_MAX = 128 << 10
 _EXPIRY_UNITS = {b"EX": (1000, True), b"PX": (1, True), b"EXAT": (1000, False), b"PXAT": (1, False)}
 _MAGIC = record.MAGIC
 _TIME_MS_MAX = (1 << 63) - 1
-_SMALL_HEADERS = tuple(encode_bulk_header(size) for size in range(RUN_REPLY_BYTES_MAX - 8))
+_SMALL_HEADERS = tuple(encode_bulk_header(size) for size in range(1024))
 """Of bulks; formatting one takes longer than all the rest of GET."""
 
 
 def get(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """GET key."""
-    _, reply, large = get_run(node, session, (b"", bytes(arguments[1])))
-    return reply if large is None else large
-
-
-def get_run(node: Node, session: Session, arguments: tuple[bytes, ...]) -> tuple[int, bytes, Reply | None]:
-    """GET key, many times: up to a value that is not small or not in memory."""
-    headers, lengths = _SMALL_HEADERS, len(_SMALL_HEADERS)
-    parts: list[bytes] = []
-    large: Reply | None = None
-    names = arguments[1::2]
-    done, misses = len(names), 0
-    for position, item in enumerate(node.engine.get_each(session.tenant, names), 1):
-        if item is None:
-            misses += 1
-            parts.append(encode_null(session.protocol))
-            continue
-        value = item.value
-        if isinstance(value, bytes) and (size := len(value)) < lengths:  # most often, and worth no more calls
-            parts += (headers[size], value, b"\r\n")
-            continue
-        reply = bulk_of(node, item, missing=encode_null(session.protocol))
-        if not isinstance(reply, bytes) or len(reply) > RUN_REPLY_BYTES_MAX:
-            done, large = position, reply
-            break
-        parts.append(reply)
-    if misses:
-        node.counters.misses += misses
-    node.counters.hits += done - misses
-    return done, b"".join(parts), large
+    item = node.read((session.tenant, bytes(arguments[1])))
+    if item is None:
+        return encode_null(session.protocol)
+    value = item.value
+    if isinstance(value, bytes) and len(value) < len(_SMALL_HEADERS):  # most often, and worth no more calls
+        return b"".join((_SMALL_HEADERS[len(value)], value, b"\r\n"))
+    return bulk_of(node, item, missing=encode_null(session.protocol))
 
 
 def getrange(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -107,17 +83,13 @@ def strlen(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """MGET key [key ...]."""
-    null, counters = encode_null(session.protocol), node.counters
+    null = encode_null(session.protocol)
 
-    def value(item: Item | None) -> bytes | list[Part]:
-        if item is None:
-            counters.misses += 1
-            return null
-        counters.hits += 1
-        return bulk_of(node, item, missing=null)
+    def value(key: Argument) -> bytes | list[Part]:
+        item = node.read(session.qualify(key))
+        return null if item is None else bulk_of(node, item, missing=null)
 
-    items = node.engine.get_each(session.tenant, arguments[1:])
-    return Series.of([encode_array_header(len(arguments) - 1)], items, value)
+    return Series.of([encode_array_header(len(arguments) - 1)], iter(arguments[1:]), value)
 
 
 @dataclass(slots=True)
@@ -265,24 +237,6 @@ def _checked(key: Argument) -> bytes:
     if len(key) > KEY_BYTES_MAX:
         raise CommandError(f"ERR key is too long: {len(key)} bytes, and at most {KEY_BYTES_MAX} are allowed")
     return bytes(key)
-
-
-def set_run(node: Node, session: Session, arguments: tuple[bytes, ...]) -> tuple[int, bytes, Reply | None]:
-    """SET key value, many times: up to a record, an error, or a value that is not as durable as it will be at once."""
-    store, tenant = node.engine.put, session.tenant
-    done = 0
-    for position in range(1, len(arguments), 3):
-        key, value = arguments[position], arguments[position + 1]
-        if value[:4] == _MAGIC or len(key) > KEY_BYTES_MAX:
-            break
-        try:
-            ticket = store((tenant, key), value)
-        except (OutOfBudgetError, BusyError):
-            break
-        if ticket is not None:
-            return done + 1, OK * done, settled(node, ticket, "SET", OK)
-        done += 1
-    return done, OK * done, None
 
 
 class _Chunk(NamedTuple):

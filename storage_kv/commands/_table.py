@@ -6,20 +6,12 @@ from typing import Final, TypeAlias
 
 from shadowserve.resp import Map, SetReply, SimpleString, Value
 from storage_kv.access.rules import CATEGORIES
-from storage_kv.node import Argument, Node, Reply, Session
+from storage_kv.node import Node, Reply
+from storage_kv.session import Argument, Session
 
-__all__ = ["RUN_REPLY_BYTES_MAX", "Command", "Handler", "RunHandler"]
+__all__ = ["Command", "Handler"]
 
 Handler: TypeAlias = Callable[[Node, Session, list[Argument]], Reply]
-
-RunHandler: TypeAlias = Callable[[Node, Session, tuple[bytes, ...]], tuple[int, bytes, Reply | None]]
-"""Executes a run of commands of one kind, as far as they are plain, given the arguments of all of them.
-
-It returns how many it has executed, their replies, and the last one's reply if that is more than a few bytes. Where it
-stops, nothing has been done yet of the command there, which is left to the handler of single ones."""
-
-RUN_REPLY_BYTES_MAX: Final = 1 << 10
-"""Of a reply that a RunHandler gives together with others."""
 
 _GROUPS: Final = {
     "string": ("string",),
@@ -48,7 +40,6 @@ class Command:
         arity: number of arguments, the name included (for a subcommand, its command's too); -n means n or more.
         flags: as Redis names them; ``no_auth`` is what unauthenticated clients may call.
         categories: of ACLs, beside those that follow from the flags; None for that of the group.
-        run: executes many of them with the least number of arguments at a time; for commands that are sent in masses.
         keys: first key's position, last key's (negative from the end), step; zeros for none.
         key_flags: what it does to its keys, in Redis' words, in its order. Asking whether a key is there is no access.
         tips: for clients of clusters, as Redis names them.
@@ -63,7 +54,6 @@ class Command:
     since: str
     group: str
     handler: Handler
-    run: RunHandler | None = None
     keys: tuple[int, int, int] = (0, 0, 0)
     key_flags: str = ""
     tips: str = ""

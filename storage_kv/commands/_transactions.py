@@ -12,7 +12,8 @@ from typing import Final
 from shadowserve.resp import encode_array_header
 from storage_kv.commands._arguments import OK
 from storage_kv.commands._table import Command
-from storage_kv.node import Argument, CommandError, Node, Reply, Session, Transaction
+from storage_kv.node import CommandError, Node, Reply
+from storage_kv.session import Argument, Session, Transaction
 
 __all__ = ["EXECUTED_AT_ONCE", "discard", "exec_", "multi", "note_change", "queue", "rejected", "unwatch", "watch"]
 

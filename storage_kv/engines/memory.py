@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -88,24 +88,18 @@ class MemoryEngine:
 
     def get(self, address: Address) -> MemoryItem | None:
         """See :meth:`Engine.get`."""
-        return next(self.get_each(address[0], (address[1],)))
-
-    def get_each(self, tenant: int, keys: Iterable[bytes | memoryview]) -> Iterator[MemoryItem | None]:
-        """See :meth:`Engine.get_each`."""
+        tenant, key = address
         account = self._accounts.get(tenant) or self._open_account(tenant)
-        for name in keys:
-            key = name if type(name) is bytes else bytes(name)
-            item = account.items.get(key)  # a clear between two puts others in its place
-            if item is not None and item.expires_at_ms is None:  # most often
-                account.items.move_to_end(key)
-            else:
-                item = item or account.find(key)
-                if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
-                    yield None
-                    continue
-                account.use(key)
-            self._uses = item.used = self._uses + 1
-            yield item
+        item = account.items.get(key)  # a clear between two puts others in its place
+        if item is not None and item.expires_at_ms is None:  # most often
+            account.items.move_to_end(key)
+        else:
+            item = item or account.find(key)
+            if item is None or (item.expires_at_ms is not None and self._expire(key, item)):
+                return None
+            account.use(key)
+        self._uses = item.used = self._uses + 1
+        return item
 
     def peek(self, address: Address) -> MemoryItem | None:
         """See :meth:`Engine.peek`."""

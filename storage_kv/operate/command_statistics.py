@@ -25,8 +25,6 @@ COMMAND_SECONDS: Final = (
 """Upper bounds of the buckets."""
 
 _T = TypeVar("_T")
-_R = TypeVar("_R")
-_S = TypeVar("_S")
 
 
 class CommandStatistics:
@@ -55,14 +53,6 @@ class CommandStatistics:
             return handler(*arguments)
         finally:
             self.durations.add(time.perf_counter_ns() - begin)
-
-    def timed_run(self, handler: Callable[..., tuple[int, _R, _S]], *arguments: object) -> tuple[int, _R, _S]:
-        """Call a handler that executes some commands, whose number it returns first, and count the mean duration."""
-        begin = time.perf_counter_ns()
-        result = handler(*arguments)
-        if result[0]:
-            self.durations.add((time.perf_counter_ns() - begin) // result[0])
-        return result
 
     @property
     def mean_ns(self) -> float:

@@ -97,12 +97,6 @@ def test_a_short_fuzz_finds_nothing(native_build: Callable[..., Any]) -> None:
     assert passed(build.ctest()) >= 3
 
 
-def test_the_benchmark_runs(native_build: Callable[..., Any]) -> None:
-    build = native_build("plain")
-    output = build.run(str(build.directory / "native/bench_kernels"), "0.001")
-    assert "binned       bfloat16" in output and "binned       float8_e4m3" in output and "crc32: " in output
-
-
 def test_c_tests_pass_on_arm_under_emulation(arm_build: Callable[..., Any]) -> None:
     assert passed(arm_build().ctest()) >= 17
 

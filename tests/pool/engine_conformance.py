@@ -81,33 +81,6 @@ class EngineConformance(ABC):
         assert statistics.evicted_keys == 1 and statistics.evicted_bytes == 101
         assert statistics.evictions["quota"] == 0 and sum(statistics.evictions.values()) == 1
 
-    def test_several_are_got_each_when_it_is_asked_for(self) -> None:
-        clock = Clock()
-        engine = self.drive(1 << 20, clock)
-        engine.put(b"a", b"of another tenant", engine.call(engine.engine.tenant, "other"))
-        engine.put(b"b", b"bb")
-        engine.put(b"c", b"ccc", expires_at_ms=clock.now_ms + 10)
-        engine.put(b"d", b"dddd")
-        names = (b"a", b"b", memoryview(b"c"), b"b", b"c", b"d", b"d")
-        each = engine.engine.get_each(0, names)
-        lengths: list[int | None] = []
-        for number in range(len(names)):
-            if number == 4:
-                clock.now_ms += 20
-            elif number == 6:
-                assert engine.remove(b"d")
-            item = engine.call(next, each)
-            lengths.append(None if item is None else item.length)
-        assert lengths == [None, 2, 3, 2, None, 4, None]
-
-    def test_getting_several_uses_each(self) -> None:
-        engine = self.drive(3 * self.cost(b"a", 100), Clock())
-        for key in (b"a", b"b", b"c"):
-            engine.put(key, b"x" * 100)
-        assert engine.call(list, engine.engine.get_each(0, (b"a", b"c")))
-        engine.put(b"d", b"x" * 100)
-        assert [key for key in (b"a", b"b", b"c", b"d") if engine.peek(key) is None] == [b"b"]
-
     def test_a_large_value_evicts_as_many_as_it_needs(self) -> None:
         engine = self.drive(4 * self.cost(b"a", 8000), Clock())
         for key in (b"a", b"b", b"c", b"d"):

@@ -166,32 +166,6 @@ def test_commands_read_whole_and_in_pieces(step: int) -> None:
         assert isinstance(got, list) and [bytes(argument) for argument in got] == words
 
 
-@given(
-    kinds=st.lists(st.tuples(st.sampled_from([b"a", b"b"]), st.integers(0, 2), st.integers(1, 5)), max_size=8),
-    taken=st.lists(st.integers(0, 6), min_size=1, max_size=8),
-)
-def test_runs_that_are_taken_off_in_part_leave_the_other_commands(
-    kinds: list[tuple[bytes, int, int]], taken: list[int]
-) -> None:
-    commands = [[name] + [b"x"] * width for name, width, times in kinds for _ in range(times)]
-    reader = CommandReader()
-    reader.feed(b"".join(encode_command(*command) for command in commands))
-    found: list[object] = []
-    for turn in range(len(commands)):
-        ready = reader.ready()
-        if not ready:
-            break
-        arguments, width = ready[0]
-        assert {arguments[begin] for begin in range(0, len(arguments), width)} == {arguments[0]}
-        count = min(taken[turn % len(taken)], len(arguments) // width)
-        if count:
-            found += [list(arguments[begin * width : (begin + 1) * width]) for begin in range(count)]
-            reader.skip_ready(count)
-        else:
-            found.append(reader.next_command())
-    assert found == commands and not reader.ready() and not reader.in_progress
-
-
 @pytest.mark.parametrize(("words", "data"), COMMANDS, ids=lambda item: repr(item)[:30])
 def test_commands_encode_as_they_are_read(words: list[bytes], data: bytes) -> None:
     assert encode_command(*words) == data

@@ -23,7 +23,8 @@ from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import READ, WRITE
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
-from storage_kv.node import Node, Session
+from storage_kv.node import Node
+from storage_kv.session import Session
 
 __all__ = ["SimulatedServer"]
 

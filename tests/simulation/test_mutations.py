@@ -17,7 +17,7 @@ from shadowserve.pool.space import Space
 from shadowserve.pool.volume import tail
 from shadowserve.pool.volume.log import Log
 from shadowserve.resp_client import RespClient
-from storage_kv.node import Session
+from storage_kv.session import Session
 
 _SEEDS = range(1, 1001)
 _RARE = range(3001, 10001)

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 from machine import PATIENCE_S, wait_for
@@ -47,9 +47,9 @@ class SlowEngine(MemoryEngine):
         self.buffers: list[memoryview] = []  # given out, and neither stored nor given back
         self.drained = self.closed = False
 
-    def get_each(self, tenant: int, keys: Iterable[bytes | memoryview]) -> Iterator[Any]:
-        for found in super().get_each(tenant, keys):
-            yield Away(found) if found is not None and self.away else found
+    def get(self, address: Address) -> Any:
+        found = super().get(address)
+        return Away(found) if found is not None and self.away else found
 
     def peek(self, address: Address) -> Any:
         found = super().peek(address)

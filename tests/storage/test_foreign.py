@@ -43,13 +43,12 @@ HTTP = {
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\nFLUSHALL\r\n",
     "a WebSocket": b"GET /chat HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\nFLUSHALL\r\n",
     "a proxy's request": b"CONNECT 127.0.0.1:6380 HTTP/1.1\r\n\r\n" + FLUSH,
-    "behind a command": FLUSH + b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\n" + FLUSH,
     "behind an empty line": b"\r\nGET / HTTP/1.1\r\n\r\nFLUSHALL\r\n",
 }
 
 
 @pytest.mark.parametrize("step", [1, MIB])
-@pytest.mark.parametrize("name", [name for name in HTTP if "behind a command" not in name])
+@pytest.mark.parametrize("name", HTTP)
 def test_nothing_that_http_carries_is_executed(shared_server: Child, client: Client, name: str, step: int) -> None:
     """FLUSHALL in the body of any web page's POST emptied the store."""
     client.call("SET", "a", "1")
@@ -58,12 +57,6 @@ def test_nothing_that_http_carries_is_executed(shared_server: Child, client: Cli
     assert client.call("GET", "a") == b"1"
     assert client.call("ACL", "GETUSER", "eve") is None
     assert int(client.info()["http_requests_refused"]) == before + 1
-
-
-def test_commands_in_front_of_http_are_not_executed_either(shared_server: Child, client: Client) -> None:
-    client.call("SET", "a", "1")
-    assert send_and_read(shared_server, HTTP["behind a command"]) == b""
-    assert client.call("GET", "a") == b"1"
 
 
 def hello_of_tls(session: bytes) -> bytes:

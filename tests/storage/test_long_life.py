@@ -29,8 +29,8 @@ from storage_kv.clients.replies import Replies
 from storage_kv.clients.secure_connection import SecureConnection
 from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import PlainTransport, TlsTransport
-from storage_kv.node import Session
 from storage_kv.server import StorageServer
+from storage_kv.session import Session
 
 _OF_A_CONNECTION = frozenset(
     {Connection, SecureConnection, Session, CommandReader, Replies, Signal, PlainTransport, TlsTransport}

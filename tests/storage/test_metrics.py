@@ -21,10 +21,11 @@ from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig
 from storage_kv.engines.memory import MemoryEngine
-from storage_kv.node import CommandError, Node, Session
+from storage_kv.node import CommandError, Node
 from storage_kv.operate.command_statistics import SAMPLE_EVERY, CommandStatistics
 from storage_kv.operate.health import Condition
 from storage_kv.operate.metrics import NodeCollector
+from storage_kv.session import Session
 
 NAMES = re.compile(r"shadowserve_storage_[a-z0-9_]+")
 needs_promtool = pytest.mark.skipif(

@@ -22,7 +22,7 @@ Commands = Sequence[Sequence[bytes]]
 
 END = b"$15\r\nthat was it all\r\n"
 LARGE = bytes(range(256)) * 200  # sent by reference
-EDGE = 1 << 10  # replies of about this size are where runs of small ones end
+EDGE = 1 << 10  # up to here, headers of replies are kept ready
 OFF, SKIP, ON = ([b"CLIENT", b"REPLY", word] for word in (b"OFF", b"SKIP", b"ON"))
 
 

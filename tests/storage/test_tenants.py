@@ -13,10 +13,11 @@ from storage_support import Child, Client, make_record
 from shadowserve.clock import wall_clock_ms
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.users import Users
-from storage_kv.commands import BY_FULL_NAME, execute, execute_run
+from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.engines.memory import MemoryEngine
-from storage_kv.node import Node, Session
+from storage_kv.node import Node
+from storage_kv.session import Session
 
 USERS = """user root on >r ~* &* +@all
 user ann on >a ~* +@all -@admin tenant=team-a
@@ -152,10 +153,6 @@ def test_a_foreign_key_takes_the_path_of_an_absent_one(users: Path) -> None:
             for key in (b"absent", b"absent", b"there")
         ]
         assert traced[1] == traced[2], command
-    for key in (b"absent", b"there"):
-        run = (b"GET", key) * 3
-        traced.append(recorded(partial(execute_run, node, sessions[b"bob"], (run, 2), 10, 1 << 20)))
-    assert traced[-1] == traced[-2] and traced[-1][1] == (3, b"$-1\r\n" * 3, None)
     assert execute(node, sessions[b"ann"], [b"GET", b"there"]) == b"$1\r\nx\r\n"
 
 

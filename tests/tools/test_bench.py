@@ -92,7 +92,7 @@ RATIOS = {
             *(REDIS_RATIOS if shutil.which("redis-server") else ()),
         )
     },
-    "commands": {"set_1_over_redis", "get_1_over_redis", "set_16_over_redis", "get_16_over_redis"},
+    "commands": {"set_over_redis", "get_over_redis"},
     "index": {
         "resident_bytes_each",
         "counted_bytes_each",
@@ -134,7 +134,7 @@ RATIOS = {
     },
 }
 PEERS = {
-    "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP", "NIXL, UCX over TCP"],
+    "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP"],
     "link": ["LMCache, lm://", "LMCache server, fp8, Redis tuned"],
 }
 

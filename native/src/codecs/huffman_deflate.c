@@ -10,8 +10,7 @@
  *
  * Choices, and why:
  * - Blocks of at most 128 KiB: each header costs about 60 bytes and each block costs a decoder a table. Smaller blocks
- *   follow the data's changes better, which within one kind of data gains less than that (native/bench/bench_kernels.c
- *   prints both).
+ *   follow the data's changes better, which within one kind of data gains less than that.
  * - But a block ends, after a multiple of 16 KiB, where the next piece is better off with a code of its own: a slice of
  *   lossless KV is byte planes one behind the other, and exponents in one block with mantissas lose a tenth in size,
  *   while the mantissas, which nothing can compress, lose the memcpy that they could be decoded with.

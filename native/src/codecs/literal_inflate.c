@@ -18,8 +18,7 @@
  * - The lockstep runs for a number of rounds in which no lane can come near the end of its source or target; so it
  *   compares nothing with an end. The last bytes of a stream come one code at a time.
  *
- * Smaller tables are built faster and leave more of the first-level cache, larger ones hold more literals in an entry;
- * native/bench/bench_kernels.c shows what is best.
+ * Smaller tables are built faster and leave more of the first-level cache, larger ones hold more literals in an entry.
  *
  * Whatever is not a valid stream of literals is given up (the caller's full decoder then says what it is), so only what
  * is accepted has to be right: codes are complete, stored lengths match their complements, and source and target end

@@ -14,7 +14,6 @@ standard error. A chunk's bytes are those of the file ``--values``, turned by an
 
 import argparse
 import asyncio
-import base64
 import dataclasses
 import functools
 import importlib.metadata
@@ -38,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 
 CLEARED = 0xA5
 """What memory is overwritten with, so that nothing of an earlier fetch can be taken for a later one's."""
-DISTRIBUTIONS = {"lmcache": "lmcache", "mooncake": "mooncake-transfer-engine-non-cuda", "nixl": "nixl"}
+DISTRIBUTIONS = {"lmcache": "lmcache", "mooncake": "mooncake-transfer-engine-non-cuda"}
 TURN_BYTES = 8 * 513
 """No multiple of a page, but one of the words that are compared."""
 LAYER_BYTES = 1 << 20
@@ -289,47 +288,6 @@ class Mooncake:
         return self._values.matches(index, self._memory[index])
 
 
-class Nixl:
-    """An initiator of NIXL's UCX backend, reading another process's memory.
-
-    Without a progress thread of its own: measured the faster way where cores are few.
-    """
-
-    def __init__(self, values: Values, chunks: int, target: dict[str, Any]) -> None:
-        from nixl._api import nixl_agent, nixl_agent_config
-
-        self._values = values
-        self._memory = np.full((chunks, values.chunk_bytes), CLEARED, np.uint8)
-        self._agent = nixl_agent("reader", nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-        self._agent.register_memory([(self._memory.ctypes.data, self._memory.nbytes, 0, "")], "DRAM")
-        self._remote = self._agent.add_remote_agent(base64.b64decode(target["metadata"]))
-        self._address = target["memory"]
-        self._handles: dict[int, Any] = {}
-
-    def fetch(self, count: int) -> None:
-        """One transfer of ``count`` descriptors, prepared on the first call."""
-        if count not in self._handles:
-            size = self._values.chunk_bytes
-            pieces = [
-                self._agent.get_xfer_descs([(base + index * size, size, 0) for index in range(count)], "DRAM")
-                for base in (self._memory.ctypes.data, self._address)
-            ]
-            self._handles[count] = self._agent.initialize_xfer("READ", *pieces, self._remote)
-        state = self._agent.transfer(self._handles[count])
-        while state == "PROC":
-            state = self._agent.check_xfer_state(self._handles[count])
-        if state != "DONE":
-            raise RuntimeError(f"NIXL: the transfer ended as {state}")
-
-    def clear(self) -> None:
-        """Overwrite the memory."""
-        self._memory.fill(CLEARED)
-
-    def matches(self, index: int) -> bool:
-        """Whether the memory holds chunk ``index``."""
-        return self._values.matches(index, self._memory[index])
-
-
 def _installed() -> dict[str, str]:
     found = {}
     for peer, distribution in DISTRIBUTIONS.items():
@@ -338,21 +296,6 @@ def _installed() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _nixl_target(values: Values, chunks: int) -> tuple[dict[str, Any], Any]:
-    """Hold the chunks in registered memory; return how to reach it, and what must live as long."""
-    from nixl._api import nixl_agent, nixl_agent_config
-
-    memory = np.empty((chunks, values.chunk_bytes), np.uint8)
-    for index in range(chunks):
-        values.write(index, memory[index])
-    agent = nixl_agent("store", nixl_agent_config(enable_prog_thread=True, backends=["UCX"]))
-    agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
-    return {"metadata": base64.b64encode(agent.get_agent_metadata()).decode(), "memory": memory.ctypes.data}, (
-        agent,
-        memory,
-    )
 
 
 def _serve(client: Client, answer: Callable[[dict[str, Any]], None]) -> None:
@@ -377,7 +320,6 @@ def _run(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None]
         answer(_installed())
         return
     values, chunks = Values(arguments.values), arguments.chunks
-    kept: Any = None
     client: Client
     match arguments.role:
         case "lmcache":
@@ -390,21 +332,13 @@ def _run(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None]
             client = Mooncake(values, chunks, arguments.address)
         case "mooncake-store":
             client = Mooncake(values, chunks, arguments.address, holds=True)
-        case "nixl":
-            client = Nixl(values, chunks, json.loads(arguments.address))
-        case "nixl-target":
-            ready, kept = _nixl_target(values, chunks)
-            answer(ready)
-            sys.stdin.read()
-            return
     answer({"ready": True})
     _serve(client, answer)
-    del kept
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    roles = ("installed", "lmcache", "lmcache-server", "mooncake", "mooncake-store", "nixl", "nixl-target")
+    roles = ("installed", "lmcache", "lmcache-server", "mooncake", "mooncake-store")
     parser.add_argument("role", choices=roles)
     parser.add_argument("--values", help="file that holds one chunk")
     parser.add_argument("--chunks", type=int, default=1)

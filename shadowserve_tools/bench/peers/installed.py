@@ -17,7 +17,7 @@ import psutil
 
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.peers import driver
-from shadowserve_tools.bench.peers.contender import Contender, family, paused
+from shadowserve_tools.bench.peers.contender import Contender, family
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, free_port, started
 
@@ -29,7 +29,6 @@ __all__ = [
     "lmcache",
     "lmcache_server",
     "mooncake",
-    "nixl",
     "start_installed",
 ]
 
@@ -41,8 +40,6 @@ _ENVIRONMENT: Final = {
     "LMCACHE_LOG_LEVEL": "WARNING",
     "LMCACHE_TRACK_USAGE": "false",  # it would report to its makers
     "PYTHONPATH": "",  # our own packages must not be found before the peers'
-    "UCX_NET_DEVICES": "lo",
-    "UCX_TLS": "tcp,self",
 }
 
 
@@ -103,7 +100,7 @@ def start_installed(
             continue
         try:
             contender = stack.enter_context(start(bed, name))
-        except ShadowServeError as error:
+        except (ShadowServeError, OSError) as error:  # a package without its program ends as the latter
             absent[name] = f"does not run here: {str(error).partition(chr(10))[0]}"
             continue
         running.append(dataclasses.replace(contender, note=versions[peer]))
@@ -200,22 +197,9 @@ def mooncake(bed: Bed, name: str) -> Iterator[Contender]:
 
 
 @contextlib.contextmanager
-def nixl(bed: Bed, name: str) -> Iterator[Contender]:
-    """NIXL's UCX backend over TCP, from one process's memory to another's, on loopback.
-
-    The process that holds the chunks burns a core even when nothing is asked of it, so it is stopped between fetches.
-    """
-    with contextlib.ExitStack() as stack:
-        store = stack.enter_context(_started(bed, "nixl-target"))
-        client = stack.enter_context(_started(bed, "nixl", "--address", json.dumps(store.ready)))
-        stack.enter_context(paused(store.processes))
-        yield client.contender(name, store.processes, spins=store.processes)
-
-
-@contextlib.contextmanager
 def _started(bed: Bed, role: str, *flags: str) -> Iterator["_Driver"]:
     side = bed.network.client_side
-    if role in ("mooncake-store", "nixl-target"):
+    if role == "mooncake-store":
         side = bed.network.store_side
     command = [str(bed.python), driver.__file__, role, "--values", str(bed.values_file), "--chunks", str(bed.chunks)]
     log = bed.logs / f"{role}-driver.log"
@@ -230,7 +214,7 @@ def _started(bed: Bed, role: str, *flags: str) -> Iterator["_Driver"]:
         )
     client = _Driver(role, process, log)
     try:
-        client.ready = client.answer(START_TIMEOUT_S)
+        client.answer(START_TIMEOUT_S)
         yield client
     finally:
         client.close()
@@ -240,7 +224,6 @@ class _Driver:
     """A process of :mod:`~shadowserve_tools.bench.peers.driver`."""
 
     def __init__(self, role: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
-        self.ready: dict[str, Any] = {}
         self._role = role
         self._process = process
         self._log = log
@@ -250,9 +233,7 @@ class _Driver:
         """The process and what it started."""
         return family(self._process.pid)
 
-    def contender(
-        self, name: str, servers: list[psutil.Process], spins: list[psutil.Process] | None = None
-    ) -> Contender:
+    def contender(self, name: str, servers: list[psutil.Process]) -> Contender:
         """Return it as what is measured, together with its servers."""
         return Contender(
             name=name,
@@ -261,7 +242,6 @@ class _Driver:
             clear=lambda: self._call("clear"),
             verify=lambda count: self._call("verify", count),
             processes=[*self.processes, *servers],
-            spins=spins or (),
         )
 
     def _call(self, what: Literal["fetch", "clear", "verify"], count: int = 0) -> None:
@@ -273,8 +253,8 @@ class _Driver:
             pass  # the answer says why, or that there is none
         self.answer(CALL_TIMEOUT_S)
 
-    def answer(self, timeout_s: float) -> dict[str, Any]:
-        """Wait for one answer.
+    def answer(self, timeout_s: float) -> None:
+        """Wait for an answer.
 
         Raises:
             ShadowServeError: it is an error, or none came.
@@ -287,7 +267,6 @@ class _Driver:
         if "error" in found:
             end = self._log.read_text(errors="replace")[-2000:]
             raise ShadowServeError(f"the peer '{self._role}': {found['error']}. The end of its log:\n{end}")
-        return found
 
     def close(self) -> None:
         """End the process."""
