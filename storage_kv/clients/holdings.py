@@ -6,10 +6,7 @@ from storage_kv.access.memory import Account, Client
 from storage_kv.node import Node
 from storage_kv.session import Session
 
-__all__ = ["LENDING", "UNCOUNTED_BYTES", "Holdings"]
-
-LENDING: Final = frozenset(b"GET GETRANGE SUBSTR MGET GETDEL GETEX GETSET SET KV.META EXEC".split())
-"""Commands whose replies may be stored values."""
+__all__ = ["UNCOUNTED_BYTES", "Holdings"]
 
 UNCOUNTED_BYTES: Final = 16 << 10
 """What a client may hold without being counted: the ends of pipelines, replies under way."""
