@@ -63,7 +63,6 @@ class Outgoing:
     __slots__ = ("source", "view")
 
     def __init__(self, view: memoryview, source: Item | Lease) -> None:
-        """Make one; ``view`` is of the item's value, or of the lease's."""
         self.view = view
         self.source = source
 
@@ -109,7 +108,6 @@ class Pending:
     __slots__ = ("_abandoned", "_lock", "_node", "_notify", "expects", "failed", "lost", "parts")
 
     def __init__(self, node: "Node", expects: int) -> None:
-        """Make one that nobody waits for yet."""
         self._node = node
         self._lock = threading.Lock()
         self._notify: Callable[[], None] | None = None
@@ -237,7 +235,6 @@ class Counters:
     by_command: dict[str, CommandStatistics] = field(default_factory=dict)
 
     def of(self, command: str) -> CommandStatistics:
-        """Return the statistics of a command, by its full name."""
         found = self.by_command.get(command)
         if found is None:
             found = self.by_command[command] = CommandStatistics()
@@ -286,7 +283,6 @@ class Node:
     limiters: dict[str, RateLimiter] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make what needs the others."""
         self.memory = Bound(lambda: self.config.clients_memory_bytes, self.has_tenants, is_ours=True)
         self.lent = Bound(lambda: self.config.lent_bytes_max, self.has_tenants, is_ours=False)
         now_s = time.monotonic()
@@ -375,7 +371,6 @@ class Node:
         self.watchers.setdefault(key, set()).add(session)
 
     def unwatch(self, session: Session) -> None:
-        """Forget what a session watches."""
         for key in session.watched:
             sessions = self.watchers[key]
             sessions.discard(session)

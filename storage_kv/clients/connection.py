@@ -106,7 +106,6 @@ class Connection(Watched):
     )
 
     def __init__(self, host: Host, transport: Transport, session: Session, loop: EventLoop) -> None:
-        """Take over a non-blocking socket, in its transport, and serve it until it ends."""
         self._host = host
         self._node = host.node
         self._engine = host.node.engine
@@ -201,7 +200,6 @@ class Connection(Watched):
             self._process()
 
     def _process(self) -> None:
-        """Execute commands, and send."""
         if self._closed or self._working or self._lingering:
             return
         self._execute()
@@ -319,7 +317,6 @@ class Connection(Watched):
 
     @property
     def _output_bytes_max(self) -> int:
-        """Bytes of replies beyond which nothing is executed."""
         most = self._node.config.output_buffer_bytes_max
         return most if self.session.authenticated else min(most, _STRANGERS_OUTPUT_BYTES_MAX)
 
@@ -407,7 +404,6 @@ class Connection(Watched):
         self._cut_soon()
 
     def _stop_waiting_for_room(self) -> None:
-        """Tell the client that there was no room for too long."""
         _log.info("client_refused address=%s reason='no room in the engine'", self.session.address)
         with self._node.lock:
             error = encode_error(f"OOM {_NO_ROOM}")
@@ -594,11 +590,9 @@ class Connection(Watched):
         self._after_step()
 
     def _finish_soon(self) -> None:
-        """From any thread, finish()."""
         self._loop.call_threadsafe(lambda: self._guarded(self.finish))
 
     def _cut_soon(self) -> None:
-        """From any thread, abort()."""
         self._loop.call_threadsafe(lambda: self._guarded(self.abort))
 
     def abort(self) -> None:

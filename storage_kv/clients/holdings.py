@@ -24,7 +24,6 @@ class Holdings:
     __slots__ = ("_session", "counted", "lent", "memory")
 
     def __init__(self, node: Node, session: Session, client: Client) -> None:
-        """Open them."""
         self._session = session
         self.memory = Account(node.memory, client, session.share)
         self.lent = Account(node.lent, client, session.share)
@@ -47,7 +46,6 @@ class Holdings:
         return self.memory.admit(size)
 
     def _follow(self) -> None:
-        """Count for the tenant that the client is of now."""
         share = self._session.share
         if self.memory.tenant != share:
             self.memory.move(share)
@@ -65,6 +63,5 @@ class Holdings:
             self.lent.settle(lent)
 
     def close(self) -> None:
-        """Count nothing any more."""
         self.memory.close()
         self.lent.close()

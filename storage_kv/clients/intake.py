@@ -73,7 +73,6 @@ class Intake:
 
     @property
     def waits(self) -> bool:
-        """Whether a large argument waits for room."""
         return self._wanted_bytes >= 0
 
     def next_command(self) -> Event:

@@ -50,7 +50,6 @@ class _Pinning:
         self._found = 0
 
     def __call__(self) -> Reply | None:
-        """Pin some; see :func:`in_turns`."""
         engine, end = self._node.engine, self._position + KEYS_AT_A_TIME
         for name in self._names[self._position : end]:
             try:

@@ -138,7 +138,6 @@ class _SetOptions:
         return self
 
     def expires_at_ms(self, node: Node, command: str) -> int | None:
-        """Return the new expiry, None for none."""
         return None if self.expiry is None else _expiry_time(node, *self.expiry, command)
 
 
@@ -406,7 +405,6 @@ class _Puts:
         self._tickets: list[Ticket] = []
 
     def __call__(self) -> Reply | None:
-        """Store some; see :func:`in_turns`."""
         began = self._position
         while self._position < min(began + KEYS_AT_A_TIME, len(self._pairs)):
             try:

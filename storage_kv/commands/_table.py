@@ -70,7 +70,6 @@ class Command:
     lends: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive the name that errors and COMMAND use, and whether clients need not have authenticated."""
         object.__setattr__(self, "full_name", f"{self.parent}|{self.name}" if self.parent else self.name)
         flags = self.flags.split()
         object.__setattr__(self, "open_to_all", "no_auth" in flags)
@@ -90,7 +89,6 @@ class Command:
         return (category for category in CATEGORIES if category in found)
 
     def keys_of(self, arguments: Sequence[Argument]) -> Sequence[Argument]:
-        """Return the arguments that are keys."""
         first, last, step = self.keys
         if not first:
             return ()
@@ -139,7 +137,6 @@ class Command:
         ])  # fmt: skip
 
     def document(self) -> Value:
-        """Return what COMMAND DOCS says."""
         fields: list[Value] = [b"summary", self.summary.encode(), b"since", self.since.encode()]
         fields += [b"group", self.group.encode()]
         if self.subcommands:
