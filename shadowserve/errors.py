@@ -96,7 +96,6 @@ class ForeignProtocolError(ProtocolError):
     """
 
     def __init__(self, protocol: str) -> None:
-        """Make one for a protocol."""
         super().__init__(f"Protocol error: the client speaks {protocol}, this server does not")
         self.protocol = protocol
 

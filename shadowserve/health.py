@@ -67,7 +67,6 @@ class Check:
         return self.fatal and not self.ok
 
     def __str__(self) -> str:
-        """Return its line."""
         return f"{'ok' if self.ok else 'failed' if self.fatal else 'warning'} {self.name}: {self.text}"
 
 
@@ -145,7 +144,6 @@ class Watchdog:
                 systemd.notify("WATCHDOG=1")
 
     def close(self) -> None:
-        """Stop telling."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()

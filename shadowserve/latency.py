@@ -25,19 +25,16 @@ class LatencyHistogram:
     __slots__ = ("bounds_ns", "counts", "sum_ns")
 
     def __init__(self, bounds_s: Sequence[float] = LATENCY_SECONDS) -> None:
-        """Make an empty one."""
         self.bounds_ns = tuple(round(1e9 * bound) for bound in bounds_s)
         self.counts = [0] * (len(self.bounds_ns) + 1)
         self.sum_ns = 0
 
     def add(self, duration_ns: int) -> None:
-        """Count one duration."""
         self.counts[bisect_left(self.bounds_ns, duration_ns)] += 1
         self.sum_ns += duration_ns
 
     @property
     def count(self) -> int:
-        """How many durations."""
         return sum(self.counts)
 
     def quantile_ns(self, share: float) -> float:

@@ -29,7 +29,6 @@ class TextFormatter(logging.Formatter):
     """``2026-11-21T15:08:13.042 INFO storage_kv.server ready address=127.0.0.1:6380``, in local time."""
 
     def __init__(self) -> None:
-        """Make one."""
         super().__init__("%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -41,7 +40,6 @@ class JsonFormatter(logging.Formatter):
     """One object a line: ``time`` (UTC), ``level``, ``logger``, then ``event`` and its fields, or a ``message``."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",

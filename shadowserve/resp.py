@@ -306,7 +306,6 @@ class CommandReader(_Reader):
     )
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
-        """Make a reader that holds its peer to ``limits``."""
         super().__init__(limits)
         self._arguments: list[bytes | memoryview] = []
         self._argument_bytes = 0  # of the small ones
@@ -493,7 +492,6 @@ class ReplyReader(_Reader):
     __slots__ = ("_bulk_kind", "_bulk_size", "_stack")
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
-        """Make a reader that holds its peer to ``limits``."""
         super().__init__(limits)
         self._stack: list[_Frame] = []
         self._bulk_kind = 0  # 0: no bulk in progress

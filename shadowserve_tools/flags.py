@@ -102,7 +102,6 @@ class Program(click.Command):
     """A command whose help lists its many options below headings, each name on a line and its text below."""
 
     def __init__(self, *arguments: Any, section: type[Section], **options: Any) -> None:
-        """Take the ``section`` whose keys are its flags."""
         super().__init__(*arguments, **options)
         self.section = section
 

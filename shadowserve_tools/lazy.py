@@ -61,17 +61,14 @@ class LazyGroup(click.Group):
         needs: Mapping[str, Sequence[str]] | None = None,
         **options: Any,
     ) -> None:
-        """Take ``places``, the command of each name as ``module:attribute``, and packages that some import late."""
         super().__init__(*arguments, **options)
         self.places = places
         self.needs = needs or {}
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names, in their order."""
         return list(self.places)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command."""
         if cmd_name not in self.places:
             return None
         module, name = self.places[cmd_name].split(":")

@@ -157,7 +157,6 @@ class Report:
     more: dict[str, Any] = field(default_factory=dict)
 
     def row(self, **values: Any) -> None:
-        """Add a row."""
         self.rows.append(values)
 
     def ratio(self, name: str, pairs: Sequence[float], goal: str) -> None:

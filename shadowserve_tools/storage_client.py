@@ -135,16 +135,13 @@ class StorageClient:
         return dict(line.split(":", 1) for line in lines if ":" in line and line[0] != "#")
 
     def close(self) -> None:
-        """Close the connection."""
         self._client.abort("closed")
         self._runner.close()
 
     def __enter__(self) -> Self:
-        """Return it."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
 

@@ -32,14 +32,13 @@ __all__ = [
     "REFERENCE_BYTES_MIN",
     "CommandError",
     "Counters",
-    "Later",
+    "More",
     "Node",
     "Outgoing",
     "Part",
     "Pending",
     "Ready",
     "Reply",
-    "Series",
 ]
 
 _log = logging.getLogger(__name__)
@@ -49,7 +48,7 @@ REFERENCE_BYTES_MIN: Final = 16 << 10
 of its own in the gathering write costs about as much as copying 16 KiB."""
 
 _PIECE_BYTES: Final = 64 << 10
-"""Of a series, at a time: about a quarter of a millisecond."""
+"""Of many values, at a time: about a quarter of a millisecond."""
 
 T = TypeVar("T")
 
@@ -64,7 +63,6 @@ class Outgoing:
     __slots__ = ("source", "view")
 
     def __init__(self, view: memoryview, source: Item | Lease) -> None:
-        """Make one; ``view`` is of the item's value, or of the lease's."""
         self.view = view
         self.source = source
 
@@ -110,7 +108,6 @@ class Pending:
     __slots__ = ("_abandoned", "_lock", "_node", "_notify", "expects", "failed", "lost", "parts")
 
     def __init__(self, node: "Node", expects: int) -> None:
-        """Make one that nobody waits for yet."""
         self._node = node
         self._lock = threading.Lock()
         self._notify: Callable[[], None] | None = None
@@ -154,29 +151,33 @@ class Pending:
 Part: TypeAlias = bytes | Outgoing | Pending
 
 
-class Series:
-    """The reply of a command on many keys, of which only the beginning is made: what follows, as its client takes it.
+class More:
+    """A reply of which only the beginning is made, or nothing yet: what follows is made later.
 
-    So a client that asks for everything and reads nothing makes the node hold little, and the lock is held for some
-    keys at a time. Each value is what it is when its turn comes.
+    So the lock is held for some keys at a time, a client that asks for everything and reads nothing makes the node hold
+    little, and what takes long is done in another thread. The client's next commands wait; others' come in between.
 
     Attributes:
         parts: the beginning.
-        rest: makes what follows: parts or, again, a series; called with the node's lock held.
+        rest: makes what follows of what ``work`` has returned, with the node's lock held. BusyError: it has done
+            nothing, and is to be called again later.
+        work: runs before in another thread, and touches nothing but its own arguments; None for nothing.
     """
 
-    __slots__ = ("parts", "rest")
+    __slots__ = ("parts", "rest", "work")
 
-    def __init__(self, parts: "list[Part]", rest: "Callable[[], list[Part] | Series]") -> None:
-        """Make one."""
+    def __init__(
+        self, parts: "list[Part]", rest: "Callable[[Any], Reply]", work: Callable[[], Any] | None = None
+    ) -> None:
         self.parts = parts
         self.rest = rest
+        self.work = work
 
     @classmethod
     def of(
         cls, parts: "list[Part]", items: Iterator[T], reply_to: "Callable[[T], bytes | list[Part]]"
-    ) -> "list[Part] | Series":
-        """Return ``parts`` and the reply to each item, as a series if it is much."""
+    ) -> "list[Part] | More":
+        """Return ``parts`` and the reply to each item, some at a time: each is what it is when its turn comes."""
         size = count = 0
         for item in items:
             piece = reply_to(item)
@@ -188,26 +189,11 @@ class Series:
                 parts += piece
                 size += _PIECE_BYTES // 4  # counts like copying a quarter of what may be copied
             if size >= _PIECE_BYTES or count == ENTRIES_PER_HOLD:
-                return cls(parts, lambda: cls.of([], items, reply_to))
+                return cls(parts, lambda _: cls.of([], items, reply_to))
         return parts
 
 
-class Later:
-    """The reply of a command whose work is too long for the event loop.
-
-    ``work`` runs in another thread and touches nothing but its own arguments; ``finish`` then makes the reply of its
-    result, on the loop's thread, or another Later. The client's next commands wait.
-    """
-
-    __slots__ = ("finish", "work")
-
-    def __init__(self, work: Callable[[], Any], finish: Callable[[Any], "Reply"]) -> None:
-        """Make one."""
-        self.work = work
-        self.finish = finish
-
-
-Reply: TypeAlias = bytes | list[Part] | Series | Later
+Reply: TypeAlias = bytes | list[Part] | More
 
 
 @dataclass(slots=True)
@@ -249,7 +235,6 @@ class Counters:
     by_command: dict[str, CommandStatistics] = field(default_factory=dict)
 
     def of(self, command: str) -> CommandStatistics:
-        """Return the statistics of a command, by its full name."""
         found = self.by_command.get(command)
         if found is None:
             found = self.by_command[command] = CommandStatistics()
@@ -298,7 +283,6 @@ class Node:
     limiters: dict[str, RateLimiter] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Make what needs the others."""
         self.memory = Bound(lambda: self.config.clients_memory_bytes, self.has_tenants, is_ours=True)
         self.lent = Bound(lambda: self.config.lent_bytes_max, self.has_tenants, is_ours=False)
         now_s = time.monotonic()
@@ -387,7 +371,6 @@ class Node:
         self.watchers.setdefault(key, set()).add(session)
 
     def unwatch(self, session: Session) -> None:
-        """Forget what a session watches."""
         for key in session.watched:
             sessions = self.watchers[key]
             sessions.discard(session)

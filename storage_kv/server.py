@@ -113,7 +113,6 @@ class StorageServer:
 
     @property
     def metrics_port(self) -> int | None:
-        """Port of the Prometheus endpoint, None without one."""
         return self.operations.metrics_port
 
     def _follow_connections_max(self, config: StorageConfig) -> None:

@@ -39,7 +39,6 @@ class Transaction:
         return self.size_bytes + 64 * self.arguments
 
     def fail(self) -> None:
-        """Execute nothing of it, and hold nothing of it any longer."""
         self.failed = True
         self.commands, self.arguments, self.size_bytes = [], 0, 0
 

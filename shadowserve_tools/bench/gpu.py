@@ -55,7 +55,6 @@ class _Plan:
 
     @property
     def mover(self) -> Any:
-        """What scatters here."""
         return "triton" if HAS_TRITON else "torch"
 
     @property

@@ -91,7 +91,6 @@ class _Curves:
         report.row(stage=stage, codec=codec, size_KiB=size // KIB, in_GB_per_s=out * in_share, out_GB_per_s=out)
 
     def line(self, name: str) -> list[tuple[float | str, float]]:
-        """Return medians over size."""
         return [(size, float(np.median(speeds))) for size, speeds in self.speeds[name].items()]
 
     def usual(self, name: str) -> list[float]:

@@ -62,11 +62,9 @@ class Case:
 
     @property
     def values(self) -> int:
-        """How many values are stored."""
         return max(1, _MEMORY_BYTES // self.value_bytes)
 
     def requests(self) -> list[bytes]:
-        """Return a request for each piece of each value, in order."""
         whole = self.piece_bytes == self.value_bytes
         return [
             encode_command(*(("GET", key) if whole else ("GETRANGE", key, begin, begin + self.piece_bytes - 1)))
@@ -75,7 +73,6 @@ class Case:
         ]
 
     def key(self, number: int) -> str:
-        """Return the key of a value."""
         return f"value:{self.value_bytes}:{number}"
 
 
@@ -93,7 +90,6 @@ class System:
         return case.requests() if self.speaks_resp else [b"%*d" % (REQUEST_BYTES, case.piece_bytes)]
 
     def answer_bytes(self, case: Case) -> int:
-        """Return the size of each answer."""
         size = case.piece_bytes
         return len(encode_bulk_header(size)) + size + 2 if self.speaks_resp else size
 
@@ -157,7 +153,6 @@ class LeanClient:
         return bytes(self._memory[0][: self._answer_bytes])
 
     def close(self) -> None:
-        """Close the connections."""
         for sock in self._sockets:
             sock.close()
 

@@ -43,7 +43,6 @@ class Machine:
         return self.root == Path("/")
 
     def path(self, name: str) -> Path:
-        """Return where the system's file ``/name`` is."""
         return self.root / name.lstrip("/")
 
     def text(self, name: str) -> str:

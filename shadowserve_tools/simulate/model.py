@@ -43,7 +43,6 @@ class Setting:
 
     @property
     def chunks(self) -> int:
-        """Return the number of chunks of the prompt."""
         return math.ceil(self.prompt_tokens / self.chunk_tokens)
 
 
@@ -63,7 +62,6 @@ class Design:
 
     @property
     def name(self) -> str:
-        """Return what tables call it."""
         return " + ".join(change for change in CHANGES if change in self.changes) or "ShadowServe"
 
 
@@ -194,7 +192,6 @@ class Model:
         return stored + symbols + elements, symbols + elements
 
     def _stored_gbit(self, setting: Setting, design: Design) -> float:
-        """Return the compressed size of a chunk."""
         size = self.fitted.stored_gbit / _AT_20.chunks * setting.chunk_tokens / PAPER_CHUNK_TOKENS
         if "kvrans" in design.changes:
             return size * self.given.huffman_size * self.given.kvrans_size

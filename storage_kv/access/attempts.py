@@ -34,7 +34,6 @@ class Attempts:
     """The lines of all addresses that have failed lately; used with the node's lock held."""
 
     def __init__(self) -> None:
-        """Remember nothing."""
         self._lines: OrderedDict[str, _Line] = OrderedDict()
 
     def refused(self, address: str, now_s: float) -> bool:

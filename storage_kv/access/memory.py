@@ -57,7 +57,6 @@ class Account:
     __slots__ = ("began", "bound", "client", "closed", "held", "tenant", "ticks", "woken")
 
     def __init__(self, bound: "Bound", client: Client, tenant: int) -> None:
-        """Open one that holds nothing."""
         self.bound = bound
         self.client: Client | None = client
         self.tenant = tenant
@@ -83,7 +82,6 @@ class Account:
         self.settle(held)
 
     def close(self) -> None:
-        """Count nothing any more."""
         self.settle(0)
         self.closed = True
         self.client = None
@@ -183,7 +181,6 @@ class Bound:
             pinned[0] += 1
 
     def unpin(self, key: int) -> None:
-        """Undo one pin()."""
         pinned = self._pins[key]
         pinned[0] -= 1
         if not pinned[0]:

@@ -35,7 +35,6 @@ class Places(Generic[_Session]):
     """
 
     def __init__(self) -> None:
-        """Count nobody yet."""
         self.strangers = 0
         self.by_tenant: dict[str, int] = {}
         self._by_host: dict[str, dict[int, _Session]] = {}  # strangers, the oldest first

@@ -199,7 +199,6 @@ class User:
     # ---- Changing
 
     def copy(self) -> "User":
-        """Return another with the same rules."""
         other = User(self.name)
         other.become(self)
         return other

@@ -241,11 +241,9 @@ class DenialLog:
     """The last denials, the newest first, repeated ones in one entry: what ACL LOG shows."""
 
     def __init__(self) -> None:
-        """Make an empty log."""
         self.entries: deque[Denial] = deque(maxlen=_DENIALS_MAX)
 
     def add(self, denial: Denial) -> None:
-        """Take note of a denial."""
         what = (denial.reason, denial.object, denial.user, denial.context)
         for entry in self.entries:
             if (

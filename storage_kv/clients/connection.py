@@ -21,7 +21,7 @@ How bytes cross the wire is the transport's business (transport.py, secure_conne
 
 Replies to small commands that arrived together leave together. Nothing is executed while more than
 ``output_buffer_bytes_max`` waits for the client, nor read while commands wait to be executed: a client that does not
-read stops itself, and holds at most that much and one value, since a reply of many is made as it is taken (``Series``).
+read stops itself, and holds at most that much and one value, since a reply of many is made as it is taken (``More``).
 What all clients cost together is bounded in access/memory.py.
 """
 
@@ -37,7 +37,7 @@ from shadowserve.pool.volume.changes import BusyError
 from shadowserve.resp import CommandReader, LargeBulk, encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop
-from storage_kv.clients.holdings import LENDING, UNCOUNTED_BYTES, Holdings
+from storage_kv.clients.holdings import UNCOUNTED_BYTES, Holdings
 from storage_kv.clients.host import Host
 from storage_kv.clients.intake import Intake
 from storage_kv.clients.replies import Replies
@@ -45,9 +45,9 @@ from storage_kv.clients.requests import limits_of
 from storage_kv.clients.signal import Signal
 from storage_kv.clients.transport import Transport
 from storage_kv.clients.watched import Watched
-from storage_kv.commands import execute
-from storage_kv.node import Later, Outgoing, Part, Pending, Reply, Series
-from storage_kv.session import Session
+from storage_kv.commands import execute, find
+from storage_kv.node import More, Outgoing, Part, Pending, Reply
+from storage_kv.session import Argument, Session
 
 __all__ = ["Connection"]
 
@@ -88,7 +88,9 @@ class Connection(Watched):
         "_last_progress_s",
         "_more",
         "_moved_bytes",
+        "_name",
         "_node",
+        "_partly",
         "_paused",
         "_reader",
         "_receive_bytes",
@@ -104,7 +106,6 @@ class Connection(Watched):
     )
 
     def __init__(self, host: Host, transport: Transport, session: Session, loop: EventLoop) -> None:
-        """Take over a non-blocking socket, in its transport, and serve it until it ends."""
         self._host = host
         self._node = host.node
         self._engine = host.node.engine
@@ -119,12 +120,14 @@ class Connection(Watched):
         self._moved_bytes = 0  # while anything was held, but for those received and not yet counted
         self._paused = False  # nothing is read or executed before a certain time
         self._holds_replies = False  # and nothing sent
-        self._working = False  # a Later is under way
+        self._working = False  # another thread works on a reply
         self._more = False  # there may be whole commands in the reader
         self._blocked = False  # the engine has no room: until the signal
         self._blocked_since_s = 0.0  # without having got on since
-        self._retry: Callable[[], Reply] | None = None  # what the engine had no room for
-        self._rest: Callable[[], Reply] | None = None  # what follows of a reply that is made as it is taken
+        self._retry: Callable[[], Reply] | None = None  # a command for which there was no room
+        self._rest: Callable[[], Reply] | None = None  # what follows of a reply that has begun
+        self._name: Argument = b""  # of the command that was executed last, or is being
+        self._partly = False  # a part of that reply is on its way
         self._scheduled = False  # the next turn will come without any event
         self._ends_turn = False  # this turn's end is still to come
         self._receive_bytes = _RECEIVE_FEW_BYTES
@@ -197,7 +200,6 @@ class Connection(Watched):
             self._process()
 
     def _process(self) -> None:
-        """Execute commands, and send."""
         if self._closed or self._working or self._lingering:
             return
         self._execute()
@@ -254,21 +256,19 @@ class Connection(Watched):
                 break
             if session.executing and not is_within:  # EXEC: what fits a turn is executed in this one
                 left = max(left, min(len(session.executing), node.config.pipeline_commands_max))
-            if isinstance(reply, Later):
-                self._start_work(reply)
-                break
-            if self._intake.bytes or self._intake.refusal:
-                self._intake.let_go()
-            if not session.replies or session.skip:
-                self._swallow(reply)
-            elif isinstance(reply, bytes):
+            if isinstance(reply, bytes) and session.replies and not session.skip:  # most often
                 small.append(reply)
                 small_bytes += len(reply)
-            else:
-                if small:
-                    queue.append(b"".join(small))
-                    small, small_bytes = [], 0
-                left -= self._extend(reply)
+                self._rest, self._partly = None, False
+                if self._intake.bytes or self._intake.refusal:
+                    self._intake.let_go()
+                continue
+            if small:
+                queue.append(b"".join(small))
+                small, small_bytes = [], 0
+            left -= self._take(reply, left)
+            if self._working:
+                break
         if small:
             queue.append(b"".join(small))
         if (
@@ -282,14 +282,31 @@ class Connection(Watched):
             self._moved_bytes += received_bytes
             self._account()
 
-    def _extend(self, reply: list[Part] | Series) -> int:
-        """Queue a reply of several parts, or as much of it as is made; return how many."""
-        parts = reply
-        if isinstance(reply, Series):
-            parts, self._rest = reply.parts, reply.rest
-        assert isinstance(parts, list)
-        self._replies.extend(parts)
-        return len(parts)
+    def _take(self, reply: Reply, left: int = 0) -> int:
+        """Queue what there is of a reply, unless the client does not want it; return for how many commands it counts.
+
+        What follows of it goes on later: not in this turn if it was many keys' work, for which ``left`` is returned.
+        """
+        session, is_wanted = self.session, self.session.replies and not self.session.skip
+        parts: list[Part] = [reply] if isinstance(reply, bytes) else reply.parts if isinstance(reply, More) else reply
+        if is_wanted:
+            self._replies.extend(parts)
+        else:
+            for part in parts:
+                if isinstance(part, Pending):
+                    part.abandon()
+        if not isinstance(reply, More):
+            session.skip = max(session.skip - 1, 0)
+            self._rest, self._partly = None, False
+            self._intake.let_go()
+            return len(parts)
+        self._partly = self._partly or bool(parts)
+        if reply.work is None:
+            self._rest = partial(reply.rest, None)
+        else:
+            self._rest = None
+            self._start_work(reply)
+        return len(parts) or left
 
     def _account(self) -> None:
         """Say what this client makes the node hold; with the node's lock held."""
@@ -298,17 +315,8 @@ class Connection(Watched):
         held += self.session.queued_bytes
         self._holdings.settle(held - replies.lent_bytes, replies.lent_bytes)
 
-    def _wait_to_lend(self, step: Callable[[], Reply]) -> bool:
-        """Return whether a step has to wait because too many stored values are being sent."""
-        if self._holdings.may_lend():
-            return False
-        self._retry = step
-        self._block(None)
-        return True
-
     @property
     def _output_bytes_max(self) -> int:
-        """Bytes of replies beyond which nothing is executed."""
         most = self._node.config.output_buffer_bytes_max
         return most if self.session.authenticated else min(most, _STRANGERS_OUTPUT_BYTES_MAX)
 
@@ -318,39 +326,46 @@ class Connection(Watched):
         Last words to a client that is given up are added to ``small``.
         """
         session, was_authenticated = self.session, self.session.authenticated
+        step = self._rest or self._retry
         try:
-            if self._retry is not None or self._rest is not None:
-                return self._go_on()
-            command = session.executing.popleft() if session.executing else self._intake.next_command()
-            if not isinstance(command, list):
-                # The next argument may be large as well, or there is no buffer for this one.
-                if self._intake.waits:
-                    self._block(None)
-                else:
-                    self._blocked_since_s = 0.0
-                self._more = self._blocked or isinstance(command, LargeBulk)
-                return None
-            if self._intake.refusal:
-                self._node.counters.errors += 1
-                if session.transaction is not None:
-                    session.transaction.fail()
-                return self._intake.refusal
-            self._blocked_since_s = 0.0
-            step = partial(execute, self._node, session, command)
-            lends = not self._node.lent.is_tight or self._holdings.lends
-            if not lends and bytes(command[0][:8]).upper() in LENDING and self._wait_to_lend(step):
+            if step is None:
+                command = session.executing.popleft() if session.executing else self._intake.next_command()
+                if not isinstance(command, list):
+                    # The next argument may be large as well, or there is no buffer for this one.
+                    if self._intake.waits:
+                        self._block(None)
+                    else:
+                        self._blocked_since_s = 0.0
+                    self._more = self._blocked or isinstance(command, LargeBulk)
+                    return None
+                if self._intake.refusal:
+                    self._node.counters.errors += 1
+                    if session.transaction is not None:
+                        session.transaction.fail()
+                    return self._intake.refusal
+                self._blocked_since_s, self._name = 0.0, command[0]
+                step = partial(execute, self._node, session, command)
+            if self._node.lent.is_tight and not self._may_lend():
+                self._retry = None if self._rest else step
+                self._block(None)
                 return None
             reply = step()
         except (ProtocolError, MemoryError) as error:
             self._give_up(error, small)
             return None
         except BusyError as error:
-            self._retry = self._retry or step
+            self._retry = None if self._rest else step
             self._block(error)
             return None
+        self._retry, self._blocked_since_s = None, 0.0
         if session.authenticated is not was_authenticated:
             self._reader.limits = limits_of(self._node, session)
         return reply
+
+    def _may_lend(self) -> bool:
+        """Return whether the command may send stored values now, or sends none; else we hear when to try again."""
+        command = find(self._name)
+        return command is None or not command.lends or self._holdings.lends or self._holdings.may_lend()
 
     def _is_far_ahead(self) -> bool:
         """Return whether as much waits behind pending parts as may."""
@@ -365,20 +380,6 @@ class Connection(Watched):
         self._blocked_since_s = self._blocked_since_s or time.monotonic()
         if error is not None:
             error.again.then(self._room.send)
-
-    def _go_on(self) -> Reply | None:
-        """Do again what there was no room for, or make more of a reply; None if there is still no room."""
-        step = self._retry or self._rest
-        assert step is not None
-        if not self._holdings.lends and self._wait_to_lend(step):
-            return None
-        reply = step()
-        if self._retry is step:
-            self._retry = None
-        if self._rest is step:
-            self._rest = None
-        self._blocked_since_s = 0.0
-        return reply
 
     def _on_room(self) -> None:
         """Try what there was no room for."""
@@ -403,19 +404,17 @@ class Connection(Watched):
         self._cut_soon()
 
     def _stop_waiting_for_room(self) -> None:
-        """Tell the client that there was no room for too long."""
         _log.info("client_refused address=%s reason='no room in the engine'", self.session.address)
         with self._node.lock:
             error = encode_error(f"OOM {_NO_ROOM}")
             if self._intake.waits:
                 self._intake.refuse(error)
-            elif self._retry is self._rest:  # in the middle of a reply
+            elif self._partly:
                 self._loop.call_soon(self.abort)
             else:
                 self._retry = None
-                self._intake.let_go()
                 self._node.counters.errors += 1
-                self._answer(error)
+                self._take(error)
         self._blocked, self._blocked_since_s, self._last_progress_s = False, 0.0, time.monotonic()
         self._process()
 
@@ -435,55 +434,26 @@ class Connection(Watched):
             return
         last.append(encode_error(f"{'ERR' if isinstance(error, ProtocolError) else 'OOM'} {error}"))
 
-    def _start_work(self, later: Later) -> None:
+    def _start_work(self, more: More) -> None:
+        assert more.work is not None
         self._working = True
 
         def done(future: "Future[Any]") -> None:
-            self._loop.call_threadsafe(lambda: self._guarded(lambda: self._end_work(later, future)))
+            self._loop.call_threadsafe(lambda: self._guarded(lambda: self._end_work(more, future)))
 
-        self._host.workers.submit(later.work).add_done_callback(done)
+        self._host.workers.submit(more.work).add_done_callback(done)
 
-    def _end_work(self, later: Later, future: "Future[Any]") -> None:
+    def _end_work(self, more: More, future: "Future[Any]") -> None:
         self._working = False
-        if future.cancelled():  # the server is stopping
-            self.abort()
-            return
-        finish = partial(later.finish, future.result())
-        reply: Reply | None = None
-        with self._node.lock:
-            try:
-                reply = finish()
-            except BusyError as error:
-                if not self._closed:
-                    self._retry = finish
-                    self._block(error)
-            else:
-                if not isinstance(reply, Later):
-                    self._answer(reply)
-            if self._closed or (self._retry is None and not isinstance(reply, Later)):
-                self._intake.let_go()
         self._last_progress_s = time.monotonic()
-        if isinstance(reply, Later) and not self._closed:
-            self._start_work(reply)
+        if self._closed:
+            with self._node.lock:
+                self._intake.let_go()
+        elif future.cancelled():  # the server is stopping
+            self.abort()
         else:
+            self._rest = partial(more.rest, future.result())
             self._process()
-
-    def _answer(self, reply: bytes | list[Part] | Series) -> None:
-        """Queue the reply of a command that has taken its time."""
-        if self._closed or not self.session.replies or self.session.skip:
-            self._swallow(reply)
-        else:
-            self._extend([reply] if isinstance(reply, bytes) else reply)
-
-    def _swallow(self, reply: bytes | list[Part] | Series) -> None:
-        """Drop a reply that the client does not want."""
-        self.session.skip = max(self.session.skip - 1, 0)
-        if isinstance(reply, Series):
-            reply = reply.parts
-        if not isinstance(reply, bytes):
-            for part in reply:
-                if isinstance(part, Pending):
-                    part.abandon()
 
     # ---- Replies
 
@@ -620,11 +590,9 @@ class Connection(Watched):
         self._after_step()
 
     def _finish_soon(self) -> None:
-        """From any thread, finish()."""
         self._loop.call_threadsafe(lambda: self._guarded(self.finish))
 
     def _cut_soon(self) -> None:
-        """From any thread, abort()."""
         self._loop.call_threadsafe(lambda: self._guarded(self.abort))
 
     def abort(self) -> None:

@@ -78,7 +78,6 @@ class EventLoop:
         os.eventfd_write(self._wake, 1)
 
     def run(self) -> None:
-        """Serve until ``stop()``."""
         handlers, soon, later = self._handlers, self._soon, self._later
         while not self._stopped:
             patience_s: float = 0 if soon else -1

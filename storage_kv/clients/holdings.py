@@ -6,10 +6,7 @@ from storage_kv.access.memory import Account, Client
 from storage_kv.node import Node
 from storage_kv.session import Session
 
-__all__ = ["LENDING", "UNCOUNTED_BYTES", "Holdings"]
-
-LENDING: Final = frozenset(b"GET GETRANGE SUBSTR MGET GETDEL GETEX GETSET SET KV.META EXEC".split())
-"""Commands whose replies may be stored values."""
+__all__ = ["UNCOUNTED_BYTES", "Holdings"]
 
 UNCOUNTED_BYTES: Final = 16 << 10
 """What a client may hold without being counted: the ends of pipelines, replies under way."""
@@ -27,7 +24,6 @@ class Holdings:
     __slots__ = ("_session", "counted", "lent", "memory")
 
     def __init__(self, node: Node, session: Session, client: Client) -> None:
-        """Open them."""
         self._session = session
         self.memory = Account(node.memory, client, session.share)
         self.lent = Account(node.lent, client, session.share)
@@ -50,7 +46,6 @@ class Holdings:
         return self.memory.admit(size)
 
     def _follow(self) -> None:
-        """Count for the tenant that the client is of now."""
         share = self._session.share
         if self.memory.tenant != share:
             self.memory.move(share)
@@ -68,6 +63,5 @@ class Holdings:
             self.lent.settle(lent)
 
     def close(self) -> None:
-        """Count nothing any more."""
         self.memory.close()
         self.lent.close()

@@ -3,6 +3,10 @@
 What is refused is refused when its length is known, and dropped as it arrives, so that the connection goes on and
 nothing of it is ever held. What may come is counted with its whole length before there is memory for it, and waits for
 its turn where there is no room: with its client, who is not read.
+
+A value is received where it stays: in the engine's memory, as long as it is executed at once. Of several in one command
+those for which the engine has no room stay in memory of their own until then, lest clients that hold some of theirs
+wait for each other.
 """
 
 from collections.abc import Callable
@@ -10,6 +14,7 @@ from typing import Final, Literal, TypeAlias
 
 from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, NeedData, encode_error
 from storage_kv.clients.holdings import Holdings
+from storage_kv.commands import find
 from storage_kv.commands._arguments import OUT_OF_MEMORY
 from storage_kv.engines import buffers
 from storage_kv.node import Node
@@ -19,13 +24,12 @@ __all__ = ["Event", "Intake"]
 
 Event: TypeAlias = list[Argument] | LargeBulk | Literal[NeedData.NEED_DATA]
 
-_IN_PLACE: Final = {b"SET": 2, b"SETNX": 2, b"GETSET": 2, b"SETEX": 3, b"PSETEX": 3}
-"""Where a command has its value: it is received where it stays."""
-
-_SEVERAL: Final = frozenset({b"MSET", b"MSETNX"})
-
 _ARGUMENT_BYTES_MAX: Final = 1 << 20
 """Of what is no value: keys, which have far less, and what is echoed."""
+
+
+def _nothing() -> None:
+    pass
 
 
 class Intake:
@@ -39,13 +43,12 @@ class Intake:
 
     __slots__ = (
         "_admitted",
-        "_buffer",
+        "_buffers",
         "_holdings",
         "_node",
         "_ready",
         "_reader",
         "_session",
-        "_value",
         "_wanted_bytes",
         "bytes",
         "in_place",
@@ -63,15 +66,13 @@ class Intake:
         self._ready = ready
         self._wanted_bytes = -1  # of a large argument for which there is no room yet
         self._admitted = False  # by the bound; the engine has no room
-        self._value = -1  # position of the value that the engine's buffer is for
-        self._buffer: memoryview | None = None  # the engine's
+        self._buffers: list[memoryview] = []  # the engine's
         self.bytes = 0
         self.in_place = False
         self.refusal = b""
 
     @property
     def waits(self) -> bool:
-        """Whether a large argument waits for room."""
         return self._wanted_bytes >= 0
 
     def next_command(self) -> Event:
@@ -89,34 +90,39 @@ class Intake:
             event = self._reader.next_command()
         if isinstance(event, list):
             self.in_place = False
-            if self.bytes:  # only the value is worth its buffer
-                value = self._value
+            if self.bytes:  # only values are worth their buffers
+                command = find(event[0])
                 event = [
-                    each if isinstance(each, bytes) or at == value else bytes(each) for at, each in enumerate(event)
+                    each if isinstance(each, bytes) or (command and command.takes_value(at)) else bytes(each)
+                    for at, each in enumerate(event)
                 ]
         return event
 
     def _provide(self, size: int) -> bool:
         """Have a large argument received or dropped; return False where it has to wait."""
         arguments = self._reader.arguments
-        name = bytes(arguments[0][:8]).upper() if arguments else b""
-        is_value = _IN_PLACE.get(name) == len(arguments)
+        command = find(arguments[0]) if arguments else None
+        is_value = command is not None and command.takes_value(len(arguments))
         if not self.refusal:
-            self.refusal = self._refusal(name, size, is_value or (name in _SEVERAL and not len(arguments) % 2))
+            self.refusal = self._refusal(size, is_value)
         if self.refusal or not (self._admitted or self._holdings.admit(size)):
             return self._drop() if self.refusal else self._wait(size)
         self.bytes += 0 if self._admitted else size
+        view: memoryview | None = None
+        waits = command is not None and is_value and command.values[0] == command.values[1]
         try:
-            is_stored = is_value and self._session.transaction is None
-            view = self._node.engine.allocate(size, self._ready) if is_stored else buffers.allocate(size)
+            if is_value and self._session.transaction is None:
+                view = self._node.engine.allocate(size, self._ready if waits else _nothing)
+            if view is not None:
+                self._buffers.append(view)
+            elif not waits or self._session.transaction is not None:
+                view = buffers.allocate(size)
         except MemoryError as error:
             self.refusal = encode_error(f"OOM {error}")
             return self._drop()
         if view is None:
             self._admitted = True
             return self._wait(size)
-        if is_stored:
-            self._buffer, self._value = view, len(arguments)
         self._admitted, self._wanted_bytes = False, -1
         self._reader.provide(view)
         self.in_place = True
@@ -131,7 +137,7 @@ class Intake:
         self._reader.drop()
         return True
 
-    def _refusal(self, name: bytes, size: int, is_value: bool) -> bytes:
+    def _refusal(self, size: int, is_value: bool) -> bytes:
         """Return why an argument will never do, as a reply; empty if it may."""
         config = self._node.config
         limits = config.tenants.get(self._session.user.tenant)
@@ -156,7 +162,7 @@ class Intake:
 
     def let_go(self) -> None:
         """Hold nothing of the command that has been executed, or never will be; what was stored stays stored."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
+        for buffer in self._buffers:
             self._node.engine.discard(buffer)
-        self.bytes, self.refusal, self._value = 0, b"", -1
+        self._buffers.clear()
+        self.bytes, self.refusal = 0, b""

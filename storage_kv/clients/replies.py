@@ -176,7 +176,6 @@ class Replies:
         return self._offset > 0
 
     def drop(self) -> None:
-        """Let go of everything."""
         for queue in (self.out, self.waiting):
             for part in queue:
                 if isinstance(part, Outgoing):

@@ -40,7 +40,6 @@ class SecureConnection(Connection):
     __slots__ = ("_shaking_hands", "_wanted")
 
     def __init__(self, host: Host, transport: Transport, session: Session, loop: EventLoop) -> None:
-        """Take over a socket whose handshake is still to come."""
         self._shaking_hands = True
         self._wanted = 0  # what the connection waits for; what its socket does may be the other direction
         super().__init__(host, transport, session, loop)
@@ -57,7 +56,6 @@ class SecureConnection(Connection):
             self._guarded(self._on_writable)
 
     def _update_interest(self) -> None:
-        """Tell the event loop what to wait for."""
         transport = self._transport
         self._wanted = wanted = self._interest_now()
         if self._shaking_hands:

@@ -80,7 +80,6 @@ class PlainTransport:
     __slots__ = ("is_secure", "read_wants_write", "recv", "recv_into", "send", "sendmsg", "socket", "write_wants_read")
 
     def __init__(self, sock: socket.socket) -> None:
-        """Take a non-blocking socket."""
         self.socket = sock
         self.recv_into: Callable[[memoryview], int] = sock.recv_into
         self.recv: Callable[[int], bytes] = sock.recv
@@ -97,11 +96,9 @@ class PlainTransport:
         return True
 
     def end(self) -> None:
-        """Send nothing more."""
         self.socket.shutdown(socket.SHUT_WR)
 
     def user_name(self) -> str:
-        """Return no name."""
         return ""
 
 

@@ -25,7 +25,6 @@ class Watched:
     session: Session
 
     def __init__(self, sock: socket.socket, loop: EventLoop) -> None:
-        """Take a non-blocking socket, which is not watched yet."""
         self._loop = loop
         self._socket = sock
         self._descriptor = sock.fileno()
@@ -74,7 +73,6 @@ class Watched:
         self.abort()
 
     def _update_interest(self) -> None:
-        """Tell the event loop what to wait for."""
         interest = self._interest_now()
         if interest != self._interest:
             self._watch(interest)

@@ -4,7 +4,7 @@ Each command is one row of :data:`TABLE`, which also answers COMMAND. A handler 
 :class:`~storage_kv.node.CommandError` to answer an error; nothing has changed then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -12,7 +12,6 @@ from shadowserve.pool.volume.changes import BusyError
 from shadowserve.resp import (
     SetReply,
     SimpleString,
-    Value,
     encode,
     encode_array_header,
     encode_bulk,
@@ -35,14 +34,14 @@ from storage_kv.commands import (
 from storage_kv.commands._arguments import OK, quote, syntax_error
 from storage_kv.commands._table import Command
 from storage_kv.glob import Glob
-from storage_kv.node import CommandError, Later, Node, Reply
+from storage_kv.node import CommandError, More, Node, Reply
 from storage_kv.operate.command_statistics import SAMPLE_EVERY
 from storage_kv.session import Argument, Session
 
-__all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute"]
+__all__ = ["BY_FULL_NAME", "TABLE", "Command", "execute", "find"]
 
 _ASKED_MAX: Final = 1024
-"""Names or keys in one question about commands; the table has a tenth of that."""
+"""Names in one question about commands; the table has a tenth of that."""
 
 
 def _command(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -109,17 +108,18 @@ def _command_list(node: Node, session: Session, arguments: list[Argument]) -> Re
 def _command_getkeys(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """COMMAND GETKEYS command [argument ...]: the arguments that are keys."""
     _, keys = _keys_in(arguments[2:])
-    return encode(list[Value](keys), session.protocol)
+    return More.of([encode_array_header(len(keys))], iter(keys), encode_bulk)
 
 
 def _command_getkeysandflags(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """COMMAND GETKEYSANDFLAGS command [argument ...]: each key, and what is done to it."""
     command, keys = _keys_in(arguments[2:])
     flags = SetReply([SimpleString(flag.encode()) for flag in command.flags_of_keys(arguments[2:]).split()])
-    return encode([[key, flags] for key in keys], session.protocol)
+    behind = encode(flags, session.protocol)
+    return More.of([encode_array_header(len(keys))], iter(keys), lambda key: b"*2\r\n" + encode_bulk(key) + behind)
 
 
-def _keys_in(arguments: list[Argument]) -> tuple[Command, list[Argument]]:
+def _keys_in(arguments: list[Argument]) -> tuple[Command, Sequence[Argument]]:
     try:
         command = _look_up(arguments)
     except CommandError:
@@ -130,7 +130,7 @@ def _keys_in(arguments: list[Argument]) -> tuple[Command, list[Argument]]:
         _check_arity(command, arguments)
     except CommandError:
         raise CommandError("ERR Invalid number of arguments specified for command") from None
-    return command, _few(list(command.keys_of(arguments)))
+    return command, command.keys_of(arguments)
 
 
 def _help(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -330,7 +330,7 @@ TABLE: Final[tuple[Command, ...]] = (
             key_flags="RO access",
             since="2.4.0", group="string", summary="Returns a part of the value of a key."),
     Command(name="getset", arity=3, flags="write denyoom fast", handler=_strings.getset, keys=_ONE_KEY,
-            key_flags="RW access update",
+            values=(2, 2, 1), key_flags="RW access update",
             since="1.0.0", group="string", summary="Sets the value of a key, and returns the one before."),
     Command(name="hello", arity=-1, flags=f"{_CONNECTION} no_auth allow_busy", handler=_connection.hello,
             since="6.0.0", group="connection", summary="Shakes hands: chooses the protocol, authenticates, names."),
@@ -354,10 +354,10 @@ TABLE: Final[tuple[Command, ...]] = (
             key_flags="RO access", tips="request_policy:multi_shard",
             since="1.0.0", group="string", summary="Returns the values of keys."),
     Command(name="mset", arity=-3, flags="write denyoom", handler=_strings.mset, keys=_PAIRS,
-            key_flags="OW update", tips="request_policy:multi_shard response_policy:all_succeeded",
+            values=(2, -1, 2), key_flags="OW update", tips="request_policy:multi_shard response_policy:all_succeeded",
             since="1.0.1", group="string", summary="Sets the values of keys."),
     Command(name="msetnx", arity=-3, flags="write denyoom", handler=_strings.msetnx, keys=_PAIRS,
-            key_flags="OW insert", tips="request_policy:multi_shard response_policy:agg_min",
+            values=(2, -1, 2), key_flags="OW insert", tips="request_policy:multi_shard response_policy:agg_min",
             since="1.0.1", group="string", summary="Sets the values of keys if none of them is there."),
     Command(name="multi", arity=1, flags=f"{_CONNECTION} allow_busy", handler=_transactions.multi,
             since="1.2.0", group="transactions", summary="Keeps the commands that follow until EXEC."),
@@ -377,7 +377,7 @@ TABLE: Final[tuple[Command, ...]] = (
             tips="request_policy:all_shards response_policy:all_succeeded",
             since="1.0.0", group="connection", summary="Returns PONG, or the given string."),
     Command(name="psetex", arity=4, flags="write denyoom", handler=_strings.psetex, keys=_ONE_KEY,
-            key_flags="OW update",
+            values=(3, 3, 1), key_flags="OW update",
             since="2.6.0", group="string", summary="Sets the value of a key, and its time to live in milliseconds."),
     Command(name="pttl", arity=2, flags="readonly fast", handler=_keys.pttl, keys=_ONE_KEY,
             key_flags="RO access", tips=_VARYING,
@@ -392,13 +392,13 @@ TABLE: Final[tuple[Command, ...]] = (
     Command(name="select", arity=2, flags="loading stale fast", handler=_connection.select,
             since="1.0.0", group="connection", summary="Chooses the database: there is one, 0."),
     Command(name="set", arity=-3, flags="write denyoom", handler=_strings.set_, keys=_ONE_KEY,
-            key_flags="RW access update variable_flags",
+            values=(2, 2, 1), key_flags="RW access update variable_flags",
             since="1.0.0", group="string", summary="Sets the value of a key; a record never changes once it is set."),
     Command(name="setex", arity=4, flags="write denyoom", handler=_strings.setex, keys=_ONE_KEY,
-            key_flags="OW update",
+            values=(3, 3, 1), key_flags="OW update",
             since="2.0.0", group="string", summary="Sets the value of a key, and its time to live in seconds."),
     Command(name="setnx", arity=3, flags="write denyoom fast", handler=_strings.setnx, keys=_ONE_KEY,
-            key_flags="OW insert",
+            values=(2, 2, 1), key_flags="OW insert",
             since="1.0.0", group="string", summary="Sets the value of a key if it is not there."),
     Command(name="strlen", arity=2, flags="readonly fast", handler=_strings.strlen, keys=_ONE_KEY,
             key_flags="RO",
@@ -452,6 +452,11 @@ def _find(name: bytes) -> Command | None:
     return _SUBCOMMANDS[command.name].get(tail) if command is not None and tail else command
 
 
+def find(name: Argument) -> Command | None:
+    """Return the command of a name, in any case; not of a subcommand."""
+    return _FAST.get(bytes(name[:64])) or _BY_NAME.get(bytes(name[:64]).lower())
+
+
 def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """Execute one command and return its reply; errors are replies too.
 
@@ -501,7 +506,7 @@ def execute(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         raise
     if node.watchers:
         _transactions.note_change(node, session, command, arguments, reply)
-    if isinstance(reply, Later):
+    if isinstance(reply, More):
         return _guarded(node, session, command, arguments, reply)
     return reply
 
@@ -512,22 +517,22 @@ def _check_arity(command: Command, arguments: list[Argument]) -> None:
         raise CommandError(f"ERR wrong number of arguments for '{command.full_name}' command")
 
 
-def _guarded(node: Node, session: Session, command: Command, arguments: list[Argument], later: Later) -> Later:
-    """Return ``later`` with its errors as replies."""
-    finish = later.finish
+def _guarded(node: Node, session: Session, command: Command, arguments: list[Argument], more: More) -> More:
+    """Return ``more`` with its errors as replies."""
+    rest = more.rest
 
     def guarded(result: Any) -> Reply:
         try:
-            reply = finish(result)
+            reply = rest(result)
         except CommandError as error:
             node.counters.of(command.full_name).failed += 1
             return _refuse(node, error)
         if node.watchers:
             _transactions.note_change(node, session, command, arguments, reply)
-        return _guarded(node, session, command, arguments, reply) if isinstance(reply, Later) else reply
+        return _guarded(node, session, command, arguments, reply) if isinstance(reply, More) else reply
 
-    later.finish = guarded
-    return later
+    more.rest = guarded
+    return more
 
 
 def _refuse(node: Node, error: CommandError) -> bytes:

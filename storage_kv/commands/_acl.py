@@ -10,7 +10,7 @@ from shadowserve.resp import Map, SetReply, Value, encode, encode_bulk, encode_n
 from storage_kv.access.rules import CATEGORIES, RuleError
 from storage_kv.access.users import DEFAULT_USER, Denial
 from storage_kv.commands._arguments import OK, as_integer, quote
-from storage_kv.node import CommandError, Later, Node, Reply
+from storage_kv.node import CommandError, More, Node, Reply
 from storage_kv.session import Argument, Session
 
 __all__ = [
@@ -183,4 +183,4 @@ def save(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             )
         return OK
 
-    return Later(work, finish)
+    return More([], finish, work)

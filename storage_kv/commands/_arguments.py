@@ -7,7 +7,7 @@ from typing import Final, NoReturn
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, Item, Lease
 from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
 from shadowserve.resp import encode_bulk_header, encode_error, parse_integer
-from storage_kv.node import REFERENCE_BYTES_MIN, CommandError, Later, Node, Outgoing, Part, Pending, Ready, Reply
+from storage_kv.node import REFERENCE_BYTES_MIN, CommandError, More, Node, Outgoing, Part, Pending, Ready, Reply
 
 __all__ = [
     "KEYS_AT_A_TIME",
@@ -51,11 +51,7 @@ def in_turns(step: Callable[[], Reply | None]) -> Reply:
             done nothing at all.
     """
     reply = step()
-    return Later(_nothing, lambda _: in_turns(step)) if reply is None else reply
-
-
-def _nothing() -> None:
-    pass
+    return More([], lambda _: in_turns(step)) if reply is None else reply
 
 
 def quote(argument: bytes | memoryview, length_max: int = 1024) -> str:

@@ -51,7 +51,6 @@ class _Count:
         self._count = 0
 
     def __call__(self) -> bytes | None:
-        """Look at some; see :func:`in_turns`."""
         begin, self._position = self._position, self._position + KEYS_AT_A_TIME
         qualify, test = self._session.qualify, self._test
         self._count += sum(test(qualify(name)) for name in self._names[begin : self._position])
@@ -259,7 +258,6 @@ class _Listing:
         self._bytes = 0
 
     def __call__(self) -> Reply | None:
-        """Look at some; see :func:`in_turns`."""
         matches, seen = self._matches, self._found
         self._cursor, names = self._node.engine.scan(self._tenant, self._cursor, KEYS_AT_A_TIME)
         fresh = [name for name in dict.fromkeys(names) if name not in seen and matches(name)]

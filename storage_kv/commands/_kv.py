@@ -3,7 +3,7 @@
 from shadowserve.pool.terms import DEFAULT_TENANT, Item, PinShareError
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_turns, settled, syntax_error
-from storage_kv.node import CommandError, Node, Part, Reply, Series
+from storage_kv.node import CommandError, More, Node, Part, Reply
 from storage_kv.session import Argument, Session
 
 __all__ = ["meta", "pin", "pins", "unpin"]
@@ -24,7 +24,7 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         return bulk_of(node, item, 0, item.head_bytes, missing=null, head=b"*2\r\n:%d\r\n" % item.length)
 
     items = (node.read(session.qualify(key)) for key in arguments[1:])
-    return Series.of([encode_array_header(len(arguments) - 1)], items, head)
+    return More.of([encode_array_header(len(arguments) - 1)], items, head)
 
 
 def pin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -50,7 +50,6 @@ class _Pinning:
         self._found = 0
 
     def __call__(self) -> Reply | None:
-        """Pin some; see :func:`in_turns`."""
         engine, end = self._node.engine, self._position + KEYS_AT_A_TIME
         for name in self._names[self._position : end]:
             try:

@@ -21,7 +21,7 @@ from storage_kv.commands._arguments import (
     settled,
     syntax_error,
 )
-from storage_kv.node import CommandError, Later, Node, Part, Reply, Series
+from storage_kv.node import CommandError, More, Node, Part, Reply
 from storage_kv.session import Argument, Session
 
 __all__ = [
@@ -89,7 +89,7 @@ def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         item = node.read(session.qualify(key))
         return null if item is None else bulk_of(node, item, missing=null)
 
-    return Series.of([encode_array_header(len(arguments) - 1)], iter(arguments[1:]), value)
+    return More.of([encode_array_header(len(arguments) - 1)], iter(arguments[1:]), value)
 
 
 @dataclass(slots=True)
@@ -138,7 +138,6 @@ class _SetOptions:
         return self
 
     def expires_at_ms(self, node: Node, command: str) -> int | None:
-        """Return the new expiry, None for none."""
         return None if self.expiry is None else _expiry_time(node, *self.expiry, command)
 
 
@@ -293,7 +292,7 @@ def _put(write: _Write) -> Reply:
         return _store(write, _NO_CHUNK)
     if len(value) <= _VERIFY_INLINE_BYTES_MAX:
         return _store(write, _accepted(write.node, _verify(key, value)))
-    return Later(lambda: _verify(key, value), lambda verdict: _store(write, _accepted(write.node, verdict)))
+    return More([], lambda verdict: _store(write, _accepted(write.node, verdict)), lambda: _verify(key, value))
 
 
 def _accepted(node: Node, verdict: "_Chunk | str") -> _Chunk:
@@ -381,7 +380,7 @@ def _checked_pairs(
         return store([_accepted(node, verdict) for verdict in verdicts])
 
     record_bytes = sum(len(value) for _, value in pairs if value[:4] == _MAGIC)
-    return finish(verify()) if record_bytes <= _VERIFY_INLINE_BYTES_MAX else Later(verify, finish)
+    return finish(verify()) if record_bytes <= _VERIFY_INLINE_BYTES_MAX else More([], finish, verify)
 
 
 class _Puts:
@@ -406,7 +405,6 @@ class _Puts:
         self._tickets: list[Ticket] = []
 
     def __call__(self) -> Reply | None:
-        """Store some; see :func:`in_turns`."""
         began = self._position
         while self._position < min(began + KEYS_AT_A_TIME, len(self._pairs)):
             try:

@@ -41,9 +41,11 @@ class Command:
         flags: as Redis names them; ``no_auth`` is what unauthenticated clients may call.
         categories: of ACLs, beside those that follow from the flags; None for that of the group.
         keys: first key's position, last key's (negative from the end), step; zeros for none.
+        values: where its values are, likewise: these may be large, all other arguments not.
         key_flags: what it does to its keys, in Redis' words, in its order. Asking whether a key is there is no access.
         tips: for clients of clusters, as Redis names them.
         access: what that is for ACLs: of ``R`` and ``W``.
+        lends: its reply may be stored values.
         since: version of Redis that brought it; of ShadowServe for ours.
     """
 
@@ -55,6 +57,7 @@ class Command:
     group: str
     handler: Handler
     keys: tuple[int, int, int] = (0, 0, 0)
+    values: tuple[int, int, int] = (0, 0, 0)
     key_flags: str = ""
     tips: str = ""
     subcommands: Sequence["Command"] = ()
@@ -64,14 +67,15 @@ class Command:
     open_to_all: bool = field(init=False)
     is_audited: bool = field(init=False)
     access: str = field(init=False)
+    lends: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive the name that errors and COMMAND use, and whether clients need not have authenticated."""
         object.__setattr__(self, "full_name", f"{self.parent}|{self.name}" if self.parent else self.name)
         flags = self.flags.split()
         object.__setattr__(self, "open_to_all", "no_auth" in flags)
         object.__setattr__(self, "categories", tuple(self._categories(flags)))
         object.__setattr__(self, "access", _access(self.key_flags))
+        object.__setattr__(self, "lends", self.group == "string" and "R" in self.access)
         flushes = "write" in flags and "dangerous" in (self.categories or ())
         object.__setattr__(self, "is_audited", "admin" in flags or flushes)
 
@@ -85,11 +89,15 @@ class Command:
         return (category for category in CATEGORIES if category in found)
 
     def keys_of(self, arguments: Sequence[Argument]) -> Sequence[Argument]:
-        """Return the arguments that are keys."""
         first, last, step = self.keys
         if not first:
             return ()
         return arguments[first : last + 1 if last >= 0 else len(arguments) + last + 1 : step]
+
+    def takes_value(self, position: int) -> bool:
+        """Return whether the argument there is a value."""
+        first, last, step = self.values
+        return bool(first) and first <= position <= (last if last >= 0 else position) and not (position - first) % step
 
     def flags_of_keys(self, arguments: Sequence[Argument]) -> str:
         """Return what the command, with these arguments, does to its keys, in Redis' words."""
@@ -129,7 +137,6 @@ class Command:
         ])  # fmt: skip
 
     def document(self) -> Value:
-        """Return what COMMAND DOCS says."""
         fields: list[Value] = [b"summary", self.summary.encode(), b"since", self.since.encode()]
         fields += [b"group", self.group.encode()]
         if self.subcommands:

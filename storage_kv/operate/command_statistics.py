@@ -40,7 +40,6 @@ class CommandStatistics:
     __slots__ = ("calls", "durations", "failed", "rejected")
 
     def __init__(self) -> None:
-        """Make the statistics of a command that was never called."""
         self.calls = 0
         self.failed = 0
         self.rejected = 0
@@ -56,6 +55,5 @@ class CommandStatistics:
 
     @property
     def mean_ns(self) -> float:
-        """Mean duration of the calls that were timed."""
         count = self.durations.count
         return self.durations.sum_ns / count if count else 0.0

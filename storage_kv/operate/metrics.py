@@ -128,12 +128,10 @@ class NodeCollector:
     """Turns a node's counters into metrics. Called from the endpoint's thread; it only reads."""
 
     def __init__(self, node: Node, condition: Condition) -> None:
-        """Make the collector of one node."""
         self._node = node
         self._condition = condition
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
         node = self._node
         with node.lock:
             engine = node.engine.statistics() if self._condition.recovered else None

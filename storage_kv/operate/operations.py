@@ -43,7 +43,6 @@ class Operations:
 
     @property
     def metrics_port(self) -> int | None:
-        """Port of the HTTP endpoint, None without one."""
         return self._endpoint.port if self._endpoint else None
 
     def start(self) -> None:

@@ -158,7 +158,7 @@ def test_a_dashboard_has_the_shape_that_grafana_takes(name: str) -> None:
         cells = {(x, y) for x in columns for y in range(place["y"], place["y"] + place["h"])}
         assert max(x for x, _ in cells) < 24 and not cells & taken, panel["title"]
         taken |= cells
-        assert panel["type"] in ("row", "timeseries", "stat", "gauge") and panel["title"]
+        assert panel["type"] in ("row", "timeseries", "stat") and panel["title"]
         if panel["type"] != "row":
             assert panel["targets"] and panel["fieldConfig"]["defaults"]["unit"]
             assert panel["datasource"]["uid"] == "${datasource}"

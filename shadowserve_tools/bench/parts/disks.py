@@ -80,7 +80,6 @@ class Disks:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Find out what may be done here."""
         self._folder = folder
         self._stack = ExitStack()
         self._group: Path | None = None

@@ -199,7 +199,6 @@ class _Engine:
         return {thread.name: thread.native_id or 0 for thread in threading.enumerate()}
 
     def close(self) -> None:
-        """End it in order."""
         self._core.engine_core.shutdown()
 
 

@@ -163,7 +163,6 @@ class Treated:
 
     @property
     def elements_each(self) -> int:
-        """Elements of one slice."""
         return int(self.vectors * self.vector_length)
 
     @property

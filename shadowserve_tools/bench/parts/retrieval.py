@@ -57,17 +57,14 @@ class Prefix:
 
     @property
     def size(self) -> int:
-        """Bytes of all chunks."""
         return len(self.names) * self.chunk_bytes
 
     def beginning(self, chunks: int) -> "Prefix":
-        """Return its first chunks."""
         part = copy(self)
         part.names = self.names[:chunks]
         return part
 
     def key(self, number: int) -> Address:
-        """Return a chunk's key, as engines take it."""
         return _TENANT, storage_key(self.names[number])
 
     def parent(self, number: int) -> bytes:
@@ -170,12 +167,10 @@ class Pool(Store):
             self._poll.register(descriptor, select.POLLIN)
 
     def statistics(self) -> Statistics:
-        """Return what the pool tells of itself."""
         with self._lock:
             return self._engine.statistics()
 
     def put(self, prefix: Prefix) -> None:
-        """See :meth:`Store.put`."""
         left = [len(prefix.names)]
         failures: list[Exception] = []
 
@@ -212,13 +207,11 @@ class Pool(Store):
             self._step()
 
     def cool(self) -> None:
-        """See :meth:`Store.cool`."""
         self._wait(lambda: not self._engine.busy)
         with self._lock:
             self._engine.drop_copies()
 
     def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
-        """See :meth:`Store.retrieve`."""
         keys = [prefix.key(number) for number in range(len(prefix.names))]
         engine, lock = self._engine, self._lock
         missing: list[int] = []
@@ -272,7 +265,6 @@ class Pool(Store):
         self._engine.poll()
 
     def close(self) -> None:
-        """See :meth:`Store.close`."""
         self._engine.close()
 
 
@@ -290,7 +282,6 @@ class Files(Store):
         self._paths: dict[int, Path] = {}  # of the chunks that are not in memory
 
     def put(self, prefix: Prefix) -> None:
-        """See :meth:`Store.put`."""
         available = [True] * (1 + len(self._folders))
         value = allocate(prefix.chunk_bytes)
         for number, name in enumerate(prefix.names):
@@ -305,7 +296,6 @@ class Files(Store):
                     os.fsync(file.fileno())
 
     def cool(self) -> None:
-        """See :meth:`Store.cool`."""
         for folder in self._folders:
             drop_cached(folder)
 
@@ -337,7 +327,6 @@ class Files(Store):
         return None if None in counts else sum(count for count in counts if count is not None)
 
     def close(self) -> None:
-        """See :meth:`Store.close`."""
         self._readers.shutdown()
 
 

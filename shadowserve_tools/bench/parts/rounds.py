@@ -95,7 +95,6 @@ class Rounds:
         self._pipeline.close()
 
     def statistics(self) -> dict[native.Stage, native.StageStatistics]:
-        """Return each stage's counters so far."""
         return self._pipeline.statistics()
 
     def verified(self, chunks: int, parties: list[psutil.Process]) -> Cost:

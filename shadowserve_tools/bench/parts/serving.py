@@ -109,7 +109,6 @@ class Load:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of each prompt."""
         return self.chunks * DEFAULT_CHUNK_TOKENS + TAIL_TOKENS
 
     def orders(self) -> list[dict[str, Any]]:
@@ -166,7 +165,6 @@ class Served:
         return statistics.fmean(self.tpot_s)
 
     def columns(self) -> dict[str, float]:
-        """Return the columns of a table."""
         return {
             "req_per_s": self.throughput,
             "ttft_ms": self.ttft * 1e3,

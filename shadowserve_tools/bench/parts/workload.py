@@ -70,7 +70,6 @@ class Workload:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all records."""
         return sum(map(len, self.records))
 
 

@@ -59,17 +59,14 @@ class Values:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of each chunk."""
         return len(self._first)
 
     def write(self, index: int, target: Bytes) -> None:
-        """Write chunk ``index``."""
         turn = index * TURN_BYTES % len(self._first)
         target[: len(target) - turn] = self._first[turn:]
         target[len(target) - turn :] = self._first[:turn]
 
     def matches(self, index: int, found: Bytes) -> bool:
-        """Whether ``found`` is chunk ``index``."""
         turn = index * TURN_BYTES % len(self._first)
         words = self._first.view(np.uint64), found.view(np.uint64)
         first, whole = (
@@ -150,7 +147,6 @@ class LMCacheRemote:
         self._held = []
 
     def matches(self, index: int) -> bool:
-        """Whether the memory holds chunk ``index``."""
         return self._held[index] is not None and self._values.matches(index, self._bytes(self._held[index]))
 
 
@@ -220,7 +216,6 @@ class LMCacheServer:
                 time.sleep(0.1)
 
     def fetch(self, count: int) -> None:
-        """LOOKUP, RETRIEVE, END_SESSION."""
         request = self._request(count)
         found = self._client.lookup(request)
         if not found.is_full_hit:
@@ -273,18 +268,15 @@ class Mooncake:
             raise RuntimeError(f"Mooncake: {call} answered {code}")
 
     def fetch(self, count: int) -> None:
-        """One batch."""
         addresses = [self._memory[index].ctypes.data for index in range(count)]
         sizes = [self._values.chunk_bytes] * count
         for code in self._store.batch_get_into(self._keys[:count], addresses, sizes):
             self._check(code, "batch_get_into")
 
     def clear(self) -> None:
-        """Overwrite the memory."""
         self._memory.fill(CLEARED)
 
     def matches(self, index: int) -> bool:
-        """Whether the memory holds chunk ``index``."""
         return self._values.matches(index, self._memory[index])
 
 

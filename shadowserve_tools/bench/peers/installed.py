@@ -230,7 +230,6 @@ class _Driver:
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """The process and what it started."""
         return family(self._process.pid)
 
     def contender(self, name: str, servers: list[psutil.Process]) -> Contender:
@@ -269,7 +268,6 @@ class _Driver:
             raise ShadowServeError(f"the peer '{self._role}': {found['error']}. The end of its log:\n{end}")
 
     def close(self) -> None:
-        """End the process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

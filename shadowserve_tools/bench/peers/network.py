@@ -129,7 +129,6 @@ class Namespace:
             yield
 
     def close(self) -> None:
-        """Let go."""
         os.close(self._descriptor)
 
 

@@ -66,11 +66,9 @@ class Memory:
         self.rows: Bytes = np.full((chunks, values.chunk_bytes), CLEARED, np.uint8)
 
     def clear(self) -> None:
-        """Overwrite everything."""
         self.rows.fill(CLEARED)
 
     def verify(self, count: int) -> None:
-        """Compare the leading chunks."""
         for index in range(count):
             if not self._values.matches(index, self.rows[index]):
                 raise ShadowServeError(f"chunk {index} in memory is not what was stored; please report this")
@@ -113,7 +111,6 @@ class Reader:
         self._threads = ThreadPoolExecutor(connections) if connections > 1 else None
 
     def close(self) -> None:
-        """Close the connections."""
         if self._threads is not None:
             self._threads.shutdown()
         for connection in self._sockets:
