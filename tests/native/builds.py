@@ -7,6 +7,7 @@ others wait for that.
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ FOLDER: Final = REPOSITORY / "build" / "tests"
 
 
 class Options(NamedTuple):
-    """How a build is configured; CTest's arguments: which of its tests run; what is built: all if nothing is named."""
+    """How a build is configured; CTest's arguments: which of its tests run; what is built beside the tests that do."""
 
     defines: dict[str, str]
     ctest: tuple[str, ...] = ()
@@ -27,18 +28,22 @@ class Options(NamedTuple):
     targets: tuple[str, ...] = ()
 
 
+# Of builds that are neither measured nor have the sanitizers' own level.
+_QUICKLY: Final = {"CMAKE_C_FLAGS_RELEASE": "-O1 -DNDEBUG"}
+
+
 def _of_one_decoder(decoder: str) -> Options:
     absent = dict.fromkeys(("SHADOWSERVE_LZ4", "SHADOWSERVE_ZSTD", "SHADOWSERVE_URING"), "OFF")
     names = "codec crc32 huffman_deflate doca_emulator_compress block block_driver block_schedule".split()
-    defines = {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_DEFLATE": decoder, **absent}
-    ctest = ("--verbose", "--tests-regex", f"^test_({'|'.join(names)})$")
-    return Options(defines, ctest, targets=("shadowserve", *(f"test_{name}" for name in names)))
+    defines = {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_DEFLATE": decoder, **absent, **_QUICKLY}
+    return Options(defines, ("--verbose", "--tests-regex", f"^test_({'|'.join(names)})$"))
 
 
 # A fault at each task of a fetch and a store: some 700 pipelines. Here, the build with the address sanitizer runs them;
 # 'make test-dpu' also runs them without any, and with the thread sanitizer.
 _WITHOUT_FAULT_SWEEP: Final = ("--exclude-regex", "^test_pipeline_doca$")
 _THREADED: Final = ("--tests-regex", "^test_(codec|block.*|pipeline_.*|doca_emulator_.*)$")
+_BENCHMARKS: Final = ("bench_kernels", "count_instructions")
 _ARM: Final = {
     "CMAKE_TOOLCHAIN_FILE": str(REPOSITORY / "native/toolchain-aarch64.cmake"),
     "CMAKE_COMPILE_WARNING_AS_ERROR": "ON",
@@ -46,7 +51,7 @@ _ARM: Final = {
     "SHADOWSERVE_BENCH": "ON",
 }
 BUILDS: Final = {
-    "plain": Options({"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_BENCH": "ON"}, _WITHOUT_FAULT_SWEEP),
+    "plain": Options({"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_BENCH": "ON"}, _WITHOUT_FAULT_SWEEP, targets=_BENCHMARKS),
     "sanitized": Options({"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_SANITIZE": "address,undefined"}),
     "threads": Options(
         {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_SANITIZE": "thread"}, (*_THREADED, *_WITHOUT_FAULT_SWEEP)
@@ -54,8 +59,10 @@ BUILDS: Final = {
     "libdeflate": _of_one_decoder("libdeflate"),
     "zlib": _of_one_decoder("zlib"),
     "fuzz": Options({"SHADOWSERVE_FUZZ": "ON"}, compiler="clang"),
-    "aarch64-gcc": Options(_ARM, _WITHOUT_FAULT_SWEEP),
-    "aarch64-clang": Options(_ARM, ("--tests-regex", "^test_(crc32|quantize|kvrans_kernels)$"), compiler="clang"),
+    "aarch64-gcc": Options(_ARM, _WITHOUT_FAULT_SWEEP, targets=("all",)),
+    "aarch64-clang": Options(
+        {**_ARM, **_QUICKLY}, ("--tests-regex", "^test_(crc32|quantize|kvrans_kernels)$"), "clang", ("all",)
+    ),
 }
 
 
@@ -80,11 +87,17 @@ class NativeBuild:
         with self._alone():
             self.run(self._tool("cmake"), "-S", str(REPOSITORY), "-B", str(self.directory), *generator, *defines)
             build = (self._tool("cmake"), "--build", str(self.directory), "--parallel", self._at_once)
-            self.run(*build, *(("--target", *options.targets) if options.targets else ()))
+            self.run(*build, "--target", *self._programs(), *options.targets)
 
     def _tool(self, name: str) -> str:
         """Return the program's path: a child's search path does not count when it is looked up."""
         return shutil.which(name, path=self.environment["PATH"]) or name
+
+    def _programs(self) -> list[str]:
+        """Return the programs of the tests that run: ``NAME.VARIANT`` runs ``NAME``."""
+        command = (self._tool("ctest"), "--test-dir", str(self.directory), "--show-only")
+        listed = re.findall(r"Test +#\d+: (\w+)", self.run(*command, *self._options.ctest))
+        return sorted(set(listed))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
