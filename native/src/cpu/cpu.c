@@ -35,10 +35,19 @@ uint32_t ss_abi_version(void) {
 }
 
 #ifdef SS_ARCH_X86_64
-/* f16c_available() asks CPUID itself: not every supported compiler knows "f16c" in __builtin_cpu_supports(). */
+/*
+ * f16c_available() asks CPUID itself: not every supported compiler knows "f16c" in __builtin_cpu_supports(). Once: a
+ * virtual machine leaves its guest to answer, which takes longer than most kernels.
+ */
 static int f16c_available(void) {
-    unsigned eax, ebx, ecx, edx;
-    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0;
+    static atomic_int known = ISA_UNKNOWN;
+    int available = atomic_load_explicit(&known, memory_order_relaxed);
+    if (available == ISA_UNKNOWN) {
+        unsigned eax, ebx, ecx, edx;
+        available = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0;
+        atomic_store_explicit(&known, available, memory_order_relaxed);
+    }
+    return available;
 }
 #endif
 
