@@ -124,9 +124,9 @@ class FetchAnswer(NamedTuple):
 
 
 class StoreAnswer(NamedTuple):
-    """Outcome of one Store. ``quiet``: nobody reads the region any more."""
+    """Outcome of one Store, and which of its chunks are stored. ``quiet``: nobody reads the region any more."""
 
-    chunks: int
+    stored: Flags
     reason: str
     detail: str
     quiet: bool
@@ -400,8 +400,9 @@ class DataPlaneClient:
 
         ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first.
         """
+        nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
-            return StoreAnswer(0, "breaker_open", "", quiet=True)
+            return StoreAnswer(nothing, "breaker_open", "", quiet=True)
         request = pb.StoreRequest(
             job_id=job_id,
             destination_id=destination_id,
@@ -416,21 +417,20 @@ class DataPlaneClient:
             )
         except (grpc.RpcError, ValueError) as error:
             if self._connection.lost(error):
-                return StoreAnswer(0, "unknown_destination", "the data plane does not know this host", quiet=True)
+                return StoreAnswer(nothing, "unknown_destination", "the data plane does not know this host", quiet=True)
             reason, detail = explain(error)
             self._report("store", reason)
-            return StoreAnswer(0, reason, detail, quiet=reason == "refused")
+            return StoreAnswer(nothing, reason, detail, quiet=reason == "refused")
         reason = _reason(answer.outcome)
-        if (
-            answer.chunks > len(keys)
-            or reason == "unspecified"
-            or (answer.chunks == len(keys)) != (reason == "complete")
-        ):
+        try:
+            stored = unpack(answer.stored, len(keys))
+            if reason == "unspecified" or bool(stored.all()) != (reason == "complete"):
+                raise ValueError(f"{stored.sum()} chunks with outcome '{reason}' where {len(keys)} were offered")
+        except ValueError as error:
             self._report("store", "invalid_answer")
-            detail = f"{answer.chunks} chunks with outcome '{reason}' where {len(keys)} were offered"
-            return StoreAnswer(0, "invalid_answer", detail, quiet=False)
+            return StoreAnswer(nothing, "invalid_answer", str(error), quiet=False)
         self._report("store", reason)
-        return StoreAnswer(answer.chunks, reason, answer.detail, True, answer.raw_bytes, answer.stored_bytes)
+        return StoreAnswer(stored, reason, answer.detail, True, answer.raw_bytes, answer.stored_bytes)
 
     def cancel(self, job_id: str) -> None:
         """Ask the data plane to end a job early, without waiting for the answer; the job's own outcome tells."""

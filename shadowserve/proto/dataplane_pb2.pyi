@@ -235,18 +235,18 @@ class StoreRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
-    __slots__ = ("chunks", "outcome", "detail", "raw_bytes", "stored_bytes")
-    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("outcome", "detail", "raw_bytes", "stored_bytes", "stored")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    chunks: int
+    STORED_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
     raw_bytes: int
     stored_bytes: int
-    def __init__(self, chunks: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
+    stored: bytes
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., stored: _Optional[bytes] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("job_id",)

@@ -306,9 +306,12 @@ class Client:
         }
         return pb.StoreRequest(**(fields | changes))
 
-    async def store(self, keys: list[bytes], **changes: Any) -> pb.StoreResponse:
+    async def store(self, keys: list[bytes], **changes: Any) -> "Stored":
         answer: pb.StoreResponse = await self.stub.Store(self.store_request(keys, **changes))
-        return answer
+        stored = unpack(answer.stored, len(keys))
+        return Stored(
+            leading(stored), stored.tolist(), answer.outcome, answer.detail, answer.raw_bytes, answer.stored_bytes
+        )
 
     async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = PATIENCE_MS) -> "Found":
         chain = pb.KeyChain(keys=keys, namespace=space or self.shape.namespace)
@@ -332,6 +335,17 @@ class Fetched(NamedTuple):
     detail: str
     fetched_bytes: int
     delivered_bytes: int
+
+
+class Stored(NamedTuple):
+    """What a Store has said; ``chunks`` are the leading ones that storage holds, ``stored`` all of them."""
+
+    chunks: int
+    stored: list[bool]
+    outcome: int
+    detail: str
+    raw_bytes: int
+    stored_bytes: int
 
 
 class Found(NamedTuple):

@@ -57,6 +57,8 @@ class Script:
     """Delivers so many chunks of a request, writes garbage into the next, and answers ``fail_outcome``."""
     fail_outcome: int = pb.OUTCOME_CORRUPT
     store_outcome: int | None = None
+    not_storable: set[bytes] = field(default_factory=set)
+    """Keys."""
     abort: dict[str, grpc.StatusCode] = field(default_factory=dict)
     """Method name -> status code."""
     stall: set[str] = field(default_factory=set)
@@ -231,12 +233,16 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             return pb.StoreResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
         if self.script.store_outcome is not None:
             return pb.StoreResponse(outcome=self.script.store_outcome)
-        for index, key in enumerate(request.keys):
-            begin = request.offset + index * memory.chunk_bytes
-            self.records.setdefault(key, memory.mapping[begin : begin + memory.chunk_bytes])
-        raw = len(request.keys) * memory.chunk_bytes
+        stored = np.array([key not in self.script.not_storable for key in request.keys])
+        for index in np.flatnonzero(stored):
+            begin = request.offset + int(index) * memory.chunk_bytes
+            self.records.setdefault(request.keys[index], memory.mapping[begin : begin + memory.chunk_bytes])
+        raw = int(stored.sum()) * memory.chunk_bytes
         return pb.StoreResponse(
-            chunks=len(request.keys), outcome=pb.OUTCOME_COMPLETE, raw_bytes=raw, stored_bytes=raw // 2
+            stored=pack(stored),
+            outcome=pb.OUTCOME_COMPLETE if stored.all() else pb.OUTCOME_NOT_STORABLE,
+            raw_bytes=raw,
+            stored_bytes=raw // 2,
         )
 
     def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
