@@ -188,13 +188,9 @@ class Fetcher:
     ) -> native.Round:
         layout = destination.layout
         return native.Round(
-            chunks=chunks,
+            pieces=chunks,
             slices=plan.slices,
-            quantizer=layout.quantizer,
-            dtype=layout.dtype,
-            vector_length=layout.vector_length,
-            scale_vectors=layout.scale_tokens,
-            destination=destination.region(offset, len(plan.chunks) * layout.raw_bytes),
+            groups=[native.Group.of(layout, destination.region(offset, len(plan.chunks) * layout.raw_bytes))],
             deadline_ns=job.deadline_ns,
         )
 

@@ -26,7 +26,7 @@ __all__ = ["Buffers", "FetchPlan", "StorePlan", "encoded_bound", "plan_fetch", "
 ALIGNMENT: Final = 64
 """Of occupancies: a cache line, and what accelerators like."""
 CHUNKS_MAX: Final = 16384
-"""Chunks in one round: the C core's limit, 4 Mi tokens at 256 a chunk."""
+"""Pieces in one round: the C core's limit, 4 Mi tokens at 256 a chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class FetchPlan:
     """The leading chunks that one round fetches.
 
     Attributes:
-        chunks: CHUNK_DTYPE array.
+        chunks: PIECE_DTYPE array.
         slices: SLICE_DTYPE array.
         full: the buffers hold no more, though more chunks were asked for.
         fault: of the chunk behind the last, if that is why it is the last.
@@ -180,11 +180,12 @@ def _tables(
     """Write the chunks' and slices' tables that the C core reads."""
     counts = np.array([len(head.manifest) for head in heads], np.int64)
     head_lengths = np.array([head.head_length for head in heads], np.int64)
-    chunks = np.zeros(len(heads), native.CHUNK_DTYPE)
+    chunks = np.zeros(len(heads), native.PIECE_DTYPE)
     names = [storage_key(key) for key in keys[: len(heads)]]
     chunks["key"] = names
     chunks["key_length"] = [len(name) for name in names]
     chunks["codec"] = [head.codec for head in heads]
+    chunks["chunk"] = np.arange(len(heads))
     chunks["record_offset"] = head_lengths
     chunks["body_length"] = [head.record_length - head.head_length for head in heads]
     chunks["decompression_offset"] = offsets
@@ -230,11 +231,12 @@ def plan_store(
     """
     manifest = plan_slices(layout, slice_bytes)
     count = len(manifest)
-    chunks = np.zeros(len(keys), native.CHUNK_DTYPE)
+    chunks = np.zeros(len(keys), native.PIECE_DTYPE)
     names = [storage_key(key) for key in keys]
     chunks["key"] = names
     chunks["key_length"] = [len(name) for name in names]
     chunks["codec"] = codec
+    chunks["chunk"] = np.arange(len(keys))
     chunks["decompression_offset"] = np.arange(len(keys)) * _align(bound)
     chunks["slice_first"] = np.arange(len(keys)) * count
     chunks["slice_count"] = count

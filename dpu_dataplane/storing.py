@@ -173,13 +173,9 @@ class Storer:
         bound = encoded_bound(layout, self._codec, self._slice_bytes)
         plan = plan_store([keys[index] for index in batch], batch, layout, self._codec, bound, self._slice_bytes)
         round_ = native.Round(
-            chunks=plan.chunks,
+            pieces=plan.chunks,
             slices=plan.slices,
-            quantizer=layout.quantizer,
-            dtype=layout.dtype,
-            vector_length=layout.vector_length,
-            scale_vectors=layout.scale_tokens,
-            destination=destination.region(offset, len(keys) * layout.raw_bytes),
+            groups=[native.Group.of(layout, destination.region(offset, len(keys) * layout.raw_bytes))],
             deadline_ns=job.deadline_ns,
         )
         try:

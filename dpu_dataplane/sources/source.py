@@ -54,7 +54,7 @@ class Order:
 
     Attributes:
         keys: of the chunks, at least one.
-        chunks: CHUNK_DTYPE array, one for each key: where the body lies in the record, and where in the buffers.
+        chunks: PIECE_DTYPE array, one for each key: where the body lies in the record, and where in the buffers.
         make_round: makes a round of some of ``chunks``, ready for the pipeline; whoever calls it releases the round.
         authoritative: ask who has the last word on each key, not somebody with a copy that may lag behind.
     """

@@ -35,7 +35,7 @@ enum ss_result {
     SS_DISCONNECTED = 11, /* the connection broke */
     SS_DEADLINE = 12,
     SS_CANCELLED = 13,
-    SS_SKIPPED = 14,    /* not attempted, because an earlier chunk of the round failed */
+    SS_SKIPPED = 14,    /* not delivered, since it became of no use: another piece of the round failed */
     SS_OS_ERROR = 15,   /* a system call failed; errno says why */
     SS_DEVICE = 16,     /* an accelerator failed, also when asked again, or cannot reach the memory any more */
     SS_REDIRECTED = 17, /* another node of the cluster has it: the server's answer says which */
@@ -179,12 +179,12 @@ SS_API void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const
 /* ---- The pipeline -------------------------------------------------------------------------------------------- */
 
 /*
- * One slice of one chunk: the unit that is compressed, at most 2 MiB decoded (the accelerator's limit). Its stored
+ * One slice of one piece: the unit that is compressed, at most 2 MiB decoded (the accelerator's limit). Its stored
  * bytes are its scales, then its encoded stream.
  */
 struct ss_slice {
-    uint64_t offset;             /* of the stored bytes, from the first byte of the chunk's body */
-    uint64_t destination_offset; /* of the dequantized bytes, from the first byte of the round's destination */
+    uint64_t offset;             /* of the stored bytes, from the first byte of the piece's body */
+    uint64_t destination_offset; /* of the dequantized bytes, from the first byte of the group's destination */
     uint32_t scales_length;      /* bytes: 4 for each scale of binned, else 0 */
     uint32_t encoded_length;     /* bytes */
     uint32_t decoded_length;     /* bytes of symbols */
@@ -195,13 +195,16 @@ struct ss_slice {
 };
 
 /*
- * One chunk of a round. Offsets are its occupancies, computed before the round starts: regions of different chunks
- * must not overlap in any buffer. Chunks are in prefix order, and each one's slices come after those of the one before.
+ * One piece of a round: consecutive layers of one chunk of one group, which lie in one record; all layers, where a
+ * record is stored. Several pieces may be of one record. Offsets in buffers are its occupancies, computed before the
+ * round starts: regions of different pieces must not overlap in any buffer, nor may they share slices.
  */
-struct ss_chunk {
-    uint8_t key[96]; /* as it goes over the wire */
+struct ss_piece {
+    uint8_t key[96]; /* of the record, as it goes over the wire */
     uint32_t key_length;
     enum ss_codec codec;
+    uint32_t group;                 /* index into the round's groups */
+    uint32_t chunk;                 /* position in the group's chain of chunks, below UINT32_MAX */
     uint64_t record_offset;         /* of the body in the record: where the first slice's stored bytes begin */
     uint64_t body_length;           /* bytes of the body: all slices, in order and without gaps */
     uint64_t decompression_offset;  /* occupancy in the decompression buffer: body_length bytes */
@@ -238,15 +241,10 @@ struct ss_tls;
 struct ss_tls_session;
 
 /*
- * One round: chunks of one layout, from one storage server or the nodes of one cluster, to (or from) one destination;
- * at most 16384 chunks. Set everything but the fields marked 'out' to what they are and the rest to zero, and leave all
- * of it alone until the call that runs the round is back. That slices do not overlap in the destination is not checked.
+ * One group of a round: what the elements of all its pieces are, and where they go to or come from. Its chunks are a
+ * prefix chain: a chunk is of use only where all before it are there, with all of the layers that were asked for.
  */
-struct ss_round {
-    struct ss_chunk *chunks;
-    struct ss_slice *slices;
-    uint32_t chunk_count;
-    uint32_t slice_count;
+struct ss_group {
     enum ss_quantizer quantizer;
     enum ss_dtype dtype;
     uint32_t scale_vectors; /* of binned: so many vectors of a slice share one scale, the last of them perhaps fewer */
@@ -254,12 +252,28 @@ struct ss_round {
     uint8_t *destination;   /* registered: within ss_destination_address() and its size, dereferenced or not */
     uint64_t destination_size;         /* bytes */
     struct ss_destination *registered; /* what 'destination' is part of; NULL: plain memory, which only a CPU takes */
-    uint64_t deadline_ns;              /* CLOCK_MONOTONIC */
-    uint64_t received_bytes;           /* out: over the wire */
-    uint64_t delivered_bytes;          /* out: into the destination */
-    uint32_t cancelled;                /* set by ss_round_cancel(); 0 at first */
-    uint32_t sockets_in_sync;          /* out: no socket holds half an answer, so all can be used again */
-    uint32_t node_count;               /* of a fetch: its sockets are those of so many nodes; 0: one */
+};
+
+/*
+ * One round: pieces of some groups, each from its source, a server, a cluster's node or memory, to its group's
+ * destination (or from there); at most 16384 pieces and 64 groups. Pieces come in any order, in which they are asked
+ * for: chunk by chunk, or layer by layer. Set everything but the fields marked 'out' to what they are and the rest to
+ * zero, and leave all of it alone until the call that runs the round is back. That slices do not overlap in the
+ * destination is not checked.
+ */
+struct ss_round {
+    struct ss_piece *pieces;
+    struct ss_slice *slices;
+    struct ss_group *groups;
+    uint32_t piece_count;
+    uint32_t slice_count;
+    uint32_t group_count;
+    uint32_t cancelled;                     /* set by ss_round_cancel(); 0 at first */
+    uint64_t deadline_ns;                   /* CLOCK_MONOTONIC */
+    uint64_t received_bytes;                /* out: over the wire */
+    uint64_t delivered_bytes;               /* out: into the destinations */
+    uint32_t sockets_in_sync;               /* out: no socket holds half an answer, so all can be used again */
+    uint32_t node_count;                    /* of a fetch: its sockets are those of so many nodes; 0: one */
     struct ss_tls_session *const *sessions; /* of a fetch: for each socket, NULL for one without; NULL: no TLS at all */
 };
 
@@ -306,9 +320,9 @@ struct ss_pipeline_options {
     uint32_t store_threads;
     /*
      * The paper's ablation (ShadowServe section 6.4); both are 1 but to measure what they are good for.
-     * chunked_pipeline 0: one chunk at a time, and one stage at a time: a chunk is asked for when the one before it was
-     *   delivered, decompressed when all of it was received, and so on.
-     * memory_management 0: no buffers are kept for fetch rounds. Each chunk's are mapped, touched and locked when it is
+     * chunked_pipeline 0: one piece at a time, and one stage at a time: a piece is asked for when the one before it was
+     *   delivered, decompressed when all of it was received, and so on; any failure ends the round.
+     * memory_management 0: no buffers are kept for fetch rounds. Each piece's are mapped, touched and locked when it is
      *   asked for, and unmapped when it was delivered; the sizes above only limit a round.
      */
     uint32_t chunked_pipeline;
@@ -394,22 +408,25 @@ SS_API uint8_t *ss_destination_address(const struct ss_destination *destination)
 
 /*
  * ss_pipeline_fetch() runs one round: on each of 'socket_count' connected, authenticated, non-blocking sockets to the
- * storage server it asks for an equal share of every chunk's slices with GETRANGE, receives them straight into the
+ * storage server it asks for an equal share of every piece's slices with GETRANGE, receives them straight into the
  * decompression buffer, and passes each slice on as soon as it is whole: checksum, decompress, dequantize, deliver.
  *
- * A chunk with 'memory' is read there, where the backend can read any memory, and needs no room in the decompression
- * buffer then; else it is copied. It must stay as it is until the call is back. A round of such chunks alone needs no
+ * A piece with 'memory' is read there, where the backend can read any memory, and needs no room in the decompression
+ * buffer then; else it is copied. It must stay as it is until the call is back. A round of such pieces alone needs no
  * sockets.
  *
- * With several nodes the sockets come node by node, as many for each, at most 'net_threads'; a chunk is asked for on
+ * With several nodes the sockets come node by node, as many for each, at most 'net_threads'; a piece is asked for on
  * those of its own node. One that a node answers MOVED or ASK for is SS_REDIRECTED, and its 'error' says where to: that
- * is no failure to those behind it. Without the chunked pipeline it is one.
+ * is no failure to others. Without the chunked pipeline it is one.
  *
- * Blocks until the round is quiet, so that afterwards nothing touches the destination or the round any more (but for a
+ * A piece that fails makes the pieces of its group useless that are of its chunk or of one behind it: they are
+ * SS_SKIPPED unless they are in place already. All others go on. A connection that breaks fails what it still owes.
+ *
+ * Blocks until the round is quiet, so that afterwards nothing touches the destinations or the round any more (but for a
  * device that was given up, ss_pipeline_given_up()): at the latest a little after 'deadline_ns', sooner when cancelled;
- * where a device owes results, when it has given them or is given up. Every chunk has its own 'result': all before the
- * first failing one are SS_OK, later ones may be SS_OK, SS_SKIPPED or say what became of them. Returns SS_OK when all
- * chunks are SS_OK, else the result of the first chunk that is not; for SS_OS_ERROR errno says more.
+ * where a device owes results, when it has given them or is given up. Every piece has its own 'result': SS_OK where it
+ * is in place, what it failed of, or SS_SKIPPED. Returns SS_OK when all are SS_OK, else the result of the first in the
+ * list that failed; for SS_OS_ERROR errno says more.
  *
  * Sockets can be used again where the round says 'sockets_in_sync', which it does after answers that were well formed
  * (so after SS_OK, and as a rule after SS_NOT_FOUND, SS_REFUSED, SS_CHECKSUM and SS_BAD_DATA): what was asked for ahead
@@ -426,14 +443,14 @@ SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_
 SS_API void ss_round_cancel(struct ss_round *round);
 
 /*
- * ss_pipeline_encode() quantizes and compresses a round's chunks from its destination memory (read only here; where it
- * is not local, the backend collects each slice first) into the store buffer, on the store threads, at low priority:
- * a fetch round in progress goes first. For each slice the caller
+ * ss_pipeline_encode() quantizes and compresses a round's pieces, each of which becomes a record's body, from their
+ * groups' destinations (read only here; where these are not local, the backend collects each slice first) into the
+ * store buffer, on the store threads, at low priority: a fetch round in progress goes first. For each slice the caller
  * gives destination_offset, decoded_length, scales_length, vectors and bins; out come offset, encoded_length, checksum
- * and decoded_crc32. For each chunk the caller gives codec, slices and decompression_offset (here: where in the store
- * buffer its body goes, with room for the bound of each slice); out come body_length and result.
- * Blocks until quiet. One call at a time (a second is SS_BAD_ARGUMENT). After the first failing chunk, later ones may
- * be SS_SKIPPED; returns the first failing chunk's result. Honours 'deadline_ns' and ss_round_cancel(); fails with
+ * and decoded_crc32. For each piece the caller gives group, codec, slices and decompression_offset (here: where in the
+ * store buffer its body goes, with room for the bound of each slice); out come body_length and result.
+ * Blocks until quiet. One call at a time (a second is SS_BAD_ARGUMENT). After the first failing piece, later ones may
+ * be SS_SKIPPED; returns the first failing piece's result. Honours 'deadline_ns' and ss_round_cancel(); fails with
  * SS_NOT_FINITE as ss_quantize() does.
  */
 SS_API enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_round *round);
@@ -479,13 +496,13 @@ SS_API const char *ss_tls_reason(const struct ss_tls_session *session);
 SS_API int ss_tls_has_pending(const struct ss_tls_session *session);
 
 /*
- * ss_pipeline_put() sends SET key head+body for one encoded chunk on one connected, non-blocking socket and waits for
+ * ss_pipeline_put() sends SET key head+body for one encoded piece on one connected, non-blocking socket and waits for
  * the answer until 'deadline_ns'. The key is sent as it is. SS_REFUSED when the server answers an error; its text,
  * cut to 'error_size' - 1 bytes, is then in 'error'. After any other failure close the socket. A server may refuse
  * before it has read the value: then, too, the answer is SS_REFUSED, but the socket is disconnected. Runs on the
  * caller's thread; calls for different sockets may run at the same time. 'session': on the socket; NULL: no TLS.
  */
-SS_API enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_chunk *chunk, const void *head,
+SS_API enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_piece *piece, const void *head,
                                       size_t head_size, int32_t socket, struct ss_tls_session *session,
                                       uint64_t deadline_ns, char *error, size_t error_size);
 
@@ -504,7 +521,7 @@ struct ss_trace_event {
     uint64_t input_bytes;
     uint64_t output_bytes;
     uint32_t round;  /* of the pipeline, counted from 1 */
-    uint32_t chunk;  /* index in the round */
+    uint32_t piece;  /* index in the round */
     uint32_t slice;  /* likewise; UINT32_MAX for SS_STAGE_NET */
     int32_t core;    /* where the span ended */
     uint32_t stage;  /* enum ss_stage */

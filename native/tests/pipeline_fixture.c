@@ -105,7 +105,7 @@ static uint64_t encode_slice(struct fixture *fixture, uint32_t index, uint64_t r
 /* Slices land in the destination in reverse order, so that nothing passes by luck of order. */
 static void make_chunk(struct fixture *fixture, uint32_t index, uint64_t slice_bytes) {
     const struct shape *shape = &fixture->shape;
-    struct ss_chunk *chunk = &fixture->chunks[index];
+    struct ss_piece *chunk = &fixture->chunks[index];
     uint64_t room = RECORD_OFFSET;
     room += shape->slices * (4ULL * shape->vectors + ss_compress_bound(shape->codec, slice_bytes));
     uint8_t *record = malloc(room);
@@ -113,6 +113,7 @@ static void make_chunk(struct fixture *fixture, uint32_t index, uint64_t slice_b
     memset(record, 0x5A, RECORD_OFFSET);
     chunk->key_length = (uint32_t)snprintf((char *)chunk->key, sizeof chunk->key, "chunk:%u", index);
     chunk->codec = shape->codec;
+    chunk->chunk = index;
     chunk->record_offset = RECORD_OFFSET;
     chunk->slice_first = index * shape->slices;
     chunk->slice_count = shape->slices;
@@ -173,7 +174,7 @@ void fixture_free(struct fixture *fixture) {
 
 void fixture_serve(const struct fixture *fixture, struct server *server) {
     for (uint32_t i = 0; i < fixture->shape.chunks; i++) {
-        const struct ss_chunk *chunk = &fixture->chunks[i];
+        const struct ss_piece *chunk = &fixture->chunks[i];
         server_keep(server, chunk->key, chunk->key_length, fixture->records[i], fixture->record_sizes[i]);
         server_fault(server, chunk->key, chunk->key_length, FAULT_NONE);
     }
@@ -183,37 +184,43 @@ struct ss_round *fixture_round(const struct fixture *fixture) {
     const struct shape *shape = &fixture->shape;
     struct ss_round *round = calloc(1, sizeof *round);
     CHECK(round != NULL);
-    round->chunk_count = shape->chunks;
+    round->piece_count = shape->chunks;
     round->slice_count = shape->chunks * shape->slices;
-    round->chunks = calloc(round->chunk_count, sizeof *round->chunks);
+    round->pieces = calloc(round->piece_count, sizeof *round->pieces);
     round->slices = calloc(round->slice_count, sizeof *round->slices);
-    round->destination = aligned_alloc(64, (fixture->size + 63) / 64 * 64); /* as destinations are */
-    CHECK(round->chunks != NULL && round->slices != NULL && round->destination != NULL);
-    memcpy(round->chunks, fixture->chunks, round->chunk_count * sizeof *round->chunks);
+    round->group_count = 1;
+    round->groups = calloc(1, sizeof *round->groups);
+    CHECK(round->pieces != NULL && round->slices != NULL && round->groups != NULL);
+    round->groups->destination = aligned_alloc(64, (fixture->size + 63) / 64 * 64); /* as destinations are */
+    CHECK(round->groups->destination != NULL);
+    memcpy(round->pieces, fixture->chunks, round->piece_count * sizeof *round->pieces);
     memcpy(round->slices, fixture->slices, round->slice_count * sizeof *round->slices);
-    memset(round->destination, 0xAA, fixture->size);
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        round->chunks[i].result = (enum ss_result)99; /* must be overwritten */
+    memset(round->groups->destination, 0xAA, fixture->size);
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        round->pieces[i].result = (enum ss_result)99; /* must be overwritten */
     }
-    round->destination_size = fixture->size;
-    round->quantizer = shape->quantizer;
-    round->dtype = shape->dtype;
-    round->scale_vectors = shape->scale_vectors;
-    round->vector_length = shape->vector_length;
+    round->groups->destination_size = fixture->size;
+    round->groups->quantizer = shape->quantizer;
+    round->groups->dtype = shape->dtype;
+    round->groups->scale_vectors = shape->scale_vectors;
+    round->groups->vector_length = shape->vector_length;
     round->deadline_ns = after_patience();
     return round;
 }
 
 void round_free(struct ss_round *round) {
-    free(round->chunks);
+    free(round->pieces);
     free(round->slices);
-    free(round->destination);
+    for (uint32_t i = 0; round->groups != NULL && i < round->group_count; i++) {
+        free(round->groups[i].destination);
+    }
+    free(round->groups);
     free(round);
 }
 
 int fixture_matches(const struct fixture *fixture, const struct ss_round *round, uint32_t chunk) {
     uint64_t size = fixture->size / fixture->shape.chunks;
-    return memcmp(round->destination + chunk * size, fixture->expected + chunk * size, size) == 0;
+    return memcmp(round->groups->destination + chunk * size, fixture->expected + chunk * size, size) == 0;
 }
 
 const char *test_backend(void) {
@@ -231,16 +238,22 @@ int mode_is_possible(int mode) {
 
 enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
                               uint32_t socket_count) {
-    const struct ss_memory memory = {
-        .kind = SS_MEMORY_LOCAL, .address = round->destination, .size = round->destination_size};
-    struct ss_destination *registered = NULL;
-    if (round->registered != NULL || ss_destination_register(pipeline, &memory, &registered) != SS_OK) {
-        return ss_pipeline_fetch(pipeline, round, sockets, socket_count);
+    struct ss_destination *registered[GROUPS_MAX] = {NULL};
+    for (uint32_t i = 0; round->groups != NULL && i < round->group_count && i < GROUPS_MAX; i++) {
+        struct ss_group *group = &round->groups[i];
+        const struct ss_memory memory = {
+            .kind = SS_MEMORY_LOCAL, .address = group->destination, .size = group->destination_size};
+        if (group->registered == NULL && ss_destination_register(pipeline, &memory, &registered[i]) == SS_OK) {
+            group->registered = registered[i];
+        }
     }
-    round->registered = registered;
     enum ss_result result = ss_pipeline_fetch(pipeline, round, sockets, socket_count);
-    round->registered = NULL;
-    ss_destination_release(registered);
+    for (uint32_t i = 0; i < GROUPS_MAX; i++) {
+        if (registered[i] != NULL) {
+            round->groups[i].registered = NULL;
+            ss_destination_release(registered[i]);
+        }
+    }
     return result;
 }
 

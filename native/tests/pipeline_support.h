@@ -97,20 +97,23 @@ struct fixture {
     uint64_t size;     /* bytes of both, and of a destination */
     uint8_t **records; /* of each chunk: RECORD_OFFSET bytes of head, then the body */
     uint64_t *record_sizes;
-    struct ss_chunk *chunks; /* as a fetch round wants them */
+    struct ss_piece *chunks; /* all of each in one piece, as a fetch round wants them */
     struct ss_slice *slices;
     uint64_t stored_bytes; /* of all bodies */
     uint64_t decompression_bytes;
     uint64_t dequantization_bytes;
 };
 
-enum { RECORD_OFFSET = 37 };
+enum { RECORD_OFFSET = 37, GROUPS_MAX = 4 };
 
 struct fixture *fixture_make(const struct shape *shape);
 void fixture_free(struct fixture *fixture);
 void fixture_serve(const struct fixture *fixture, struct server *server);
 
-/* fixture_round() makes a round with chunks and slices of its own over a destination that is filled with 0xAA. */
+/*
+ * fixture_round() makes a round of one group, chunk by chunk, with tables of its own over a destination that is filled
+ * with 0xAA.
+ */
 struct ss_round *fixture_round(const struct fixture *fixture);
 void round_free(struct ss_round *round);
 
@@ -135,7 +138,7 @@ int mode_is_possible(int mode);
  */
 struct ss_pipeline_options pipeline_options(const struct fixture *fixture, int mode);
 
-/* pipeline_fetch() is ss_pipeline_fetch() to memory that is registered for as long as it takes, if it can be. */
+/* pipeline_fetch() is ss_pipeline_fetch() to memory that is registered for as long as it takes, where it can be. */
 enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
                               uint32_t socket_count);
 

@@ -254,11 +254,11 @@ static void run(const struct fixture *fixture, enum ss_result expected, uint32_t
     for (int repeat = 0; repeat < 3; repeat++) {
         struct ss_round *round = fixture_round(fixture);
         CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, sockets, 2), expected);
-        for (uint32_t i = 0; i < round->chunk_count; i++) {
-            CHECK(i >= bad || round->chunks[i].result == SS_OK);
-            CHECK(round->chunks[i].result != SS_OK || fixture_matches(fixture, round, i));
+        for (uint32_t i = 0; i < round->piece_count; i++) {
+            CHECK(i >= bad || round->pieces[i].result == SS_OK);
+            CHECK(round->pieces[i].result != SS_OK || fixture_matches(fixture, round, i));
         }
-        CHECK(bad >= round->chunk_count || round->chunks[bad].result == expected);
+        CHECK(bad >= round->piece_count || round->pieces[bad].result == expected);
         round_free(round);
     }
     ss_pipeline_destroy(pipeline);
@@ -356,14 +356,14 @@ static void test_memory_that_is_elsewhere(void) {
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
     int32_t socket = server_connect(server);
     struct ss_round *round = fixture_round(fixture);
-    uint8_t *bytes = round->destination;
+    uint8_t *bytes = round->groups->destination;
     struct ss_memory memory = exported(bytes, fixture->size);
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &round->registered), SS_OK);
-    round->destination = ss_destination_address(round->registered);
+    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &round->groups->registered), SS_OK);
+    round->groups->destination = ss_destination_address(round->groups->registered);
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_OK);
     CHECK(memcmp(bytes, fixture->expected, fixture->size) == 0);
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        round->chunks[i].decompression_offset = i * (fixture->stored_bytes + fixture->size / round->chunk_count);
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        round->pieces[i].decompression_offset = i * (fixture->stored_bytes + fixture->size / round->piece_count);
     }
     late.collect_fails = 1;
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_DEVICE);
@@ -372,8 +372,8 @@ static void test_memory_that_is_elsewhere(void) {
     for (uint32_t i = 0; i < round->slice_count; i++) {
         CHECK_EQUAL(round->slices[i].decoded_crc32, fixture->slices[i].decoded_crc32);
     }
-    ss_destination_release(round->registered);
-    round->destination = bytes;
+    ss_destination_release(round->groups->registered);
+    round->groups->destination = bytes;
     round_free(round);
     close(socket);
     ss_pipeline_destroy(pipeline);
@@ -394,15 +394,15 @@ static void test_memory_that_does_not_fit(void) {
     struct ss_round *round = fixture_round(fixture);
     int32_t socket = 1;                                                           /* never used */
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_BAD_ARGUMENT); /* not registered */
-    struct ss_memory memory = exported(round->destination, fixture->size);
-    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &round->registered), SS_OK);
+    struct ss_memory memory = exported(round->groups->destination, fixture->size);
+    CHECK_EQUAL(ss_destination_register(pipeline, &memory, &round->groups->registered), SS_OK);
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_BAD_ARGUMENT); /* not that memory's address */
-    uint8_t *bytes = round->destination;
-    round->destination = ss_destination_address(round->registered) + 1;
+    uint8_t *bytes = round->groups->destination;
+    round->groups->destination = ss_destination_address(round->groups->registered) + 1;
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, &socket, 1), SS_BAD_ARGUMENT); /* ends outside */
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_BAD_ARGUMENT);
-    round->destination = bytes;
-    ss_destination_release(round->registered);
+    round->groups->destination = bytes;
+    ss_destination_release(round->groups->registered);
     struct ss_destination *none = NULL;
     memory.descriptor_size = 0;
     CHECK_EQUAL(ss_destination_register(pipeline, &memory, &none), SS_BAD_ARGUMENT);

@@ -27,7 +27,7 @@ static void close_all(struct bench *bench) {
 }
 
 static void fault(struct bench *bench, uint32_t node, uint32_t chunk, enum fault fault) {
-    const struct ss_chunk *known = &bench->fixture->chunks[chunk];
+    const struct ss_piece *known = &bench->fixture->chunks[chunk];
     server_fault(bench->servers[node], known->key, known->key_length, fault);
 }
 
@@ -64,8 +64,8 @@ static void bench_free(struct bench *bench) {
 static struct ss_round *round_make(const struct bench *bench) {
     struct ss_round *round = fixture_round(bench->fixture);
     round->node_count = NODES;
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        round->chunks[i].node = i % NODES;
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        round->pieces[i].node = i % NODES;
     }
     return round;
 }
@@ -79,8 +79,8 @@ static void test_every_chunk_comes_from_its_node(int mode, uint32_t requests_in_
     for (int repeat = 0; repeat < 2; repeat++) {
         struct ss_round *round = round_make(&bench);
         CHECK_EQUAL(fetch(&bench, round), SS_OK);
-        for (uint32_t i = 0; i < round->chunk_count; i++) {
-            CHECK_EQUAL(round->chunks[i].result, SS_OK);
+        for (uint32_t i = 0; i < round->piece_count; i++) {
+            CHECK_EQUAL(round->pieces[i].result, SS_OK);
             CHECK(fixture_matches(bench.fixture, round, i));
         }
         CHECK_EQUAL(round->sockets_in_sync, 1);
@@ -97,23 +97,23 @@ static void test_redirections(int mode, enum fault kind, const char *words) {
     struct ss_round *round = round_make(&bench);
     int chunked = (mode & MODE_NOT_CHUNKED) == 0;
     CHECK_EQUAL(fetch(&bench, round), chunked ? SS_REDIRECTED : SS_REFUSED);
-    CHECK_EQUAL(strncmp(round->chunks[4].error, words, strlen(words)), 0);
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
+    CHECK_EQUAL(strncmp(round->pieces[4].error, words, strlen(words)), 0);
+    for (uint32_t i = 0; i < round->piece_count; i++) {
         enum ss_result behind = chunked ? SS_OK : SS_SKIPPED;
-        CHECK_EQUAL(round->chunks[i].result, i < 4 ? SS_OK : i > 4 ? behind : chunked ? SS_REDIRECTED : SS_REFUSED);
-        CHECK(round->chunks[i].result != SS_OK || fixture_matches(bench.fixture, round, i));
+        CHECK_EQUAL(round->pieces[i].result, i < 4 ? SS_OK : i > 4 ? behind : chunked ? SS_REDIRECTED : SS_REFUSED);
+        CHECK(round->pieces[i].result != SS_OK || fixture_matches(bench.fixture, round, i));
     }
     CHECK_EQUAL(round->sockets_in_sync, 1);
-    struct ss_chunk alone = round->chunks[4];
+    struct ss_piece alone = round->pieces[4];
     alone.node = 2;
-    struct ss_chunk *all = round->chunks;
-    uint32_t count = round->chunk_count;
-    round->chunks = &alone;
-    round->chunk_count = 1;
+    struct ss_piece *all = round->pieces;
+    uint32_t count = round->piece_count;
+    round->pieces = &alone;
+    round->piece_count = 1;
     CHECK_EQUAL(fetch(&bench, round), SS_OK);
     CHECK_EQUAL(alone.error[0], '\0');
-    round->chunks = all;
-    round->chunk_count = count;
+    round->pieces = all;
+    round->piece_count = count;
     CHECK(fixture_matches(bench.fixture, round, 4));
     round_free(round);
     bench_free(&bench);
@@ -122,12 +122,12 @@ static void test_redirections(int mode, enum fault kind, const char *words) {
 static void test_asking(int mode, uint32_t requests_in_flight) {
     struct bench bench = bench_make(mode, requests_in_flight);
     struct ss_round *round = round_make(&bench);
-    for (uint32_t i = 0; i < round->chunk_count; i += 2) {
+    for (uint32_t i = 0; i < round->piece_count; i += 2) {
         fault(&bench, i % NODES, i, FAULT_ASK);
-        round->chunks[i].asking = 1;
+        round->pieces[i].asking = 1;
     }
     CHECK_EQUAL(fetch(&bench, round), SS_OK);
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
+    for (uint32_t i = 0; i < round->piece_count; i++) {
         CHECK(fixture_matches(bench.fixture, round, i));
     }
     CHECK_EQUAL(round->sockets_in_sync, 1);
@@ -142,10 +142,10 @@ static void test_a_node_that_goes(int mode, enum fault kind, enum ss_result expe
     struct ss_round *round = round_make(&bench);
     CHECK_EQUAL(fetch(&bench, round), expected);
     for (uint32_t i = 0; i < 5; i++) {
-        CHECK_EQUAL(round->chunks[i].result, SS_OK);
+        CHECK_EQUAL(round->pieces[i].result, SS_OK);
         CHECK(fixture_matches(bench.fixture, round, i));
     }
-    CHECK_EQUAL(round->chunks[5].result, expected);
+    CHECK_EQUAL(round->pieces[5].result, expected);
     round_free(round);
     close_all(&bench);
     fault(&bench, 2, 5, FAULT_NONE);
@@ -169,9 +169,9 @@ static void test_a_node_that_stalls_ends_at_the_deadline(int mode) {
 static void test_what_does_not_fit(void) {
     struct bench bench = bench_make(MODE_FUSED, 4);
     struct ss_round *round = round_make(&bench);
-    round->chunks[3].node = NODES;
+    round->pieces[3].node = NODES;
     CHECK_EQUAL(fetch(&bench, round), SS_BAD_ARGUMENT);
-    round->chunks[3].node = 0;
+    round->pieces[3].node = 0;
     round->node_count = NODES + 1;
     CHECK_EQUAL(fetch(&bench, round), SS_BAD_ARGUMENT);
     round->node_count = NODES;

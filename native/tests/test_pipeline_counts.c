@@ -160,7 +160,7 @@ static struct counts count_rounds(const struct fixture *fixture, uint16_t port, 
         CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, sockets, SOCKETS), SS_OK);
         counts.allocations += atomic_load(&allocations) - allocated;
         counts.mappings += atomic_load(&mappings) - mapped;
-        for (uint32_t chunk = 0; chunk < round->chunk_count; chunk++) {
+        for (uint32_t chunk = 0; chunk < round->piece_count; chunk++) {
             CHECK(fixture_matches(fixture, round, chunk));
         }
         round_free(round);

@@ -69,10 +69,10 @@ static enum ss_result bench_fetch(struct bench *bench) {
     enum ss_result result = pipeline_fetch(bench->pipeline, round, bench->sockets, SOCKETS);
     enum ss_result first = SS_OK;
     CHECK(round->sockets_in_sync);
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        CHECK(round->chunks[i].result != SS_OK || fixture_matches(bench->fixture, round, i));
-        CHECK(first != SS_OK || round->chunks[i].result != SS_SKIPPED);
-        first = first == SS_OK ? round->chunks[i].result : first;
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        CHECK(round->pieces[i].result != SS_OK || fixture_matches(bench->fixture, round, i));
+        CHECK(first != SS_OK || round->pieces[i].result != SS_SKIPPED);
+        first = first == SS_OK ? round->pieces[i].result : first;
     }
     CHECK_EQUAL(result, first);
     round_free(round);
@@ -303,15 +303,15 @@ static struct elsewhere export_memory(uint8_t *bytes, uint64_t size) {
 
 /* Encodes from exported memory; what came out is what the fixture has. */
 static enum ss_result store(const struct bench *bench, struct ss_round *round) {
-    uint64_t room = bench->fixture->size / round->chunk_count + (1 << 16);
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        round->chunks[i].decompression_offset = i * room;
-        round->chunks[i].result = SS_SKIPPED;
+    uint64_t room = bench->fixture->size / round->piece_count + (1 << 16);
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        round->pieces[i].decompression_offset = i * room;
+        round->pieces[i].result = SS_SKIPPED;
     }
     round->deadline_ns = after_patience(); /* of this store: a test has hundreds */
     enum ss_result result = ss_pipeline_encode(bench->pipeline, round);
     for (uint32_t i = 0; i < round->slice_count; i++) {
-        const struct ss_chunk *chunk = &round->chunks[i / bench->fixture->shape.slices];
+        const struct ss_piece *chunk = &round->pieces[i / bench->fixture->shape.slices];
         CHECK(chunk->result != SS_OK || round->slices[i].checksum == bench->fixture->slices[i].checksum);
     }
     return result;
@@ -322,18 +322,18 @@ static void test_exported_memory(void) {
     struct bench bench = bench_start(&shape);
     bench_open(&bench);
     struct ss_round *round = fixture_round(bench.fixture);
-    struct elsewhere elsewhere = export_memory(round->destination, bench.fixture->size);
-    CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &round->registered), SS_OK);
-    CHECK(ss_destination_address(round->registered) == round->destination);
+    struct elsewhere elsewhere = export_memory(round->groups->destination, bench.fixture->size);
+    CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &round->groups->registered), SS_OK);
+    CHECK(ss_destination_address(round->groups->registered) == round->groups->destination);
     CHECK_EQUAL(pipeline_fetch(bench.pipeline, round, bench.sockets, SOCKETS), SS_OK);
-    CHECK(memcmp(round->destination, bench.fixture->expected, bench.fixture->size) == 0);
+    CHECK(memcmp(round->groups->destination, bench.fixture->expected, bench.fixture->size) == 0);
     ss_export_close(elsewhere.exported);
-    memset(round->destination, 0, bench.fixture->size);
+    memset(round->groups->destination, 0, bench.fixture->size);
     CHECK_EQUAL(pipeline_fetch(bench.pipeline, round, bench.sockets, SOCKETS), SS_DEVICE);
     CHECK_EQUAL(store(&bench, round), SS_DEVICE);
-    ss_destination_release(round->registered);
+    ss_destination_release(round->groups->registered);
     CHECK_EQUAL(bench_fetch(&bench), SS_OK); /* to other memory */
-    round->registered = NULL;
+    round->groups->registered = NULL;
     round_free(round);
     bench_stop(&bench);
 }
@@ -373,25 +373,25 @@ static void test_a_fault_at_each_task_of_a_store(void) {
     struct shape shape = default_shape();
     struct bench bench = bench_start(&shape);
     struct ss_round *round = fixture_round(bench.fixture);
-    memcpy(round->destination, bench.fixture->source, bench.fixture->size);
-    struct elsewhere elsewhere = export_memory(round->destination, bench.fixture->size);
+    memcpy(round->groups->destination, bench.fixture->source, bench.fixture->size);
+    struct elsewhere elsewhere = export_memory(round->groups->destination, bench.fixture->size);
     for (unsigned i = 0; i < 3 * shape.chunks * shape.slices; i++) {
         const char *repeat = repeats[i % 3];
         emulate_fault("dma", i / 3 + 1, repeat);
         ss_export_close(elsewhere.exported); /* or the device would stay open, with the settings that it has */
         elsewhere.exported = NULL;
         bench_open(&bench);
-        elsewhere = export_memory(round->destination, bench.fixture->size);
-        CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &round->registered), SS_OK);
+        elsewhere = export_memory(round->groups->destination, bench.fixture->size);
+        CHECK_EQUAL(ss_destination_register(bench.pipeline, &elsewhere.memory, &round->groups->registered), SS_OK);
         enum ss_result result = store(&bench, round);
         CHECK(result == SS_OK || (result == SS_DEVICE && repeat[0] != '\0'));
         CHECK(result == SS_DEVICE || (repeat[0] != '+' && (repeat[0] != '*' || i / 3 > 0)));
-        ss_destination_release(round->registered);
+        ss_destination_release(round->groups->registered);
         bench_close(&bench);
     }
     emulate("FAULT", NULL);
     ss_export_close(elsewhere.exported);
-    round->registered = NULL;
+    round->groups->registered = NULL;
     round_free(round);
     bench_stop(&bench);
 }

@@ -53,8 +53,8 @@ static enum ss_result bench_fetch(struct bench *bench) {
     struct ss_round *round = fixture_round(bench->fixture);
     enum ss_result result = pipeline_fetch(bench->pipeline, round, bench->sockets, SOCKETS);
     CHECK(round->sockets_in_sync);
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        CHECK(round->chunks[i].result != SS_OK || fixture_matches(bench->fixture, round, i));
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        CHECK(round->pieces[i].result != SS_OK || fixture_matches(bench->fixture, round, i));
     }
     round_free(round);
     return result;
@@ -79,23 +79,24 @@ static void test_a_store_that_never_ends(const char *device) {
     struct bench bench = bench_start(device, 300, 0);
     struct ss_round *round = fixture_round(bench.fixture);
     struct ss_export *exported = NULL;
-    struct ss_memory memory = {.kind = SS_MEMORY_EXPORTED, .address = round->destination, .size = bench.fixture->size};
+    struct ss_memory memory = {
+        .kind = SS_MEMORY_EXPORTED, .address = round->groups->destination, .size = bench.fixture->size};
     CHECK_EQUAL(ss_export_open(device, memory.address, memory.size, -1, &exported), SS_OK);
     ss_export_descriptor(exported, &memory.descriptor, &memory.descriptor_size);
-    CHECK_EQUAL(ss_destination_register(bench.pipeline, &memory, &round->registered), SS_OK);
-    uint64_t room = bench.fixture->size / round->chunk_count + (1 << 16);
+    CHECK_EQUAL(ss_destination_register(bench.pipeline, &memory, &round->groups->registered), SS_OK);
+    uint64_t room = bench.fixture->size / round->piece_count + (1 << 16);
     for (int repeat = 0; repeat < 2; repeat++) {
-        for (uint32_t i = 0; i < round->chunk_count; i++) {
-            round->chunks[i].decompression_offset = i * room;
-            round->chunks[i].result = SS_SKIPPED;
+        for (uint32_t i = 0; i < round->piece_count; i++) {
+            round->pieces[i].decompression_offset = i * room;
+            round->pieces[i].result = SS_SKIPPED;
         }
         round->deadline_ns = after_patience();
         CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, round), SS_DEVICE);
         CHECK_EQUAL(ss_pipeline_given_up(bench.pipeline), 1);
     }
     emulate("HANG", NULL);
-    ss_destination_release(round->registered);
-    round->registered = NULL;
+    ss_destination_release(round->groups->registered);
+    round->groups->registered = NULL;
     ss_export_close(exported);
     round_free(round);
     bench_stop(&bench);

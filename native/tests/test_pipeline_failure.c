@@ -58,8 +58,8 @@ static enum ss_result bench_fetch(struct bench *bench) {
 /* Everything before the bad chunk is there, the bad one says why, and later ones are whole or admit that they are not.
  */
 static void check_chunks(const struct bench *bench, uint32_t bad, enum ss_result expected) {
-    for (uint32_t i = 0; i < bench->round->chunk_count; i++) {
-        enum ss_result result = bench->round->chunks[i].result;
+    for (uint32_t i = 0; i < bench->round->piece_count; i++) {
+        enum ss_result result = bench->round->pieces[i].result;
         if (i < bad) {
             CHECK_EQUAL(result, SS_OK);
         } else if (i == bad) {
@@ -83,7 +83,7 @@ static void check_recovery(struct bench *bench) {
         bench_reconnect(bench);
     }
     CHECK_EQUAL(bench_fetch(bench), SS_OK);
-    check_chunks(bench, bench->round->chunk_count, SS_OK);
+    check_chunks(bench, bench->round->piece_count, SS_OK);
 }
 
 static void bench_stop(struct bench *bench) {
@@ -141,9 +141,9 @@ static void test_the_lowest_failing_chunk_decides(int mode) {
     break_chunk(&bench, 4, FAULT_ERROR);
     break_chunk(&bench, 1, FAULT_MISSING);
     CHECK_EQUAL(bench_fetch(&bench), SS_NOT_FOUND);
-    CHECK_EQUAL(bench.round->chunks[0].result, SS_OK);
-    CHECK_EQUAL(bench.round->chunks[1].result, SS_NOT_FOUND);
-    CHECK(bench.round->chunks[4].result == SS_REFUSED || bench.round->chunks[4].result == SS_SKIPPED);
+    CHECK_EQUAL(bench.round->pieces[0].result, SS_OK);
+    CHECK_EQUAL(bench.round->pieces[1].result, SS_NOT_FOUND);
+    CHECK(bench.round->pieces[4].result == SS_REFUSED || bench.round->pieces[4].result == SS_SKIPPED);
     check_recovery(&bench);
     bench_stop(&bench);
 }
@@ -193,13 +193,13 @@ static enum ss_result flipped_result(enum ss_result result, enum ss_quantizer qu
 
 static void test_flipped_bits(int mode, enum ss_quantizer quantizer) {
     struct bench bench = bench_start(mode, quantizer);
-    const struct ss_chunk *chunk = &bench.fixture->chunks[BAD_CHUNK];
+    const struct ss_piece *chunk = &bench.fixture->chunks[BAD_CHUNK];
     const struct ss_slice *last = &bench.fixture->slices[chunk->slice_first + chunk->slice_count - 1];
     uint64_t offsets[] = {0, last->offset, last->offset + last->scales_length, chunk->body_length - 1};
     for (size_t i = 0; i < sizeof offsets / sizeof offsets[0]; i++) {
         flip(&bench, BAD_CHUNK, offsets[i]);
         enum ss_result result = flipped_result(bench_fetch(&bench), quantizer);
-        check_chunks(&bench, result == SS_OK ? bench.round->chunk_count : BAD_CHUNK, result);
+        check_chunks(&bench, result == SS_OK ? bench.round->piece_count : BAD_CHUNK, result);
         CHECK_EQUAL(bench.round->sockets_in_sync, 1);
         check_recovery(&bench); /* on the same connections: they are in step */
         round_free(bench.round);
@@ -245,7 +245,7 @@ static void test_stream_of_another_length(int mode) {
 /* Whether there was time for what comes before the chunk that stalls. */
 static int is_fetched_up_to(const struct bench *bench, uint32_t chunk) {
     for (uint32_t i = 0; i < chunk; i++) {
-        if (bench->round->chunks[i].result != SS_OK) {
+        if (bench->round->pieces[i].result != SS_OK) {
             return 0;
         }
     }
@@ -279,8 +279,8 @@ static void test_deadline_that_has_passed(int mode) {
     struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
     bench.round->deadline_ns = now_ns() - 1;
     CHECK_EQUAL(bench_fetch(&bench), SS_DEADLINE);
-    CHECK_EQUAL(bench.round->chunks[0].result, SS_DEADLINE);
-    CHECK_EQUAL(bench.round->chunks[1].result, SS_SKIPPED);
+    CHECK_EQUAL(bench.round->pieces[0].result, SS_DEADLINE);
+    CHECK_EQUAL(bench.round->pieces[1].result, SS_SKIPPED);
     CHECK_EQUAL(bench.round->sockets_in_sync, 1); /* nothing was sent */
     check_recovery(&bench);
     bench_stop(&bench);
@@ -309,10 +309,10 @@ static void test_cancel_from_another_thread(int mode) {
     uint64_t back_ns = now_ns();
     pthread_join(thread, NULL);
     note_late("cancel", mode, back_ns - cancellation.at_ns, &cancel_late_ns);
-    for (uint32_t i = 0; i < bench.round->chunk_count; i++) {
-        CHECK(bench.round->chunks[i].result != SS_OK || fixture_matches(bench.fixture, bench.round, i));
+    for (uint32_t i = 0; i < bench.round->piece_count; i++) {
+        CHECK(bench.round->pieces[i].result != SS_OK || fixture_matches(bench.fixture, bench.round, i));
     }
-    CHECK(bench.round->chunks[BAD_CHUNK].result == SS_CANCELLED || bench.round->chunks[BAD_CHUNK].result == SS_SKIPPED);
+    CHECK(bench.round->pieces[BAD_CHUNK].result == SS_CANCELLED || bench.round->pieces[BAD_CHUNK].result == SS_SKIPPED);
     check_recovery(&bench);
     bench_stop(&bench);
 }
@@ -332,7 +332,7 @@ static void *fetch_when_stalled(void *argument) {
     struct ss_round *second = fixture_round(bench->fixture);
     int32_t socket = server_connect(bench->server);
     CHECK_EQUAL(pipeline_fetch(bench->pipeline, second, &socket, 1), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(second->destination[0], 0xAA);
+    CHECK_EQUAL(second->groups->destination[0], 0xAA);
     close(socket);
     round_free(second);
     ss_round_cancel(bench->round);
@@ -355,55 +355,85 @@ static void test_a_second_round_at_the_same_time_is_refused(int mode) {
 typedef void (*mutation)(struct ss_round *round);
 
 static void no_key(struct ss_round *r) {
-    r->chunks[1].key_length = 0;
+    r->pieces[1].key_length = 0;
 }
 static void long_key(struct ss_round *r) {
-    r->chunks[1].key_length = sizeof r->chunks[1].key + 1;
+    r->pieces[1].key_length = sizeof r->pieces[1].key + 1;
 }
 static void unknown_codec(struct ss_round *r) {
-    r->chunks[1].codec = (enum ss_codec)77;
+    r->pieces[1].codec = (enum ss_codec)77;
 }
 static void negative_codec(struct ss_round *r) {
-    r->chunks[1].codec = (enum ss_codec) - 1;
+    r->pieces[1].codec = (enum ss_codec) - 1;
 }
 static void unknown_quantizer(struct ss_round *r) {
-    r->quantizer = (enum ss_quantizer)9;
+    r->groups->quantizer = (enum ss_quantizer)9;
 }
 static void unknown_dtype(struct ss_round *r) {
-    r->dtype = (enum ss_dtype)9;
+    r->groups->dtype = (enum ss_dtype)9;
+}
+static void no_groups(struct ss_round *r) {
+    free(r->groups->destination);
+    free(r->groups);
+    r->groups = NULL;
+}
+static void groups_none(struct ss_round *r) {
+    free(r->groups->destination);
+    r->group_count = 0;
+}
+static void groups_too_many(struct ss_round *r) {
+    struct ss_group one = *r->groups;
+    free(r->groups);
+    r->group_count = 65;
+    r->groups = calloc(r->group_count, sizeof one);
+    CHECK(r->groups != NULL);
+    for (uint32_t i = 0; i < r->group_count; i++) {
+        r->groups[i] = one;
+        r->groups[i].destination = i == 0 ? one.destination : malloc(one.destination_size);
+    }
+}
+static void unknown_group(struct ss_round *r) {
+    r->pieces[2].group = 1;
+}
+static void no_chunk(struct ss_round *r) {
+    r->pieces[4].chunk = UINT32_MAX;
+}
+static void destination_nowhere(struct ss_round *r) {
+    free(r->groups->destination);
+    r->groups->destination = NULL;
 }
 static void no_scale_vectors(struct ss_round *r) {
-    r->scale_vectors = 0;
+    r->groups->scale_vectors = 0;
 }
 static void other_scale_vectors(struct ss_round *r) {
-    r->scale_vectors = 2;
+    r->groups->scale_vectors = 2;
 }
 static void no_vector_length(struct ss_round *r) {
-    r->vector_length = 0;
+    r->groups->vector_length = 0;
 }
 static void huge_vector_length(struct ss_round *r) {
-    r->vector_length = UINT32_MAX;
+    r->groups->vector_length = UINT32_MAX;
 }
 static void no_destination(struct ss_round *r) {
-    r->destination_size = 0;
+    r->groups->destination_size = 0;
 }
 static void destination_end(struct ss_round *r) {
-    r->slices[3].destination_offset = r->destination_size - 16 * 256 * 2 + 1;
+    r->slices[3].destination_offset = r->groups->destination_size - 16 * 256 * 2 + 1;
 }
 static void destination_overflow(struct ss_round *r) {
     r->slices[3].destination_offset = UINT64_MAX - 100;
 }
 static void slices_past_end(struct ss_round *r) {
-    r->chunks[4].slice_first = UINT32_MAX - 1;
+    r->pieces[4].slice_first = UINT32_MAX - 1;
 }
 static void slices_shared(struct ss_round *r) {
-    r->chunks[4].slice_first -= 1;
+    r->pieces[4].slice_first -= 1;
 }
 static void slice_count_zero(struct ss_round *r) {
-    r->chunks[4].slice_count = 0;
+    r->pieces[4].slice_count = 0;
 }
 static void slice_count_huge(struct ss_round *r) {
-    r->chunks[4].slice_count = UINT32_MAX;
+    r->pieces[4].slice_count = UINT32_MAX;
 }
 static void slice_gap(struct ss_round *r) {
     r->slices[2].offset += 1;
@@ -427,35 +457,35 @@ static void slice_scales(struct ss_round *r) {
     r->slices[5].scales_length -= 4;
 }
 static void body_longer(struct ss_round *r) {
-    r->chunks[0].body_length += 1;
+    r->pieces[0].body_length += 1;
 }
 static void body_huge(struct ss_round *r) {
-    r->chunks[0].body_length = UINT64_MAX;
+    r->pieces[0].body_length = UINT64_MAX;
 }
 static void record_offset_huge(struct ss_round *r) {
-    r->chunks[0].record_offset = UINT64_MAX - 3;
+    r->pieces[0].record_offset = UINT64_MAX - 3;
 }
 static void stored_overlap(struct ss_round *r) {
-    r->chunks[1].decompression_offset -= 14;
+    r->pieces[1].decompression_offset -= 14;
 }
 static void stored_same(struct ss_round *r) {
-    r->chunks[4].decompression_offset = r->chunks[0].decompression_offset;
+    r->pieces[4].decompression_offset = r->pieces[0].decompression_offset;
 }
 static void stored_past_end(struct ss_round *r) {
-    r->chunks[4].decompression_offset += 1;
+    r->pieces[4].decompression_offset += 1;
 }
 static void stored_overflow(struct ss_round *r) {
-    r->chunks[4].decompression_offset = UINT64_MAX - 10;
+    r->pieces[4].decompression_offset = UINT64_MAX - 10;
 }
 static void no_chunks(struct ss_round *r) {
-    free(r->chunks);
-    r->chunks = NULL;
+    free(r->pieces);
+    r->pieces = NULL;
 }
 static void symbols_overlap(struct ss_round *r) {
-    r->chunks[1].dequantization_offset -= 6;
+    r->pieces[1].dequantization_offset -= 6;
 }
 static void symbols_past_end(struct ss_round *r) {
-    r->chunks[4].dequantization_offset += 1;
+    r->pieces[4].dequantization_offset += 1;
 }
 
 static void check_refused(struct bench *bench, mutation mutate) {
@@ -463,9 +493,11 @@ static void check_refused(struct bench *bench, mutation mutate) {
     bench->round = fixture_round(bench->fixture);
     mutate(bench->round);
     CHECK_EQUAL(bench_fetch(bench), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(bench->round->destination[0], 0xAA);
-    if (bench->round->chunks != NULL && bench->round->chunk_count <= 5) {
-        CHECK_EQUAL(bench->round->chunks[0].result, SS_BAD_ARGUMENT);
+    if (bench->round->groups != NULL && bench->round->groups->destination != NULL && bench->round->group_count > 0) {
+        CHECK_EQUAL(bench->round->groups->destination[0], 0xAA);
+    }
+    if (bench->round->pieces != NULL && bench->round->piece_count <= 5) {
+        CHECK_EQUAL(bench->round->pieces[0].result, SS_BAD_ARGUMENT);
     }
 }
 
@@ -476,6 +508,12 @@ static void test_rounds_that_do_not_fit(int mode) {
                                     negative_codec,
                                     unknown_quantizer,
                                     unknown_dtype,
+                                    no_groups,
+                                    groups_none,
+                                    groups_too_many,
+                                    unknown_group,
+                                    no_chunk,
+                                    destination_nowhere,
                                     no_scale_vectors,
                                     other_scale_vectors,
                                     no_vector_length,
@@ -526,10 +564,10 @@ static void test_rounds_that_do_not_fit(int mode) {
 static void test_more_chunks_than_any_round_has(void) {
     struct bench bench = bench_start(1, SS_QUANTIZER_BINNED);
     struct ss_round round = *bench.round;
-    struct ss_chunk *chunks = calloc(20000, sizeof *chunks);
+    struct ss_piece *chunks = calloc(20000, sizeof *chunks);
     CHECK(chunks != NULL);
-    round.chunks = chunks;
-    round.chunk_count = 20000;
+    round.pieces = chunks;
+    round.piece_count = 20000;
     CHECK_EQUAL(pipeline_fetch(bench.pipeline, &round, bench.sockets, SOCKETS), SS_BAD_ARGUMENT);
     free(chunks);
     bench_stop(&bench);

@@ -18,13 +18,13 @@ enum { BETWEEN_THREADS = 0 };
 #endif
 
 static void check_all_delivered(const struct fixture *fixture, const struct ss_round *round) {
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        CHECK_EQUAL(round->chunks[i].result, SS_OK);
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        CHECK_EQUAL(round->pieces[i].result, SS_OK);
         CHECK(fixture_matches(fixture, round, i));
     }
     CHECK_EQUAL(round->delivered_bytes, fixture->size);
     CHECK(round->received_bytes > fixture->stored_bytes);
-    CHECK(round->received_bytes < fixture->stored_bytes + 64ULL * SOCKETS_MAX * round->chunk_count);
+    CHECK(round->received_bytes < fixture->stored_bytes + 64ULL * SOCKETS_MAX * round->piece_count);
     CHECK_EQUAL(round->sockets_in_sync, 1);
 }
 
@@ -197,7 +197,7 @@ static void test_a_round_of_nothing(void) {
     struct ss_pipeline *pipeline;
     CHECK_EQUAL(ss_pipeline_create(&options, &pipeline), SS_OK);
     int32_t socket = server_connect(server);
-    struct ss_round round = {.dtype = SS_DTYPE_BFLOAT16, .vector_length = 1, .deadline_ns = after_patience()};
+    struct ss_round round = {.deadline_ns = after_patience()};
     CHECK_EQUAL(pipeline_fetch(pipeline, &round, &socket, 1), SS_OK);
     CHECK_EQUAL(round.sockets_in_sync, 1);
     close(socket);
@@ -244,11 +244,11 @@ static void check_threads(uint32_t expected) {
 static void store_once(const struct fixture *fixture, struct ss_pipeline *pipeline) {
     struct ss_round *round = fixture_round(fixture);
     uint64_t offset = 0;
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        round->chunks[i].decompression_offset = offset;
-        offset += 2 * fixture->size / round->chunk_count;
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        round->pieces[i].decompression_offset = offset;
+        offset += 2 * fixture->size / round->piece_count;
     }
-    memcpy(round->destination, fixture->source, fixture->size);
+    memcpy(round->groups->destination, fixture->source, fixture->size);
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
     round_free(round);
 }

@@ -16,9 +16,9 @@ struct bodies {
 /* Gives the round's chunks whose bit is set their bodies in memory; they are known by no key. */
 static struct bodies bodies_give(const struct fixture *fixture, struct ss_round *round, unsigned mask) {
     struct bodies bodies = {{NULL}};
-    CHECK_EQUAL(round->chunk_count, CHUNKS);
+    CHECK_EQUAL(round->piece_count, CHUNKS);
     for (uint32_t i = 0; i < CHUNKS; i++) {
-        struct ss_chunk *chunk = &round->chunks[i];
+        struct ss_piece *chunk = &round->pieces[i];
         if (mask >> i & 1) {
             bodies.bytes[i] = malloc(chunk->body_length);
             CHECK(bodies.bytes[i] != NULL);
@@ -53,7 +53,7 @@ static struct ss_pipeline *pipeline_make(const struct ss_pipeline_options *optio
 
 static void check_all(const struct fixture *fixture, const struct ss_round *round) {
     for (uint32_t i = 0; i < CHUNKS; i++) {
-        CHECK_EQUAL(round->chunks[i].result, SS_OK);
+        CHECK_EQUAL(round->pieces[i].result, SS_OK);
         CHECK(fixture_matches(fixture, round, i));
     }
     CHECK_EQUAL(round->delivered_bytes, fixture->size);
@@ -100,12 +100,12 @@ static void test_memory_alone_needs_no_sockets(int mode) {
     struct ss_round *round = fixture_round(fixture);
     struct bodies bodies = bodies_give(fixture, round, 0x1f);
     for (int repeat = 0; repeat < 2; repeat++) {
-        memset(round->destination, 0xAA, round->destination_size);
+        memset(round->groups->destination, 0xAA, round->groups->destination_size);
         CHECK_EQUAL(pipeline_fetch(pipeline, round, NULL, 0), SS_OK);
         check_all(fixture, round);
         CHECK_EQUAL(round->received_bytes, 0);
     }
-    round->chunks[3].memory = NULL; /* that one is nowhere */
+    round->pieces[3].memory = NULL; /* that one is nowhere */
     CHECK_EQUAL(pipeline_fetch(pipeline, round, NULL, 0), SS_BAD_ARGUMENT);
     bodies_free(&bodies);
     round_free(round);
@@ -124,7 +124,7 @@ static void test_nothing_is_copied_where_the_decoder_reads_anywhere(int mode) {
     struct ss_round *round = fixture_round(fixture);
     struct bodies bodies = bodies_give(fixture, round, 0x1f);
     for (uint32_t i = 0; i < CHUNKS && anywhere; i++) {
-        round->chunks[i].decompression_offset = 0; /* nobody's: they may be alike */
+        round->pieces[i].decompression_offset = 0; /* nobody's: they may be alike */
     }
     CHECK_EQUAL(pipeline_fetch(pipeline, round, NULL, 0), anywhere ? SS_OK : SS_BAD_ARGUMENT);
     for (uint32_t i = 0; i < CHUNKS && anywhere; i++) {
@@ -158,10 +158,10 @@ static void test_the_first_failure_decides_whosever_it_is(int mode) {
             }
             CHECK_EQUAL(pipeline_fetch(pipeline, round, &socket, 1), expected);
             for (uint32_t i = 0; i < failing; i++) {
-                CHECK_EQUAL(round->chunks[i].result, SS_OK);
+                CHECK_EQUAL(round->pieces[i].result, SS_OK);
                 CHECK(fixture_matches(fixture, round, i));
             }
-            CHECK_EQUAL(round->chunks[failing].result, expected);
+            CHECK_EQUAL(round->pieces[failing].result, expected);
             CHECK_EQUAL(round->sockets_in_sync, 1);
             bodies_free(&bodies);
             round_free(round);

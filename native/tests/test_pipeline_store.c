@@ -14,10 +14,10 @@ static const uint8_t head[HEAD_BYTES] = "the record's head, any bytes";
 /* A round as a caller gives it to ss_pipeline_encode(): nothing that encoding finds out is filled in. */
 static struct ss_round *encode_round_make(const struct fixture *fixture) {
     struct ss_round *round = fixture_round(fixture);
-    memcpy(round->destination, fixture->source, fixture->size);
+    memcpy(round->groups->destination, fixture->source, fixture->size);
     uint64_t offset = 0;
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        struct ss_chunk *chunk = &round->chunks[i];
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        struct ss_piece *chunk = &round->pieces[i];
         chunk->decompression_offset = offset;
         chunk->body_length = 0;
         for (uint32_t j = 0; j < chunk->slice_count; j++) {
@@ -35,13 +35,13 @@ static struct ss_round *encode_round_make(const struct fixture *fixture) {
 /* The round that fetches what 'encoded' became. */
 static struct ss_round *fetch_round_make(const struct fixture *fixture, const struct ss_round *encoded) {
     struct ss_round *round = fixture_round(fixture);
-    memcpy(round->chunks, encoded->chunks, round->chunk_count * sizeof *round->chunks);
+    memcpy(round->pieces, encoded->pieces, round->piece_count * sizeof *round->pieces);
     memcpy(round->slices, encoded->slices, round->slice_count * sizeof *round->slices);
     uint64_t offset = 0;
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        round->chunks[i].record_offset = HEAD_BYTES;
-        round->chunks[i].decompression_offset = offset;
-        offset += round->chunks[i].body_length;
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        round->pieces[i].record_offset = HEAD_BYTES;
+        round->pieces[i].decompression_offset = offset;
+        offset += round->pieces[i].body_length;
     }
     return round;
 }
@@ -57,9 +57,9 @@ static struct ss_pipeline *pipeline_make(const struct fixture *fixture, uint32_t
 
 /* Encoding writes the very bytes that the kernels write one by one. */
 static void check_encoded(const struct fixture *fixture, const struct ss_round *round) {
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        CHECK_EQUAL(round->chunks[i].result, SS_OK);
-        CHECK_EQUAL(round->chunks[i].body_length, fixture->chunks[i].body_length);
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        CHECK_EQUAL(round->pieces[i].result, SS_OK);
+        CHECK_EQUAL(round->pieces[i].body_length, fixture->chunks[i].body_length);
     }
     for (uint32_t i = 0; i < round->slice_count; i++) {
         CHECK_EQUAL(round->slices[i].offset, fixture->slices[i].offset);
@@ -84,25 +84,25 @@ static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, en
     check_encoded(fixture, encoded);
     int32_t socket = server_connect(server);
     char error[64];
-    for (uint32_t i = 0; i < encoded->chunk_count; i++) {
-        CHECK_EQUAL(ss_pipeline_put(pipeline, &encoded->chunks[i], head, sizeof head, socket, NULL, after_patience(),
+    for (uint32_t i = 0; i < encoded->piece_count; i++) {
+        CHECK_EQUAL(ss_pipeline_put(pipeline, &encoded->pieces[i], head, sizeof head, socket, NULL, after_patience(),
                                     error, sizeof error),
                     SS_OK);
         CHECK_EQUAL(error[0], '\0');
     }
     struct ss_round *fetched = fetch_round_make(fixture, encoded);
     CHECK_EQUAL(pipeline_fetch(pipeline, fetched, &socket, 1), SS_OK);
-    CHECK(memcmp(fetched->destination, fixture->expected, fixture->size) == 0);
+    CHECK(memcmp(fetched->groups->destination, fixture->expected, fixture->size) == 0);
     if (quantizer != SS_QUANTIZER_BINNED) {
-        CHECK(memcmp(fetched->destination, fixture->source, fixture->size) == 0);
+        CHECK(memcmp(fetched->groups->destination, fixture->source, fixture->size) == 0);
     }
     struct ss_stage_statistics statistics[SS_STAGE_COUNT];
     ss_pipeline_statistics(pipeline, statistics);
     CHECK_EQUAL(statistics[SS_STAGE_QUANTIZE].items, encoded->slice_count);
     CHECK_EQUAL(statistics[SS_STAGE_QUANTIZE].input_bytes, fixture->size);
     CHECK_EQUAL(statistics[SS_STAGE_COMPRESS].items, encoded->slice_count);
-    CHECK_EQUAL(statistics[SS_STAGE_PUT].items, encoded->chunk_count);
-    CHECK_EQUAL(statistics[SS_STAGE_PUT].input_bytes, fixture->stored_bytes + sizeof head * encoded->chunk_count);
+    CHECK_EQUAL(statistics[SS_STAGE_PUT].items, encoded->piece_count);
+    CHECK_EQUAL(statistics[SS_STAGE_PUT].input_bytes, fixture->stored_bytes + sizeof head * encoded->piece_count);
     CHECK(statistics[SS_STAGE_PUT].output_bytes > statistics[SS_STAGE_PUT].input_bytes);
     close(socket);
     round_free(fetched);
@@ -147,7 +147,7 @@ static void test_put_failures(void) {
     struct ss_pipeline *pipeline = pipeline_make(fixture, 1);
     struct ss_round *round = encode_round_make(fixture);
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
-    const struct ss_chunk *chunk = &round->chunks[1];
+    const struct ss_piece *chunk = &round->pieces[1];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char error[16] = "not overwritten";
         int32_t socket = server_connect(server);
@@ -159,7 +159,7 @@ static void test_put_failures(void) {
         close(socket);
     }
     int32_t socket = server_connect(server);
-    struct ss_chunk wrong = *chunk;
+    struct ss_piece wrong = *chunk;
     wrong.body_length = UINT64_MAX;
     CHECK_EQUAL(ss_pipeline_put(pipeline, &wrong, head, sizeof head, socket, NULL, after_patience(), NULL, 0),
                 SS_BAD_ARGUMENT);
@@ -190,7 +190,7 @@ static void test_refused_before_the_value_was_read(void) {
     struct ss_pipeline *pipeline = pipeline_make(fixture, 2);
     struct ss_round *round = encode_round_make(fixture);
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
-    struct ss_chunk *chunk = &round->chunks[0];
+    struct ss_piece *chunk = &round->pieces[0];
     memcpy(chunk->key, "early", 5);
     chunk->key_length = 5;
     int32_t socket = server_connect(server);
@@ -219,14 +219,14 @@ static void test_a_value_that_is_not_finite(void) {
     struct ss_round *round = encode_round_make(fixture);
     uint64_t chunk_bytes = fixture->size / shape.chunks;
     uint16_t infinity = 0x7f80;
-    memcpy(round->destination + 3 * chunk_bytes + 2 * 77, &infinity, sizeof infinity);
+    memcpy(round->groups->destination + 3 * chunk_bytes + 2 * 77, &infinity, sizeof infinity);
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_NOT_FINITE);
     for (uint32_t i = 0; i < 3; i++) {
-        CHECK_EQUAL(round->chunks[i].result, SS_OK);
-        CHECK_EQUAL(round->chunks[i].body_length, fixture->chunks[i].body_length);
+        CHECK_EQUAL(round->pieces[i].result, SS_OK);
+        CHECK_EQUAL(round->pieces[i].body_length, fixture->chunks[i].body_length);
     }
-    CHECK_EQUAL(round->chunks[3].result, SS_NOT_FINITE);
-    CHECK(round->chunks[4].result == SS_OK || round->chunks[4].result == SS_SKIPPED);
+    CHECK_EQUAL(round->pieces[3].result, SS_NOT_FINITE);
+    CHECK(round->pieces[4].result == SS_OK || round->pieces[4].result == SS_SKIPPED);
     round_free(round);
     ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
@@ -256,14 +256,14 @@ static void test_encode_honours_deadline_and_cancel_and_room(void) {
     struct ss_round *round = encode_round_make(fixture);
     round->deadline_ns = now_ns() - 1;
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_DEADLINE);
-    CHECK_EQUAL(round->chunks[0].result, SS_DEADLINE);
+    CHECK_EQUAL(round->pieces[0].result, SS_DEADLINE);
     round->deadline_ns = after_patience();
     ss_round_cancel(round);
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_CANCELLED);
     round->cancelled = 0;
-    round->chunks[1].decompression_offset -= 1; /* overlaps what chunk 0 might need */
+    round->pieces[1].decompression_offset -= 1; /* overlaps what chunk 0 might need */
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_BAD_ARGUMENT);
-    round->chunks[1].decompression_offset += 1;
+    round->pieces[1].decompression_offset += 1;
     CHECK_EQUAL(ss_pipeline_encode(pipeline, round), SS_OK);
     check_encoded(fixture, round);
     round_free(round);
@@ -310,7 +310,7 @@ static void test_fetches_and_stores_side_by_side(void) {
     for (int i = 0; i < 50; i++) {
         struct ss_round *round = fixture_round(fixture);
         CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, 2), SS_OK);
-        CHECK(memcmp(round->destination, fixture->expected, fixture->size) == 0);
+        CHECK(memcmp(round->groups->destination, fixture->expected, fixture->size) == 0);
         round_free(round);
     }
     atomic_store(&storing.stop, 1);

@@ -33,7 +33,7 @@ static uint64_t cpu_ns(clockid_t clock) {
     return (uint64_t)used.tv_sec * 1000000000ULL + (uint64_t)used.tv_nsec;
 }
 
-static void name_chunk(struct ss_chunk *chunk, uint32_t index) {
+static void name_chunk(struct ss_piece *chunk, uint32_t index) {
     chunk->key_length = (uint32_t)snprintf((char *)chunk->key, sizeof chunk->key, "copy:%u", index);
 }
 
@@ -47,7 +47,7 @@ static pid_t start_server(const struct fixture *fixture, uint32_t chunks, uint16
         prctl(PR_SET_PDEATHSIG, SIGKILL); /* also where a check fails */
         struct server *server = server_start();
         for (uint32_t i = 0; i < chunks; i++) {
-            struct ss_chunk chunk;
+            struct ss_piece chunk;
             name_chunk(&chunk, i);
             server_keep(server, chunk.key, chunk.key_length, fixture->records[0], fixture->record_sizes[0]);
         }
@@ -71,20 +71,23 @@ static struct ss_round *make_round(const struct fixture *fixture, uint32_t chunk
     *round = *one;
     uint32_t slices = one->slice_count;
     uint64_t symbols = fixture->dequantization_bytes;
-    round->chunk_count = chunks;
+    round->piece_count = chunks;
     round->slice_count = chunks * slices;
-    round->chunks = calloc(chunks, sizeof *round->chunks);
+    round->pieces = calloc(chunks, sizeof *round->pieces);
     round->slices = calloc((size_t)chunks * slices, sizeof *round->slices);
-    round->destination_size = fixture->size * chunks;
-    round->destination = malloc(round->destination_size);
-    CHECK(round->chunks != NULL && round->slices != NULL && round->destination != NULL);
-    memset(round->destination, 1, round->destination_size);
+    round->groups = calloc(1, sizeof *round->groups);
+    CHECK(round->groups != NULL);
+    *round->groups = *one->groups;
+    round->groups->destination_size = fixture->size * chunks;
+    round->groups->destination = malloc(round->groups->destination_size);
+    CHECK(round->pieces != NULL && round->slices != NULL && round->groups->destination != NULL);
+    memset(round->groups->destination, 1, round->groups->destination_size);
     for (uint32_t i = 0; i < chunks; i++) {
-        round->chunks[i] = one->chunks[0];
-        name_chunk(&round->chunks[i], i);
-        round->chunks[i].slice_first = i * slices;
-        round->chunks[i].decompression_offset = i * fixture->decompression_bytes;
-        round->chunks[i].dequantization_offset = i * symbols;
+        round->pieces[i] = one->pieces[0];
+        name_chunk(&round->pieces[i], i);
+        round->pieces[i].slice_first = i * slices;
+        round->pieces[i].decompression_offset = i * fixture->decompression_bytes;
+        round->pieces[i].dequantization_offset = i * symbols;
         for (uint32_t j = 0; j < slices; j++) {
             round->slices[i * slices + j] = one->slices[j];
             round->slices[i * slices + j].destination_offset += i * fixture->size;
@@ -187,7 +190,7 @@ static void run(const struct setup *setup) {
         run_round(setup, pipeline, round, sockets, server_clock);
     }
     for (uint32_t i = 0; i < setup->chunks; i++) {
-        CHECK(memcmp(round->destination + i * fixture->size, fixture->expected, fixture->size) == 0);
+        CHECK(memcmp(round->groups->destination + i * fixture->size, fixture->expected, fixture->size) == 0);
     }
     for (uint32_t i = 0; i < setup->net_threads; i++) {
         close(sockets[i]);

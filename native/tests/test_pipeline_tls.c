@@ -206,7 +206,7 @@ static void test_rounds(struct ss_tls *tls, SSL_CTX *context, int mode) {
     for (int repeat = 0; repeat < 3; repeat++) {
         struct ss_round *round = round_make(fixture, &link);
         CHECK_EQUAL(pipeline_fetch(pipeline, round, link.sockets, SOCKETS), SS_OK);
-        for (uint32_t i = 0; i < round->chunk_count; i++) {
+        for (uint32_t i = 0; i < round->piece_count; i++) {
             CHECK(fixture_matches(fixture, round, i));
         }
         CHECK_EQUAL(round->sockets_in_sync, 1);
@@ -248,7 +248,7 @@ static void test_cut_off(struct ss_tls *tls, SSL_CTX *context) {
         link_open(&link, tls, relay.port);
         struct ss_round *round = round_make(fixture, &link);
         CHECK_EQUAL(pipeline_fetch(pipeline, round, link.sockets, SOCKETS), SS_DISCONNECTED);
-        for (uint32_t i = 0; i < round->chunk_count && round->chunks[i].result == SS_OK; i++) {
+        for (uint32_t i = 0; i < round->piece_count && round->pieces[i].result == SS_OK; i++) {
             CHECK(fixture_matches(fixture, round, i));
         }
         round_free(round);
@@ -274,7 +274,7 @@ static void test_put(struct ss_tls *tls, SSL_CTX *context) {
     link_open(&link, tls, relay.port);
     char error[64];
     static const uint8_t head[100];
-    struct ss_chunk chunk = fixture->chunks[0];
+    struct ss_piece chunk = fixture->chunks[0];
     for (int repeat = 0; repeat < 3; repeat++) {
         CHECK_EQUAL(ss_pipeline_put(pipeline, &chunk, head, sizeof head, link.sockets[0], link.sessions[0],
                                     after_patience(), error, sizeof error),

@@ -73,14 +73,14 @@ static void check_slices(const struct bench *bench, int mode, uint32_t rounds) {
     for (uint64_t i = 0; i < bench->count; i++) {
         const struct ss_trace_event *event = &bench->events[i];
         CHECK(event->stage < SS_STAGE_COUNT && event->round >= 1 && event->round <= rounds);
-        CHECK(event->core >= 0 && event->chunk < shape->chunks);
+        CHECK(event->core >= 0 && event->piece < shape->chunks);
         if (event->stage == SS_STAGE_NET) {
             CHECK_EQUAL(event->slice, UINT32_MAX);
             received += event->output_bytes;
             continue;
         }
         const struct ss_slice *slice = &bench->fixture->slices[event->slice];
-        CHECK(event->slice / shape->slices == event->chunk);
+        CHECK(event->slice / shape->slices == event->piece);
         seen[((event->round - 1) * slices + event->slice) * SS_STAGE_COUNT + event->stage]++;
         if (event->stage == SS_STAGE_DECOMPRESS) {
             CHECK_EQUAL(event->input_bytes, slice->scales_length + slice->encoded_length);
@@ -153,7 +153,7 @@ static uint64_t first_begin(const struct bench *bench, uint32_t chunk, enum ss_s
     uint64_t first = UINT64_MAX;
     for (uint64_t i = 0; i < bench->count; i++) {
         const struct ss_trace_event *event = &bench->events[i];
-        if (event->chunk == chunk && event->stage == (uint32_t)stage && event->begin_ns < first) {
+        if (event->piece == chunk && event->stage == (uint32_t)stage && event->begin_ns < first) {
             first = event->begin_ns;
         }
     }
@@ -164,7 +164,7 @@ static uint64_t last_end(const struct bench *bench, uint32_t chunk, enum ss_stag
     uint64_t last = 0;
     for (uint64_t i = 0; i < bench->count; i++) {
         const struct ss_trace_event *event = &bench->events[i];
-        if (event->chunk == chunk && event->stage == (uint32_t)stage && event->end_ns > last) {
+        if (event->piece == chunk && event->stage == (uint32_t)stage && event->end_ns > last) {
             last = event->end_ns;
         }
     }

@@ -35,7 +35,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 7
+ABI_VERSION: Final = 8
 
 
 class Result(enum.IntEnum):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from shadowserve.chunk import DType, Quantizer
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import NativeError
 from shadowserve.native._library import MemoryKind, Result, Stage, check, ffi, lib
 from shadowserve.native._memory import Region
@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
-    "CHUNK_DTYPE",
     "KEY_SIZE_MAX",
+    "PIECE_DTYPE",
     "SLICE_DTYPE",
     "TRACE_DTYPE",
     "Backend",
+    "Group",
     "Pipeline",
     "Round",
     "StageStatistics",
@@ -31,9 +32,9 @@ __all__ = [
 ]
 
 KEY_SIZE_MAX: Final = 96
-"""Bytes of the longest key that a chunk can hold (``struct ss_chunk``)."""
+"""Bytes of the longest key that a piece can hold (``struct ss_piece``)."""
 ERROR_SIZE: Final = 256
-"""Bytes of the server's words that are kept of an error about a chunk."""
+"""Bytes of the server's words that are kept of an error about a piece."""
 _ERROR_TEXT_SIZE: Final = 512
 
 
@@ -64,12 +65,14 @@ SLICE_DTYPE: Final = _numpy_dtype(
 )
 """``struct ss_slice`` as a numpy dtype: an array of it is handed to the C core without a copy."""
 
-CHUNK_DTYPE: Final = _numpy_dtype(
-    "struct ss_chunk",
+PIECE_DTYPE: Final = _numpy_dtype(
+    "struct ss_piece",
     {
         "key": f"S{KEY_SIZE_MAX}",
         "key_length": "u4",
         "codec": "u4",
+        "group": "u4",
+        "chunk": "u4",
         "record_offset": "u8",
         "body_length": "u8",
         "decompression_offset": "u8",
@@ -83,7 +86,7 @@ CHUNK_DTYPE: Final = _numpy_dtype(
         "error": f"S{ERROR_SIZE}",
     },
 )
-"""``struct ss_chunk`` as a numpy dtype. ``key`` is padded with zero bytes, so ``key_length`` is what counts.
+"""``struct ss_piece`` as a numpy dtype. ``key`` is padded with zero bytes, so ``key_length`` is what counts.
 
 ``memory`` is an address, which :class:`Round` fills in.
 """
@@ -96,7 +99,7 @@ TRACE_DTYPE: Final = _numpy_dtype(
         "input_bytes": "u8",
         "output_bytes": "u8",
         "round": "u4",
-        "chunk": "u4",
+        "piece": "u4",
         "slice": "u4",
         "core": "i4",
         "stage": "u4",
@@ -151,83 +154,115 @@ class StageStatistics:
     busy_ns: int
 
 
-class Round:
-    """One round: chunks of one layout, between their sources and one destination (``struct ss_round``).
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """What the elements of a group's pieces are, and where they go to or come from (``struct ss_group``).
 
-    Keeps everything that it points at alive, and exported: a memory map cannot be closed before ``release()``.
-
-    Args:
-        chunks: array of ``CHUNK_DTYPE``; each chunk's ``result`` is written there.
-        slices: array of ``SLICE_DTYPE``.
-        quantizer: of every chunk.
+    Attributes:
+        quantizer: of every piece.
         dtype: of the elements in the destination.
         vector_length: elements of one vector.
         scale_vectors: for ``Quantizer.BINNED``: so many vectors of a slice share one scale.
         destination: memory that elements go to (``Pipeline.fetch``, writable) or come from (``Pipeline.encode``): a
             part of what the pipeline knows (``Destination.region()``), or, but for fetching with an accelerator, any.
+    """
+
+    quantizer: Quantizer
+    dtype: DType
+    vector_length: int
+    scale_vectors: int = 1
+    destination: "ReadableBuffer | Region"
+
+    @classmethod
+    def of(cls, layout: ChunkLayout, destination: "ReadableBuffer | Region") -> Self:
+        """Return the group whose chunks are laid out so."""
+        return cls(
+            quantizer=layout.quantizer,
+            dtype=layout.dtype,
+            vector_length=layout.vector_length,
+            scale_vectors=layout.scale_tokens,
+            destination=destination,
+        )
+
+
+class Round:
+    """One round: pieces of some groups, between their sources and the groups' destinations (``struct ss_round``).
+
+    Keeps everything that it points at alive, and exported: a memory map cannot be closed before ``release()``.
+
+    Args:
+        pieces: array of ``PIECE_DTYPE``, in the order in which they are wanted; each one's ``result`` is written there.
+        slices: array of ``SLICE_DTYPE``.
+        groups: that a piece's ``group`` counts from 0.
         deadline_ns: on the clock of ``time.monotonic_ns()``.
-        bodies: of chunks to fetch that lie in this process, by their index: read there, and asked of no server. They
+        bodies: of pieces to fetch that lie in this process, by their index: read there, and asked of no server. They
             must stay as they are until the fetch is back.
 
     Raises:
         NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype, or a body is not
-            as long as its chunk says.
+            as long as its piece says.
     """
 
     def __init__(
         self,
         *,
-        chunks: NDArray[np.void],
+        pieces: NDArray[np.void],
         slices: NDArray[np.void],
-        quantizer: Quantizer,
-        dtype: DType,
-        vector_length: int,
-        scale_vectors: int = 1,
-        destination: "ReadableBuffer | Region",
+        groups: Sequence[Group],
         deadline_ns: int,
         bodies: "Mapping[int, ReadableBuffer] | None" = None,
     ) -> None:
-        for name, array, wanted in (("chunks", chunks, CHUNK_DTYPE), ("slices", slices, SLICE_DTYPE)):
+        for name, array, wanted in (("pieces", pieces, PIECE_DTYPE), ("slices", slices, SLICE_DTYPE)):
             if array.dtype != wanted or array.ndim != 1 or not array.flags.c_contiguous or not array.flags.writeable:
                 raise NativeError(
                     f"{name} must be a writable, contiguous array of native.{name[:-1].upper()}_DTYPE",
                     Result.BAD_ARGUMENT,
                 )
-        self.chunks = chunks
+        self.pieces = pieces
         self.slices = slices
+        self.writable = True
+        self._held: list[Any] = []  # what bodies and destinations lie in
         self._round = ffi.new("struct ss_round *")
-        self._round.chunks = ffi.cast("struct ss_chunk *", chunks.ctypes.data)
+        self._round.pieces = ffi.cast("struct ss_piece *", pieces.ctypes.data)
         self._round.slices = ffi.cast("struct ss_slice *", slices.ctypes.data)
-        self._round.chunk_count = len(chunks)
+        self._round.piece_count = len(pieces)
         self._round.slice_count = len(slices)
-        self._round.quantizer = quantizer
-        self._round.dtype = dtype
-        self._round.scale_vectors = scale_vectors
-        self._round.vector_length = vector_length
         self._round.deadline_ns = deadline_ns
-        self._bodies: list[Any] = []
-        chunks["memory"] = 0  # of nobody else: what is read there is kept
+        pieces["memory"] = 0  # of nobody else: what is read there is kept
         for index, body in (bodies or {}).items():
-            memory = ffi.from_buffer("uint8_t[]", body)
-            self._bodies.append(memory)
-            if len(memory) != chunks[index]["body_length"]:
+            memory = self._hold(body)
+            if len(memory) != pieces[index]["body_length"]:
                 raise NativeError(
-                    f"a body of {len(memory)} bytes for chunk {index}, which has {chunks[index]['body_length']}",
+                    f"a body of {len(memory)} bytes for piece {index}, which has {pieces[index]['body_length']}",
                     Result.BAD_ARGUMENT,
                 )
-            chunks[index]["memory"] = int(ffi.cast("uintptr_t", memory))
-        self._destination: Any = None
-        if isinstance(destination, Region):
-            self.writable = True
-            registered = destination.destination
-            self._round.registered = registered._destination
-            self._round.destination = ffi.cast("uint8_t *", registered.address + destination.offset)
-            self._round.destination_size = destination.length
+            pieces[index]["memory"] = int(ffi.cast("uintptr_t", memory))
+        self._groups = ffi.new("struct ss_group[]", len(groups))
+        self._round.groups = self._groups
+        self._round.group_count = len(groups)
+        for index, group in enumerate(groups):
+            self._place(self._groups[index], group)
+
+    def _hold(self, buffer: "ReadableBuffer") -> Any:
+        memory = ffi.from_buffer("uint8_t[]", buffer)
+        self._held.append(memory)
+        return memory
+
+    def _place(self, target: Any, group: Group) -> None:
+        """Write a group where the C core reads it."""
+        target.quantizer = group.quantizer
+        target.dtype = group.dtype
+        target.scale_vectors = group.scale_vectors
+        target.vector_length = group.vector_length
+        if isinstance(group.destination, Region):
+            registered = group.destination.destination
+            target.registered = registered._destination
+            target.destination = ffi.cast("uint8_t *", registered.address + group.destination.offset)
+            target.destination_size = group.destination.length
         else:
-            self.writable = not memoryview(destination).readonly
-            self._destination = ffi.from_buffer("uint8_t[]", destination)
-            self._round.destination = self._destination
-            self._round.destination_size = len(self._destination)
+            self.writable &= not memoryview(group.destination).readonly
+            target.destination = memory = self._hold(group.destination)
+            target.destination_size = len(memory)
 
     def cancel(self) -> None:
         """Make the round end soon with ``Result.CANCELLED``; from any thread."""
@@ -240,7 +275,7 @@ class Round:
 
     @property
     def delivered_bytes(self) -> int:
-        """Bytes written into the destination."""
+        """Bytes written into the destinations."""
         return int(self._round.delivered_bytes)
 
     @property
@@ -250,20 +285,16 @@ class Round:
 
     @property
     def results(self) -> list[Result]:
-        """Each chunk's result, after the round."""
-        return [Result(int(result)) for result in self.chunks["result"]]
+        """Each piece's result, after the round: those that are ``Result.OK`` are in place."""
+        return [Result(int(result)) for result in self.pieces["result"]]
 
     def release(self) -> None:
-        """Let go of the destination and of bodies. The round must be over, and cannot run again."""
-        while self._bodies:
-            ffi.release(self._bodies.pop())
-        self.chunks["memory"] = 0
-        self._round.destination = ffi.NULL
-        self._round.destination_size = 0
-        self._round.registered = ffi.NULL
-        if self._destination is not None:
-            ffi.release(self._destination)
-            self._destination = None
+        """Let go of destinations and bodies. The round must be over, and cannot run again."""
+        self._round.groups = ffi.NULL
+        self._round.group_count = 0
+        self.pieces["memory"] = 0
+        while self._held:
+            ffi.release(self._held.pop())
 
 
 _CORE_LISTS: Final = ("net", "decompress", "dequantize", "dma", "store")
@@ -283,14 +314,14 @@ class Pipeline:
         decompression_bytes: size of the buffer that slices are received into.
         dequantization_bytes: size of the buffer for decoded slices; 0 when fused.
         dma_source_bytes: size of the buffer that is delivered from; 0 when fused.
-        store_bytes: size of the buffer that stored chunks are encoded into.
+        store_bytes: size of the buffer that stored pieces are encoded into.
         net_cores: one entry for each network thread, and so for each connection to a node; -1 leaves a thread unpinned.
         decompress_cores: likewise.
         dequantize_cores: likewise; unused when fused.
         dma_cores: likewise; unused when fused.
         store_cores: likewise.
-        chunked_pipeline: False to measure what the chunked pipeline is good for: one chunk and one stage at a time.
-        memory_management: False to measure what it is good for: each chunk's buffers are mapped, touched, locked and
+        chunked_pipeline: False to measure what the chunked pipeline is good for: one piece and one stage at a time.
+        memory_management: False to measure what it is good for: each piece's buffers are mapped, touched, locked and
             unmapped within the round; the sizes then only limit a round.
         trace_events: events that each thread has room to record; 0 for none.
         nodes_max: of a cluster that one round may ask.
@@ -397,14 +428,14 @@ class Pipeline:
             round: to fetch.
             sockets: node by node, as many for each; none where all of the round's bodies lie in this process.
             sessions: with TLS, that of each socket.
-            nodes: that the sockets are of; a chunk's ``node`` counts them from 0.
+            nodes: that the sockets are of; a piece's ``node`` counts them from 0.
 
         Returns:
-            ``Result.OK``, or the result of the first chunk that is not. Nothing is raised for a chunk's failure. Close
+            ``Result.OK``, or the result of the first piece that failed. Nothing is raised for a piece's failure. Close
             the sockets unless the round says ``sockets_in_sync``.
 
         Raises:
-            NativeError: the destination is read-only, or the pipeline is closed.
+            NativeError: a destination is read-only, or the pipeline is closed.
         """
         if not round.writable:
             raise NativeError("fetching into a read-only destination", Result.BAD_ARGUMENT)
@@ -418,35 +449,35 @@ class Pipeline:
         return Result(lib.ss_pipeline_fetch(self._open(), round._round, descriptors, len(sockets)))
 
     def encode(self, round: Round) -> Result:
-        """Quantize and compress a round's chunks from its destination into the store buffer; blocks.
+        """Quantize and compress a round's pieces from their destinations into the store buffer; blocks.
 
         Returns:
-            ``Result.OK``, or the result of the first chunk that is not.
+            ``Result.OK``, or the result of the first piece that failed.
         """
         return Result(lib.ss_pipeline_encode(self._open(), round._round))
 
     def put(
         self,
         round: Round,
-        chunk_index: int,
+        piece_index: int,
         head: "ReadableBuffer",
         socket: int,
         deadline_ns: int,
         *,
         session: TlsSession | None = None,
     ) -> tuple[Result, str]:
-        """Send ``head`` and one encoded chunk's body as a SET on a connected, non-blocking socket; blocks.
+        """Send ``head`` and one encoded piece's body as a SET on a connected, non-blocking socket; blocks.
 
         Returns:
             The result, and the server's error text for ``Result.REFUSED``. After any other failure close the socket.
         """
-        if not 0 <= chunk_index < len(round.chunks):
-            raise NativeError(f"the round has {len(round.chunks)} chunks, not {chunk_index + 1}", Result.BAD_ARGUMENT)
+        if not 0 <= piece_index < len(round.pieces):
+            raise NativeError(f"the round has {len(round.pieces)} pieces, not {piece_index + 1}", Result.BAD_ARGUMENT)
         error = ffi.new("char[]", _ERROR_TEXT_SIZE)
         with ffi.from_buffer("uint8_t[]", head) as head_bytes:
             result = lib.ss_pipeline_put(
                 self._open(),
-                round._round.chunks + chunk_index,
+                round._round.pieces + piece_index,
                 head_bytes,
                 len(head_bytes),
                 socket,

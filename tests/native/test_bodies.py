@@ -21,21 +21,22 @@ DATA = np.random.default_rng(11).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint
 
 def make_round(target: NDArray[np.uint8], bodies: dict[int, object], deadline_ns: int = 2**62) -> native.Round:
     """A round of what was stored without quantizer and codec: a body is what is delivered."""
-    chunks, slices = np.zeros(CHUNKS, native.CHUNK_DTYPE), np.zeros(CHUNKS * SLICES, native.SLICE_DTYPE)
-    chunks["codec"], chunks["slice_count"], chunks["body_length"] = native.Codec.NONE, SLICES, CHUNK_BYTES
-    chunks["slice_first"] = SLICES * np.arange(CHUNKS)
-    chunks["decompression_offset"] = CHUNK_BYTES * np.arange(CHUNKS)
-    chunks["key"] = [b"chunk %d" % index for index in range(CHUNKS)]
-    chunks["key_length"] = 7
+    pieces, slices = np.zeros(CHUNKS, native.PIECE_DTYPE), np.zeros(CHUNKS * SLICES, native.SLICE_DTYPE)
+    pieces["codec"], pieces["slice_count"], pieces["body_length"] = native.Codec.NONE, SLICES, CHUNK_BYTES
+    pieces["chunk"] = np.arange(CHUNKS)
+    pieces["slice_first"] = SLICES * np.arange(CHUNKS)
+    pieces["decompression_offset"] = CHUNK_BYTES * np.arange(CHUNKS)
+    pieces["key"] = [b"chunk %d" % index for index in range(CHUNKS)]
+    pieces["key_length"] = 7
     slices["offset"] = np.tile(SLICE_BYTES * np.arange(SLICES), CHUNKS)
     slices["destination_offset"] = SLICE_BYTES * np.arange(CHUNKS * SLICES)
     slices["encoded_length"] = slices["decoded_length"] = SLICE_BYTES
     slices["vectors"] = 16
     slices["checksum"] = slices["decoded_crc32"] = [native.crc32(part) for part in DATA.reshape(-1, SLICE_BYTES)]
-    return native.Round(
-        chunks=chunks, slices=slices, quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8,
-        vector_length=SLICE_BYTES // 16, destination=target, deadline_ns=deadline_ns, bodies=bodies,
-    )  # fmt: skip
+    group = native.Group(
+        quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, destination=target
+    )
+    return native.Round(pieces=pieces, slices=slices, groups=[group], deadline_ns=deadline_ns, bodies=bodies)
 
 
 @pytest.fixture
@@ -104,7 +105,7 @@ def test_a_damaged_body_fails_its_chunk_and_those_behind(target: NDArray[np.uint
 
 
 def test_a_body_of_another_length_is_refused(target: NDArray[np.uint8]) -> None:
-    with pytest.raises(NativeError, match="a body of 5 bytes for chunk 1, which has 12288") as caught:
+    with pytest.raises(NativeError, match="a body of 5 bytes for piece 1, which has 12288") as caught:
         make_round(target, {1: b"short"})
     assert caught.value.result is Result.BAD_ARGUMENT
 

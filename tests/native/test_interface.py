@@ -44,7 +44,7 @@ def test_enums_are_the_headers(enum: type[native.Result], prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "struct"), [(native.SLICE_DTYPE, "struct ss_slice"), (native.CHUNK_DTYPE, "struct ss_chunk")]
+    ("dtype", "struct"), [(native.SLICE_DTYPE, "struct ss_slice"), (native.PIECE_DTYPE, "struct ss_piece")]
 )
 def test_numpy_dtypes_are_the_structs(dtype: np.dtype[np.void], struct: str) -> None:
     body = re.search(struct + r" \{(.*?)\};", HEADER, re.DOTALL)
@@ -138,15 +138,12 @@ def test_calls_release_the_gil() -> None:
 
 
 def make_round(destination: bytearray | bytes | mmap.mmap, **changes: object) -> native.Round:
-    """Return a round with one empty chunk."""
+    """Return a round with one empty piece."""
+    group = native.Group(quantizer=Quantizer.LOSSLESS, dtype=DType.BFLOAT16, vector_length=64, destination=destination)
     arguments = {
-        "chunks": np.zeros(1, native.CHUNK_DTYPE),
+        "pieces": np.zeros(1, native.PIECE_DTYPE),
         "slices": np.zeros(1, native.SLICE_DTYPE),
-        "quantizer": Quantizer.LOSSLESS,
-        "dtype": DType.BFLOAT16,
-        "scale_vectors": 1,
-        "vector_length": 64,
-        "destination": destination,
+        "groups": [group],
         "deadline_ns": 1,
         **changes,
     }
@@ -171,10 +168,10 @@ def test_a_round_holds_its_memory_until_released() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"chunks": np.zeros(1, native.SLICE_DTYPE)},
+        {"pieces": np.zeros(1, native.SLICE_DTYPE)},
         {"slices": np.zeros(4, np.uint8)},
         {"slices": np.zeros(4, native.SLICE_DTYPE)[::2]},
-        {"chunks": np.zeros((1, 1), native.CHUNK_DTYPE)},
+        {"pieces": np.zeros((1, 1), native.PIECE_DTYPE)},
     ],
 )
 def test_a_round_takes_only_its_own_arrays(changes: dict[str, object]) -> None:

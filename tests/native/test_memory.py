@@ -89,15 +89,15 @@ def test_a_region_lies_within_its_destination(pipeline: native.Pipeline) -> None
 
 
 def stored(pipeline: native.Pipeline, destination: Any) -> tuple[Result, list[int]]:
-    """Encode as one chunk of many slices, without compression; return what came of it and the slices' checksums."""
-    chunks, slices = np.zeros(1, native.CHUNK_DTYPE), np.zeros(SLICES, native.SLICE_DTYPE)
-    chunks["codec"], chunks["slice_count"] = native.Codec.NONE, SLICES
+    """Encode as one piece of many slices, without compression; return what came of it and the slices' checksums."""
+    pieces, slices = np.zeros(1, native.PIECE_DTYPE), np.zeros(SLICES, native.SLICE_DTYPE)
+    pieces["codec"], pieces["slice_count"] = native.Codec.NONE, SLICES
     slices["destination_offset"] = np.arange(SLICES) * SLICE_BYTES
     slices["decoded_length"], slices["vectors"] = SLICE_BYTES, 16
-    round_ = native.Round(
-        chunks=chunks, slices=slices, quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8,
-        vector_length=SLICE_BYTES // 16, destination=destination, deadline_ns=2**62,
-    )  # fmt: skip
+    group = native.Group(
+        quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, destination=destination
+    )
+    round_ = native.Round(pieces=pieces, slices=slices, groups=[group], deadline_ns=2**62)
     result = pipeline.encode(round_)
     round_.release()
     return result, [int(crc) for crc in slices["decoded_crc32"]]

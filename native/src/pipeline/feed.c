@@ -13,13 +13,13 @@ enum { PUSH_MAX = 64 };
 
 static const struct ss_source *const sources[SS_SOURCE_COUNT] = {&ss_source_resp, &ss_source_memory};
 
-const struct ss_source *ss_source_of(const struct ss_chunk *chunk) {
+const struct ss_source *ss_source_of(const struct ss_piece *piece) {
     for (int i = 0; i < SS_SOURCE_COUNT; i++) {
-        if (sources[i]->takes(chunk)) {
+        if (sources[i]->takes(piece)) {
             return sources[i];
         }
     }
-    return NULL; /* not so: every chunk is with memory or without */
+    return NULL; /* not so: every piece is with memory or without */
 }
 
 enum ss_result ss_sources_create(struct ss_worker *worker) {
@@ -57,39 +57,39 @@ int ss_feed_broken(const struct ss_feed *feed) {
     return atomic_load(&pipeline_of(feed)->fetch.broken) != 0;
 }
 
-uint32_t ss_feed_useful(const struct ss_feed *feed) {
-    return atomic_load(&pipeline_of(feed)->fetch.first_failed);
+int ss_feed_useful(const struct ss_feed *feed, uint32_t piece) {
+    return ss_piece_useful(&pipeline_of(feed)->piece_states[piece]);
 }
 
 uint32_t ss_feed_open(const struct ss_feed *feed) {
-    return atomic_load(&pipeline_of(feed)->fetch.open_chunks);
+    return atomic_load(&pipeline_of(feed)->fetch.open_pieces);
 }
 
-int ss_feed_make_place(const struct ss_feed *feed, uint32_t chunk) {
-    enum ss_result mapped = ss_chunk_map(pipeline_of(feed), chunk);
+int ss_feed_make_place(const struct ss_feed *feed, uint32_t piece) {
+    enum ss_result mapped = ss_piece_map(pipeline_of(feed), piece);
     if (mapped != SS_OK) {
-        ss_fetch_fail(pipeline_of(feed), chunk, mapped, 0);
+        ss_fetch_fail(pipeline_of(feed), piece, mapped, 0);
         ss_fetch_wake_net(pipeline_of(feed));
     }
     return mapped == SS_OK;
 }
 
-uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t chunk) {
-    return pipeline_of(feed)->chunk_states[chunk].stored;
+uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece) {
+    return pipeline_of(feed)->piece_states[piece].stored;
 }
 
-void ss_feed_slices(const struct ss_feed *feed, uint32_t chunk, uint32_t slice_first, uint32_t count,
+void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_first, uint32_t count,
                     uint64_t decoded_before) {
     struct ss_pipeline *pipeline = pipeline_of(feed);
     struct ss_item items[PUSH_MAX];
     if (!pipeline->options.chunked_pipeline) {
-        return; /* they wait for the rest of their chunk */
+        return; /* they wait for the rest of their piece */
     }
     while (count > 0) {
         uint32_t filled = 0;
         for (; filled < count && filled < PUSH_MAX; filled++) {
             uint32_t slice = slice_first + filled;
-            items[filled] = (struct ss_item){.decoded_before = decoded_before, .chunk = chunk, .slice = slice};
+            items[filled] = (struct ss_item){.decoded_before = decoded_before, .piece = piece, .slice = slice};
             decoded_before += feed->round->slices[slice].decoded_length;
         }
         atomic_fetch_add(&pipeline->fetch.work, filled);
@@ -99,20 +99,20 @@ void ss_feed_slices(const struct ss_feed *feed, uint32_t chunk, uint32_t slice_f
     }
 }
 
-void ss_feed_answered(const struct ss_feed *feed, uint32_t chunk) {
+void ss_feed_answered(const struct ss_feed *feed, uint32_t piece) {
     struct ss_pipeline *pipeline = pipeline_of(feed);
-    ss_chunk_part_done(pipeline, chunk);
+    ss_piece_part_done(pipeline, piece);
     if (!pipeline->options.chunked_pipeline) {
-        ss_barrier_leave(pipeline, SS_STAGE_NET, chunk);
+        ss_barrier_leave(pipeline, SS_STAGE_NET, piece);
     }
 }
 
-void ss_feed_fail(const struct ss_feed *feed, uint32_t chunk, enum ss_result result, int broken) {
-    ss_fetch_fail(pipeline_of(feed), chunk, result, broken);
+void ss_feed_fail(const struct ss_feed *feed, uint32_t piece, enum ss_result result, int broken) {
+    ss_fetch_fail(pipeline_of(feed), piece, result, broken);
 }
 
-void ss_feed_refused(const struct ss_feed *feed, uint32_t chunk, const char *text, size_t length) {
-    ss_fetch_refused(pipeline_of(feed), chunk, text, length);
+void ss_feed_refused(const struct ss_feed *feed, uint32_t piece, const char *text, size_t length) {
+    ss_fetch_refused(pipeline_of(feed), piece, text, length);
 }
 
 void ss_feed_os_error(const struct ss_feed *feed, int error) {
@@ -132,9 +132,9 @@ uint64_t ss_feed_trace_begin(const struct ss_feed *feed) {
     return ss_trace_now(pipeline_of(feed));
 }
 
-void ss_feed_trace_end(const struct ss_feed *feed, uint32_t chunk, uint64_t begin_ns, uint64_t bytes) {
+void ss_feed_trace_end(const struct ss_feed *feed, uint32_t piece, uint64_t begin_ns, uint64_t bytes) {
     const struct ss_trace_work work = {
-        .chunk = chunk, .slice = UINT32_MAX, .input_bytes = bytes, .output_bytes = bytes};
+        .piece = piece, .slice = UINT32_MAX, .input_bytes = bytes, .output_bytes = bytes};
     ss_trace_add(feed->worker, SS_STAGE_NET, begin_ns, ss_now_ns(), &work);
 }
 

@@ -35,8 +35,11 @@
 #include "shadowserve.h"
 #include "sources/source.h"
 
-/* Chunks in one round: 4 Mi tokens at 256 a chunk, over any context there is. Bounds what is allocated up front. */
-enum { SS_ROUND_CHUNKS_MAX = 16384 };
+/*
+ * Pieces in one round: 4 Mi tokens in chunks of 256, over any context there is; in one layer's pieces, some gigabytes.
+ * And groups, of which models have a few. Bounds what is allocated up front.
+ */
+enum { SS_ROUND_PIECES_MAX = 16384, SS_ROUND_GROUPS_MAX = 64 };
 
 /* Limits on the options, so that a typing error is an error and not a machine that swaps. */
 enum { SS_THREADS_MAX = 256, SS_QUEUE_DEPTH_MAX = 1 << 20, SS_REQUESTS_IN_FLIGHT_MAX = 4096 };
@@ -68,11 +71,20 @@ struct ss_counters {
     _Atomic uint64_t busy_ns;
 };
 
-/* Regions of one chunk. Without memory management each is a mapping of its own, and NULL while there is none. */
-struct ss_chunk_state {
+/* A group of the fetch round that is running. */
+struct ss_group_state {
+    const struct ss_group *group;
+    uint32_t symbol_bytes;   /* dequantized bytes for each byte of symbols */
+    _Atomic uint32_t chunks; /* those from here on are of no use any more; UINT32_MAX while nothing failed */
+};
+
+/* A piece and its regions. Without memory management each is a mapping of its own, and NULL while there is none. */
+struct ss_piece_state {
     _Atomic uint32_t remaining; /* slices not delivered, plus answers not received to their end */
     _Atomic uint32_t result;    /* the first failure */
     uint32_t answers;           /* of its source: those that are to come to an end */
+    uint32_t chunk;
+    struct ss_group_state *group;
     uint64_t symbols_bytes;
     uint8_t *stored;            /* its body, as received */
     uint8_t *symbols;           /* separate stages only */
@@ -87,23 +99,22 @@ struct ss_fetch {
     uint32_t node_count;
     uint32_t net_threads;          /* that take part; so many sockets there are to each node */
     uint32_t number;               /* of the round */
-    uint32_t symbol_bytes;         /* dequantized bytes for each byte of symbols */
-    _Atomic uint32_t first_failed; /* lowest failing chunk, chunk_count while there is none */
     _Atomic uint32_t abort_result; /* SS_DEADLINE or SS_CANCELLED: everything unfinished ends */
     _Atomic uint32_t broken;       /* a connection is lost or out of step: do not wait for useless answers */
     _Atomic uint32_t out_of_sync;  /* a socket holds half an answer */
     _Atomic int32_t os_error;      /* errno of the first SS_OS_ERROR */
-    _Atomic uint32_t open_chunks;  /* chunks that may be asked for; all of them in the chunked pipeline */
-    _Atomic uint32_t barrier;      /* not in the chunked pipeline: parts of the last open chunk still in their stage */
+    _Atomic uint32_t open_pieces;  /* pieces that may be asked for; all of them in the chunked pipeline */
+    _Atomic uint32_t barrier;      /* not in the chunked pipeline: parts of the last open piece still in their stage */
     _Atomic uint64_t work;
     _Atomic uint64_t received_bytes;
     _Atomic uint64_t delivered_bytes;
+    struct ss_group_state groups[SS_ROUND_GROUPS_MAX];
 };
 
 /* The encode call that is running. */
 struct ss_store {
     struct ss_round *round;
-    _Atomic uint32_t next_chunk;
+    _Atomic uint32_t next_piece;
     _Atomic uint32_t first_failed;
     uint32_t threads_running; /* under the pipeline's lock */
 };
@@ -154,7 +165,7 @@ struct ss_pipeline {
     struct ss_queue dma_queue;
     struct ss_worker *workers; /* net, decompress, dequantize, dma, store, in this order */
     uint32_t worker_count;
-    struct ss_chunk_state *chunk_states;
+    struct ss_piece_state *piece_states;
     uint32_t *fetch_order; /* scratch for checking a round */
     uint32_t *encode_order;
 
@@ -179,7 +190,7 @@ struct ss_pipeline {
     struct ss_counters put;
     _Atomic uint32_t trace_recording; /* the generation that is recorded; 0: off */
     uint32_t trace_generation;        /* the last one; under the lock */
-    pthread_mutex_t chunk_memory;     /* without memory management: mapping a chunk's buffers, once */
+    pthread_mutex_t piece_memory;     /* without memory management: mapping a piece's buffers, once */
 
     struct ss_destination *kept; /* released after the device was given up; under the lock */
 
@@ -228,36 +239,45 @@ enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_rou
 void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
                     uint32_t socket_count);
 
-/* ss_fetch_fail() notes that 'chunk' failed; only its first failure counts. 'broken': of its connection, too. */
-void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t chunk, enum ss_result result, int broken);
+/*
+ * ss_fetch_fail() notes that 'piece' failed; only its first failure counts. 'broken': of its connection, too. Of its
+ * group, its chunk and those behind are of no use any more; without the chunked pipeline, nothing that is not there is.
+ */
+void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result result, int broken);
 
 /*
- * ss_fetch_refused() notes an error that a server answered for 'chunk': a redirection to another node leaves the chunks
- * behind it alone (but without the chunked pipeline), anything else fails.
+ * ss_fetch_refused() notes an error that a server answered for 'piece': a redirection to another node leaves other
+ * pieces alone (but without the chunked pipeline), anything else fails.
  */
-void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t chunk, const char *text, size_t length);
+void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length);
 
 /* ss_fetch_abort() ends the round early with SS_DEADLINE or SS_CANCELLED; the first caller wins. */
 void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result);
 
-/* ss_fetch_drops() returns whether work on 'chunk' is of no use any more. */
-int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t chunk);
+/* ss_piece_useful() returns whether all that failed leaves a piece of use. */
+static inline int ss_piece_useful(const struct ss_piece_state *state) {
+    return state->chunk < atomic_load_explicit(&state->group->chunks, memory_order_relaxed);
+}
+
+/* ss_fetch_drops() returns whether work on 'piece' is of no use any more. */
+int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ss_fetch_finish() writes the results of a quiet round and returns the round's. */
 enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline);
 
-/* ss_chunk_part_done() counts a slice that was delivered, or an answer that ended well. */
-void ss_chunk_part_done(struct ss_pipeline *pipeline, uint32_t chunk);
+/* ss_piece_part_done() counts a slice that was delivered, or an answer that ended well. */
+void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ---- memory.c ---- */
 
-/* ss_round_memory_check() returns SS_OK where the backend can deliver to the round's destination. */
-enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const struct ss_round *round);
+/* ss_round_memory_check() returns SS_OK where the round's destinations can be reached; 'plain': memory that nobody
+ * registered, too. */
+enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const struct ss_round *round, int plain);
 
 /* ---- feed.c ---- */
 
-/* ss_source_of() returns whose a chunk is. */
-const struct ss_source *ss_source_of(const struct ss_chunk *chunk);
+/* ss_source_of() returns whose a piece is. */
+const struct ss_source *ss_source_of(const struct ss_piece *piece);
 
 /* ss_sources_create() makes a network thread's state of each source. SS_NO_MEMORY. */
 enum ss_result ss_sources_create(struct ss_worker *worker);
@@ -283,21 +303,24 @@ void *ss_dequantize_thread(void *worker);
 /* ---- ablation.c ---- */
 
 /*
- * ss_barrier_leave() is called without the chunked pipeline for each part of 'chunk' (a connection's answer, then a
- * slice) that is through with 'stage'. The last one sends the whole chunk to the next stage or, behind the last stage
- * or where the chunk failed, opens the next chunk.
+ * ss_barrier_leave() is called without the chunked pipeline for each part of 'piece' (a connection's answer, then a
+ * slice) that is through with 'stage'. The last one sends the whole piece to the next stage or, behind the last stage
+ * or where the piece failed, opens the next piece.
  */
-void ss_barrier_leave(struct ss_pipeline *pipeline, enum ss_stage stage, uint32_t chunk);
+void ss_barrier_leave(struct ss_pipeline *pipeline, enum ss_stage stage, uint32_t piece);
 
-/* ss_chunk_map() makes the buffers of a chunk unless it has them, without memory management. SS_NO_MEMORY. */
-enum ss_result ss_chunk_map(struct ss_pipeline *pipeline, uint32_t chunk);
-void ss_chunk_unmap(struct ss_pipeline *pipeline, uint32_t chunk);
+/* ss_piece_open() opens the first piece from 'index' on that is of use, without the chunked pipeline. */
+void ss_piece_open(struct ss_pipeline *pipeline, uint32_t index);
+
+/* ss_piece_map() makes the buffers of a piece unless it has them, without memory management. SS_NO_MEMORY. */
+enum ss_result ss_piece_map(struct ss_pipeline *pipeline, uint32_t piece);
+void ss_piece_unmap(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ---- trace.c ---- */
 
 /* What a span was spent on. */
 struct ss_trace_work {
-    uint32_t chunk;
+    uint32_t piece;
     uint32_t slice;
     uint64_t input_bytes;
     uint64_t output_bytes;

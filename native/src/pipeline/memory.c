@@ -71,15 +71,21 @@ uint8_t *ss_destination_address(const struct ss_destination *destination) {
     return destination->address;
 }
 
-enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const struct ss_round *round) {
-    const struct ss_destination *registered = round->registered;
-    if (registered == NULL) {
-        return pipeline->capabilities.plain_memory || round->chunk_count == 0 ? SS_OK : SS_BAD_ARGUMENT;
-    }
-    uintptr_t offset = (uintptr_t)round->destination - (uintptr_t)registered->address; /* wraps where it is below */
-    if (registered->pipeline != pipeline || offset > registered->size ||
-        round->destination_size > registered->size - offset) {
-        return SS_BAD_ARGUMENT;
+enum ss_result ss_round_memory_check(const struct ss_pipeline *pipeline, const struct ss_round *round, int plain) {
+    for (uint32_t i = 0; i < round->group_count; i++) {
+        const struct ss_group *group = &round->groups[i];
+        const struct ss_destination *registered = group->registered;
+        if (registered == NULL) {
+            if (!plain && round->piece_count > 0) {
+                return SS_BAD_ARGUMENT;
+            }
+            continue;
+        }
+        uintptr_t offset = (uintptr_t)group->destination - (uintptr_t)registered->address; /* wraps where it is below */
+        if (registered->pipeline != pipeline || offset > registered->size ||
+            group->destination_size > registered->size - offset) {
+            return SS_BAD_ARGUMENT;
+        }
     }
     return SS_OK;
 }

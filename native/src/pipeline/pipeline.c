@@ -133,7 +133,7 @@ static uint64_t scratch_bytes(const struct ss_pipeline *pipeline) {
     return bytes;
 }
 
-/* One buffer of fetch rounds. Without memory management it is but a limit, and chunks bring their own. */
+/* One buffer of fetch rounds. Without memory management it is but a limit, and pieces bring their own. */
 static enum ss_result create_buffer(struct ss_pipeline *pipeline, struct ss_buffer *buffer, uint64_t size) {
     if (!pipeline->options.memory_management) {
         buffer->size = size;
@@ -186,10 +186,10 @@ static enum ss_result create_queues(struct ss_pipeline *pipeline) {
     if (result == SS_OK && !options->fused) {
         result = ss_queue_init(&pipeline->dma_queue, options->queue_depth, options->dma_threads);
     }
-    pipeline->chunk_states = calloc(SS_ROUND_CHUNKS_MAX, sizeof *pipeline->chunk_states);
-    pipeline->fetch_order = calloc(SS_ROUND_CHUNKS_MAX, sizeof *pipeline->fetch_order);
-    pipeline->encode_order = calloc(SS_ROUND_CHUNKS_MAX, sizeof *pipeline->encode_order);
-    if (pipeline->chunk_states == NULL || pipeline->fetch_order == NULL || pipeline->encode_order == NULL) {
+    pipeline->piece_states = calloc(SS_ROUND_PIECES_MAX, sizeof *pipeline->piece_states);
+    pipeline->fetch_order = calloc(SS_ROUND_PIECES_MAX, sizeof *pipeline->fetch_order);
+    pipeline->encode_order = calloc(SS_ROUND_PIECES_MAX, sizeof *pipeline->encode_order);
+    if (pipeline->piece_states == NULL || pipeline->fetch_order == NULL || pipeline->encode_order == NULL) {
         return SS_NO_MEMORY;
     }
     return result;
@@ -357,7 +357,7 @@ static void create_locks(struct ss_pipeline *pipeline) {
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&pipeline->lock, NULL);
-    pthread_mutex_init(&pipeline->chunk_memory, NULL);
+    pthread_mutex_init(&pipeline->piece_memory, NULL);
     pthread_cond_init(&pipeline->net_go, &monotonic);
     pthread_cond_init(&pipeline->store_go, &monotonic);
     pthread_cond_init(&pipeline->quiet, &monotonic);
@@ -480,7 +480,7 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
     ss_queue_destroy(&pipeline->decompress_queue);
     ss_queue_destroy(&pipeline->dequantize_queue);
     ss_queue_destroy(&pipeline->dma_queue);
-    free(pipeline->chunk_states);
+    free(pipeline->piece_states);
     free(pipeline->fetch_order);
     free(pipeline->encode_order);
     ss_buffer_unmap(&pipeline->decompression);
@@ -494,7 +494,7 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
     pthread_cond_destroy(&pipeline->quiet);
     pthread_cond_destroy(&pipeline->store_go);
     pthread_cond_destroy(&pipeline->net_go);
-    pthread_mutex_destroy(&pipeline->chunk_memory);
+    pthread_mutex_destroy(&pipeline->piece_memory);
     pthread_mutex_destroy(&pipeline->lock);
     free(pipeline);
 }
@@ -523,9 +523,9 @@ static void wait_until_quiet(struct ss_pipeline *pipeline) {
     pthread_mutex_unlock(&pipeline->lock);
 }
 
-static void mark_chunks(struct ss_round *round, enum ss_result result) {
-    for (uint32_t i = 0; round->chunks != NULL && i < round->chunk_count; i++) {
-        round->chunks[i].result = result;
+static void mark_pieces(struct ss_round *round, enum ss_result result) {
+    for (uint32_t i = 0; round->pieces != NULL && i < round->piece_count; i++) {
+        round->pieces[i].result = result;
     }
     round->received_bytes = 0;
     round->delivered_bytes = 0;
@@ -568,7 +568,7 @@ enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *
         wait_until_quiet(pipeline);
         result = ss_fetch_finish(pipeline);
     } else {
-        mark_chunks(round, result);
+        mark_pieces(round, result);
     }
     int error = result == SS_OS_ERROR ? atomic_load(&pipeline->fetch.os_error) : 0;
     pthread_mutex_lock(&pipeline->lock);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * put.c - SET of one encoded chunk, on the caller's thread
+ * put.c - SET of one encoded piece, on the caller's thread
  *
  * The request is gathered from where its parts lie, so the body is copied by nobody but the kernel. A server may
  * answer before it has read everything (a value that is too large); its answer is worth more than the broken pipe
@@ -125,27 +125,27 @@ static enum ss_result put_outcome(const struct put *put, char *error, size_t err
     return SS_REFUSED;
 }
 
-enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_chunk *chunk, const void *head,
+enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_piece *piece, const void *head,
                                size_t head_size, int32_t socket, struct ss_tls_session *session, uint64_t deadline_ns,
                                char *error, size_t error_size) {
     if (error != NULL && error_size > 0) {
         error[0] = '\0';
     }
-    if (pipeline == NULL || chunk == NULL || (head == NULL && head_size > 0) || socket < 0 || chunk->key_length == 0 ||
-        chunk->key_length > sizeof chunk->key || chunk->body_length == 0 ||
-        chunk->decompression_offset > pipeline->store_buffer.size ||
-        chunk->body_length > pipeline->store_buffer.size - chunk->decompression_offset ||
-        head_size > (uint64_t)INT64_MAX - chunk->body_length) {
+    if (pipeline == NULL || piece == NULL || (head == NULL && head_size > 0) || socket < 0 || piece->key_length == 0 ||
+        piece->key_length > sizeof piece->key || piece->body_length == 0 ||
+        piece->decompression_offset > pipeline->store_buffer.size ||
+        piece->body_length > pipeline->store_buffer.size - piece->decompression_offset ||
+        head_size > (uint64_t)INT64_MAX - piece->body_length) {
         return SS_BAD_ARGUMENT;
     }
     uint8_t command[SS_RESP_REQUEST_MAX];
-    size_t command_size = ss_resp_set(command, chunk->key, chunk->key_length, head_size + chunk->body_length);
+    size_t command_size = ss_resp_set(command, piece->key, piece->key_length, head_size + piece->body_length);
     uint8_t end[2] = {'\r', '\n'};
     struct put put = {.channel = {.socket = socket, .session = session}, .deadline_ns = deadline_ns};
     put.parts[0] = (struct iovec){.iov_base = command, .iov_len = command_size};
     put.parts[1] = (struct iovec){.iov_base = (void *)(uintptr_t)head, .iov_len = head_size};
-    put.parts[2] = (struct iovec){.iov_base = pipeline->store_buffer.data + chunk->decompression_offset,
-                                  .iov_len = chunk->body_length};
+    put.parts[2] = (struct iovec){.iov_base = pipeline->store_buffer.data + piece->decompression_offset,
+                                  .iov_len = piece->body_length};
     put.parts[3] = (struct iovec){.iov_base = end, .iov_len = sizeof end};
     ss_resp_head_start(&put.reply);
     uint64_t begin = ss_thread_ns();
@@ -157,6 +157,6 @@ enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_chu
     if (put.first_part < PUT_PARTS && put.sent > 0) {
         ss_socket_disconnect(socket); /* half a request is on its way: nothing sensible can follow it */
     }
-    ss_counters_add(&pipeline->put, result == SS_OK, head_size + chunk->body_length, put.sent, ss_thread_ns() - begin);
+    ss_counters_add(&pipeline->put, result == SS_OK, head_size + piece->body_length, put.sent, ss_thread_ns() - begin);
     return result;
 }

@@ -5,8 +5,9 @@
  * A round's numbers come from records that were read over a network, so every one of them is checked here, once,
  * before any byte moves; behind this file the stages trust them.
  *
- * Failure. Chunks are a prefix chain: a chunk is of use only if all before it arrived. So the lowest failing chunk
- * decides: everything before it is completed, everything behind it is dropped.
+ * Failure. The chunks of a group are a prefix chain: a chunk is of use only if all of it arrived, and all before it. So
+ * each group has a bound, the lowest chunk of which a piece failed: what is before it is completed, wherever it comes
+ * in the list, what is not is dropped.
  */
 #include <string.h>
 
@@ -14,52 +15,69 @@
 
 /* ---- Checks -------------------------------------------------------------------------------------------------- */
 
-/* The regions of a chunk that must not overlap another chunk's. */
-enum region { REGION_STORED, REGION_RECEIVED, REGION_SYMBOLS, REGION_ENCODED };
+/* The regions of a piece that must not overlap another piece's. */
+enum region { REGION_SLICES, REGION_STORED, REGION_RECEIVED, REGION_SYMBOLS, REGION_ENCODED };
 
-static uint32_t symbol_bytes(const struct ss_round *round) {
-    return round->quantizer == SS_QUANTIZER_BINNED ? (uint32_t)ss_dtype_size(round->dtype) : 1;
+static uint32_t symbol_bytes(const struct ss_group *group) {
+    return group->quantizer == SS_QUANTIZER_BINNED ? (uint32_t)ss_dtype_size(group->dtype) : 1;
 }
 
-static int layout_is_valid(const struct ss_round *round) {
-    if (round->chunk_count > SS_ROUND_CHUNKS_MAX || ss_dtype_size(round->dtype) == 0 || round->vector_length == 0) {
+static const struct ss_group *group_of(const struct ss_round *round, const struct ss_piece *piece) {
+    return &round->groups[piece->group];
+}
+
+static int group_is_valid(const struct ss_group *group) {
+    if (ss_dtype_size(group->dtype) == 0 || group->vector_length == 0 ||
+        (group->destination == NULL && group->destination_size > 0)) {
         return 0;
     }
-    if (round->chunk_count > 0 && (round->chunks == NULL || round->slices == NULL || round->destination == NULL)) {
-        return 0;
-    }
-    switch (round->quantizer) {
+    switch (group->quantizer) {
     case SS_QUANTIZER_PASSTHROUGH:
     case SS_QUANTIZER_LOSSLESS:
         return 1;
     case SS_QUANTIZER_BINNED:
-        return round->dtype != SS_DTYPE_UINT8 && round->scale_vectors != 0;
+        return group->dtype != SS_DTYPE_UINT8 && group->scale_vectors != 0;
     default:
         return 0;
     }
 }
 
-static int slice_is_valid(const struct ss_round *round, const struct ss_slice *slice) {
-    int binned = round->quantizer == SS_QUANTIZER_BINNED;
-    uint64_t elements = (uint64_t)slice->vectors * round->vector_length;
+/* The tables are there and of a size that can be; each group makes sense. */
+static int tables_are_valid(const struct ss_round *round) {
+    if (round->piece_count > SS_ROUND_PIECES_MAX || round->group_count > SS_ROUND_GROUPS_MAX ||
+        (round->group_count > 0 && round->groups == NULL) ||
+        (round->piece_count > 0 && (round->pieces == NULL || round->slices == NULL))) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < round->group_count; i++) {
+        if (!group_is_valid(&round->groups[i])) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static int slice_is_valid(const struct ss_group *group, const struct ss_slice *slice) {
+    int binned = group->quantizer == SS_QUANTIZER_BINNED;
+    uint64_t elements = (uint64_t)slice->vectors * group->vector_length;
     if (elements == 0 || elements > SS_SLICE_BYTES_MAX) {
         return 0;
     }
-    uint64_t decoded = binned ? elements : elements * ss_dtype_size(round->dtype);
+    uint64_t decoded = binned ? elements : elements * ss_dtype_size(group->dtype);
     uint64_t scales =
-        binned ? ((uint64_t)slice->vectors + round->scale_vectors - 1) / round->scale_vectors * sizeof(float) : 0;
+        binned ? ((uint64_t)slice->vectors + group->scale_vectors - 1) / group->scale_vectors * sizeof(float) : 0;
     if (slice->decoded_length != decoded || decoded > SS_SLICE_BYTES_MAX || slice->scales_length != scales) {
         return 0;
     }
-    uint64_t delivered = decoded * symbol_bytes(round);
-    return slice->destination_offset <= round->destination_size &&
-           delivered <= round->destination_size - slice->destination_offset;
+    uint64_t delivered = decoded * symbol_bytes(group);
+    return slice->destination_offset <= group->destination_size &&
+           delivered <= group->destination_size - slice->destination_offset;
 }
 
 /* What only encoding needs of the slices: decoding takes any symbols. */
-static int bins_are_valid(const struct ss_round *round, const struct ss_chunk *chunk) {
-    for (uint32_t i = 0; round->quantizer == SS_QUANTIZER_BINNED && i < chunk->slice_count; i++) {
-        uint32_t bins = round->slices[chunk->slice_first + i].bins;
+static int bins_are_valid(const struct ss_round *round, const struct ss_piece *piece) {
+    for (uint32_t i = 0; group_of(round, piece)->quantizer == SS_QUANTIZER_BINNED && i < piece->slice_count; i++) {
+        uint32_t bins = round->slices[piece->slice_first + i].bins;
         if (bins < 4 || bins > 256 || bins % 2 != 0) {
             return 0;
         }
@@ -67,53 +85,61 @@ static int bins_are_valid(const struct ss_round *round, const struct ss_chunk *c
     return 1;
 }
 
-/* The chunk can be asked for, and its slices lie in its body in order and without gaps. */
-static int stored_form_is_valid(const struct ss_round *round, const struct ss_chunk *chunk) {
+/* The piece can be asked for, and its slices lie in its body in order and without gaps. */
+static int stored_form_is_valid(const struct ss_round *round, const struct ss_piece *piece) {
     uint64_t end = 0;
-    if (chunk->memory == NULL && (chunk->key_length == 0 || chunk->key_length > sizeof chunk->key)) {
+    if (piece->memory == NULL && (piece->key_length == 0 || piece->key_length > sizeof piece->key)) {
         return 0;
     }
-    for (uint32_t i = 0; i < chunk->slice_count; i++) {
-        const struct ss_slice *slice = &round->slices[chunk->slice_first + i];
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        const struct ss_slice *slice = &round->slices[piece->slice_first + i];
         uint64_t stored = (uint64_t)slice->scales_length + slice->encoded_length;
-        if (slice->encoded_length == 0 || slice->offset != end || stored > chunk->body_length - end) {
+        if (slice->encoded_length == 0 || slice->offset != end || stored > piece->body_length - end) {
             return 0;
         }
         end += stored;
     }
-    return end == chunk->body_length && chunk->record_offset <= (uint64_t)INT64_MAX - chunk->body_length;
+    return end == piece->body_length && piece->record_offset <= (uint64_t)INT64_MAX - piece->body_length;
 }
 
-static int chunk_is_valid(const struct ss_round *round, uint32_t index) {
-    const struct ss_chunk *chunk = &round->chunks[index];
-    uint64_t before = index == 0 ? 0 : (uint64_t)chunk[-1].slice_first + chunk[-1].slice_count;
-    if ((uint32_t)chunk->codec > SS_CODEC_KVRANS || chunk->slice_count == 0 || chunk->slice_first < before ||
-        (uint64_t)chunk->slice_first + chunk->slice_count > round->slice_count) {
+static int piece_is_valid(const struct ss_round *round, const struct ss_piece *piece) {
+    if ((uint32_t)piece->codec > SS_CODEC_KVRANS || piece->group >= round->group_count || piece->chunk == UINT32_MAX ||
+        piece->slice_count == 0 || (uint64_t)piece->slice_first + piece->slice_count > round->slice_count) {
         return 0;
     }
-    for (uint32_t i = 0; i < chunk->slice_count; i++) {
-        if (!slice_is_valid(round, &round->slices[chunk->slice_first + i])) {
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        if (!slice_is_valid(group_of(round, piece), &round->slices[piece->slice_first + i])) {
             return 0;
         }
     }
     return 1;
 }
 
-static uint64_t region_offset(const struct ss_chunk *chunk, enum region region) {
-    return region == REGION_SYMBOLS ? chunk->dequantization_offset : chunk->decompression_offset;
+static uint64_t region_offset(const struct ss_piece *piece, enum region region) {
+    switch (region) {
+    case REGION_SLICES:
+        return piece->slice_first;
+    case REGION_SYMBOLS:
+        return piece->dequantization_offset;
+    default:
+        return piece->decompression_offset;
+    }
 }
 
-/* No overflow: at most 2^32 slices of under 2^32 bytes each, and of a chunk whose slices were checked. */
-static uint64_t region_length(const struct ss_round *round, const struct ss_chunk *chunk, enum region region) {
+/* No overflow: at most 2^32 slices of under 2^32 bytes each, and of a piece whose slices were checked. */
+static uint64_t region_length(const struct ss_round *round, const struct ss_piece *piece, enum region region) {
+    if (region == REGION_SLICES) {
+        return piece->slice_count;
+    }
     if (region == REGION_STORED || region == REGION_RECEIVED) { /* the latter without what is read where it lies */
-        return region == REGION_RECEIVED && chunk->memory != NULL ? 0 : chunk->body_length;
+        return region == REGION_RECEIVED && piece->memory != NULL ? 0 : piece->body_length;
     }
     uint64_t length = 0;
-    for (uint32_t i = 0; i < chunk->slice_count; i++) {
-        const struct ss_slice *slice = &round->slices[chunk->slice_first + i];
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        const struct ss_slice *slice = &round->slices[piece->slice_first + i];
         length += region == REGION_SYMBOLS
                       ? slice->decoded_length
-                      : slice->scales_length + (uint64_t)ss_compress_bound(chunk->codec, slice->decoded_length);
+                      : slice->scales_length + (uint64_t)ss_compress_bound(piece->codec, slice->decoded_length);
     }
     return length;
 }
@@ -121,11 +147,11 @@ static uint64_t region_length(const struct ss_round *round, const struct ss_chun
 static void heap_sift(const struct ss_round *round, enum region region, uint32_t *order, uint32_t root,
                       uint32_t count) {
     for (uint32_t child = 2 * root + 1; child < count; child = 2 * root + 1) {
-        if (child + 1 < count && region_offset(&round->chunks[order[child]], region) <
-                                     region_offset(&round->chunks[order[child + 1]], region)) {
+        if (child + 1 < count && region_offset(&round->pieces[order[child]], region) <
+                                     region_offset(&round->pieces[order[child + 1]], region)) {
             child++;
         }
-        if (region_offset(&round->chunks[order[root]], region) >= region_offset(&round->chunks[order[child]], region)) {
+        if (region_offset(&round->pieces[order[root]], region) >= region_offset(&round->pieces[order[child]], region)) {
             return;
         }
         uint32_t swapped = order[root];
@@ -135,11 +161,19 @@ static void heap_sift(const struct ss_round *round, enum region region, uint32_t
     }
 }
 
-/* Sorts chunks by their offset. A heap, because qsort() may allocate. */
+/* Sorts pieces by their offset, unless they are, as most are. A heap, because qsort() may allocate. */
 static void sort_by_offset(const struct ss_round *round, enum region region, uint32_t *order) {
-    uint32_t count = round->chunk_count;
+    uint32_t count = round->piece_count;
+    uint64_t before = 0;
+    int sorted = 1;
     for (uint32_t i = 0; i < count; i++) {
+        uint64_t offset = region_offset(&round->pieces[i], region);
+        sorted &= offset >= before;
+        before = offset;
         order[i] = i;
+    }
+    if (sorted) {
+        return;
     }
     for (uint32_t root = count / 2; root-- > 0;) {
         heap_sift(round, region, order, root, count);
@@ -155,10 +189,10 @@ static void sort_by_offset(const struct ss_round *round, enum region region, uin
 static int regions_fit(const struct ss_round *round, enum region region, uint32_t *order, uint64_t buffer_size) {
     sort_by_offset(round, region, order);
     uint64_t end = 0;
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        const struct ss_chunk *chunk = &round->chunks[order[i]];
-        uint64_t offset = region_offset(chunk, region);
-        uint64_t length = region_length(round, chunk, region);
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        const struct ss_piece *piece = &round->pieces[order[i]];
+        uint64_t offset = region_offset(piece, region);
+        uint64_t length = region_length(round, piece, region);
         if (length == 0) {
             continue;
         }
@@ -186,8 +220,8 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
                       socket_count / nodes > pipeline->options.net_threads)) {
         return 0;
     }
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        if (round->chunks[i].memory == NULL && round->chunks[i].node >= nodes) {
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        if (round->pieces[i].memory == NULL && round->pieces[i].node >= nodes) {
             return 0;
         }
     }
@@ -206,18 +240,20 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
 
 enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_round *round, const int32_t *sockets,
                               uint32_t socket_count) {
-    if (!layout_is_valid(round) || !sockets_are_valid(pipeline, round, sockets, socket_count)) {
+    if (!tables_are_valid(round) || !sockets_are_valid(pipeline, round, sockets, socket_count)) {
         return SS_BAD_ARGUMENT;
     }
     uint64_t dma_bytes = 0;
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        if (!chunk_is_valid(round, i) || !stored_form_is_valid(round, &round->chunks[i])) {
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        const struct ss_piece *piece = &round->pieces[i];
+        if (!piece_is_valid(round, piece) || !stored_form_is_valid(round, piece)) {
             return SS_BAD_ARGUMENT;
         }
-        dma_bytes += region_length(round, &round->chunks[i], REGION_SYMBOLS) * symbol_bytes(round);
+        dma_bytes += region_length(round, piece, REGION_SYMBOLS) * symbol_bytes(group_of(round, piece));
     }
     enum region received = reads_in_place(pipeline) ? REGION_RECEIVED : REGION_STORED;
-    if (!regions_fit(round, received, pipeline->fetch_order, pipeline->decompression.size)) {
+    if (!regions_fit(round, REGION_SLICES, pipeline->fetch_order, round->slice_count) ||
+        !regions_fit(round, received, pipeline->fetch_order, pipeline->decompression.size)) {
         return SS_BAD_ARGUMENT;
     }
     if (!pipeline->options.fused &&
@@ -225,50 +261,85 @@ enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_roun
          dma_bytes > pipeline->dma_source.size)) {
         return SS_BAD_ARGUMENT;
     }
-    return ss_round_memory_check(pipeline, round);
+    return ss_round_memory_check(pipeline, round, pipeline->capabilities.plain_memory != 0);
 }
 
 enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_round *round) {
-    if (!layout_is_valid(round)) {
+    if (!tables_are_valid(round)) {
         return SS_BAD_ARGUMENT;
     }
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        if (!chunk_is_valid(round, i) || !bins_are_valid(round, &round->chunks[i])) {
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        if (!piece_is_valid(round, &round->pieces[i]) || !bins_are_valid(round, &round->pieces[i])) {
             return SS_BAD_ARGUMENT;
         }
-        if (ss_codec_implementation(round->chunks[i].codec) == NULL) {
+        if (ss_codec_implementation(round->pieces[i].codec) == NULL) {
             return SS_NOT_SUPPORTED;
         }
     }
-    if (!regions_fit(round, REGION_ENCODED, pipeline->encode_order, pipeline->store_buffer.size)) {
+    if (!regions_fit(round, REGION_SLICES, pipeline->encode_order, round->slice_count) ||
+        !regions_fit(round, REGION_ENCODED, pipeline->encode_order, pipeline->store_buffer.size)) {
         return SS_BAD_ARGUMENT;
     }
-    return round->registered == NULL ? SS_OK : ss_round_memory_check(pipeline, round); /* the CPU reads plain memory */
+    return ss_round_memory_check(pipeline, round, 1); /* the CPU reads plain memory */
 }
 
 /* ---- Failure and outcome ------------------------------------------------------------------------------------- */
 
 static int backend_takes(const struct ss_backend_capabilities *capabilities, const struct ss_round *round,
-                         const struct ss_chunk *chunk) {
-    int takes = (capabilities->codecs >> chunk->codec & 1) != 0;
-    for (uint32_t i = 0; i < chunk->slice_count; i++) {
-        takes &= round->slices[chunk->slice_first + i].decoded_length <= capabilities->slice_bytes_max;
+                         const struct ss_piece *piece) {
+    int takes = (capabilities->codecs >> piece->codec & 1) != 0;
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        takes &= round->slices[piece->slice_first + i].decoded_length <= capabilities->slice_bytes_max;
     }
     return takes;
 }
 
-/* Where the chunk lies in each buffer. Without memory management that is known when its buffers are made. */
-static void place_chunk(struct ss_pipeline *pipeline, const struct ss_chunk *chunk, struct ss_chunk_state *state,
+/* Where the piece lies in each buffer. Without memory management that is known when its buffers are made. */
+static void place_piece(struct ss_pipeline *pipeline, const struct ss_piece *piece, struct ss_piece_state *state,
                         uint64_t dma_base) {
     int placed = pipeline->options.memory_management != 0;
     int staged = placed && !pipeline->options.fused;
-    if (chunk->memory != NULL && reads_in_place(pipeline)) {
-        state->stored = (uint8_t *)(uintptr_t)chunk->memory; /* which nobody writes */
+    if (piece->memory != NULL && reads_in_place(pipeline)) {
+        state->stored = (uint8_t *)(uintptr_t)piece->memory; /* which nobody writes */
     } else {
-        state->stored = placed ? pipeline->decompression.data + chunk->decompression_offset : NULL;
+        state->stored = placed ? pipeline->decompression.data + piece->decompression_offset : NULL;
     }
-    state->symbols = staged ? pipeline->dequantization.data + chunk->dequantization_offset : NULL;
+    state->symbols = staged ? pipeline->dequantization.data + piece->dequantization_offset : NULL;
     state->dma_source = staged ? pipeline->dma_source.data + dma_base : NULL;
+}
+
+static void group_ends(struct ss_group_state *group, uint32_t chunk) {
+    uint32_t lowest = atomic_load(&group->chunks);
+    while (chunk < lowest && !atomic_compare_exchange_weak(&group->chunks, &lowest, chunk)) {
+    }
+}
+
+static void piece_fails(struct ss_piece_state *state, enum ss_result result) {
+    uint32_t expected = SS_OK;
+    atomic_compare_exchange_strong(&state->result, &expected, (uint32_t)result);
+    group_ends(state->group, state->chunk);
+}
+
+/* What each piece's state begins as. One that the backend does not take fails at once. */
+static void pieces_begin(struct ss_pipeline *pipeline, struct ss_round *round) {
+    struct ss_fetch *fetch = &pipeline->fetch;
+    uint64_t dma_base = 0;
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        struct ss_piece *piece = &round->pieces[i];
+        struct ss_piece_state *state = &pipeline->piece_states[i];
+        state->chunk = piece->chunk;
+        state->group = &fetch->groups[piece->group];
+        state->answers = ss_source_of(piece)->answers(round, i, fetch->net_threads);
+        piece->error[0] = '\0';
+        atomic_store(&state->remaining, piece->slice_count + state->answers);
+        atomic_store(&state->result, SS_OK);
+        state->symbols_bytes = region_length(round, piece, REGION_SYMBOLS);
+        place_piece(pipeline, piece, state, dma_base);
+        dma_base += state->symbols_bytes * state->group->symbol_bytes;
+        if (!backend_takes(&pipeline->capabilities, round, piece)) {
+            piece_fails(state, SS_NOT_SUPPORTED);
+        }
+    }
 }
 
 void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,
@@ -279,8 +350,6 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
     fetch->node_count = node_count(round, socket_count);
     fetch->net_threads = fetch->node_count > 0 ? socket_count / fetch->node_count : 1;
     fetch->number++;
-    fetch->symbol_bytes = symbol_bytes(round);
-    atomic_store(&fetch->first_failed, round->chunk_count);
     atomic_store(&fetch->abort_result, SS_OK);
     atomic_store(&fetch->broken, 0);
     atomic_store(&fetch->out_of_sync, 0);
@@ -288,34 +357,29 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
     atomic_store(&fetch->received_bytes, 0);
     atomic_store(&fetch->delivered_bytes, 0);
     atomic_store(&fetch->work, fetch->net_threads);
-    uint64_t dma_base = 0;
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        struct ss_chunk_state *state = &pipeline->chunk_states[i];
-        state->answers = ss_source_of(&round->chunks[i])->answers(round, i, fetch->net_threads);
-        round->chunks[i].error[0] = '\0';
-        atomic_store(&state->remaining, round->chunks[i].slice_count + state->answers);
-        atomic_store(&state->result, SS_OK);
-        state->symbols_bytes = region_length(round, &round->chunks[i], REGION_SYMBOLS);
-        place_chunk(pipeline, &round->chunks[i], state, dma_base);
-        dma_base += state->symbols_bytes * fetch->symbol_bytes;
-        if (!backend_takes(&pipeline->capabilities, round, &round->chunks[i])) {
-            ss_fetch_fail(pipeline, i, SS_NOT_SUPPORTED, 0);
-        }
+    for (uint32_t i = 0; i < round->group_count; i++) {
+        fetch->groups[i].group = &round->groups[i];
+        fetch->groups[i].symbol_bytes = symbol_bytes(&round->groups[i]);
+        atomic_store(&fetch->groups[i].chunks, UINT32_MAX);
     }
-    int whole = !pipeline->options.chunked_pipeline && round->chunk_count > 0;
-    atomic_store(&fetch->open_chunks, whole ? 1 : round->chunk_count);
-    atomic_store(&fetch->barrier, whole ? pipeline->chunk_states[0].answers : 0);
+    pieces_begin(pipeline, round);
+    atomic_store(&fetch->open_pieces, pipeline->options.chunked_pipeline ? round->piece_count : 0);
+    if (!pipeline->options.chunked_pipeline) {
+        ss_piece_open(pipeline, 0);
+    }
 }
 
-void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t chunk, enum ss_result result, int broken) {
+void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result result, int broken) {
     struct ss_fetch *fetch = &pipeline->fetch;
-    uint32_t expected = SS_OK;
-    atomic_compare_exchange_strong(&pipeline->chunk_states[chunk].result, &expected, (uint32_t)result);
-    uint32_t lowest = atomic_load(&fetch->first_failed);
-    while (chunk < lowest && !atomic_compare_exchange_weak(&fetch->first_failed, &lowest, chunk)) {
+    int whole = !pipeline->options.chunked_pipeline;
+    piece_fails(&pipeline->piece_states[piece], result);
+    for (uint32_t i = 0; whole && i < fetch->round->group_count; i++) {
+        group_ends(&fetch->groups[i], 0); /* what is before it in the list is there */
     }
     if (broken) {
         atomic_store(&fetch->broken, 1);
+    }
+    if (broken || whole) {
         ss_fetch_wake_net(pipeline);
     }
 }
@@ -324,18 +388,18 @@ static int is_redirection(const char *text, size_t length) {
     return (length > 6 && memcmp(text, "MOVED ", 6) == 0) || (length > 4 && memcmp(text, "ASK ", 4) == 0);
 }
 
-void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t chunk, const char *text, size_t length) {
-    struct ss_chunk *refused = &pipeline->fetch.round->chunks[chunk];
+void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length) {
+    struct ss_piece *refused = &pipeline->fetch.round->pieces[piece];
     int redirected = pipeline->options.chunked_pipeline && is_redirection(text, length);
     uint32_t expected = SS_OK;
-    if (atomic_compare_exchange_strong(&pipeline->chunk_states[chunk].result, &expected,
+    if (atomic_compare_exchange_strong(&pipeline->piece_states[piece].result, &expected,
                                        redirected ? SS_REDIRECTED : SS_REFUSED)) {
         size_t kept = length < sizeof refused->error - 1 ? length : sizeof refused->error - 1;
         memcpy(refused->error, text, kept);
         refused->error[kept] = '\0';
     }
     if (!redirected) {
-        ss_fetch_fail(pipeline, chunk, SS_REFUSED, 0);
+        ss_fetch_fail(pipeline, piece, SS_REFUSED, 0);
     }
 }
 
@@ -345,32 +409,42 @@ void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result) {
     ss_fetch_wake_net(pipeline);
 }
 
-void ss_chunk_part_done(struct ss_pipeline *pipeline, uint32_t chunk) {
-    if (atomic_fetch_sub(&pipeline->chunk_states[chunk].remaining, 1) == 1) {
-        ss_chunk_unmap(pipeline, chunk);
+void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece) {
+    if (atomic_fetch_sub(&pipeline->piece_states[piece].remaining, 1) == 1) {
+        ss_piece_unmap(pipeline, piece);
     }
 }
 
-int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t chunk) {
-    struct ss_fetch *fetch = &pipeline->fetch;
-    return chunk >= atomic_load_explicit(&fetch->first_failed, memory_order_relaxed) ||
-           atomic_load_explicit(&fetch->abort_result, memory_order_relaxed) != SS_OK;
+int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece) {
+    return !ss_piece_useful(&pipeline->piece_states[piece]) ||
+           atomic_load_explicit(&pipeline->fetch.abort_result, memory_order_relaxed) != SS_OK;
+}
+
+/* What became of a piece of a quiet round. Where the round ended early, that is the failure of what was still of use.
+ */
+static enum ss_result piece_result(struct ss_pipeline *pipeline, uint32_t piece) {
+    struct ss_piece_state *state = &pipeline->piece_states[piece];
+    enum ss_result aborted = (enum ss_result)atomic_load(&pipeline->fetch.abort_result);
+    enum ss_result result = (enum ss_result)atomic_load(&state->result);
+    if (result != SS_OK || atomic_load(&state->remaining) == 0) {
+        return result;
+    }
+    if (aborted == SS_OK || !ss_piece_useful(state)) {
+        return SS_SKIPPED;
+    }
+    group_ends(state->group, state->chunk);
+    return aborted;
 }
 
 enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline) {
     struct ss_fetch *fetch = &pipeline->fetch;
     struct ss_round *round = fetch->round;
     enum ss_result first = SS_OK;
-    for (uint32_t i = 0; i < round->chunk_count; i++) {
-        struct ss_chunk_state *state = &pipeline->chunk_states[i];
-        enum ss_result result = (enum ss_result)atomic_load(&state->result);
-        if (result == SS_OK && atomic_load(&state->remaining) > 0) {
-            enum ss_result aborted = (enum ss_result)atomic_load(&fetch->abort_result);
-            result = first == SS_OK && aborted != SS_OK ? aborted : SS_SKIPPED;
-        }
-        round->chunks[i].result = result;
-        ss_chunk_unmap(pipeline, i);
-        if (first == SS_OK) {
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        enum ss_result result = piece_result(pipeline, i);
+        round->pieces[i].result = result;
+        ss_piece_unmap(pipeline, i);
+        if (first == SS_OK && result != SS_SKIPPED) {
             first = result;
         }
     }

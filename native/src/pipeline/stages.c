@@ -65,8 +65,12 @@ struct ss_engine {
 
 /* ---- One slice ----------------------------------------------------------------------------------------------- */
 
-static const struct ss_chunk *item_chunk(const struct ss_pipeline *pipeline, const struct ss_item *item) {
-    return &pipeline->fetch.round->chunks[item->chunk];
+static const struct ss_group_state *item_group(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    return pipeline->piece_states[item->piece].group;
+}
+
+static const struct ss_piece *item_piece(const struct ss_pipeline *pipeline, const struct ss_item *item) {
+    return &pipeline->fetch.round->pieces[item->piece];
 }
 
 static const struct ss_slice *item_slice(const struct ss_pipeline *pipeline, const struct ss_item *item) {
@@ -74,35 +78,36 @@ static const struct ss_slice *item_slice(const struct ss_pipeline *pipeline, con
 }
 
 static const uint8_t *item_stored(const struct ss_pipeline *pipeline, const struct ss_item *item) {
-    return pipeline->chunk_states[item->chunk].stored + item_slice(pipeline, item)->offset;
+    return pipeline->piece_states[item->piece].stored + item_slice(pipeline, item)->offset;
 }
 
 static uint8_t *item_symbols(const struct ss_pipeline *pipeline, const struct ss_item *item) {
-    return pipeline->chunk_states[item->chunk].symbols + item->decoded_before;
+    return pipeline->piece_states[item->piece].symbols + item->decoded_before;
 }
 
 static uint8_t *item_dma_source(const struct ss_pipeline *pipeline, const struct ss_item *item) {
-    return pipeline->chunk_states[item->chunk].dma_source + item->decoded_before * pipeline->fetch.symbol_bytes;
+    return pipeline->piece_states[item->piece].dma_source +
+           item->decoded_before * item_group(pipeline, item)->symbol_bytes;
 }
 
 static uint8_t *item_destination(const struct ss_pipeline *pipeline, const struct ss_item *item) {
-    return pipeline->fetch.round->destination + item_slice(pipeline, item)->destination_offset;
+    return item_group(pipeline, item)->group->destination + item_slice(pipeline, item)->destination_offset;
 }
 
 static uint64_t item_delivered_bytes(const struct ss_pipeline *pipeline, const struct ss_item *item) {
-    return (uint64_t)item_slice(pipeline, item)->decoded_length * pipeline->fetch.symbol_bytes;
+    return (uint64_t)item_slice(pipeline, item)->decoded_length * item_group(pipeline, item)->symbol_bytes;
 }
 
 /* A slice is in the destination; the caller still has to retire it. */
 static void item_delivered(struct ss_pipeline *pipeline, const struct ss_item *item) {
     atomic_fetch_add(&pipeline->fetch.delivered_bytes, item_delivered_bytes(pipeline, item));
-    ss_chunk_part_done(pipeline, item->chunk);
+    ss_piece_part_done(pipeline, item->piece);
 }
 
 /* A slice is through with a stage, whatever came of it: without the chunked pipeline, the others may wait for it. */
 static void item_leaves(struct ss_pipeline *pipeline, enum ss_stage stage, const struct ss_item *item) {
     if (!pipeline->options.chunked_pipeline) {
-        ss_barrier_leave(pipeline, stage, item->chunk);
+        ss_barrier_leave(pipeline, stage, item->piece);
     }
 }
 
@@ -110,21 +115,21 @@ static void item_leaves(struct ss_pipeline *pipeline, enum ss_stage stage, const
 static void item_trace(struct ss_worker *worker, enum ss_stage stage, const struct ss_item *item, uint64_t begin_ns,
                        uint64_t end_ns, uint64_t input_bytes, uint64_t output_bytes) {
     const struct ss_trace_work work = {
-        .chunk = item->chunk, .slice = item->slice, .input_bytes = input_bytes, .output_bytes = output_bytes};
+        .piece = item->piece, .slice = item->slice, .input_bytes = input_bytes, .output_bytes = output_bytes};
     ss_trace_add(worker, stage, begin_ns, end_ns, &work);
 }
 
 /* What a slice's symbols become at 'target'. */
 static struct ss_elements item_elements(const struct ss_pipeline *pipeline, const struct ss_item *item,
                                         uint8_t *target) {
-    const struct ss_round *round = pipeline->fetch.round;
+    const struct ss_group *group = item_group(pipeline, item)->group;
     const struct ss_elements elements = {.scales = item_stored(pipeline, item),
                                          .target = target,
                                          .vectors = item_slice(pipeline, item)->vectors,
-                                         .vector_length = round->vector_length,
-                                         .scale_vectors = round->scale_vectors,
-                                         .quantizer = round->quantizer,
-                                         .dtype = round->dtype};
+                                         .vector_length = group->vector_length,
+                                         .scale_vectors = group->scale_vectors,
+                                         .quantizer = group->quantizer,
+                                         .dtype = group->dtype};
     return elements;
 }
 
@@ -180,7 +185,7 @@ static void slot_finish(struct slot *slot, enum ss_result result, int delivered)
     if (result == SS_OK && delivered) {
         item_delivered(pipeline, &slot->item);
     } else if (result != SS_OK) {
-        ss_fetch_fail(pipeline, slot->item.chunk, result, 0);
+        ss_fetch_fail(pipeline, slot->item.piece, result, 0);
     }
     if (result == SS_OK && !delivered && pipeline->options.chunked_pipeline) {
         engine->passed[engine->passed_count++] = slot->item;
@@ -243,7 +248,7 @@ static uint8_t *decompress_target(const struct ss_pipeline *pipeline, const stru
     if (!pipeline->options.fused) {
         return item_symbols(pipeline, &slot->item);
     }
-    if (pipeline->fetch.round->quantizer == SS_QUANTIZER_PASSTHROUGH) {
+    if (item_group(pipeline, &slot->item)->group->quantizer == SS_QUANTIZER_PASSTHROUGH) {
         return item_destination(pipeline, &slot->item);
     }
     return slot->scratch;
@@ -268,7 +273,7 @@ static void decompress_start(struct ss_worker *worker, const struct ss_item *ite
     slot->work.source_size = slice->encoded_length;
     slot->work.target = decompress_target(pipeline, slot);
     slot->work.target_size = slice->decoded_length;
-    slot->work.codec = item_chunk(pipeline, item)->codec;
+    slot->work.codec = item_piece(pipeline, item)->codec;
     slot->work.decoded_crc32 = slice->decoded_crc32;
     slot->work.dequantized = 0;
     slot->work.elements.target = NULL;
@@ -297,13 +302,14 @@ static void deliver_complete(struct ss_work *work) {
 
 static void deliver_start(struct ss_worker *worker, const struct ss_item *item) {
     struct ss_pipeline *pipeline = worker->pipeline;
+    const struct ss_destination *registered = item_group(pipeline, item)->group->registered;
     struct slot *slot = slot_take(worker->engine);
     slot->item = *item;
     slot->work.source = item_dma_source(pipeline, item);
     slot->work.source_size = item_delivered_bytes(pipeline, item);
     slot->work.target = item_destination(pipeline, item);
     slot->work.target_size = slot->work.source_size;
-    slot->work.memory = pipeline->fetch.round->registered != NULL ? pipeline->fetch.round->registered->handle : NULL;
+    slot->work.memory = registered != NULL ? registered->handle : NULL;
     slot->work.complete = deliver_complete;
     slot->begin_ns = ss_trace_now(pipeline);
     completions_begin(worker->engine);
@@ -398,9 +404,9 @@ static void engine_item(struct ss_worker *worker, const struct ss_item *item) {
     }
     int given_up = atomic_load(&pipeline->given_up) != 0;
     if (given_up) {
-        ss_fetch_fail(pipeline, item->chunk, SS_DEVICE, 0);
+        ss_fetch_fail(pipeline, item->piece, SS_DEVICE, 0);
     }
-    if (given_up || ss_fetch_drops(pipeline, item->chunk)) {
+    if (given_up || ss_fetch_drops(pipeline, item->piece)) {
         item_leaves(pipeline, worker->stage, item);
         ss_fetch_done(pipeline, 1);
         return;
@@ -449,12 +455,12 @@ void *ss_engine_thread(void *argument) {
 static int dequantize_item(struct ss_worker *worker, const struct ss_item *item) {
     struct ss_pipeline *pipeline = worker->pipeline;
     uint64_t elapsed = 0;
-    int dropped = ss_fetch_drops(pipeline, item->chunk);
+    int dropped = ss_fetch_drops(pipeline, item->piece);
     if (!dropped) {
         enum ss_result result = item_dequantize(worker, item, item_symbols(pipeline, item),
                                                 item_dma_source(pipeline, item), &worker->counters[0], &elapsed);
         if (result != SS_OK) {
-            ss_fetch_fail(pipeline, item->chunk, result, 0);
+            ss_fetch_fail(pipeline, item->piece, result, 0);
             dropped = 1;
         }
     }

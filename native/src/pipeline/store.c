@@ -2,7 +2,7 @@
 /*
  * store.c - the way back: quantize and compress into the store buffer
  *
- * Each store thread takes whole chunks, so that a chunk's slices are packed behind one another without gaps. Storing
+ * Each store thread takes whole pieces, so that a piece's slices are packed behind one another without gaps. Storing
  * must not disturb serving: the threads run at low priority, and before each slice they let a fetch round go first,
  * but only so long, since a server under constant load must still store something.
  */
@@ -46,63 +46,63 @@ static void store_yield(struct ss_pipeline *pipeline, const struct ss_round *rou
 }
 
 /* The bytes of one row of a slice's symbols: a token's, or those of a token in one byte plane. */
-static size_t row_length(const struct ss_round *round) {
-    return round->vector_length *
-           (round->quantizer == SS_QUANTIZER_PASSTHROUGH ? ss_dtype_size(round->dtype) : (size_t)1);
+static size_t row_length(const struct ss_group *group) {
+    return group->vector_length *
+           (group->quantizer == SS_QUANTIZER_PASSTHROUGH ? ss_dtype_size(group->dtype) : (size_t)1);
 }
 
-static uint64_t slice_raw_bytes(const struct ss_round *round, const struct ss_slice *slice) {
+static uint64_t slice_raw_bytes(const struct ss_group *group, const struct ss_slice *slice) {
     return (uint64_t)slice->decoded_length *
-           (round->quantizer == SS_QUANTIZER_BINNED ? ss_dtype_size(round->dtype) : 1);
+           (group->quantizer == SS_QUANTIZER_BINNED ? ss_dtype_size(group->dtype) : 1);
 }
 
 /* Quantizes one slice. Vectors that share a scale are one longer vector; the last of them are perhaps fewer. */
-static enum ss_result quantize_slice(const struct ss_round *round, const struct ss_slice *slice, const uint8_t *source,
+static enum ss_result quantize_slice(const struct ss_group *group, const struct ss_slice *slice, const uint8_t *source,
                                      uint8_t *symbols, uint8_t *scales) {
-    size_t shared = round->quantizer == SS_QUANTIZER_BINNED ? round->scale_vectors : 1;
-    size_t groups = slice->vectors / shared;
-    size_t elements = groups * shared * round->vector_length;
-    enum ss_result result = ss_quantize(round->quantizer, round->dtype, slice->bins, source, groups,
-                                        shared * round->vector_length, symbols, scales);
+    size_t shared = group->quantizer == SS_QUANTIZER_BINNED ? group->scale_vectors : 1;
+    size_t whole = slice->vectors / shared;
+    size_t elements = whole * shared * group->vector_length;
+    enum ss_result result = ss_quantize(group->quantizer, group->dtype, slice->bins, source, whole,
+                                        shared * group->vector_length, symbols, scales);
     if (result != SS_OK || slice->vectors % shared == 0) {
         return result;
     }
-    return ss_quantize(round->quantizer, round->dtype, slice->bins, source + elements * ss_dtype_size(round->dtype), 1,
-                       slice->vectors % shared * round->vector_length, symbols + elements,
-                       scales + groups * sizeof(float));
+    return ss_quantize(group->quantizer, group->dtype, slice->bins, source + elements * ss_dtype_size(group->dtype), 1,
+                       slice->vectors % shared * group->vector_length, symbols + elements,
+                       scales + whole * sizeof(float));
 }
 
 /* Brings a slice's elements to where the CPU can read them, unless they are there, and says where that is. */
-static enum ss_result collect_slice(struct ss_worker *worker, const struct ss_round *round,
+static enum ss_result collect_slice(struct ss_worker *worker, const struct ss_group *group,
                                     const struct ss_slice *slice, const uint8_t **elements) {
-    const struct ss_destination *memory = round->registered;
-    *elements = round->destination + slice->destination_offset;
+    const struct ss_destination *memory = group->registered;
+    *elements = group->destination + slice->destination_offset;
     if (memory == NULL || memory->kind == SS_MEMORY_LOCAL) {
         return SS_OK;
     }
     const uint8_t *source = *elements;
     *elements = worker->collected;
-    return ss_engine_collect(worker, memory, source, worker->collected, slice_raw_bytes(round, slice));
+    return ss_engine_collect(worker, memory, source, worker->collected, slice_raw_bytes(group, slice));
 }
 
 /* Encodes one slice at 'target', which has room for its bound, and fills in what it became. */
-static enum ss_result encode_slice(struct ss_worker *worker, const struct ss_round *round, const struct ss_chunk *chunk,
+static enum ss_result encode_slice(struct ss_worker *worker, const struct ss_group *group, const struct ss_piece *piece,
                                    struct ss_slice *slice, uint8_t *target) {
     size_t written = 0;
-    size_t bound = ss_compress_bound(chunk->codec, slice->decoded_length);
+    size_t bound = ss_compress_bound(piece->codec, slice->decoded_length);
     const uint8_t *elements;
     uint64_t begin = ss_thread_ns();
-    enum ss_result result = collect_slice(worker, round, slice, &elements);
+    enum ss_result result = collect_slice(worker, group, slice, &elements);
     if (result == SS_OK) {
-        result = quantize_slice(round, slice, elements, worker->scratch, target);
+        result = quantize_slice(group, slice, elements, worker->scratch, target);
     }
     uint64_t quantized = ss_thread_ns();
-    ss_counters_add(&worker->counters[0], 1, slice_raw_bytes(round, slice),
+    ss_counters_add(&worker->counters[0], 1, slice_raw_bytes(group, slice),
                     (uint64_t)slice->decoded_length + slice->scales_length, quantized - begin);
     if (result != SS_OK) {
         return result;
     }
-    result = ss_compress(chunk->codec, worker->scratch, slice->decoded_length, row_length(round),
+    result = ss_compress(piece->codec, worker->scratch, slice->decoded_length, row_length(group),
                          target + slice->scales_length, bound, &written);
     if (result != SS_OK) {
         return result;
@@ -114,16 +114,17 @@ static enum ss_result encode_slice(struct ss_worker *worker, const struct ss_rou
     return SS_OK;
 }
 
-static enum ss_result encode_chunk(struct ss_worker *worker, struct ss_round *round, struct ss_chunk *chunk) {
+static enum ss_result encode_piece(struct ss_worker *worker, struct ss_round *round, struct ss_piece *piece) {
     struct ss_pipeline *pipeline = worker->pipeline;
-    uint8_t *body = pipeline->store_buffer.data + chunk->decompression_offset;
+    const struct ss_group *group = &round->groups[piece->group];
+    uint8_t *body = pipeline->store_buffer.data + piece->decompression_offset;
     uint64_t length = 0;
-    for (uint32_t i = 0; i < chunk->slice_count; i++) {
-        struct ss_slice *slice = &round->slices[chunk->slice_first + i];
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        struct ss_slice *slice = &round->slices[piece->slice_first + i];
         store_yield(pipeline, round);
         enum ss_result result = store_interrupted(round);
         if (result == SS_OK) {
-            result = encode_slice(worker, round, chunk, slice, body + length);
+            result = encode_slice(worker, group, piece, slice, body + length);
         }
         if (result != SS_OK) {
             return result;
@@ -131,22 +132,22 @@ static enum ss_result encode_chunk(struct ss_worker *worker, struct ss_round *ro
         slice->offset = length;
         length += (uint64_t)slice->scales_length + slice->encoded_length;
     }
-    chunk->body_length = length;
+    piece->body_length = length;
     return SS_OK;
 }
 
-static void encode_chunks(struct ss_worker *worker) {
+static void encode_pieces(struct ss_worker *worker) {
     struct ss_store *store = &worker->pipeline->store;
     struct ss_round *round = store->round;
     for (;;) {
-        uint32_t index = atomic_fetch_add(&store->next_chunk, 1);
-        if (index >= round->chunk_count) {
+        uint32_t index = atomic_fetch_add(&store->next_piece, 1);
+        if (index >= round->piece_count) {
             return;
         }
-        struct ss_chunk *chunk = &round->chunks[index];
+        struct ss_piece *piece = &round->pieces[index];
         uint32_t lowest = atomic_load(&store->first_failed);
-        chunk->result = index > lowest ? SS_SKIPPED : encode_chunk(worker, round, chunk);
-        if (chunk->result != SS_OK && chunk->result != SS_SKIPPED) {
+        piece->result = index > lowest ? SS_SKIPPED : encode_piece(worker, round, piece);
+        if (piece->result != SS_OK && piece->result != SS_SKIPPED) {
             while (index < lowest && !atomic_compare_exchange_weak(&store->first_failed, &lowest, index)) {
             }
         }
@@ -178,7 +179,7 @@ void *ss_store_thread(void *argument) {
         }
         generation = pipeline->encode_generation;
         pthread_mutex_unlock(&pipeline->lock);
-        encode_chunks(worker);
+        encode_pieces(worker);
         pthread_mutex_lock(&pipeline->lock);
         if (--pipeline->store.threads_running == 0) {
             pthread_cond_signal(&pipeline->store_done);
@@ -195,8 +196,8 @@ static enum ss_result encode_round(struct ss_pipeline *pipeline, struct ss_round
     struct ss_store *store = &pipeline->store;
     pthread_mutex_lock(&pipeline->lock);
     store->round = round;
-    atomic_store(&store->next_chunk, 0);
-    atomic_store(&store->first_failed, round->chunk_count);
+    atomic_store(&store->next_piece, 0);
+    atomic_store(&store->first_failed, round->piece_count);
     store->threads_running = pipeline->options.store_threads;
     pipeline->encode_generation++;
     pthread_cond_broadcast(&pipeline->store_go);
@@ -206,7 +207,7 @@ static enum ss_result encode_round(struct ss_pipeline *pipeline, struct ss_round
     store->round = NULL;
     pthread_mutex_unlock(&pipeline->lock);
     uint32_t lowest = atomic_load(&store->first_failed);
-    return lowest < round->chunk_count ? round->chunks[lowest].result : SS_OK;
+    return lowest < round->piece_count ? round->pieces[lowest].result : SS_OK;
 }
 
 enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_round *round) {
@@ -224,8 +225,8 @@ enum ss_result ss_pipeline_encode(struct ss_pipeline *pipeline, struct ss_round 
     if (result == SS_OK) {
         result = encode_round(pipeline, round);
     } else {
-        for (uint32_t i = 0; round->chunks != NULL && i < round->chunk_count; i++) {
-            round->chunks[i].result = result;
+        for (uint32_t i = 0; round->pieces != NULL && i < round->piece_count; i++) {
+            round->pieces[i].result = result;
         }
     }
     pthread_mutex_lock(&pipeline->lock);

@@ -53,7 +53,7 @@ void ss_trace_add(struct ss_worker *worker, enum ss_stage stage, uint64_t begin_
                                          .input_bytes = work->input_bytes,
                                          .output_bytes = work->output_bytes,
                                          .round = pipeline->fetch.number,
-                                         .chunk = work->chunk,
+                                         .piece = work->piece,
                                          .slice = work->slice,
                                          .core = sched_getcpu(),
                                          .stage = (uint32_t)stage,

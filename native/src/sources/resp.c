@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * resp.c - chunks at storage servers: range requests out, stored bytes straight into the decompression buffer
+ * resp.c - pieces at storage servers: range requests out, stored bytes straight into the decompression buffer
  *
  * Each thread drives one connection to each node; a storage server of its own is one node. On each it asks for its run
- * of the slices of every chunk that the node has, several requests ahead, and reads the answers, which come in order. A
+ * of the slices of every piece that the node has, several requests ahead, and reads the answers, which come in order. A
  * body is received where it will be decompressed: one system call takes what is left of the body into place and at most
  * HEAD_BYTES behind it, the end of this answer and the head of the next, into a small buffer. What little of the next
  * body comes along is copied.
  *
- * Failure. What fails is the chunk of the oldest answer that is due; chunks before it have all their bytes from this
+ * Failure. What fails is the piece of the oldest answer that is due; pieces before it have all their bytes from this
  * connection. A well-formed refusal leaves the connection in step, so after one the answers that are under way are
  * read and dropped and the connection can be used again. Anything else breaks it. A connection that is left with half
  * an answer is disconnected, so that no later reader can take that half for an answer of its own.
@@ -41,7 +41,7 @@ enum phase { PHASE_HEAD, PHASE_BODY, PHASE_TAIL };
 /* What a step of the loop came to. */
 enum step { STEP_AGAIN, STEP_WAIT, STEP_IDLE, STEP_FINISHED };
 
-/* The run of a chunk's slices that one connection fetches. 'slice_count' may be 0. */
+/* The run of a piece's slices that one connection fetches. 'slice_count' may be 0. */
 struct run {
     uint64_t first_byte; /* of the body */
     uint64_t bytes;
@@ -53,7 +53,7 @@ struct run {
 /* A range that was asked for; or the word before it, which is answered for itself. */
 struct request {
     struct run run;
-    uint32_t chunk;
+    uint32_t piece;
     uint32_t asking;
 };
 
@@ -67,7 +67,7 @@ struct connection {
     uint32_t capacity;        /* one more, for the last one's ASKING */
     uint32_t head;
     uint32_t count;
-    uint32_t next_chunk; /* to ask for */
+    uint32_t next_piece; /* to ask for */
 
     uint8_t output[OUTPUT_BYTES];
     size_t output_begin;
@@ -81,7 +81,7 @@ struct connection {
     uint32_t tail_received;  /* of CR LF */
     uint32_t slices_passed;  /* of the run */
     uint64_t stored_passed;  /* bytes of the run's slices that were passed on */
-    uint64_t decoded_passed; /* bytes of symbols of the same, from the chunk's first */
+    uint64_t decoded_passed; /* bytes of symbols of the same, from the piece's first */
 
     uint64_t wire_bytes; /* received in this round */
     uint64_t body_bytes;
@@ -95,8 +95,8 @@ struct resp {
     struct connection connections[];
 };
 
-static int resp_takes(const struct ss_chunk *chunk) {
-    return chunk->memory == NULL;
+static int resp_takes(const struct ss_piece *piece) {
+    return piece->memory == NULL;
 }
 
 static void resp_destroy(void *state) {
@@ -136,7 +136,7 @@ static void connection_start(const struct ss_feed *feed, struct connection *conn
     connection->failed = 0;
     connection->head = 0;
     connection->count = 0;
-    connection->next_chunk = 0;
+    connection->next_piece = 0;
     connection->output_begin = 0;
     connection->output_end = 0;
     connection->send_failed = 0;
@@ -158,18 +158,18 @@ static void resp_begin(void *state, const struct ss_feed *feed) {
 
 /*
  * A slice belongs to the run that its middle byte falls into, so the runs are contiguous, cover all slices, and differ
- * by at most a slice. Which connection takes which run moves on with the chunk, so that chunks of fewer slices than
+ * by at most a slice. Which connection takes which run moves on with the piece, so that pieces of fewer slices than
  * connections spread over all connections.
  */
-static struct run run_of(const struct ss_round *round, uint32_t chunk_index, uint32_t thread, uint32_t threads) {
-    const struct ss_chunk *chunk = &round->chunks[chunk_index];
-    uint64_t part = (thread + chunk_index) % threads;
-    uint64_t begin = chunk->body_length * part / threads; /* body_length is under 2^63 / 256: it fits a buffer */
-    uint64_t end = chunk->body_length * (part + 1) / threads;
-    struct run run = {.slice_first = chunk->slice_first};
+static struct run run_of(const struct ss_round *round, uint32_t piece_index, uint32_t thread, uint32_t threads) {
+    const struct ss_piece *piece = &round->pieces[piece_index];
+    uint64_t part = (thread + piece_index) % threads;
+    uint64_t begin = piece->body_length * part / threads; /* body_length is under 2^63 / 256: it fits a buffer */
+    uint64_t end = piece->body_length * (part + 1) / threads;
+    struct run run = {.slice_first = piece->slice_first};
     uint64_t decoded = 0;
-    for (uint32_t i = 0; i < chunk->slice_count; i++) {
-        const struct ss_slice *slice = &round->slices[chunk->slice_first + i];
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        const struct ss_slice *slice = &round->slices[piece->slice_first + i];
         uint64_t stored = (uint64_t)slice->scales_length + slice->encoded_length;
         uint64_t middle = slice->offset + stored / 2;
         if (middle >= end) {
@@ -177,7 +177,7 @@ static struct run run_of(const struct ss_round *round, uint32_t chunk_index, uin
         }
         if (middle >= begin) {
             if (run.slice_count == 0) {
-                run.slice_first = chunk->slice_first + i;
+                run.slice_first = piece->slice_first + i;
                 run.first_byte = slice->offset;
                 run.decoded_before = decoded;
             }
@@ -189,10 +189,10 @@ static struct run run_of(const struct ss_round *round, uint32_t chunk_index, uin
     return run;
 }
 
-static uint32_t resp_answers(const struct ss_round *round, uint32_t chunk, uint32_t threads) {
+static uint32_t resp_answers(const struct ss_round *round, uint32_t piece, uint32_t threads) {
     uint32_t answers = 0;
     for (uint32_t thread = 0; thread < threads; thread++) {
-        answers += run_of(round, chunk, thread, threads).slice_count > 0;
+        answers += run_of(round, piece, thread, threads).slice_count > 0;
     }
     return answers;
 }
@@ -201,12 +201,31 @@ static struct request *oldest(struct connection *connection) {
     return &connection->requests[connection->head];
 }
 
-/* The chunk that a failure of the connection itself counts against. */
+/* Goes past the pieces that are not for this connection, or of no use any more. Returns whether any is to be asked for.
+ */
+static int connection_has_more(const struct ss_feed *feed, struct connection *connection) {
+    for (; connection->next_piece < feed->round->piece_count; connection->next_piece++) {
+        const struct ss_piece *piece = &feed->round->pieces[connection->next_piece];
+        if (resp_takes(piece) && piece->node == connection->node && ss_feed_useful(feed, connection->next_piece)) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+/* The connection is lost: so is what it was asked for and what was to be, unless that is of no use anyway. */
 static void connection_fail(const struct ss_feed *feed, struct connection *connection, enum ss_result result) {
-    uint32_t chunk = connection->count > 0 ? oldest(connection)->chunk : connection->next_chunk;
     connection->failed = 1;
-    if (chunk < feed->round->chunk_count) {
-        ss_feed_fail(feed, chunk, result, 1);
+    for (uint32_t i = 0; i < connection->count; i++) {
+        uint32_t piece = connection->requests[(connection->head + i) % connection->capacity].piece;
+        if (i == 0 || ss_feed_useful(feed, piece)) {
+            ss_feed_fail(feed, piece, result, 1);
+        }
+    }
+    for (; connection_has_more(feed, connection); connection->next_piece++) {
+        if (run_of(feed->round, connection->next_piece, feed->thread, feed->threads).slice_count > 0) {
+            ss_feed_fail(feed, connection->next_piece, result, 1);
+        }
     }
 }
 
@@ -226,43 +245,33 @@ static void request_note(struct connection *connection, struct request request) 
 
 /* Appends a request for one run; SS_RESP_REQUEST_MAX has room for ASKING, too. */
 static void request_append(const struct ss_feed *feed, struct connection *connection, uint32_t index, struct run run) {
-    const struct ss_chunk *chunk = &feed->round->chunks[index];
-    if (chunk->asking) {
+    const struct ss_piece *piece = &feed->round->pieces[index];
+    if (piece->asking) {
         connection->output_end += ss_resp_asking(connection->output + connection->output_end);
-        request_note(connection, (struct request){.chunk = index, .asking = 1});
+        request_note(connection, (struct request){.piece = index, .asking = 1});
     }
-    uint64_t first = chunk->record_offset + run.first_byte;
-    connection->output_end += ss_resp_getrange(connection->output + connection->output_end, chunk->key,
-                                               chunk->key_length, first, first + run.bytes - 1);
-    request_note(connection, (struct request){.run = run, .chunk = index});
+    uint64_t first = piece->record_offset + run.first_byte;
+    connection->output_end += ss_resp_getrange(connection->output + connection->output_end, piece->key,
+                                               piece->key_length, first, first + run.bytes - 1);
+    request_note(connection, (struct request){.run = run, .piece = index});
 }
 
 /* Appends requests for this connection's runs while they are wanted and there is room for them; how many. */
 static uint32_t requests_fill(const struct ss_feed *feed, struct connection *connection) {
-    uint32_t useful = ss_feed_useful(feed);
     uint32_t open = ss_feed_open(feed);
-    uint32_t chunks = open < useful ? open : useful;
     uint32_t added = 0;
     if (connection->output_begin == connection->output_end) {
         connection->output_begin = 0;
         connection->output_end = 0;
     }
-    while (connection->next_chunk < chunks && connection->count < connection->ahead_max &&
-           connection->output_end + SS_RESP_REQUEST_MAX <= OUTPUT_BYTES) {
-        uint32_t index = connection->next_chunk++;
-        const struct ss_chunk *chunk = &feed->round->chunks[index];
-        if (!resp_takes(chunk) || chunk->node != connection->node) {
-            continue;
-        }
+    while (connection->count < connection->ahead_max && connection->output_end + SS_RESP_REQUEST_MAX <= OUTPUT_BYTES &&
+           connection_has_more(feed, connection) && connection->next_piece < open) {
+        uint32_t index = connection->next_piece++;
         struct run run = run_of(feed->round, index, feed->thread, feed->threads);
-        if (run.slice_count == 0) {
-            continue;
+        if (run.slice_count > 0 && ss_feed_make_place(feed, index)) {
+            request_append(feed, connection, index, run);
+            added++;
         }
-        if (!ss_feed_make_place(feed, index)) {
-            break;
-        }
-        request_append(feed, connection, index, run);
-        added++;
     }
     return added;
 }
@@ -305,7 +314,7 @@ static void slices_pass(const struct ss_feed *feed, struct connection *connectio
         count++;
     }
     connection->slices += count;
-    ss_feed_slices(feed, request->chunk, first, count, decoded_before);
+    ss_feed_slices(feed, request->piece, first, count, decoded_before);
 }
 
 /* Takes the head of an answer. Returns 0 where it breaks the connection. */
@@ -329,14 +338,14 @@ static int answer_head(const struct ss_feed *feed, struct connection *connection
         connection->body_length = connection->reply.length;
         connection->phase = connection->body_length > 0 ? PHASE_BODY : PHASE_TAIL;
         if (connection->body_length < expected) {
-            ss_feed_fail(feed, request->chunk, SS_NOT_FOUND, 0);
+            ss_feed_fail(feed, request->piece, SS_NOT_FOUND, 0);
         }
         return 1;
     case SS_RESP_NULL:
-        ss_feed_fail(feed, request->chunk, SS_NOT_FOUND, 0);
+        ss_feed_fail(feed, request->piece, SS_NOT_FOUND, 0);
         break;
     case SS_RESP_ERROR:
-        ss_feed_refused(feed, request->chunk, connection->reply.text, connection->reply.text_length);
+        ss_feed_refused(feed, request->piece, connection->reply.text, connection->reply.text_length);
         break;
     case SS_RESP_SIMPLE:
         if (request->asking) {
@@ -351,11 +360,11 @@ static int answer_head(const struct ss_feed *feed, struct connection *connection
     return 1;
 }
 
-/* An answer is whole. It counts as work of its chunk, so that no chunk is done before its last CR LF. */
+/* An answer is whole. It counts as work of its piece, so that no piece is done before its last CR LF. */
 static void answer_end(const struct ss_feed *feed, struct connection *connection) {
     const struct request *request = oldest(connection);
     if (!request->asking) {
-        ss_feed_answered(feed, request->chunk);
+        ss_feed_answered(feed, request->piece);
     }
     connection->head = (connection->head + 1) % connection->capacity;
     connection->count--;
@@ -365,7 +374,7 @@ static void answer_end(const struct ss_feed *feed, struct connection *connection
 
 static uint8_t *body_place(const struct ss_feed *feed, struct connection *connection) {
     const struct request *request = oldest(connection);
-    return ss_feed_place(feed, request->chunk) + request->run.first_byte + connection->body_received;
+    return ss_feed_place(feed, request->piece) + request->run.first_byte + connection->body_received;
 }
 
 /* 'size' more bytes of the body are in place. */
@@ -443,8 +452,8 @@ static enum step answers_receive(const struct ss_feed *feed, struct connection *
     }
     connection->wire_bytes += (uint64_t)received;
     if (begin != 0) {
-        uint32_t chunk = connection->count > 0 ? oldest(connection)->chunk : connection->next_chunk;
-        ss_feed_trace_end(feed, chunk, begin, (uint64_t)received);
+        uint32_t piece = connection->count > 0 ? oldest(connection)->piece : connection->next_piece;
+        ss_feed_trace_end(feed, piece, begin, (uint64_t)received);
     }
     size_t placed = (size_t)received < direct ? (size_t)received : direct;
     if (placed > 0) {
@@ -461,14 +470,18 @@ static enum step answers_receive(const struct ss_feed *feed, struct connection *
 
 /* Whether the connection has done all it has to, or all that is of use. */
 static int connection_is_finished(const struct ss_feed *feed, struct connection *connection) {
-    uint32_t useful = ss_feed_useful(feed);
     if (ss_feed_aborted(feed)) {
         return 1;
     }
-    if (connection->count > 0) {
-        return ss_feed_broken(feed) && oldest(connection)->chunk >= useful;
+    if (connection->count > 0 && !ss_feed_broken(feed)) {
+        return 0;
     }
-    return connection->next_chunk >= useful;
+    for (uint32_t i = 0; i < connection->count; i++) {
+        if (ss_feed_useful(feed, connection->requests[(connection->head + i) % connection->capacity].piece)) {
+            return 0;
+        }
+    }
+    return !connection_has_more(feed, connection);
 }
 
 /* One turn of a connection that is not finished. */
@@ -477,8 +490,8 @@ static enum step connection_step(const struct ss_feed *feed, struct connection *
         requests_send(connection);
     } while (requests_fill(feed, connection) > 0);
     if (connection->count == 0) {
-        /* Wait for the next chunk to be opened; or the chunks that were left had no run for this connection. */
-        return connection->next_chunk >= ss_feed_open(feed) ? STEP_IDLE : STEP_AGAIN;
+        /* Wait for the next piece to be opened; or the pieces that were left had no run for this connection. */
+        return connection->next_piece >= ss_feed_open(feed) ? STEP_IDLE : STEP_AGAIN;
     }
     return answers_receive(feed, connection);
 }

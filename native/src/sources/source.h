@@ -2,8 +2,8 @@
 /*
  * source.h - where stored bytes come from: what a source does, and what the pipeline does for it
  *
- * A source makes the bodies of its chunks appear and says of each slice when it is whole. A round may mix sources: each
- * chunk is one source's. The network threads drive them, each with a state of its own of every source; all of a state's
+ * A source makes the bodies of its pieces appear and says of each slice when it is whole. A round may mix sources: each
+ * piece is one source's. The network threads drive them, each with a state of its own of every source; all of a state's
  * calls come from its thread, and none of them blocks, but for ss_feed_slices() while the next stage has more than it
  * can do.
  *
@@ -47,11 +47,11 @@ enum ss_source_step {
 struct ss_source {
     const char *name;
 
-    /* takes() returns whether a chunk is this source's. */
-    int (*takes)(const struct ss_chunk *chunk);
+    /* takes() returns whether a piece is this source's. */
+    int (*takes)(const struct ss_piece *piece);
 
-    /* answers() returns how often ss_feed_answered() is called for a chunk of this source, by all threads together. */
-    uint32_t (*answers)(const struct ss_round *round, uint32_t chunk, uint32_t threads);
+    /* answers() returns how often ss_feed_answered() is called for a piece of this source, by all threads together. */
+    uint32_t (*answers)(const struct ss_round *round, uint32_t piece, uint32_t threads);
 
     /* create() makes a thread's state; NULL: no memory. */
     void *(*create)(const struct ss_source_limits *limits);
@@ -63,10 +63,10 @@ struct ss_source {
     uint32_t (*watch)(void *state, struct pollfd *polled);
 };
 
-/* Chunks at a server, or at the nodes of a cluster: those without 'memory'. */
+/* Pieces at a server, or at the nodes of a cluster: those without 'memory'. */
 extern const struct ss_source ss_source_resp;
 
-/* Chunks that lie in this process: those with 'memory'. */
+/* Pieces that lie in this process: those with 'memory'. */
 extern const struct ss_source ss_source_memory;
 
 /* ---- What the pipeline does for a source (pipeline/feed.c) ---- */
@@ -74,33 +74,33 @@ extern const struct ss_source ss_source_memory;
 /* ss_feed_aborted() returns whether the round is to end now, whatever is left. */
 int ss_feed_aborted(const struct ss_feed *feed);
 
-/* ss_feed_broken() returns whether some answer will never come, so that others behind it are not worth waiting for. */
+/* ss_feed_broken() returns whether some answer will never come, so that others of no use are not worth waiting for. */
 int ss_feed_broken(const struct ss_feed *feed);
 
-/* ss_feed_useful() returns the first chunk that is of no use any more; chunk_count while all are. */
-uint32_t ss_feed_useful(const struct ss_feed *feed);
+/* ss_feed_useful() returns whether a piece is of use. One that is not never is again, and nobody waits for it. */
+int ss_feed_useful(const struct ss_feed *feed, uint32_t piece);
 
-/* ss_feed_open() returns the first chunk that may not be begun yet. The thread is woken when it grows. */
+/* ss_feed_open() returns the first piece that may not be begun yet. The thread is woken when it grows. */
 uint32_t ss_feed_open(const struct ss_feed *feed);
 
-/* ss_feed_make_place() makes sure of room for a chunk's body; fails the chunk and returns 0 where there is none. */
-int ss_feed_make_place(const struct ss_feed *feed, uint32_t chunk);
+/* ss_feed_make_place() makes sure of room for a piece's body; fails the piece and returns 0 where there is none. */
+int ss_feed_make_place(const struct ss_feed *feed, uint32_t piece);
 
 /* ss_feed_place() returns where the body is to appear; it is at its 'memory' where the decoder reads it there. */
-uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t chunk);
+uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece);
 
-/* ss_feed_slices() hands on slices that are whole. 'decoded_before': bytes of symbols of the chunk's slices before. */
-void ss_feed_slices(const struct ss_feed *feed, uint32_t chunk, uint32_t slice_first, uint32_t count,
+/* ss_feed_slices() hands on slices that are whole. 'decoded_before': bytes of symbols of the piece's slices before. */
+void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_first, uint32_t count,
                     uint64_t decoded_before);
 
-/* ss_feed_answered() says that one of a chunk's answers() has come to its end. */
-void ss_feed_answered(const struct ss_feed *feed, uint32_t chunk);
+/* ss_feed_answered() says that one of a piece's answers() has come to its end. */
+void ss_feed_answered(const struct ss_feed *feed, uint32_t piece);
 
-/* ss_feed_fail() says why a chunk cannot be had; 'broken': nor can anything else on the way that it was to come. */
-void ss_feed_fail(const struct ss_feed *feed, uint32_t chunk, enum ss_result result, int broken);
+/* ss_feed_fail() says why a piece cannot be had; 'broken': nor can anything else on the way that it was to come. */
+void ss_feed_fail(const struct ss_feed *feed, uint32_t piece, enum ss_result result, int broken);
 
-/* ss_feed_refused() says what a server answered instead of a chunk. */
-void ss_feed_refused(const struct ss_feed *feed, uint32_t chunk, const char *text, size_t length);
+/* ss_feed_refused() says what a server answered instead of a piece. */
+void ss_feed_refused(const struct ss_feed *feed, uint32_t piece, const char *text, size_t length);
 
 /* ss_feed_os_error() keeps the errno of an SS_OS_ERROR; ss_feed_out_of_sync() says that a socket cannot be used again.
  */
@@ -110,8 +110,8 @@ void ss_feed_out_of_sync(const struct ss_feed *feed);
 /* ss_feed_count() adds to the round's and the stage's figures. */
 void ss_feed_count(const struct ss_feed *feed, uint64_t slices, uint64_t wire_bytes, uint64_t body_bytes);
 
-/* ss_feed_trace_begin() is the time, 0 while nothing is recorded; ss_feed_trace_end() then records bytes of a chunk. */
+/* ss_feed_trace_begin() is the time, 0 while nothing is recorded; ss_feed_trace_end() then records bytes of a piece. */
 uint64_t ss_feed_trace_begin(const struct ss_feed *feed);
-void ss_feed_trace_end(const struct ss_feed *feed, uint32_t chunk, uint64_t begin_ns, uint64_t bytes);
+void ss_feed_trace_end(const struct ss_feed *feed, uint32_t piece, uint64_t begin_ns, uint64_t bytes);
 
 #endif /* SS_SOURCE_H */

@@ -117,13 +117,9 @@ class Rounds:
             connection.setblocking(False)
         layout = self._workload.layout
         round_ = native.Round(
-            chunks=chunks,
+            pieces=chunks,
             slices=slices,
-            quantizer=layout.quantizer,
-            dtype=layout.dtype,
-            vector_length=layout.vector_length,
-            scale_vectors=layout.scale_tokens,
-            destination=self._target,
+            groups=[native.Group.of(layout, self._target)],
             deadline_ns=time.monotonic_ns() + DEADLINE_NS,
         )
         result = self._pipeline.fetch(round_, [connection.fileno() for connection in self._sockets])

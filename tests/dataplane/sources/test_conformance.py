@@ -158,12 +158,9 @@ class Bench:
             keys,
             plan.chunks,
             lambda chunks: native.Round(
-                chunks=chunks,
+                pieces=chunks,
                 slices=plan.slices,
-                quantizer=SHAPE.quantizer,
-                dtype=SHAPE.dtype,
-                vector_length=SHAPE.vector_length,
-                destination=target,
+                groups=[native.Group.of(SHAPE, target)],
                 deadline_ns=job.deadline_ns,
             ),
         )
@@ -181,12 +178,9 @@ class Bench:
         plan = plan_store([key], [0], SHAPE, codec, MIB)
         job = Job("a test", "a job", PATIENCE_S)
         round_ = native.Round(
-            chunks=plan.chunks,
+            pieces=plan.chunks,
             slices=plan.slices,
-            quantizer=SHAPE.quantizer,
-            dtype=SHAPE.dtype,
-            vector_length=SHAPE.vector_length,
-            destination=kv(SHAPE, seed),
+            groups=[native.Group.of(SHAPE, kv(SHAPE, seed))],
             deadline_ns=job.deadline_ns,
         )
         try:
