@@ -173,7 +173,7 @@ class Storer:
         bound = encoded_bound(layout, self._codec, self._slice_bytes)
         plan = plan_store([keys[index] for index in batch], batch, layout, self._codec, bound, self._slice_bytes)
         round_ = native.Round(
-            pieces=plan.chunks,
+            pieces=plan.pieces,
             slices=plan.slices,
             groups=[native.Group.of(layout, destination.region(offset, len(keys) * layout.raw_bytes))],
             deadline_ns=job.deadline_ns,
@@ -210,7 +210,7 @@ class Storer:
         if result is not Result.OK:
             job.check()
             raise self._stop(key, result, text)
-        size = len(head) + int(plan.chunks[position]["body_length"])
+        size = len(head) + int(plan.pieces[position]["body_length"])
         self._catalog.pardon(layout.namespace, key)
         self._metrics.stored_raw_bytes += layout.raw_bytes
         self._metrics.stored_bytes += size

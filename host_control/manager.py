@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from host_control.client import DataPlaneClient, FetchAnswer, FetchCall
+from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
 from host_control.destination import Destination, Memory
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
@@ -316,24 +316,29 @@ class KVCacheManager:
             answer = self._wait(call, job_id, progress)
             if not answer.quiet or answer.reason == "unknown_destination":
                 self._destination.retire(release=not answer.quiet)
-            if answer.reason == "unknown_destination" and answer.chunks == 0 and not retried:
+            chunks = answer.chunks
+            if answer.reason == "unknown_destination" and chunks == 0 and not retried:
                 retried = True  # the daemon has restarted: register again, once
                 continue
-            if answer.chunks:
-                self._land(progress, landed, memory, offset, answer)
-                landed += answer.chunks
+            if chunks:
+                self._land(progress, landed, memory, offset, chunks, answer)
+                landed += chunks
+            elif answer.reason == "round_full":
+                self._end(
+                    progress, "invalid_answer", "the buffers are said to be full, and the first chunk is not there"
+                )
+                return
             if answer.reason == "round_full" or (answer.reason == "complete" and landed < len(progress.job.keys)):
                 continue
             self._end(progress, answer.reason, answer.detail)
             return
 
     def _start(self, keys: Sequence[bytes], timeout: float) -> tuple[FetchCall, str, int]:
-        chunk_bytes = self._destination.shape.raw_bytes
-        offset = self._half * self._round_chunks * chunk_bytes
+        shape = self._destination.shape
+        offset = self._half * self._round_chunks * shape.raw_bytes
         job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
-        call = self._client.start_fetch(
-            job_id, self._destination.destination_id, offset, len(keys) * chunk_bytes, keys, timeout
-        )
+        part = FetchPart.whole(shape, self._destination.destination_id, keys, offset)
+        call = self._client.start_fetch(job_id, [part], timeout)
         return call, job_id, offset
 
     def _wait(self, call: FetchCall, job_id: str, progress: _Progress) -> FetchAnswer:
@@ -351,10 +356,12 @@ class KVCacheManager:
                 self._condition.wait_for(call.done, _CANCEL_INTERVAL)
         return call.result()
 
-    def _land(self, progress: _Progress, first: int, memory: Memory, offset: int, answer: FetchAnswer) -> None:
+    def _land(
+        self, progress: _Progress, first: int, memory: Memory, offset: int, chunks: int, answer: FetchAnswer
+    ) -> None:
         progress.fetched_bytes += answer.fetched_bytes
         progress.delivered_bytes += answer.delivered_bytes
-        self._landed = _Landed(progress, first, memory, offset, answer.chunks)
+        self._landed = _Landed(progress, first, memory, offset, chunks)
         self._half ^= 1
 
     def _flush(self) -> None:

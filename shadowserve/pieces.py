@@ -1,7 +1,7 @@
 """Sets of pieces: which are there, in any order, as the wire and the programs have them.
 
-A lookup answers which chunks are stored, a fetch which pieces are in place: layers of chunks. How many leading chunks or
-leading layers that makes follows from the set, for whoever needs a prefix without a gap; what needs others takes those.
+A lookup answers which chunks are stored, a fetch which pieces are in place: layers of chunks. How many leading chunks
+or layers that makes follows from the set, for whoever needs a prefix without a gap; what needs others takes those.
 
 A set of the pieces of one group is an array of layers times chunks; on the wire, member ``layer * chunks + chunk``.
 """
@@ -23,12 +23,12 @@ def leading(flags: Flags) -> int:
 
 def leading_chunks(pieces: Flags, wanted: Flags) -> int:
     """Return how many leading chunks lack no layer that is wanted of them."""
-    return leading((pieces | ~wanted).all(axis=0))
+    return leading(np.logical_and.reduce(pieces | ~wanted, axis=0))
 
 
 def leading_layers(pieces: Flags, wanted: Flags) -> int:
     """Return how many leading layers are there for every chunk that they are wanted of."""
-    return leading((pieces | ~wanted).all(axis=1))
+    return leading(np.logical_and.reduce(pieces | ~wanted, axis=1))
 
 
 def pack(flags: Flags) -> bytes:
