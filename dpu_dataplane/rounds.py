@@ -20,7 +20,7 @@ from shadowserve.errors import RecordError
 from shadowserve.keys import storage_key
 from shadowserve.pieces import Flags, leading
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.record import Head, Manifest, parse_head, plan_slices
+from shadowserve.record import MANIFEST_DTYPE, Head, Manifest, parse_head, plan_slices
 
 __all__ = ["Buffers", "End", "FetchPlan", "StorePlan", "Wanted", "encoded_bound", "plan_fetch", "plan_store"]
 
@@ -129,42 +129,29 @@ def encoded_bound(layout: ChunkLayout, codec: native.Codec, slice_bytes: int = D
     )
 
 
-_Parts = npt.NDArray[np.void]
-_PART: Final = np.dtype(
-    [(name, np.int64) for name in ("group", "chunk", "first", "end", "record_offset", "stored", "slice", "slices")]
+@dataclass(frozen=True)
+class _Cut:
+    """The pieces of a group that have sound heads, with what the C core's tables are made of.
+
+    Attributes:
+        pieces: ``_PIECE`` array.
+        heads: ``_HEAD`` array, of the chunks that pieces are of.
+        slices: ``_SLICE`` array, of all their slices.
+    """
+
+    pieces: npt.NDArray[np.void]
+    heads: npt.NDArray[np.void]
+    slices: npt.NDArray[np.void]
+
+
+_PIECE: Final = np.dtype(
+    [(name, np.int64) for name in ("group", "chunk", "first", "end", "offset", "stored", "symbols", "raw")]
+    + [(name, np.int64) for name in ("head", "slice", "slices")]
 )
-"""A piece on its way into a plan: layers from ``first`` to ``end``, bytes ``stored`` in the record from
-``record_offset``, and its ``slices``, from ``slice`` of all manifests on."""
-
-
-class _Room:
-    """What fits the buffers together. Each piece's occupancies begin behind those of the one before."""
-
-    def __init__(self, buffers: Buffers, layouts: Sequence[ChunkLayout]) -> None:
-        self._sizes = buffers.decompression, buffers.dequantization, buffers.dma_source
-        layer = [layout.kinds * layout.tokens for layout in layouts]
-        self._symbols = np.array([n * x.token_decoded_bytes for n, x in zip(layer, layouts, strict=True)], np.int64)
-        self._used = np.zeros(3, np.int64)
-        self._raw = np.array([x.raw_bytes // x.layers for x in layouts], np.int64)
-
-    def exceeded(self, parts: _Parts) -> bool:
-        """Add some pieces of one group to those of earlier calls; return whether all together are too many."""
-        self._used += [int(lengths.sum()) for lengths in self._lengths(parts)]
-        return any(size is not None and used > size for used, size in zip(self._used, self._sizes, strict=True))
-
-    def _lengths(self, parts: _Parts) -> tuple[npt.NDArray[np.int64], ...]:
-        layers = parts["end"] - parts["first"]
-        return parts["stored"], layers * self._symbols[parts["group"]], layers * self._raw[parts["group"]]
-
-    def place(self, parts: _Parts) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], int]:
-        """Return the occupancies' begins in the first two buffers, and how many leading pieces all buffers hold."""
-        begins, fits = [], np.arange(len(parts)) < PIECES_MAX
-        for length, size, alignment in zip(self._lengths(parts), self._sizes, (ALIGNMENT, ALIGNMENT, 1), strict=True):
-            aligned = -(-length // alignment) * alignment
-            begins.append(np.cumsum(aligned) - aligned)
-            if size is not None:
-                fits &= begins[-1] + length <= size
-        return begins[0], begins[1], leading(fits)
+"""Layers from ``first`` to ``end``; ``stored`` bytes from ``offset`` of the record, ``symbols`` decoded and ``raw`` in
+memory; index of its head, of its first slice, and how many of these."""
+_HEAD: Final = np.dtype([("key", f"S{native.KEY_SIZE_MAX}"), ("key_length", np.uint32), ("codec", np.uint32)])
+_FROM_MANIFEST: Final = ("scales_length", "encoded_length", "checksum", "decoded_crc32")
 
 
 def plan_fetch(groups: Sequence[Wanted], layerwise: bool, buffers: Buffers, codecs: Collection[int]) -> FetchPlan:
@@ -177,58 +164,118 @@ def plan_fetch(groups: Sequence[Wanted], layerwise: bool, buffers: Buffers, code
         buffers: to fit into.
         codecs: that this build decodes.
     """
-    layouts = [group.layout for group in groups]
-    heads: dict[tuple[int, int], Head] = {}
-    parts: list[_Parts] = []
     ends: dict[int, End] = {}
     full = False
-    slices = 0
+    cuts = []
     for index, group in enumerate(groups):
-        room = _Room(buffers, layouts)
-        mine: list[_Parts] = []
-        for chunk in np.flatnonzero(group.pieces.any(axis=0)).tolist():
-            if chunk not in group.found:
-                full = True
-                break
-            judged = _judge(group.found[chunk], group.keys[chunk], chunk, group.layout, buffers.decompression, codecs)
-            if isinstance(judged, End):
-                ends[index] = judged
-                break
-            mine.append(_cut(judged, group.pieces[:, chunk], layerwise, index, chunk, slices))
-            slices += len(judged.slices)
-            heads[index, chunk] = judged
-            if not layerwise and room.exceeded(mine[-1]):
-                break  # the rest is for another round, and so are its heads
-        parts += mine
-    chosen = np.concatenate(parts) if parts else np.zeros(0, _PART)
+        heads, end, more = _heads(group, layerwise, buffers, codecs)
+        if end is not None:
+            ends[index] = end
+        full = full or more
+        if heads:
+            cuts.append(_cut(index, group, heads, layerwise))
+    cut = _together(cuts)
+    pieces = cut.pieces
     if layerwise:
-        depth = np.array([group.layout.layers for group in groups])[chosen["group"]]
-        chosen = chosen[np.lexsort((chosen["chunk"], chosen["group"], chosen["first"] / depth))]
-    elif len(groups) > 1:
-        chosen = chosen[np.lexsort((chosen["first"], chosen["group"], chosen["chunk"]))]
-    received, decoded, count = _Room(buffers, layouts).place(chosen)
-    full = full or count < len(chosen)
-    chosen = chosen[:count]
-    pieces, table = _tables(groups, heads, chosen, received[:count], decoded[:count])
-    return FetchPlan(pieces, table, np.stack([chosen["first"], chosen["end"]], axis=1), full, ends)
+        depths = np.array([group.layout.layers for group in groups])
+        pieces = pieces[np.lexsort((pieces["chunk"], pieces["group"], pieces["first"] / depths[pieces["group"]]))]
+    elif len(cuts) > 1:
+        pieces = pieces[np.lexsort((pieces["first"], pieces["group"], pieces["chunk"]))]
+    places, count = _place(pieces, buffers)
+    chosen, (received, decoded) = pieces[:count], places[:, :count]
+    table, slices = _tables(_Cut(chosen, cut.heads, cut.slices), received, decoded)
+    layers = np.stack([chosen["first"], chosen["end"]], axis=1)
+    return FetchPlan(table, slices, layers, full or count < len(pieces), ends)
 
 
-def _cut(head: Head, wanted: Flags, layerwise: bool, group: int, chunk: int, slice_first: int) -> _Parts:
-    """Return the pieces of one chunk: one for each wanted layer, or one for each run of wanted layers."""
+def _heads(
+    group: Wanted, layerwise: bool, buffers: Buffers, codecs: Collection[int]
+) -> tuple[dict[int, Head], End | None, bool]:
+    """Return the heads of wanted chunks up to where the group ends, if it does, or more would surely not fit."""
+    whole = np.logical_and.reduce(group.pieces, axis=0) & (not layerwise)
+    whole_max = PIECES_MAX if buffers.dma_source is None else buffers.dma_source // group.layout.raw_bytes
+    heads: dict[int, Head] = {}
+    bodies = chunks = 0  # of chunks that are wanted whole
+    for chunk in np.flatnonzero(group.pieces.any(axis=0)).tolist():
+        if chunk not in group.found:
+            return heads, None, True
+        judged = _judge(group.found[chunk], group.keys[chunk], chunk, group.layout, buffers.decompression, codecs)
+        if isinstance(judged, End):
+            return heads, judged, False
+        heads[chunk] = judged
+        if whole[chunk]:
+            bodies, chunks = bodies + judged.record_length - judged.head_length, chunks + 1
+            if bodies > buffers.decompression or chunks > whole_max:
+                break  # the last one will be found not to fit
+    return heads, None, False
+
+
+def _cut(index: int, group: Wanted, heads: Mapping[int, Head], layerwise: bool) -> _Cut:
+    """Return the pieces of some chunks: one for each wanted layer, or one for each run of wanted layers."""
+    layout, chunks = group.layout, np.array(list(heads), np.int64)
+    wanted = group.pieces[:, chunks].T
     if layerwise:
-        first = np.flatnonzero(wanted)
+        column, first = np.nonzero(wanted)
         end = first + 1
     else:
-        edges = np.flatnonzero(np.diff(wanted, prepend=False, append=False))
-        first, end = edges[::2], edges[1::2]
-    manifest = head.slices
-    begin, behind = np.searchsorted(manifest["layer"], first), np.searchsorted(manifest["layer"], end)
-    offsets = np.append(manifest["offset"].astype(np.int64), head.record_length)
-    parts = np.zeros(len(first), _PART)
-    parts["group"], parts["chunk"], parts["first"], parts["end"] = group, chunk, first, end
-    parts["record_offset"], parts["stored"] = offsets[begin], offsets[behind] - offsets[begin]
-    parts["slice"], parts["slices"] = begin + slice_first, behind - begin
-    return parts
+        column, edge = np.nonzero(np.diff(wanted, axis=1, prepend=False, append=False))
+        column, first, end = column[::2], edge[::2], edge[1::2]
+    counts = [len(head.slices) for head in heads.values()]
+    manifest: Manifest = np.frombuffer(b"".join(head.slices for head in heads.values()), MANIFEST_DTYPE)
+    of = np.repeat(np.arange(len(heads)), counts)
+    layer = of * layout.layers + manifest["layer"]
+    begin, behind = (np.searchsorted(layer, column * layout.layers + edge) for edge in (first, end))
+    stored = manifest["scales_length"].astype(np.int64) + manifest["encoded_length"]
+    ends = manifest["offset"].astype(np.int64) + stored
+    pieces = np.zeros(len(first), _PIECE)
+    pieces["group"], pieces["chunk"], pieces["first"], pieces["end"] = index, chunks[column], first, end
+    pieces["offset"] = ends[begin] - stored[begin]
+    pieces["stored"] = ends[behind - 1] - pieces["offset"]
+    pieces["symbols"] = (end - first) * (layout.kinds * layout.tokens * layout.token_decoded_bytes)
+    pieces["raw"] = (end - first) * (layout.raw_bytes // layout.layers)
+    pieces["head"], pieces["slice"], pieces["slices"] = column, begin, behind - begin
+    table = np.zeros(len(heads), _HEAD)
+    names = [storage_key(group.keys[chunk]) for chunk in heads]
+    table["key"], table["key_length"] = names, [len(name) for name in names]
+    table["codec"] = [head.codec for head in heads.values()]
+    slices = np.zeros(len(manifest), native.SLICE_DTYPE)
+    slices["offset"] = manifest["offset"]  # from the record's first byte, until it is known where the piece begins
+    slices["destination_offset"] = (
+        _raw_offsets(manifest["tokens"], layout) + ((chunks - np.arange(len(chunks))) * layout.raw_bytes)[of]
+    )
+    slices["decoded_length"] = manifest["tokens"] * layout.token_decoded_bytes
+    slices["vectors"] = manifest["tokens"]
+    for name in _FROM_MANIFEST:
+        slices[name] = manifest[name]
+    return _Cut(pieces, table, slices)
+
+
+def _together(cuts: Sequence[_Cut]) -> _Cut:
+    """Return the pieces of all groups, with indexes into what they have in common."""
+    if not cuts:
+        return _Cut(np.zeros(0, _PIECE), np.zeros(0, _HEAD), np.zeros(0, native.SLICE_DTYPE))
+    heads = slices = 0
+    for cut in cuts:
+        cut.pieces["head"] += heads
+        cut.pieces["slice"] += slices
+        heads, slices = heads + len(cut.heads), slices + len(cut.slices)
+    if len(cuts) == 1:
+        return cuts[0]
+    pieces, tables, all_slices = zip(*((cut.pieces, cut.heads, cut.slices) for cut in cuts), strict=True)
+    joined = np.frombuffer(b"".join(all_slices), native.SLICE_DTYPE)  # concatenate() would pack the struct
+    return _Cut(np.concatenate(pieces), np.concatenate(tables), joined)
+
+
+def _place(pieces: npt.NDArray[np.void], buffers: Buffers) -> tuple[npt.NDArray[np.int64], int]:
+    """Return where the pieces begin in the first two buffers, and how many leading ones all buffers hold together."""
+    begins, fits = [], np.arange(len(pieces)) < PIECES_MAX
+    sizes = (buffers.decompression, buffers.dequantization, buffers.dma_source)
+    for name, size, alignment in zip(("stored", "symbols", "raw"), sizes, (ALIGNMENT, ALIGNMENT, 1), strict=True):
+        aligned = -(-pieces[name] // alignment) * alignment
+        begins.append(np.cumsum(aligned) - aligned)
+        if size is not None:
+            fits &= begins[-1] + pieces[name] <= size
+    return np.array(begins[:2]), leading(fits)
 
 
 def _judge(
@@ -264,43 +311,22 @@ def _checked(stored: Stored, key: bytes, layout: ChunkLayout, body_max: int, cod
 
 
 def _tables(
-    groups: Sequence[Wanted],
-    heads: Mapping[tuple[int, int], Head],
-    chosen: _Parts,
-    received: npt.NDArray[np.int64],
-    decoded: npt.NDArray[np.int64],
+    cut: _Cut, received: npt.NDArray[np.int64], decoded: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.void], npt.NDArray[np.void]]:
     """Write the pieces' and slices' tables that the C core reads."""
-    places = list(zip(chosen["group"].tolist(), chosen["chunk"].tolist(), strict=True))
+    chosen, heads = cut.pieces, cut.heads[cut.pieces["head"]]
     counts = chosen["slices"]
     pieces = np.zeros(len(chosen), native.PIECE_DTYPE)
-    names = [storage_key(groups[group].keys[chunk]) for group, chunk in places]
-    pieces["key"] = names
-    pieces["key_length"] = [len(name) for name in names]
-    pieces["codec"] = [heads[place].codec for place in places]
+    for name in ("key", "key_length", "codec"):
+        pieces[name] = heads[name]
     pieces["group"], pieces["chunk"] = chosen["group"], chosen["chunk"]
-    pieces["record_offset"], pieces["body_length"] = chosen["record_offset"], chosen["stored"]
+    pieces["record_offset"], pieces["body_length"] = chosen["offset"], chosen["stored"]
     pieces["decompression_offset"], pieces["dequantization_offset"] = received, decoded
     pieces["slice_first"], pieces["slice_count"] = np.cumsum(counts) - counts, counts
     pieces["result"] = native.Result.SKIPPED  # until the C core says otherwise
-    slices = np.zeros(int(counts.sum()), native.SLICE_DTYPE)
-    if len(chosen):
-        manifest = np.concatenate([head.slices for head in heads.values()])
-        targets = np.concatenate(
-            [
-                _raw_offsets(head.slices["tokens"], groups[group].layout) + chunk * groups[group].layout.raw_bytes
-                for (group, chunk), head in heads.items()
-            ]
-        )
-        index = np.arange(len(slices)) + np.repeat(chosen["slice"] - pieces["slice_first"], counts)
-        manifest = manifest[index]
-        symbols = np.array([group.layout.token_decoded_bytes for group in groups], np.int64)[chosen["group"]]
-        slices["offset"] = manifest["offset"].astype(np.int64) - np.repeat(chosen["record_offset"], counts)
-        slices["destination_offset"] = targets[index]
-        slices["decoded_length"] = manifest["tokens"] * np.repeat(symbols, counts)
-        slices["vectors"] = manifest["tokens"]
-        for name in ("scales_length", "encoded_length", "checksum", "decoded_crc32"):
-            slices[name] = manifest[name]
+    index = np.arange(int(counts.sum())) + np.repeat(chosen["slice"] - pieces["slice_first"], counts)
+    slices = cut.slices[index]
+    slices["offset"] -= np.repeat(pieces["record_offset"], counts)
     return pieces, slices
 
 
