@@ -1,7 +1,9 @@
 """Pieces of several groups in one fetch: which come, in which order, and what is said of them."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -19,8 +21,10 @@ from dataplane_support import (
     running,
     way_name,
 )
-from machine import NEVER_MS, until
+from machine import NEVER_MS, PATIENCE_S, until
 
+from host_control.client import DataPlaneClient, FetchPart
+from host_control.destination import Destination
 from shadowserve import record
 from shadowserve.chunk import ChunkLayout
 from shadowserve.pieces import Flags, leading_chunks, leading_layers, pack, unpack
@@ -29,6 +33,8 @@ from shadowserve.proto import dataplane_pb2 as pb
 ORDERS = [pb.ORDER_CHUNKS, pb.ORDER_LAYERS]
 SHAPES = [layout(layers=6), layout("binned", "float32", layers=4, vector_length=32)]
 CHUNKS = [5, 3]
+LARGE = [layout(layers=6, vector_length=2048), layout("binned", "float32", layers=4, vector_length=1024)]
+"""Of which a buffer of 1 MiB holds some layers, or a chunk or two."""
 
 
 class Group:
@@ -146,8 +152,7 @@ def _ranges(data: bytes, layers: Flags) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("order", ORDERS)
 async def test_what_one_round_has_no_room_for_is_asked_for_again(storage: Server, order: int) -> None:
-    shapes = [layout(layers=6, vector_length=2048), layout("binned", "float32", layers=4, vector_length=1024)]
-    groups = [Group(shape, 6, 10 * seed) for seed, shape in enumerate(shapes)]
+    groups = [Group(shape, 6, 10 * seed) for seed, shape in enumerate(LARGE)]
     async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
         for group in groups:
             (await group.register(client)).store(storage)
@@ -169,6 +174,44 @@ async def test_what_one_round_has_no_room_for_is_asked_for_again(storage: Server
             elif rounds == 1:
                 assert leading_layers(there[0], groups[0].all) == 0 and leading_chunks(there[0], groups[0].all) >= 1
         assert rounds > 2
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Server, layerwise: bool) -> None:
+    groups = [Group(shape, 6, 10 * seed) for seed, shape in enumerate(LARGE)]
+    for group in groups:
+        group.store(storage)
+
+    def run(address: str) -> tuple[list[str], list[bytes]]:
+        with contextlib.closing(DataPlaneClient(address, connect_timeout=PATIENCE_S)) as plane:
+            memories = [
+                Destination(plane, each.shape, len(each.keys) * each.shape.raw_bytes, PATIENCE_S) for each in groups
+            ]
+            try:
+                segments = [memory.acquire(PATIENCE_S) for memory in memories]
+                parts = [
+                    FetchPart.whole(group.shape, memory.destination_id, group.keys)
+                    for group, memory in zip(groups, memories, strict=True)
+                ]
+                reasons = ["round_full"]
+                while reasons[-1] == "round_full":
+                    answer = plane.start_fetch(f"job-{len(reasons)}", parts, PATIENCE_S, layerwise=layerwise).result()
+                    reasons.append(answer.reason)
+                    parts = [
+                        replace(part, wanted=part.wanted & ~there)
+                        for part, there in zip(parts, answer.delivered, strict=True)
+                    ]
+                return reasons[1:], [bytes(segment.memory) for segment in segments]
+            finally:
+                for memory in memories:
+                    memory.close()
+
+    small = {"decompression_buffer_bytes": "1MiB", "dma_source_buffer_bytes": "1MiB", "hosts_max": 2}
+    async with running(storage, **small) as (daemon, _):
+        reasons, found = await asyncio.to_thread(run, daemon.address)
+    assert reasons == ["round_full"] * (len(reasons) - 1) + ["complete"] and len(reasons) > 1
+    for group, memory in zip(groups, found, strict=True):
+        assert memory == b"".join(map(expected, [group.shape] * len(group.keys), group.keys, group.records))
 
 
 @pytest.mark.parametrize("order", ORDERS)
