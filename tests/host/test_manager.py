@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from machine import NEVER_S, PATIENCE_S, wait_for
 from scripted import ScriptedDataPlane
@@ -25,6 +26,7 @@ from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import chain_links, record_keys
+from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
 
 CHUNK = 4
@@ -342,6 +344,20 @@ def test_daemon_that_never_knows_us_is_not_asked_forever(
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == (0, "unknown_destination")
     assert plane.calls.count("Fetch") == 2
+
+
+def test_daemon_that_brings_only_what_is_behind_a_gap_is_not_asked_forever(
+    manager: KVCacheManager, shape: ChunkLayout, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    pieces = np.zeros((shape.layers, 2), np.bool_)
+    pieces[:, 1] = True
+    plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(
+        delivered=[pack(pieces)], outcome=pb.OUTCOME_ROUND_FULL
+    )
+    manager.exchange([job("a", 2, fill)])
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == (0, "invalid_answer")
+    assert plane.calls.count("Fetch") == 1
 
 
 def test_daemon_that_dies_mid_fetch_and_comes_back(
