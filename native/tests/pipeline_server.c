@@ -22,6 +22,7 @@ struct value {
     uint8_t *data;
     size_t size;
     enum fault fault;
+    size_t fault_first; /* of ranges that begin there or behind it */
 };
 
 struct server {
@@ -196,7 +197,8 @@ static int output_bulk(struct connection *connection, const uint8_t *data, size_
 static int answer_range(struct connection *connection, const struct value *value, size_t first, size_t last) {
     const uint8_t *data = value->data + first;
     size_t size = last - first + 1;
-    switch (value->fault) {
+    enum fault fault = first < value->fault_first ? FAULT_NONE : value->fault;
+    switch (fault) {
     case FAULT_NONE:
         return output_bulk(connection, data, size, SIZE_MAX, "\r\n");
     case FAULT_BYTE_BY_BYTE:
@@ -223,7 +225,7 @@ static int answer_range(struct connection *connection, const struct value *value
     case FAULT_NO_TAIL:
         return output_bulk(connection, data, size, SIZE_MAX, "$5");
     default:
-        return output_half(connection, data, size, value->fault);
+        return output_half(connection, data, size, fault);
     }
 }
 
@@ -419,8 +421,14 @@ void server_keep(struct server *server, const void *key, size_t key_length, cons
 }
 
 void server_fault(struct server *server, const void *key, size_t key_length, enum fault fault) {
+    server_fault_from(server, key, key_length, fault, 0);
+}
+
+void server_fault_from(struct server *server, const void *key, size_t key_length, enum fault fault, size_t first) {
     pthread_mutex_lock(&server->lock);
-    find_or_add(server, key, key_length)->fault = fault;
+    struct value *value = find_or_add(server, key, key_length);
+    value->fault = fault;
+    value->fault_first = first;
     server->stalled = 0;
     pthread_mutex_unlock(&server->lock);
 }

@@ -65,6 +65,9 @@ void server_keep(struct server *server, const void *key, size_t key_length, cons
 /* server_fault() makes every answer about 'key' go wrong from now on. */
 void server_fault(struct server *server, const void *key, size_t key_length, enum fault fault);
 
+/* server_fault_from() does so of ranges that begin at byte 'first' of the value, or behind it. */
+void server_fault_from(struct server *server, const void *key, size_t key_length, enum fault fault, size_t first);
+
 /* server_wait_stalled() blocks until an answer is stalled. */
 void server_wait_stalled(struct server *server);
 

@@ -1,0 +1,500 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_pipeline_pieces.c - rounds of pieces: some layers of chunks, of two groups, in any order, from servers and
+ * memory; what a failure costs, and what it does not
+ */
+#include <pthread.h>
+#include <sched.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "pipeline_support.h"
+
+enum { GROUPS = 2, CHUNKS = 5, SOCKETS = 3, ROOM = 1 << 16 };
+
+/* The groups differ in all that a group says; and in their layers. */
+static const uint32_t layers_of[GROUPS] = {4, 2};
+enum { LAYER_SLICES = 2, LAYERS_MAX = 4, PIECES = CHUNKS * (4 + 2) };
+
+struct bench {
+    int mode;
+    struct fixture *fixtures[GROUPS];
+    struct server *server;
+    struct ss_pipeline *pipeline;
+    struct ss_round *round;
+    uint8_t *bodies[PIECES]; /* of pieces that lie in memory, each of its own */
+    int32_t sockets[SOCKETS];
+};
+
+static struct fixture *group_make(uint32_t group) {
+    struct shape shape = default_shape();
+    shape.chunks = CHUNKS;
+    shape.slices = layers_of[group] * LAYER_SLICES;
+    if (group == 1) {
+        shape.quantizer = SS_QUANTIZER_LOSSLESS;
+        shape.dtype = SS_DTYPE_FLOAT32;
+        shape.vectors = 5;
+        shape.vector_length = 192;
+    }
+    struct fixture *fixture = fixture_make(&shape);
+    for (uint32_t i = 0; i < CHUNKS; i++) {
+        fixture->chunks[i].key[0] = (uint8_t)('a' + group);
+    }
+    return fixture;
+}
+
+static void serve_all(const struct bench *bench) {
+    for (int i = 0; i < GROUPS; i++) {
+        fixture_serve(bench->fixtures[i], bench->server);
+    }
+}
+
+static void bench_connect(struct bench *bench) {
+    for (int i = 0; i < SOCKETS; i++) {
+        if (bench->sockets[i] >= 0) {
+            close(bench->sockets[i]);
+        }
+        bench->sockets[i] = server_connect(bench->server);
+    }
+}
+
+static struct bench bench_start(int mode) {
+    struct bench bench = {.mode = mode, .fixtures = {group_make(0), group_make(1)}, .server = server_start()};
+    struct ss_pipeline_options options = pipeline_options(bench.fixtures[0], mode);
+    const struct ss_pipeline_options other = pipeline_options(bench.fixtures[1], mode);
+    options.decompression_bytes += other.decompression_bytes + ROOM;
+    if (!options.fused) {
+        options.dequantization_bytes += other.dequantization_bytes + ROOM;
+        options.dma_source_bytes += other.dma_source_bytes + ROOM;
+    }
+    options.store_bytes += other.store_bytes;
+    CHECK_EQUAL(ss_pipeline_create(&options, &bench.pipeline), SS_OK);
+    memset(bench.sockets, -1, sizeof bench.sockets);
+    serve_all(&bench);
+    bench_connect(&bench);
+    return bench;
+}
+
+static void round_end(struct bench *bench) {
+    for (uint32_t i = 0; i < PIECES; i++) {
+        free(bench->bodies[i]);
+        bench->bodies[i] = NULL;
+    }
+    if (bench->round != NULL) {
+        round_free(bench->round);
+        bench->round = NULL;
+    }
+}
+
+static void bench_stop(struct bench *bench) {
+    round_end(bench);
+    ss_pipeline_destroy(bench->pipeline);
+    for (int i = 0; i < SOCKETS; i++) {
+        close(bench->sockets[i]);
+    }
+    server_stop(bench->server);
+    for (int i = 0; i < GROUPS; i++) {
+        fixture_free(bench->fixtures[i]);
+    }
+}
+
+/* Layers from 'layer' on of a chunk, 'layers' of them, as a piece; its slices are told from its own first byte. */
+static struct ss_piece piece_of(const struct bench *bench, uint32_t group, uint32_t chunk, uint32_t layer,
+                                uint32_t layers) {
+    const struct fixture *fixture = bench->fixtures[group];
+    uint32_t before = group == 0 ? 0 : bench->fixtures[0]->shape.chunks * bench->fixtures[0]->shape.slices;
+    struct ss_piece piece = fixture->chunks[chunk];
+    piece.group = group;
+    piece.result = (enum ss_result)99; /* must be overwritten */
+    piece.slice_first += layer * LAYER_SLICES;
+    piece.slice_count = layers * LAYER_SLICES;
+    piece.body_length = 0;
+    const struct ss_slice *slices = &fixture->slices[piece.slice_first];
+    for (uint32_t i = 0; i < piece.slice_count; i++) {
+        piece.body_length += (uint64_t)slices[i].scales_length + slices[i].encoded_length;
+    }
+    piece.record_offset += slices[0].offset;
+    piece.decompression_offset += slices[0].offset + (group == 0 ? 0 : bench->fixtures[0]->decompression_bytes);
+    piece.dequantization_offset += (uint64_t)layer * LAYER_SLICES * slices[0].decoded_length +
+                                   (group == 0 ? 0 : bench->fixtures[0]->dequantization_bytes);
+    for (uint32_t i = 0; i < piece.slice_count; i++) {
+        struct ss_slice *slice = &bench->round->slices[before + piece.slice_first + i];
+        *slice = slices[i];
+        slice->offset -= slices[0].offset;
+    }
+    piece.slice_first += before;
+    return piece;
+}
+
+/* A round of all layers of all chunks of both groups, a layer in each piece, layer by layer. */
+static struct ss_round *round_begin(struct bench *bench) {
+    round_end(bench);
+    struct ss_round *round = fixture_round(bench->fixtures[0]);
+    struct ss_round *other = fixture_round(bench->fixtures[1]);
+    struct ss_group *groups = realloc(round->groups, GROUPS * sizeof *groups);
+    CHECK(groups != NULL);
+    groups[1] = other->groups[0];
+    other->group_count = 0;
+    round->groups = groups;
+    round->group_count = GROUPS;
+    round->slice_count += other->slice_count;
+    round_free(other);
+    free(round->pieces);
+    free(round->slices);
+    round->piece_count = 0;
+    round->pieces = calloc(PIECES, sizeof *round->pieces);
+    round->slices = calloc(round->slice_count, sizeof *round->slices);
+    CHECK(round->pieces != NULL && round->slices != NULL);
+    bench->round = round;
+    for (uint32_t layer = 0; layer < LAYERS_MAX; layer++) {
+        for (uint32_t group = 0; group < GROUPS; group++) {
+            for (uint32_t chunk = 0; chunk < CHUNKS && layer < layers_of[group]; chunk++) {
+                round->pieces[round->piece_count++] = piece_of(bench, group, chunk, layer, 1);
+            }
+        }
+    }
+    CHECK_EQUAL(round->piece_count, PIECES);
+    return round;
+}
+
+static void shuffle(struct ss_round *round, uint64_t seed) {
+    for (uint32_t i = round->piece_count; i-- > 1;) {
+        uint32_t other = random_next(&seed) % (i + 1);
+        struct ss_piece swapped = round->pieces[i];
+        round->pieces[i] = round->pieces[other];
+        round->pieces[other] = swapped;
+    }
+}
+
+/* The piece's place in the list. */
+static uint32_t index_of(const struct bench *bench, uint32_t group, uint32_t chunk, uint32_t layer) {
+    uint32_t first = (chunk * layers_of[group] + layer) * LAYER_SLICES;
+    first += group == 0 ? 0 : CHUNKS * layers_of[0] * LAYER_SLICES;
+    uint32_t index = 0;
+    while (bench->round->pieces[index].slice_first != first) {
+        CHECK(++index < bench->round->piece_count);
+    }
+    return index;
+}
+
+/* Gives every other piece, as the bits say, its body in memory. */
+static void bodies_give(struct bench *bench, unsigned mask) {
+    for (uint32_t i = 0; i < bench->round->piece_count; i++) {
+        struct ss_piece *piece = &bench->round->pieces[i];
+        if (mask >> i % 8 & 1) {
+            bench->bodies[i] = malloc(piece->body_length);
+            CHECK(bench->bodies[i] != NULL);
+            memcpy(bench->bodies[i], bench->fixtures[piece->group]->records[piece->chunk] + piece->record_offset,
+                   piece->body_length);
+            piece->memory = bench->bodies[i];
+        }
+    }
+}
+
+static int is_in_place(const struct bench *bench, const struct ss_piece *piece) {
+    const struct shape *shape = &bench->fixtures[piece->group]->shape;
+    size_t size = (size_t)shape->vectors * shape->vector_length * ss_dtype_size(shape->dtype);
+    int same = 1;
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        uint64_t offset = bench->round->slices[piece->slice_first + i].destination_offset;
+        same &= memcmp(bench->round->groups[piece->group].destination + offset,
+                       bench->fixtures[piece->group]->expected + offset, size) == 0;
+    }
+    return same;
+}
+
+static int has_failed(const struct ss_piece *piece) {
+    return piece->result != SS_OK && piece->result != SS_SKIPPED;
+}
+
+/*
+ * What holds however a round ends: what is said to be in place is; what was skipped was of no use, since its group
+ * failed at its chunk or before it, or without the chunked pipeline any piece did.
+ */
+static void check_set(const struct bench *bench) {
+    const struct ss_round *round = bench->round;
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        const struct ss_piece *piece = &round->pieces[i];
+        CHECK(piece->result != SS_OK || is_in_place(bench, piece));
+        int useless = 0;
+        for (uint32_t j = 0; j < round->piece_count; j++) {
+            const struct ss_piece *other = &round->pieces[j];
+            useless |= has_failed(other) && ((other->group == piece->group && other->chunk <= piece->chunk) ||
+                                             (bench->mode & MODE_NOT_CHUNKED) != 0);
+        }
+        CHECK(piece->result != SS_SKIPPED || useless);
+    }
+}
+
+static enum ss_result fetch(struct bench *bench, uint32_t sockets) {
+    enum ss_result result = pipeline_fetch(bench->pipeline, bench->round, bench->sockets, sockets);
+    check_set(bench);
+    return result;
+}
+
+static void check_all(const struct bench *bench) {
+    for (uint32_t i = 0; i < bench->round->piece_count; i++) {
+        CHECK_EQUAL(bench->round->pieces[i].result, SS_OK);
+    }
+    CHECK_EQUAL(bench->round->delivered_bytes, bench->fixtures[0]->size + bench->fixtures[1]->size);
+    CHECK_EQUAL(bench->round->sockets_in_sync, 1);
+}
+
+/* ---- Order --------------------------------------------------------------------------------------------------- */
+
+static void test_any_order_is_delivered_from_anywhere(int mode) {
+    static const unsigned masks[] = {0, 0xff, 0x55, 0x1b, 0x80};
+    struct bench bench = bench_start(mode);
+    for (uint64_t seed = 0; seed < 10; seed++) {
+        round_begin(&bench);
+        if (seed > 0) {
+            shuffle(bench.round, seed);
+        }
+        bodies_give(&bench, masks[seed % 5]);
+        CHECK_EQUAL(fetch(&bench, 1 + seed % SOCKETS), SS_OK);
+        check_all(&bench);
+    }
+    bench_stop(&bench);
+}
+
+/* Some layers in one piece, others alone. */
+static void test_pieces_have_as_many_layers_as_they_like(int mode) {
+    struct bench bench = bench_start(mode);
+    struct ss_round *round = round_begin(&bench);
+    round->piece_count = 0;
+    for (uint32_t chunk = CHUNKS; chunk-- > 0;) {
+        round->pieces[round->piece_count++] = piece_of(&bench, 0, chunk, 1, 3);
+        round->pieces[round->piece_count++] = piece_of(&bench, 1, chunk, 0, 2);
+        round->pieces[round->piece_count++] = piece_of(&bench, 0, chunk, 0, 1);
+    }
+    CHECK_EQUAL(fetch(&bench, 2), SS_OK);
+    check_all(&bench);
+    bench_stop(&bench);
+}
+
+struct stalled {
+    struct bench *bench;
+    uint64_t slices; /* that come through all the same */
+};
+
+/* Slices that the last stage has seen. */
+static uint64_t slices_through(const struct bench *bench) {
+    struct ss_stage_statistics statistics[SS_STAGE_COUNT];
+    ss_pipeline_statistics(bench->pipeline, statistics);
+    return statistics[bench->mode & MODE_FUSED ? SS_STAGE_DEQUANTIZE : SS_STAGE_DMA].items;
+}
+
+/* Cancels the round when it can get no further. */
+static void *cancel_stalled(void *argument) {
+    const struct stalled *stalled = argument;
+    server_wait_stalled(stalled->bench->server);
+    while (slices_through(stalled->bench) < stalled->slices) {
+        sched_yield();
+    }
+    ss_round_cancel(stalled->bench->round);
+    return NULL;
+}
+
+/*
+ * While a layer of one chunk does not come, all layers before it are there, and of this one the chunks before it; and
+ * what is in memory, which waits for nobody but without the chunked pipeline.
+ */
+static void test_layers_come_one_by_one_while_answers_are_late(int mode, unsigned mask) {
+    struct bench bench = bench_start(mode);
+    round_begin(&bench);
+    bodies_give(&bench, mask);
+    uint32_t late = index_of(&bench, 0, 2, 2);
+    struct ss_piece *piece = &bench.round->pieces[late];
+    CHECK(piece->memory == NULL && piece[-1].memory == NULL);
+    server_fault_from(bench.server, piece->key, piece->key_length, FAULT_STALL, piece->record_offset);
+    int comes[PIECES];
+    /* Of the late one, half of its bytes come, and so perhaps its first slice, unless that waits for the others. */
+    const struct ss_slice *first = &bench.round->slices[piece->slice_first];
+    uint64_t first_bytes = (uint64_t)first->scales_length + first->encoded_length;
+    int is_half = first_bytes <= piece->body_length / 2 && (mode & MODE_NOT_CHUNKED) == 0;
+    struct stalled stalled = {.bench = &bench, .slices = (uint64_t)is_half};
+    for (uint32_t i = 0; i < PIECES; i++) {
+        comes[i] = i < late || (bench.round->pieces[i].memory != NULL && (mode & MODE_NOT_CHUNKED) == 0);
+        stalled.slices += comes[i] ? LAYER_SLICES : 0;
+    }
+    pthread_t thread;
+    CHECK(pthread_create(&thread, NULL, cancel_stalled, &stalled) == 0);
+    CHECK_EQUAL(fetch(&bench, 1), SS_CANCELLED);
+    CHECK(pthread_join(thread, NULL) == 0);
+    for (uint32_t i = 0; i < PIECES; i++) {
+        /* Of the one before, all slices are there, but the end of its answer perhaps not. */
+        CHECK(i + 1 == late || (bench.round->pieces[i].result == SS_OK) == comes[i]);
+    }
+    CHECK_EQUAL(piece->result, SS_CANCELLED);
+    bench_stop(&bench);
+}
+
+/* ---- Failure ------------------------------------------------------------------------------------------------- */
+
+/* Layer 3 of chunk 2 of the first group is bad: chunks 0 and 1 are whole all the same, and so is the other group. */
+static void check_bad_layer(const struct bench *bench, enum ss_result expected) {
+    uint32_t bad = index_of(bench, 0, 2, 3);
+    CHECK_EQUAL(bench->round->pieces[bad].result, expected);
+    for (uint32_t i = 0; i < PIECES; i++) {
+        const struct ss_piece *piece = &bench->round->pieces[i];
+        if (bench->mode & MODE_NOT_CHUNKED) {
+            CHECK_EQUAL(piece->result, i < bad ? SS_OK : i > bad ? SS_SKIPPED : expected);
+        } else if (piece->group == 1 || piece->chunk < 2) {
+            CHECK_EQUAL(piece->result, SS_OK);
+        } else if (i != bad) {
+            CHECK(piece->result == SS_OK || piece->result == SS_SKIPPED || piece->result == expected);
+        }
+    }
+    CHECK_EQUAL(bench->round->sockets_in_sync, 1);
+}
+
+static void test_a_bad_layer_costs_its_chunk_and_those_behind_alone(int mode) {
+    static const struct {
+        enum fault fault; /* FAULT_NONE: a bit is wrong */
+        enum ss_result result;
+    } faults[] = {{FAULT_NONE, SS_CHECKSUM}, {FAULT_MISSING, SS_NOT_FOUND}, {FAULT_ERROR, SS_REFUSED}};
+    struct bench bench = bench_start(mode);
+    for (uint32_t i = 0; i < 3 * 6; i++) {
+        round_begin(&bench);
+        if (i / 3 % 3 > 0) {
+            shuffle(bench.round, i);
+        }
+        bodies_give(&bench, i / 9 == 0 ? 0 : 0x55);
+        struct ss_piece *bad = &bench.round->pieces[index_of(&bench, 0, 2, 3)];
+        bad->memory = NULL;
+        if (faults[i % 3].fault == FAULT_NONE) {
+            bench.round->slices[bad->slice_first].checksum ^= 4;
+        }
+        server_fault_from(bench.server, bad->key, bad->key_length, faults[i % 3].fault, bad->record_offset);
+        CHECK_EQUAL(fetch(&bench, 1 + i % SOCKETS), faults[i % 3].result);
+        check_bad_layer(&bench, faults[i % 3].result);
+        serve_all(&bench);
+    }
+    bench_stop(&bench);
+}
+
+/* A layer that has moved is no failure: all others are fetched, and this one alone from where it went. */
+static void test_a_layer_that_has_moved_is_fetched_alone(int mode) {
+    struct bench bench = bench_start(mode);
+    struct ss_round *round = round_begin(&bench);
+    uint32_t index = index_of(&bench, 0, 0, 3);
+    server_fault_from(bench.server, round->pieces[index].key, round->pieces[index].key_length, FAULT_MOVED,
+                      round->pieces[index].record_offset);
+    enum ss_result expected = mode & MODE_NOT_CHUNKED ? SS_REFUSED : SS_REDIRECTED;
+    CHECK_EQUAL(fetch(&bench, SOCKETS), expected);
+    for (uint32_t i = 0; i < PIECES; i++) {
+        CHECK(i == index ? round->pieces[i].result == expected
+                         : expected == SS_REFUSED || round->pieces[i].result == SS_OK);
+    }
+    serve_all(&bench);
+    struct ss_piece alone = round->pieces[index];
+    struct ss_piece *all = round->pieces;
+    round->pieces = &alone;
+    round->piece_count = 1;
+    CHECK_EQUAL(fetch(&bench, SOCKETS), SS_OK);
+    round->pieces = all;
+    round->piece_count = PIECES;
+    bench_stop(&bench);
+}
+
+/* What a lost connection owes is lost at once, of lower chunks, too; what the others have for themselves is had. */
+static void test_a_lost_connection_fails_all_that_it_owes(int mode) {
+    static const enum fault faults[] = {FAULT_DISCONNECT, FAULT_GARBAGE};
+    struct bench bench = bench_start(mode);
+    for (uint32_t i = 0; i < 12; i++) {
+        round_begin(&bench);
+        if (i / 2 % 2) {
+            shuffle(bench.round, i);
+        }
+        bodies_give(&bench, i / 6 ? 0x41 : 0);
+        uint32_t bad = index_of(&bench, i % 2, 2, layers_of[i % 2] - 1); /* of its record, no range is behind it */
+        const struct ss_piece *piece = &bench.round->pieces[bad];
+        bench.round->pieces[bad].memory = NULL;
+        server_fault_from(bench.server, piece->key, piece->key_length, faults[i % 2], piece->record_offset);
+        uint32_t sockets = 1 + i / 2 % SOCKETS;
+        CHECK_EQUAL(fetch(&bench, sockets), i % 2 ? SS_PROTOCOL : SS_DISCONNECTED);
+        CHECK_EQUAL(bench.round->sockets_in_sync, 0);
+        for (uint32_t j = 0; j < PIECES; j++) {
+            const struct ss_piece *other = &bench.round->pieces[j];
+            if (sockets == 1 && other->memory == NULL) {
+                CHECK(j < bad ? !has_failed(other) : other->result != SS_OK);
+            }
+        }
+        serve_all(&bench);
+        bench_connect(&bench);
+    }
+    bench_stop(&bench);
+}
+
+/* ---- What is refused, and the way back ----------------------------------------------------------------------- */
+
+static void test_pieces_share_no_slices(int mode) {
+    struct bench bench = bench_start(mode);
+    struct ss_round *round = round_begin(&bench);
+    struct ss_piece *last = &round->pieces[PIECES - 1];
+    const struct ss_piece *first = &round->pieces[index_of(&bench, 0, 0, 0)];
+    last->slice_first = first->slice_first; /* all else is as it has to be */
+    last->group = 0;
+    last->chunk = 0;
+    last->record_offset = first->record_offset;
+    last->body_length = first->body_length;
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, round, bench.sockets, 1), SS_BAD_ARGUMENT);
+    bench_stop(&bench);
+}
+
+/* Each group's bounds are its own. */
+static void test_a_piece_stays_within_its_groups_destination(int mode) {
+    struct bench bench = bench_start(mode);
+    for (uint32_t group = 0; group < GROUPS; group++) {
+        round_begin(&bench);
+        bench.round->groups[group].destination_size--;
+        CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, bench.sockets, 1), SS_BAD_ARGUMENT);
+    }
+    bench_stop(&bench);
+}
+
+static void test_records_of_two_groups_are_encoded_in_one_go(int mode) {
+    struct bench bench = bench_start(mode);
+    struct ss_round *round = round_begin(&bench);
+    uint64_t offset = 0;
+    round->piece_count = 0;
+    for (uint32_t i = 0; i < GROUPS * CHUNKS; i++) {
+        struct ss_piece piece = piece_of(&bench, i % GROUPS, i / GROUPS, 0, layers_of[i % GROUPS]);
+        piece.decompression_offset = offset;
+        offset += bench.fixtures[piece.group]->size / CHUNKS + (1 << 16);
+        round->pieces[round->piece_count++] = piece;
+    }
+    for (uint32_t group = 0; group < GROUPS; group++) {
+        memcpy(round->groups[group].destination, bench.fixtures[group]->source, bench.fixtures[group]->size);
+    }
+    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, round), SS_OK);
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        const struct ss_piece *piece = &round->pieces[i];
+        const struct fixture *fixture = bench.fixtures[piece->group];
+        CHECK_EQUAL(piece->result, SS_OK);
+        CHECK_EQUAL(piece->body_length, fixture->chunks[piece->chunk].body_length);
+        for (uint32_t j = 0; j < piece->slice_count; j++) {
+            const struct ss_slice *known = &fixture->slices[fixture->chunks[piece->chunk].slice_first + j];
+            CHECK_EQUAL(round->slices[piece->slice_first + j].checksum, known->checksum);
+        }
+    }
+    bench_stop(&bench);
+}
+
+int main(void) {
+    for (int mode = 0; mode < MODE_COUNT; mode++) {
+        if (mode_is_possible(mode)) {
+            test_any_order_is_delivered_from_anywhere(mode);
+            test_pieces_have_as_many_layers_as_they_like(mode);
+            test_layers_come_one_by_one_while_answers_are_late(mode, 0);
+            test_layers_come_one_by_one_while_answers_are_late(mode, 0x09);
+            test_a_bad_layer_costs_its_chunk_and_those_behind_alone(mode);
+            test_a_layer_that_has_moved_is_fetched_alone(mode);
+            test_a_lost_connection_fails_all_that_it_owes(mode);
+            test_pieces_share_no_slices(mode);
+            test_a_piece_stays_within_its_groups_destination(mode);
+            test_records_of_two_groups_are_encoded_in_one_go(mode);
+        }
+    }
+    return 0;
+}
