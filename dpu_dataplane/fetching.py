@@ -1,18 +1,19 @@
-"""Fetch: one round from heads to delivered chunks, and what to do when it does not go as planned.
+"""Fetch: one round from heads to delivered pieces, and what to do when it does not go as planned.
 
-A fetch ends with the leading chunks that were delivered and verified, and one outcome. Two things are tried twice, once
+A fetch ends with the set of pieces that were delivered and verified, and one outcome. Two things are tried twice, once
 each: what does not pass its checks is read again, head and body, since it may have been replaced after its head was
 remembered, or damaged on the way; and connections that broke (an idle one that the server closed, a
 server that was restarted) are made again. In a cluster, what a replica does not have is asked of its master once more.
-Everything else is a miss with its reason.
+Everything else is a miss with its reason: it costs its group the chunks from there on, and other groups nothing.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +22,16 @@ from dpu_dataplane.catalog import Catalog, Fault
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.jobs import Job, Stop, Turnstile
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.rounds import Buffers, FetchPlan, plan_fetch
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Delivered, Order, Source
+from dpu_dataplane.rounds import Buffers, End, FetchPlan, Wanted, plan_fetch
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
-from shadowserve.pieces import pack
+from shadowserve.pieces import pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["FetchRegion", "Fetcher"]
+__all__ = ["FetchPart", "Fetcher"]
 
 _STALE_HINTS = (Result.CHECKSUM, Result.BAD_DATA, Result.NOT_FOUND, Result.PROTOCOL, Result.NOT_SUPPORTED)
 _OUTCOMES = {
@@ -47,29 +48,105 @@ _OUTCOMES = {
     Result.DEVICE: pb.OUTCOME_DEVICE,
 }
 
+_FRESH: Final = "what is remembered of heads is forgotten"
+_AUTHORITATIVE: Final = "copies are not asked any more"
+_RECOVERED: Final = "it was found out who has what now"
+
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class FetchRegion:
-    """Where to: ``length`` bytes from ``offset`` of a destination."""
+class FetchPart:
+    """What a fetch wants of one group, and how far it is.
 
-    destination: Destination
-    offset: int
-    length: int
+    Args:
+        destination: that it goes to.
+        offset: of the first chunk's place.
+        length: bytes from there on that chunks go to.
+        keys: of the chunks.
+        wanted: pieces, as the wire has a set of them by layer and chunk; nothing for all.
+
+    Raises:
+        ValueError: the set is of other layers or chunks.
+
+    Attributes:
+        delivered: pieces that are in place.
+        left: pieces that may still be had and have a place.
+        outside: whether pieces are wanted that have none.
+    """
+
+    def __init__(
+        self, destination: Destination, offset: int, length: int, keys: Sequence[bytes], wanted: bytes
+    ) -> None:
+        self.destination, self.offset, self.length = destination, offset, length
+        self.layout = destination.layout
+        self.keys = keys
+        self._wanted = wanted
+        unpack(wanted, self.layout.layers, len(keys))
+        self.delivered = self.left = np.zeros((0, 0), np.bool_)
+        self.outside = False
+
+    def begin(self) -> None:
+        """Make the sets, which calls that wait for their turn take no memory for."""
+        shape = self.layout.layers, len(self.keys)
+        wanted = unpack(self._wanted, *shape) if self._wanted else np.ones(shape, np.bool_)
+        self.delivered = np.zeros(shape, np.bool_)
+        self.left = wanted.copy()
+        self.end(self.length // self.layout.raw_bytes)
+        self.outside = bool((wanted & ~self.left).any())
+
+    def end(self, chunk: int) -> None:
+        """Give up what is behind a chunk, and itself."""
+        self.left[:, chunk:] = False
+
+    def take(self, layers: npt.NDArray[np.int64], chunks: npt.NDArray[np.uint32]) -> None:
+        """Take note of pieces that are in place: the first layer and the one behind the last of each, and its chunk."""
+        for first, end in np.unique(layers, axis=0):
+            of = chunks[(layers == (first, end)).all(axis=1)]
+            self.delivered[first:end, of] = True
+            self.left[first:end, of] = False
+
+    def group(self) -> native.Group:
+        """Return where a round's pieces go, and as what."""
+        return native.Group.of(self.layout, self.destination.region(self.offset, self.length))
+
+
+class _Ending(NamedTuple):
+    outcome: pb.Outcome
+    detail: str
 
 
 @dataclass
 class _Progress:
-    """What a fetch has done so far."""
+    """What a fetch has done so far.
 
-    done: int = 0
+    Attributes:
+        asked: group and chunk of each key that heads were asked for, and whether its head was only remembered.
+        tried: second tries that were made.
+        endings: of groups, as they came.
+    """
+
+    parts: Sequence[FetchPart]
+    layerwise: bool
     fetched_bytes: int = 0
-    delivered_bytes: int = 0
-    fresh: bool = False
-    reconnected: bool = False
-    authoritative: bool = False
-    found: list[bool] = field(default_factory=list)  # of the keys of the plan in hand: was its head only remembered
+    tried: frozenset[str] = frozenset()
+    asked: dict[tuple[int, int], bool] = field(default_factory=dict)
+    endings: list[_Ending] = field(default_factory=list)
+
+    def next_chunks(self) -> list[tuple[int, int]]:
+        """Return group and chunk of what is left, as many as one question is enough for, chunk by chunk."""
+        left = [np.flatnonzero(part.left.any(axis=0)) for part in self.parts]
+        groups = np.repeat(np.arange(len(left)), [len(chunks) for chunks in left])
+        chunks = np.concatenate(left)
+        order = np.lexsort((groups, chunks))[:QUESTION_KEYS_MAX]
+        return list(zip(groups[order].tolist(), chunks[order].tolist(), strict=True))
+
+    def ending(self) -> _Ending:
+        """Return what a fetch that has nothing left ends with."""
+        if self.endings:
+            return self.endings[0]
+        if any(part.outside for part in self.parts):
+            return _Ending(pb.OUTCOME_ROUND_FULL, "the region is full")
+        return _Ending(pb.OUTCOME_COMPLETE, "")
 
 
 class Fetcher:
@@ -93,146 +170,158 @@ class Fetcher:
         self._metrics = metrics
         self.queue = queue
 
-    async def run(self, job: Job, region: FetchRegion, keys: Sequence[bytes]) -> pb.FetchResponse:
-        """Deliver the leading chunks that are stored, sound, and fit region and buffers.
+    async def run(self, job: Job, parts: Sequence[FetchPart], layerwise: bool) -> pb.FetchResponse:
+        """Deliver the leading pieces, in their order, that are stored, sound, and fit regions and buffers.
 
-        Returns once nothing touches the region any more.
+        Returns once nothing touches the regions any more.
 
         Raises:
             QueueFull: too many fetches wait.
         """
-        progress = _Progress()
+        progress = _Progress(parts, layerwise)
         try:
-            with self._tracer.fetch(job.owner, len(keys)):
+            with self._tracer.fetch(job.owner, sum(len(part.keys) for part in parts)):
                 async with contextlib.AsyncExitStack() as stack:
                     with self._tracer.step(job.owner, "turn"):
                         await stack.enter_async_context(self.queue.turn(job))
-                    outcome, detail = await self._run(job, region, keys, progress)
+                    for part in parts:
+                        part.begin()
+                    outcome, detail = await self._run(job, progress)
         except Stop as stop:
             outcome, detail = stop.outcome, stop.detail
         except StorageUnavailableError as error:
             outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
         except StorageRefusedError as error:
             outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+        delivered_bytes = sum(int(part.delivered.sum()) * part.layout.raw_bytes // part.layout.layers for part in parts)
         self._metrics.fetched_bytes += progress.fetched_bytes
-        self._metrics.delivered_bytes += progress.delivered_bytes
+        self._metrics.delivered_bytes += delivered_bytes
         return pb.FetchResponse(
-            delivered=pack(np.arange(len(keys)) < progress.done),
+            delivered=[pack(part.delivered) for part in parts],
             outcome=outcome,
             detail=detail,
             fetched_bytes=progress.fetched_bytes,
-            delivered_bytes=progress.delivered_bytes,
+            delivered_bytes=delivered_bytes,
         )
 
-    async def _run(
-        self, job: Job, region: FetchRegion, keys: Sequence[bytes], progress: _Progress
-    ) -> tuple[pb.Outcome, str]:
-        """Try until the outcome is clear; each turn of the loop gets further, or uses up one of the two retries."""
-        layout = region.destination.layout
-        wanted = keys[: min(region.length // layout.raw_bytes, QUESTION_KEYS_MAX)]
-        while True:
-            left = wanted[progress.done :]
-            if not left:
-                full = len(wanted) < len(keys)
-                return (pb.OUTCOME_ROUND_FULL, "the region is full") if full else (pb.OUTCOME_COMPLETE, "")
-            with self._tracer.step(job.owner, "heads", len(left)):
-                found = await job.within(self._catalog.find(left, fresh=progress.fresh), "asking storage for heads")
-            progress.found = [remembered for _, remembered in found]
-            loop = asyncio.get_running_loop()
-            with self._tracer.step(job.owner, "plan", len(left)):
-                plan = await loop.run_in_executor(
-                    self._executor, plan_fetch, left, found, layout, self._buffers, self._catalog.codecs
-                )
-            if len(plan.chunks):
-                done = await self._round(job, region, plan, left, progress)
-                if done.result is not Result.OK:
-                    if not await self._try_again(job, done, left, progress):
-                        return self._failed(region, left[done.count], done)
-                    continue
-                progress.found = progress.found[done.count :]
-                left = left[done.count :]
-            if plan.full:
-                return pb.OUTCOME_ROUND_FULL, "the buffers hold no more"
-            if plan.unanswered is not None:
-                refused = plan.unanswered.refused
-                outcome = pb.OUTCOME_STORAGE_REFUSED if refused else pb.OUTCOME_STORAGE_UNAVAILABLE
-                return outcome, f"chunk {left[0].hex()}: {plan.unanswered.reason}"
-            if plan.absent or plan.fault is not None:
-                if not progress.found[0] or progress.fresh:
-                    return self._ended(region, left[0], plan.fault)
-                progress.fresh = True
+    async def _run(self, job: Job, progress: _Progress) -> _Ending:
+        """Try until the outcome is clear; each turn of the loop gets further, or uses up one of the second tries."""
+        parts = progress.parts
+        while chunks := progress.next_chunks():
+            keys = [parts[group].keys[chunk] for group, chunk in chunks]
+            with self._tracer.step(job.owner, "heads", len(keys)):
+                fresh = _FRESH in progress.tried
+                found = await job.within(self._catalog.find(keys, fresh=fresh), "asking storage for heads")
+            progress.asked = {place: remembered for place, (_, remembered) in zip(chunks, found, strict=True)}
+            with self._tracer.step(job.owner, "plan", len(keys)):
+                plan = await self._plan(progress, {place: each for place, (each, _) in zip(chunks, found, strict=True)})
+            if len(plan.pieces) and await self._round(job, progress, plan):
+                continue
+            again = [self._end(progress, group, end, fresh) for group, end in plan.ends.items()]
+            if any(again):
+                progress.tried |= {_FRESH}
+            elif plan.full and any(part.delivered.any() for part in parts) and progress.next_chunks():
+                return _Ending(pb.OUTCOME_ROUND_FULL, "the buffers hold no more")
+        return progress.ending()
 
-    async def _round(
-        self, job: Job, region: FetchRegion, plan: FetchPlan, keys: Sequence[bytes], progress: _Progress
-    ) -> Delivered:
-        """Run a plan, and count what it delivered."""
-        layout = region.destination.layout
-        begin = region.offset + progress.done * layout.raw_bytes
-        with self._tracer.step(job.owner, "round", len(plan.chunks)):
+    async def _plan(self, progress: _Progress, found: Mapping[tuple[int, int], Found]) -> FetchPlan:
+        of: list[dict[int, Found]] = [{} for _ in progress.parts]
+        for (group, chunk), each in found.items():
+            of[group][chunk] = each
+        wanted = [
+            Wanted(part.keys, part.layout, part.left, mine) for part, mine in zip(progress.parts, of, strict=True)
+        ]
+        return await asyncio.get_running_loop().run_in_executor(
+            self._executor, plan_fetch, wanted, progress.layerwise, self._buffers, self._catalog.codecs
+        )
+
+    async def _round(self, job: Job, progress: _Progress, plan: FetchPlan) -> bool:
+        """Run a plan, and take note of what it delivered; return whether what failed is worth another try."""
+        groups, chunks = plan.pieces["group"], plan.pieces["chunk"]
+        places = list(zip(groups.tolist(), chunks.tolist(), strict=True))
+        with self._tracer.step(job.owner, "round", len(plan.pieces)):
             order = Order(
-                keys[: len(plan.chunks)],
-                plan.chunks,
-                lambda chunks: self._make_round(job, region.destination, begin, plan, chunks),
-                progress.authoritative,
+                [progress.parts[group].keys[chunk] for group, chunk in places],
+                plan.pieces,
+                lambda pieces: native.Round(
+                    pieces=pieces,
+                    slices=plan.slices,
+                    groups=[part.group() for part in progress.parts],
+                    deadline_ns=job.deadline_ns,
+                ),
+                _AUTHORITATIVE in progress.tried,
             )
             done = await self._source.deliver(job, order)
-        progress.done += done.count
         progress.fetched_bytes += done.received_bytes
-        progress.delivered_bytes += done.count * layout.raw_bytes
+        in_place = done.results == Result.OK
+        for group, part in enumerate(progress.parts):
+            mine = in_place & (groups == group)
+            part.take(plan.layers[mine], chunks[mine])
         if done.stop is not None:
             raise done.stop
-        return done
+        assert in_place.any() or done.failures, f"{self._source.name} neither delivered anything nor failed"
+        firsts: dict[int, tuple[int, Failure]] = {}
+        for index, failure in done.failures.items():
+            group, chunk = places[index]
+            if group not in firsts or chunk < firsts[group][0]:
+                firsts[group] = chunk, failure
+        remedies = [await self._failed(job, progress, group, *first) for group, first in firsts.items()]
+        progress.tried |= set(filter(None, remedies))
+        return any(remedies)
 
-    def _make_round(
-        self, job: Job, destination: Destination, offset: int, plan: FetchPlan, chunks: npt.NDArray[np.void]
-    ) -> native.Round:
-        layout = destination.layout
-        return native.Round(
-            pieces=chunks,
-            slices=plan.slices,
-            groups=[native.Group.of(layout, destination.region(offset, len(plan.chunks) * layout.raw_bytes))],
-            deadline_ns=job.deadline_ns,
-        )
-
-    async def _try_again(self, job: Job, done: Delivered, left: Sequence[bytes], progress: _Progress) -> bool:
-        """Decide whether what failed at ``left[done.count]`` is worth another try, and prepare it."""
-        result, count = done.result, done.count
+    async def _failed(self, job: Job, progress: _Progress, group: int, chunk: int, failure: Failure) -> str:
+        """End a group at a chunk that failed, or prepare another try, and return which."""
+        part, result = progress.parts[group], failure.result
         damaged = result in (Result.CHECKSUM, Result.BAD_DATA)  # perhaps only on the way here
-        if result in _STALE_HINTS and (damaged or progress.found[count]) and not progress.fresh:
-            self._catalog.forget(left[count:])
-            progress.fresh = True
-            return True
-        if done.copy and not progress.authoritative:
-            progress.authoritative = True
-            return True
-        if done.recover is not None and not progress.reconnected:
-            progress.reconnected = True
-            await job.within(done.recover(), "looking for a node of the cluster")
-            return True
-        return False
+        stale = result in _STALE_HINTS and (damaged or progress.asked[group, chunk])
+        if stale and _FRESH not in progress.tried:
+            self._catalog.forget(part.keys[chunk:])
+            return _FRESH
+        if failure.copy and _AUTHORITATIVE not in progress.tried:
+            return _AUTHORITATIVE
+        if failure.recover is not None and _RECOVERED not in progress.tried:
+            await job.within(failure.recover(), "looking for a node of the cluster")
+            return _RECOVERED
+        part.end(chunk)
+        progress.endings.append(self._judged(part, part.keys[chunk], failure))
+        return ""
 
-    def _failed(self, region: FetchRegion, key: bytes, done: Delivered) -> tuple[pb.Outcome, str]:
-        """Return what a round's failure at ``key`` means, and see to it that a corrupt record is not offered again."""
-        result = done.result
+    def _judged(self, part: FetchPart, key: bytes, failure: Failure) -> _Ending:
+        """Return what a failure at ``key`` means, and see to it that a corrupt record is not offered again."""
+        result, error = failure.result, failure.error
         self._catalog.forget([key])
-        if done.error is not None:
-            refused = isinstance(done.error, StorageRefusedError)
-            outcome = pb.OUTCOME_STORAGE_REFUSED if refused else pb.OUTCOME_STORAGE_UNAVAILABLE
-            return outcome, f"chunk {key.hex()}: {done.error}"
+        if error is not None:
+            return _Ending(_storage_outcome(isinstance(error, StorageRefusedError)), f"chunk {key.hex()}: {error}")
         outcome = _OUTCOMES.get(result, pb.OUTCOME_INTERNAL)
         detail = f"chunk {key.hex()}: {native.result_text(result)}"
-        if done.said:
-            detail += f" ({done.said})"
+        if failure.said:
+            detail += f" ({failure.said})"
         if outcome == pb.OUTCOME_CORRUPT:
-            self._catalog.condemn(region.destination.layout.namespace, key, Fault(outcome, native.result_text(result)))
+            self._catalog.condemn(part.layout.namespace, key, Fault(outcome, native.result_text(result)))
         elif outcome == pb.OUTCOME_INTERNAL:
             logger.error("a round failed with %s at %s", result.name, detail)
-        return outcome, detail
+        return _Ending(outcome, detail)
 
-    def _ended(self, region: FetchRegion, key: bytes, fault: Fault | None) -> tuple[pb.Outcome, str]:
-        """Return the outcome of a fetch whose next chunk is absent, or faulty by its head."""
+    def _end(self, progress: _Progress, group: int, end: End, fresh: bool) -> bool:
+        """End a group where its heads say so, unless only a remembered one does; return whether to ask again."""
+        part, key = progress.parts[group], progress.parts[group].keys[end.chunk]
+        if not part.left[:, end.chunk].any():
+            return False  # it ended before that
+        if end.unanswered is None and progress.asked[group, end.chunk] and not fresh:
+            return True
+        part.end(end.chunk)
+        if end.unanswered is not None:
+            outcome = _storage_outcome(end.unanswered.refused)
+            progress.endings.append(_Ending(outcome, f"chunk {key.hex()}: {end.unanswered.reason}"))
+            return False
         self._catalog.forget([key])
-        if fault is None:
-            return pb.OUTCOME_ABSENT, f"chunk {key.hex()} is not stored"
-        self._catalog.condemn(region.destination.layout.namespace, key, fault)
-        return fault.outcome, f"chunk {key.hex()}: {fault.reason}"
+        if end.fault is None:
+            progress.endings.append(_Ending(pb.OUTCOME_ABSENT, f"chunk {key.hex()} is not stored"))
+        else:
+            self._catalog.condemn(part.layout.namespace, key, end.fault)
+            progress.endings.append(_Ending(end.fault.outcome, f"chunk {key.hex()}: {end.fault.reason}"))
+        return False
+
+
+def _storage_outcome(refused: bool) -> pb.Outcome:
+    return pb.OUTCOME_STORAGE_REFUSED if refused else pb.OUTCOME_STORAGE_UNAVAILABLE

@@ -22,7 +22,7 @@ from dpu_dataplane.destinations import (
     OverlapError,
     TooManyError,
 )
-from dpu_dataplane.fetching import Fetcher, FetchRegion
+from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import Host, HostTable
 from dpu_dataplane.jobs import Job, JobTable, QueueFull, Stop
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
@@ -290,21 +290,19 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         return pb.CancelResponse(found=self.jobs.cancel(host.owner, request.job_id))
 
     async def _fetch(self, request: pb.FetchRequest, host: Host) -> pb.FetchResponse:
-        keys = self._validate.keys("keys", list(request.keys))
-        destination = self._destinations.get(request.destination_id, host.owner)
-        if destination is not None:
-            self._validate.offset(destination, request.offset)
-            if request.length < destination.layout.raw_bytes:
-                raise InvalidCall(f"length is {request.length}; a chunk takes {destination.layout.raw_bytes} bytes")
+        parts = self._validate.parts(request, lambda name: self._destinations.get(name, host.owner))
 
         async def work(job: Job) -> pb.FetchResponse:
-            if destination is None:
-                return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(request.destination_id))
-            with self._destinations.claim(destination, request.offset, request.length, writing=True):
-                region = FetchRegion(destination, request.offset, request.length)
+            if isinstance(parts, int):
+                return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(parts))
+            with contextlib.ExitStack() as claims:
+                for part in parts:
+                    claim = self._destinations.claim(part.destination, part.offset, part.length, writing=True)
+                    claims.enter_context(claim)
                 try:
-                    response = await self._fetcher.run(job, region, keys)
-                    self._check_reach(destination, response.outcome)
+                    response = await self._fetcher.run(job, parts, request.order == pb.ORDER_LAYERS)
+                    for part in parts:
+                        self._check_reach(part.destination, response.outcome)
                     return response
                 except Exception as error:
                     if isinstance(error, QueueFull | DestinationError):

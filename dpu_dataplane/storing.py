@@ -1,14 +1,16 @@
 """Store: chunks from a region to records in storage; the path backwards, at lower priority than fetching.
 
 Chunks that storage holds already are skipped. The rest are encoded a batch at a time, as many as the store buffer
-takes, and put one after the other, so that what was stored when a job ends early is a prefix.
+takes, and put one after the other, so that what was put when a job ends early is a prefix of them.
 """
 
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from dpu_dataplane.catalog import Catalog, Fault, inspect_head
 from dpu_dataplane.destinations import Destination
@@ -20,6 +22,7 @@ from shadowserve import native
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
+from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import encode_head
 
@@ -45,8 +48,7 @@ class _Progress:
     """What a store goes by from its first chunk to its last, and what it has done so far."""
 
     parents: Mapping[bytes, bytes]
-    done: int = 0
-    stored_bytes: int = 0
+    held: dict[int, int] = field(default_factory=dict)  # bytes of each record that storage now holds, by its position
 
 
 def _answered(found: Sequence[tuple[Found, bool]]) -> int:
@@ -100,8 +102,7 @@ class Storer:
         try:
             async with self.queue.turn(job):
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
-                    part = keys[first : first + QUESTION_KEYS_MAX]
-                    await self._store(job, destination, offset + first * destination.layout.raw_bytes, part, progress)
+                    await self._store(job, destination, offset, keys, first, progress)
             outcome, detail = pb.OUTCOME_COMPLETE, ""
         except Stop as stop:
             outcome, detail = stop.outcome, stop.detail
@@ -110,35 +111,36 @@ class Storer:
         except StorageRefusedError as error:
             outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
         return pb.StoreResponse(
-            chunks=progress.done,
+            stored=pack(np.isin(np.arange(len(keys)), list(progress.held))),
             outcome=outcome,
             detail=detail,
-            raw_bytes=progress.done * destination.layout.raw_bytes,
-            stored_bytes=progress.stored_bytes,
+            raw_bytes=len(progress.held) * destination.layout.raw_bytes,
+            stored_bytes=sum(progress.held.values()),
         )
 
     async def _store(
-        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], progress: _Progress
+        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], first: int, progress: _Progress
     ) -> None:
+        """Store the chunks from ``first`` on that one question is enough for."""
         layout = destination.layout
-        found = await job.within(self._catalog.find(keys, fresh=True), "asking storage what it holds")
+        part = keys[first : first + QUESTION_KEYS_MAX]
+        found = await job.within(self._catalog.find(part, fresh=True), "asking storage what it holds")
         bound = encoded_bound(layout, self._codec, self._slice_bytes)
         batch_max = max(1, self._buffers.store // (-(-bound // ALIGNMENT) * ALIGNMENT))
         index, answered = 0, _answered(found)
         while index < answered:
-            # Up to the next `batch_max` chunks that are not held, and the held ones between them.
             batch: list[int] = []
-            held: dict[int, int] = {}
             while index < answered and len(batch) < batch_max:
-                length = await self._held_length(job, layout, keys[index], found[index][0])
+                length = await self._held_length(job, layout, part[index], found[index][0])
                 if length is None:
-                    batch.append(index)
+                    batch.append(first + index)
                 else:
-                    held[index] = length
+                    progress.held[first + index] = length
                 index += 1
-            await self._encode_and_put(job, destination, offset, keys, batch, held, progress)
-        if answered < len(keys):
-            raise _unanswered(keys[answered], found[answered][0])
+            if batch:
+                await self._encode_and_put(job, destination, offset, keys, batch, progress)
+        if answered < len(part):
+            raise _unanswered(part[answered], found[answered][0])
 
     async def _held_length(self, job: Job, layout: ChunkLayout, key: bytes, stored: Found) -> int | None:
         """Return the length of the record that storage holds, None where there is none that is any good.
@@ -164,7 +166,6 @@ class Storer:
         offset: int,
         keys: Sequence[bytes],
         batch: Sequence[int],
-        held: dict[int, int],
         progress: _Progress,
     ) -> None:
         """Encode a batch, then put its records in the order of their chunks."""
@@ -172,32 +173,24 @@ class Storer:
         bound = encoded_bound(layout, self._codec, self._slice_bytes)
         plan = plan_store([keys[index] for index in batch], batch, layout, self._codec, bound, self._slice_bytes)
         round_ = native.Round(
-            pieces=plan.chunks,
+            pieces=plan.pieces,
             slices=plan.slices,
             groups=[native.Group.of(layout, destination.region(offset, len(keys) * layout.raw_bytes))],
             deadline_ns=job.deadline_ns,
         )
         try:
-            results: list[Result] = []
-            if batch:
-                loop = asyncio.get_running_loop()
-                with job.interruptible(round_.cancel):
-                    failure = await loop.run_in_executor(self._executor, self._pipeline.encode, round_)
-                destination.check_whole()  # else zeros would be stored in the place of what is gone
-                results = round_.results
-                if failure is not Result.OK and all(result is Result.OK for result in results):
-                    raise self._stop(keys[batch[0]], failure, "")
-            encoded = dict(zip(batch, enumerate(results), strict=True))
-            for index in sorted([*batch, *held]):
-                if index in held:
-                    progress.stored_bytes += held[index]
-                else:
-                    position, result = encoded[index]
-                    if result is not Result.OK:
-                        raise self._stop(keys[index], result, "")
-                    parent = progress.parents.get(keys[index], b"")
-                    progress.stored_bytes += await self._put(job, round_, plan, position, layout, keys[index], parent)
-                progress.done += 1
+            loop = asyncio.get_running_loop()
+            with job.interruptible(round_.cancel):
+                failure = await loop.run_in_executor(self._executor, self._pipeline.encode, round_)
+            destination.check_whole()  # else zeros would be stored in the place of what is gone
+            results = round_.results
+            if failure is not Result.OK and all(result is Result.OK for result in results):
+                raise self._stop(keys[batch[0]], failure, "")
+            for position, (index, result) in enumerate(zip(batch, results, strict=True)):
+                if result is not Result.OK:
+                    raise self._stop(keys[index], result, "")
+                parent = progress.parents.get(keys[index], b"")
+                progress.held[index] = await self._put(job, round_, plan, position, layout, keys[index], parent)
         finally:
             round_.release()
 
@@ -217,7 +210,7 @@ class Storer:
         if result is not Result.OK:
             job.check()
             raise self._stop(key, result, text)
-        size = len(head) + int(plan.chunks[position]["body_length"])
+        size = len(head) + int(plan.pieces[position]["body_length"])
         self._catalog.pardon(layout.namespace, key)
         self._metrics.stored_raw_bytes += layout.raw_bytes
         self._metrics.stored_bytes += size

@@ -59,8 +59,8 @@ class Tracer:
                     recording.done.set()
 
     @contextlib.contextmanager
-    def step(self, owner: str, name: str, chunks: int = 0) -> Iterator[None]:
-        """Note a step of a host's Fetch call; ``chunks`` is how many it is about."""
+    def step(self, owner: str, name: str, count: int = 0) -> Iterator[None]:
+        """Note a step of a host's Fetch call; ``count`` is how many chunks or pieces it is about."""
         recording = self._of(owner)
         if recording is None:
             yield
@@ -72,7 +72,7 @@ class Tracer:
             if len(recording.spans) < STEPS_MAX:
                 end = time.monotonic_ns()
                 recording.spans.append(
-                    pb.TraceSpan(step=name, core=-1, begin_ns=begin, end_ns=end, chunk=chunks, slice=-1)
+                    pb.TraceSpan(step=name, core=-1, begin_ns=begin, end_ns=end, piece=count, slice=-1)
                 )
             else:
                 recording.dropped += 1
@@ -119,7 +119,7 @@ class Tracer:
 
 
 def _span(
-    begin_ns: int, end_ns: int, input_bytes: int, output_bytes: int, round_: int, chunk: int, slice_: int, core: int,
+    begin_ns: int, end_ns: int, input_bytes: int, output_bytes: int, round_: int, piece: int, slice_: int, core: int,
     stage: int, thread: int,
 ) -> pb.TraceSpan:  # fmt: skip
     """Return what one ``native.TRACE_DTYPE`` row says; arguments in the order of its fields."""
@@ -130,7 +130,7 @@ def _span(
         begin_ns=begin_ns,
         end_ns=end_ns,
         round=round_,
-        chunk=chunk,
+        piece=piece,
         slice=-1 if slice_ == _NO_SLICE else slice_,
         input_bytes=input_bytes,
         output_bytes=output_bytes,

@@ -1,9 +1,13 @@
 """Checks of what a gRPC message says, before anything is done about it. Every failure names the field."""
 
+import itertools
+from collections.abc import Callable, Sequence
+
 import grpc
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.destinations import Destination
+from dpu_dataplane.fetching import FetchPart
 from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ShadowServeError
@@ -18,6 +22,8 @@ _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
 _HOST_MAX = 64
 _PROCESS_MAX = 256
+_PARTS_MAX = 64  # the C core's limit
+_PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 layers
 
 
 class InvalidCall(ShadowServeError):
@@ -68,6 +74,38 @@ class Validator:
             if len(key) != KEY_BYTES:
                 raise InvalidCall(f"{name}[{index}] has {len(key)} bytes; a key has {KEY_BYTES}")
         return keys
+
+    def parts(
+        self, request: pb.FetchRequest, destination_of: Callable[[int], Destination | None]
+    ) -> list[FetchPart] | int:
+        """Return what a fetch wants; or the id of a destination that there is not (any more)."""
+        if request.order not in pb.Order.values():
+            raise InvalidCall(f"order is {request.order}; it is one of {', '.join(pb.Order.keys())}")
+        if not 1 <= len(request.parts) <= _PARTS_MAX:
+            raise InvalidCall(f"parts has {len(request.parts)} entries; it has 1 to {_PARTS_MAX}")
+        keys = [self.keys(f"parts[{index}].keys", list(part.keys)) for index, part in enumerate(request.parts)]
+        if sum(map(len, keys)) > self._keys_max:
+            raise InvalidCall(f"parts hold {sum(map(len, keys))} keys together; at most {self._keys_max} fit one call")
+        destinations = []
+        for part in request.parts:
+            if (destination := destination_of(part.destination_id)) is None:
+                return int(part.destination_id)
+            destinations.append(destination)
+        pieces = sum(each.layout.layers * len(mine) for each, mine in zip(destinations, keys, strict=True))
+        if pieces > _PIECES_MAX:
+            raise InvalidCall(f"parts name {pieces} layers of chunks; at most {_PIECES_MAX} fit one call")
+        parts = []
+        for index, (part, destination, mine) in enumerate(zip(request.parts, destinations, keys, strict=True)):
+            self.offset(destination, part.offset)
+            layout = destination.layout
+            if part.length < layout.raw_bytes:
+                raise InvalidCall(f"parts[{index}].length is {part.length}; a chunk takes {layout.raw_bytes} bytes")
+            try:
+                parts.append(FetchPart(destination, part.offset, part.length, mine, part.wanted))
+            except ValueError as error:
+                raise InvalidCall(f"parts[{index}].wanted: {error}") from error
+        _check_apart(parts)
+        return parts
 
     def parents(self, parents: "list[bytes]", keys: int) -> list[bytes]:
         """Return the chunks before those of a call: none at all, or one for each of its ``keys`` keys."""
@@ -129,3 +167,14 @@ class Validator:
                 f"offset is {offset}; it is a multiple of {destination.layout.dtype.itemsize}, the size of an element"
             )
         return offset
+
+
+def _check_apart(parts: Sequence[FetchPart]) -> None:
+    """Refuse parts that go to the same bytes."""
+    regions: dict[object, list[tuple[int, int, int]]] = {}
+    for index, part in enumerate(parts):
+        regions.setdefault(part.destination.identity, []).append((part.offset, part.length, index))
+    for of_one_memory in regions.values():
+        for (offset, length, index), (behind, _, other) in itertools.pairwise(sorted(of_one_memory)):
+            if behind < offset + length:
+                raise InvalidCall(f"parts[{index}] and parts[{other}] share bytes of a destination")

@@ -12,14 +12,16 @@ the caller must not use that memory again (:mod:`host_control.destination` retir
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import grpc
+import numpy as np
 
 from host_control.connection import Connection, Peer, explain
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
-from shadowserve.pieces import Flags, leading, unpack
+from shadowserve.pieces import Flags, leading_chunks, pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
 from shadowserve.tls import Credentials
@@ -29,6 +31,7 @@ __all__ = [
     "DataPlaneClient",
     "FetchAnswer",
     "FetchCall",
+    "FetchPart",
     "LookupCall",
     "MemoryMessage",
     "Registration",
@@ -112,21 +115,62 @@ class Registration(NamedTuple):
     chunk_bytes: int
 
 
-class FetchAnswer(NamedTuple):
-    """Outcome of one round, and how many leading chunks it put in place. ``quiet``: nobody writes there any more."""
+@dataclass(frozen=True)
+class FetchPart:
+    """What a fetch wants of one group.
 
-    chunks: int
+    Attributes:
+        destination_id: of the memory that it goes to.
+        offset: of the first chunk's place in it.
+        length: bytes from there on that chunks go to.
+        keys: of the chunks.
+        wanted: pieces, by layer and chunk.
+    """
+
+    destination_id: int
+    offset: int
+    length: int
+    keys: Sequence[bytes]
+    wanted: Flags
+
+    @classmethod
+    def whole(
+        cls, shape: ChunkLayout, destination_id: int, keys: Sequence[bytes], offset: int = 0, length: int | None = None
+    ) -> Self:
+        """Return the part that wants all layers of some chunks, by default in a region that has room for them."""
+        size = len(keys) * shape.raw_bytes if length is None else length
+        return cls(destination_id, offset, size, keys, np.ones((shape.layers, len(keys)), np.bool_))
+
+    @property
+    def message(self) -> pb.FetchPart:
+        """What the data plane is told."""
+        wanted = b"" if self.wanted.all() else pack(self.wanted)
+        return pb.FetchPart(
+            destination_id=self.destination_id, offset=self.offset, length=self.length, keys=self.keys, wanted=wanted
+        )
+
+
+class FetchAnswer(NamedTuple):
+    """Outcome of one round, and of each part the pieces that it put in place. ``quiet``: nobody writes any more."""
+
+    delivered: list[Flags]
     reason: str
     detail: str
     quiet: bool
     fetched_bytes: int = 0
     delivered_bytes: int = 0
 
+    @property
+    def chunks(self) -> int:
+        """Of a fetch of all layers of one group: leading chunks that are in place."""
+        (pieces,) = self.delivered
+        return leading_chunks(pieces, np.ones_like(pieces))
+
 
 class StoreAnswer(NamedTuple):
-    """Outcome of one Store. ``quiet``: nobody reads the region any more."""
+    """Outcome of one Store, and which of its chunks are stored. ``quiet``: nobody reads the region any more."""
 
-    chunks: int
+    stored: Flags
     reason: str
     detail: str
     quiet: bool
@@ -341,9 +385,15 @@ class DataPlaneClient:
         return False
 
     def start_fetch(
-        self, job_id: str, destination_id: int, offset: int, length: int, keys: Sequence[bytes], timeout: float
+        self, job_id: str, parts: Sequence[FetchPart], timeout: float, *, layerwise: bool = False
     ) -> FetchCall:
         """Start one round.
+
+        Args:
+            job_id: unlike those of other calls in progress.
+            parts: that are wanted; their regions do not overlap.
+            timeout: seconds.
+            layerwise: fetch layer by layer, not chunk by chunk.
 
         Raises:
             DataPlaneError: the breaker is open.
@@ -351,41 +401,35 @@ class DataPlaneClient:
         self._allow("fetch")
         request = pb.FetchRequest(
             job_id=job_id,
-            destination_id=destination_id,
-            offset=offset,
-            length=length,
-            keys=keys,
+            parts=[part.message for part in parts],
+            order=pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS,
             timeout_ms=_milliseconds(timeout),
         )
         call = self._connection.stub.Fetch.future(
             request, timeout=timeout + _GRACE, metadata=self._connection.metadata()
         )
-        return FetchCall(call, lambda ended: self._fetch_answer(ended, len(keys)))
+        return FetchCall(call, lambda ended: self._fetch_answer(ended, [part.wanted for part in parts]))
 
-    def _fetch_answer(self, call: Any, asked: int) -> FetchAnswer:
+    def _fetch_answer(self, call: Any, wanted: Sequence[Flags]) -> FetchAnswer:
+        nothing = [np.zeros_like(each) for each in wanted]
         try:
             answer = call.result()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             if self._connection.lost(error):
-                return FetchAnswer(0, "unknown_destination", "the data plane does not know this host", quiet=True)
+                return FetchAnswer(nothing, "unknown_destination", "the data plane does not know this host", quiet=True)
             reason, detail = explain(error)
             self._report("fetch", reason)
-            return FetchAnswer(0, reason, detail, quiet=reason == "refused")
+            return FetchAnswer(nothing, reason, detail, quiet=reason == "refused")
         reason = _reason(answer.outcome)
         try:
-            delivered = unpack(answer.delivered, asked)
+            delivered = _delivered(answer, wanted)
         except ValueError as error:
             self._report("fetch", "invalid_answer")
-            return FetchAnswer(0, "invalid_answer", str(error), quiet=False)
-        chunks = leading(delivered)
-        complete = bool(delivered.all())
-        if reason == "unspecified" or complete != (reason == "complete") or (reason == "round_full" and not chunks):
-            self._report("fetch", "invalid_answer")
-            detail = f"{delivered.sum()} chunks with outcome '{reason}' where {asked} were asked for"
-            return FetchAnswer(0, "invalid_answer", detail, quiet=False)
-        # A deadline with some chunks is a slow fetch, not a peer at fault.
-        self._report("fetch", "complete" if reason == "deadline" and chunks else reason)
-        return FetchAnswer(chunks, reason, answer.detail, True, answer.fetched_bytes, answer.delivered_bytes)
+            return FetchAnswer(nothing, "invalid_answer", str(error), quiet=False)
+        # A deadline with some pieces is a slow fetch, not a peer at fault.
+        slow = reason == "deadline" and any(each.any() for each in delivered)
+        self._report("fetch", "complete" if slow else reason)
+        return FetchAnswer(delivered, reason, answer.detail, True, answer.fetched_bytes, answer.delivered_bytes)
 
     def store(
         self,
@@ -400,8 +444,9 @@ class DataPlaneClient:
 
         ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first.
         """
+        nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
-            return StoreAnswer(0, "breaker_open", "", quiet=True)
+            return StoreAnswer(nothing, "breaker_open", "", quiet=True)
         request = pb.StoreRequest(
             job_id=job_id,
             destination_id=destination_id,
@@ -416,21 +461,20 @@ class DataPlaneClient:
             )
         except (grpc.RpcError, ValueError) as error:
             if self._connection.lost(error):
-                return StoreAnswer(0, "unknown_destination", "the data plane does not know this host", quiet=True)
+                return StoreAnswer(nothing, "unknown_destination", "the data plane does not know this host", quiet=True)
             reason, detail = explain(error)
             self._report("store", reason)
-            return StoreAnswer(0, reason, detail, quiet=reason == "refused")
+            return StoreAnswer(nothing, reason, detail, quiet=reason == "refused")
         reason = _reason(answer.outcome)
-        if (
-            answer.chunks > len(keys)
-            or reason == "unspecified"
-            or (answer.chunks == len(keys)) != (reason == "complete")
-        ):
+        try:
+            stored = unpack(answer.stored, len(keys))
+            if reason == "unspecified" or bool(stored.all()) != (reason == "complete"):
+                raise ValueError(f"{stored.sum()} chunks with outcome '{reason}' where {len(keys)} were offered")
+        except ValueError as error:
             self._report("store", "invalid_answer")
-            detail = f"{answer.chunks} chunks with outcome '{reason}' where {len(keys)} were offered"
-            return StoreAnswer(0, "invalid_answer", detail, quiet=False)
+            return StoreAnswer(nothing, "invalid_answer", str(error), quiet=False)
         self._report("store", reason)
-        return StoreAnswer(answer.chunks, reason, answer.detail, True, answer.raw_bytes, answer.stored_bytes)
+        return StoreAnswer(stored, reason, answer.detail, True, answer.raw_bytes, answer.stored_bytes)
 
     def cancel(self, job_id: str) -> None:
         """Ask the data plane to end a job early, without waiting for the answer; the job's own outcome tells."""
@@ -498,6 +542,24 @@ class DataPlaneClient:
             "is `shadowserve dpu` running there, and can it reach the storage server?",
             reason,
         )
+
+
+def _delivered(answer: pb.FetchResponse, wanted: Sequence[Flags]) -> list[Flags]:
+    """Return what a fetch has delivered of each part; raise ValueError where its answer cannot be."""
+    reason = _reason(answer.outcome)
+    sets = answer.delivered or [b""] * len(wanted)  # of a call that did not come to its parts
+    delivered = [unpack(data, *each.shape) for data, each in zip(sets, wanted, strict=True)]
+    count, asked = (sum(int(each.sum()) for each in pieces) for pieces in (delivered, wanted))
+    foreign = any((mine & ~theirs).any() for mine, theirs in zip(delivered, wanted, strict=True))
+    complete = count == asked
+    if (
+        foreign
+        or reason == "unspecified"
+        or complete != (reason == "complete")
+        or (reason == "round_full" and not count)
+    ):
+        raise ValueError(f"{count} pieces with outcome '{reason}' where {asked} were asked for")
+    return delivered
 
 
 def _milliseconds(seconds: float) -> int:

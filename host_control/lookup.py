@@ -16,13 +16,14 @@ import numpy.typing as npt
 
 from host_control.client import DataPlaneClient
 from shadowserve.errors import DataPlaneError
-from shadowserve.keys import chain_links, record_keys
+from shadowserve.keys import Extra, chain_links, record_keys
 from shadowserve.pieces import Flags, leading
 
 __all__ = ["LookupAnswer", "PrefixLookup"]
 
 _STRIDE_TOKENS: Final = 8192
 """Tokens hashed between two moments at which the engine's thread may take the interpreter: some 0.5 ms."""
+_NOTHING: Final = Extra()
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class LookupAnswer:
 @dataclass
 class _Lookup:
     tokens: Sequence[int]
-    extra: bytes | Callable[[], bytes]
+    extra: Extra | Callable[[], Extra]
     deadline: float
     answer: LookupAnswer | None = None
     links: list[bytes] | None = None
@@ -89,14 +90,14 @@ class PrefixLookup:
             for client in self._namespaces:
                 self._pool.submit(client.wait_ready, timeout)
 
-    def submit(self, request_id: str, tokens: Sequence[int], extra: bytes | Callable[[], bytes] = b"") -> None:
+    def submit(self, request_id: str, tokens: Sequence[int], extra: Extra | Callable[[], Extra] = _NOTHING) -> None:
         """Start looking a prompt up, or start over for a request that is known already.
 
         Args:
             request_id: of the engine.
             tokens: of the prompt; must not change until :meth:`forget`, except by growing.
-            extra: see :func:`shadowserve.keys.chain_links`; or what returns it, called on a lookup thread. Where that
-                raises, the answer's reason is ``"unnamed"``, and there are no links.
+            extra: what else its KV depends on; or what returns that, called on a lookup thread. Where it raises, the
+                answer's reason is ``"unnamed"``, and there are no links.
         """
         lookup = _Lookup(tokens, extra, time.monotonic() + self._timeout)
         count = len(tokens) // self._chunk_tokens
@@ -128,10 +129,10 @@ class PrefixLookup:
         lookup = self._lookups.get(request_id)
         return None if lookup is None else lookup.links
 
-    def extra(self, request_id: str) -> bytes:
+    def extra(self, request_id: str) -> Extra:
         """Return what a request's links were made of beside its tokens; there are links."""
         extra = self._lookups[request_id].extra
-        assert isinstance(extra, bytes), "links without a name"
+        assert isinstance(extra, Extra), "links without a name"
         return extra
 
     def known(self, request_id: str) -> int:
@@ -167,7 +168,7 @@ class PrefixLookup:
 
     def _named(self, lookup: _Lookup) -> bool:
         """Find out what else than tokens a prompt's KV depends on."""
-        if isinstance(lookup.extra, bytes):
+        if isinstance(lookup.extra, Extra):
             return True
         try:
             lookup.extra = lookup.extra()
@@ -185,7 +186,7 @@ class PrefixLookup:
             time.sleep(0)  # let the engine's thread have the interpreter
         links: list[bytes] = []
         extra = lookup.extra
-        assert isinstance(extra, bytes)
+        assert isinstance(extra, Extra)
         stride = max(_STRIDE_TOKENS // self._chunk_tokens, 1)
         for end in range(stride, count + stride, stride):
             prefix = tokens[: min(end, count) * self._chunk_tokens]

@@ -8,8 +8,6 @@ atomic step, and is never blocked by either.
 A job runs in rounds: the data plane delivers as many chunks as fit into one half of the destination, and while the
 next round arrives in the other half, the engine's ``scatter`` moves the first into paged KV memory. Each job has
 exactly one outcome, by its deadline: how many leading chunks are in place, and the reason why not all.
-
-Engines whose scheduler is not known here use :meth:`KVCacheManager.intercept`, which adds lookups to the exchange.
 """
 
 import itertools
@@ -21,20 +19,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
-from host_control.client import DataPlaneClient, FetchAnswer, FetchCall
+from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
 from host_control.destination import Destination, Memory
-from host_control.lookup import PrefixLookup
 from shadowserve.errors import ConfigurationError, DataPlaneError
-from shadowserve.keys import record_keys
 
 __all__ = [
     "ORDERS",
     "FetchJob",
     "FetchOrder",
     "FetchResult",
-    "Interception",
     "KVCacheManager",
-    "PrefillRequest",
     "Scatter",
     "first_in_first_out",
     "shortest_job_first",
@@ -102,37 +96,6 @@ class Scatter(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class PrefillRequest:
-    """A request of a prefill batch, its KV memory allocated.
-
-    Attributes:
-        request_id: of the engine.
-        tokens: the whole prompt.
-        computed_tokens: leading tokens whose KV is in place already (the engine's own prefix cache).
-        target: for ``scatter``.
-    """
-
-    request_id: str
-    tokens: Sequence[int]
-    computed_tokens: int = 0
-    target: Any = None
-
-
-@dataclass(frozen=True)
-class Interception:
-    """The scheduler's side of one exchange.
-
-    Attributes:
-        prefill: what is left of the batch: run it as usual.
-        restored: requests of earlier batches that have ended fetching, with ``computed_tokens`` as they stand now; at
-            least the last token is left to prefill, for the engine samples the first output token from it.
-    """
-
-    prefill: list[PrefillRequest]
-    restored: list[PrefillRequest]
-
-
 @dataclass(eq=False)
 class _Progress:
     """A job on its way through the manager."""
@@ -190,9 +153,6 @@ class KVCacheManager:
         scatter: called in the manager's thread.
         order: of the fetching queue.
         fetch_timeout: seconds from hand-over to outcome.
-        lookup: for :meth:`intercept`; not needed for :meth:`exchange`.
-        chunk_tokens: for :meth:`intercept`.
-        load_tokens_min: for :meth:`intercept`: fewer tokens are not worth a fetch.
     """
 
     def __init__(
@@ -203,18 +163,12 @@ class KVCacheManager:
         *,
         order: FetchOrder = first_in_first_out,
         fetch_timeout: float = 10.0,
-        lookup: PrefixLookup | None = None,
-        chunk_tokens: int = 0,
-        load_tokens_min: int = 1,
     ) -> None:
         self._client = client
         self._destination = destination
         self._scatter = scatter
         self._order = order
         self._fetch_timeout = fetch_timeout
-        self._lookup = lookup
-        self._chunk_tokens = chunk_tokens
-        self._load_tokens_min = load_tokens_min
         self._round_chunks = destination.size // 2 // destination.shape.raw_bytes
         if self._round_chunks < 1:
             raise ConfigurationError(
@@ -225,9 +179,6 @@ class KVCacheManager:
         self._fetching: list[_Progress] = []
         self._completion: list[FetchResult] = []
         self._outstanding: dict[str, _Progress] = {}
-        self._looking: dict[str, PrefillRequest] = {}
-        self._intercepted: dict[str, PrefillRequest] = {}
-        self._seen: set[str] = set()
         self._closing = False
         self._landed: _Landed | None = None
         self._half = 0
@@ -279,95 +230,6 @@ class KVCacheManager:
             while not waiting.isdisjoint(self._outstanding):
                 self._condition.wait(_WAIT_INTERVAL)
                 self._sweep(time.monotonic())
-
-    def intercept(self, batch: Iterable[PrefillRequest]) -> Interception:
-        """Take the requests out of a prefill batch whose KV can be fetched, and put back those that are done.
-
-        Requests are looked up as they come; one whose lookup is not answered yet is held back too, at most for the
-        lookup's deadline. A request is intercepted once in its life (which ends with :meth:`forget`): what could not
-        be fetched is computed. Decode batches are none of the manager's business: their KV is computed already; pass
-        an empty batch to take back what is done.
-        """
-        if self._lookup is None:
-            raise ValueError("this manager was made without a lookup")
-        stay: list[PrefillRequest] = []
-        restored: list[PrefillRequest] = []
-        jobs: list[FetchJob] = []
-        fresh = set()
-        for request in batch:
-            if request.request_id in self._seen:
-                stay.append(request)
-                continue
-            self._seen.add(request.request_id)
-            fresh.add(request.request_id)
-            self._lookup.submit(request.request_id, request.tokens)
-            self._looking[request.request_id] = request
-        for request_id, request in list(self._looking.items()):
-            if (answer := self._lookup.poll(request_id)) is None:
-                continue
-            del self._looking[request_id]
-            job = self._job(request, answer.hits)
-            self._lookup.forget(request_id)
-            if job is not None:
-                self._intercepted[request_id] = request
-                jobs.append(job)
-            elif request_id in fresh:
-                stay.append(request)
-            else:
-                restored.append(request)
-        for result in self.exchange(jobs):
-            restored.append(self._restore(result))
-        return Interception(stay, restored)
-
-    def _job(self, request: PrefillRequest, hits: int) -> FetchJob | None:
-        assert self._lookup is not None
-        usable = min(hits * self._chunk_tokens, len(request.tokens) - 1)
-        links = self._lookup.links(request.request_id)
-        if links is None or usable - request.computed_tokens < self._load_tokens_min:
-            return None
-        first = request.computed_tokens // self._chunk_tokens
-        keys = record_keys(self._destination.shape.namespace, links[first:hits])
-        return FetchJob(request_id=request.request_id, keys=tuple(keys), target=request)
-
-    def _restore(self, result: FetchResult) -> PrefillRequest:
-        request = self._intercepted.pop(result.job.request_id)
-        first = request.computed_tokens // self._chunk_tokens
-        loaded = min((first + result.chunks) * self._chunk_tokens, len(request.tokens) - 1)
-        computed = max(request.computed_tokens, loaded)
-        return PrefillRequest(request.request_id, request.tokens, computed, request.target)
-
-    def cancel(self, request_id: str) -> None:
-        """End a request's job early; its outcome comes with a later exchange."""
-        with self._condition:
-            if (progress := self._outstanding.get(request_id)) is not None:
-                progress.cancelled = True
-            self._sweep(time.monotonic())
-            self._condition.notify_all()
-
-    def forget(self, request_id: str) -> None:
-        """Drop an intercepted request that the engine has finished or aborted; a running job ends early.
-
-        Its KV memory may be given to others once :attr:`quiet` says so.
-        """
-        self._seen.discard(request_id)
-        self._looking.pop(request_id, None)
-        self.cancel(request_id)
-
-    def quiet(self, request_id: str) -> bool:
-        """Return whether nothing will be written into the KV memory of a request any more."""
-        with self._condition:
-            return request_id not in self._outstanding
-
-    def statistics(self) -> dict[str, int]:
-        """Return the lengths of the queues and how often the destination was given up."""
-        with self._condition:
-            return {
-                "fetching": len(self._fetching),
-                "outstanding": len(self._outstanding),
-                "completed": len(self._completion),
-                "looking_up": len(self._looking),
-                "destinations_retired": self._destination.retired,
-            }
 
     def close(self, timeout: float = 5.0) -> list[FetchResult]:
         """End all jobs with reason ``"closed"``, and the loop; return the outcomes that nobody took.
@@ -454,24 +316,29 @@ class KVCacheManager:
             answer = self._wait(call, job_id, progress)
             if not answer.quiet or answer.reason == "unknown_destination":
                 self._destination.retire(release=not answer.quiet)
-            if answer.reason == "unknown_destination" and answer.chunks == 0 and not retried:
+            chunks = answer.chunks
+            if answer.reason == "unknown_destination" and chunks == 0 and not retried:
                 retried = True  # the daemon has restarted: register again, once
                 continue
-            if answer.chunks:
-                self._land(progress, landed, memory, offset, answer)
-                landed += answer.chunks
+            if chunks:
+                self._land(progress, landed, memory, offset, chunks, answer)
+                landed += chunks
+            elif answer.reason == "round_full":
+                self._end(
+                    progress, "invalid_answer", "the buffers are said to be full, and the first chunk is not there"
+                )
+                return
             if answer.reason == "round_full" or (answer.reason == "complete" and landed < len(progress.job.keys)):
                 continue
             self._end(progress, answer.reason, answer.detail)
             return
 
     def _start(self, keys: Sequence[bytes], timeout: float) -> tuple[FetchCall, str, int]:
-        chunk_bytes = self._destination.shape.raw_bytes
-        offset = self._half * self._round_chunks * chunk_bytes
+        shape = self._destination.shape
+        offset = self._half * self._round_chunks * shape.raw_bytes
         job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
-        call = self._client.start_fetch(
-            job_id, self._destination.destination_id, offset, len(keys) * chunk_bytes, keys, timeout
-        )
+        part = FetchPart.whole(shape, self._destination.destination_id, keys, offset)
+        call = self._client.start_fetch(job_id, [part], timeout)
         return call, job_id, offset
 
     def _wait(self, call: FetchCall, job_id: str, progress: _Progress) -> FetchAnswer:
@@ -489,10 +356,12 @@ class KVCacheManager:
                 self._condition.wait_for(call.done, _CANCEL_INTERVAL)
         return call.result()
 
-    def _land(self, progress: _Progress, first: int, memory: Memory, offset: int, answer: FetchAnswer) -> None:
+    def _land(
+        self, progress: _Progress, first: int, memory: Memory, offset: int, chunks: int, answer: FetchAnswer
+    ) -> None:
         progress.fetched_bytes += answer.fetched_bytes
         progress.delivered_bytes += answer.delivered_bytes
-        self._landed = _Landed(progress, first, memory, offset, answer.chunks)
+        self._landed = _Landed(progress, first, memory, offset, chunks)
         self._half ^= 1
 
     def _flush(self) -> None:

@@ -7,6 +7,7 @@ later chunks are of no use, so they are dropped too.
 """
 
 import collections
+import itertools
 import logging
 import secrets
 import threading
@@ -306,15 +307,14 @@ class StoreQueue:
         )
 
     def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:
-        self._count("stored", answer.chunks)
+        self._count("stored", int(answer.stored.sum()))
         self._count("stored_raw_bytes", answer.raw_bytes)
         self._count("stored_bytes", answer.stored_bytes)
         if not answer.quiet:
             # The daemon may still be reading these slots; nobody writes into them again.
             self._destination.retire(release=True)
-        self._give_back(batch[: answer.chunks])
-        if answer.chunks < len(batch):
-            self._drop(batch[answer.chunks :], answer.reason, answer.detail)
+        self._give_back(list(itertools.compress(batch, answer.stored)))
+        self._drop(list(itertools.compress(batch, ~answer.stored)), answer.reason, answer.detail)
 
     def _move(self, batch: list[_Staged], segment: Memory) -> list[_Staged]:
         """Copy chunks from a segment that was given up into the one in use."""

@@ -32,6 +32,8 @@ __all__ = [
     "KEY_BYTES",
     "RECORD_VERSION",
     "SCHEMA_VERSION",
+    "Extra",
+    "Input",
     "KVNamespace",
     "ModelIdentity",
     "chain_links",
@@ -112,6 +114,43 @@ class KVNamespace:
         return replace(layout, namespace=digest)
 
 
+@dataclass(frozen=True, order=True)
+class Input:
+    """What a model reads in the place of some tokens of a prompt, which only keep the place: an image, say.
+
+    Attributes:
+        offset: of the first of those tokens.
+        length: tokens.
+        content: digest of all that it is, 32 bytes.
+
+    Raises:
+        ValueError: it is nowhere in a prompt, or its digest has another length.
+    """
+
+    offset: int
+    length: int
+    content: bytes
+
+    def __post_init__(self) -> None:
+        if self.offset < 0 or self.length < 1 or len(self.content) != KEY_BYTES:
+            raise ValueError(
+                f"an input of {self.length} tokens at {self.offset}, its digest of {len(self.content)} bytes"
+            )
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a prompt's KV depends on beside its tokens.
+
+    Attributes:
+        request: holds for all of the prompt: salt, epoch, adapter.
+        inputs: each holds for the chunks from its own on, and not for those before it.
+    """
+
+    request: bytes = b""
+    inputs: tuple[Input, ...] = ()
+
+
 def _digest(fields: dict[str, Any]) -> bytes:
     """Return the SHA-256 of the canonical JSON of fields and schema version."""
     fields = fields | {"schema_version": SCHEMA_VERSION}
@@ -133,19 +172,21 @@ def chain_links(
     tokens: Sequence[int] | npt.NDArray[np.integer],
     *,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
-    extra: bytes = b"",
+    extra: Extra | None = None,
     after: Sequence[bytes] = (),
 ) -> list[bytes]:
     """Return the link of each complete chunk of a prompt: ``len(tokens) // chunk_tokens`` links of 32 bytes.
 
     ``H_0 = SHA-256(prefix || model)``, ``H_i = SHA-256(H_{i-1} || tokens_i as little-endian uint32 ||
-    len(extra) as uint32 || extra)``. A link therefore names its chunk together with everything before it.
+    len(request) as uint32 || request || inputs_i)``, where ``inputs_i`` has, for each input with a token in the chunk,
+    in order: its content, its first token counted from the chunk's first as int64, its tokens as int64. A link
+    therefore names its chunk together with everything before it, and nothing behind it.
 
     Args:
         model: digest of the :class:`ModelIdentity`, 32 bytes.
         tokens: token ids of the whole prompt, each in 0 .. 2**32 - 1.
         chunk_tokens: tokens in a chunk, as the identity has them.
-        extra: what else distinguishes this request's KV: cache salt, LoRA adapter, digests of multimodal inputs.
+        extra: what else than tokens the KV depends on, if anything.
         after: links already computed for a prefix of the same prompt; the chain goes on behind them.
 
     Raises:
@@ -163,16 +204,31 @@ def chain_links(
     if count <= 0:
         return links[: len(tokens) // chunk_tokens]
     data = _as_uint32(tokens[first : first + count * chunk_tokens])
-    tail = struct.pack("<I", len(extra)) + extra
+    extra = extra or Extra()
+    tail = struct.pack("<I", len(extra.request)) + extra.request
+    inputs = _inputs_of_chunks(extra.inputs, chunk_tokens, len(links), len(links) + count)
     previous = links[-1] if links else hashlib.sha256(_CHAIN_PREFIX + model).digest()
     step = chunk_tokens * 4
     for start in range(0, count * step, step):
         link = hashlib.sha256(previous)
         link.update(data[start : start + step])
         link.update(tail)
+        if (there := inputs.get(len(links))) is not None:
+            link.update(there)
         previous = link.digest()
         links.append(previous)
     return links
+
+
+def _inputs_of_chunks(inputs: Iterable[Input], chunk_tokens: int, first: int, end: int) -> dict[int, bytes]:
+    """Return what the links of chunks ``first`` up to ``end`` hold of inputs, where any is."""
+    chunks: dict[int, bytes] = {}
+    for each in sorted(inputs):
+        last = (each.offset + each.length - 1) // chunk_tokens
+        for index in range(max(each.offset // chunk_tokens, first), min(last + 1, end)):
+            place = struct.pack("<qq", each.offset - index * chunk_tokens, each.length)
+            chunks[index] = chunks.get(index, b"") + each.content + place
+    return chunks
 
 
 def _as_uint32(tokens: Sequence[int] | npt.NDArray[np.integer]) -> memoryview:

@@ -105,12 +105,12 @@ def _names(what: str, process: int, thread: int, name: str, position: int) -> li
 def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict[str, Any]:
     arguments: dict[str, int] = {}
     if span.step in STAGES:
-        arguments = {"round": span.round, "chunk": span.chunk}
+        arguments = {"round": span.round, "piece": span.piece}
         if span.slice >= 0:
             arguments["slice"] = span.slice
         arguments |= {"input_bytes": span.input_bytes, "output_bytes": span.output_bytes}
-    elif span.chunk:
-        arguments = {"chunks": span.chunk}
+    elif span.piece:
+        arguments = {"count": span.piece}
     return {
         "name": f"{span.step} {span.slice}" if span.slice >= 0 else span.step,
         "cat": span.step,

@@ -6,7 +6,7 @@ paper; it then makes the bodies of that round appear where the pipeline decodes 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,7 +18,18 @@ from shadowserve.errors import StorageError
 from shadowserve.native import Result
 from shadowserve.record import head_length
 
-__all__ = ["QUESTION_KEYS_MAX", "Delivered", "Encoded", "Found", "Order", "Source", "Stored", "Unanswered", "head_size"]
+__all__ = [
+    "QUESTION_KEYS_MAX",
+    "Delivered",
+    "Encoded",
+    "Failure",
+    "Found",
+    "Order",
+    "Source",
+    "Stored",
+    "Unanswered",
+    "head_size",
+]
 
 QUESTION_KEYS_MAX: Final = 8192
 """Keys in one question: 16 ranks' chains of 128K tokens."""
@@ -50,19 +61,39 @@ def head_size(stored: Stored) -> int:
 
 @dataclass(frozen=True)
 class Order:
-    """Chunks to be delivered.
+    """Pieces to be delivered.
 
     Attributes:
-        keys: of the chunks, at least one.
-        chunks: PIECE_DTYPE array, one for each key: where the body lies in the record, and where in the buffers.
-        make_round: makes a round of some of ``chunks``, ready for the pipeline; whoever calls it releases the round.
+        keys: of each piece's record.
+        pieces: PIECE_DTYPE array, at least one, in the order in which they are wanted: where the bytes lie in the
+            record, and where in the buffers.
+        make_round: makes a round of some of ``pieces``, ready for the pipeline; whoever calls it releases the round.
         authoritative: ask who has the last word on each key, not somebody with a copy that may lag behind.
     """
 
     keys: Sequence[bytes]
-    chunks: npt.NDArray[np.void]
+    pieces: npt.NDArray[np.void]
     make_round: Callable[[npt.NDArray[np.void]], native.Round]
     authoritative: bool = False
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a piece was not delivered.
+
+    Attributes:
+        result: of the pipeline.
+        error: the source, or the part of it that has the piece, could not be reached.
+        said: who was asked for it and what it answered, for people; empty where there is nothing to add.
+        copy: it was asked of a copy that may lag behind: an authoritative order may do better.
+        recover: looks who has what now; another order may do better then. None where there is no hope of that.
+    """
+
+    result: Result
+    error: StorageError | None = None
+    said: str = ""
+    copy: bool = False
+    recover: Callable[[], Coroutine[Any, Any, None]] | None = None
 
 
 @dataclass
@@ -70,32 +101,17 @@ class Delivered:
     """What became of an order.
 
     Attributes:
-        results: of each chunk.
+        results: of each piece: OK where it is in place, SKIPPED where it became of no use, as another of its group has
+            failed, or was not come to; what it failed of.
+        failures: of pieces that failed, by their index.
         received_bytes: of all that was read.
-        error: the source, or the part of it that has the first chunk that was not delivered, could not be reached.
-        said: who was asked for that chunk and what it answered, for people; empty where there is nothing to add.
-        copy: it was asked of a copy that may lag behind: an authoritative order may do better.
-        recover: looks who has what now; another order may do better then. None where there is no hope of that.
         stop: the job ended before the order was done.
     """
 
-    results: list[Result]
+    results: npt.NDArray[np.uint32]
+    failures: dict[int, Failure] = field(default_factory=dict)
     received_bytes: int = 0
-    error: StorageError | None = None
-    said: str = ""
-    copy: bool = False
-    recover: Callable[[], Coroutine[Any, Any, None]] | None = None
     stop: Stop | None = None
-
-    @property
-    def count(self) -> int:
-        """Leading chunks that were delivered."""
-        return next((index for index, each in enumerate(self.results) if each is not Result.OK), len(self.results))
-
-    @property
-    def result(self) -> Result:
-        """Of the first chunk that was not delivered; OK where there is none."""
-        return self.results[self.count] if self.count < len(self.results) else Result.OK
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,7 @@ class Encoded:
 
     Attributes:
         round: that was encoded.
-        position: of the chunk in it.
+        position: of the piece in it.
         head: of the record.
     """
 
@@ -153,7 +169,9 @@ class Source(ABC):
 
     @abstractmethod
     async def deliver(self, job: Job, order: Order) -> Delivered:
-        """Deliver an order's chunks, in order; what cannot be had costs those behind it, and never those before it.
+        """Deliver an order's pieces, in order.
+
+        What cannot be had costs those of its group that are of its chunk or of one behind it, and no others.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: the whole source cannot be reached.

@@ -7,7 +7,7 @@ no request completes a chunk costs one comparison for each running request.
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from host_control.client import DataPlaneClient
@@ -25,7 +25,7 @@ from host_control.vllm.metadata import (
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.support import request_problem
 from shadowserve.errors import ConfigurationError
-from shadowserve.keys import chain_links
+from shadowserve.keys import Extra, chain_links
 
 __all__ = ["SchedulerSide"]
 
@@ -37,7 +37,7 @@ class _Tracked:
     """A request, from arrival to end."""
 
     request: Any
-    extra: bytes | Callable[[], bytes] = b""  # see RequestInputs.extra()
+    extra: Extra | Callable[[], Extra] = field(default_factory=Extra)  # see RequestInputs.extra()
     preemptions: int = 0  # at the time of the last lookup
     counted: bool = False
     refused: bool = False  # a load failed: never offer another, or vLLM would ask without end

@@ -25,6 +25,11 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_NOT_STORABLE: _ClassVar[Outcome]
     OUTCOME_INTERNAL: _ClassVar[Outcome]
     OUTCOME_DEVICE: _ClassVar[Outcome]
+
+class Order(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ORDER_CHUNKS: _ClassVar[Order]
+    ORDER_LAYERS: _ClassVar[Order]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_COMPLETE: Outcome
 OUTCOME_ROUND_FULL: Outcome
@@ -41,6 +46,8 @@ OUTCOME_UNKNOWN_DESTINATION: Outcome
 OUTCOME_NOT_STORABLE: Outcome
 OUTCOME_INTERNAL: Outcome
 OUTCOME_DEVICE: Outcome
+ORDER_CHUNKS: Order
+ORDER_LAYERS: Order
 
 class ChunkLayout(_message.Message):
     __slots__ = ("namespace", "dtype", "layers", "kinds", "vector_length", "tokens", "quantizer", "bins", "value_bins", "scale_tokens")
@@ -188,21 +195,31 @@ class ReleaseDestinationResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class FetchRequest(_message.Message):
-    __slots__ = ("job_id", "destination_id", "offset", "length", "keys", "timeout_ms")
-    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+class FetchPart(_message.Message):
+    __slots__ = ("destination_id", "offset", "length", "keys", "wanted")
     DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
-    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
-    job_id: str
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     destination_id: int
     offset: int
     length: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
+    wanted: bytes
+    def __init__(self, destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("job_id", "timeout_ms", "parts", "order")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
     timeout_ms: int
-    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    parts: _containers.RepeatedCompositeFieldContainer[FetchPart]
+    order: Order
+    def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("outcome", "detail", "fetched_bytes", "delivered_bytes", "delivered")
@@ -215,8 +232,8 @@ class FetchResponse(_message.Message):
     detail: str
     fetched_bytes: int
     delivered_bytes: int
-    delivered: bytes
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., delivered: _Optional[bytes] = ...) -> None: ...
+    delivered: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., delivered: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
     __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents")
@@ -235,18 +252,18 @@ class StoreRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
-    __slots__ = ("chunks", "outcome", "detail", "raw_bytes", "stored_bytes")
-    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("outcome", "detail", "raw_bytes", "stored_bytes", "stored")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    chunks: int
+    STORED_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
     raw_bytes: int
     stored_bytes: int
-    def __init__(self, chunks: _Optional[int] = ..., outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ...) -> None: ...
+    stored: bytes
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., raw_bytes: _Optional[int] = ..., stored_bytes: _Optional[int] = ..., stored: _Optional[bytes] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("job_id",)
@@ -269,14 +286,14 @@ class TraceRequest(_message.Message):
     def __init__(self, timeout_ms: _Optional[int] = ..., fetches: _Optional[int] = ...) -> None: ...
 
 class TraceSpan(_message.Message):
-    __slots__ = ("step", "thread", "core", "begin_ns", "end_ns", "round", "chunk", "slice", "input_bytes", "output_bytes")
+    __slots__ = ("step", "thread", "core", "begin_ns", "end_ns", "round", "piece", "slice", "input_bytes", "output_bytes")
     STEP_FIELD_NUMBER: _ClassVar[int]
     THREAD_FIELD_NUMBER: _ClassVar[int]
     CORE_FIELD_NUMBER: _ClassVar[int]
     BEGIN_NS_FIELD_NUMBER: _ClassVar[int]
     END_NS_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
     SLICE_FIELD_NUMBER: _ClassVar[int]
     INPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -286,11 +303,11 @@ class TraceSpan(_message.Message):
     begin_ns: int
     end_ns: int
     round: int
-    chunk: int
+    piece: int
     slice: int
     input_bytes: int
     output_bytes: int
-    def __init__(self, step: _Optional[str] = ..., thread: _Optional[int] = ..., core: _Optional[int] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., round: _Optional[int] = ..., chunk: _Optional[int] = ..., slice: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, step: _Optional[str] = ..., thread: _Optional[int] = ..., core: _Optional[int] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., round: _Optional[int] = ..., piece: _Optional[int] = ..., slice: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ...) -> None: ...
 
 class TraceResponse(_message.Message):
     __slots__ = ("spans", "dropped")

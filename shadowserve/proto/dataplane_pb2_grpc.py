@@ -113,8 +113,8 @@ class DataPlaneServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Fetch(self, request, context):
-        """One round: fetch, decompress, dequantize and deliver the leading chunks that fit. Returns once the round is quiet:
-        after the answer, no thread writes into the region, whatever the outcome.
+        """One round: fetch, decompress, dequantize and deliver the leading pieces, in their order, that fit. Returns once the
+        round is quiet: after the answer, no thread writes into the regions, whatever the outcome.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -13,7 +13,7 @@ import click
 import numpy as np
 import psutil
 
-from host_control.client import DataPlaneClient
+from host_control.client import DataPlaneClient, FetchPart
 from host_control.destination import Destination
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout
@@ -317,9 +317,8 @@ class Target:
     def _round(self, first: int, offset: int, last: int) -> int:
         """Fetch what fits behind ``offset`` of the chunks from ``first`` up to ``last``; return how many that were."""
         keys, room = self._workload.keys[first:last], len(self._memory) - offset
-        answer = self._client.start_fetch(
-            secrets.token_hex(8), self._destination.destination_id, offset, room, keys, CALL_TIMEOUT_S
-        ).result()
+        part = FetchPart.whole(self._workload.layout, self._destination.destination_id, keys, offset, room)
+        answer = self._client.start_fetch(secrets.token_hex(8), [part], CALL_TIMEOUT_S).result()
         if not answer.chunks or answer.reason not in ("complete", "round_full"):
             raise ShadowServeError(
                 f"fetching stopped at chunk {first + answer.chunks}: {answer.reason}: {answer.detail}"

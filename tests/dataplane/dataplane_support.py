@@ -23,7 +23,7 @@ from dpu_dataplane.server import Daemon
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION, ModelIdentity, chain_links, record_keys, storage_key
-from shadowserve.pieces import leading, unpack
+from shadowserve.pieces import Flags, leading, leading_chunks, unpack
 from shadowserve.proto import PROTOCOL_VERSION, SESSION_KEY, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
@@ -276,24 +276,28 @@ class Client:
         }
         return pb.RegisterDestinationRequest(**(fields | changes))
 
+    def part(self, keys: list[bytes], **changes: Any) -> pb.FetchPart:
+        fields = {"destination_id": self.destination, "offset": 0, "length": self.segment.size, "keys": keys}
+        return pb.FetchPart(**(fields | changes))
+
     def fetch_request(self, keys: list[bytes], **changes: Any) -> pb.FetchRequest:
+        """A request of one part; changes are of the part where that has such a field."""
         self._jobs += 1
+        of_part = {name: changes.pop(name) for name in list(changes) if name in pb.FetchPart.DESCRIPTOR.fields_by_name}
         fields: dict[str, Any] = {
             "job_id": f"job-{self._jobs}",
-            "destination_id": self.destination,
-            "offset": 0,
-            "length": self.segment.size,
-            "keys": keys,
+            "parts": [self.part(**({"keys": keys} | of_part))],
             "timeout_ms": PATIENCE_MS,
         }
         return pb.FetchRequest(**(fields | changes))
 
     async def fetch(self, keys: list[bytes], **changes: Any) -> "Fetched":
+        """Fetch all of some chunks."""
         answer: pb.FetchResponse = await self.stub.Fetch(self.fetch_request(keys, **changes))
-        delivered = unpack(answer.delivered, len(keys))
-        chunks = leading(delivered)
-        assert chunks == delivered.sum(), "in the order of chunks, and nothing behind a gap"
-        return Fetched(chunks, answer.outcome, answer.detail, answer.fetched_bytes, answer.delivered_bytes)
+        (pieces,) = answer.delivered or [b""]
+        delivered = unpack(pieces, self.shape.layers, len(keys))
+        chunks = leading_chunks(delivered, np.ones_like(delivered))
+        return Fetched(chunks, delivered, answer.outcome, answer.detail, answer.fetched_bytes, answer.delivered_bytes)
 
     def store_request(self, keys: list[bytes], **changes: Any) -> pb.StoreRequest:
         self._jobs += 1
@@ -306,9 +310,12 @@ class Client:
         }
         return pb.StoreRequest(**(fields | changes))
 
-    async def store(self, keys: list[bytes], **changes: Any) -> pb.StoreResponse:
+    async def store(self, keys: list[bytes], **changes: Any) -> "Stored":
         answer: pb.StoreResponse = await self.stub.Store(self.store_request(keys, **changes))
-        return answer
+        stored = unpack(answer.stored, len(keys))
+        return Stored(
+            leading(stored), stored.tolist(), answer.outcome, answer.detail, answer.raw_bytes, answer.stored_bytes
+        )
 
     async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = PATIENCE_MS) -> "Found":
         chain = pb.KeyChain(keys=keys, namespace=space or self.shape.namespace)
@@ -325,13 +332,25 @@ class Client:
 
 
 class Fetched(NamedTuple):
-    """What a Fetch has said; ``chunks`` are the leading ones that are in place."""
+    """What a Fetch has said; ``chunks`` are the leading ones that are in place, ``delivered`` all pieces that are."""
 
     chunks: int
+    delivered: Flags
     outcome: int
     detail: str
     fetched_bytes: int
     delivered_bytes: int
+
+
+class Stored(NamedTuple):
+    """What a Store has said; ``chunks`` are the leading ones that storage holds, ``stored`` all of them."""
+
+    chunks: int
+    stored: list[bool]
+    outcome: int
+    detail: str
+    raw_bytes: int
+    stored_bytes: int
 
 
 class Found(NamedTuple):

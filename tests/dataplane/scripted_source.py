@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from dpu_dataplane.jobs import Job
-from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
+from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Found, Order, Source, Stored
 from shadowserve import native
 from shadowserve.errors import StorageError
 from shadowserve.keys import storage_key
@@ -76,16 +76,20 @@ class ScriptedSource(Source):
         self._check()
         values = self.records | ({} if order.authoritative else self.copies)
         async with self._connection({storage_key(key): data for key, data in values.items()}) as sock:
-            round_ = order.make_round(order.chunks)
+            round_ = order.make_round(order.pieces)
             try:
                 with job.interruptible(round_.cancel):
                     await self._on(self._fetching, self._pipeline.fetch, round_, [sock.fileno()])
             finally:
                 round_.release()
-        done = Delivered(round_.results, round_.received_bytes)
-        if done.count < len(order.keys):
-            done.copy = done.result is Result.NOT_FOUND and order.keys[done.count] in self.copies
-            done.recover = self._recover if done.result is Result.DISCONNECTED else None
+        done = Delivered(order.pieces["result"], received_bytes=round_.received_bytes)
+        for index, result in enumerate(round_.results):
+            if result not in (Result.OK, Result.SKIPPED):
+                done.failures[index] = Failure(
+                    result,
+                    copy=result is Result.NOT_FOUND and order.keys[index] in self.copies,
+                    recover=self._recover if result is Result.DISCONNECTED else None,
+                )
         return done
 
     async def _recover(self) -> None:

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-from dataplane_support import Client, Fetched, Server, keys_of, kv, layout, make_record, running
+from dataplane_support import Client, Fetched, Server, Stored, keys_of, kv, layout, make_record, running
 from machine import PATIENCE_S, until
 
 from dpu_dataplane.server import Daemon
@@ -40,7 +40,7 @@ async def call_at_random(daemon: Daemon, caller: int, stop: asyncio.Event) -> in
             if luck.random() < 0.4:
                 for index, data in enumerate(EXPECTED[caller]):
                     client.segment.memory[index * size : (index + 1) * size] = memoryview(data)
-                answer: Fetched | pb.StoreResponse = await client.store(
+                answer: Fetched | Stored = await client.store(
                     KEYS[caller], timeout_ms=timeout, job_id=f"store-{caller}-{client._jobs}"
                 )
             else:

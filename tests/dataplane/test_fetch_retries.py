@@ -58,6 +58,30 @@ async def test_what_breaks_off_is_tried_again_once(script: tuple[ScriptedSource,
     assert source.recovered == 2
 
 
+@pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
+@pytest.mark.parametrize("trouble", ["damaged", "copies", "cuts"])
+async def test_what_troubles_two_groups_at_once_is_tried_again_for_both(
+    script: tuple[ScriptedSource, Client], trouble: str, order: int
+) -> None:
+    source, client = script
+    parts = [
+        client.part(KEYS[:2], length=2 * SHAPE.raw_bytes),
+        client.part(KEYS[2:], offset=2 * SHAPE.raw_bytes, length=2 * SHAPE.raw_bytes),
+    ]
+    if trouble == "damaged":
+        source.damaged += [KEYS[1], KEYS[2]]
+    elif trouble == "copies":
+        source.copies |= {KEYS[0]: b"", KEYS[3]: b""}
+    else:
+        source.cuts = 1
+    answer = await client.stub.Fetch(client.fetch_request([], parts=parts, order=order))
+    assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+    assert [client.chunk(index) for index in range(4)] == [
+        expected(SHAPE, key, data) for key, data in zip(KEYS, RECORDS, strict=True)
+    ]
+    assert not source.damaged and source.recovered <= 2
+
+
 async def test_bytes_that_were_damaged_on_their_way_are_read_again(script: tuple[ScriptedSource, Client]) -> None:
     source, client = script
     source.damaged.append(KEYS[1])

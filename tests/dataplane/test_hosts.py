@@ -233,7 +233,7 @@ async def test_a_recording_holds_nothing_of_other_hosts(storage: Server) -> None
         spans: list[pb.TraceSpan] = []
         while (answer := await call.read()) is not grpc.aio.EOF:
             spans += answer.spans
-        assert {span.chunk for span in spans if span.slice >= 0} == {0}
+        assert {span.piece for span in spans if span.slice >= 0} == {0}
         assert [span.step for span in spans].count("fetch") == 1
         assert len({span.round for span in spans if span.core >= 0}) == 1
 

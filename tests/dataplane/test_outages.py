@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from dataplane_support import Client, Fetched, Found, Server, found, keys_of, kv, layout, make_record, running
+from dataplane_support import Client, Fetched, Found, Server, Stored, found, keys_of, kv, layout, make_record, running
 from machine import NEVER_MS, PATIENCE_MS, PATIENCE_S, free_port, until
 
 from dpu_dataplane.sources.outage import BACKOFF_MAX
@@ -119,7 +119,7 @@ async def test_a_stalled_server_costs_a_call_its_deadline_and_no_more(mortal_sto
         await lookup_until(client, pb.OUTCOME_COMPLETE)
         mortal_storage.freeze()
         begin = time.monotonic()
-        answer: Found | Fetched | pb.StoreResponse
+        answer: Found | Fetched | Stored
         if phase == "lookup":
             answer = await client.lookup(KEYS, timeout_ms=300)
         elif phase == "fetch":
@@ -331,7 +331,7 @@ async def test_a_put_that_is_not_answered_ends_on_cancel_and_on_deadline(liar: L
 async def test_a_put_that_breaks_is_tried_once_more(liar: Liar) -> None:
     breaks = iter([True])
 
-    async def call(lie: Answer, work: Callable[[], Awaitable[pb.StoreResponse]]) -> pb.StoreResponse:
+    async def call(lie: Answer, work: Callable[[], Awaitable[Stored]]) -> Stored:
         liar.lie = lie
         return await work()
 

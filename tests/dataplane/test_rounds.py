@@ -1,4 +1,6 @@
-"""Occupancies: inside every buffer, never overlapping, the leading chunks and no others."""
+"""Occupancies: inside every buffer, never overlapping, the leading pieces in their order and no others."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,51 +8,105 @@ from dataplane_support import keys_of, layout, make_record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpu_dataplane.rounds import ALIGNMENT, Buffers, encoded_bound, plan_fetch, plan_store
+from dpu_dataplane.rounds import ALIGNMENT, Buffers, Wanted, encoded_bound, plan_fetch, plan_store
 from dpu_dataplane.sources.source import Stored
 from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout
 
 SHAPE = layout(layers=2, vector_length=32)
+OTHER = layout("binned", "float32", layers=3, vector_length=16)
 KEYS = keys_of(SHAPE, 8)
-RECORDS = [make_record(SHAPE, key, index, ["deflate", "none"][index % 2]) for index, key in enumerate(KEYS)]
-FOUND = [(Stored(len(data), data[: record.head_length(data)]), False) for data in RECORDS]
 CODECS = set(native.codec_implementations())
 
 
-@given(
-    decompression=st.integers(0, 20_000),
-    dequantization=st.none() | st.integers(0, 40_000),
-    dma_source=st.none() | st.integers(0, 40_000),
-    absent=st.none() | st.integers(0, 7),
-)
-def test_occupancies_fit_and_do_not_overlap(
-    decompression: int, dequantization: int | None, dma_source: int | None, absent: int | None
-) -> None:
-    found = [(None if index == absent else stored, False) for index, (stored, _) in enumerate(FOUND)]
-    largest = max(len(data) for data in RECORDS)
-    decompression += largest  # as the daemon makes sure of, when a layout is registered
+def stored(shape: ChunkLayout, keys: list[bytes]) -> list[Stored]:
+    records = [make_record(shape, key, index, ["deflate", "none"][index % 2]) for index, key in enumerate(keys)]
+    return [Stored(len(data), data[: record.head_length(data)]) for data in records]
+
+
+GROUPS = [(SHAPE, KEYS, stored(SHAPE, KEYS)), (OTHER, keys_of(OTHER, 6), stored(OTHER, keys_of(OTHER, 6)))]
+
+
+def place_of(shape: ChunkLayout, offset: int) -> tuple[int, int]:
+    """Return chunk and layer of a place in a region."""
+    return offset // shape.raw_bytes, offset % shape.raw_bytes * shape.layers // shape.raw_bytes
+
+
+@given(data=st.data(), layerwise=st.booleans(), decompression=st.integers(0, 20_000))
+def test_occupancies_fit_and_do_not_overlap(data: st.DataObject, layerwise: bool, decompression: int) -> None:
+    decompression += max(each.length for _, _, found in GROUPS for each in found)  # as registering a layout makes sure
+    smallest = max(shape.raw_bytes for shape, _, _ in GROUPS)
+    dequantization, dma_source = (data.draw(st.none() | st.integers(smallest, 40_000)) for _ in range(2))
     buffers = Buffers(decompression=decompression, dequantization=dequantization, dma_source=dma_source, store=0)
-    plan = plan_fetch(KEYS, found, SHAPE, buffers, CODECS)
-    count = len(plan.chunks)
-    begins, lengths = plan.chunks["decompression_offset"], plan.chunks["body_length"]
-    ends = begins + lengths
+    groups, wanted = [], []
+    for shape, keys, found in GROUPS:
+        size = shape.layers * len(keys)
+        chosen = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size))).reshape(shape.layers, -1)
+        absent = data.draw(st.none() | st.integers(0, len(keys) - 1))
+        groups.append(Wanted(keys, shape, chosen, {i: None if i == absent else each for i, each in enumerate(found)}))
+        ends = absent is not None and chosen[:, absent].any()
+        wanted.append(chosen & (np.arange(len(keys)) < absent) if ends else chosen)
+    plan = plan_fetch(groups, layerwise, buffers, CODECS)
+
+    pieces, layers = plan.pieces, (plan.layers[:, 1] - plan.layers[:, 0])
+    begins, lengths = pieces["decompression_offset"], pieces["body_length"]
     assert (begins % ALIGNMENT == 0).all()
-    assert (ends[:-1] <= begins[1:]).all() and (ends <= decompression).all()
-    symbols = SHAPE.raw_bytes
+    ends_at = begins + lengths
+    assert (ends_at[:-1] <= begins[1:]).all() and (ends_at <= decompression).all()
+    shapes = [GROUPS[group][0] for group in pieces["group"]]
+    raw = np.array([count * shape.raw_bytes // shape.layers for count, shape in zip(layers, shapes, strict=True)])
+    symbols = np.array(
+        [n * s.kinds * s.tokens * s.token_decoded_bytes for n, s in zip(layers, shapes, strict=True)], np.uint64
+    )
     if dequantization is not None:
-        begins = plan.chunks["dequantization_offset"]
-        assert (np.diff(begins) >= symbols).all() and (begins + symbols <= dequantization).all()
+        begins = pieces["dequantization_offset"]
+        assert (np.diff(begins) >= symbols[:-1]).all() and (begins + symbols <= dequantization).all()
     if dma_source is not None:
-        assert count * SHAPE.raw_bytes <= dma_source
-    assert plan.fault is None
-    assert plan.absent == (count == absent)
-    assert plan.full == (count < 8 and count != absent)
-    # Slices cover the destination from the first byte to the last, once.
-    assert len(plan.slices) == count * SHAPE.slice_count
-    raw = plan.slices["vectors"].astype(np.int64) * SHAPE.vector_length * SHAPE.dtype.itemsize
-    assert (plan.slices["destination_offset"] == np.cumsum(raw) - raw).all()
-    assert raw.sum() == count * SHAPE.raw_bytes
-    assert (plan.chunks["result"] == native.Result.SKIPPED).all()
+        assert raw.sum() <= dma_source
+    assert (pieces["result"] == native.Result.SKIPPED).all()
+
+    # What is planned is the beginning of what is wanted, in its order, and all of it unless the buffers are full.
+    taken = [np.zeros_like(group.pieces) for group in groups]
+    order = []
+    for piece, (first, end) in zip(pieces, plan.layers, strict=True):
+        assert not taken[piece["group"]][first:end, piece["chunk"]].any()
+        taken[piece["group"]][first:end, piece["chunk"]] = True
+        depth = GROUPS[piece["group"]][0].layers
+        chunkwise = (int(piece["chunk"]), int(piece["group"]), int(first))
+        order.append((first / depth, int(piece["group"]), int(piece["chunk"])) if layerwise else chunkwise)
+        assert not layerwise or end == first + 1
+    assert order == sorted(order)
+    assert all((mine <= theirs).all() for mine, theirs in zip(taken, wanted, strict=True))
+    assert plan.full == any((mine != theirs).any() for mine, theirs in zip(taken, wanted, strict=True))
+    assert len(pieces) or not any(each.any() for each in wanted), "one piece always fits"
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_slices_are_those_of_their_pieces(layerwise: bool) -> None:
+    buffers = Buffers(decompression=1 << 20, dequantization=None, dma_source=None, store=0)
+    groups = [
+        Wanted(keys, shape, np.ones((shape.layers, len(keys)), np.bool_), dict(enumerate(found)))
+        for shape, keys, found in GROUPS
+    ]
+    plan = plan_fetch(groups, layerwise, buffers, CODECS)
+    for piece, (first, end) in zip(plan.pieces, plan.layers, strict=True):
+        shape, _, found = GROUPS[piece["group"]]
+        head = record.parse_head(found[piece["chunk"]].head)
+        manifest = head.slices[(head.slices["layer"] >= first) & (head.slices["layer"] < end)]
+        mine = plan.slices[piece["slice_first"] :][: piece["slice_count"]]
+        assert (mine["offset"] + piece["record_offset"] == manifest["offset"]).all()
+        assert int((mine["scales_length"] + mine["encoded_length"]).sum()) == piece["body_length"]
+        assert (mine["checksum"] == manifest["checksum"]).all() and (mine["vectors"] == manifest["tokens"]).all()
+        places = [place_of(shape, int(offset)) for offset in mine["destination_offset"]]
+        assert places == [(piece["chunk"], layer) for layer in manifest["layer"]]
+
+
+def test_a_chunk_that_was_not_asked_for_is_left_for_later() -> None:
+    shape, keys, found = GROUPS[0]
+    wanted: Any = np.ones((shape.layers, len(keys)), np.bool_)
+    buffers = Buffers(decompression=1 << 20, dequantization=None, dma_source=None, store=0)
+    plan = plan_fetch([Wanted(keys, shape, wanted, {0: found[0], 1: found[1]})], False, buffers, CODECS)
+    assert (plan.pieces["chunk"].tolist(), plan.full, plan.ends) == ([0, 1], True, {})
 
 
 @pytest.mark.parametrize("codec", list(CODECS))
@@ -60,7 +116,7 @@ def test_store_batches_have_room_for_the_worst(codec: native.Codec) -> None:
     worst = shape.raw_bytes // 2 + shape.layers * shape.kinds * shape.tokens * 4
     assert bound >= worst
     plan = plan_store(KEYS[:3], [1, 4, 6], shape, codec, bound)
-    offsets = plan.chunks["decompression_offset"].astype(np.int64)
+    offsets = plan.pieces["decompression_offset"].astype(np.int64)
     assert (np.diff(offsets) >= bound).all()
-    firsts = plan.slices["destination_offset"][plan.chunks["slice_first"]]
+    firsts = plan.slices["destination_offset"][plan.pieces["slice_first"]]
     assert firsts.tolist() == [shape.raw_bytes, 4 * shape.raw_bytes, 6 * shape.raw_bytes]

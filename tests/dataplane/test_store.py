@@ -117,6 +117,20 @@ async def test_values_that_binning_cannot_hold_are_not_storable(storage: Server,
         assert [storage.has(key) for key in keys] == [True, False, False]
 
 
+async def test_what_storage_holds_behind_a_chunk_that_it_cannot_is_said_to_be_there(storage: Server) -> None:
+    shape = layout("binned", "float32")
+    keys = keys_of(shape, 3)
+    storage.put(keys[2], make_record(shape, keys[2], 2))
+    async with running(storage) as (_, client):
+        await client.register(shape, 3)
+        fill(client, shape, 3)
+        client.segment.memory.view(np.float32)[shape.raw_bytes // 4 + 17] = np.nan
+        answer = await client.store(keys)
+        assert (answer.outcome, answer.stored) == (pb.OUTCOME_NOT_STORABLE, [True, False, True])
+        assert answer.raw_bytes == 2 * shape.raw_bytes
+        assert answer.stored_bytes == len(get(storage, keys[0])) + len(get(storage, keys[2]))
+
+
 async def test_a_full_server_refuses_with_its_text(tmp_path) -> None:  # type: ignore[no-untyped-def]
     server = Server("redis", tmp_path, options=("--maxmemory", "1500kb", "--maxmemory-policy", "noeviction")).start()
     try:

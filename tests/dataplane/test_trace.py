@@ -51,7 +51,7 @@ async def test_every_slice_of_a_fetch_is_in_each_stage_once(
         spans = await recorded(client, keys)
         assert client.chunk(2) == kv(client.shape, 2)
     stages = ["decompress", "dequantize"] if way["fused"] is True else ["decompress", "dequantize", "dma"]
-    seen = Counter((span.step, span.chunk, span.slice) for span in spans if span.slice >= 0)
+    seen = Counter((span.step, span.piece, span.slice) for span in spans if span.slice >= 0)
     slices = client.shape.slice_count
     assert seen == Counter(
         (stage, chunk, chunk * slices + index) for stage in stages for chunk in range(3) for index in range(slices)

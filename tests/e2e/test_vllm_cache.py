@@ -231,10 +231,12 @@ def test_failed_load_behind_a_local_prefix_is_recomputed(engine: Any, plane: Any
 
 @pytest.mark.parametrize("chunks", [0, 7])
 def test_lying_answer_is_not_believed(engine: Any, plane: Any, reference: Any, prompt: Any, chunks: int) -> None:
-    from scripted import first
+    from scripted import pieces
+
+    layers = engine.worker._manager._destination.shape.layers
 
     def lie(answer: pb.FetchResponse, request: pb.FetchRequest) -> pb.FetchResponse:
-        return pb.FetchResponse(delivered=first(chunks, 3), outcome=pb.OUTCOME_COMPLETE)
+        return pb.FetchResponse(delivered=[pieces(layers, chunks, 3)], outcome=pb.OUTCOME_COMPLETE)
 
     plane.script.fetch_answer = lie
     assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
@@ -315,7 +317,7 @@ def test_abort_while_loading_frees_the_blocks_once_quiet(engine: Any, plane: Any
         assert time.monotonic() < ends
     assert engine.free_blocks() == free
     assert "Cancel" in plane.calls
-    assert engine.worker._manager.quiet(internal)
+    assert internal not in engine.worker._manager._outstanding
     plane.script.fetch_delay = 0.0
     assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
 

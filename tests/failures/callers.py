@@ -13,11 +13,12 @@ from outcomes import ABSENT, BOUND_S, Expected, Outcome, Tally
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from host_control.client import DataPlaneClient
+from host_control.client import DataPlaneClient, FetchPart
 from host_control.destination import Destination
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.keys import KVNamespace, ModelIdentity, chain_links, record_keys
+from shadowserve.pieces import leading
 
 _PAUSE_S: Final = 0.02
 """After a refusal, before the next try: clients that find nobody do not spin."""
@@ -269,11 +270,12 @@ class Host:
         )
         self._check_time("store", began)
         self._settle(answer.reason, answer.quiet)
-        if answer.chunks:
+        chunks = leading(answer.stored)
+        if chunks:
             self.tally.note(Outcome.RIGHT)
         if answer.reason != "complete":
             self.tally.note(Outcome.REFUSED, f"store: {answer.reason}")
-        return answer.chunks
+        return chunks
 
     def fetch(self, prompt: Prompt, *, stored: int = 0, losable: str = "") -> int:
         """Fetch a prompt's chunks and look at each byte; return how many came.
@@ -289,14 +291,8 @@ class Host:
         memory[:] = b"\xee" * len(memory)
         began = time.monotonic()
         try:
-            call = self.client.start_fetch(
-                self._next_job(),
-                self._destination.destination_id,
-                0,
-                len(prompt.keys) * SHAPE.raw_bytes,
-                prompt.keys,
-                self._deadline_s,
-            )
+            part = FetchPart.whole(SHAPE, self._destination.destination_id, prompt.keys)
+            call = self.client.start_fetch(self._next_job(), [part], self._deadline_s)
             answer = call.result()
         except DataPlaneError as error:
             self.tally.note(Outcome.REFUSED, f"fetch: {error.outcome}")

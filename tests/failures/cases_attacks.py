@@ -20,6 +20,7 @@ from machine import PATIENCE_S, free_port
 from nodes import MIB, REPOSITORY, DataPlane, Storage, await_end
 from outcomes import Outcome
 
+from host_control.client import FetchPart
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS
 
 USERS = """user default off
@@ -368,9 +369,8 @@ def shrinking_segments(context: Context) -> None:
                 assert evil.store(prompt) == 8
             memory = evil._destination.acquire(PATIENCE_S)
             descriptor = os.dup(memory._descriptor)  # type: ignore[attr-defined]
-            call = evil.client.start_fetch(
-                f"evil-{number}", evil._destination.destination_id, 0, 8 * SHAPE.raw_bytes, prompt.keys, PATIENCE_S
-            )
+            part = FetchPart.whole(SHAPE, evil._destination.destination_id, prompt.keys)
+            call = evil.client.start_fetch(f"evil-{number}", [part], PATIENCE_S)
             os.ftruncate(descriptor, context.chance.choice((0, 4096, SHAPE.raw_bytes)))
             answer = call.result()
             os.close(descriptor)

@@ -6,7 +6,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import golden_volume
 from google.protobuf.message import DecodeError
@@ -16,6 +17,7 @@ from test_volume_format import kept, parse
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ConfigurationError, RecordError
 from shadowserve.pool.volume.format import BLOCK_BYTES
 from shadowserve.proto import dataplane_pb2 as pb
@@ -91,6 +93,10 @@ def _volume_blocks() -> list[bytes]:
 
 _LIMITS: Final = Limits(large_bulk_bytes=32, bulk_bytes_max=4096, items_max=64, line_bytes_max=256)
 _VALIDATOR: Final = Validator(DataPlaneConfig.load(environment={}))
+_LAYOUT: Final = ChunkLayout(
+    dtype=DType.BFLOAT16, layers=4, kinds=2, vector_length=64, tokens=16, quantizer=Quantizer.LOSSLESS
+)
+_DESTINATION: Any = SimpleNamespace(layout=_LAYOUT, identity="memory", size=1 << 20)
 
 
 def _grpc(data: bytes) -> None:
@@ -107,22 +113,25 @@ def _grpc(data: bytes) -> None:
             _VALIDATOR.chains(message)
         elif isinstance(message, pb.RegisterDestinationRequest):
             _VALIDATOR.layout(message.layout)
+        elif isinstance(message, pb.FetchRequest):
+            _VALIDATOR.parts(message, lambda name: _DESTINATION if name else None)
         else:
             _VALIDATOR.timeout(message.timeout_ms)
             _VALIDATOR.job_id(message.job_id)
             _VALIDATOR.keys("keys", list(message.keys))
-            _VALIDATOR.parents(list(getattr(message, "parents", [])), len(message.keys))
+            _VALIDATOR.parents(list(message.parents), len(message.keys))
 
 
 def _messages() -> list[bytes]:
     key = bytes(range(32))
     layout = pb.ChunkLayout(namespace=key, dtype="bfloat16", layers=4, kinds=2, vector_length=64, tokens=256)
     layout.quantizer, layout.bins, layout.value_bins, layout.scale_tokens = "binned", 32, 16, 1
+    part = pb.FetchPart(destination_id=1, offset=8, length=1 << 20, keys=[key, key], wanted=b"\xb5")
     return [
         b"\0" + pb.HelloRequest(protocol_version=1, record_version=2, host="host", process="1").SerializeToString(),
         b"\1" + pb.LookupRequest(chains=[pb.KeyChain(namespace=key, keys=[key, key])]).SerializeToString(),
         b"\2" + pb.RegisterDestinationRequest(layout=layout).SerializeToString(),
-        b"\3" + pb.FetchRequest(job_id="job", keys=[key], timeout_ms=1000).SerializeToString(),
+        b"\3" + pb.FetchRequest(job_id="job", parts=[part, part], order=1, timeout_ms=1000).SerializeToString(),
         b"\4" + pb.StoreRequest(job_id="job", keys=[key], timeout_ms=1000).SerializeToString(),
     ]
 

@@ -6,7 +6,7 @@ from typing import Any
 from machine import wait_for
 from scripted import ScriptedDataPlane
 
-from shadowserve.keys import chain_links, record_keys
+from shadowserve.keys import Extra, chain_links, record_keys
 
 BLOCK, CHUNK = 16, 64
 MODEL = b"m" * 32
@@ -63,7 +63,7 @@ def step(
     )
 
 
-def links(tokens: list[int], extra: bytes = b"") -> list[bytes]:
+def links(tokens: list[int], extra: Extra | None = None) -> list[bytes]:
     return chain_links(MODEL, tokens, chunk_tokens=CHUNK, extra=extra)
 
 

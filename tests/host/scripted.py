@@ -26,6 +26,11 @@ def first(chunks: int, count: int) -> bytes:
     return pack(np.arange(max(chunks, count)) < chunks)
 
 
+def pieces(layers: int, chunks: int, count: int) -> bytes:
+    """Return the set of all layers of the first ``chunks`` of ``count``, even where there are not so many."""
+    return pack(np.tile(np.arange(max(chunks, count)) < chunks, (layers, 1)))
+
+
 class _Mapping(mmap.mmap):
     """What a test makes shorter while this writes into it ends no process, as in the real data plane."""
 
@@ -40,6 +45,7 @@ class _Memory:
     mapping: mmap.mmap
     chunk_bytes: int
     namespace: bytes
+    layers: int
 
 
 @dataclass
@@ -57,6 +63,8 @@ class Script:
     """Delivers so many chunks of a request, writes garbage into the next, and answers ``fail_outcome``."""
     fail_outcome: int = pb.OUTCOME_CORRUPT
     store_outcome: int | None = None
+    not_storable: set[bytes] = field(default_factory=set)
+    """Keys."""
     abort: dict[str, grpc.StatusCode] = field(default_factory=dict)
     """Method name -> status code."""
     stall: set[str] = field(default_factory=set)
@@ -78,7 +86,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.calls: list[str] = []
         self.asked_keys: list[list[bytes]] = []  # by the last Lookup, of each chain
         self.hellos: list[pb.HelloRequest] = []
-        self.fetches: list[pb.FetchRequest] = []
+        self.fetches: list[pb.FetchPart] = []
         self.stores: list[pb.StoreRequest] = []
         self.cancelled: set[str] = set()
         self.entered = threading.Condition()
@@ -171,7 +179,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         itemsize = DType.from_label(layout.dtype).itemsize
         chunk_bytes = layout.layers * layout.kinds * layout.vector_length * layout.tokens * itemsize
         destination_id = int.from_bytes(os.urandom(7), "little")
-        self._destinations[destination_id] = _Memory(mapping, chunk_bytes, layout.namespace)
+        self._destinations[destination_id] = _Memory(mapping, chunk_bytes, layout.namespace, layout.layers)
         return pb.RegisterDestinationResponse(destination_id=destination_id, chunk_bytes=chunk_bytes)
 
     def ReleaseDestination(self, request: pb.ReleaseDestinationRequest, context: Any) -> pb.ReleaseDestinationResponse:
@@ -180,13 +188,14 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         return pb.ReleaseDestinationResponse()
 
     def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:
-        memory = self._destinations.get(request.destination_id)
-        self.fetches.append(request)
+        (part,) = request.parts
+        memory = self._destinations.get(part.destination_id)
+        self.fetches.append(part)
         self._enter("Fetch", context)
         if memory is None:
             return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
         if "Fetch" in self.script.stall and self.script.write_after_stall:
-            memory.mapping[request.offset : request.offset + request.length] = b"\xee" * request.length
+            memory.mapping[part.offset : part.offset + part.length] = b"\xee" * part.length
         ends = time.monotonic() + min(self.script.fetch_delay, request.timeout_ms / 1000)
         while time.monotonic() < ends and request.job_id not in self.cancelled:
             time.sleep(0.002)
@@ -201,8 +210,9 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             return pb.FetchResponse(outcome=pb.OUTCOME_CANCELLED)
         if self.script.fetch_delay > request.timeout_ms / 1000:
             return pb.FetchResponse(outcome=pb.OUTCOME_DEADLINE)
-        for index, key in enumerate(request.keys):
-            begin = request.offset + index * memory.chunk_bytes
+        (part,) = request.parts
+        for index, key in enumerate(part.keys):
+            begin = part.offset + index * memory.chunk_bytes
             if self.script.fail_fetch_at == index:
                 memory.mapping[begin : begin + memory.chunk_bytes] = b"\x7f" * memory.chunk_bytes
                 outcome = self.script.fail_outcome
@@ -210,14 +220,14 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             if key not in self.records:
                 outcome = pb.OUTCOME_ABSENT
                 break
-            if index >= self.script.round_chunks or begin + memory.chunk_bytes > request.offset + request.length:
+            if index >= self.script.round_chunks or begin + memory.chunk_bytes > part.offset + part.length:
                 outcome = pb.OUTCOME_ROUND_FULL
                 break
             memory.mapping[begin : begin + memory.chunk_bytes] = self.records[key]
             chunks += 1
         delivered = chunks * memory.chunk_bytes
         return pb.FetchResponse(
-            delivered=first(chunks, len(request.keys)),
+            delivered=[pieces(memory.layers, chunks, len(part.keys))],
             outcome=outcome,
             fetched_bytes=delivered // 2,
             delivered_bytes=delivered,
@@ -231,12 +241,16 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             return pb.StoreResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
         if self.script.store_outcome is not None:
             return pb.StoreResponse(outcome=self.script.store_outcome)
-        for index, key in enumerate(request.keys):
-            begin = request.offset + index * memory.chunk_bytes
-            self.records.setdefault(key, memory.mapping[begin : begin + memory.chunk_bytes])
-        raw = len(request.keys) * memory.chunk_bytes
+        stored = np.array([key not in self.script.not_storable for key in request.keys])
+        for index in np.flatnonzero(stored):
+            begin = request.offset + int(index) * memory.chunk_bytes
+            self.records.setdefault(request.keys[index], memory.mapping[begin : begin + memory.chunk_bytes])
+        raw = int(stored.sum()) * memory.chunk_bytes
         return pb.StoreResponse(
-            chunks=len(request.keys), outcome=pb.OUTCOME_COMPLETE, raw_bytes=raw, stored_bytes=raw // 2
+            stored=pack(stored),
+            outcome=pb.OUTCOME_COMPLETE if stored.all() else pb.OUTCOME_NOT_STORABLE,
+            raw_bytes=raw,
+            stored_bytes=raw // 2,
         )
 
     def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:

@@ -3,9 +3,9 @@
 import grpc
 import pytest
 from machine import PATIENCE_S
-from scripted import ScriptedDataPlane, first
+from scripted import ScriptedDataPlane, pieces
 
-from host_control.client import Breaker, DataPlaneClient
+from host_control.client import Breaker, DataPlaneClient, FetchAnswer, FetchPart
 from host_control.destination import Destination
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
@@ -100,9 +100,9 @@ def test_absent_daemon_opens_the_breaker_and_is_found_again() -> None:
         revived.stop()
 
 
-def fetch(client: DataPlaneClient, destination: Destination, timeout: float = PATIENCE_S) -> object:
+def fetch(client: DataPlaneClient, destination: Destination, timeout: float = PATIENCE_S) -> FetchAnswer:
     destination.acquire(PATIENCE_S)
-    call = client.start_fetch("job", destination.destination_id, 0, 1 << 20, KEYS, timeout)
+    call = client.start_fetch("job", [FetchPart.whole(destination.shape, destination.destination_id, KEYS)], timeout)
     return call.result()
 
 
@@ -121,7 +121,7 @@ def test_fetch_answer_that_cannot_be_true_is_not_believed_and_not_quiet(
     client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination, chunks: int, outcome: int
 ) -> None:
     plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(
-        delivered=first(chunks, len(KEYS)), outcome=outcome
+        delivered=[pieces(destination.shape.layers, chunks, len(KEYS))], outcome=outcome
     )
     answer = fetch(client, destination)
     assert (answer.chunks, answer.reason, answer.quiet) == (0, "invalid_answer", False)

@@ -14,7 +14,7 @@ from machine import PATIENCE_S
 from scripted import ScriptedDataPlane
 
 import host_control.connection
-from host_control.client import DataPlaneClient
+from host_control.client import DataPlaneClient, FetchPart
 from host_control.config import HostConfig
 from host_control.destination import Destination
 from host_control.lookup import PrefixLookup
@@ -64,16 +64,16 @@ def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_destination(
 ) -> None:
     destination.acquire(PATIENCE_S)
     plane.forget_hosts()
-    answer = client.start_fetch("job", destination.destination_id, 0, 1 << 20, KEYS, PATIENCE_S).result()
+    part = FetchPart.whole(destination.shape, destination.destination_id, KEYS)
+    answer = client.start_fetch("job", [part], PATIENCE_S).result()
     assert (answer.reason, answer.quiet) == ("unknown_destination", True)
     stored = client.store("job", destination.destination_id, 0, KEYS, [b""] * len(KEYS), PATIENCE_S)
     assert (stored.reason, stored.quiet) == ("unknown_destination", True)
     destination.retire(release=False)
     destination.acquire(PATIENCE_S)
     assert plane.calls[-2:] == ["Hello", "RegisterDestination"]
-    assert (
-        client.start_fetch("job", destination.destination_id, 0, 1 << 20, KEYS, PATIENCE_S).result().reason == "absent"
-    )
+    part = FetchPart.whole(destination.shape, destination.destination_id, KEYS)
+    assert client.start_fetch("job", [part], PATIENCE_S).result().reason == "absent"
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.RESOURCE_EXHAUSTED])

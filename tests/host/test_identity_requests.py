@@ -12,6 +12,7 @@ import pytest
 from identity_support import hashes, tick
 
 from host_control.vllm.support import UncacheableError
+from shadowserve.keys import Extra, chain_links
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -38,15 +39,15 @@ def engine(adapters: bool = True, **options: Any) -> Any:
     return known
 
 
-def extra(inputs: Any, epoch: str = "", **attributes: Any) -> bytes:
+def extra(inputs: Any, epoch: str = "", **attributes: Any) -> Extra:
     """Return what distinguishes a request, as the lookup's thread gets it."""
     found = inputs.extra(request(**attributes), epoch)
-    value: bytes = found if isinstance(found, bytes) else found()
+    value: Extra = found if isinstance(found, Extra) else found()
     return value
 
 
 def test_a_request_of_tokens_alone_has_nothing_else() -> None:
-    assert engine().extra(request(), "") == b""
+    assert engine().extra(request(), "") == Extra()
 
 
 def test_salts_and_epochs_tell_requests_apart() -> None:
@@ -219,7 +220,7 @@ def feature(content: Any, identifier: str = "i", offset: int = 0, length: int = 
     )
 
 
-def images(*features: Any) -> bytes:
+def images(*features: Any) -> Extra:
     return extra(engine(), mm_features=list(features))
 
 
@@ -332,6 +333,21 @@ def test_an_adapter_and_an_image_and_a_salt_count_together(tmp_path: Path) -> No
         for salt in (None, "s")
     }
     assert len(found) == 16
+
+
+def test_prompts_share_the_text_before_an_image_and_nothing_from_it_on(tmp_path: Path) -> None:
+    folder, tokens = adapter(tmp_path / "a"), list(range(48))
+
+    def links(*features: Any, **attributes: Any) -> list[bytes]:
+        found = extra(engine(), mm_features=list(features), **attributes)
+        return chain_links(bytes(32), tokens, chunk_tokens=16, extra=found)
+
+    text, cat, dog = links(), links(feature([1.0], offset=20)), links(feature([2.0], offset=20))
+    assert cat[0] == dog[0] == text[0]
+    assert len({*cat[1:], *dog[1:], *text[1:]}) == 6
+    adapted = links(feature([1.0], offset=20), lora_request=lora(folder))
+    assert not set(adapted) & set(cat), "an adapter changes every chunk"
+    assert adapted[0] == links(lora_request=lora(folder))[0]
 
 
 def test_a_request_is_named_once_for_all_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
 from host_control.lookup import LookupAnswer, PrefixLookup
-from shadowserve.keys import chain_links, record_keys
+from shadowserve.keys import Extra, chain_links, record_keys
 
 MODEL = b"m" * 32
 NAMESPACES = [b"a" * 32, b"b" * 32]
@@ -88,10 +88,10 @@ def test_silence_becomes_a_miss_at_the_deadline_and_stays_one(
         lookup.close()
 
 
-def test_extra_bytes_separate_requests(lookup: PrefixLookup, wait: Callable[..., Any]) -> None:
+def test_what_holds_for_a_request_separates_it(lookup: PrefixLookup, wait: Callable[..., Any]) -> None:
     tokens = list(range(8))
     lookup.submit("a", tokens)
-    lookup.submit("b", tokens, b"salt")
+    lookup.submit("b", tokens, Extra(b"salt"))
     wait(lambda: lookup.poll("a") and lookup.poll("b"))
     assert lookup.links("a") != lookup.links("b")
 

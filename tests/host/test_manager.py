@@ -1,4 +1,4 @@
-"""The KV cache manager under a small scripted scheduler: figure 6 of the paper, and everything that can go wrong."""
+"""The KV cache manager: figure 6 of the paper, and everything that can go wrong."""
 
 import itertools
 import os
@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from machine import NEVER_S, PATIENCE_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
 from host_control.destination import Destination
-from host_control.lookup import PrefixLookup
 from host_control.manager import (
     FetchJob,
     FetchResult,
     KVCacheManager,
-    PrefillRequest,
     first_in_first_out,
     shortest_job_first,
 )
@@ -27,6 +26,7 @@ from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import chain_links, record_keys
+from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
 
 CHUNK = 4
@@ -71,49 +71,20 @@ def make_manager(
     made = []
 
     def make(**options: Any) -> KVCacheManager:
-        lookup = PrefixLookup(
-            MODEL, [(client, destination.shape.namespace)], chunk_tokens=CHUNK, timeout=PATIENCE_S, threads=1
-        )
         if "fetch_timeout" in options:
             destination.acquire(PATIENCE_S)  # so that a short one is the fetches' alone
-        options = {"lookup": lookup, "chunk_tokens": CHUNK, "fetch_timeout": PATIENCE_S, **options}
-        manager = KVCacheManager(client, destination, paged, **options)
-        made.append((manager, lookup))
+        manager = KVCacheManager(client, destination, paged, **{"fetch_timeout": PATIENCE_S, **options})
+        made.append(manager)
         return manager
 
     yield make
-    for manager, lookup in made:
+    for manager in made:
         manager.close(PATIENCE_S)
-        lookup.close()
 
 
 @pytest.fixture
 def manager(make_manager: Callable[..., KVCacheManager]) -> KVCacheManager:
     return make_manager()
-
-
-class Scheduler:
-    """Runs whole prompts, as a serving engine would without chunked prefill: one batch in each iteration."""
-
-    def __init__(self, manager: KVCacheManager) -> None:
-        self.manager = manager
-        self.prefilled: list[tuple[str, int]] = []
-        """(request, tokens that were left to prefill), in order."""
-
-    def iterate(self, batch: list[PrefillRequest]) -> None:
-        interception = self.manager.intercept(batch)
-        for request in [*interception.prefill, *interception.restored]:
-            self.prefilled.append((request.request_id, len(request.tokens) - request.computed_tokens))
-
-    def run(self, *batches: list[PrefillRequest], expect: int, timeout: float = PATIENCE_S) -> list[tuple[str, int]]:
-        ends = time.monotonic() + timeout
-        for batch in itertools.chain(batches, itertools.repeat([])):
-            self.iterate(batch)
-            if len(self.prefilled) >= expect:
-                return self.prefilled
-            assert time.monotonic() < ends, f"only {self.prefilled}"
-            time.sleep(0.001)
-        raise AssertionError
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -141,73 +112,19 @@ def collect(manager: KVCacheManager, count: int, timeout: float = PATIENCE_S) ->
     return results
 
 
-# ---------------------------------------------------------------------- batch interception (figure 6)
-
-
-def test_stored_prompts_are_intercepted_and_come_back_with_one_token_left(
-    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane, paged: Paged
-) -> None:
-    a, b, c = prompt(16, 1), prompt(8, 2), prompt(16, 3)
-    fill(keys_of(a) + keys_of(b))
-    scheduler = Scheduler(manager)
-    batch = [PrefillRequest(name, tokens) for name, tokens in (("A", a), ("B", b), ("C", c))]
-    prefilled = dict(scheduler.run(batch, expect=3))
-    assert prefilled == {"A": 1, "B": 1, "C": 16}
-    assert paged.order == ["A", "B"]
-    assert {key: data[:1] for key, data in paged.chunks.items()} == {
-        (name, index): plane.records[key][:1]
-        for name, tokens in (("A", a), ("B", b))
-        for index, key in enumerate(keys_of(tokens))
-    }
+# ---------------------------------------------------------------------- exchange (figure 6)
 
 
 def test_scheduler_goes_on_while_fetches_run(
     manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
 ) -> None:
-    a = prompt(16, 1)
-    fill(keys_of(a))
     plane.script.stall.add("Fetch")
-    scheduler = Scheduler(manager)
-    scheduler.iterate([PrefillRequest("A", a)])
-    begin, iterations = time.monotonic(), 0
-    while "Fetch" not in plane.calls or iterations < 100:
-        scheduler.iterate([])  # decode batches: nothing of theirs is looked at
-        iterations += "Fetch" in plane.calls
-        assert time.monotonic() - begin < PATIENCE_S
-        time.sleep(0.001)
-    assert scheduler.prefilled == [], "the fetch has not ended, by its deadline or otherwise"
+    manager.exchange([job("a", 4, fill)])
+    plane.wait_for_call("Fetch")
+    for _ in range(100):
+        assert manager.exchange() == [], "the fetch has not ended, by its deadline or otherwise"
     plane.script.unstall.set()
-    assert scheduler.run(expect=1) == [("A", 1)]
-
-
-def test_partial_hit_leaves_the_rest_to_prefill(manager: KVCacheManager, fill: Callable[[list[bytes]], None]) -> None:
-    tokens = prompt(18, 1)
-    fill(keys_of(tokens)[:2])
-    assert Scheduler(manager).run([PrefillRequest("A", tokens)], expect=1) == [("A", 10)]
-
-
-def test_local_prefix_is_not_fetched(
-    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
-) -> None:
-    tokens = prompt(18, 1)
-    fill(keys_of(tokens))
-    assert Scheduler(manager).run([PrefillRequest("A", tokens, computed_tokens=9)], expect=1) == [("A", 2)]
-    assert [list(fetch.keys) for fetch in plane.fetches] == [keys_of(tokens)[2:]]
-
-
-def test_request_is_intercepted_once_in_its_life(
-    manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
-) -> None:
-    tokens = prompt(16, 1)
-    fill(keys_of(tokens))
-    plane.script.fail_fetch_at = 0
-    scheduler = Scheduler(manager)
-    request = PrefillRequest("A", tokens)
-    assert scheduler.run([request], expect=1) == [("A", 16)]
-    assert manager.intercept([request]).prefill == [request], "what could not be fetched is computed"
-    manager.forget("A")
-    plane.script.fail_fetch_at = None
-    assert scheduler.run([request], expect=2)[1] == ("A", 1)
+    assert collect(manager, 1)[0].complete
 
 
 def test_waiting_for_jobs_ends_with_them_and_not_with_others(
@@ -220,12 +137,13 @@ def test_waiting_for_jobs_ends_with_them_and_not_with_others(
     manager.wait("ab")
     assert paged.order == ["a", "b"], "in place once waiting has ended"
     plane.script.stall.add("Fetch")
-    manager.exchange([FetchJob(request_id="c", keys=tuple(keys["c"]))])
+    ended = manager.exchange([FetchJob(request_id="c", keys=tuple(keys["c"]))])
+    assert [result.job.request_id for result in ended] == ["a", "b"]
     manager.wait("ab")
-    assert not manager.quiet("c")
+    assert manager.exchange() == []
     plane.script.unstall.set()
     manager.wait("c")
-    assert manager.quiet("c")
+    assert [result.job.request_id for result in manager.exchange()] == ["c"]
 
 
 def test_waiting_ends_by_the_deadline(
@@ -384,6 +302,7 @@ def test_stalled_daemon_costs_every_waiting_job_its_deadline_and_no_more(
 
 def test_memory_in_doubt_is_given_up(
     make_manager: Callable[..., KVCacheManager],
+    destination: Destination,
     fill: Callable[[list[bytes]], None],
     plane: ScriptedDataPlane,
     paged: Paged,
@@ -403,7 +322,7 @@ def test_memory_in_doubt_is_given_up(
     assert [paged.chunks["b", index] for index in range(2)] == [plane.records[key] for key in second.keys]
     first, *_, last = plane.fetches
     assert first.destination_id != last.destination_id
-    assert manager.statistics()["destinations_retired"] == 1
+    assert destination.retired == 1
 
 
 def test_restarted_daemon_is_registered_with_again_within_the_job(
@@ -425,6 +344,20 @@ def test_daemon_that_never_knows_us_is_not_asked_forever(
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == (0, "unknown_destination")
     assert plane.calls.count("Fetch") == 2
+
+
+def test_daemon_that_brings_only_what_is_behind_a_gap_is_not_asked_forever(
+    manager: KVCacheManager, shape: ChunkLayout, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane
+) -> None:
+    pieces = np.zeros((shape.layers, 2), np.bool_)
+    pieces[:, 1] = True
+    plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(
+        delivered=[pack(pieces)], outcome=pb.OUTCOME_ROUND_FULL
+    )
+    manager.exchange([job("a", 2, fill)])
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == (0, "invalid_answer")
+    assert plane.calls.count("Fetch") == 1
 
 
 def test_daemon_that_dies_mid_fetch_and_comes_back(
@@ -514,11 +447,10 @@ def test_cancel_mid_fetch_writes_nothing_and_ends_promptly(
     plane.script.fetch_delay = NEVER_S
     manager.exchange([job("a", 2, fill)])
     plane.wait_for_call("Fetch")
-    assert not manager.quiet("a")
-    manager.cancel("a")
+    assert manager.exchange(cancel=["a"]) == []
     (result,) = collect(manager, 1)
     assert (result.chunks, result.reason) == (0, "cancelled")
-    assert manager.quiet("a") and paged.chunks == {}
+    assert paged.chunks == {}
 
 
 def test_cancel_before_its_turn(

@@ -126,6 +126,23 @@ def test_chunks_that_were_not_stored_are_counted_and_may_be_offered_again(
         time.sleep(0.005)
 
 
+def test_a_chunk_that_was_not_stored_costs_those_around_it_nothing(
+    queue: StoreQueue, plane: ScriptedDataPlane, shape: ChunkLayout
+) -> None:
+    plane.script.stall.add("Store")
+    plane.script.not_storable.add(keys(4)[2])
+    queue.offer(keys(1), gather)
+    plane.wait_for_call("Store")
+    queue.offer(keys(4), gather)  # the three behind the first go in one call
+    plane.script.unstall.set()
+    assert queue.flush(PATIENCE_S)
+    assert [len(request.keys) for request in plane.stores] == [1, 3]
+    counts = queue.take_counts()
+    assert (counts["stored"], counts["dropped_not_storable"]) == (3, 1)
+    assert counts["stored_raw_bytes"] == 3 * shape.raw_bytes
+    assert queue.offer(keys(4), gather) == 1, "the others are known to be stored"
+
+
 def test_restarted_daemon_loses_nothing_that_waits(
     queue: StoreQueue, plane: ScriptedDataPlane, destination: Destination
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scheduler_support import BLOCK, CHUNK, NAMESPACES, TOKENS, arrive, links, matched, report, step
 
-from shadowserve.keys import record_keys
+from shadowserve.keys import Extra, record_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -114,7 +114,7 @@ def test_engine_whose_blocks_are_not_known_is_not_trusted() -> None:
     assert epochs.own_cache_is_old
 
 
-def keys(tokens: list[int], extra: bytes) -> list[bytes]:
+def keys(tokens: list[int], extra: Extra) -> list[bytes]:
     return record_keys(NAMESPACES[0], links(tokens, extra))
 
 

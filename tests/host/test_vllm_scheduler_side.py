@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from machine import wait_for
 from scheduler_support import (
     BLOCK,
@@ -57,6 +58,18 @@ def test_tokens_offered(
     side = make_side()
     request = arrive(side, plane, list(range(length)), stored)
     assert matched(side, request, local) == expected
+
+
+def test_text_before_an_image_is_offered_from_a_prompt_without_one(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    image = SimpleNamespace(
+        data={"pixels": torch.ones(4)},
+        modality="image",
+        identifier="cat",
+        mm_position=SimpleNamespace(offset=2 * CHUNK + 10, length=20, is_embed=None),
+    )
+    request = arrive(side, plane, TOKENS, stored=5, mm_features=[image])
+    assert matched(side, request) == 2 * CHUNK
 
 
 def test_load_covers_whole_chunks_and_leaves_local_blocks_alone(make_side: Any, plane: ScriptedDataPlane) -> None:

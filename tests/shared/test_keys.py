@@ -16,7 +16,16 @@ from hypothesis import strategies as st
 from machine import NEVER_S
 
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, ModelIdentity, chain_links, record_keys, storage_key
+from shadowserve.keys import (
+    DEFAULT_CHUNK_TOKENS,
+    Extra,
+    Input,
+    KVNamespace,
+    ModelIdentity,
+    chain_links,
+    record_keys,
+    storage_key,
+)
 
 MODEL = ModelIdentity(model="a/model", dtype="bfloat16")
 LAYOUT = ChunkLayout(
@@ -77,13 +86,20 @@ OTHER_LAYOUT: dict[str, Any] = {
 TOKENS = list(range(1000))
 
 
-def reference_links(model: bytes, tokens: list[int], chunk_tokens: int, extra: bytes) -> list[bytes]:
+def reference_links(model: bytes, tokens: list[int], chunk_tokens: int, extra: Extra) -> list[bytes]:
     """The chain as the docstring of chain_links defines it, one token at a time."""
     links = []
     previous = hashlib.sha256(b"shadowserve chain 1\0" + model).digest()
     for start in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
         chunk = b"".join(struct.pack("<I", token) for token in tokens[start : start + chunk_tokens])
-        previous = hashlib.sha256(previous + chunk + struct.pack("<I", len(extra)) + extra).digest()
+        before = previous + chunk + struct.pack("<I", len(extra.request)) + extra.request
+        there = [
+            each
+            for each in extra.inputs
+            if {*range(each.offset, each.offset + each.length)} & {*range(start, start + chunk_tokens)}
+        ]
+        inputs = [each.content + struct.pack("<qq", each.offset - start, each.length) for each in there]
+        previous = hashlib.sha256(before + b"".join(inputs)).digest()
         links.append(previous)
     return links
 
@@ -98,7 +114,7 @@ def test_the_digests_are_frozen() -> None:
 
 def test_the_chain_is_frozen() -> None:
     assert [link.hex() for link in chain_links(MODEL.digest(), TOKENS)] == GOLDEN_LINKS
-    salted = chain_links(MODEL.digest(), range(9), chunk_tokens=4, extra=b"salt")
+    salted = chain_links(MODEL.digest(), range(9), chunk_tokens=4, extra=Extra(b"salt"))
     assert [link.hex() for link in salted] == GOLDEN_LINKS_SALTED
 
 
@@ -169,11 +185,15 @@ def test_neighbouring_texts_do_not_run_into_each_other() -> None:
 @given(
     tokens=st.lists(st.integers(0, 2**32 - 1), max_size=70),
     chunk_tokens=st.integers(1, 20),
-    extra=st.binary(max_size=8),
+    request=st.binary(max_size=8),
+    inputs=st.lists(
+        st.builds(Input, st.integers(0, 80), st.integers(1, 30), st.binary(min_size=32, max_size=32)), max_size=4
+    ),
 )
 def test_keys_equal_the_definition_and_extend_those_of_every_prefix(
-    tokens: list[int], chunk_tokens: int, extra: bytes
+    tokens: list[int], chunk_tokens: int, request: bytes, inputs: list[Input]
 ) -> None:
+    extra = Extra(request, tuple(sorted(inputs)))
     model = MODEL.digest()
     keys = chain_links(model, tokens, chunk_tokens=chunk_tokens, extra=extra)
     assert keys == reference_links(model, tokens, chunk_tokens, extra)
@@ -197,8 +217,13 @@ def test_a_changed_token_changes_its_chunk_and_all_later_ones_only(position: int
 @pytest.mark.parametrize("known", range(5))
 def test_a_chain_goes_on_behind_known_keys(known: int) -> None:
     model = MODEL.digest()
-    keys = chain_links(model, TOKENS, chunk_tokens=200, extra=b"x")
-    assert chain_links(model, TOKENS, chunk_tokens=200, extra=b"x", after=keys[:known]) == keys
+    keys = chain_links(model, TOKENS, chunk_tokens=200, extra=Extra(b"x", (Input(300, 300, bytes(32)),)))
+    assert (
+        chain_links(
+            model, TOKENS, chunk_tokens=200, extra=Extra(b"x", (Input(300, 300, bytes(32)),)), after=keys[:known]
+        )
+        == keys
+    )
 
 
 def test_more_known_keys_than_chunks_are_cut() -> None:
@@ -221,10 +246,42 @@ def test_namespace_and_extra_keys_separate_equal_prompts() -> None:
     chains = [
         chain_links(MODEL.digest(), TOKENS),
         chain_links(replace(MODEL, tenant_salt="other").digest(), TOKENS),
-        chain_links(MODEL.digest(), TOKENS, extra=b"adapter"),
-        chain_links(MODEL.digest(), TOKENS, extra=b"adapter\0"),
+        chain_links(MODEL.digest(), TOKENS, extra=Extra(b"adapter")),
+        chain_links(MODEL.digest(), TOKENS, extra=Extra(b"adapter\0")),
     ]
     assert len({key for chain in chains for key in chain}) == 4 * len(chains[0])
+
+
+@pytest.mark.parametrize(
+    ("offset", "length", "same"), [(0, 1, 0), (255, 1, 0), (256, 1, 1), (300, 500, 1), (511, 2, 1)]
+)
+def test_an_image_changes_the_chunks_from_its_own_on_and_not_the_text_before_it(
+    offset: int, length: int, same: int
+) -> None:
+    model, tokens = MODEL.digest(), list(range(1024))
+    text = chain_links(model, tokens)
+    chains = [
+        chain_links(model, tokens, extra=Extra(b"", (Input(offset, length, bytes([one] * 32)),))) for one in (1, 2)
+    ]
+    for chain in chains:
+        assert chain[:same] == text[:same]
+    assert len({link for chain in (text, *chains) for link in chain[same:]}) == 3 * (4 - same)
+    salted = chain_links(model, tokens, extra=Extra(b"adapter", (Input(offset, length, bytes(32)),)))
+    assert not set(salted) & set(text), "what holds for the request holds for all of it"
+
+
+def test_an_image_counts_by_its_place_and_its_length_and_not_by_its_place_in_a_list() -> None:
+    one, other = Input(10, 20, b"1" * 32), Input(40, 2, b"2" * 32)
+    sets = [(one, other), (one,), (replace(one, offset=11), other), (replace(one, length=21), other)]
+    assert len({chain_links(MODEL.digest(), TOKENS, extra=Extra(b"", each))[0] for each in sets}) == len(sets)
+    turned = chain_links(MODEL.digest(), TOKENS, extra=Extra(b"", (other, one)))
+    assert turned == chain_links(MODEL.digest(), TOKENS, extra=Extra(b"", (one, other)))
+
+
+@pytest.mark.parametrize("given", [(-1, 1, bytes(32)), (0, 0, bytes(32)), (0, 1, bytes(31))])
+def test_an_input_that_is_nowhere_in_a_prompt_has_no_name(given: tuple[int, int, bytes]) -> None:
+    with pytest.raises(ValueError, match="an input of"):
+        Input(*given)
 
 
 @pytest.mark.parametrize("dtype", ["<u4", ">u4", "<i4", "<i8", ">i8", "<u8", "<u2"])
@@ -255,7 +312,7 @@ def test_tokens_that_are_no_integers_are_refused() -> None:
 
 def test_the_largest_token_fits() -> None:
     assert chain_links(MODEL.digest(), [2**32 - 1] * 256) == reference_links(
-        MODEL.digest(), [2**32 - 1] * 256, 256, b""
+        MODEL.digest(), [2**32 - 1] * 256, 256, Extra()
     )
 
 

@@ -1,15 +1,14 @@
-"""An order's bytes, from the node that has each chunk: one round, or with a cluster as many as its nodes make of it.
+"""An order's bytes, from the node that has each piece: one round, or with a cluster as many as its nodes make of it.
 
-A node that cannot be reached, and one that fails, cost the order its chunks from the first of theirs on; what comes
-before is delivered. Chunks that a node says another one has are fetched again from there, a bounded number of times;
-those that lie between them are not fetched twice.
+A node that cannot be reached, and one that fails, cost each group its pieces from the first chunk of theirs on, and
+nothing else. Pieces that a node says another one has are fetched again from there, a bounded number of times; the
+others are not fetched twice.
 """
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -19,7 +18,7 @@ from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.links import DataLinks, Link, Node
 from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Servers
-from dpu_dataplane.sources.source import Delivered, Order
+from dpu_dataplane.sources.source import Delivered, Failure, Order
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.native import Result
@@ -30,23 +29,40 @@ NODES_MAX: Final = 256
 """Of a cluster, in one round: the C core's limit. What more nodes have is fetched in the next one."""
 _PASSING: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
 """Errors of a cluster's node that may be over when it is asked again, or another one is."""
+_ANY: Final = 1 << 32
+"""Behind every chunk."""
 
 
-@dataclass
 class _Course:
-    """An order under way: who has each chunk, and how often that has changed."""
+    """An order under way: who has each piece, how often that has changed, and what has failed."""
 
-    order: Order
-    nodes: list[Node | None]
-    done: Delivered
-    asking: list[bool] = field(default_factory=list)
-    redirections: list[int] = field(default_factory=list)
-    texts: dict[int, str] = field(default_factory=dict)
-    errors: dict[int, StorageError] = field(default_factory=dict)
+    def __init__(self, order: Order, nodes: list[Node | None]) -> None:
+        count = len(order.pieces)
+        self.order = order
+        self.nodes = nodes
+        self.done = Delivered(np.full(count, Result.SKIPPED, np.uint32))
+        self.asking = [False] * count
+        self.redirections = [0] * count
+        self.texts: dict[int, str] = {}
+        self.errors: dict[int, StorageError] = {}
+        self._places = list(zip(order.pieces["group"].tolist(), order.pieces["chunk"].tolist(), strict=True))
+        self._ends: dict[int, int] = {}  # of each group, the first chunk that cannot be had
 
-    def __post_init__(self) -> None:
-        self.asking = [False] * len(self.nodes)
-        self.redirections = [0] * len(self.nodes)
+    def fail(self, index: int, result: Result, error: StorageError | None = None) -> None:
+        """Take note that a piece cannot be had."""
+        group, chunk = self._places[index]
+        self._ends[group] = min(chunk, self._ends.get(group, chunk))
+        self.done.results[index] = result
+        if error is not None:
+            self.errors[index] = error
+
+    def useful(self, indexes: Iterable[int]) -> list[int]:
+        """Return those of some pieces that may still be of use, in order."""
+        if not self._ends:
+            return sorted(indexes)
+        return sorted(
+            index for index in indexes if self._places[index][1] < self._ends.get(self._places[index][0], _ANY)
+        )
 
 
 class Ranges:
@@ -63,68 +79,61 @@ class Ranges:
 
     async def run(self, job: Job, order: Order) -> Delivered:
         """Deliver an order, as :meth:`Source.deliver` wants it."""
-        count = len(order.chunks)
         self._servers.check()
         self._links.keep(self._servers.nodes())
-        nodes = self._servers.route(order.keys, master=order.authoritative)
-        course = _Course(order, nodes, Delivered([Result.SKIPPED] * count))
-        todo = list(range(count))
+        course = _Course(order, self._servers.route(order.keys, master=order.authoritative))
+        todo = list(range(len(order.pieces)))
         done = course.done
         while todo and done.stop is None:
             try:
                 todo = await self._step(job, course, todo)
             except Stop as stop:
-                if done.result is Result.SKIPPED and done.count == 0:
+                if (done.results == Result.SKIPPED).all():
                     raise
                 done.stop = stop
-        if done.count < count:
-            self._explain(course)
+        for index in np.flatnonzero((done.results != Result.OK) & (done.results != Result.SKIPPED)).tolist():
+            done.failures[index] = self._explained(course, index)
         return done
 
-    def _explain(self, course: _Course) -> None:
-        """Say of the first chunk that was not delivered who was asked, what it said, and what may help."""
-        done = course.done
-        result, node, text = done.result, course.nodes[done.count], course.texts.get(done.count, "")
-        done.error = course.errors.get(done.count)
-        if text:
-            done.said = f"{node}: {text}"
-        elif self._servers.clustered and result in (Result.DISCONNECTED, Result.PROTOCOL):
-            done.said = str(node)
-        done.copy = result is Result.NOT_FOUND and node is not None and node.replica
-        refused = self._servers.clustered and result is Result.REFUSED and text.startswith(_PASSING)
-        if result is Result.DISCONNECTED or refused:
-            done.recover = functools.partial(self._servers.recover, node)
+    def _explained(self, course: _Course, index: int) -> Failure:
+        """Say of a piece that was not delivered who was asked, what it said, and what may help."""
+        result, node = Result(int(course.done.results[index])), course.nodes[index]
+        text, clustered = course.texts.get(index, ""), self._servers.clustered
+        said = f"{node}: {text}" if text else ""
+        if not text and clustered and result in (Result.DISCONNECTED, Result.PROTOCOL):
+            said = str(node)
+        refused = clustered and result is Result.REFUSED and text.startswith(_PASSING)
+        return Failure(
+            result,
+            course.errors.get(index),
+            said,
+            copy=result is Result.NOT_FOUND and node is not None and node.replica,
+            recover=functools.partial(self._servers.recover, node)
+            if result is Result.DISCONNECTED or refused
+            else None,
+        )
 
     async def _step(self, job: Job, course: _Course, todo: list[int]) -> list[int]:
         """Run one round over as many of ``todo`` as can be had; return what is left of it."""
-        links, batch = await self._reach(job, course, todo)
+        links, batch, rest = await self._reach(job, course, todo)
         if not batch:
-            return []
-        results = await self._round(job, course, batch, links)
-        for index, result in zip(batch, results, strict=True):
-            course.done.results[index] = result
-        failed = next((i for i, r in zip(batch, results, strict=True) if r not in (Result.OK, Result.REDIRECTED)), None)
-        again = [
-            index
-            for index, result in zip(batch, results, strict=True)
-            if result is Result.REDIRECTED and (failed is None or index < failed)
-        ]
-        for index in again:
-            if not self._redirect(course, index):
-                again = again[: again.index(index)]
-                failed = index
-                break
-        if failed is not None:
-            return again
-        rest = todo[len(batch) :]
-        return sorted(again + (rest if not self._ends(course, rest) else []))
-
-    def _ends(self, course: _Course, rest: list[int]) -> bool:
-        """Return whether the first chunk that is left is known not to be had."""
-        return bool(rest) and rest[0] in course.errors
+            return course.useful(rest)
+        failure, results = await self._round(job, course, batch, links)
+        course.done.results[batch] = results
+        again = []
+        for position in np.flatnonzero(results != Result.OK).tolist():
+            index, result = batch[position], Result(int(results[position]))
+            if result is Result.SKIPPED or (result is Result.REDIRECTED and self._redirect(course, index)):
+                course.done.results[index] = Result.SKIPPED
+                again.append(index)
+            else:
+                course.fail(index, result)
+        if failure is not Result.OK and (results == Result.SKIPPED).all():
+            course.fail(batch[0], failure)  # what ended the round was no piece's
+        return course.useful(again + rest)
 
     def _redirect(self, course: _Course, index: int) -> bool:
-        """Send a chunk where a node's answer says it is; return False where it does not say, or says so too often."""
+        """Send a piece where a node's answer says it is; return False where it does not say, or says so too often."""
         asked = course.nodes[index]
         assert asked is not None
         course.redirections[index] += 1
@@ -140,67 +149,57 @@ class Ranges:
 
     async def _reach(
         self, job: Job, course: _Course, todo: Sequence[int]
-    ) -> tuple[dict[Node, list[Link]], Sequence[int]]:
-        """Return links to the nodes of the leading chunks of ``todo``, and these chunks."""
-        wanted: dict[Node, None] = {}
-        end = len(todo)
-        for position, index in enumerate(todo):
+    ) -> tuple[dict[Node, list[Link]], list[int], list[int]]:
+        """Return links to nodes that have pieces of ``todo``, the pieces of these, and those of still other nodes."""
+        wanted: dict[Node, list[int]] = {}
+        rest: list[int] = []
+        for index in todo:
             node = course.nodes[index]
             if node is None:
-                course.errors.setdefault(
-                    index, StorageUnavailableError(f"storage {self._servers.name}: no node has the slot of this key")
-                )
-                self._mark(course, index)
-                end = position
-                break
-            if node not in wanted and len(wanted) == NODES_MAX:
-                end = position
-                break
-            wanted[node] = None
+                lacking = f"storage {self._servers.name}: no node has the slot of this key"
+                course.fail(index, Result.DISCONNECTED, StorageUnavailableError(lacking))
+            elif node in wanted or len(wanted) < NODES_MAX:
+                wanted.setdefault(node, []).append(index)
+            else:
+                rest.append(index)
         opened = await job.within(self._links.open_all(list(wanted)), "connecting to storage")
         links: dict[Node, list[Link]] = {}
-        for node, link in zip(wanted, opened, strict=True):
+        for (node, indexes), link in zip(wanted.items(), opened, strict=True):
             if isinstance(link, list):
                 links[node] = link
             elif not self._servers.clustered:
                 raise link
             else:
-                first = next(position for position, index in enumerate(todo) if course.nodes[index] == node)
-                if first < end:
-                    end = first
-                course.errors[todo[first]] = link
-                self._mark(course, todo[first])
-        batch = todo[:end]
+                for index in indexes:
+                    course.fail(index, Result.DISCONNECTED, link)
+        batch = course.useful(index for node in links for index in wanted[node])
         used = {course.nodes[index] for index in batch}
-        return {node: link for node, link in links.items() if node in used}, batch
-
-    def _mark(self, course: _Course, index: int) -> None:
-        course.done.results[index] = Result.DISCONNECTED
+        return {node: link for node, link in links.items() if node in used}, batch, rest
 
     async def _round(
         self, job: Job, course: _Course, batch: Sequence[int], links: dict[Node, list[Link]]
-    ) -> list[Result]:
-        all_chunks = course.order.chunks
-        chunks: npt.NDArray[np.void] = all_chunks[list(batch)] if len(batch) < len(all_chunks) else all_chunks
+    ) -> tuple[Result, npt.NDArray[np.uint32]]:
+        all_pieces = course.order.pieces
+        pieces: npt.NDArray[np.void] = all_pieces[list(batch)] if len(batch) < len(all_pieces) else all_pieces
         numbers = {node: number for number, node in enumerate(links)}
-        chunks["node"] = [numbers[node] for node in (course.nodes[index] for index in batch) if node is not None]
-        chunks["asking"] = [course.asking[index] for index in batch]
-        round_ = course.order.make_round(chunks)
+        pieces["node"] = [numbers[node] for node in (course.nodes[index] for index in batch) if node is not None]
+        pieces["asking"] = [course.asking[index] for index in batch]
+        round_ = course.order.make_round(pieces)
         try:
             with job.interruptible(round_.cancel):
-                await asyncio.get_running_loop().run_in_executor(
+                result = await asyncio.get_running_loop().run_in_executor(
                     self._executor, self._fetch, round_, [link for each in links.values() for link in each], len(links)
                 )
         finally:
             round_.release()
             if not round_.sockets_in_sync and not self._servers.clustered:
                 self._links.close()  # in a cluster those that are out of step, which are disconnected, are found so
-        for index, text in zip(batch, chunks["error"], strict=True):
+        for index, text in zip(batch, pieces["error"], strict=True):
             if text:
                 course.texts[index] = bytes(text).decode("utf-8", "replace")
         self._metrics.rounds += 1
         course.done.received_bytes += round_.received_bytes
-        return round_.results
+        return result, pieces["result"]
 
     def _fetch(self, round_: native.Round, links: Sequence[Link], nodes: int) -> Result:
         sessions = [link.session for link in links]

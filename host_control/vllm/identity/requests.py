@@ -9,6 +9,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from host_control.vllm.identity.adapters import Adapters
 from host_control.vllm.identity.canonical import digest
 from host_control.vllm.support import UncacheableError
+from shadowserve.keys import Extra, Input
 
 __all__ = ["RequestInputs"]
 
@@ -36,8 +38,10 @@ class RequestInputs:
         self._lock = threading.Lock()
         self._contents: OrderedDict[str, str] = OrderedDict()
 
-    def extra(self, request: Any, epoch: str) -> bytes | Callable[[], bytes]:
+    def extra(self, request: Any, epoch: str) -> Extra | Callable[[], Extra]:
         """Return what distinguishes a request's KV, or what returns it, which takes longer and raises what this does.
+
+        An input that is no tokens counts where it stands: text before an image is shared with prompts without it.
 
         Args:
             request: of vLLM.
@@ -49,19 +53,19 @@ class RequestInputs:
         lora, features = request.lora_request, request.mm_features or ()
         plain = {"salt": request.cache_salt, "epoch": epoch}
         if lora is None and not features:
-            return bytes.fromhex(digest(plain)) if request.cache_salt or epoch else b""
+            return _of_all(plain)
         if lora is not None and self._adapters is None:
             raise UncacheableError("an adapter in an engine that is configured for none")
         if lora is not None and self._adapters is not None:
             self._adapters.arrived(lora)
         return _Once(lambda: self._named(plain, lora, features))
 
-    def _named(self, plain: dict[str, Any], lora: Any, features: Sequence[Any]) -> bytes:
-        adapter = self._adapters.described(lora) if lora is not None and self._adapters is not None else None
-        described = [self._feature(feature) for feature in features]
-        return bytes.fromhex(digest({**plain, "adapter": adapter, "features": described}))
+    def _named(self, plain: dict[str, Any], lora: Any, features: Sequence[Any]) -> Extra:
+        if lora is not None and self._adapters is not None:
+            plain = {**plain, "adapter": self._adapters.described(lora)}
+        return replace(_of_all(plain), inputs=tuple(self._input(feature) for feature in features))
 
-    def _feature(self, feature: Any) -> list[Any]:
+    def _input(self, feature: Any) -> Input:
         place = feature.mm_position
         content = hash_tensors(feature.data)
         with self._lock:
@@ -77,18 +81,27 @@ class RequestInputs:
                 f"{feature.modality} '{feature.identifier:.40}' has stood for another content before"
             )
         mask = getattr(place, "is_embed", None)
-        return [feature.modality, content, place.offset, place.length, hash_tensors(mask) if mask is not None else None]
+        described = {
+            "modality": feature.modality,
+            "content": content,
+            "mask": hash_tensors(mask) if mask is not None else None,
+        }
+        return Input(place.offset, place.length, bytes.fromhex(digest(described)))
+
+
+def _of_all(described: dict[str, Any]) -> Extra:
+    return Extra(bytes.fromhex(digest(described)) if any(described.values()) else b"")
 
 
 class _Once:
     """Calls at most once, and gives everybody what came of it."""
 
-    def __init__(self, make: Callable[[], bytes]) -> None:
+    def __init__(self, make: Callable[[], Extra]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._made: bytes | None = None
+        self._made: Extra | None = None
 
-    def __call__(self) -> bytes:
+    def __call__(self) -> Extra:
         with self._lock:
             if self._made is None:
                 self._made = self._make()

@@ -9,8 +9,8 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
-from dpu_dataplane.rounds import Buffers, FetchPlan, plan_fetch
-from dpu_dataplane.sources.source import Stored
+from dpu_dataplane.rounds import Buffers, FetchPlan, Wanted, plan_fetch
+from dpu_dataplane.sources.source import Found, Stored
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
@@ -43,11 +43,14 @@ def _stored_bytes(workload: Workload, chunks: int) -> int:
 def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
     """Plan a round of the workload's chunks, asked for over and over, each delivered to the place of its first time."""
     order = [index % len(workload.keys) for index in range(chunks)]
-    found = [(Stored(len(workload.records[index]), workload.records[index]), False) for index in order]
+    found: dict[int, Found] = {
+        position: Stored(len(workload.records[index]), workload.records[index]) for position, index in enumerate(order)
+    }
     keys = [workload.keys[index] for index in order]
-    plan = plan_fetch(keys, found, workload.layout, buffers, set(native.Codec))
-    if len(plan.chunks) != chunks:
-        raise ShadowServeError(f"{len(plan.chunks)} of {chunks} chunks fit the buffers; please report this")
+    whole = np.ones((workload.layout.layers, chunks), np.bool_)
+    plan = plan_fetch([Wanted(keys, workload.layout, whole, found)], False, buffers, set(native.Codec))
+    if len(plan.pieces) != chunks:
+        raise ShadowServeError(f"{len(plan.pieces)} of {chunks} chunks fit the buffers; please report this")
     plan.slices["destination_offset"] %= workload.raw_bytes
     return plan
 
@@ -102,8 +105,8 @@ class Rounds:
         distinct = min(chunks, len(self._workload.keys))
         size = self._workload.layout.raw_bytes
         self._target[: distinct * size].fill(0xA5)
-        last = self._plan.chunks[chunks - 1]
-        table = self._plan.chunks[:chunks].copy()
+        last = self._plan.pieces[chunks - 1]
+        table = self._plan.pieces[:chunks].copy()
         slices = self._plan.slices[: int(last["slice_first"]) + int(last["slice_count"])]
         cost = measure(lambda: self._round(table, slices), parties)
         for index in range(distinct):
@@ -111,12 +114,12 @@ class Rounds:
                 raise ShadowServeError(f"chunk {index} is not what was stored; please report this")
         return cost
 
-    def _round(self, chunks: "np.typing.NDArray[np.void]", slices: "np.typing.NDArray[np.void]") -> None:
+    def _round(self, pieces: "np.typing.NDArray[np.void]", slices: "np.typing.NDArray[np.void]") -> None:
         for connection in self._sockets:
             connection.setblocking(False)
         layout = self._workload.layout
         round_ = native.Round(
-            pieces=chunks,
+            pieces=pieces,
             slices=slices,
             groups=[native.Group.of(layout, self._target)],
             deadline_ns=time.monotonic_ns() + DEADLINE_NS,
@@ -183,7 +186,7 @@ class Alone:
 
     def _slices(self) -> Iterator[tuple[Any, int, np.void]]:
         """Yield for each slice of the distinct chunks its record, its offset there, and its row of the table."""
-        for chunk, record in zip(self._plan.chunks, self._workload.records, strict=False):
+        for chunk, record in zip(self._plan.pieces, self._workload.records, strict=False):
             pointer = self._pointer(record)
             first = int(chunk["slice_first"])
             for entry in self._plan.slices[first : first + int(chunk["slice_count"])]:
@@ -231,8 +234,8 @@ class Alone:
         connection.setblocking(True)
         connection.settimeout(30)
         view, distinct = memoryview(self._received), len(self._workload.keys)
-        for position, chunk in enumerate(self._plan.chunks[:chunks]):
-            place = int(self._plan.chunks[position % distinct]["decompression_offset"])
+        for position, chunk in enumerate(self._plan.pieces[:chunks]):
+            place = int(self._plan.pieces[position % distinct]["decompression_offset"])
             length = int(chunk["body_length"])
             begin, end = length * index // share, length * (index + 1) // share
             first, last = str(int(chunk["record_offset"]) + begin), str(int(chunk["record_offset"]) + end - 1)
@@ -250,7 +253,7 @@ class Alone:
         """Return what comes out of each stage."""
         raw = chunks * self._workload.layout.raw_bytes
         symbols = raw // self._workload.layout.dtype.itemsize
-        received = int(self._plan.chunks[:chunks]["body_length"].sum())
+        received = int(self._plan.pieces[:chunks]["body_length"].sum())
         return {"net": received, "decompress": symbols, "dequantize": raw, "deliver": raw}
 
     def runs(self, fused: bool) -> dict[str, Callable[[int], None]]:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +19,13 @@ from scripted_source import ScriptedSource
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.rounds import Buffers, plan_fetch, plan_store
+from dpu_dataplane.rounds import Buffers, Wanted, plan_fetch, plan_store
 from dpu_dataplane.sources.selection import nodes_max, source_of
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
 from shadowserve import native
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.native import Result
+from shadowserve.pieces import leading
 from shadowserve.record import encode_head, head_length
 
 SHAPE = layout(layers=8)
@@ -151,16 +153,29 @@ class Bench:
             self.behind.put(key, record)
         return records
 
-    def order(self, job: Job, keys: Sequence[bytes], found: Sequence[Found], target: np.ndarray) -> Order:  # type: ignore[type-arg]
-        plan = plan_fetch(keys, [(each, False) for each in found], SHAPE, BUFFERS, CODECS)
-        assert len(plan.chunks) == len(keys)
+    def order(
+        self,
+        job: Job,
+        chains: Sequence[Sequence[bytes]],
+        found: Sequence[Found],
+        targets: Sequence[np.ndarray],  # type: ignore[type-arg]
+        layerwise: bool = False,
+    ) -> Order:
+        """Order all pieces of some groups' chunks; ``found`` has what there is of one group after the other."""
+        heads = iter(found)
+        groups = [
+            Wanted(keys, SHAPE, np.ones((SHAPE.layers, len(keys)), np.bool_), dict(enumerate(islice(heads, len(keys)))))
+            for keys in chains
+        ]
+        plan = plan_fetch(groups, layerwise, BUFFERS, CODECS)
+        assert not plan.full and not plan.ends
         return Order(
-            keys,
-            plan.chunks,
-            lambda chunks: native.Round(
-                pieces=chunks,
+            [chains[group][chunk] for group, chunk in zip(plan.pieces["group"], plan.pieces["chunk"], strict=True)],
+            plan.pieces,
+            lambda pieces: native.Round(
+                pieces=pieces,
                 slices=plan.slices,
-                groups=[native.Group.of(SHAPE, target)],
+                groups=[native.Group.of(SHAPE, target) for target in targets],
                 deadline_ns=job.deadline_ns,
             ),
         )
@@ -169,7 +184,7 @@ class Bench:
         """Order chunks, as ``found`` has them or as they are now; return what became of it, and the chunks."""
         target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
         job = Job("a test", "a job", PATIENCE_S)
-        done = await self.source.deliver(job, self.order(job, keys, found or await self.source.find(keys), target))
+        done = await self.source.deliver(job, self.order(job, [keys], found or await self.source.find(keys), [target]))
         return done, [bytes(chunk) for chunk in target.reshape(len(keys), -1)]
 
     async def store(self, key: bytes, seed: int) -> Result:
@@ -178,7 +193,7 @@ class Bench:
         plan = plan_store([key], [0], SHAPE, codec, MIB)
         job = Job("a test", "a job", PATIENCE_S)
         round_ = native.Round(
-            pieces=plan.chunks,
+            pieces=plan.pieces,
             slices=plan.slices,
             groups=[native.Group.of(SHAPE, kv(SHAPE, seed))],
             deadline_ns=job.deadline_ns,
@@ -189,6 +204,12 @@ class Bench:
             return (await self.source.put(job, key, Encoded(round_, 0, head)))[0]
         finally:
             round_.release()
+
+
+def end_of(done: Delivered) -> tuple[int, Result]:
+    """Return how many leading pieces were delivered, and what the next one failed of."""
+    count = leading(done.results == Result.OK)
+    return count, done.failures[count].result if count < len(done.results) else Result.OK
 
 
 @pytest.fixture(scope="module")
@@ -270,9 +291,31 @@ async def test_what_is_ordered_is_delivered_exactly(bench: Bench) -> None:
     records = bench.put(keys)
     for _ in range(2):
         done, chunks = await bench.deliver(keys)
-        assert (done.count, done.result, done.stop) == (5, Result.OK, None)
+        assert (*end_of(done), done.stop, done.failures) == (5, Result.OK, None, {})
         assert chunks == [expected(SHAPE, key, record) for key, record in zip(keys, records, strict=True)]
         assert done.received_bytes >= sum(len(record) - head_length(record) for record in records)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_what_one_group_lacks_costs_another_nothing(bench: Bench, layerwise: bool) -> None:
+    chains = [keys_of(SHAPE, 4, seed=20), keys_of(SHAPE, 3, seed=21)]
+    records = [bench.put(keys) for keys in chains]
+    found = [each for keys in chains for each in await bench.source.find(keys)]
+    await bench.source.delete(chains[0][2])
+    targets = [np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8) for keys in chains]
+    job = Job("a test", "a job", PATIENCE_S)
+    order = bench.order(job, chains, found, targets, layerwise)
+    done = await bench.source.deliver(job, order)
+    groups, chunks = order.pieces["group"], order.pieces["chunk"]
+    needed = (groups == 1) | (chunks < 2)
+    assert (done.results[needed] == Result.OK).all()
+    assert not (done.results[(groups == 0) & (chunks == 2)] == Result.OK).any()
+    failed = {(int(groups[index]), int(chunks[index]), failure.result) for index, failure in done.failures.items()}
+    assert failed == {(0, 2, Result.NOT_FOUND)}
+    for keys, target, mine, count in zip(chains, targets, records, (2, 3), strict=True):
+        for chunk in range(count):
+            wanted = expected(SHAPE, keys[chunk], mine[chunk])
+            assert bytes(target[chunk * SHAPE.raw_bytes : (chunk + 1) * SHAPE.raw_bytes]) == wanted
 
 
 @pytest.mark.parametrize("absent", [0, 2])
@@ -282,11 +325,11 @@ async def test_what_is_gone_since_it_was_found_costs_nothing_before_it(bench: Be
     found = await bench.source.find(keys)
     await bench.source.delete(keys[absent])
     done, chunks = await bench.deliver(keys, found)
-    assert (done.count, done.result) == (absent, Result.NOT_FOUND)
+    assert end_of(done) == (absent, Result.NOT_FOUND)
     wanted = [expected(SHAPE, key, record) for key, record in zip(keys, records, strict=True)]
     assert chunks[:absent] == wanted[:absent]
     done, _ = await bench.deliver(keys[:absent] + keys[absent + 1 :])
-    assert done.result is Result.OK, "what failed one order harms the next"
+    assert end_of(done)[1] is Result.OK, "what failed one order harms the next"
 
 
 async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
@@ -303,7 +346,7 @@ async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
     else:
         bench.behind.put(keys[1], damaged)
     done, _ = await bench.deliver(keys, found)
-    assert (done.count, done.result) == (1, wanted)
+    assert end_of(done) == (1, wanted)
 
 
 async def test_what_is_put_is_found_and_delivered(bench: Bench) -> None:
@@ -312,7 +355,7 @@ async def test_what_is_put_is_found_and_delivered(bench: Bench) -> None:
     assert await bench.store(key, 7) is Result.OK
     assert await bench.store(key, 7) is Result.OK, "a record that is there already is a success"
     done, chunks = await bench.deliver([key])
-    assert (done.result, chunks) == (Result.OK, [kv(SHAPE, 7)])
+    assert (end_of(done), chunks) == ((1, Result.OK), [kv(SHAPE, 7)])
 
 
 async def test_what_is_deleted_is_not_found(bench: Bench) -> None:
@@ -329,23 +372,23 @@ async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench,
     keys = keys_of(SHAPE, 4, seed=9)
     bench.put(keys)
     found = await bench.source.find(keys)
-    assert (await bench.deliver(keys))[0].result is Result.OK  # so that it stands connected
+    assert end_of((await bench.deliver(keys))[0])[1] is Result.OK  # so that it stands connected
     target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
     bench.behind.hold()
     try:
         job = Job("a test", "a job", 0.5 if why == "late" else NEVER_S)
-        delivering = asyncio.create_task(bench.source.deliver(job, bench.order(job, keys, found, target)))
+        delivering = asyncio.create_task(bench.source.deliver(job, bench.order(job, [keys], found, [target])))
         if why == "cancelled":
             await until(bench.behind.asked)
             job.cancel()
         with contextlib.suppress(Stop):
             done = await asyncio.wait_for(delivering, PATIENCE_S)
-            assert done.stop is not None or done.result in (Result.CANCELLED, Result.DEADLINE)
-            assert done.count == 0
+            assert done.stop is not None or end_of(done)[1] in (Result.CANCELLED, Result.DEADLINE)
+            assert not (done.results == Result.OK).any()
     finally:
         bench.behind.release()
     target[:] = 0xA5
-    assert (await bench.deliver(keys))[0].result is Result.OK, "it goes on, whatever is still to be answered"
+    assert end_of((await bench.deliver(keys))[0])[1] is Result.OK, "it goes on, whatever is still to be answered"
     assert (target == 0xA5).all()
 
 
@@ -360,9 +403,9 @@ async def test_a_source_that_is_away_says_so_and_is_found_again(bench: Bench) ->
             await asyncio.wait_for(bench.source.find(keys), PATIENCE_S)
         with contextlib.suppress(StorageUnavailableError):
             done, _ = await asyncio.wait_for(bench.deliver(keys, found), PATIENCE_S)
-            assert done.count == 0 and done.result is Result.DISCONNECTED
+            assert end_of(done) == (0, Result.DISCONNECTED)
     finally:
         bench.behind.revive()
     await until(lambda: bench.source.connected)
     bench.put(keys)
-    assert (await bench.deliver(keys))[0].result is Result.OK
+    assert end_of((await bench.deliver(keys))[0])[1] is Result.OK

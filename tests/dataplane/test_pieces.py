@@ -1,0 +1,296 @@
+"""Pieces of several groups in one fetch: which come, in which order, and what is said of them."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from dataplane_support import (
+    WAYS,
+    Client,
+    Segment,
+    Server,
+    expected,
+    keys_of,
+    layout,
+    make_record,
+    running,
+    way_name,
+)
+from machine import NEVER_MS, PATIENCE_S, until
+
+from host_control.client import DataPlaneClient, FetchPart
+from host_control.destination import Destination
+from shadowserve import record
+from shadowserve.chunk import ChunkLayout
+from shadowserve.pieces import Flags, leading_chunks, leading_layers, pack, unpack
+from shadowserve.proto import dataplane_pb2 as pb
+
+ORDERS = [pb.ORDER_CHUNKS, pb.ORDER_LAYERS]
+SHAPES = [layout(layers=6), layout("binned", "float32", layers=4, vector_length=32)]
+CHUNKS = [5, 3]
+LARGE = [layout(layers=6, vector_length=2048), layout("binned", "float32", layers=4, vector_length=1024)]
+"""Of which a buffer of 1 MiB holds some layers, or a chunk or two."""
+
+
+class Group:
+    """Chunks of one layout, in storage and in memory of their own."""
+
+    def __init__(self, shape: ChunkLayout, count: int, seed: int) -> None:
+        self.shape = shape
+        self.keys = keys_of(shape, count, seed)
+        self.records = [make_record(shape, key, seed + index) for index, key in enumerate(self.keys)]
+        self.segment: Segment
+        self.destination = 0
+
+    def store(self, server: Server, *, without: Sequence[int] = ()) -> None:
+        for index, (key, data) in enumerate(zip(self.keys, self.records, strict=True)):
+            if index not in without:
+                server.put(key, data)
+
+    async def register(self, client: Client) -> "Group":
+        await client.register(self.shape, len(self.keys))
+        self.segment, self.destination = client.segment, client.destination
+        self.segment.memory[:] = 0xEE
+        return self
+
+    @property
+    def all(self) -> Flags:
+        return np.ones((self.shape.layers, len(self.keys)), np.bool_)
+
+    def part(self, pieces: Flags | None = None, **changes: Any) -> pb.FetchPart:
+        fields = {
+            "destination_id": self.destination,
+            "offset": 0,
+            "length": self.segment.size,
+            "keys": self.keys,
+            "wanted": b"" if pieces is None else pack(pieces),
+        }
+        return pb.FetchPart(**(fields | changes))
+
+    def pieces(self, data: bytes) -> Flags:
+        """Return what an answer says is in place, after a look at the bytes of just these pieces."""
+        there = unpack(data, self.shape.layers, len(self.keys))
+        size = self.shape.raw_bytes // self.shape.layers
+        for layer, chunk in np.argwhere(there).tolist():
+            whole = expected(self.shape, self.keys[chunk], self.records[chunk])
+            begin = chunk * self.shape.raw_bytes + layer * size
+            found = self.segment.memory[begin : begin + size].tobytes()
+            assert found == whole[layer * size : (layer + 1) * size], (layer, chunk)
+        return there
+
+    def untouched(self, there: Flags) -> bool:
+        """Return whether nothing was written but these pieces."""
+        memory = self.segment.memory.reshape(len(self.keys), self.shape.layers, -1)
+        return bool((memory.swapaxes(0, 1)[~there] == 0xEE).all())
+
+
+async def groups_of(client: Client, storage: Server, **without: Any) -> list[Group]:
+    groups = [Group(shape, count, 10 * seed) for seed, (shape, count) in enumerate(zip(SHAPES, CHUNKS, strict=True))]
+    for group in groups:
+        await group.register(client)
+    groups[0].store(storage, **without)
+    groups[1].store(storage)
+    return groups
+
+
+async def fetch(client: Client, parts: Sequence[pb.FetchPart], order: int, **changes: Any) -> pb.FetchResponse:
+    request = client.fetch_request([], parts=parts, order=order, **changes)
+    answer: pb.FetchResponse = await client.stub.Fetch(request)
+    return answer
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+@pytest.mark.parametrize("order", ORDERS)
+async def test_groups_of_unlike_shapes_come_in_one_call(storage: Server, way: dict[str, Any], order: int) -> None:
+    async with running(storage, **way) as (_, client):
+        groups = await groups_of(client, storage)
+        answer = await fetch(client, [group.part() for group in groups], order)
+        assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+        assert all(group.pieces(data).all() for group, data in zip(groups, answer.delivered, strict=True))
+        assert answer.delivered_bytes == sum(group.segment.size for group in groups)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_one_absent_chunk_costs_its_group_what_is_behind_it_and_the_other_nothing(
+    client: Client, storage: Server, order: int
+) -> None:
+    groups = await groups_of(client, storage, without=[2])
+    answer = await fetch(client, [group.part() for group in groups], order)
+    assert answer.outcome == pb.OUTCOME_ABSENT and groups[0].keys[2].hex() in answer.detail
+    first, second = (group.pieces(data) for group, data in zip(groups, answer.delivered, strict=True))
+    assert first.all(axis=0).tolist() == [True, True, False, False, False]
+    assert second.all()
+    assert groups[0].untouched(first)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_only_what_is_wanted_is_fetched(client: Client, storage: Server, order: int) -> None:
+    groups = await groups_of(client, storage, without=[4])  # nothing is wanted of that one
+    random = np.random.default_rng(0)
+    wanted = [random.random(group.all.shape) < 0.5 for group in groups]
+    wanted[0][:, 4] = False
+    answer = await fetch(client, [group.part(each) for group, each in zip(groups, wanted, strict=True)], order)
+    assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+    for group, data, mine in zip(groups, answer.delivered, wanted, strict=True):
+        assert (group.pieces(data) == mine).all() and group.untouched(mine)
+    bodies = [
+        sum(end - begin for chunk, data in enumerate(group.records) for begin, end in _ranges(data, mine[:, chunk]))
+        for group, mine in zip(groups, wanted, strict=True)
+    ]
+    assert sum(bodies) <= answer.fetched_bytes < sum(bodies) + 100 * sum(int(mine.sum()) for mine in wanted)
+
+
+def _ranges(data: bytes, layers: Flags) -> list[tuple[int, int]]:
+    head = record.parse_head(data)
+    return [head.layer_range(layer, layer) for layer in np.flatnonzero(layers).tolist()]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_what_one_round_has_no_room_for_is_asked_for_again(storage: Server, order: int) -> None:
+    groups = [Group(shape, 6, 10 * seed) for seed, shape in enumerate(LARGE)]
+    async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
+        for group in groups:
+            (await group.register(client)).store(storage)
+        missing = [group.all for group in groups]
+        rounds = 0
+        while any(each.any() for each in missing):
+            rounds += 1
+            parts = [group.part(each) for group, each in zip(groups, missing, strict=True)]
+            answer = await fetch(client, parts, order)
+            there = [group.pieces(data) for group, data in zip(groups, answer.delivered, strict=True)]
+            assert any(each.any() for each in there) and not any(
+                (mine & ~theirs).any() for mine, theirs in zip(there, missing, strict=True)
+            ), "each call gets further, and brings nothing twice"
+            missing = [theirs & ~mine for mine, theirs in zip(there, missing, strict=True)]
+            left = any(each.any() for each in missing)
+            assert answer.outcome == (pb.OUTCOME_ROUND_FULL if left else pb.OUTCOME_COMPLETE), answer.detail
+            if rounds == 1 and order == pb.ORDER_LAYERS:
+                assert leading_layers(there[0], groups[0].all) >= 1 and leading_chunks(there[0], groups[0].all) == 0
+            elif rounds == 1:
+                assert leading_layers(there[0], groups[0].all) == 0 and leading_chunks(there[0], groups[0].all) >= 1
+        assert rounds > 2
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Server, layerwise: bool) -> None:
+    groups = [Group(shape, 6, 10 * seed) for seed, shape in enumerate(LARGE)]
+    for group in groups:
+        group.store(storage)
+
+    def run(address: str) -> tuple[list[str], list[bytes]]:
+        with contextlib.closing(DataPlaneClient(address, connect_timeout=PATIENCE_S)) as plane:
+            memories = [
+                Destination(plane, each.shape, len(each.keys) * each.shape.raw_bytes, PATIENCE_S) for each in groups
+            ]
+            try:
+                segments = [memory.acquire(PATIENCE_S) for memory in memories]
+                parts = [
+                    FetchPart.whole(group.shape, memory.destination_id, group.keys)
+                    for group, memory in zip(groups, memories, strict=True)
+                ]
+                reasons = ["round_full"]
+                while reasons[-1] == "round_full":
+                    answer = plane.start_fetch(f"job-{len(reasons)}", parts, PATIENCE_S, layerwise=layerwise).result()
+                    reasons.append(answer.reason)
+                    parts = [
+                        replace(part, wanted=part.wanted & ~there)
+                        for part, there in zip(parts, answer.delivered, strict=True)
+                    ]
+                return reasons[1:], [bytes(segment.memory) for segment in segments]
+            finally:
+                for memory in memories:
+                    memory.close()
+
+    small = {"decompression_buffer_bytes": "1MiB", "dma_source_buffer_bytes": "1MiB", "hosts_max": 2}
+    async with running(storage, **small) as (daemon, _):
+        reasons, found = await asyncio.to_thread(run, daemon.address)
+    assert reasons == ["round_full"] * (len(reasons) - 1) + ["complete"] and len(reasons) > 1
+    for group, memory in zip(groups, found, strict=True):
+        assert memory == b"".join(map(expected, [group.shape] * len(group.keys), group.keys, group.records))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_a_damaged_layer_is_told_from_those_around_it(redis: Server, order: int) -> None:
+    async with running(redis, delete_corrupt=False) as (daemon, client):
+        groups = await groups_of(client, redis)
+        victim, layer = groups[0], 3
+        begin, _ = record.parse_head(victim.records[1]).layer_range(layer, layer)
+        damaged = bytearray(victim.records[1])
+        damaged[begin + 3] ^= 4
+        redis.put(victim.keys[1], bytes(damaged))
+        answer = await fetch(client, [group.part() for group in groups], order)
+        assert answer.outcome == pb.OUTCOME_CORRUPT and victim.keys[1].hex() in answer.detail
+        first, second = (group.pieces(data) for group, data in zip(groups, answer.delivered, strict=True))
+        assert first[:, 0].all() and not first[layer, 1] and second.all()
+        assert daemon.metrics.integrity_failures["corrupt"] == 1
+        wanted = victim.all
+        wanted[layer] = False
+        again = await fetch(client, [victim.part(wanted)], order)
+        assert again.outcome == pb.OUTCOME_COMPLETE, "the other layers of it are sound"
+        assert (victim.pieces(again.delivered[0]) == wanted).all()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+async def test_cancelled_pieces_are_quiet_and_what_is_said_to_be_there_is(mortal_storage: Server, order: int) -> None:
+    async with running(mortal_storage) as (_, client):
+        groups = await groups_of(client, mortal_storage)
+        parts = [group.part() for group in groups]
+        assert (await fetch(client, parts, order)).outcome == pb.OUTCOME_COMPLETE
+        for group in groups:
+            group.segment.memory[:] = 0xEE
+        mortal_storage.freeze()
+        fetching = asyncio.ensure_future(fetch(client, parts, order, job_id="job", timeout_ms=NEVER_MS))
+        await until(mortal_storage.asked)
+        assert (await client.stub.Cancel(pb.CancelRequest(job_id="job"))).found
+        answer = await fetching
+        assert answer.outcome == pb.OUTCOME_CANCELLED
+        there = [group.pieces(data) for group, data in zip(groups, answer.delivered, strict=True)]
+        mortal_storage.thaw()
+        assert (await fetch(client, [group.part() for group in reversed(groups)], order)).outcome == pb.OUTCOME_COMPLETE
+        assert not any(each.any() for each in there), "storage had said nothing"
+
+
+async def test_malformed_parts_name_the_field(client: Client, storage: Server) -> None:
+    groups = await groups_of(client, storage)
+    first, second = groups
+    size = first.shape.raw_bytes
+    apart = [first.part(keys=first.keys[:2], length=2 * size), first.part(offset=2 * size, length=2 * size)]
+    assert (await fetch(client, apart, 0)).outcome == pb.OUTCOME_ROUND_FULL  # the second's last chunks have no place
+    for parts, order, words in (
+        ([], 0, ["parts has 0"]),
+        ([first.part()] * 65, 0, ["parts has 65"]),
+        ([first.part()], 7, ["order is 7", "ORDER_LAYERS"]),
+        ([first.part(), second.part(keys=[b"x"])], 0, ["parts[1].keys[0]"]),
+        ([first.part(), second.part(keys=[])], 0, ["parts[1].keys has 0"]),
+        ([first.part(), second.part(keys=[bytes(32)] * 65535)], 0, ["65540 keys together"]),
+        ([first.part(), second.part(wanted=b"\1")], 0, ["parts[1].wanted", "12 has 2 bytes"]),
+        ([first.part(), second.part(wanted=b"\1\x80")], 0, ["parts[1].wanted", "behind its end"]),
+        ([first.part(), second.part(length=second.shape.raw_bytes - 1)], 0, ["parts[1].length"]),
+        ([first.part(), second.part(offset=2)], 0, ["offset", "multiple of 4"]),
+        ([first.part(), second.part(length=second.segment.size + 1)], 0, ["outside"]),
+        ([first.part(length=2 * size), second.part(), first.part(offset=size, length=size)], 0, ["parts[2]", "share"]),
+    ):  # fmt: skip
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await fetch(client, parts, order)
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT, caught.value
+        for word in words:
+            assert word in (caught.value.details() or ""), caught.value.details()
+
+
+async def test_more_pieces_than_a_call_may_name_are_refused_before_they_take_memory(client: Client) -> None:
+    shape = layout("lossless", "uint8", layers=2000, kinds=1, vector_length=1, tokens=1)
+    await client.register(shape, 1)
+    with pytest.raises(grpc.aio.AioRpcError, match="layers of chunks"):
+        await client.stub.Fetch(client.fetch_request([bytes(32)] * 60000))
+
+
+async def test_one_unknown_destination_is_told_before_anything_moves(client: Client, storage: Server) -> None:
+    first, second = await groups_of(client, storage)
+    answer = await fetch(client, [first.part(), second.part(destination_id=12345)], pb.ORDER_CHUNKS)
+    assert (answer.outcome, list(answer.delivered)) == (pb.OUTCOME_UNKNOWN_DESTINATION, [])
+    assert "0000000000003039" in answer.detail and first.untouched(~first.all)
