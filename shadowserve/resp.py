@@ -133,6 +133,7 @@ DEFAULT_LIMITS: Final = Limits()
 # holds is canonical by construction: no sign, blank, underscore or leading zero, all of which int() would accept.
 _SMALL_LENGTHS: Final = {b"%d" % number: number for number in range(2048)}
 _SMALL_BULKS: Final = {b"$%d" % number: number for number in range(2048)}
+_WHOLE_BYTES_MAX: Final = 512
 _SMALL_LINE_BYTES: Final = 7  # at most, with the line's end
 _INTEGER: Final = re.compile(rb"(?:0|-?[1-9][0-9]*)\Z")
 _REPLY_INTEGER: Final = re.compile(rb"[+-]?[0-9]+\Z")
@@ -337,6 +338,8 @@ class CommandReader(_Reader):
         if self._position >= len(self._buffer) and self._large_size < 0 and self._failure is None:
             return NEED_DATA
         self._check_failure()
+        if self._remaining == 0 and self._position == 0 and (whole := self._read_whole()) is not None:
+            return whole
         while True:
             if self._remaining == 0:
                 started = self._start_command()
@@ -352,6 +355,20 @@ class CommandReader(_Reader):
             self._arguments, self._argument_bytes = [], 0
             self._let_go()
             return arguments
+
+    def _read_whole(self) -> list[bytes | memoryview] | None:
+        """Return the command that is all there is, if it is short and no argument has a line's end, as most are."""
+        size, limits = len(self._buffer), self.limits
+        if size > min(_WHOLE_BYTES_MAX, limits.bulk_bytes_max, limits.total_bytes_max):
+            return None
+        pieces = self._buffer.split(CRLF)
+        arguments: list[bytes | memoryview] = [*pieces[2::2]]
+        if pieces[0] != b"*%d" % len(arguments) or pieces[-1] or not 0 < len(arguments) <= limits.items_max:
+            return None
+        if [b"$%d" % len(argument) for argument in arguments] != pieces[1:-1:2]:
+            return None
+        self._buffer = b""
+        return arguments
 
     def _start_command(self) -> list[bytes | memoryview] | None | Literal[NeedData.NEED_DATA]:
         """Read up to the first argument. Return None when one follows, a whole inline command, or NEED_DATA."""

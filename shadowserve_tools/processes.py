@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,10 +16,15 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 
-__all__ = ["Child", "free_port", "start_data_plane", "start_storage", "started"]
+__all__ = ["Child", "free_port", "start_data_plane", "start_redis", "start_storage", "started"]
 
 STOP_TIMEOUT_S: Final = 20.0
 _READY: Final = re.compile(r"^ready (?P<address>\S+)$", re.MULTILINE)
+_TUNING: Final = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"
+"""Of Redis's allocator: it keeps the memory of large replies.
+
+By default each reply above 8 MiB is a fresh mapping, whose page faults cost Redis three times the rest of its work.
+"""
 
 
 @dataclass(frozen=True)
@@ -123,3 +129,21 @@ def start_data_plane(
     command = [sys.executable, "-m", "shadowserve_tools", "dpu", "--listen", "127.0.0.1:0"]
     command += ["--storage", storage, *flags]
     return started("dpu", command, log_folder, environment=environment)
+
+
+@contextlib.contextmanager
+def start_redis(log_folder: Path, *, host: str = "127.0.0.1", tuned: bool = False) -> Iterator[Child]:
+    """Run a Redis server in memory only, as it comes or ``tuned`` for large values.
+
+    Raises:
+        ShadowServeError: it is not installed, or does not start.
+    """
+    if not shutil.which("redis-server"):
+        raise ShadowServeError("redis-server, a peer to compare with, is not installed; run scripts/setup")
+    port = free_port()
+    command = ["redis-server", "--bind", host, "--port", str(port), "--protected-mode", "no", "--save", ""]
+    command += ["--appendonly", "no", "--dir", str(log_folder)]
+    ready, environment = re.compile("Ready to accept connections"), {"MALLOC_CONF": _TUNING if tuned else ""}
+    name = "redis-tuned" if tuned else "redis"
+    with started(name, command, log_folder, ready=ready, environment=environment) as child:
+        yield Child(child.name, child.process, child.log, f"{host}:{port}")

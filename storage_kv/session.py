@@ -14,7 +14,7 @@ from storage_kv.access.rules import User
 __all__ = ["Argument", "Session", "Transaction"]
 
 Argument: TypeAlias = bytes | memoryview
-"""Of a command. Only SET's value is ever a memoryview: a value that was received in place."""
+"""Of a command. Values that were received in place are memoryviews, all else is bytes."""
 
 
 @dataclass(slots=True)

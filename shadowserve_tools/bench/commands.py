@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import re
 import shutil
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -16,7 +15,7 @@ import click
 import psutil
 
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools.processes import Child, free_port, start_storage, started
+from shadowserve_tools.processes import Child, start_redis, start_storage
 from shadowserve_tools.report import Chart, Cost, Output, Report, cpu_s, output_options, repeat
 
 __all__ = ["commands"]
@@ -49,7 +48,7 @@ def commands(count: int, clients: int, repeats: int, output: Output) -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = [
             stack.enter_context(start_storage(folder, "--io-threads", "1")),
-            stack.enter_context(_start_redis(folder)),
+            stack.enter_context(start_redis(folder)),
         ]
         for command in _COMMANDS:
             flags = ["-c", str(clients), "-t", command.lower(), "-n", str(count)]
@@ -67,15 +66,6 @@ def commands(count: int, clients: int, repeats: int, output: Output) -> None:
         Chart("What a small command costs the server", x="", y="CPU time, us", series=series, kind="bars")
     )
     report.finish(output)
-
-
-@contextlib.contextmanager
-def _start_redis(folder: Path) -> Iterator[Child]:
-    """Run a Redis server as it comes, in memory only."""
-    port = free_port()
-    command = ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no"]
-    with started("redis", command, folder, ready=re.compile("Ready to accept connections")) as child:
-        yield Child(child.name, child.process, child.log, f"127.0.0.1:{port}")
 
 
 def _run(server: Child, flags: list[str]) -> Callable[[], Cost]:

@@ -34,10 +34,10 @@ from shadowserve_tools.bench.peers.installed import (
 from shadowserve_tools.bench.peers.sockets import (
     Memory,
     fastest,
+    filled_redis,
     plain_reader,
     plain_sockets,
     redis_reader,
-    start_redis,
 )
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
 from shadowserve_tools.report import Chart, Cost, Output, Report, output_options, repeat
@@ -159,7 +159,7 @@ def _others(stack: ExitStack, bed: Bed) -> tuple[list[Contender], dict[str, str]
     server = stack.enter_context(plain_sockets(bed.logs, bed.values_file, bed.chunks))
     contenders = [fastest(stack, LIMIT, server, memory, lambda count: plain_reader(server.address, count, memory))]
     for tuned in (False, True):
-        store = stack.enter_context(start_redis(bed.logs, values, bed.chunks, tuned=tuned))
+        store = stack.enter_context(filled_redis(bed.logs, values, bed.chunks, tuned=tuned))
         for pieces in (False, True):
             name = f"Redis{' tuned' * tuned}, {'GETRANGE 2 MiB' if pieces else 'GET 32 MiB'}"
             reader = functools.partial(redis_reader, store.address, memory=memory, pieces=pieces)

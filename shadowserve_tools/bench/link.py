@@ -32,10 +32,10 @@ from shadowserve_tools.bench.peers.sockets import (
     Memory,
     Reader,
     fastest,
+    filled_redis,
     plain_reader,
     plain_sockets,
     redis_reader,
-    start_redis,
 )
 from shadowserve_tools.processes import Child, start_data_plane, start_storage
 from shadowserve_tools.report import Chart, Cost, Output, Report, output_options, repeat
@@ -137,7 +137,7 @@ def _contenders(
 
     sockets = stack.enter_context(plain_sockets(logs, bed.values_file, chunks, network))
     contenders.append(fastest(stack, LIMIT, sockets, memory, inside(plain_reader, sockets)))
-    store = stack.enter_context(start_redis(logs, values, chunks, tuned=True, network=network))
+    store = stack.enter_context(filled_redis(logs, values, chunks, tuned=True, network=network))
     contenders.append(
         fastest(
             stack,

@@ -1,7 +1,6 @@
 """``shadowserve bench storage``: large values out of the storage server, against Redis and against bare sockets."""
 
 import json
-import re
 import shutil
 import socket
 import statistics
@@ -22,7 +21,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.plain_sender import REQUEST_BYTES
 from shadowserve_tools.bench.parts.workload import client
-from shadowserve_tools.processes import Child, free_port, start_storage, started
+from shadowserve_tools.processes import Child, start_redis, start_storage, started
 from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, tracked
 from storage_kv.engines.buffers import allocate
 
@@ -34,9 +33,6 @@ FLOOR: Final = "plain socket"
 REDIS: Final = "redis"
 TUNED: Final = "redis tuned"
 
-_TUNING: Final = {"MALLOC_CONF": "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"}
-"""Without it jemalloc maps each reply of 8 MiB or more anew, page faults included: Redis at a third of its speed."""
-_REDIS_READY: Final = re.compile(r"Ready to accept connections")
 _MEMORY_BYTES: Final = 64 << 20
 """Of distinct values, and of memory that a client receives into: twice this machine's last cache."""
 _ROOM: Final = 4
@@ -225,14 +221,10 @@ def _systems(logs: Path, io_threads: int, engines: Sequence[str], room: int) -> 
             *(System(OURS[engine], own, _address(own.address)) for engine, own in zip(engines, ours, strict=True)),
             System(FLOOR, floor, _address(floor.address), speaks_resp=False),
         ]
-        if program := shutil.which("redis-server"):
-            for name, environment in ((REDIS, {}), (TUNED, _TUNING)):
-                port = free_port()
-                command = [program, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(logs)]
-                child = stack.enter_context(
-                    started(name.replace(" ", "_"), command, logs, ready=_REDIS_READY, environment=environment)
-                )
-                systems.append(System(name, child, ("127.0.0.1", port)))
+        if shutil.which("redis-server"):
+            for name in (REDIS, TUNED):
+                child = stack.enter_context(start_redis(logs, tuned=name == TUNED))
+                systems.append(System(name, child, _address(child.address)))
         else:
             click.echo("redis-server is not installed: its rows and get_cpu_gain_over_redis are left out", err=True)
         yield systems

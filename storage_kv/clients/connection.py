@@ -272,7 +272,7 @@ class Connection(Watched):
         if small:
             queue.append(b"".join(small))
         if (
-            reader.in_progress
+            self._more
             or session.transaction
             or session.executing
             or queue.lent_bytes

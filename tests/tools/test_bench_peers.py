@@ -18,7 +18,7 @@ from shadowserve_tools.bench.peers import installed
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.driver import Values
 from shadowserve_tools.bench.peers.network import Link, linked
-from shadowserve_tools.bench.peers.sockets import Memory, plain_reader, plain_sockets, redis_reader, start_redis
+from shadowserve_tools.bench.peers.sockets import Memory, filled_redis, plain_reader, plain_sockets, redis_reader
 
 CHUNK_BYTES = 3 << 20  # more than one piece, and not a whole number of them
 CHUNKS = 3
@@ -64,7 +64,7 @@ def test_chunks_differ_and_a_single_byte_matters(values_file: Path, memory: Memo
 def test_redis_is_read_into_place(
     tmp_path: Path, values_file: Path, memory: Memory, connections: int, pieces: bool
 ) -> None:
-    with start_redis(tmp_path, Values(values_file), CHUNKS, tuned=True) as server:
+    with filled_redis(tmp_path, Values(values_file), CHUNKS, tuned=True) as server:
         reader = redis_reader(server.address, connections, memory, pieces=pieces)
         with contextlib.closing(reader):
             reader.fetch(2)
@@ -75,7 +75,7 @@ def test_redis_is_read_into_place(
 
 
 def test_a_value_that_is_not_there_is_an_error(tmp_path: Path, values_file: Path, memory: Memory) -> None:
-    with start_redis(tmp_path, Values(values_file), 1, tuned=False) as server:
+    with filled_redis(tmp_path, Values(values_file), 1, tuned=False) as server:
         with contextlib.closing(redis_reader(server.address, 1, memory, pieces=False)) as reader:
             with pytest.raises(ShadowServeError, match="the server answered"):
                 reader.fetch(2)

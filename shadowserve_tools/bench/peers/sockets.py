@@ -7,8 +7,6 @@ server: it holds the chunks and sends the bytes that it is asked for.
 
 import argparse
 import contextlib
-import re
-import shutil
 import socket
 import struct
 import sys
@@ -26,29 +24,23 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.driver import CLEARED, Bytes, Values
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
-from shadowserve_tools.processes import Child, free_port, started
+from shadowserve_tools.processes import Child, start_redis, started
 
 __all__ = [
     "CONNECTIONS",
-    "TUNED",
     "Memory",
     "Reader",
     "fastest",
     "plain_reader",
     "plain_sockets",
     "redis_reader",
-    "start_redis",
+    "filled_redis",
 ]
 
 CONNECTIONS: Final = (1, 2, 4)
 """Numbers of connections to try; the fastest counts."""
 TRIAL_CHUNKS: Final = 4
 PIECE_BYTES: Final = 2 << 20
-TUNED: Final = {"MALLOC_CONF": "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"}
-"""Environment that has Redis's allocator keep the memory of large replies.
-
-By default each reply above 8 MiB is a fresh mapping, whose page faults cost Redis three times the rest of its work.
-"""
 _ASK: Final = struct.Struct("<QQQ")
 _TIMEOUT_S: Final = 60.0
 
@@ -162,7 +154,7 @@ def _next(pieces: "deque[tuple[int, int]]") -> tuple[int, int] | None:
 
 
 def redis_reader(address: str, connections: int, memory: Memory, *, pieces: bool) -> Reader:
-    """Return a reader of chunks that :func:`start_redis` has stored: GET, or GETRANGE of 2 MiB at a time.
+    """Return a reader of chunks that :func:`filled_redis` has stored: GET, or GETRANGE of 2 MiB at a time.
 
     One request at a time on a connection: Redis copies replies that it cannot send yet, which costs more than waiting.
     """
@@ -182,38 +174,21 @@ def _key(index: int) -> bytes:
 
 
 @contextlib.contextmanager
-def start_redis(
+def filled_redis(
     logs: Path, values: Values, chunks: int, *, tuned: bool, network: Network = LOOPBACK
 ) -> Iterator[Child]:
-    """Run a Redis server that holds the chunks, in memory only.
-
-    Raises:
-        ShadowServeError: it is not installed, or does not start.
-    """
+    """Run a Redis server that holds the chunks; see :func:`~shadowserve_tools.processes.start_redis`."""
     import redis
 
-    if not shutil.which("redis-server"):
-        raise ShadowServeError("redis-server, a peer to compare with, is not installed; run scripts/setup")
-    port = free_port()
-    command = ["redis-server", "--bind", network.host, "--port", str(port), "--protected-mode", "no"]
-    command += ["--save", "", "--appendonly", "no", "--daemonize", "no"]
     with contextlib.ExitStack() as stack:
         with network.store_side():
-            child = stack.enter_context(
-                started(
-                    "redis-tuned" if tuned else "redis",
-                    command,
-                    logs,
-                    ready=re.compile("Ready to accept connections"),
-                    environment=TUNED if tuned else {"MALLOC_CONF": ""},
-                )
-            )
+            child = stack.enter_context(start_redis(logs, host=network.host, tuned=tuned))
             row = np.empty(values.chunk_bytes, np.uint8)
-            with redis.Redis(network.host, port, socket_timeout=_TIMEOUT_S) as server:
+            with redis.Redis.from_url(f"redis://{child.address}", socket_timeout=_TIMEOUT_S) as server:
                 for index in range(chunks):
                     values.write(index, row)
                     server.set(_key(index), memoryview(row))
-        yield Child(child.name, child.process, child.log, f"{network.host}:{port}")
+        yield child
 
 
 @contextlib.contextmanager
