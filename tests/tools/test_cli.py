@@ -211,6 +211,17 @@ def test_an_address_in_use_ends_with_2_in_one_line(command: str, flags: list[str
 # ---- The programs ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("command", "other"), [("storage", "dpu_dataplane"), ("dpu", "storage_kv")])
+def test_a_program_starts_without_the_other_and_without_reading_its_own_source(command: str, other: str) -> None:
+    script = (
+        "import linecache, sys; from shadowserve_tools import main; "
+        f"assert main.get_command(None, {command!r}); "
+        f"print([name for name in sys.modules if name.startswith({other!r})], [*linecache.cache])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=NEVER_S, check=True)
+    assert done.stdout == "[] []\n"
+
+
 def test_both_programs_start_meet_and_stop_cleanly_on_sigterm(tmp_path: Path) -> None:
     small = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB"]
     with (
