@@ -19,24 +19,29 @@ CHUNK_BYTES = SLICES * SLICE_BYTES
 DATA = np.random.default_rng(11).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint8)
 
 
-def make_round(target: NDArray[np.uint8], bodies: dict[int, object], deadline_ns: int = 2**62) -> native.Round:
-    """A round of what was stored without quantizer and codec: a body is what is delivered."""
+def make_round(
+    target: NDArray[np.uint8], bodies: dict[int, object], deadline_ns: int = 2**62, groups: int = 1
+) -> native.Round:
+    """A round of what was stored without quantizer and codec: a body is what is delivered. Groups share the target."""
     pieces, slices = np.zeros(CHUNKS, native.PIECE_DTYPE), np.zeros(CHUNKS * SLICES, native.SLICE_DTYPE)
     pieces["codec"], pieces["slice_count"], pieces["body_length"] = native.Codec.NONE, SLICES, CHUNK_BYTES
-    pieces["chunk"] = np.arange(CHUNKS)
+    pieces["group"], pieces["chunk"] = np.divmod(np.arange(CHUNKS), CHUNKS // groups)
     pieces["slice_first"] = SLICES * np.arange(CHUNKS)
     pieces["decompression_offset"] = CHUNK_BYTES * np.arange(CHUNKS)
     pieces["key"] = [b"chunk %d" % index for index in range(CHUNKS)]
     pieces["key_length"] = 7
     slices["offset"] = np.tile(SLICE_BYTES * np.arange(SLICES), CHUNKS)
-    slices["destination_offset"] = SLICE_BYTES * np.arange(CHUNKS * SLICES)
+    slices["destination_offset"] = np.tile(SLICE_BYTES * np.arange(CHUNKS * SLICES // groups), groups)
     slices["encoded_length"] = slices["decoded_length"] = SLICE_BYTES
     slices["vectors"] = 16
     slices["checksum"] = slices["decoded_crc32"] = [native.crc32(part) for part in DATA.reshape(-1, SLICE_BYTES)]
-    group = native.Group(
-        quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, destination=target
-    )
-    return native.Round(pieces=pieces, slices=slices, groups=[group], deadline_ns=deadline_ns, bodies=bodies)
+    parts = [
+        native.Group(
+            quantizer=Quantizer.PASSTHROUGH, dtype=DType.UINT8, vector_length=SLICE_BYTES // 16, destination=part
+        )
+        for part in np.split(target, groups)
+    ]
+    return native.Round(pieces=pieces, slices=slices, groups=parts, deadline_ns=deadline_ns, bodies=bodies)
 
 
 @pytest.fixture
@@ -102,6 +107,18 @@ def test_a_damaged_body_fails_its_chunk_and_those_behind(target: NDArray[np.uint
         assert round_.results[:3] == [Result.OK, Result.OK, Result.CHECKSUM]
         round_.release()
     assert (target.reshape(DATA.shape)[:2] == DATA[:2]).all()
+
+
+def test_a_damaged_body_costs_its_own_group_alone(target: NDArray[np.uint8]) -> None:
+    bad = DATA.copy()
+    bad[0, 5000] ^= 1
+    with make_pipeline() as pipeline:
+        round_ = make_round(target, dict(enumerate(bad)), groups=2)
+        assert pipeline.fetch(round_) is Result.CHECKSUM
+        assert round_.results[0] is Result.CHECKSUM and round_.results[2:] == [Result.OK, Result.OK]
+        round_.release()
+        assert pipeline.fetch(round_) is Result.BAD_ARGUMENT, "it has let go of its groups"
+    assert (target.reshape(DATA.shape)[2:] == DATA[2:]).all()
 
 
 def test_a_body_of_another_length_is_refused(target: NDArray[np.uint8]) -> None:
