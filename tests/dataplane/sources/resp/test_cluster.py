@@ -20,6 +20,7 @@ from dpu_dataplane.sources.resp.cluster import ServerCluster
 from dpu_dataplane.sources.resp.cluster import slot_of as slot_of_name
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.keys import storage_key
+from shadowserve.pieces import unpack
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
@@ -335,6 +336,35 @@ async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tm
             answer = await client.fetch(KEYS)
             assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, 0)
             await until(lambda: not daemon._source.connected)
+    finally:
+        cluster.kill()
+
+
+async def test_a_node_that_is_away_costs_a_group_that_has_nothing_there_nothing(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, replicas=0)
+    try:
+        cluster.start()
+        cluster.never_fail_over()
+        for key, record in zip(KEYS, RECORDS, strict=True):
+            cluster.put(key, record)
+        victim = cluster.master_of(KEYS[0])
+        away, here = ([i for i, key in enumerate(KEYS) if (cluster.master_of(key) is victim) == is_] for is_ in (1, 0))
+        async with serving(cluster) as (_, client):
+            await client.lookup(KEYS)
+            parts, begin = [], 0
+            for chosen in (away, here):
+                length = len(chosen) * SHAPE.raw_bytes
+                parts.append(client.part([KEYS[index] for index in chosen], offset=begin, length=length))
+                begin += length
+            victim.kill()
+            answer = await client.stub.Fetch(client.fetch_request([], parts=parts, order=pb.ORDER_LAYERS))
+            assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE and str(victim.port) in answer.detail
+            there = [
+                unpack(data, SHAPE.layers, len(part.keys)) for data, part in zip(answer.delivered, parts, strict=True)
+            ]
+            assert not there[0].any() and there[1].all()
+            for place, index in enumerate(here, len(away)):
+                assert client.chunk(place) == expected(SHAPE, KEYS[index], RECORDS[index])
     finally:
         cluster.kill()
 
