@@ -25,6 +25,7 @@ from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
 from shadowserve.pool.contract import Engine
+from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.resp import encode_error
 from shadowserve.signals import stop_signals
@@ -36,10 +37,9 @@ from storage_kv.clients.io_threads import IoThread, threads_for
 from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
-from storage_kv.engines import open_engine
-from storage_kv.engines.thread import EngineThread
 from storage_kv.node import Node, Session
 from storage_kv.operate.operations import Operations
+from storage_kv.store_thread import EngineThread
 
 __all__ = ["StorageServer", "run"]
 
@@ -88,7 +88,9 @@ class StorageServer:
         """
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
         users = Users(config, BY_FULL_NAME)
-        self.node = Node(config, users, open_engine(config) if engine is None else engine, wall_clock_ms, audit=audit)
+        self.node = Node(
+            config, users, PoolEngine(config.pool) if engine is None else engine, wall_clock_ms, audit=audit
+        )
         self.operations = Operations(self.node, load)
         self.operations.reconfiguration.follow("connections_max", self._follow_connections_max)
         self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")

@@ -4,6 +4,7 @@
 pool is made of. Each device is a volume of its own: the room ``volume/`` knows one device and what survives on it, and
 nothing of this one. This room knows what several of them and memory make together:
 
+- ``values`` finds, takes and changes one value at a time.
 - ``opening`` opens devices and recovers what is on them, ``tenants`` know whose it is, ``keys`` what the index calls
   it, ``sessions`` which devices took part, and ``core`` is what all parts share: index, memory, devices, and how an
   entry goes.
@@ -12,6 +13,7 @@ nothing of this one. This room knows what several of them and memory make togeth
   day.
 - What goes for it: ``space``, with ``weights`` of who has most and ``pins`` of who keeps what; ``clears`` is what was
   cleared and goes bit by bit; ``bounds`` changes what may be held.
+- Where there are no devices, ``heap`` has the values, each in memory of its own (``buffers``).
 - How bytes travel: ``arena`` is memory that is received into, read into and sent from (``registration`` tells devices
   of it), ``copies`` what stays there; ``writes``, by the states of ``writing``, and ``reads``; ``disk`` is one device
   with its failures and its log. ``wake`` has the engine's thread look after all of it.

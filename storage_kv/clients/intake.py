@@ -8,10 +8,10 @@ its turn where there is no room: with its client, who is not read.
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
+from shadowserve.pool import buffers
 from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, NeedData, encode_error
 from storage_kv.clients.holdings import Holdings
 from storage_kv.commands._arguments import OUT_OF_MEMORY
-from storage_kv.engines import buffers
 from storage_kv.node import Argument, Node, Session
 
 __all__ = ["Event", "Intake"]

@@ -125,7 +125,7 @@ def _info_shadowserve(node: Node) -> _Fields:
     counters, engine = node.counters, node.engine.statistics()
     return [
         ("version", __version__),
-        ("engine", type(node.engine).__name__),
+        ("engine", node.config.kind),
         ("records", engine.records),
         ("record_bytes", engine.record_bytes),
         ("records_stored", counters.records_stored),

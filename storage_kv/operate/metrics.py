@@ -20,7 +20,6 @@ from prometheus_client.core import (
 from shadowserve import __version__
 from shadowserve.latency import LatencyHistogram
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
-from storage_kv.engines import engine_kind
 from storage_kv.node import Node
 from storage_kv.operate.command_statistics import SAMPLE_EVERY
 from storage_kv.operate.health import Condition
@@ -160,9 +159,7 @@ class NodeCollector:
 
     def _process(self, waiting_bytes: int) -> Iterator[Metric]:
         node, condition, usage = self._node, self._condition, resource.getrusage(resource.RUSAGE_SELF)
-        yield InfoMetricFamily(
-            _PREFIX + "build", "What runs.", {"version": __version__, "engine": engine_kind(node.config)}
-        )
+        yield InfoMetricFamily(_PREFIX + "build", "What runs.", {"version": __version__, "engine": node.config.kind})
         for name, value, text in (
             ("clients", len(node.sessions), "Connected clients."),
             ("tenants", len(node.limiters), "Tenants with limits."),

@@ -69,7 +69,7 @@ class Reconfiguration:
         self._hooks[key] = hook
 
     def _follow_pool(self, config: StorageConfig) -> None:
-        self._node.engine.follow(config)
+        self._node.engine.follow(config.pool)
 
     def _follow_tenants(self, config: StorageConfig) -> None:
         """Give tenants their new limits; those that are named no more have none."""

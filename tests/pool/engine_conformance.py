@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from work_meter import WORK_MAX, WorkMeter
 
 from shadowserve.pool.contract import Engine
+from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, PinShareError
 from shadowserve.pool.volume.changes import OutOfBudgetError
-from storage_kv.engines.memory import ENTRY_OVERHEAD_BYTES
 
 
 class EngineConformance(ABC):
@@ -22,7 +22,7 @@ class EngineConformance(ABC):
 
     MANY = 3_000
     """Entries of which there are enough to tell work on each of them from work on some."""
-    PIN_UNIT_MS = 1
+    PIN_UNIT_MS = 1000
     """How exactly the engine keeps the end of a pin."""
 
     def cost(self, key: bytes, size: int) -> int:

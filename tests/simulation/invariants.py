@@ -9,7 +9,6 @@ from world import World
 from shadowserve.native import ANY, NO_PARENT
 from shadowserve.pool.contract import Engine
 from shadowserve.pool.engine import PoolEngine
-from storage_kv.engines.memory import MemoryEngine
 
 __all__ = ["Invariants"]
 
@@ -68,16 +67,10 @@ class Invariants:
 
 def _chunks(engine: Engine) -> _Present:
     found: _Present = {}
-    if isinstance(engine, PoolEngine):
-        for slot in engine._index.scan(ANY, 0, 1 << 20, 1 << 20)[1]:
-            entry = engine._index.read(slot)
-            if entry.head_length:
-                parent = None if entry.parent == NO_PARENT else (entry.tenant, entry.parent)
-                found[entry.tenant, entry.key] = entry.generation, parent
-    elif isinstance(engine, MemoryEngine):
-        for tenant, account in engine._accounts.items():
-            for key, item in account.items.items():
-                if item.head_bytes:
-                    parent = (tenant, item.parent) if item.parent else None
-                    found[tenant, bytes.fromhex(key[3:].decode())] = id(item), parent
+    assert isinstance(engine, PoolEngine)
+    for slot in engine._index.scan(ANY, 0, 1 << 20, 1 << 20)[1]:
+        entry = engine._index.read(slot)
+        if entry.head_length:
+            parent = None if entry.parent == NO_PARENT else (entry.tenant, entry.parent)
+            found[entry.tenant, entry.key] = entry.generation, parent
     return found

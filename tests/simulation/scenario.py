@@ -34,7 +34,6 @@ from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.format import Superblock
 from storage_kv.access.rules import hash_password
 from storage_kv.config import StorageConfig
-from storage_kv.engines.memory import MemoryEngine
 
 __all__ = ["TENANTS", "Plan", "Result", "plan_of", "simulate"]
 
@@ -214,12 +213,10 @@ class Simulation:
             self.model.lose_all()
 
     def _engine(self) -> Engine:
-        if self.plan.engine == "memory":
-            return MemoryEngine(int(self.config.memory_budget_bytes), self.world.wall_ms)
         known = {str(entry.path): entry for entry in self.config.devices}
         entries = [(known[device.name], device) for device in self.devices]
         return PoolEngine(
-            self.config,
+            self.config.pool,
             devices=lambda: list(entries),
             clock_ms=self.world.wall_ms,
             seed=self.world.random.randrange(1 << 32),

@@ -85,7 +85,8 @@ def test_commands_on_many_keys_let_others_have_the_lock(served: Served) -> None:
         found = client.call("KEYS", "k*")
         assert isinstance(found, list) and sorted(found) == sorted(name.encode() for name in names)  # type: ignore[type-var]
         assert client.call("KEYS", "*") == found
-        assert client.call("KEYS", "k1?") == [b"k%d" % number for number in range(10, 20)]
+        some = client.call("KEYS", "k1?")
+        assert isinstance(some, list) and sorted(map(bytes, some)) == [b"k%d" % number for number in range(10, 20)]  # type: ignore[arg-type]
         cursor, scanned = b"0", 0
         for _ in range(1 + MANY // KEYS_AT_A_TIME):
             page = client.call("SCAN", cursor, "COUNT", 10**9)
@@ -163,8 +164,8 @@ def test_values_set_together_wait_for_room_and_are_answered_when_durable(served:
         client.send("MSET", *pairs(count))
         room = 0
         while len(engine.tickets) < count:
-            wait_for(lambda: engine.busy or len(engine.tickets) == count)
-            room += bool(engine.busy)
+            wait_for(lambda: engine.refused_writes or len(engine.tickets) == count)
+            room += bool(engine.refused_writes)
             engine.make_room()
         assert room >= 2
         other = served.client()

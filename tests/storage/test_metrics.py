@@ -16,11 +16,11 @@ from storage_support import REPOSITORY, Child, make_record
 from dpu_dataplane.metrics import Metrics
 from shadowserve.clock import wall_clock_ms
 from shadowserve.latency import LatencyHistogram
+from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig
-from storage_kv.engines.memory import MemoryEngine
 from storage_kv.node import CommandError, Node, Session
 from storage_kv.operate.command_statistics import SAMPLE_EVERY, CommandStatistics
 from storage_kv.operate.health import Condition
@@ -151,7 +151,7 @@ def test_while_the_engine_recovers_nothing_is_asked_of_it() -> None:
 
 
 def test_an_engine_of_memory_alone_has_neither_devices_nor_arenas() -> None:
-    samples = exported(node_with(MemoryEngine(1 << 20)))
+    samples = exported(node_with(PoolEngine.open(StorageConfig())))
     assert "shadowserve_storage_keys" in samples
     assert not [name for name in samples if "{device=" in name or "{arena=" in name or "{outcome=" in name]
 

@@ -244,7 +244,7 @@ def test_a_client_stops_where_there_is_no_room_and_goes_on_when_there_is(served:
             sent.set()
 
         threading.Thread(target=send).start()
-        wait_for(lambda: engine.ready or engine.busy)
+        wait_for(lambda: engine.ready or engine.refused_writes)
         assert other.call("EXISTS", "a") == 0
         if size < MIB:
             assert sent.wait(60.0)
@@ -262,7 +262,7 @@ def test_a_checked_record_waits_for_room_without_being_checked_again(served: Ser
         engine.crowded = True
         client.send("SET", key, record)
         for again in (True, True, False):
-            wait_for(lambda: engine.busy)
+            wait_for(lambda: engine.refused_writes)
             assert engine.buffers
             engine.make_room(crowded=again)
         assert client.receive() == b"OK" and client.call("GET", key) == record and not engine.buffers

@@ -96,7 +96,7 @@ def test_a_transaction_waits_for_room_and_goes_on_where_it_stopped(served: Serve
         calls(client, ("MULTI",), ("SET", "a", "1"), ("SET", "b", LARGE), ("MSET", "c", "3", "d", "4"), ("GET", "b"))
         engine.crowded = True
         client.send("EXEC")
-        wait_for(lambda: engine.busy)
+        wait_for(lambda: engine.refused_writes)
         engine.make_room()
         assert client.receive() == [b"OK", b"OK", b"OK", LARGE]
         assert client.call("MGET", "a", "c", "d") == [b"1", b"3", b"4"]

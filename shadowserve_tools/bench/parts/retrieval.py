@@ -21,6 +21,7 @@ import numpy as np
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
+from shadowserve.pool.buffers import allocate
 from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.placement import Interleaver
@@ -30,7 +31,6 @@ from shadowserve.pool.volume.changes import BusyError
 from shadowserve_tools.bench.parts.disks import Disk, drop_cached
 from shadowserve_tools.report import measure
 from storage_kv.config import StorageConfig
-from storage_kv.engines.buffers import allocate
 
 __all__ = ["Files", "Pool", "Prefix", "Retrieval", "Store"]
 
