@@ -1,6 +1,6 @@
 """Memory and SSDs as one store: a library, without sockets, of which a program has one or several (docs/pool.md).
 
-``contract`` says what may be asked of a pool, in the words of ``terms``, and ``engine`` answers; ``config`` says what a
+``store`` says what may be asked of a pool, in the words of ``terms``, and ``pool`` answers; ``config`` says what a
 pool is made of. Each device is a volume of its own: the room ``volume/`` knows one device and what survives on it, and
 nothing of this one. This room knows what several of them and memory make together:
 
@@ -16,7 +16,7 @@ nothing of this one. This room knows what several of them and memory make togeth
 - Where there are no devices, ``heap`` has the values, each in memory of its own (``buffers``).
 - How bytes travel: ``arena`` is memory that is received into, read into and sent from (``registration`` tells devices
   of it), ``copies`` what stays there; ``writes``, by the states of ``writing``, and ``reads``; ``disk`` is one device
-  with its failures and its log. ``wake`` has the engine's thread look after all of it.
+  with its failures and its log. ``wake`` has the pool's thread look after all of it.
 - ``scrub`` checks what nobody asks for, ``quarantine`` tests extents that failed, ``scanning`` walks through the keys,
   ``reports`` and ``statistics`` tell of it all. ``ordered`` keeps things in order, however many they are.
 """

@@ -18,7 +18,7 @@ __all__ = ["Bounds"]
 
 
 class Bounds(ABC):
-    """The part of the pool's engine that changes what it may hold, and who may have how much of it."""
+    """The part of the pool's store that changes what it may hold, and who may have how much of it."""
 
     _clock_ms: Callable[[], int]
     _core: Core
@@ -33,15 +33,15 @@ class Bounds(ABC):
         """Return the entry of a client's key, unless it has expired, which removes it."""
 
     def tenant(self, name: str) -> int:
-        """See :meth:`Engine.tenant`."""
+        """See :meth:`Store.tenant`."""
         return self._tenants.id_of(name)
 
     def tenants(self) -> Mapping[str, int]:
-        """See :meth:`Engine.tenants`."""
+        """See :meth:`Store.tenants`."""
         return self._tenants.by_name()
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
-        """See :meth:`Engine.set_quota`. Bytes count as they lie: with headers, in blocks of 4 KiB."""
+        """See :meth:`Store.set_quota`. Bytes count as they lie: with headers, in blocks of 4 KiB."""
         if bytes_max is None and keys_max is None:
             self._space.quotas.pop(tenant, None)
         else:
@@ -54,12 +54,12 @@ class Bounds(ABC):
             self._core.waker.wake()
 
     def set_budget(self, budget_bytes: int) -> None:
-        """See :meth:`Engine.set_budget`: bounds all objects together, below what devices and memory have room for."""
+        """See :meth:`Store.set_budget`: bounds all objects together, below what devices and memory have room for."""
         self._space.budget_bytes = budget_bytes
         self._bound()
 
     def follow(self, config: PoolConfig) -> None:
-        """See :meth:`Engine.follow`.
+        """See :meth:`Store.follow`.
 
         The arenas stay as large as they were mapped: beyond that, more memory has no effect. Without devices there are
         none, and memory bounds all objects.
@@ -87,11 +87,11 @@ class Bounds(ABC):
             pass
 
     def set_pin_shares(self, of_tenant: float, of_all: float) -> None:
-        """See :meth:`Engine.set_pin_shares`."""
+        """See :meth:`Store.set_pin_shares`."""
         self._core.pins.of_tenant, self._core.pins.of_all = of_tenant, of_all
 
     def pin(self, address: Address, until_ms: int) -> bool:
-        """See :meth:`Engine.pin`. The index counts in seconds: pins are rounded up."""
+        """See :meth:`Store.pin`. The index counts in seconds: pins are rounded up."""
         entry = self._entry_of(address)
         if entry is None:
             return False
@@ -119,7 +119,7 @@ class Bounds(ABC):
             disk.log_pin(entry.tenant, entry.key, until_s)
 
     def unpin_some(self, tenant: int | None) -> int:
-        """See :meth:`Engine.unpin_some`."""
+        """See :meth:`Store.unpin_some`."""
         some = self._core.pins.some(tenant, ENTRIES_PER_HOLD)
         for _, slot in some:
             entry = self._core.entry(slot)
@@ -128,12 +128,12 @@ class Bounds(ABC):
         return len(some)
 
     def pinned(self, tenant: int) -> PinnedEntries:
-        """See :meth:`Engine.pinned`."""
+        """See :meth:`Store.pinned`."""
         quota_bytes, budget_bytes = self._space.bounds(tenant)
         return self._core.pins.entries(tenant, quota_bytes=quota_bytes, budget_bytes=budget_bytes)
 
     def pinning_tenants(self, count_max: int) -> list[int]:
-        """See :meth:`Engine.pinning_tenants`."""
+        """See :meth:`Store.pinning_tenants`."""
         return self._core.pins.tenants(count_max)
 
     def _end_pins(self) -> None:

@@ -84,7 +84,7 @@ class Core:
 
     Attributes:
         writes: those under way.
-        waker: has the engine's thread look after the pool.
+        waker: has the pool's thread look after the pool.
         heap: has the values of a pool without devices; None where there are devices, whose arenas have them.
         pins: which entries are pinned, by slot.
         clears: what was cleared, and is in the index still.
@@ -119,7 +119,7 @@ class Core:
         self.weights: Weights[int] = Weights()
         self.writes = Writes()
 
-    # ---- The engine's thread
+    # ---- the pool's thread
 
     def step_disks(self, now_ms: int) -> list[Call]:
         """Take back what devices have done; return what is to be called without the lock."""

@@ -61,7 +61,7 @@ class Item:
         length: bytes of the value.
         head_bytes: length of the record's head if the value is a valid record, else 0.
         expires_at_ms: Unix time in milliseconds, or None.
-        value: the bytes, never changed after they were stored; None where they are not in memory: ``Engine.read()``
+        value: the bytes, never changed after they were stored; None where they are not in memory: ``Store.read()``
             brings them.
     """
 

@@ -43,7 +43,7 @@ class Values(Bounds):
     # ---- Reading
 
     def get(self, address: Address) -> Item | None:
-        """See :meth:`Engine.get`."""
+        """See :meth:`Store.get`."""
         return (
             self._find(address, use=True)
             if self._core.heap is None
@@ -51,13 +51,13 @@ class Values(Bounds):
         )
 
     def get_each(self, tenant: int, keys: Iterable[bytes | memoryview]) -> Iterator[Item | None]:
-        """See :meth:`Engine.get_each`."""
+        """See :meth:`Store.get_each`."""
         if self._core.heap is not None:
             return self._each_of_heap(tenant, keys)
         return (self._find((tenant, bytes(key)), use=True) for key in keys)
 
     def peek(self, address: Address) -> Item | None:
-        """See :meth:`Engine.peek`."""
+        """See :meth:`Store.peek`."""
         return self._find(address, use=False) if self._core.heap is None else self._item_of(self._core.heap, address)
 
     def _each_of_heap(self, tenant: int, keys: Iterable[bytes | memoryview]) -> Iterator[HeapItem | None]:
@@ -133,7 +133,7 @@ class Values(Bounds):
         return entry
 
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
-        """See :meth:`Engine.read`."""
+        """See :meth:`Store.read`."""
         if item.value is not None:
             done(Lease(memoryview(item.value)[start:end]))
             return
@@ -146,11 +146,11 @@ class Values(Bounds):
         self._reader.read(item.entry, start, end, done)
 
     def hold(self, item: Item) -> None:
-        """See :meth:`Engine.hold`."""
+        """See :meth:`Store.hold`."""
         item.kept.users += 1
 
     def release(self, item: Item) -> None:
-        """See :meth:`Engine.release`."""
+        """See :meth:`Store.release`."""
         if self._core.heap is not None:
             assert isinstance(item, HeapItem)
             self._core.heap.release(item)
@@ -167,7 +167,7 @@ class Values(Bounds):
     # ---- Writing
 
     def allocate(self, size: int, ready: Callable[[], None]) -> memoryview | None:
-        """See :meth:`Engine.allocate`."""
+        """See :meth:`Store.allocate`."""
         if self._core.heap is not None:
             if size + ENTRY_OVERHEAD_BYTES > self._space.capacity_bytes:
                 raise MemoryError("command not allowed when used memory > 'maxmemory'.")
@@ -186,7 +186,7 @@ class Values(Bounds):
         return self._core.arenas.lend(buffer, size)
 
     def discard(self, buffer: memoryview) -> None:
-        """See :meth:`Engine.discard`."""
+        """See :meth:`Store.discard`."""
         self._core.arenas.end_loan(buffer)
         self._reader.pump()
         if self._ready:
@@ -208,7 +208,7 @@ class Values(Bounds):
         expires_at_ms: int | None = None,
         parent: bytes = b"",
     ) -> Ticket | None:
-        """See :meth:`Engine.put`."""
+        """See :meth:`Store.put`."""
         core = self._core
         heap = core.heap
         if heap is not None:
@@ -419,7 +419,7 @@ class Values(Bounds):
         self._writer.begin(moved, home.disk, buffer, name, placed=home.placed)
 
     def settling(self, address: Address) -> Ticket | None:
-        """See :meth:`Engine.settling`."""
+        """See :meth:`Store.settling`."""
         entry = self._present(parse_key(address))
         writer = self._writer
         return None if entry is None else writer.ticket(entry.slot) or writer.sure(entry.tenant, entry.key)
@@ -427,7 +427,7 @@ class Values(Bounds):
     # ---- Changing one
 
     def remove(self, address: Address) -> bool:
-        """See :meth:`Engine.remove`."""
+        """See :meth:`Store.remove`."""
         entry = self._entry_of(address)
         if entry is None:
             return False
@@ -435,7 +435,7 @@ class Values(Bounds):
         return True
 
     def set_expiry(self, address: Address, expires_at_ms: int | None) -> bool:
-        """See :meth:`Engine.set_expiry`."""
+        """See :meth:`Store.set_expiry`."""
         entry = self._entry_of(address)
         if entry is None:
             return False

@@ -13,8 +13,8 @@ from a device, an OK that waits until a write is durable. They keep their place;
 within limits, and nothing behind a pending part is sent before it. Word that one is known comes from other threads
 (signal.py).
 
-An engine may have no room: for a buffer to receive a value in, or for one more write. Then the connection reads and
-executes nothing until the engine says when to try again, which the client feels as TCP's back-pressure; after
+A store may have no room: for a buffer to receive a value in, or for one more write. Then the connection reads and
+executes nothing until the store says when to try again, which the client feels as TCP's back-pressure; after
 ``stall_timeout_s`` of that it is told that there is no memory.
 
 How bytes cross the wire is the transport's business (transport.py, secure_connection.py).
@@ -79,7 +79,7 @@ class Connection(Watched):
         "_blocked",
         "_blocked_since_s",
         "_ends_turn",
-        "_engine",
+        "_store",
         "_holdings",
         "_holds_replies",
         "_host",
@@ -106,7 +106,7 @@ class Connection(Watched):
         """Take over a non-blocking socket, in its transport, and serve it until it ends."""
         self._host = host
         self._node = host.node
-        self._engine = host.node.engine
+        self._store = host.node.store
         super().__init__(transport.socket, loop)
         self._transport, self.session = transport, session
         self._reader = CommandReader(limits_of(host.node, session))
@@ -120,9 +120,9 @@ class Connection(Watched):
         self._holds_replies = False  # and nothing sent
         self._working = False  # a Later is under way
         self._more = False  # there may be whole commands in the reader
-        self._blocked = False  # the engine has no room: until the signal
+        self._blocked = False  # the store has no room: until the signal
         self._blocked_since_s = 0.0  # without having got on since
-        self._retry: Callable[[], Reply] | None = None  # what the engine had no room for
+        self._retry: Callable[[], Reply] | None = None  # what the store had no room for
         self._rest: Callable[[], Reply] | None = None  # what follows of a reply that is made as it is taken
         self._scheduled = False  # the next turn will come without any event
         self._ends_turn = False  # this turn's end is still to come
@@ -378,7 +378,7 @@ class Connection(Watched):
         )
 
     def _block(self, error: BusyError | None) -> None:
-        """Stop until the engine has room; without an error, it was given the signal already."""
+        """Stop until the store has room; without an error, it was given the signal already."""
         self._blocked = True
         self._blocked_since_s = self._blocked_since_s or time.monotonic()
         if error is not None:
@@ -422,7 +422,7 @@ class Connection(Watched):
 
     def _stop_waiting_for_room(self) -> None:
         """Tell the client that there was no room for too long."""
-        _log.info("client_refused address=%s reason='no room in the engine'", self.session.address)
+        _log.info("client_refused address=%s reason='no room in the store'", self.session.address)
         with self._node.lock:
             error = encode_error(f"OOM {_NO_ROOM}")
             if self._intake.waits:
@@ -544,7 +544,7 @@ class Connection(Watched):
                     self.session.limiter.charge(0, sent_bytes)
                 for part in sent_parts:
                     self._node.lent.unpin(part.pinned)
-                    part.release(self._engine)
+                    part.release(self._store)
                 if self._holdings.counted:
                     self._moved_bytes += sent_bytes
                     self._account()

@@ -54,16 +54,16 @@ class Intake:
     def __init__(
         self, node: Node, session: Session, reader: CommandReader, holdings: Holdings, ready: Callable[[], None]
     ) -> None:
-        """Make it; ``ready`` is called, from any thread, when the engine may have room."""
+        """Make it; ``ready`` is called, from any thread, when the store may have room."""
         self._node = node
         self._session = session
         self._reader = reader
         self._holdings = holdings
         self._ready = ready
         self._wanted_bytes = -1  # of a large argument for which there is no room yet
-        self._admitted = False  # by the bound; the engine has no room
-        self._value = -1  # position of the value that the engine's buffer is for
-        self._buffer: memoryview | None = None  # the engine's
+        self._admitted = False  # by the bound; the store has no room
+        self._value = -1  # position of the value that the store's buffer is for
+        self._buffer: memoryview | None = None  # the store's
         self.bytes = 0
         self.in_place = False
         self.refusal = b""
@@ -107,7 +107,7 @@ class Intake:
         self.bytes += 0 if self._admitted else size
         try:
             is_stored = is_value and self._session.transaction is None
-            view = self._node.engine.allocate(size, self._ready) if is_stored else buffers.allocate(size)
+            view = self._node.store.allocate(size, self._ready) if is_stored else buffers.allocate(size)
         except MemoryError as error:
             self.refusal = encode_error(f"OOM {error}")
             return self._drop()
@@ -157,5 +157,5 @@ class Intake:
         """Hold nothing of the command that has been executed, or never will be; what was stored stays stored."""
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
-            self._node.engine.discard(buffer)
+            self._node.store.discard(buffer)
         self.bytes, self.refusal, self._value = 0, b"", -1

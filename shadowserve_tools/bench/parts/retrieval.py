@@ -23,8 +23,8 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
 from shadowserve.pool.buffers import allocate
 from shadowserve.pool.config import DeviceConfig
-from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError
@@ -32,7 +32,7 @@ from shadowserve_tools.bench.parts.disks import Disk, drop_cached
 from shadowserve_tools.report import measure
 from storage_kv.config import StorageConfig
 
-__all__ = ["Files", "Pool", "Prefix", "Retrieval", "Store"]
+__all__ = ["Files", "OurPool", "Prefix", "Retrieval", "Store"]
 
 _POLL_MS: Final = 100
 _STALLED_S: Final = 120.0
@@ -128,8 +128,8 @@ class Store(ABC):
         """Give everything back."""
 
 
-class Pool(Store):
-    """A pool engine on some devices.
+class OurPool(Store):
+    """Our pool on some devices.
 
     Args:
         disks: to use; what is on them is lost.
@@ -163,16 +163,16 @@ class Pool(Store):
             }
         )
         self._lock = threading.Lock()
-        self._engine = PoolEngine(config, ticks=time.thread_time_ns)  # this thread's: others use the machine, too
-        self._engine.start(self._lock)
+        self._pool = Pool(config, ticks=time.thread_time_ns)  # this thread's: others use the machine, too
+        self._pool.start(self._lock)
         self._poll = select.poll()
-        for descriptor in self._engine.descriptors():
+        for descriptor in self._pool.descriptors():
             self._poll.register(descriptor, select.POLLIN)
 
     def statistics(self) -> Statistics:
         """Return what the pool tells of itself."""
         with self._lock:
-            return self._engine.statistics()
+            return self._pool.statistics()
 
     def put(self, prefix: Prefix) -> None:
         """See :meth:`Store.put`."""
@@ -191,7 +191,7 @@ class Pool(Store):
             while True:
                 try:
                     with self._lock:
-                        ticket = self._engine.put(prefix.key(number), memory, parent=prefix.parent(number))
+                        ticket = self._pool.put(prefix.key(number), memory, parent=prefix.parent(number))
                     break
                 except BusyError:
                     self._step()
@@ -206,21 +206,21 @@ class Pool(Store):
     def _memory(self, size: int) -> memoryview:
         while True:
             with self._lock:
-                memory = self._engine.allocate(size, lambda: None)
+                memory = self._pool.allocate(size, lambda: None)
             if memory is not None:
                 return memory
             self._step()
 
     def cool(self) -> None:
         """See :meth:`Store.cool`."""
-        self._wait(lambda: not self._engine.busy)
+        self._wait(lambda: not self._pool.busy)
         with self._lock:
-            self._engine.drop_copies()
+            self._pool.drop_copies()
 
     def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
         """See :meth:`Store.retrieve`."""
         keys = [prefix.key(number) for number in range(len(prefix.names))]
-        engine, lock = self._engine, self._lock
+        engine, lock = self._pool, self._lock
         missing: list[int] = []
         left = [len(keys)]
 
@@ -269,11 +269,11 @@ class Pool(Store):
 
     def _step(self) -> None:
         self._poll.poll(_POLL_MS)
-        self._engine.poll()
+        self._pool.poll()
 
     def close(self) -> None:
         """See :meth:`Store.close`."""
-        self._engine.close()
+        self._pool.close()
 
 
 class Files(Store):

@@ -1,4 +1,4 @@
-"""An engine as slow as a test wants: reads and writes end when it says so. And a server of it in this process."""
+"""An store as slow as a test wants: reads and writes end when it says so. And a server of it in this process."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from typing import Any, Self
 from machine import PATIENCE_S, wait_for
 from storage_support import Client
 
-from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError, Ticket
 from storage_kv.config import StorageConfig
@@ -27,7 +27,7 @@ class Away(Item):
         self.bytes_ = bytes(found.value)
 
 
-class SlowEngine(PoolEngine):
+class SlowStore(Pool):
     """Values that have to be read, writes that have to be waited for, where the test has said so.
 
     Attributes:
@@ -127,17 +127,17 @@ class SlowEngine(PoolEngine):
 
 
 class Served:
-    """A server of a SlowEngine in a thread of this process."""
+    """A server of a SlowStore in a thread of this process."""
 
     def __init__(self, **config: Any) -> None:
-        self.engine = SlowEngine()
+        self.store = SlowStore()
         self._config = StorageConfig(port=0, **({"shutdown_timeout_s": PATIENCE_S} | config))
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._clients: list[Client] = []
 
     def make_server(self) -> StorageServer:
-        return StorageServer(self._config, self.engine)
+        return StorageServer(self._config, self.store)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -151,7 +151,7 @@ class Served:
         return self._clients[-1]
 
     def wait_for_reads(self, count: int) -> None:
-        wait_for(lambda: len(self.engine.reads) == count)
+        wait_for(lambda: len(self.store.reads) == count)
 
     def request_stop(self) -> None:
         self._loop.call_soon_threadsafe(self.server.request_stop)

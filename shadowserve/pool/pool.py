@@ -1,4 +1,4 @@
-"""The pool engine: memory arenas and SSDs as one store (docs/pool.md).
+"""The pool: memory arenas and SSDs as one store (docs/pool.md).
 
 This is where its users meet the pool. What happens when is told by the parts: ``homes`` where an object goes,
 ``space`` what goes for it, ``writes`` and ``reads`` how bytes travel, ``volume`` what survives, ``scrub`` who looks
@@ -31,13 +31,13 @@ from shadowserve.pool.volume.changes import Ticket
 from shadowserve.pool.volume.volume import Call
 from shadowserve.pool.writes import Writer, joined
 
-__all__ = ["PoolEngine"]
+__all__ = ["Pool"]
 
 _TURN_MS: Final = 100
 
 
-class PoolEngine(Values):
-    """An :class:`Engine` over memory and any number of devices, none included."""
+class Pool(Values):
+    """An :class:`Store` over memory and any number of devices, none included."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class PoolEngine(Values):
         ticks: Callable[[], int] = time.perf_counter_ns,
         entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """Make an engine that start() opens.
+        """Make a store that start() opens.
 
         Args:
             config: of the storage node.
@@ -82,19 +82,19 @@ class PoolEngine(Values):
 
     @classmethod
     def open(cls, config: PoolConfig, clock_ms: Callable[[], int] = wall_clock_ms) -> Self:
-        """Return a started engine with a lock of its own, for programs without a server.
+        """Return a started store with a lock of its own, for programs without a server.
 
         Raises:
             ConfigurationError: a device cannot be used.
         """
-        engine = cls(config, clock_ms=clock_ms)
-        engine.start(threading.Lock())
-        return engine
+        store = cls(config, clock_ms=clock_ms)
+        store.start(threading.Lock())
+        return store
 
     # ---- Life
 
     def start(self, lock: threading.Lock) -> None:
-        """See :meth:`Engine.start`: opens the devices, recovers what is on them, measures their bandwidths."""
+        """See :meth:`Store.start`: opens the devices, recovers what is on them, measures their bandwidths."""
         self._lock = lock
         found, absent = open_devices(self._config) if self._devices is None else (self._devices(), [])
         opened = self._open_parts(found, absent)
@@ -113,11 +113,11 @@ class PoolEngine(Values):
         self._cursors = Cursors(self._entropy(16))
 
     def descriptors(self) -> list[int]:
-        """See :meth:`Engine.descriptors`."""
+        """See :meth:`Store.descriptors`."""
         return [self._core.waker.descriptor, *(disk.volume.device.fileno() for disk in self._core.disks)]
 
     def poll(self) -> bool:
-        """See :meth:`Engine.poll`."""
+        """See :meth:`Store.poll`."""
         lock, core, reader = self._lock, self._core, self._reader
         assert lock is not None, "start() comes first"
         core.waker.calm()
@@ -218,7 +218,7 @@ class PoolEngine(Values):
         return True
 
     def drain(self, timeout_s: float) -> None:
-        """See :meth:`Engine.drain`."""
+        """See :meth:`Store.drain`."""
         ends = time.monotonic() + timeout_s
         self._drain_until(ends, lambda: not self.busy)
         lock = self._lock
@@ -243,7 +243,7 @@ class PoolEngine(Values):
         return bool(len(self._writer) or self._reader.under_way)
 
     def close(self) -> None:
-        """See :meth:`Engine.close`. Twice is harmless."""
+        """See :meth:`Store.close`. Twice is harmless."""
         if not self._closed:
             self._closed = True
             self._opened.close()
@@ -251,7 +251,7 @@ class PoolEngine(Values):
     # ---- Changing much
 
     def clear(self, tenant: int | None) -> None:
-        """See :meth:`Engine.clear`. Few entries go at once."""
+        """See :meth:`Store.clear`. Few entries go at once."""
         self._core.clear(tenant)
         if self._index.totals(ANY if tenant is None else tenant).objects <= self._space.left:
             self._space.left -= self._core.step_clears(ENTRIES_PER_HOLD)
@@ -259,7 +259,7 @@ class PoolEngine(Values):
             self._core.waker.wake()
 
     def barrier(self) -> Ticket | None:
-        """See :meth:`Engine.barrier`."""
+        """See :meth:`Store.barrier`."""
         if (refusal := self._core.refusal()) is not None:
             return self._writer.refused(refusal)
         if any(disk.is_logging for disk in self._core.disks):  # some are not even in a log
@@ -286,7 +286,7 @@ class PoolEngine(Values):
         self._barriers.clear()
 
     def sweep(self, keys_max: int) -> int:
-        """See :meth:`Engine.sweep`."""
+        """See :meth:`Store.sweep`."""
         slots = self._index.expired(self._clock_ms(), keys_max)
         for slot in slots:
             entry = self._core.entry(slot)
@@ -297,17 +297,17 @@ class PoolEngine(Values):
     # ---- Tenants, sizes
 
     def scan(self, tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """See :meth:`Engine.scan`."""
+        """See :meth:`Store.scan`."""
         position, keys = scan_keys(self._core, tenant, self._cursors.position(cursor), count)
         return self._cursors.shown(position), keys
 
     def count(self, tenant: int) -> int:
-        """See :meth:`Engine.count`."""
+        """See :meth:`Store.count`."""
         living = self._core.clears.count(tenant) if self._core.clears.under_way else None
         return self._index.totals(tenant).objects if living is None else living
 
     def statistics(self, tenant: int | None = None) -> Statistics:
-        """See :meth:`Engine.statistics`."""
+        """See :meth:`Store.statistics`."""
         keys = self._core.clears.count_all() if tenant is None else self.count(tenant)
         if tenant is None:
             found = pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes)

@@ -4,77 +4,77 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_conformance import EngineConformance
-from engine_driver import Clock
 from pool_support import configuration, file_pool, simulated_pool
 from simulated_device import SimulatedDevice
+from store_conformance import StoreConformance
+from store_driver import Clock
 
 from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
-from shadowserve.pool.contract import Engine
-from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.pool import Pool
+from shadowserve.pool.store import Store
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
 MIB = 1 << 20
 DEVICE_BYTES = 160 * MIB
 
 
-class DeviceConformance(EngineConformance):
+class DeviceConformance(StoreConformance):
     """Objects lie in whole blocks."""
 
     def cost(self, key: bytes, size: int) -> int:
         return object_blocks(size) * BLOCK_BYTES
 
 
-class TestPoolOfMemory(EngineConformance):
-    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Engine:
+class TestPoolOfMemory(StoreConformance):
+    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Store:
         config = configuration(memory_budget_bytes=DEVICE_BYTES)
-        return PoolEngine(config, budget_bytes=budget_bytes, clock_ms=clock_ms, measure=False)
+        return Pool(config, budget_bytes=budget_bytes, clock_ms=clock_ms, measure=False)
 
     def test_a_held_value_stays_valid_and_counted_after_it_is_removed(self) -> None:
-        engine = self.drive(10 * self.cost(b"a", 1000), Clock())
-        engine.put(b"a", b"x" * 1000)
-        first, second = engine.open(b"a"), engine.open(b"a")
+        store = self.drive(10 * self.cost(b"a", 1000), Clock())
+        store.put(b"a", b"x" * 1000)
+        first, second = store.open(b"a"), store.open(b"a")
         assert first is not None and second is not None
-        engine.remove(b"a")
-        engine.put(b"a", b"y" * 1000)
-        assert engine.statistics().held_bytes == self.cost(b"a", 1000)
-        assert engine.statistics().used_bytes == 2 * self.cost(b"a", 1000)
+        store.remove(b"a")
+        store.put(b"a", b"y" * 1000)
+        assert store.statistics().held_bytes == self.cost(b"a", 1000)
+        assert store.statistics().used_bytes == 2 * self.cost(b"a", 1000)
         first.release()
-        assert engine.statistics().held_bytes == self.cost(b"a", 1000)
+        assert store.statistics().held_bytes == self.cost(b"a", 1000)
         second.release()
-        assert engine.statistics().held_bytes == 0
-        assert engine.statistics().used_bytes == self.cost(b"a", 1000)
+        assert store.statistics().held_bytes == 0
+        assert store.statistics().used_bytes == self.cost(b"a", 1000)
 
     def test_held_values_are_not_evicted_since_that_would_free_nothing(self) -> None:
-        engine = self.drive(2 * self.cost(b"a", 1000), Clock())
-        engine.put(b"a", b"x" * 1000)
-        engine.put(b"b", b"x" * 1000)
-        first = engine.open(b"a")
+        store = self.drive(2 * self.cost(b"a", 1000), Clock())
+        store.put(b"a", b"x" * 1000)
+        store.put(b"b", b"x" * 1000)
+        first = store.open(b"a")
         assert first is not None
-        engine.put(b"c", b"x" * 1000)
-        assert engine.keys() == {b"a", b"c"}
-        second = engine.open(b"c")
+        store.put(b"c", b"x" * 1000)
+        assert store.keys() == {b"a", b"c"}
+        second = store.open(b"c")
         assert second is not None
-        before = engine.statistics()
+        before = store.statistics()
         with pytest.raises(OutOfBudgetError):
-            engine.put(b"d", b"x" * 1000)
-        assert engine.statistics() == before
+            store.put(b"d", b"x" * 1000)
+        assert store.statistics() == before
         first.release()
-        engine.put(b"d", b"x" * 1000)
-        assert engine.keys() == {b"c", b"d"}
+        store.put(b"d", b"x" * 1000)
+        assert store.keys() == {b"c", b"d"}
         second.release()
 
     def test_the_clock_is_read_only_where_something_expires(self) -> None:
         clock = Clock()
-        engine = self.drive(1 << 20, clock)
-        engine.put(b"a", b"1")
+        store = self.drive(1 << 20, clock)
+        store.put(b"a", b"1")
         clock.now_ms = -1
-        assert engine.get(b"a") is not None
+        assert store.get(b"a") is not None
 
 
 class TestPoolOfASimulatedDevice(DeviceConformance):
     # One: the index knows the order of uses of several devices' objects by the second only.
-    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Engine:
+    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Store:
         return simulated_pool([SimulatedDevice(DEVICE_BYTES)], budget_bytes=budget_bytes, clock_ms=clock_ms)
 
 
@@ -84,7 +84,7 @@ class TestPoolOfAFile(DeviceConformance):
         self.folder = tmp_path
         self.made = 0
 
-    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Engine:
+    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Store:
         self.made += 1
         path = self.folder / str(self.made)
         return file_pool([path], DEVICE_BYTES, budget_bytes=budget_bytes, clock_ms=clock_ms)
