@@ -210,6 +210,18 @@ class StorageConfig(PoolConfig, AccessConfig):
         return self
 
     @property
+    def kind(self) -> Literal["memory", "pool"]:
+        """What holds the values: ``auto`` is a pool with devices where there are any, else memory alone."""
+        if self.engine == "auto":
+            return "pool" if self.devices else "memory"
+        return self.engine
+
+    @property
+    def pool(self) -> PoolConfig:
+        """What the pool is made of; one of memory alone has no devices, whatever is configured."""
+        return self.model_copy(update={"devices": []}) if self.kind == "memory" else self
+
+    @property
     def clients_memory_bytes(self) -> int:
         """Bytes that all clients together may cost beside what is stored."""
         if self.clients_memory_bytes_max is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
 from shadowserve.errors import ConfigurationError, ShadowServeError
-from shadowserve.pool.contract import Engine
+from shadowserve.pool.store import Store
 from shadowserve.pool.terms import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Item, Lease
 from storage_kv.access.attempts import Attempts
 from storage_kv.access.audit import AuditLog
@@ -76,15 +76,15 @@ class Outgoing:
         """How much is kept in memory so that these bytes can be sent."""
         return self.source.length if isinstance(self.source, Item) else len(self.source.view)
 
-    def hold(self, engine: Engine) -> None:
+    def hold(self, store: Store) -> None:
         """Keep the bytes until release(); a lease does so from its beginning. With the node's lock held."""
         if isinstance(self.source, Item):
-            engine.hold(self.source)
+            store.hold(self.source)
 
-    def release(self, engine: Engine) -> None:
+    def release(self, store: Store) -> None:
         """Let go of the bytes. With the node's lock held."""
         if isinstance(self.source, Item):
-            engine.release(self.source)
+            store.release(self.source)
         else:
             self.source.release()
 
@@ -250,7 +250,7 @@ class Node:
     """One storage node.
 
     Attributes:
-        lock: held by whoever uses the engine, the counters or the sessions; nobody waits for anything while holding it.
+        lock: held by whoever uses the store, the counters or the sessions; nobody waits for anything while holding it.
             Commands are executed under it, so that each sees and leaves a whole.
         watchers: of each qualified key, the sessions that watch it.
         change_configuration: changes keys, all or none, with the lock held; raises ConfigurationError.
@@ -262,7 +262,7 @@ class Node:
 
     config: StorageConfig
     users: Users
-    engine: Engine
+    store: Store
     clock_ms: Callable[[], int]
     counters: Counters = field(default_factory=Counters)
     sessions: dict[int, Session] = field(default_factory=dict)
@@ -289,12 +289,12 @@ class Node:
         self.limiters = {name: RateLimiter(limits, now_s) for name, limits in self.config.tenants.items()}
 
     def apply_quotas(self) -> None:
-        """Tell the engine, once it has started, what tenants may hold and pin."""
+        """Tell the store, once it has started, what tenants may hold and pin."""
         with self.lock:
-            self.engine.set_pin_shares(self.config.pin_share_of_tenant, self.config.pin_share)
+            self.store.set_pin_shares(self.config.pin_share_of_tenant, self.config.pin_share)
             for name, limits in self.config.tenants.items():
-                tenant = self.engine.tenant(name) if name else DEFAULT_TENANT
-                self.engine.set_quota(tenant, limits.bytes_max, limits.keys_max)
+                tenant = self.store.tenant(name) if name else DEFAULT_TENANT
+                self.store.set_quota(tenant, limits.bytes_max, limits.keys_max)
 
     def has_tenants(self) -> bool:
         """Return whether there are users of more than one tenant."""
@@ -328,7 +328,7 @@ class Node:
 
     def _bind_tenant(self, session: Session) -> None:
         name = session.user.tenant
-        session.tenant = self.engine.tenant(name) if name else DEFAULT_TENANT
+        session.tenant = self.store.tenant(name) if name else DEFAULT_TENANT
         self.places.enter(session)
         self.limit(session)
 
@@ -367,7 +367,7 @@ class Node:
 
     def watch(self, session: Session, key: Address) -> None:
         """Have a session's next EXEC fail if a qualified key changes before it."""
-        session.watched.setdefault(key, self.engine.peek(key) is not None)
+        session.watched.setdefault(key, self.store.peek(key) is not None)
         self.watchers.setdefault(key, set()).add(session)
 
     def unwatch(self, session: Session) -> None:
@@ -388,13 +388,13 @@ class Node:
         """Let go of parts that are held and will not be sent; with the lock held."""
         for part in parts:
             if isinstance(part, Outgoing):
-                part.release(self.engine)
+                part.release(self.store)
             elif isinstance(part, Pending):
                 part.abandon()
 
     def read(self, key: Address, *, touch: bool = True) -> Item | None:
         """Return the item of a qualified key for a command that reads, counting a hit or a miss."""
-        item = self.engine.get(key) if touch else self.engine.peek(key)
+        item = self.store.get(key) if touch else self.store.peek(key)
         if item is None:
             self.counters.misses += 1
         else:

@@ -24,7 +24,8 @@ from shadowserve.clock import wall_clock_ms
 from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
-from shadowserve.pool.contract import Engine
+from shadowserve.pool.pool import Pool
+from shadowserve.pool.store import Store
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.resp import encode_error
 from shadowserve.signals import stop_signals
@@ -36,11 +37,10 @@ from storage_kv.clients.io_threads import IoThread, threads_for
 from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
-from storage_kv.engines import open_engine
-from storage_kv.engines.thread import EngineThread
 from storage_kv.node import Node
 from storage_kv.operate.operations import Operations
 from storage_kv.session import Session
+from storage_kv.store_thread import StoreThread
 
 __all__ = ["StorageServer", "run"]
 
@@ -77,19 +77,19 @@ class StorageServer:
     def __init__(
         self,
         config: StorageConfig,
-        engine: Engine | None = None,
+        store: Store | None = None,
         load: Callable[[], StorageConfig] | None = None,
     ) -> None:
         """Make a server that does not listen yet.
 
         Args:
             config: the configuration.
-            engine: what holds the values; by default the configured one.
+            store: what holds the values; by default the configured one.
             load: reads the configuration again; None where it cannot be.
         """
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
         users = Users(config, BY_FULL_NAME)
-        self.node = Node(config, users, open_engine(config) if engine is None else engine, wall_clock_ms, audit=audit)
+        self.node = Node(config, users, Pool(config.pool) if store is None else store, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node, load)
         self.operations.reconfiguration.follow("connections_max", self._follow_connections_max)
         self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")
@@ -104,7 +104,7 @@ class StorageServer:
         self._ended = asyncio.Event()
         self._cut_short = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._engine_thread: EngineThread | None = None
+        self._store_thread: StoreThread | None = None
 
     @property
     def _lets_anyone_in(self) -> bool:
@@ -122,7 +122,7 @@ class StorageServer:
         """Listen, and accept clients.
 
         Raises:
-            ConfigurationError: an address cannot be listened on, or the engine not be started.
+            ConfigurationError: an address cannot be listened on, or the store not be started.
         """
         config = self.node.config
         self._loop = asyncio.get_running_loop()
@@ -154,8 +154,8 @@ class StorageServer:
             self._close_listeners()
             raise
         self.node.apply_quotas()
-        self._engine_thread = EngineThread(self.node.engine)
-        self.operations.watch("engine thread", self._engine_thread.hand)
+        self._store_thread = StoreThread(self.node.store)
+        self.operations.watch("store thread", self._store_thread.hand)
         self._start_io_threads(threads_for(config.io_threads))
         for listener in self._listeners:
             self._loop.add_reader(listener, self._on_acceptable, listener)
@@ -185,8 +185,8 @@ class StorageServer:
             for thread in self._io_threads:
                 thread.stop()
             self._close_listeners()
-            if self._engine_thread is not None:
-                self._engine_thread.stop(0.0)
+            if self._store_thread is not None:
+                self._store_thread.stop(0.0)
             raise ConfigurationError(f"cannot start {count} threads: {error}; choose fewer io_threads") from error
 
     async def _listen(self, host: str, port: int) -> list[socket.socket]:
@@ -349,7 +349,7 @@ class StorageServer:
 
     def _sweep(self) -> int:
         with self.node.lock:
-            return self.node.engine.sweep(ENTRIES_PER_HOLD)
+            return self.node.store.sweep(ENTRIES_PER_HOLD)
 
     # ---- Stopping
 
@@ -399,10 +399,10 @@ class StorageServer:
             thread.stop()
         self._tell_incidents(math.inf)
         # Nobody can ask for anything any more. What has been acknowledged is durable; this makes the next start quick.
-        if self._engine_thread is not None:
+        if self._store_thread is not None:
             drain_s = self.node.config.shutdown_timeout_s
-            if not await self._loop.run_in_executor(None, self._engine_thread.stop, drain_s):
-                _log.error("engine_left timeout_s=%g hint='a device does not answer'", drain_s)
+            if not await self._loop.run_in_executor(None, self._store_thread.stop, drain_s):
+                _log.error("store_left timeout_s=%g hint='a device does not answer'", drain_s)
         await self._loop.run_in_executor(None, self.node.audit.close)
 
     def _close_listeners(self) -> None:

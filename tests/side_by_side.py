@@ -32,7 +32,7 @@ LINES: Final = (
 )
 APART: Final = ("native/test_build",)
 LONGEST: Final = (
-    "simulation/test_mutations simulation/test_seeds failures/test_failures pool/test_engine_pool "
+    "simulation/test_mutations simulation/test_seeds failures/test_failures pool/test_conformance "
     "pool/test_volume_crash failures/test_crash_loop storage/test_lifecycle storage/test_tls dataplane/test_process "
     "dataplane/test_lost_memory"
 ).split()

@@ -33,7 +33,7 @@ struct ss_index_record {
     uint8_t name_blocks; /* of a put: by how many blocks of 4 KiB a long name makes the object larger, up to 31 */
     uint16_t tenant;
     uint16_t reserved;
-    uint32_t extent;         /* first 4 KiB block on the device */
+    uint32_t extent;         /* first 4 KiB block on the device; in memory alone (device 255) bytes beside the value */
     uint32_t length;         /* bytes of the value; on the device there are 2 KiB of header before it */
     uint32_t head_length;    /* of these the record's head; under 2 MiB */
     uint32_t accessed_s;     /* since 1970 */
@@ -48,7 +48,7 @@ struct ss_index_record {
 enum ss_index_policy { SS_INDEX_LRU = 0, SS_INDEX_S3FIFO = 1 };
 struct ss_index_totals {
     uint64_t objects;
-    uint64_t bytes; /* with headers, rounded up to blocks of 4 KiB each */
+    uint64_t bytes; /* with headers, rounded up to blocks of 4 KiB each; in memory alone length and 'extent' */
     uint64_t records;
     uint64_t expiring;
     uint64_t name_records; /* that their names take in a log or a snapshot */
@@ -120,8 +120,11 @@ SS_API void ss_index_evict(struct ss_index *index, uint32_t slot);
  */
 SS_API uint64_t ss_index_clear(struct ss_index *index, int32_t tenant, int32_t device);
 SS_API void ss_index_touch(struct ss_index *index, uint32_t slot, uint32_t now_s);
+SS_API void ss_index_touch_each(struct ss_index *index, const uint32_t *slots, size_t count, uint32_t now_s);
 SS_API enum ss_result ss_index_expire(struct ss_index *index, uint32_t slot, uint64_t expires_at_ms);
 SS_API void ss_index_pin(struct ss_index *index, uint32_t slot, uint32_t until_s);
+/* ss_index_resize() says how long the new value of an object in memory alone is; SS_NOT_FOUND for any other. */
+SS_API enum ss_result ss_index_resize(struct ss_index *index, uint32_t slot, uint32_t length);
 
 /*
  * ss_index_victim() returns what to evict next of a tenant's (-1: anyone's) on a device (-1: on any), 0 for nothing. An
@@ -161,6 +164,9 @@ SS_API size_t ss_index_expired(const struct ss_index *index, uint64_t now_ms, ui
 /* ss_index_totals() sums up a tenant's objects (-1: everyone's) on a device (-1: on all). */
 SS_API void ss_index_totals(const struct ss_index *index, int32_t tenant, int32_t device,
                             struct ss_index_totals *totals);
+
+/* ss_index_bytes() returns the bytes of a tenant's objects (-1: everyone's), as ss_index_totals() does. */
+SS_API uint64_t ss_index_bytes(const struct ss_index *index, int32_t tenant);
 
 /* ss_index_memory() returns the bytes of memory in use, all in, as far as the index knows without asking the kernel. */
 SS_API uint64_t ss_index_memory(const struct ss_index *index);

@@ -69,7 +69,7 @@ static inline void check_whole(const struct ss_index *index) {
             behind += lines_behind(index, slot);
             phantoms += entry->phantom;
             objects += !entry->phantom;
-            bytes += entry->phantom ? 0 : (uint64_t)ss_index_entry_blocks(entry) * BLOCK_SIZE;
+            bytes += entry->phantom ? 0 : ss_index_entry_bytes(entry);
             expiring += entry->expiry != 0;
             names += ss_index_name_records(index, entry);
         }

@@ -153,7 +153,14 @@ static void change_random(struct ss_index *index, uint32_t now_s) {
         CHECK(ss_index_get(index, tenant, key, now_s, &untouched) == 0 && untouched.kind == SS_INDEX_CLEAR, "absent");
         return;
     }
-    switch (random_below(6)) {
+    switch (random_below(7)) {
+    case 6: {
+        uint32_t length = model->record.head_length + (uint32_t)random_below(10000);
+        bool resized = ss_index_resize(index, slot, length) == SS_OK;
+        CHECK(resized == (model->record.device == 255), "only what is in memory alone gets another length");
+        model->record.length = resized ? length : model->record.length;
+        break;
+    }
     case 0:
         ss_index_remove(index, slot);
         model->record.kind = 0;

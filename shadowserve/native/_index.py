@@ -11,6 +11,8 @@ from shadowserve.errors import NativeError
 from shadowserve.native._library import check, ffi, lib
 
 if TYPE_CHECKING:
+    from array import array
+
     from numpy.typing import NDArray
 
 __all__ = [
@@ -106,7 +108,7 @@ class IndexEntry(NamedTuple):
     """By how many blocks a long name makes the object larger."""
     tenant: int
     extent: int
-    """First 4 KiB block on the device."""
+    """First 4 KiB block on the device; in memory alone (device 255) bytes that it takes beside its value."""
     length: int
     """Bytes of the value."""
     head_length: int
@@ -139,7 +141,7 @@ class IndexTotals(NamedTuple):
 
     objects: int
     bytes: int
-    """With headers, each object rounded up to 4 KiB."""
+    """With headers, each object rounded up to 4 KiB; in memory alone its length and its ``extent``."""
     records: int
     expiring: int
     name_records: int
@@ -326,9 +328,23 @@ class Index:
         """Count a use."""
         lib.ss_index_touch(self._index, slot, now_s)
 
+    def touch_each(self, slots: "array[int]", now_s: int) -> None:
+        """Count uses of several objects, in their order. ``slots`` has items of 32 bits."""
+        lib.ss_index_touch_each(self._index, ffi.from_buffer("uint32_t[]", slots), len(slots), now_s)
+
     def set_expiry(self, slot: int, expires_at_ms: int) -> None:
         """Set when it expires; 0: never."""
         lib.ss_index_expire(self._index, slot, expires_at_ms)
+
+    def resize(self, slot: int, length: int) -> None:
+        """Say how long the new value of an object in memory alone is.
+
+        Raises:
+            NativeError: there is no such object in memory alone, or it is a record and has a longer head.
+        """
+        code = lib.ss_index_resize(self._index, slot, length)
+        if code:
+            check(code, f"giving an object a value of {length} bytes")
 
     def pin(self, slot: int, until_s: int) -> None:
         """Keep it from being a victim before ``until_s``; 0 ends that."""
@@ -366,6 +382,10 @@ class Index:
         totals = ffi.new("struct ss_index_totals *")
         lib.ss_index_totals(self._index, tenant, device, totals)
         return IndexTotals(totals.objects, totals.bytes, totals.records, totals.expiring, totals.name_records)
+
+    def used_bytes(self, tenant: int = ANY) -> int:
+        """Return the bytes of a tenant's objects, as totals() does, in a tenth of its time."""
+        return int(lib.ss_index_bytes(self._index, tenant))
 
     def memory_bytes(self) -> int:
         """Return the memory in use."""

@@ -158,23 +158,23 @@ class Arenas:
     """
 
     def __init__(self, size: int, nodes: Sequence[int] | None = None) -> None:
-        """Map ``size`` bytes in all, the same on each of the NUMA nodes; by default on those that have memory.
+        """Map ``size`` bytes in all, the same on each of the NUMA nodes; by default on those that have memory. 0: none.
 
         Raises:
             ConfigurationError: there is not that much memory.
         """
         chosen = list(nodes) if nodes else memory_nodes()
         bind = len(chosen) > 1
-        self.arenas = [Arena(size // len(chosen), node if bind else None) for node in chosen]
+        self.arenas = [Arena(size // len(chosen), node if bind else None) for node in chosen if size]
         self._available = [True] * len(self.arenas)
-        self._interleaver = Interleaver([1.0] * len(self.arenas))
+        self._interleaver = Interleaver([1.0] * len(chosen))
         self._loans: dict[int, _Loan] = {}
         self._returned: deque[_Loan] = deque()
         self.used_bytes = 0
         self.held_bytes = 0
         self.lent_bytes = 0
         self.size = self.budget_bytes = sum(arena.size for arena in self.arenas)
-        self.largest_bytes = max(arena.size for arena in self.arenas)
+        self.largest_bytes = max((arena.size for arena in self.arenas), default=0)
 
     def measure(self) -> None:
         """Measure every arena, and share objects out by it from then on."""

@@ -16,6 +16,7 @@ from shadowserve.pool.clears import Clears
 from shadowserve.pool.copies import Copies
 from shadowserve.pool.disk import Disk, Place, Quarantined
 from shadowserve.pool.entries import MEMORY_ONLY, Entry
+from shadowserve.pool.heap import Heap
 from shadowserve.pool.pins import Pins
 from shadowserve.pool.volume.volume import Call, VolumeError
 from shadowserve.pool.wake import Wake
@@ -83,7 +84,8 @@ class Core:
 
     Attributes:
         writes: those under way.
-        waker: has the engine's thread look after the pool.
+        waker: has the pool's thread look after the pool.
+        heap: has the values of a pool without devices; None where there are devices, whose arenas have them.
         pins: which entries are pinned, by slot.
         clears: what was cleared, and is in the index still.
         weights: who has how many bytes.
@@ -94,6 +96,7 @@ class Core:
         index: Index,
         clears: Clears,
         arenas: Arenas,
+        heap: Heap | None,
         disks: list[Disk],
         admission: Admission,
         waker: Wake,
@@ -103,6 +106,7 @@ class Core:
         self.waker = waker
         self.index = index
         self.arenas = arenas
+        self.heap = heap
         self.copies = Copies(arenas)
         self.disks = disks
         self.admission = admission
@@ -115,7 +119,7 @@ class Core:
         self.weights: Weights[int] = Weights()
         self.writes = Writes()
 
-    # ---- The engine's thread
+    # ---- the pool's thread
 
     def step_disks(self, now_ms: int) -> list[Call]:
         """Take back what devices have done; return what is to be called without the lock."""
@@ -138,6 +142,18 @@ class Core:
             return Entry(slot, self.index.read(slot))
         except KeyError:
             return None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the budget that only those need who send them; with devices, the budget is of their room."""
+        return 0 if self.heap is None else self.heap.held_bytes
+
+    def is_in_use(self, entry: Entry) -> bool:
+        """Return whether somebody sends what is in memory alone: if the entry goes, that frees nothing."""
+        if entry.device != MEMORY_ONLY:
+            return False
+        kept = self.copies.peek(entry.slot) if self.heap is None else self.heap.at(entry.slot)
+        return kept is not None and kept.users > 1
 
     def is_current(self, entry: Entry) -> bool:
         """Return whether the index still has what ``entry`` was read from."""
@@ -199,12 +215,14 @@ class Core:
 
     def weigh(self, tenant: int) -> None:
         """Take note of what a tenant has now."""
-        self.weights.set(tenant, self.index.totals(tenant).bytes)
+        self.weights.set(tenant, self.index.used_bytes(tenant))
 
     def clear(self, tenant: int | None) -> None:
         """Have nobody find a tenant's entries any more, or anyone's; step_clears() removes them."""
         for disk in self.disks:
             disk.log_clear(tenant)
+        if self.heap is not None:
+            self.heap.clear(tenant)
         self.clears.begin(ANY if tenant is None else tenant, self.generation)
 
     def step_clears(self, looks: int) -> int:
@@ -254,7 +272,10 @@ class Core:
             disk.free(place)
 
     def _take_leave(self, entry: Entry) -> None:
-        self.copies.drop(entry.slot)
+        if self.heap is None:
+            self.copies.drop(entry.slot)
+        else:
+            self.heap.drop(entry.slot)
         self.pins.drop(entry.tenant, entry.slot)
         if entry.fields.head_length:
             for counters in self.counters.of(entry.tenant):

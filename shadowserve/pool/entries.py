@@ -9,7 +9,8 @@ from shadowserve.pool.terms import Item
 __all__ = ["MEMORY_ONLY", "Entry", "PoolItem"]
 
 MEMORY_ONLY: Final = 255
-"""The index's number of the device of objects that are in memory alone."""
+"""The index's number of the device of objects that are in memory alone; ``extent`` says what they take there beside
+their values."""
 
 
 class Entry:
@@ -35,8 +36,8 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes of these."""
-        return object_blocks(self.length) * BLOCK_BYTES
+        """Bytes of these; in memory alone, bytes that it counts for there."""
+        return object_blocks(self.length) * BLOCK_BYTES if self.device != MEMORY_ONLY else self.length + self.extent
 
     @property
     def header(self) -> ObjectFields:
@@ -55,7 +56,6 @@ class PoolItem(Item):
     def __init__(self, entry: Entry, buffer: Buffer | None) -> None:
         """Describe an entry; ``buffer`` has its bytes."""
         fields = entry.fields
-        # What Item's own would do, in one call less for each lookup.
         self.length = entry.length
         self.head_bytes = fields.head_length
         self.expires_at_ms = fields.expires_at_ms or None
@@ -64,6 +64,7 @@ class PoolItem(Item):
         self.buffer = buffer
 
     @property
-    def kept(self) -> object:
+    def kept(self) -> Buffer:
         """See :attr:`Item.kept`."""
+        assert self.buffer is not None
         return self.buffer

@@ -22,6 +22,7 @@ from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
+from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES, Heap
 from shadowserve.pool.homes import Homes
 from shadowserve.pool.organizer import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.registration import Registration
@@ -149,12 +150,14 @@ def open_parts(
         ConfigurationError: a device holds something else, or there is not that much memory.
     """
     began = time.monotonic()
-    arenas = Arenas(int(config.memory_budget_bytes), None if config.arena_nodes == "auto" else config.arena_nodes)
+    memory_bytes = int(config.memory_budget_bytes)
+    arenas = Arenas(memory_bytes if found else 0, None if config.arena_nodes == "auto" else config.arena_nodes)
     waker, sessions = Wake(), Sessions(clock_ms)
     recover = partial(_recover, found, waker.wake, sessions.begin, clock_ms, entropy)
     try:
         objects_max = _prepare(found, config, clock_ms, entropy)
-        objects_max = min(objects_max + arenas.size // BLOCK_BYTES, _INDEX_OBJECTS_MAX)
+        in_memory = memory_bytes // (BLOCK_BYTES if found else ENTRY_OVERHEAD_BYTES)
+        objects_max = min(objects_max + max(in_memory, _OBJECTS_MIN), _INDEX_OBJECTS_MAX)
         policy = IndexPolicy.S3FIFO if config.eviction == "s3fifo" else IndexPolicy.LRU
         index = Index(objects_max, policy, seed)
         clears = Clears(index)
@@ -174,18 +177,16 @@ def open_parts(
             device.close()
         raise ConfigurationError(f"the pool cannot be opened: {error}") from error
     memory = BandwidthMeter(None if config.memory_bandwidth is None else float(config.memory_bandwidth))
-    if measure:
-        arenas.measure()
-        memory.sample(sum(arena.bytes_per_s for arena in arenas.arenas))
-        for disk in disks:
-            _measure(disk, arenas)
-    core = Core(index, clears, arenas, disks, Admission(config.admission, index), waker, clock_ms)
+    if measure and disks:
+        _measure_all(memory, disks, arenas)
+    heap = None if found else Heap(index, clock_ms() // 1000)
+    core = Core(index, clears, arenas, heap, disks, Admission(config.admission, index), waker, clock_ms)
     sessions.disks = disks
     core.generation = max((disk.volume.generation_last for disk in disks), default=0)
     _take_census(core)
     space = Space(
         core,
-        budget_bytes=None,
+        budget_bytes=None if found else memory_bytes,
         objects_max=min(config.objects_max or objects_max, objects_max),
         memory_homes=config.memory_homes,
     )
@@ -360,6 +361,13 @@ def _count_dropped(core: Core) -> None:
 
 
 # ---- Bandwidth
+
+
+def _measure_all(memory: BandwidthMeter, disks: list[Disk], arenas: Arenas) -> None:
+    arenas.measure()
+    memory.sample(sum(arena.bytes_per_s for arena in arenas.arenas))
+    for disk in disks:
+        _measure(disk, arenas)
 
 
 def _measure(disk: Disk, arenas: Arenas) -> None:

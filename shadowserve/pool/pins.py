@@ -23,7 +23,7 @@ class _Pin(NamedTuple):
 
 
 class Pins(Generic[H]):
-    """Pins of entries, which the engine knows by a handle: a key or a slot.
+    """Pins of entries, which the store knows by a handle: a key or a slot.
 
     Attributes:
         of_tenant: share of a tenant's quota, or of the budget without one, that its pins may take.

@@ -6,7 +6,7 @@ wait for that read. A small part of a large object (a record's head) is read alo
 What comes back is checked outside of the pool's lock: that it is the object that was asked for, of that very put, and
 that each unit has its checksum. The device's own thread does that, so that reads of several devices are checked beside
 each other. What a device has not checked, because the bytes come in two operations or it is one that never does, the
-engine's thread checks. What fails is dropped, its extent kept out of use, the reason counted, and whoever asked gets
+pool's thread checks. What fails is dropped, its extent kept out of use, the reason counted, and whoever asked gets
 None: a miss.
 """
 

@@ -28,7 +28,7 @@ def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
         records=totals.records,
         record_bytes=counters.record_bytes,
         evicted_keys=counters.evictions.total(),
-        evictions=_by_cause(counters),
+        evictions=_by_cause(core, counters),
         evicted_bytes=counters.evicted_bytes,
         expired_keys=counters.expired_keys,
         lost_keys=counters.lost_keys,
@@ -42,8 +42,7 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
     totals, counters, arenas, copies = core.index.totals(), core.counters, core.arenas, core.copies
     summed = counters.everyones
     homes = opened.homes
-    # Where there are devices, the budget is of their room; what is still being sent lies in memory.
-    held = 0 if core.disks else arenas.held_bytes
+    held = core.held_bytes
     return Statistics(
         keys=totals.objects,
         expiring_keys=totals.expiring,
@@ -56,7 +55,7 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
         records=totals.records,
         record_bytes=summed.record_bytes,
         evicted_keys=summed.evictions.total(),
-        evictions=_by_cause(summed),
+        evictions=_by_cause(core, summed),
         evicted_bytes=summed.evicted_bytes,
         expired_keys=summed.expired_keys,
         lost_keys=summed.lost_keys,
@@ -91,8 +90,9 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, peak_bytes: 
     )
 
 
-def _by_cause(counters: TenantCounters) -> dict[str, int]:
-    return {cause: counters.evictions[cause] for cause in EVICTION_CAUSES}
+def _by_cause(core: Core, counters: TenantCounters) -> dict[str, int]:
+    causes = EVICTION_CAUSES if core.disks else ("budget", "quota")
+    return {cause: counters.evictions[cause] for cause in causes}
 
 
 def _device_statistics(core: Core, homes: Homes, disk: Disk) -> DeviceStatistics:

@@ -57,7 +57,7 @@ class Cursors:
 
 
 def scan_keys(core: Core, tenant: int, position: int, count: int) -> tuple[int, list[bytes]]:
-    """Return the next position and some of a tenant's keys; see :meth:`shadowserve.pool.contract.Engine.scan`."""
+    """Return the next position and some of a tenant's keys; see :meth:`shadowserve.pool.store.Store.scan`."""
     index: Index = core.index
     found: list[bytes] = []
     now_ms = core.clock_ms()

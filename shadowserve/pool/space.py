@@ -81,18 +81,15 @@ class Space:
         self._beyond: dict[int, None] = {}  # tenants that may have more than their quota
         self._is_beyond = False  # whether all may have more than the capacity
         self._filled = {disk.number for disk in core.disks}  # where less may be free than when there was enough
-        if not core.disks:
-            self._memory_only_max = core.arenas.size
-        else:
-            share = _MEMORY_HOMES_SHARE if memory_homes else _HELD_BACK_SHARE
-            self._memory_only_max = int(share * core.arenas.size)
+        share = _MEMORY_HOMES_SHARE if memory_homes else _HELD_BACK_SHARE
+        self._memory_only_max = int(share * core.arenas.size)
 
     @property
     def capacity_bytes(self) -> int:
-        """What the pool may hold: the budget, or what devices and memory have room for."""
-        disks = sum(disk.capacity_bytes for disk in self._core.disks if disk.gone is None)
-        room = disks or self._core.arenas.size
-        return room if self.budget_bytes is None else self.budget_bytes
+        """What the pool may hold: the budget, or what devices or, where all are gone, memory have room for."""
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        return sum(disk.capacity_bytes for disk in self._core.disks if disk.gone is None) or self._core.arenas.size
 
     def begin_hold(self) -> None:
         """Allow as many evictions as there may be in one hold of the lock."""
@@ -111,7 +108,7 @@ class Space:
 
         Args:
             tenant: whose.
-            size: bytes, rounded up to blocks.
+            size: bytes that it counts for.
             old: what it replaces.
 
         Returns:
@@ -123,7 +120,7 @@ class Space:
         quota = self.quotas.get(tenant)
         bytes_max = min(self.capacity_bytes, quota.bytes_max if quota and quota.bytes_max is not None else 1 << 62)
         keys_max = quota.keys_max if quota and quota.keys_max is not None else self.objects_max
-        held = 0 if self._core.disks else self._core.arenas.held_bytes
+        held = self._core.held_bytes
         if size + held > bytes_max or keys_max < 1:
             raise OutOfBudgetError(
                 f"a value that takes {size} bytes does not fit {bytes_max} bytes, {held} of them held by replies"
@@ -158,11 +155,7 @@ class Space:
         """Return the bytes, and the keys, that become free when an entry is replaced."""
         if old is None or not self._core.is_current(old):
             return 0, 0
-        if not self._core.disks:
-            buffer = self._core.copies.peek(old.slot)
-            if buffer is not None and buffer.users > 1:  # it is being sent
-                return 0, 1
-        return old.size, 1
+        return 0 if self._core.heap is not None and self._core.is_in_use(old) else old.size, 1
 
     def bound(self, tenant: int | None) -> None:
         """Take note that a tenant's quota has changed, or what all may have, and evict what is beyond it."""
@@ -208,6 +201,8 @@ class Space:
             if core.step_clears(_CLEARED_LOOKS):
                 return True
         now_s = core.now_s()
+        if core.heap is not None:
+            core.heap.count_uses()
         for _ in range(_EVICTIONS_PER_TURN):
             heavy = self._heaviest(device) if tenant < 0 else None
             slot = core.index.victim(now_s, device, heavy) if heavy is not None else 0
@@ -215,8 +210,7 @@ class Space:
             entry = core.entry(slot) if slot else None
             if entry is None:
                 return False
-            buffer = core.copies.peek(slot) if entry.device == MEMORY_ONLY else None
-            if buffer is None or buffer.users == 1:
+            if not core.is_in_use(entry):
                 break
             core.index.touch(slot, now_s)  # it is being sent: evicting it would free nothing
         else:
@@ -326,4 +320,4 @@ class Space:
         What is in memory alone is not evicted for a moment's need: a request for a long prefix has it all in use.
         """
         arenas = self._core.arenas
-        return not self._core.disks or arenas.used_bytes - arenas.lent_bytes <= self._core.copies.kept_bytes
+        return arenas.used_bytes - arenas.lent_bytes <= self._core.copies.kept_bytes

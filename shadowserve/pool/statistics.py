@@ -66,7 +66,7 @@ class DeviceStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """What an engine has done and holds, all of it or for one tenant; counters never decrease.
+    """What a store has done and holds, all of it or for one tenant; counters never decrease.
 
     Of a tenant it has what comes before ``devices``. Two are equal if they agree in that.
 
@@ -76,19 +76,19 @@ class Statistics:
         pinned_keys: entries with a pin, ended ones that were not noticed yet included.
         pinned_bytes: of ``used_bytes``, theirs.
         budget_bytes: what it may use; for a tenant its quota, or the budget without one.
-        used_bytes: what it uses, by the accounting that the engine describes; held_bytes included.
+        used_bytes: what it uses, by the accounting that the store describes; held_bytes included.
         held_bytes: of values removed but still being sent.
         peak_bytes: most that was ever used.
         records: entries that are valid records.
         record_bytes: bytes of their values.
         evicted_keys: removed to make room.
         evictions: of these, how many for each cause: ``quota``, a tenant has more than its quota; ``budget``, all have
-            more than the engine may hold; of an engine with devices also ``device``, one is full or has as much as it
+            more than the store may hold; of a store with devices also ``device``, one is full or has as much as it
             may, and ``memory``, of what lies in memory alone.
         evicted_bytes: bytes of their keys and values.
         expired_keys: removed because their time had come.
         lost_keys: dropped because their bytes could not be read, or were not what had been stored.
-        lost: of these, how many for each reason; of an engine as a whole only.
+        lost: of these, how many for each reason; of a store as a whole only.
         failed_writes: values that could not be made durable; their writers have been told.
         devices: of each.
         memory_bytes: of all arenas.

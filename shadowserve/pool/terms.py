@@ -1,7 +1,7 @@
 """What a pool and those who use it meet in: values, memory that is lent, and what a hold of the lock may do."""
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from shadowserve.errors import ShadowServeError
 
@@ -13,6 +13,7 @@ __all__ = [
     "TENANTS_MAX",
     "Address",
     "Item",
+    "Kept",
     "Lease",
     "PinShareError",
     "PinnedEntries",
@@ -41,34 +42,40 @@ class PinShareError(ShadowServeError):
     """A pin would take more than its tenant, or all together, may have pinned."""
 
 
+class Kept(Protocol):
+    """Memory that has a value.
+
+    Attributes:
+        users: who needs it.
+    """
+
+    users: int
+
+
 class Item:
     """What is known of a stored value without touching a device; good until the pool's lock is released.
 
-    Engines derive their own from it. An item with a value stays valid for longer between hold() and release().
+    A pool derives its own from it. An item with a value stays valid for longer between hold() and release().
 
     Attributes:
         length: bytes of the value.
         head_bytes: length of the record's head if the value is a valid record, else 0.
         expires_at_ms: Unix time in milliseconds, or None.
-        value: the bytes, never changed after they were stored; None where they are not in memory: ``Engine.read()``
+        value: the bytes, never changed after they were stored; None where they are not in memory: ``Store.read()``
             brings them.
     """
 
     __slots__ = ("expires_at_ms", "head_bytes", "length", "value")
 
-    def __init__(
-        self, length: int, head_bytes: int, expires_at_ms: int | None, value: bytes | memoryview | None
-    ) -> None:
-        """Make an item."""
-        self.length = length
-        self.head_bytes = head_bytes
-        self.expires_at_ms = expires_at_ms
-        self.value = value
+    length: int
+    head_bytes: int
+    expires_at_ms: int | None
+    value: bytes | memoryview | None
 
     @property
-    def kept(self) -> object:
-        """What hold() keeps in memory: the same for all that share it."""
-        return self
+    def kept(self) -> Kept:
+        """What hold() keeps in memory, of an item with a value: the same for all that share it."""
+        raise NotImplementedError
 
 
 class Lease:

@@ -1,6 +1,6 @@
 """Writing: from where a value was received, through its checksums, to a device.
 
-put() only takes note. The checksums are made in the engine's thread, apart from the pool's lock; then the volume writes
+put() only takes note. The checksums are made in the pool's thread, apart from the pool's lock; then the volume writes
 the object, its record, and flushes. The entry can be read from memory all the while. ``writing`` has the states that a
 put goes through; here is what moves it on, and who hears of it.
 """
@@ -111,7 +111,7 @@ class Writer:
         write = self._writes.of(slot)
         return write is not None and write.state is not State.WRITING
 
-    # ---- In the engine's thread
+    # ---- In the pool's thread
 
     def take_unsealed(self) -> list[Write]:
         """Return writes to seal, the first few."""

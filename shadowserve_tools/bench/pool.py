@@ -10,7 +10,7 @@ from typing import Final
 import click
 
 from shadowserve_tools.bench.parts.disks import Disk, Disks, plain_rate, working_folder
-from shadowserve_tools.bench.parts.retrieval import Files, Pool, Prefix, Retrieval, Store
+from shadowserve_tools.bench.parts.retrieval import Files, OurPool, Prefix, Retrieval, Store
 from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
 
 __all__ = ["pool"]
@@ -86,7 +86,7 @@ def pool(
         for name, store in tracked(stores.items(), "storing"):
             store.put(parts[name])
         full = stores[FULL]
-        assert isinstance(full, Pool)
+        assert isinstance(full, OurPool)
         _judge_placement(report, full, [memory * _MEGA, *speeds])
         for name, store in tracked(stores.items(), "comparing"):
             store.cool()
@@ -131,9 +131,9 @@ def _open(
         return store
 
     return {
-        FULL: opened(Pool(shared, speeds, memory, 2 * kept + _ARENA_BYTES, size)),
+        FULL: opened(OurPool(shared, speeds, memory, 2 * kept + _ARENA_BYTES, size)),
         POOL_ONLY: opened(Files(folders, [memory, *speeds])),
-        PASSTHROUGH_ONLY: opened(Pool([single], [1 << 50], 1, _ARENA_BYTES, size)),
+        PASSTHROUGH_ONLY: opened(OurPool([single], [1 << 50], 1, _ARENA_BYTES, size)),
         NEITHER: opened(Files([folder], [0, 1])),
     }
 
@@ -212,7 +212,7 @@ def _judge_cpu(report: Report, rounds: Sequence[_Round]) -> None:
     report.ratio("cpu_gain_over_filesystem", gains, "at least 1.8")
 
 
-def _judge_placement(report: Report, store: Pool, speeds: Sequence[int]) -> None:
+def _judge_placement(report: Report, store: OurPool, speeds: Sequence[int]) -> None:
     """Compare what lies where with the ratios of the bandwidths, memory's first."""
     found = store.statistics()
     used = [device.used_bytes for device in found.devices]
@@ -223,7 +223,7 @@ def _judge_placement(report: Report, store: Pool, speeds: Sequence[int]) -> None
 
 def _judge_organizer(report: Report, shared: Sequence[Disk], memory: int, size: int) -> None:
     """Compare what the organizer measures at the start, in its quarter of a second, with the caps."""
-    with closing(Pool(shared, None, memory, _ARENA_BYTES, size)) as store:
+    with closing(OurPool(shared, None, memory, _ARENA_BYTES, size)) as store:
         found = [device.bandwidth_bytes_per_s for device in store.statistics().devices]
     errors = [abs(rate / disk.cap - 1) for rate, disk in zip(found, shared, strict=True)]
     report.ratio("organizer_error", [max(errors)], "of a bandwidth, as measured at the start")

@@ -18,12 +18,12 @@ import psutil
 
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
+from shadowserve.pool.buffers import allocate
 from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.plain_sender import REQUEST_BYTES
 from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.processes import Child, start_redis, start_storage, started
 from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, tracked
-from storage_kv.engines.buffers import allocate
 
 __all__ = ["storage"]
 

@@ -13,8 +13,8 @@ from a device, an OK that waits until a write is durable. They keep their place;
 within limits, and nothing behind a pending part is sent before it. Word that one is known comes from other threads
 (signal.py).
 
-An engine may have no room: for a buffer to receive a value in, or for one more write. Then the connection reads and
-executes nothing until the engine says when to try again, which the client feels as TCP's back-pressure; after
+A store may have no room: for a buffer to receive a value in, or for one more write. Then the connection reads and
+executes nothing until the store says when to try again, which the client feels as TCP's back-pressure; after
 ``stall_timeout_s`` of that it is told that there is no memory.
 
 How bytes cross the wire is the transport's business (transport.py, secure_connection.py).
@@ -80,7 +80,7 @@ class Connection(Watched):
         "_blocked",
         "_blocked_since_s",
         "_ends_turn",
-        "_engine",
+        "_store",
         "_holdings",
         "_holds_replies",
         "_host",
@@ -108,7 +108,7 @@ class Connection(Watched):
     def __init__(self, host: Host, transport: Transport, session: Session, loop: EventLoop) -> None:
         self._host = host
         self._node = host.node
-        self._engine = host.node.engine
+        self._store = host.node.store
         super().__init__(transport.socket, loop)
         self._transport, self.session = transport, session
         self._reader = CommandReader(limits_of(host.node, session))
@@ -122,7 +122,7 @@ class Connection(Watched):
         self._holds_replies = False  # and nothing sent
         self._working = False  # another thread works on a reply
         self._more = False  # there may be whole commands in the reader
-        self._blocked = False  # the engine has no room: until the signal
+        self._blocked = False  # the store has no room: until the signal
         self._blocked_since_s = 0.0  # without having got on since
         self._retry: Callable[[], Reply] | None = None  # a command for which there was no room
         self._rest: Callable[[], Reply] | None = None  # what follows of a reply that has begun
@@ -375,7 +375,7 @@ class Connection(Watched):
         )
 
     def _block(self, error: BusyError | None) -> None:
-        """Stop until the engine has room; without an error, it was given the signal already."""
+        """Stop until the store has room; without an error, it was given the signal already."""
         self._blocked = True
         self._blocked_since_s = self._blocked_since_s or time.monotonic()
         if error is not None:
@@ -404,7 +404,7 @@ class Connection(Watched):
         self._cut_soon()
 
     def _stop_waiting_for_room(self) -> None:
-        _log.info("client_refused address=%s reason='no room in the engine'", self.session.address)
+        _log.info("client_refused address=%s reason='no room in the store'", self.session.address)
         with self._node.lock:
             error = encode_error(f"OOM {_NO_ROOM}")
             if self._intake.waits:
@@ -496,7 +496,7 @@ class Connection(Watched):
                     self.session.limiter.charge(0, sent_bytes)
                 for part in sent_parts:
                     self._node.lent.unpin(part.pinned)
-                    part.release(self._engine)
+                    part.release(self._store)
                 if self._holdings.counted:
                     self._moved_bytes += sent_bytes
                     self._account()

@@ -4,19 +4,19 @@ What is refused is refused when its length is known, and dropped as it arrives, 
 nothing of it is ever held. What may come is counted with its whole length before there is memory for it, and waits for
 its turn where there is no room: with its client, who is not read.
 
-A value is received where it stays: in the engine's memory, as long as it is executed at once. Of several in one command
-those for which the engine has no room stay in memory of their own until then, lest clients that hold some of theirs
+A value is received where it stays: in the store's memory, as long as it is executed at once. Of several in one command
+those for which the store has no room stay in memory of their own until then, lest clients that hold some of theirs
 wait for each other.
 """
 
 from collections.abc import Callable
 from typing import Final, Literal, TypeAlias
 
+from shadowserve.pool import buffers
 from shadowserve.resp import NEED_DATA, CommandReader, LargeBulk, NeedData, encode_error
 from storage_kv.clients.holdings import Holdings
 from storage_kv.commands import find
 from storage_kv.commands._arguments import OUT_OF_MEMORY
-from storage_kv.engines import buffers
 from storage_kv.node import Node
 from storage_kv.session import Argument, Session
 
@@ -58,15 +58,15 @@ class Intake:
     def __init__(
         self, node: Node, session: Session, reader: CommandReader, holdings: Holdings, ready: Callable[[], None]
     ) -> None:
-        """Make it; ``ready`` is called, from any thread, when the engine may have room."""
+        """Make it; ``ready`` is called, from any thread, when the store may have room."""
         self._node = node
         self._session = session
         self._reader = reader
         self._holdings = holdings
         self._ready = ready
         self._wanted_bytes = -1  # of a large argument for which there is no room yet
-        self._admitted = False  # by the bound; the engine has no room
-        self._buffers: list[memoryview] = []  # the engine's
+        self._admitted = False  # by the bound; the store has no room
+        self._buffers: list[memoryview] = []  # the store's
         self.bytes = 0
         self.in_place = False
         self.refusal = b""
@@ -112,7 +112,7 @@ class Intake:
         waits = command is not None and is_value and command.values[0] == command.values[1]
         try:
             if is_value and self._session.transaction is None:
-                view = self._node.engine.allocate(size, self._ready if waits else _nothing)
+                view = self._node.store.allocate(size, self._ready if waits else _nothing)
             if view is not None:
                 self._buffers.append(view)
             elif not waits or self._session.transaction is not None:
@@ -163,6 +163,6 @@ class Intake:
     def let_go(self) -> None:
         """Hold nothing of the command that has been executed, or never will be; what was stored stays stored."""
         for buffer in self._buffers:
-            self._node.engine.discard(buffer)
+            self._node.store.discard(buffer)
         self._buffers.clear()
         self.bytes, self.refusal = 0, b""

@@ -64,7 +64,7 @@ class Replies:
             if isinstance(part, Pending):
                 self._wait_for(part)
             else:
-                part.hold(self._node.engine)
+                part.hold(self._node.store)
                 self.append(part)
         if small:
             self.append(b"".join(small))

@@ -92,7 +92,7 @@ def _read(node: Node, item: Item, begin: int, end: int, missing: bytes, head: by
         pending.lost = lease is None
         pending.resolve([missing] if lease is None else _bulk(lease, head))
 
-    node.engine.read(item, begin, end, done)
+    node.store.read(item, begin, end, done)
     return pending
 
 
@@ -141,11 +141,11 @@ class OldValue:
         self._error: Exception | None = None
         if item.value is not None:
             part = Outgoing(memoryview(item.value), item)
-            part.hold(node.engine)
+            part.hold(node.store)
             self._parts = [encode_bulk_header(item.length), part, b"\r\n"]
             self._step()
         elif item.length:
-            node.engine.read(item, 0, item.length, self._on_read)
+            node.store.read(item, 0, item.length, self._on_read)
         else:
             self._parts = [b"$0\r\n\r\n"]
             self._step()

@@ -160,6 +160,6 @@ def config_rewrite(node: Node, session: Session, arguments: list[Argument]) -> R
 
 
 def config_resetstat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
-    """CONFIG RESETSTAT: the node's counters start anew. The engine's, which Prometheus reads too, do not."""
+    """CONFIG RESETSTAT: the node's counters start anew. The store's, which Prometheus reads too, do not."""
     node.counters = Counters()
     return OK

@@ -73,11 +73,11 @@ def delete(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     That a key is absent is a promise, too: another's removal of it may not be durable yet, or it may lie on a device
     that is gone, while those that are left have not noted that.
     """
-    removed = _Count(node, session, arguments[1:], node.engine.remove)
+    removed = _Count(node, session, arguments[1:], node.store.remove)
 
     def step() -> Reply | None:
         reply = removed()
-        return None if reply is None else settled(node, node.engine.barrier(), "DEL", reply)
+        return None if reply is None else settled(node, node.store.barrier(), "DEL", reply)
 
     return in_turns(step)
 
@@ -110,10 +110,10 @@ def _expire(node: Node, session: Session, arguments: list[Argument], unit_ms: in
     if not _TIME_MS_MIN <= number * unit_ms <= _TIME_MS_MAX or time_ms > _TIME_MS_MAX:
         raise CommandError(f"ERR invalid expire time in '{name}' command")
     key = session.qualify(arguments[1])
-    item = node.engine.peek(key)
-    if item is None or not allowed(item.expires_at_ms, time_ms) or not node.engine.set_expiry(key, time_ms):
+    item = node.store.peek(key)
+    if item is None or not allowed(item.expires_at_ms, time_ms) or not node.store.set_expiry(key, time_ms):
         return b":0\r\n"
-    return settled(node, node.engine.barrier(), name.upper(), b":1\r\n")
+    return settled(node, node.store.barrier(), name.upper(), b":1\r\n")
 
 
 def _expire_condition(options: list[Argument]) -> Callable[[int | None, int], bool]:
@@ -180,11 +180,11 @@ def pexpiretime(node: Node, session: Session, arguments: list[Argument]) -> Repl
 def persist(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """PERSIST key."""
     key = session.qualify(arguments[1])
-    item = node.engine.peek(key)
+    item = node.store.peek(key)
     if item is None or item.expires_at_ms is None:
         return b":0\r\n"
-    node.engine.set_expiry(key, None)
-    return settled(node, node.engine.barrier(), "PERSIST", b":1\r\n")
+    node.store.set_expiry(key, None)
+    return settled(node, node.store.barrier(), "PERSIST", b":1\r\n")
 
 
 def type_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -211,7 +211,7 @@ def scan(node: Node, session: Session, arguments: list[Argument]) -> Reply:
             count = as_integer(argument)
             if count < 1:
                 syntax_error()
-    cursor, names = node.engine.scan(session.tenant, cursor, min(count, KEYS_AT_A_TIME))
+    cursor, names = node.store.scan(session.tenant, cursor, min(count, KEYS_AT_A_TIME))
     if of_type != b"string":
         names = []
     found = [name for name in names if pattern is None or pattern.matches(name)]
@@ -259,7 +259,7 @@ class _Listing:
 
     def __call__(self) -> Reply | None:
         matches, seen = self._matches, self._found
-        self._cursor, names = self._node.engine.scan(self._tenant, self._cursor, KEYS_AT_A_TIME)
+        self._cursor, names = self._node.store.scan(self._tenant, self._cursor, KEYS_AT_A_TIME)
         fresh = [name for name in dict.fromkeys(names) if name not in seen and matches(name)]
         seen.update(fresh)
         self._parts.append(b"".join(map(encode_bulk, fresh)))
@@ -273,7 +273,7 @@ class _Listing:
 
 def dbsize(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """DBSIZE."""
-    return b":%d\r\n" % node.engine.count(session.tenant)
+    return b":%d\r\n" % node.store.count(session.tenant)
 
 
 def flush(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -281,5 +281,5 @@ def flush(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if len(arguments) > 2 or (len(arguments) == 2 and bytes(arguments[1]).upper() not in (b"ASYNC", b"SYNC")):
         syntax_error()
     everything = bytes(arguments[0]).upper() == b"FLUSHALL" and session.user.is_operator
-    node.engine.clear(None if everything else session.tenant)
-    return settled(node, node.engine.barrier(), "FLUSHALL", OK)
+    node.store.clear(None if everything else session.tenant)
+    return settled(node, node.store.barrier(), "FLUSHALL", OK)

@@ -50,16 +50,16 @@ class _Pinning:
         self._found = 0
 
     def __call__(self) -> Reply | None:
-        engine, end = self._node.engine, self._position + KEYS_AT_A_TIME
+        store, end = self._node.store, self._position + KEYS_AT_A_TIME
         for name in self._names[self._position : end]:
             try:
-                self._found += engine.pin(self._session.qualify(name), self._until_ms)
+                self._found += store.pin(self._session.qualify(name), self._until_ms)
             except PinShareError as error:
                 raise CommandError(f"OOM {error}. Of this command's keys {self._found} are pinned") from None
         self._position = end
         if end < len(self._names):
             return None
-        return settled(self._node, engine.barrier() if self._found else None, "KV.PIN", b":%d\r\n" % self._found)
+        return settled(self._node, store.barrier() if self._found else None, "KV.PIN", b":%d\r\n" % self._found)
 
 
 def unpin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -72,28 +72,28 @@ def unpin(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
     def step() -> Reply | None:
         nonlocal count
-        some = node.engine.unpin_some(tenant)
+        some = node.store.unpin_some(tenant)
         count += some
         if some:
             return None
-        return settled(node, node.engine.barrier() if count else None, "KV.UNPIN", b":%d\r\n" % count)
+        return settled(node, node.store.barrier() if count else None, "KV.UNPIN", b":%d\r\n" % count)
 
     return in_turns(step)
 
 
 def pins(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """KV.PINS [TENANT name]: keys and bytes that the own tenant has pinned, and may; to operators, of each tenant."""
-    engine = node.engine
+    store = node.store
     tenants = [session.tenant]
     if len(arguments) > 1:
         other = _other_tenant(node, session, arguments)
-        tenants = [other] if other is not None else engine.pinning_tenants(KEYS_AT_A_TIME)
+        tenants = [other] if other is not None else store.pinning_tenants(KEYS_AT_A_TIME)
     elif session.user.is_operator:
-        tenants = engine.pinning_tenants(KEYS_AT_A_TIME)
-    names = {number: name for name, number in engine.tenants().items()}
+        tenants = store.pinning_tenants(KEYS_AT_A_TIME)
+    names = {number: name for name, number in store.tenants().items()}
     found: list[Value] = []
     for tenant in tenants:
-        pinned = engine.pinned(tenant)
+        pinned = store.pinned(tenant)
         fields: list[Value] = [b"tenant", names[tenant].encode(), b"keys", pinned.keys]
         found.append(Map([*fields, b"bytes", pinned.bytes, b"bytes_max", pinned.bytes_max]))
     return encode(found, session.protocol)
@@ -111,4 +111,4 @@ def _other_tenant(node: Node, session: Session, arguments: list[Argument]) -> in
     name = words[1].decode("utf-8", "replace")
     if name and name not in node.config.tenants and all(name != user.tenant for user in node.users.by_name.values()):
         raise CommandError("ERR there is no such tenant")
-    return node.engine.tenant(name) if name else DEFAULT_TENANT
+    return node.store.tenant(name) if name else DEFAULT_TENANT

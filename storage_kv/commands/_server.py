@@ -65,32 +65,32 @@ def _info_clients(node: Node) -> _Fields:
 
 
 def _info_memory(node: Node) -> _Fields:
-    engine = node.engine.statistics()
+    seen = node.store.statistics()
     resident = _resident_bytes()
     return [
-        ("used_memory", engine.used_bytes),
-        ("used_memory_human", _human(engine.used_bytes)),
+        ("used_memory", seen.used_bytes),
+        ("used_memory_human", _human(seen.used_bytes)),
         ("used_memory_rss", resident),
         ("used_memory_rss_human", _human(resident)),
-        ("used_memory_peak", engine.peak_bytes),
-        ("used_memory_peak_human", _human(engine.peak_bytes)),
-        ("maxmemory", engine.budget_bytes),
-        ("maxmemory_human", _human(engine.budget_bytes)),
+        ("used_memory_peak", seen.peak_bytes),
+        ("used_memory_peak_human", _human(seen.peak_bytes)),
+        ("maxmemory", seen.budget_bytes),
+        ("maxmemory_human", _human(seen.budget_bytes)),
         ("maxmemory_policy", "allkeys-lru"),
-        ("mem_fragmentation_ratio", f"{resident / engine.used_bytes if engine.used_bytes else 0:.2f}"),
+        ("mem_fragmentation_ratio", f"{resident / seen.used_bytes if seen.used_bytes else 0:.2f}"),
     ]
 
 
 def _info_stats(node: Node) -> _Fields:
-    counters, engine = node.counters, node.engine.statistics()
+    counters, seen = node.counters, node.store.statistics()
     return [
         ("total_connections_received", counters.connections),
         ("total_commands_processed", counters.commands),
         ("total_net_input_bytes", counters.input_bytes),
         ("total_net_output_bytes", counters.output_bytes),
         ("rejected_connections", counters.connections_rejected),
-        ("expired_keys", engine.expired_keys),
-        ("evicted_keys", engine.evicted_keys),
+        ("expired_keys", seen.expired_keys),
+        ("evicted_keys", seen.evicted_keys),
         ("keyspace_hits", counters.hits),
         ("keyspace_misses", counters.misses),
         ("total_error_replies", counters.errors),
@@ -118,29 +118,29 @@ def _info_cluster(node: Node) -> _Fields:
 
 
 def _info_keyspace(node: Node, tenant: int | None = None) -> _Fields:
-    engine = node.engine.statistics(tenant)
-    return [("db0", f"keys={engine.keys},expires={engine.expiring_keys},avg_ttl=0")] if engine.keys else []
+    seen = node.store.statistics(tenant)
+    return [("db0", f"keys={seen.keys},expires={seen.expiring_keys},avg_ttl=0")] if seen.keys else []
 
 
 def _info_shadowserve(node: Node) -> _Fields:
-    counters, engine = node.counters, node.engine.statistics()
+    counters, seen = node.counters, node.store.statistics()
     return [
         ("version", __version__),
-        ("engine", type(node.engine).__name__),
-        ("records", engine.records),
-        ("record_bytes", engine.record_bytes),
+        ("engine", node.config.kind),
+        ("records", seen.records),
+        ("record_bytes", seen.record_bytes),
         ("records_stored", counters.records_stored),
         ("records_kept", counters.records_kept),
         ("records_refused", counters.records_refused),
         ("meta_keys", counters.meta_keys),
         ("lost_values", counters.lost),
-        ("evicted_bytes", engine.evicted_bytes),
-        ("evictions", _counts(engine.evictions)),
-        ("lost_objects", _counts(engine.lost)),
-        ("held_bytes", engine.held_bytes),
-        ("pinned_keys", engine.pinned_keys),
-        ("pinned_bytes", engine.pinned_bytes),
-        ("pinned_bytes_max", int(node.config.pin_share * engine.budget_bytes)),
+        ("evicted_bytes", seen.evicted_bytes),
+        ("evictions", _counts(seen.evictions)),
+        ("lost_objects", _counts(seen.lost)),
+        ("held_bytes", seen.held_bytes),
+        ("pinned_keys", seen.pinned_keys),
+        ("pinned_bytes", seen.pinned_bytes),
+        ("pinned_bytes_max", int(node.config.pin_share * seen.budget_bytes)),
         ("connections_denied", counters.connections_denied),
         ("idle_clients_closed", counters.idle_clients),
         ("stalled_clients_closed", counters.stalled_clients),
@@ -188,7 +188,7 @@ def _info_latencystats(node: Node) -> _Fields:
 
 
 def _info_devices(node: Node) -> _Fields:
-    seen = node.engine.statistics()
+    seen = node.store.statistics()
     fields: _Fields = [
         ("writing_bytes", seen.writing_bytes),
         ("reads_pending", seen.waiting_reads),

@@ -159,7 +159,7 @@ def set_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     key, value = _checked(arguments[1]), arguments[2]
     if len(arguments) == 3 and value[:4] != _MAGIC:  # most often, and worth no more calls
         try:
-            ticket = node.engine.put((session.tenant, key), value)
+            ticket = node.store.put((session.tenant, key), value)
         except OutOfBudgetError:
             raise CommandError(OUT_OF_MEMORY) from None
         return OK if ticket is None else settled(node, ticket, "SET", OK)
@@ -212,8 +212,8 @@ def getdel(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if item is None:
         return encode_null(session.protocol)
     old_value = OldValue(node, item, "GETDEL", encode_null(session.protocol))
-    node.engine.remove(key)
-    return old_value.reply(node.engine.barrier())
+    node.store.remove(key)
+    return old_value.reply(node.store.barrier())
 
 
 def getex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -227,8 +227,8 @@ def getex(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if expires_at_ms is None and not options.ends_expiry:
         return bulk_of(node, item, missing=null)
     old_value = OldValue(node, item, "GETEX", null)
-    node.engine.set_expiry(key, expires_at_ms)
-    return old_value.reply(node.engine.barrier())
+    node.store.set_expiry(key, expires_at_ms)
+    return old_value.reply(node.store.barrier())
 
 
 def _checked(key: Argument) -> bytes:
@@ -239,7 +239,7 @@ def _checked(key: Argument) -> bytes:
 
 
 class _Chunk(NamedTuple):
-    """What the engine is told of a record: the length of its head, and the name of the chunk before it."""
+    """What the store is told of a record: the length of its head, and the name of the chunk before it."""
 
     head_bytes: int
     parent: bytes
@@ -249,7 +249,7 @@ _NO_CHUNK = _Chunk(0, b"")
 
 
 def _verify(key: bytes, value: Argument) -> "_Chunk | str":
-    """Return what the engine is told of a valid record of ``key``, or what is wrong with it. Runs in any thread."""
+    """Return what the store is told of a valid record of ``key``, or what is wrong with it. Runs in any thread."""
     try:
         name = bytes.fromhex(key[3:].decode("ascii")) if key.startswith(b"kv:") else b""
     except ValueError:
@@ -304,23 +304,23 @@ def _accepted(node: Node, verdict: "_Chunk | str") -> _Chunk:
 
 def _store(write: _Write, chunk: _Chunk) -> bytes | list[Part]:
     node, session, answers = write.node, write.session, write.answers
-    engine, name, null = node.engine, session.qualify(write.key), encode_null(session.protocol)
+    store, name, null = node.store, session.qualify(write.key), encode_null(session.protocol)
     # With GET the old value is the answer, which is a use of it, whether it is replaced or not.
-    old = node.read(name) if answers.returns_old else engine.peek(name)
+    old = node.read(name) if answers.returns_old else store.peek(name)
     unmet = bool(write.condition) and (write.condition == b"NX") == (old is not None)
     keeps_record = not unmet and old is not None and chunk.head_bytes > 0 and old.head_bytes > 0
     if keeps_record:
-        engine.get(name)  # counts as a use: somebody still computes it
+        store.get(name)  # counts as a use: somebody still computes it
         node.counters.records_kept += 1
     if unmet or keeps_record:
         if answers.returns_old:
             return null if old is None else bulk_of(node, old, missing=null)
         # The record was stored by another, maybe just now: this client, too, is told OK when that is durable.
-        return answers.unmet if unmet else settled(node, engine.settling(name), write.operation, answers.met)
+        return answers.unmet if unmet else settled(node, store.settling(name), write.operation, answers.met)
     expires_at_ms = old.expires_at_ms if write.keeps_expiry and old is not None else write.expires_at_ms
     old_value = OldValue(node, old, write.operation, null) if answers.returns_old and old is not None else None
     try:
-        ticket = engine.put(
+        ticket = store.put(
             name, write.value, head_bytes=chunk.head_bytes, expires_at_ms=expires_at_ms, parent=chunk.parent
         )
     except (OutOfBudgetError, BusyError) as error:
@@ -355,7 +355,7 @@ def msetnx(node: Node, session: Session, arguments: list[Argument]) -> Reply:
         raise CommandError(f"ERR MSETNX takes at most {KEYS_AT_A_TIME} keys, got {len(pairs)}: use SET with NX")
 
     def store(chunks: Sequence[_Chunk]) -> Reply:
-        if any(node.engine.peek(session.qualify(key)) is not None for key, _ in pairs):
+        if any(node.store.peek(session.qualify(key)) is not None for key, _ in pairs):
             return b":0\r\n"
         return in_turns(_Puts(node, session, pairs, chunks, "MSETNX", b":1\r\n"))
 
@@ -421,15 +421,15 @@ class _Puts:
 
     def _store(self, key: bytes, value: Argument, chunk: _Chunk) -> None:
         """Store one, but a record in place of a record."""
-        engine, name, counters = self._node.engine, self._session.qualify(key), self._node.counters
-        old = engine.peek(name) if chunk.head_bytes else None
+        store, name, counters = self._node.store, self._session.qualify(key), self._node.counters
+        old = store.peek(name) if chunk.head_bytes else None
         if old is not None and old.head_bytes:
-            engine.get(name)
+            store.get(name)
             counters.records_kept += 1
-            ticket = engine.settling(name)
+            ticket = store.settling(name)
         else:
             try:
-                ticket = engine.put(name, value, head_bytes=chunk.head_bytes, parent=chunk.parent)
+                ticket = store.put(name, value, head_bytes=chunk.head_bytes, parent=chunk.parent)
             except OutOfBudgetError:
                 raise CommandError(OUT_OF_MEMORY) from None
             counters.records_stored += chunk.head_bytes > 0

@@ -19,7 +19,7 @@ _PLAIN: Final = "".join(map(chr, range(33, 127))).translate(dict.fromkeys(map(or
 
 def tenant_fields(node: Node) -> list[tuple[str, object]]:
     """Return a field for each tenant: those with limits first, then those with clients, then others by their ids."""
-    known = node.engine.tenants()
+    known = node.store.tenants()
     clients = Counter(session.user.tenant for session in node.sessions.values())
     names = dict.fromkeys(islice(_in_order(node, clients, known), _SHOWN_MAX))
     fields: list[tuple[str, object]] = [("tenants_known", len(known))]
@@ -39,7 +39,7 @@ def _in_order(node: Node, clients: Counter[str], known: Mapping[str, int]) -> It
 
 def _pairs(node: Node, name: str, tenant: int, clients: int) -> dict[str, object]:
     """Return what is told of a tenant; limits that there are not are left out."""
-    found = node.engine.statistics(tenant)
+    found = node.store.statistics(tenant)
     limits = node.config.tenants.get(name, TenantLimits())
     pairs: dict[str, object] = {
         "name": quote(name, safe=_PLAIN),

@@ -3,7 +3,7 @@
 EXEC answers the head of an array. What it executes, the connection then treats as though the client had sent it again,
 before everything that came behind: so every bound on what one client may have executed, waiting and held is a bound on
 transactions, too. As many commands as one turn executes, nobody else's come in between, unless the client does not read
-its replies or the engine has no room; of a longer transaction the lock is let go of in between.
+its replies or the store has no room; of a longer transaction the lock is let go of in between.
 """
 
 from collections import deque
@@ -81,7 +81,7 @@ def exec_(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     if transaction is None:
         raise CommandError("ERR EXEC without MULTI")
     broken = session.watch_failed or any(
-        (node.engine.peek(key) is not None) is not was_there for key, was_there in session.watched.items()
+        (node.store.peek(key) is not None) is not was_there for key, was_there in session.watched.items()
     )
     node.unwatch(session)
     if transaction.failed:

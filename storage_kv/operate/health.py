@@ -18,7 +18,7 @@ class Condition:
     Attributes:
         node: the node.
         loops: name of each loop or thread that must answer, and how to hand it a function.
-        recovered: the engine has found again what it kept; nothing is asked of it before.
+        recovered: the store has found again what it kept; nothing is asked of it before.
         recovery_s: how long that took.
         recovered_keys: how many keys there were.
         listening: the addresses, empty before and after.
@@ -55,7 +55,7 @@ class Condition:
     def readiness(self) -> list[Check]:
         """Check whether clients are served: health, and recovered, listening, not draining, with a healthy device."""
         healthy = self.health()
-        devices = self.node.engine.statistics().devices if self.recovered else ()
+        devices = self.node.store.statistics().devices if self.recovered else ()
         well = [device.name for device in devices if device.healthy]
         return [
             *healthy,

@@ -20,7 +20,6 @@ from prometheus_client.core import (
 from shadowserve import __version__
 from shadowserve.latency import LatencyHistogram
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
-from storage_kv.engines import engine_kind
 from storage_kv.node import Node
 from storage_kv.operate.command_statistics import SAMPLE_EVERY
 from storage_kv.operate.health import Condition
@@ -66,14 +65,14 @@ _AUDIT_COUNTERS: Final[_Table] = (
     ("audit_lines", "written", "Lines written to the audit log."),
     ("audit_lines_lost", "lost", "Lines that the audit log could not take."),
 )
-_ENGINE_COUNTERS: Final[_Table] = (
+_STORE_COUNTERS: Final[_Table] = (
     ("evicted_keys", "evicted_keys", "Keys removed to make room."),
     ("evicted_bytes", "evicted_bytes", "Bytes of keys and values removed to make room."),
     ("expired_keys", "expired_keys", "Keys removed because their time had come."),
     ("lost_keys", "lost_keys", "Keys dropped because their bytes could not be read, or were not what was stored."),
     ("failed_writes", "failed_writes", "Values that could not be made durable; their writers were told."),
 )
-_ENGINE_GAUGES: Final[_Table] = (
+_STORE_GAUGES: Final[_Table] = (
     ("keys", "keys", "Keys."),
     ("expiring_keys", "expiring_keys", "Keys with an expiry."),
     ("pinned_keys", "pinned_keys", "Keys that are pinned."),
@@ -134,7 +133,7 @@ class NodeCollector:
     def collect(self) -> Iterator[Metric]:
         node = self._node
         with node.lock:
-            engine = node.engine.statistics() if self._condition.recovered else None
+            store = node.store.statistics() if self._condition.recovered else None
             by_command = dict(node.counters.by_command)
             waiting = sum(session.pending_output_bytes for session in node.sessions.values())
         yield from _each(CounterMetricFamily, _NODE_COUNTERS, node.counters)
@@ -151,16 +150,14 @@ class NodeCollector:
             durations[name,] = statistics.durations
         yield from (calls, refused, failed)
         yield _histogram(
-            "command_duration_seconds", f"Time in the engine of one call in {SAMPLE_EVERY}.", ["command"], durations
+            "command_duration_seconds", f"Time in the store of one call in {SAMPLE_EVERY}.", ["command"], durations
         )
-        if engine is not None:
-            yield from _held(engine)
+        if store is not None:
+            yield from _held(store)
 
     def _process(self, waiting_bytes: int) -> Iterator[Metric]:
         node, condition, usage = self._node, self._condition, resource.getrusage(resource.RUSAGE_SELF)
-        yield InfoMetricFamily(
-            _PREFIX + "build", "What runs.", {"version": __version__, "engine": engine_kind(node.config)}
-        )
+        yield InfoMetricFamily(_PREFIX + "build", "What runs.", {"version": __version__, "engine": node.config.kind})
         for name, value, text in (
             ("clients", len(node.sessions), "Connected clients."),
             ("tenants", len(node.limiters), "Tenants with limits."),
@@ -174,7 +171,7 @@ class NodeCollector:
             ("replies_waiting_bytes", waiting_bytes, "Bytes of replies that clients have not taken yet."),
             ("up_seconds", time.monotonic() - node.started_s, "Time since the start."),
             ("tls_certificate_expiry_timestamp_seconds", node.certificate_expires_s, "When it ends; 0 without TLS."),
-            ("recovered", condition.recovered, "Whether the engine has found again what it kept: 1 or 0."),
+            ("recovered", condition.recovered, "Whether the store has found again what it kept: 1 or 0."),
             ("recovery_seconds", condition.recovery_s, "What finding everything again took at the start."),
             ("recovered_keys", condition.recovered_keys, "Keys found again at the start."),
             ("draining", condition.draining, "Whether the server has been told to stop: 1 or 0."),
@@ -218,20 +215,20 @@ def _histogram(
     return metric
 
 
-def _held(engine: Statistics) -> Iterator[Metric]:
-    """Yield what the engine tells of itself."""
-    for table in (_ENGINE_GAUGES, _WAITING_GAUGES):
-        yield from _each(GaugeMetricFamily, table, engine)
-    for table in (_ENGINE_COUNTERS, _SCRUB_COUNTERS):
-        yield from _each(CounterMetricFamily, table, engine)
-    yield _by("evictions", "Keys removed to make room, by cause.", "cause", engine.evictions)
-    yield _by("lost_objects", "Objects dropped because of their bytes, by reason.", "reason", engine.lost)
+def _held(store: Statistics) -> Iterator[Metric]:
+    """Yield what the store tells of itself."""
+    for table in (_STORE_GAUGES, _WAITING_GAUGES):
+        yield from _each(GaugeMetricFamily, table, store)
+    for table in (_STORE_COUNTERS, _SCRUB_COUNTERS):
+        yield from _each(CounterMetricFamily, table, store)
+    yield _by("evictions", "Keys removed to make room, by cause.", "cause", store.evictions)
+    yield _by("lost_objects", "Objects dropped because of their bytes, by reason.", "reason", store.lost)
     admissions, arenas = {}, {}
-    if engine.memory_bytes:
-        admissions = {"held_back": engine.held_back, "wear_refused": engine.wear_refused}
-        arenas = {"memory": engine}
+    if store.memory_bytes:
+        admissions = {"held_back": store.held_back, "wear_refused": store.wear_refused}
+        arenas = {"memory": store}
     yield _by("admissions", "Values by what became of them on their way to a device.", "outcome", admissions)
-    devices = {device.name: device for device in engine.devices}
+    devices = {device.name: device for device in store.devices}
     yield from _labelled(CounterMetricFamily, _DEVICE_COUNTERS, "device", devices)
     yield from _labelled(GaugeMetricFamily, _DEVICE_GAUGES, "device", devices)
     yield _histogram(

@@ -75,7 +75,7 @@ class Operations:
         self.condition.loops[name] = hand
 
     def recover(self) -> None:
-        """Start the engine, which finds again what it kept: seconds for millions of objects.
+        """Start the store, which finds again what it kept: seconds for millions of objects.
 
         Raises:
             ConfigurationError: a device or folder cannot be used.
@@ -83,10 +83,10 @@ class Operations:
         systemd.notify("STATUS=recovering")
         node, condition = self._node, self.condition
         begin_s = time.monotonic()
-        node.engine.start(node.lock)
+        node.store.start(node.lock)
         condition.recovery_s = time.monotonic() - begin_s
         with node.lock:
-            condition.recovered_keys = node.engine.statistics().keys
+            condition.recovered_keys = node.store.statistics().keys
         condition.recovered = True
         if condition.recovered_keys:
             _log.info("recovered keys=%d seconds=%.3f", condition.recovered_keys, condition.recovery_s)
@@ -110,7 +110,7 @@ class Operations:
         systemd.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             if not self.condition.recovered:
-                raise ConfigurationError("the engine is recovering; send the signal again when the server is ready")
+                raise ConfigurationError("the store is recovering; send the signal again when the server is ready")
             done = self.reconfiguration.reload()
         except ConfigurationError as error:
             _log.error("configuration_refused error=%r hint='nothing has changed'", str(error))

@@ -69,15 +69,15 @@ class Reconfiguration:
         self._hooks[key] = hook
 
     def _follow_pool(self, config: StorageConfig) -> None:
-        self._node.engine.follow(config)
+        self._node.store.follow(config.pool)
 
     def _follow_tenants(self, config: StorageConfig) -> None:
         """Give tenants their new limits; those that are named no more have none."""
         node, now_s = self._node, time.monotonic()
         for name in {**self._tenants, **config.tenants}:
             limits = config.tenants.get(name, TenantLimits())
-            tenant = node.engine.tenant(name) if name else DEFAULT_TENANT
-            node.engine.set_quota(tenant, limits.bytes_max, limits.keys_max)
+            tenant = node.store.tenant(name) if name else DEFAULT_TENANT
+            node.store.set_quota(tenant, limits.bytes_max, limits.keys_max)
         node.limiters = {
             # What a tenant has used up stays used up unless its limits have changed.
             name: node.limiters[name] if self._tenants.get(name) == limits else RateLimiter(limits, now_s)
@@ -88,7 +88,7 @@ class Reconfiguration:
             node.limit(session)
 
     def _follow_pins(self, config: StorageConfig) -> None:
-        self._node.engine.set_pin_shares(config.pin_share_of_tenant, config.pin_share)
+        self._node.store.set_pin_shares(config.pin_share_of_tenant, config.pin_share)
 
     def change(self, values: Mapping[str, Any]) -> None:
         """Change keys, all or none; with the node's lock held.

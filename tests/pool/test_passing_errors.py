@@ -7,15 +7,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from engine_driver import Clock, Driver
 from pool_support import configuration, file_pool, pool_statistics
 from simulated_device import SimulatedDevice
+from store_driver import Clock, Driver
 from test_pool_faults import cool, place_of, start
 from volume_support import Store, device_of, index_key
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
-from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.volume import patience, recovery
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, Superblock
 from shadowserve.pool.volume.verification import verify_volume
@@ -131,7 +131,7 @@ def test_a_device_that_cannot_be_opened_for_want_of_descriptors_is_not_gone_on_w
             spare += 1
             resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + spare, before[1]))
             with pytest.raises((ConfigurationError, OSError)) as refused:
-                PoolEngine(configuration(devices=devices), measure=False).start(threading.Lock())
+                Pool(configuration(devices=devices), measure=False).start(threading.Lock())
             told = str(refused.value)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -172,7 +172,7 @@ def test_a_write_to_a_busy_device_is_tried_again(error: int) -> None:
     devices[0].fail(OperationKind.WRITE, error=error, times=4)
     pool.put(b"a", b"x" * 10_000)
     assert place_of(pool, b"a")[0] == 0
-    data = pool.engine._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=error, times=3, last_block=data)  # of the log
     pool.put(b"b", b"y" * 10_000)
     found = pool_statistics(pool).devices[0]
@@ -196,7 +196,7 @@ def test_a_flush_that_failed_is_not_repeated_unless_it_has_not_begun() -> None:
 def test_a_device_that_stays_busy_is_not_given_up_and_takes_writes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "_WRITE_NS", 100_000_000)
     pool, devices = start()
-    data = pool.engine._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=errno.EBUSY, times=None, first_block=data)
     assert pool.put_soon(b"a", b"x" * 10_000).wait() is not None
     assert pool.peek(b"a") is None
@@ -224,8 +224,8 @@ def quarantined(pool: Driver, devices: list[SimulatedDevice], key: bytes = b"a",
 def pass_time(pool: Driver, clock: Clock, seconds: int) -> None:
     for _ in range(seconds):
         clock.now_ms += 1000
-        pool.engine.poll()
-        pool.engine.poll()
+        pool.store.poll()
+        pool.store.poll()
 
 
 def test_quarantined_room_is_tested_without_scrubbing() -> None:
@@ -246,7 +246,7 @@ def test_quarantined_room_is_tested_although_all_memory_is_in_use() -> None:
     pool, devices = start(clock_ms=clock)
     quarantined(pool, devices)
     number = 0
-    while pool.engine._core.arenas.take(24) is not None:  # type: ignore[attr-defined]
+    while pool.store._core.arenas.take(24) is not None:  # type: ignore[attr-defined]
         number += 1
     assert number
     pass_time(pool, clock, 80)
@@ -304,7 +304,7 @@ def test_scrubbing_goes_on_although_all_memory_is_in_use() -> None:
         pool.put(b"%d" % number, b"x" * 30_000)
     cool(pool)
     devices[0].rot(place_of(pool, b"7")[1] + 12_345)
-    arenas = pool.engine._core.arenas  # type: ignore[attr-defined]
+    arenas = pool.store._core.arenas  # type: ignore[attr-defined]
     while arenas.take(1) is not None:
         pass
     pass_time(pool, clock, 20)

@@ -1,11 +1,11 @@
 """What was cleared goes bit by bit, and a power cut in the middle of that brings none of it back."""
 
 import pytest
-from engine_driver import Driver
 from pool_support import DEVICE_BYTES, simulated_pool
 from simulated_device import SimulatedDevice
+from store_driver import Driver
 
-from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 
 MANY = 5 * ENTRIES_PER_HOLD
@@ -20,9 +20,9 @@ def filled(pool: Driver, tenant: int = 0) -> None:
     assert {change.wait() for change in changes} == {None}
 
 
-def engine_of(pool: Driver) -> PoolEngine:
-    assert isinstance(pool.engine, PoolEngine)
-    return pool.engine
+def engine_of(pool: Driver) -> Pool:
+    assert isinstance(pool.store, Pool)
+    return pool.store
 
 
 def cut(pool: Driver) -> Driver:
@@ -31,7 +31,7 @@ def cut(pool: Driver) -> Driver:
     for disk in engine_of(pool)._core.disks:
         assert isinstance(disk.volume.device, SimulatedDevice)
         after.append(disk.volume.device.crash(torn=False, seed=1))
-    pool.engine.close()
+    pool.store.close()
     return start(after)
 
 
@@ -43,7 +43,7 @@ def two_devices() -> list[SimulatedDevice]:
 @pytest.mark.parametrize("everybodys", [False, True])
 def test_a_power_cut_before_all_is_removed_brings_nothing_back(snapshot: bool, everybodys: bool) -> None:
     pool = start(two_devices())
-    one = pool.call(pool.engine.tenant, "one")
+    one = pool.call(pool.store.tenant, "one")
     filled(pool, one)
     pool.put(b"a", b"another's")
     core = engine_of(pool)._core
@@ -68,8 +68,8 @@ def test_a_write_that_was_not_handed_over_when_its_key_was_cleared_does_not_come
     filled(pool)
     late = [pool.put_soon(b"late%d" % number, b"x") for number in range(100)]
     with pool.lock:
-        pool.engine.clear(0)
-        waiting = pool.engine.barrier()
+        pool.store.clear(0)
+        waiting = pool.store.barrier()
     later = [pool.put_soon(b"later%d" % number, b"x") for number in range(100)]
     assert {change.wait() for change in (*late, *later)} == {None}
     pool.settle(waiting)
@@ -81,12 +81,12 @@ def test_a_write_that_was_not_handed_over_when_its_key_was_cleared_does_not_come
 
 def test_room_that_was_cleared_is_used_before_anything_is_evicted() -> None:
     pool = start([SimulatedDevice(DEVICE_BYTES)])
-    one = pool.call(pool.engine.tenant, "one")
+    one = pool.call(pool.store.tenant, "one")
     filled(pool, one)
     pool.put(b"mine", b"x")
-    pool.call(pool.engine.set_budget, (MANY + 2) * 4096)
+    pool.call(pool.store.set_budget, (MANY + 2) * 4096)
     with pool.lock:
-        pool.engine.clear(one)
+        pool.store.clear(one)
     for number in range(ENTRIES_PER_HOLD):
         pool.put_soon(b"%d" % number, b"x")
     pool.pump(lambda: pool.statistics(one).used_bytes == 0)
@@ -96,16 +96,16 @@ def test_room_that_was_cleared_is_used_before_anything_is_evicted() -> None:
 
 def test_clearing_again_and_again_while_it_goes_on_ends() -> None:
     pool = start(two_devices())
-    one, two = (pool.call(pool.engine.tenant, name) for name in ("one", "two"))
+    one, two = (pool.call(pool.store.tenant, name) for name in ("one", "two"))
     filled(pool, one)
     for number in range(20):
         pool.put(b"%d" % number, b"x", two)
         with pool.lock:
-            pool.engine.clear((one, two, None)[number % 3])
+            pool.store.clear((one, two, None)[number % 3])
         pool.put(b"again", b"x", one)
         assert pool.keys(one) == {b"again"} and pool.count(one) == 1
         assert pool.statistics().keys == pool.count(one) + pool.count(two) == len(pool.keys(two)) + 1
     pool.pump(lambda: not engine_of(pool)._core.clears.under_way)
     assert pool.keys(one) == {b"again"} and engine_of(pool)._index.totals(one).objects == 1
-    assert pool.call(pool.engine.get, (two, b"0")) is None
+    assert pool.call(pool.store.get, (two, b"0")) is None
     pool.stop()

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_driver import Change, Clock, Driver
 from pool_support import DEVICE_BYTES, MIB, configuration, file_pool, pool_statistics, simulated_pool
 from simulated_device import SimulatedDevice
+from store_driver import Change, Clock, Driver
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import Index, Result, check_object
 from shadowserve.pool import reads
 from shadowserve.pool.clears import SCAN_LINES
-from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.entries import MEMORY_ONLY, PoolItem
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.volume.volume import VolumeError
 
 
@@ -27,7 +27,7 @@ def start(count: int = 1, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
 
 
 def cool(driver: Driver) -> None:
-    copies = driver.engine._core.copies  # type: ignore[attr-defined]
+    copies = driver.store._core.copies  # type: ignore[attr-defined]
     with driver.lock:
         while copies.make_room():
             pass
@@ -120,8 +120,8 @@ def test_a_write_that_was_lost_never_brings_back_what_was_there_before() -> None
     pool.put(b"a", b"old" * 10_000)
     first = place_of(pool, b"a")[1]
     pool.remove(b"a")
-    pool.pump(lambda: not pool.engine._core.disks[0].is_freeing)  # type: ignore[attr-defined]
-    data = pool.engine._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    pool.pump(lambda: not pool.store._core.disks[0].is_freeing)  # type: ignore[attr-defined]
+    data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=0, lost=True, first_block=data)
     pool.put(b"a", b"new" * 10_000)  # the same key, length and place: all that tells is the number of the put
     assert place_of(pool, b"a")[1] == first
@@ -132,7 +132,7 @@ def test_a_write_that_was_lost_never_brings_back_what_was_there_before() -> None
 
 def test_a_write_that_a_device_refuses_is_an_error_to_the_writer_and_the_key_is_absent() -> None:
     pool, devices = start()
-    data = pool.engine._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, error=errno.ENOSPC, first_block=data)
     error = pool.put_soon(b"a", b"x" * 10_000).wait()
     assert error is not None and "simulated0" in str(error)
@@ -156,7 +156,7 @@ def test_a_pool_goes_on_without_a_device_that_is_gone() -> None:
     found = pool_statistics(pool)
     assert [device.state for device in found.devices] == ["gone", "ok"] and found.devices[0].reason
     assert found.lost == {"device_gone": homes.count(0)}
-    assert pool.remove(b"50") and pool.call(pool.engine.barrier) is None
+    assert pool.remove(b"50") and pool.call(pool.store.barrier) is None
     pool.clear()
     pool.stop()
 
@@ -183,7 +183,7 @@ def test_an_old_value_does_not_return_after_a_restart_where_every_device_was_gon
     for key in (b"a", b"b"):
         errors = [pool.put_soon(key, b"new").wait() for _ in range(3)]  # the first ones find out
         assert None not in errors and "no device is left" in str(errors[-1])
-    pool.engine.close()
+    pool.store.close()
     again = Driver(simulated_pool([device.restart() for device in devices], clock_ms=Clock()))
     assert again.value(b"a") in (b"old", None) and again.value(b"b") is None
     again.stop()
@@ -191,7 +191,7 @@ def test_an_old_value_does_not_return_after_a_restart_where_every_device_was_gon
 
 def test_a_write_after_a_failed_one_is_tried_and_not_just_kept_in_memory() -> None:
     pool, devices = start()
-    data_first = pool.engine._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    data_first = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     devices[0].fail(OperationKind.WRITE, times=1, first_block=data_first)  # the log of the start may be on its way
     assert pool.put_soon(b"a", b"x").wait() is not None
     pool.put(b"b", b"y")
@@ -217,7 +217,7 @@ def test_the_scrubber_finds_rot_and_tests_extents_before_they_are_used_again() -
     for number in range(30):
         pool.put(b"%d" % number, b"%d" % number * 30_000)
     devices[0].rot(place_of(pool, b"7")[1] + 12_345)
-    scrubber = pool.engine._scrubber  # type: ignore[attr-defined]
+    scrubber = pool.store._scrubber  # type: ignore[attr-defined]
 
     def turn() -> bool:
         clock.now_ms += 200
@@ -240,7 +240,7 @@ def test_the_scrubber_finds_rot_and_tests_extents_before_they_are_used_again() -
     assert pool.value(b"9") is None
     for _ in range(50):
         clock.now_ms += 10_000
-        pool.engine.poll()
+        pool.store.poll()
     assert pool_statistics(pool).devices[0].quarantined_bytes  # it never passes
     pool.stop()
 
@@ -254,12 +254,12 @@ def test_a_pool_that_cannot_be_opened_says_what_to_do() -> None:
     with pytest.raises(ConfigurationError, match="belongs to pool"):
         Driver(simulated_pool([one, two]))
     with pytest.raises(ConfigurationError, match="opening device"):
-        Driver(PoolEngine(configuration(devices=["/nowhere/to/be/found"])))
+        Driver(Pool(configuration(devices=["/nowhere/to/be/found"])))
 
 
 def test_a_device_that_is_missing_at_the_start_is_done_without(tmp_path: Any) -> None:
     devices = [{"path": str(tmp_path / "there"), "size": 8 * MIB}, {"path": str(tmp_path / "not there")}]
-    pool = Driver(PoolEngine(configuration(devices=devices), measure=False))
+    pool = Driver(Pool(configuration(devices=devices), measure=False))
     pool.put(b"a", b"x")
     assert [device.state for device in pool_statistics(pool).devices] == ["ok", "gone"]
     pool.stop()
@@ -286,7 +286,7 @@ def test_a_device_that_was_away_never_brings_back_what_was_removed_meanwhile(whe
     for number in range(10):
         pool.remove(b"%d" % number)
     pool.stop()
-    here = pool.engine._core.disks[-1].volume.device  # type: ignore[attr-defined]
+    here = pool.store._core.disks[-1].volume.device  # type: ignore[attr-defined]
     pool = Driver(simulated_pool([away.restart(), here.restart()], clock_ms=Clock()))
     for number in range(20):
         assert pool.value(b"%d" % number) == (None if number < 10 else b"new")
@@ -300,16 +300,16 @@ def test_a_value_removed_before_it_was_written_is_acknowledged_with_its_removal(
     pool.put(b"key", b"old")
     device.automatic = False
     change = pool.put_soon(b"key", b"new")
-    assert pool.call(pool.engine.remove, (0, b"key"))
+    assert pool.call(pool.store.remove, (0, b"key"))
     for _ in range(8):
-        pool.engine.poll()
+        pool.store.poll()
     assert not change.outcomes
     device.automatic = True
     assert change.wait() is None
     after = Driver(simulated_pool([device.crash()], clock_ms=Clock()))
     assert after.value(b"key") is None
     after.stop()
-    pool.engine.close()
+    pool.store.close()
 
 
 def test_objects_dropped_for_a_block_of_the_log_that_rotted_in_both_copies_are_counted(
@@ -319,7 +319,7 @@ def test_objects_dropped_for_a_block_of_the_log_that_rotted_in_both_copies_are_c
     pool, devices = start()
     for number in range(10):
         pool.put(b"%d" % number, b"x" * 1000)
-    layout = pool.engine._core.disks[0].volume.superblock.layout  # type: ignore[attr-defined]
+    layout = pool.store._core.disks[0].volume.superblock.layout  # type: ignore[attr-defined]
     device = devices[0].restart()  # killed: a snapshot at the end would have made the log unneeded
     pool.stop()
     middle = max(number for number, _ in device.blocks() if number < layout.log_firsts[0] + layout.log_blocks) - 3
@@ -348,16 +348,16 @@ def test_power_that_fails_at_the_start_does_not_cost_a_device_all_of_its_objects
         pool.put(b"%d" % number, b"%d" % number)
     pool.stop()
     for _ in range(3):  # once more before the other log has heard of it
-        devices = [disk.volume.device.restart() for disk in pool.engine._core.disks]  # type: ignore[attr-defined]
+        devices = [disk.volume.device.restart() for disk in pool.store._core.disks]  # type: ignore[attr-defined]
         pool = Driver(simulated_pool(devices, clock_ms=Clock()))
         devices[1].automatic = False
         for _ in range(8):
-            pool.engine.poll()
+            pool.store.poll()
         devices = [device.crash(torn=False) for device in devices]
         pool = Driver(simulated_pool(devices, clock_ms=Clock()))
         assert pool.keys() == {b"%d" % number for number in range(20)}
         devices[0].automatic = devices[1].automatic = False
-    pool.engine.close()
+    pool.store.close()
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -369,15 +369,15 @@ def test_objects_of_a_tenant_that_another_device_knows_by_another_name_are_dropp
     for number, name in ((first, "one"), (1 - first, "other")):  # each while the other one is away
         clock.now_ms += 1
         pool = Driver(simulated_pool([devices[number]], clock_ms=clock))
-        ids.append(pool.call(pool.engine.tenant, name))
+        ids.append(pool.call(pool.store.tenant, name))
         pool.put(b"secret of " + name.encode(), b"x", ids[-1])
         pool.stop()
-        devices[number] = pool.engine._core.disks[0].volume.device.restart()  # type: ignore[attr-defined]
+        devices[number] = pool.store._core.disks[0].volume.device.restart()  # type: ignore[attr-defined]
     assert ids[0] == ids[1]
     pool = Driver(simulated_pool(devices, clock_ms=clock))
     # The later one counts, with what its tenant has there; never is one's object the other's.
-    assert pool.keys(pool.call(pool.engine.tenant, "other")) == {b"secret of other"}
-    assert pool.keys(pool.call(pool.engine.tenant, "one")) == set()
+    assert pool.keys(pool.call(pool.store.tenant, "other")) == {b"secret of other"}
+    assert pool.keys(pool.call(pool.store.tenant, "one")) == set()
     assert pool_statistics(pool).lost["stale"] == 1
     pool.stop()
 
@@ -425,7 +425,7 @@ def test_a_crash_takes_nothing_that_was_acknowledged_and_brings_nothing_back(see
                 value = b"%d" % chance.randrange(10**6) * chance.choice((10, 500, 9_000))
                 oracle.note(key, value, pool.put_soon(key, value))
             elif action < 0.55:
-                pool.call(pool.engine.remove, (0, key))
+                pool.call(pool.store.remove, (0, key))
                 oracle.note(key, None, None)
             elif action < 0.6:
                 pool.remove(key)  # and waits
@@ -436,7 +436,7 @@ def test_a_crash_takes_nothing_that_was_acknowledged_and_brings_nothing_back(see
             elif action < 0.95:
                 cool(pool)
             else:
-                pool.engine.poll()
+                pool.store.poll()
         devices = [device.crash() for device in devices]
 
 
@@ -445,7 +445,7 @@ def test_a_scrub_of_an_emptied_pool_looks_at_a_bounded_part_of_it_at_a_time() ->
     clock = Clock()
     device = SimulatedDevice(64 * MIB)
     pool = Driver(simulated_pool([device], options=[{"objects_max": 50_000}], clock_ms=clock, scrub_bytes_per_s=MIB))
-    core = pool.engine._core  # type: ignore[attr-defined]
+    core = pool.store._core  # type: ignore[attr-defined]
     slots = [
         core.index.insert(0, number.to_bytes(32, "big"), device=MEMORY_ONLY, extent=0, length=1, now_s=1)
         for number in range(40_000)
@@ -453,7 +453,7 @@ def test_a_scrub_of_an_emptied_pool_looks_at_a_bounded_part_of_it_at_a_time() ->
     for slot in slots:
         core.index.remove(slot)
     pool.put(b"a", b"x" * 5000)
-    pool.pump(lambda: not pool.engine.busy)
+    pool.pump(lambda: not pool.store.busy)
     looked: list[int] = []
     core.index = Looked(core.index, looked)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_driver import Clock, Driver
 from machine import wait_for
 from pool_support import DEVICE_BYTES, MIB, chunk, configuration, file_pool, key_of, pool_statistics, simulated_pool
 from simulated_device import SimulatedDevice
+from store_driver import Clock, Driver
 
 from shadowserve.block import OperationKind
-from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.entries import PoolItem
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 
 
@@ -40,8 +40,8 @@ def in_memory(driver: Driver, key: bytes) -> bool:
 
 def cool(driver: Driver) -> None:
     """Drop all copies that nobody uses."""
-    assert isinstance(driver.engine, PoolEngine)
-    driver.call(driver.engine.drop_copies)
+    assert isinstance(driver.store, Pool)
+    driver.call(driver.store.drop_copies)
 
 
 def reads_of(driver: Driver) -> int:
@@ -51,7 +51,7 @@ def reads_of(driver: Driver) -> int:
 def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     clock = Clock()
     pool, devices = start(DEVICE_BYTES, DEVICE_BYTES, clock_ms=clock)
-    one = pool.call(pool.engine.tenant, "one")
+    one = pool.call(pool.store.tenant, "one")
     for number in range(20):
         pool.put(key_of(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
     pool.put(b"name \xff", b"of the default tenant", head_bytes=3)
@@ -71,7 +71,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     clock.now_ms += 200
     pool = again(devices, clock_ms=clock)
     assert pool.keys() == before - {b"short"} and pool.keys(one) == {b"name"}
-    assert pool.call(pool.engine.tenant, "one") == one and pool.call(pool.engine.tenant, "two") != one
+    assert pool.call(pool.store.tenant, "one") == one and pool.call(pool.store.tenant, "two") != one
     assert pool.value(b"name", tenant=one) == b"of one" and pool.value(b"twice") == b"second"
     assert pool.value(b"name \xff") == b"of the default tenant" and pool.statistics().record_bytes == 21
     assert pool.value(b"") == b"of the empty key"
@@ -98,21 +98,21 @@ def test_what_was_acknowledged_survives_a_crash_and_the_memory_fills_by_use() ->
 
 def test_what_was_cleared_is_gone_after_a_restart_and_what_came_later_is_not() -> None:
     pool, devices = start(DEVICE_BYTES, DEVICE_BYTES)
-    one = pool.call(pool.engine.tenant, "one")
+    one = pool.call(pool.store.tenant, "one")
     for number in range(20):
         pool.put(b"%d" % number, b"x" * 5_000, one if number % 2 else 0)
     late = pool.put_soon(b"on its way", b"x" * 5_000, one)
-    pool.engine.poll()
+    pool.store.poll()
     pool.clear(one)
     assert late.wait() is None
     pool.put(b"1", b"later", one)
     pool = again(devices)
     assert pool.keys(one) == {b"1"} and pool.count() == 10 and pool.value(b"1", tenant=one) == b"later"
     pool.clear()
-    pool = again([disk.volume.device for disk in pool.engine._core.disks])  # type: ignore[attr-defined]
+    pool = again([disk.volume.device for disk in pool.store._core.disks])  # type: ignore[attr-defined]
     assert pool.count() == pool.count(one) == 0
     pool.stop()
-    pool.engine.close()
+    pool.store.close()
 
 
 def test_a_file_pool_comes_back_warm(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_
     assert 32 < begun < len(values) - 32
     for released in range(1, 25):
         assert devices[0].complete() is not None
-        pool.engine.poll()
+        pool.store.poll()
         done = next(one for one in readings if one[1] is not None and one[1].finished)
         assert done[1] is not None and done[1].wait() == values[done[0]]
         done[1].release()
@@ -206,18 +206,18 @@ def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_l
     pool, devices = start()
     pool.put(b"a", b"old" * 20_000)
     cool(pool)
-    free = pool.engine._core.disks[0].free_bytes  # type: ignore[attr-defined]
+    free = pool.store._core.disks[0].free_bytes  # type: ignore[attr-defined]
     devices[0].automatic = False
     reading = pool.open(b"a")
     assert reading is not None and not reading.finished
     later = None
     with pool.lock:
         if change in ("remove", "make way"):
-            assert pool.engine.remove((0, b"a"))
+            assert pool.store.remove((0, b"a"))
         elif change == "clear":
-            pool.engine.clear(None)
+            pool.store.clear(None)
         elif change == "evict":
-            assert pool.engine._space.evict(cause="budget")  # type: ignore[attr-defined]
+            assert pool.store._space.evict(cause="budget")  # type: ignore[attr-defined]
     if change == "put":
         later = pool.put_soon(b"a", b"new" * 20_000)
     elif change == "make way":  # another object takes its place in the index
@@ -228,7 +228,7 @@ def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_l
     assert later is None or later.wait() is None
     assert pool.value(b"a") == (b"new" * 20_000 if change == "put" else None)
     assert pool.value(b"b") == (b"new" * 20_000 if change == "make way" else None)
-    core = pool.engine._core  # type: ignore[attr-defined]
+    core = pool.store._core  # type: ignore[attr-defined]
     disk = core.disks[0]
     pool.pump(lambda: not disk.is_freeing)
     assert core.arenas.used_bytes == core.copies.copy_bytes + core.copies.kept_bytes
@@ -239,19 +239,19 @@ def test_what_is_read_meanwhile_is_read_whole_or_missed_and_its_extent_is_free_l
 
 def test_a_wake_ends_with_the_poll_that_answers_it_and_the_next_one_counts() -> None:
     pool, _ = start()
-    core = pool.engine._core  # type: ignore[attr-defined]
-    pool.pump(lambda: not pool.engine.busy)
+    core = pool.store._core  # type: ignore[attr-defined]
+    pool.pump(lambda: not pool.store.busy)
 
     def is_awake() -> bool:
         return bool(select.select([core.waker.descriptor], [], [], 0)[0])
 
-    pool.engine.poll()
+    pool.store.poll()
     assert not is_awake()
     for times in (1, 3, 1):
         for _ in range(times):
             core.waker.wake()
         assert is_awake()
-        pool.engine.poll()
+        pool.store.poll()
         assert not is_awake()
     pool.stop()
 
@@ -262,23 +262,23 @@ def test_of_puts_in_a_row_the_last_one_counts_also_after_a_restart() -> None:
     for number in range(30):
         changes.append(pool.put_soon(b"a", b"%d" % number * 3_000))
         if number % 7 == 3:
-            pool.call(pool.engine.remove, (0, b"a"))
+            pool.call(pool.store.remove, (0, b"a"))
         if number % 5 == 2:
-            pool.engine.poll()
+            pool.store.poll()
     assert [change.wait() for change in changes] == [None] * 30
     assert pool.value(b"a") == b"29" * 3_000
-    pool.settle(pool.call(pool.engine.barrier))
+    pool.settle(pool.call(pool.store.barrier))
     pool = again(devices)
     assert pool.value(b"a") == b"29" * 3_000 and pool.count() == 1
     assert pool.remove(b"a")
-    pool = again([disk.volume.device for disk in pool.engine._core.disks])  # type: ignore[attr-defined]
+    pool = again([disk.volume.device for disk in pool.store._core.disks])  # type: ignore[attr-defined]
     assert pool.count() == 0
     pool.stop()
 
 
 def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evicted_first() -> None:
     pool, _ = start(options=[{"objects_max": 1}])
-    disk = pool.engine._core.disks[0]  # type: ignore[attr-defined]
+    disk = pool.store._core.disks[0]  # type: ignore[attr-defined]
     free = disk.volume.free_blocks
     for settles in (True, False, False, True):
         changes = [pool.put_soon(b"a", b"%d" % number * 20_000) for number in range(3)]
@@ -287,14 +287,14 @@ def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evi
             assert pool.value(b"a") == b"2" * 20_000
     assert not any(pool_statistics(pool).evictions.values())
     assert pool.remove(b"a")
-    pool.pump(lambda: not disk.is_freeing and not pool.engine.busy)
+    pool.pump(lambda: not disk.is_freeing and not pool.store.busy)
     assert disk.volume.free_blocks == free
     pool.stop()
 
 
 def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed_once() -> None:
     pool, _ = start(DEVICE_BYTES, DEVICE_BYTES)
-    disks = pool.engine._core.disks  # type: ignore[attr-defined]
+    disks = pool.store._core.disks  # type: ignore[attr-defined]
     free = [disk.volume.free_blocks for disk in disks]
     homes: dict[int, list[bytes]] = {0: [], 1: []}
     for number in range(4):
@@ -311,7 +311,7 @@ def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed
     assert isinstance(item, PoolItem) and item.entry.device == 1 - number and pool.value(key) == b"y" * 20_000
     for number in range(4):
         pool.remove(b"%d" % number)
-    pool.pump(lambda: not pool.engine.busy and not any(disk.is_freeing for disk in disks))
+    pool.pump(lambda: not pool.store.busy and not any(disk.is_freeing for disk in disks))
     assert [disk.volume.free_blocks for disk in disks] == free
     pool.stop()
 
@@ -320,13 +320,13 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     clock = Clock()
     pool, devices = start(clock_ms=clock)
     change = pool.put_soon(b"a", b"x")
-    pool.call(pool.engine.set_expiry, (0, b"a"), clock.now_ms + 10**8)
+    pool.call(pool.store.set_expiry, (0, b"a"), clock.now_ms + 10**8)
     devices[0].automatic = False
-    pool.engine.poll()  # it is on its way
-    pool.call(pool.engine.pin, (0, b"a"), clock.now_ms + 10**7)
+    pool.store.poll()  # it is on its way
+    pool.call(pool.store.pin, (0, b"a"), clock.now_ms + 10**7)
     devices[0].automatic = True
     assert change.wait() is None
-    pool.settle(pool.call(pool.engine.barrier))
+    pool.settle(pool.call(pool.store.barrier))
     pool = again(devices, clock_ms=clock)
     item = pool.peek(b"a")
     assert item is not None and item.expires_at_ms == clock.now_ms + 10**8
@@ -336,12 +336,12 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
 
 def test_second_hit_admission_writes_what_is_asked_for() -> None:
     pool, devices = start(admission="second_hit")
-    pool.settle(pool.call(pool.engine.barrier))
+    pool.settle(pool.call(pool.store.barrier))
     for number in range(10):
         assert pool.put_soon(b"%d" % number, b"x" * 1000).outcomes == [None]  # in memory, and done
     assert pool_statistics(pool).held_back == 10 and pool_statistics(pool).devices[0].objects == 0
     assert pool.value(b"3") == b"x" * 1000
-    pool.pump(lambda: not pool.engine.busy)  # type: ignore[attr-defined]
+    pool.pump(lambda: not pool.store.busy)  # type: ignore[attr-defined]
     assert pool_statistics(pool).devices[0].objects == 1
     for number in range(10, 3000):  # more than the memory holds
         pool.put(b"%d" % number, b"x" * 1000)
@@ -358,7 +358,7 @@ def test_a_full_device_gives_up_objects_in_time_and_nothing_is_lost_between(poli
     pool, _ = start(eviction=policy)
     for number in range(600):
         pool.put(b"%d" % number, b"%d" % number * 20_000)
-        pool.engine.poll()
+        pool.store.poll()
     found = pool_statistics(pool)
     assert found.evicted_keys == found.evictions["device"] > 0
     assert found.devices[0].used_bytes <= found.devices[0].capacity_bytes
@@ -384,19 +384,19 @@ def test_writers_wait_when_too_much_is_under_way() -> None:
     devices[0].automatic = False
     called: list[int] = []
     ready: Callable[[], None] = lambda: called.append(1)  # noqa: E731
-    first = pool.call(pool.engine.allocate, 600_000, ready)
-    assert first is not None and pool.call(pool.engine.allocate, 600_000, ready) is None
+    first = pool.call(pool.store.allocate, 600_000, ready)
+    assert first is not None and pool.call(pool.store.allocate, 600_000, ready) is None
     with pytest.raises(MemoryError, match="memory_budget_bytes"):
-        pool.call(pool.engine.allocate, 8 * MIB, ready)
+        pool.call(pool.store.allocate, 8 * MIB, ready)
     change = pool.put_soon(b"a", first)
     del first
     with pytest.raises(BusyError) as busy:
-        pool.call(pool.engine.put, (0, b"b"), b"x" * 600_000)
-    assert pool.call(pool.engine.settling, (0, b"a")) is not None and not change.outcomes
+        pool.call(pool.store.put, (0, b"b"), b"x" * 600_000)
+    assert pool.call(pool.store.settling, (0, b"a")) is not None and not change.outcomes
     devices[0].automatic = True
     assert change.wait() is None
     pool.pump(lambda: called and busy.value.again.settled)
-    assert pool.call(pool.engine.settling, (0, b"a")) is None
+    assert pool.call(pool.store.settling, (0, b"a")) is None
     assert pool.value(b"a", 0, 5) == bytes(5)
     pool.put(b"b", b"x" * 600_000)
     assert pool_statistics(pool).writing_bytes == 0
@@ -405,10 +405,10 @@ def test_writers_wait_when_too_much_is_under_way() -> None:
 
 def test_a_buffer_that_nobody_stores_gives_its_memory_back() -> None:
     pool, _ = start()
-    buffer = pool.call(pool.engine.allocate, 2 * MIB, lambda: None)
+    buffer = pool.call(pool.store.allocate, 2 * MIB, lambda: None)
     assert buffer is not None
     del buffer  # its client has gone away
-    pool.engine.poll()
+    pool.store.poll()
     assert pool_statistics(pool).memory_used_bytes == 0
     pool.stop()
 
@@ -443,15 +443,15 @@ def test_a_long_prefix_that_has_all_memory_in_use_evicts_nothing_that_lies_in_me
 
 def test_budgets_and_quotas_change_at_any_time() -> None:
     pool, _ = start(DEVICE_BYTES, DEVICE_BYTES)
-    one = pool.call(pool.engine.tenant, "one")
+    one = pool.call(pool.store.tenant, "one")
     for number in range(20):
         pool.put(b"%d" % number, b"x" * 50_000, one if number % 2 else 0)
-    pool.call(pool.engine.set_quota, one, None, 3)
+    pool.call(pool.store.set_quota, one, None, 3)
     assert pool.count(one) == 3 and pool.count() == 10
-    pool.call(pool.engine.follow, configuration(memory_budget_bytes=MIB))
+    pool.call(pool.store.follow, configuration(memory_budget_bytes=MIB))
     assert pool.count() == 10
     devices = [{"path": each.name, "bytes_max": MIB, "objects_max": 2} for each in pool_statistics(pool).devices]
-    pool.call(pool.engine.follow, configuration(memory_budget_bytes=MIB, devices=devices))
+    pool.call(pool.store.follow, configuration(memory_budget_bytes=MIB, devices=devices))
     pool.pump(lambda: pool.statistics().keys <= 4)
     pool.stop()
 

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_driver import Change, Clock, Driver
 from pool_support import DEVICE_BYTES, pool_statistics, simulated_pool
 from simulated_device import SimulatedDevice
+from store_driver import Change, Clock, Driver
 
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.entries import PoolItem
+from shadowserve.pool.pool import Pool
 
 KEY = b"key"
 POLLS = 24
@@ -22,9 +22,9 @@ def start(count: int = 2, **keys: Any) -> Driver:
     return Driver(simulated_pool(given, clock_ms=Clock(), **keys))
 
 
-def engine_of(pool: Driver) -> PoolEngine:
-    assert isinstance(pool.engine, PoolEngine)
-    return pool.engine
+def engine_of(pool: Driver) -> Pool:
+    assert isinstance(pool.store, Pool)
+    return pool.store
 
 
 def disks_of(pool: Driver) -> list[Disk]:
@@ -50,7 +50,7 @@ def avoid(pool: Driver, *disks: Disk) -> None:
 
 def poll(pool: Driver) -> None:
     for _ in range(POLLS):
-        pool.engine.poll()
+        pool.store.poll()
 
 
 def evict(pool: Driver, disk: Disk) -> None:
@@ -61,7 +61,7 @@ def evict(pool: Driver, disk: Disk) -> None:
 def crash(pool: Driver, missing: tuple[int, ...] = ()) -> Driver:
     """Cut the power and start again, some devices missing."""
     after = [device_of(disk).crash(torn=False, seed=0) for disk in disks_of(pool)]
-    pool.engine.close()
+    pool.store.close()
     return Driver(
         simulated_pool([device for number, device in enumerate(after) if number not in missing], clock_ms=Clock())
     )
@@ -137,7 +137,7 @@ def test_a_tenant_cleared_and_filled_again_elsewhere_does_not_have_the_old_value
     poll(pool)
     first = home_of(pool)
     device_of(first).automatic = False
-    pool.call(pool.engine.clear, 0)
+    pool.call(pool.store.clear, 0)
     avoid(pool, first)
     change = pool.put_soon(KEY, b"new")
     poll(pool)
@@ -217,7 +217,7 @@ def test_nobody_is_told_of_a_value_before_all_devices_know_that_one_is_away() ->
     assert change.wait() is None
     survive_nothing(*disks_of(pool))
     after = [device_of(disk).crash() for disk in disks_of(pool)]
-    pool.engine.close()
+    pool.store.close()
     pool = Driver(simulated_pool([devices[first.number], after[1]], clock_ms=Clock()))
     assert pool.value(KEY) is None
     pool.stop()
@@ -235,14 +235,14 @@ def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may
     admission = engine_of(pool)._core.admission
     changes = []
     if between == "a removal":
-        pool.call(pool.engine.remove, (0, KEY))
+        pool.call(pool.store.remove, (0, KEY))
     elif between == "a value on its way":
         admission.policy = "all"
         changes.append(pool.put_soon(KEY, b"newer"))
     admission.admits = lambda tenant, key: False  # type: ignore[method-assign]
     changes += [pool.put_soon(KEY, value) for value in (b"new", b"newest")]
     for _ in range(8):
-        pool.engine.poll()
+        pool.store.poll()
     assert not any(change.outcomes for change in changes)
     device_of(disk).automatic = True
     assert [change.wait() for change in changes] == [None] * len(changes)
@@ -282,7 +282,7 @@ def test_a_value_that_moves_to_and_fro_is_the_last_one_and_leaves_nothing_behind
             avoid(pool, disks_of(pool)[number % 3], disks_of(pool)[(number // 5) % 3])
         changes.append(pool.put_soon(KEY, b"%d" % number))
         for _ in range(number % 4):
-            pool.engine.poll()
+            pool.store.poll()
     assert [change.wait() for change in changes] == [None] * 60
     for disk in disks_of(pool):
         disk.volume.snapshot()

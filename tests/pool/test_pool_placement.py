@@ -5,9 +5,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from engine_driver import Clock, Driver
 from pool_support import DEVICE_BYTES, MIB, chunk, configuration, key_of, pool_statistics, simulated_pool
 from simulated_device import SimulatedDevice
+from store_driver import Clock, Driver
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
@@ -116,13 +116,13 @@ def test_memory_can_be_the_only_home_of_its_share() -> None:
 def test_a_full_device_is_gone_round_and_then_gives_up_its_oldest() -> None:
     small, large = SimulatedDevice(6 * MIB, name="small"), SimulatedDevice(DEVICE_BYTES, name="large")
     pool = Driver(simulated_pool([small, large], options=[{"objects_max": 64}, {}], clock_ms=Clock()))
-    pool.call(pool.engine.follow, configuration(devices=[{"path": "small", "bytes_max": MIB}]))
+    pool.call(pool.store.follow, configuration(devices=[{"path": "small", "bytes_max": MIB}]))
     for number in range(40):
         pool.put(b"%d" % number, b"x" * 100_000)
     used = {device.name: device for device in pool_statistics(pool).devices}
     assert used["small"].used_bytes <= MIB and used["large"].objects >= 20
     with pytest.raises(ConfigurationError, match="no device"):
-        pool.call(pool.engine.follow, configuration(devices=["none"]))
+        pool.call(pool.store.follow, configuration(devices=["none"]))
     pool.stop()
 
 
@@ -154,12 +154,12 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
     clock = Clock()
     pool = Driver(simulated_pool(given, clock_ms=clock))
     pool.put(b"before", b"x" * 10_000)
-    data = pool.engine._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
     given[0].fail(OperationKind.WRITE, first_block=data, times=1)
     given[1].fail(OperationKind.WRITE, first_block=data, times=0)
     failed = [pool.put_soon(b"%d" % number, b"x" * 10_000).wait() for number in range(2)]
     assert sum(error is not None for error in failed) == 1
-    assert pool.engine.statistics().failed_writes == 1
+    assert pool.store.statistics().failed_writes == 1
     for number in range(10):
         pool.put(b"later%d" % number, b"x" * 10_000)
         assert home_of(pool, b"later%d" % number) == 1

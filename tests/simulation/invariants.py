@@ -1,4 +1,4 @@
-"""What holds in an engine at every moment, whatever was asked of it: quotas, budgets, and the rule of prefixes."""
+"""What holds in a store at every moment, whatever was asked of it: quotas, budgets, and the rule of prefixes."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,8 @@ from simulated_server import SimulatedServer
 from world import World
 
 from shadowserve.native import ANY, NO_PARENT
-from shadowserve.pool.contract import Engine
-from shadowserve.pool.engine import PoolEngine
-from storage_kv.engines.memory import MemoryEngine
+from shadowserve.pool.pool import Pool
+from shadowserve.pool.store import Store
 
 __all__ = ["Invariants"]
 
@@ -19,7 +18,7 @@ _Present = dict[_Chunk, tuple[object, _Chunk | None]]
 
 
 class Invariants:
-    """Looks at a server's engine now and then."""
+    """Looks at a server's store now and then."""
 
     def __init__(
         self, world: World, model: Model, tenants: tuple[str, ...], wall: Callable[[], tuple[int, int]]
@@ -34,31 +33,31 @@ class Invariants:
 
     def check(self, server: SimulatedServer, *, loses: bool) -> None:
         """Raise Violation if something does not hold; ``loses``: devices fail, so that chunks may go for that."""
-        engine = server.engine
+        store = server.store
         self._check_bounds(server)
-        present = _chunks(engine)
+        present = _chunks(store)
         if server is self._server and not loses:
             for child, (put, parent) in present.items():
                 if parent is None or parent in present or parent not in self._before:
                     continue
                 if child in self._before and self._before[child][0] == put:
-                    self._check_gone(engine, parent, child)
+                    self._check_gone(store, parent, child)
         self._server, self._before = server, present
 
     def _check_bounds(self, server: SimulatedServer) -> None:
-        found = server.engine.statistics()
+        found = server.store.statistics()
         if found.used_bytes > found.budget_bytes:
             raise Violation(f"budget: {found.used_bytes} bytes are used of {found.budget_bytes}")
         for name, limits in server.node.config.tenants.items():
-            of = server.engine.statistics(server.engine.tenant(name))
+            of = server.store.statistics(server.store.tenant(name))
             if limits.keys_max is not None and of.keys > limits.keys_max:
                 raise Violation(f"quota: tenant {name} has {of.keys} keys of {limits.keys_max}")
             if limits.bytes_max is not None and of.used_bytes - of.held_bytes > limits.bytes_max:
                 raise Violation(f"quota: tenant {name} has {of.used_bytes} bytes of {limits.bytes_max}")
 
-    def _check_gone(self, engine: Engine, parent: _Chunk, child: _Chunk) -> None:
+    def _check_gone(self, store: Store, parent: _Chunk, child: _Chunk) -> None:
         """A chunk is not there although the one behind it is: somebody has to have removed it."""
-        names = {engine.tenant(name): name for name in self._tenants}
+        names = {store.tenant(name): name for name in self._tenants}
         key = names[parent[0]], b"kv:" + parent[1].hex().encode()
         now = self._world.now_ns
         sure = self._model.surely_there(key, now, now, self._wall())
@@ -66,18 +65,12 @@ class Invariants:
             raise Violation(f"prefix: {key} was evicted before chunk {child[1].hex()} that follows it")
 
 
-def _chunks(engine: Engine) -> _Present:
+def _chunks(store: Store) -> _Present:
     found: _Present = {}
-    if isinstance(engine, PoolEngine):
-        for slot in engine._index.scan(ANY, 0, 1 << 20, 1 << 20)[1]:
-            entry = engine._index.read(slot)
-            if entry.head_length:
-                parent = None if entry.parent == NO_PARENT else (entry.tenant, entry.parent)
-                found[entry.tenant, entry.key] = entry.generation, parent
-    elif isinstance(engine, MemoryEngine):
-        for tenant, account in engine._accounts.items():
-            for key, item in account.items.items():
-                if item.head_bytes:
-                    parent = (tenant, item.parent) if item.parent else None
-                    found[tenant, bytes.fromhex(key[3:].decode())] = id(item), parent
+    assert isinstance(store, Pool)
+    for slot in store._index.scan(ANY, 0, 1 << 20, 1 << 20)[1]:
+        entry = store._index.read(slot)
+        if entry.head_length:
+            parent = None if entry.parent == NO_PARENT else (entry.tenant, entry.parent)
+            found[entry.tenant, entry.key] = entry.generation, parent
     return found

@@ -28,13 +28,12 @@ from world import MS, S, World, virtual_time
 from shadowserve.block import OperationKind, Priority
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.config import DeviceConfig
-from shadowserve.pool.contract import Engine
-from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.pool import Pool
+from shadowserve.pool.store import Store
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.format import Superblock
 from storage_kv.access.rules import hash_password
 from storage_kv.config import StorageConfig
-from storage_kv.engines.memory import MemoryEngine
 
 __all__ = ["TENANTS", "Plan", "Result", "plan_of", "simulate"]
 
@@ -155,16 +154,16 @@ class Simulation:
                 break
         self._check_start()
         if troubled and self.world.chance(0.5):  # as after damage
-            for disk in self.server.engine._core.disks:  # type: ignore[attr-defined]
+            for disk in self.server.store._core.disks:  # type: ignore[attr-defined]
                 disk.volume.snapshot()
             self._crash_armed = self._crash_armed or self.world.chance(0.5)
             self._awaited = self._is_snapshotting
 
     def _check_start(self) -> None:
         """Check that nothing was dropped: of what there is in two copies, one at most is ever hurt by a start."""
-        if self.plan.disks or not isinstance(self.server.engine, PoolEngine):
+        if self.plan.disks or not isinstance(self.server.store, Pool):
             return
-        for disk in self.server.engine._core.disks:
+        for disk in self.server.store._core.disks:
             if disk.volume.report.dropped:
                 raise Violation(f"dropped: {disk.name} lost objects at a start: {disk.volume.report}")
 
@@ -191,7 +190,7 @@ class Simulation:
         finally:
             self.world.preempts = preempts
         if self.server.is_started:
-            self.server.engine.close()
+            self.server.store.close()
         return False
 
     def _choose_absent(self) -> None:
@@ -213,13 +212,11 @@ class Simulation:
             self.world.note(f"without {[device.name for device in self.absent]}")
             self.model.lose_all()
 
-    def _engine(self) -> Engine:
-        if self.plan.engine == "memory":
-            return MemoryEngine(int(self.config.memory_budget_bytes), self.world.wall_ms)
+    def _engine(self) -> Store:
         known = {str(entry.path): entry for entry in self.config.devices}
         entries = [(known[device.name], device) for device in self.devices]
-        return PoolEngine(
-            self.config,
+        return Pool(
+            self.config.pool,
             devices=lambda: list(entries),
             clock_ms=self.world.wall_ms,
             seed=self.world.random.randrange(1 << 32),
@@ -248,7 +245,7 @@ class Simulation:
         for old, new in zip(self.devices, after, strict=True):
             new.faults = [fault for fault in old.faults if fault.times is None or fault.met < fault.times]
         self.devices = after
-        self.server.engine.close()
+        self.server.store.close()
         if self.plan.engine == "memory" or self.plan.volatile:
             self.model.lose_all()
         if self._lied:  # docs/storage-format.md: such an object of the log's last group looks cut short, and is undone
@@ -301,7 +298,7 @@ class Simulation:
         if self._over:
             return
         now_ms = self.world.wall_ms()
-        for disk in self.server.engine._core.disks:  # type: ignore[attr-defined]
+        for disk in self.server.store._core.disks:  # type: ignore[attr-defined]
             shunned = self.world.chance(0.5)
             disk.avoided_until_ms = now_ms + 1000 if shunned and self.plan.moves else 0
             device = disk.volume.device
@@ -352,7 +349,7 @@ class Simulation:
 
     def _data(self) -> dict[str, Any]:
         """Return where objects lie: what is written there is checked by itself; the log trusts its two copies."""
-        disks = self.server.engine._core.disks  # type: ignore[attr-defined]
+        disks = self.server.store._core.disks  # type: ignore[attr-defined]
         return {"first_block": disks[0].volume.superblock.layout.data_first}
 
     def _jump(self) -> None:
@@ -428,8 +425,8 @@ class Simulation:
         found = self.server.statistics()
         if found.held_bytes:
             raise Violation(f"leak: {found.held_bytes} bytes are held for nobody")
-        engine = self.server.engine
-        if isinstance(engine, PoolEngine):
+        engine = self.server.store
+        if isinstance(engine, Pool):
             gc.collect(0)
             if engine.busy:
                 raise Violation("leak: the engine is still busy")
@@ -437,7 +434,7 @@ class Simulation:
             if engine._core.arenas.lent_bytes:
                 raise Violation(f"leak: {engine._core.arenas.lent_bytes} bytes are lent to nobody")
         self.server.stop()
-        self.server.engine.close()
+        self.server.store.close()
 
 
 @contextmanager

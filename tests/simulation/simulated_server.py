@@ -1,4 +1,4 @@
-"""The storage node under simulation: its real connections, commands and engines, with a loop and threads of the world.
+"""The storage node under simulation: its real connections, commands and stores, with a loop and threads of the world.
 
 What is simulated here is what ``server.py``, ``io_threads.py``, ``event_loop.py`` and ``engine_thread.py`` do with
 threads and descriptors: waiting, and calling in some order. Nothing else of the product is replaced.
@@ -16,8 +16,8 @@ from simulated_device import SimulatedDevice
 from simulated_network import Link, ServerSocket
 from world import MS, US, S, SimulatedLock, World
 
-from shadowserve.pool.contract import Engine
 from shadowserve.pool.statistics import Statistics
+from shadowserve.pool.store import Store
 from storage_kv.access.users import Users
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import READ, WRITE
@@ -143,21 +143,21 @@ class SimulatedServer:
     """One life of a server process, from its start to its stop or its death.
 
     Attributes:
-        engine: what it serves from.
-        is_started: its engine is open.
+        store: what it serves from.
+        is_started: its store is open.
         problems: exceptions that the product would have logged and survived.
     """
 
-    def __init__(self, world: World, config: StorageConfig, engine: Engine, devices: list[SimulatedDevice]) -> None:
+    def __init__(self, world: World, config: StorageConfig, store: Store, devices: list[SimulatedDevice]) -> None:
         self.world = world
-        self.engine = engine
+        self.store = store
         self.devices = devices
         self.alive = True
         self.is_started = False
         self.lock = SimulatedLock(world)
         self.workers: Executor = _Workers(world)
         users = Users(config, BY_FULL_NAME)
-        self.node = Node(config, users, engine, world.wall_ms, lock=self.lock, run_id="0" * 40)  # type: ignore[arg-type]
+        self.node = Node(config, users, store, world.wall_ms, lock=self.lock, run_id="0" * 40)  # type: ignore[arg-type]
         self._loops = [SimulatedLoop(world, f"loop {number}") for number in range(world.random.randint(1, 2))]
         self._connections: dict[Session, tuple[Connection, SimulatedLoop]] = {}
         self._links: list[Link] = []
@@ -167,12 +167,12 @@ class SimulatedServer:
         self._poller = select.poll()
 
     def start(self) -> None:
-        """Open the engine, which recovers what devices hold, and begin to serve."""
-        self.engine.start(self.lock)  # type: ignore[arg-type]
+        """Open the store, which recovers what devices hold, and begin to serve."""
+        self.store.start(self.lock)  # type: ignore[arg-type]
         self.is_started = True
         self.node.apply_quotas()
         own = {device.fileno() for device in self.devices}
-        for descriptor in self.engine.descriptors():
+        for descriptor in self.store.descriptors():
             if descriptor not in own:
                 self._poller.register(descriptor, select.POLLIN)
         for device in self.devices:
@@ -215,7 +215,7 @@ class SimulatedServer:
         for connection, loop in list(self._connections.values()):
             loop.call_threadsafe(lambda connection=connection: action(connection))  # type: ignore[misc]
 
-    # ---- The engine's thread, and the main one
+    # ---- the pool's thread, and the main one
 
     def _schedule(self, device: SimulatedDevice, count: int) -> None:
         slowness, chance = self._slowness[id(device)], self.world.random
@@ -241,11 +241,11 @@ class SimulatedServer:
     def _poll(self) -> None:
         self._poll_due = False
         if self.alive:
-            self.engine.poll()
+            self.store.poll()
             self.look()
 
     def look(self) -> None:
-        """Have the engine's thread woken if it would be; after each event."""
+        """Have the pool's thread woken if it would be; after each event."""
         if self.alive and not self._poll_due and self._poller.poll(0):
             self._poll_soon()
 
@@ -258,7 +258,7 @@ class SimulatedServer:
         if not self.alive:
             return
         with self.lock:
-            self.engine.sweep(_SWEEP_KEYS_MAX)
+            self.store.sweep(_SWEEP_KEYS_MAX)
         now_s = self.world.now_ns / S + 1000
         self._each(lambda connection: connection.check_time(now_s))
         self.world.after(100 * MS, "main", self._watch)
@@ -267,7 +267,7 @@ class SimulatedServer:
 
     def statistics(self) -> Statistics:
         """Return the engine's."""
-        return self.engine.statistics()
+        return self.store.statistics()
 
     def die(self) -> None:
         """End as a process does that is killed: at once, with nothing done any more."""
@@ -282,7 +282,7 @@ class SimulatedServer:
             link.break_()
 
     def stop(self) -> None:
-        """Stop in order, as on SIGTERM; the engine is left to be closed."""
+        """Stop in order, as on SIGTERM; the store is left to be closed."""
         self._each(Connection.finish)
         self.world.run(lambda: not self.node.sessions, self.node.config.shutdown_timeout_s)
         self._each(Connection.abort)
@@ -293,7 +293,7 @@ class SimulatedServer:
             device.submitted = lambda count: None
         self.world.creeps = True
         try:
-            self.engine.drain(self.node.config.shutdown_timeout_s)
+            self.store.drain(self.node.config.shutdown_timeout_s)
         finally:
             self.world.creeps = False
         self.die()

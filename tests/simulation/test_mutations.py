@@ -11,8 +11,8 @@ from scenario import plan_of, simulate
 from shadowserve.pool import opening, reads
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.entries import Entry
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.space import Space
 from shadowserve.pool.volume import tail
 from shadowserve.pool.volume.log import Log
@@ -108,12 +108,12 @@ def test_a_data_plane_that_waits_for_ever_is_seen(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_expiry_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = PoolEngine.put
+    put = Pool.put
 
-    def forget(self: PoolEngine, key: bytes, value: Any, **named: Any) -> Any:
+    def forget(self: Pool, key: bytes, value: Any, **named: Any) -> Any:
         return put(self, key, value, **{**named, "expires_at_ms": None})
 
-    monkeypatch.setattr(PoolEngine, "put", forget)
+    monkeypatch.setattr(Pool, "put", forget)
     assert seen(lambda plan: plan.engine == "pool").startswith("stale")
 
 

@@ -33,8 +33,8 @@ class DeviceEngine:
         return Statistics(devices=tuple(DeviceStatistics(name=f"d{n}", state=state) for n, state in enumerate(states)))
 
 
-def condition(engine: Any) -> Condition:
-    found = Condition(Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), engine, wall_clock_ms))
+def condition(store: Any) -> Condition:
+    found = Condition(Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), store, wall_clock_ms))
     found.recovered, found.listening = True, "127.0.0.1:1"
     return found
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 from machine import PATIENCE_S, wait_for
-from slow_engine import Served
+from slow_store import Served
 from storage_support import make_record
 
 from shadowserve.pool import copies, placement
-from shadowserve.pool.engine import PoolEngine
+from shadowserve.pool.pool import Pool
 from shadowserve.resp import CommandReader, encode_command
 from storage_kv.access import attempts
 from storage_kv.clients.connection import Connection
@@ -245,8 +245,8 @@ def _sizes_at_rest(served: Lasting) -> Counter[str]:
     """Return the sizes of a server's tables once nothing is under way; none before."""
     node = served.server.node
     with node.lock:
-        disks = node.engine._core.disks if isinstance(node.engine, PoolEngine) else []
-        busy = node.sessions or node.engine.statistics().expiring_keys or not all(disk.volume.idle for disk in disks)
+        disks = node.store._core.disks if isinstance(node.store, Pool) else []
+        busy = node.sessions or node.store.statistics().expiring_keys or not all(disk.volume.idle for disk in disks)
         return Counter() if busy else _sizes(served.server)
 
 

@@ -1,4 +1,4 @@
-"""The metrics of a running server, and of an engine that has devices."""
+"""The metrics of a running server, and of an store that has devices."""
 
 import re
 import shutil
@@ -16,11 +16,11 @@ from storage_support import REPOSITORY, Child, make_record
 from dpu_dataplane.metrics import Metrics
 from shadowserve.clock import wall_clock_ms
 from shadowserve.latency import LatencyHistogram
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig
-from storage_kv.engines.memory import MemoryEngine
 from storage_kv.node import CommandError, Node
 from storage_kv.operate.command_statistics import SAMPLE_EVERY, CommandStatistics
 from storage_kv.operate.health import Condition
@@ -54,8 +54,8 @@ def shown() -> Statistics:
     )
 
 
-def node_with(engine: Any) -> Node:
-    return Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), engine, wall_clock_ms)
+def node_with(store: Any) -> Node:
+    return Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), store, wall_clock_ms)
 
 
 def exported(node: Node) -> dict[str, float]:
@@ -103,7 +103,7 @@ def test_promtool_has_nothing_to_say_of_a_scrape(start: Callable[..., Child]) ->
 @needs_promtool
 def test_promtool_has_nothing_to_say_of_devices_either() -> None:
     registry = CollectorRegistry()
-    registry.register(NodeCollector(node := node_with(ShownEngine()), Condition(node, recovered=True)))
+    registry.register(NodeCollector(node := node_with(ShownStore()), Condition(node, recovered=True)))
     done = subprocess.run(
         ["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True, timeout=NEVER_S
     )
@@ -120,7 +120,7 @@ def test_no_label_holds_a_key_or_a_client(start: Callable[..., Child]) -> None:
     assert labels <= {"cause", "command", "le", "version", "engine"} and "secret" not in text and "somebody" not in text
 
 
-class ShownEngine:
+class ShownStore:
     """What ``shown()`` says."""
 
     def statistics(self) -> Statistics:
@@ -128,7 +128,7 @@ class ShownEngine:
 
 
 def test_devices_arenas_and_causes_are_metrics() -> None:
-    samples = exported(node_with(ShownEngine()))
+    samples = exported(node_with(ShownStore()))
     own = {name.removeprefix("shadowserve_storage_"): value for name, value in samples.items()}
     assert own["keys"] == 3
     assert own['device_read_bytes_total{device="nvme0n1"}'] == 7
@@ -152,13 +152,13 @@ def test_while_the_engine_recovers_nothing_is_asked_of_it() -> None:
 
 
 def test_an_engine_of_memory_alone_has_neither_devices_nor_arenas() -> None:
-    samples = exported(node_with(MemoryEngine(1 << 20)))
+    samples = exported(node_with(Pool.open(StorageConfig())))
     assert "shadowserve_storage_keys" in samples
     assert not [name for name in samples if "{device=" in name or "{arena=" in name or "{outcome=" in name]
 
 
 def test_every_metric_has_the_prefix_and_units_stand_at_the_end() -> None:
-    for name in exported(node_with(ShownEngine())):
+    for name in exported(node_with(ShownStore())):
         bare = name.partition("{")[0]
         assert NAMES.fullmatch(bare), name
         if "bytes" in bare or "seconds" in bare:
@@ -173,7 +173,7 @@ def test_one_call_in_many_is_timed_the_first_included() -> None:
     with pytest.raises(CommandError):
         statistics.timed(_failing)
     assert statistics.durations.count == 1
-    node = node_with(ShownEngine())
+    node = node_with(ShownStore())
     session = Session(1, address="", local_address="", file_descriptor=0, authenticated=True)
     for _ in range(2 * SAMPLE_EVERY + 1):
         execute(node, session, [b"PING"])

@@ -1,4 +1,4 @@
-"""Replies that are not known yet: their order, their limits, their end; and an engine that has no room."""
+"""Replies that are not known yet: their order, their limits, their end; and an store that has no room."""
 
 import socket
 import threading
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from machine import wait_for
-from slow_engine import Served
+from slow_store import Served
 from storage_support import Client, make_record
 
 from shadowserve.pool.volume.changes import OutOfBudgetError
@@ -18,7 +18,7 @@ LARGE = bytes(range(256)) * 400  # sent by reference
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A server whose engine does what the test says."""
+    """A server whose store does what the test says."""
     with Served(io_threads=2) as served:
         yield served
 
@@ -35,38 +35,38 @@ def nothing_arrives(client: Client) -> bool:
 
 
 def test_what_is_behind_a_pending_reply_is_executed_and_sent_after_it(served: Served) -> None:
-    engine = served.engine
+    store = served.store
     with served.client() as client, served.client() as other:
         client.call("SET", "a", LARGE)
-        engine.away = True
+        store.away = True
         for command in (("GET", "a"), ("PING",), ("SET", "b", "1"), ("GETRANGE", "a", 3, 5), ("ECHO", "x")):
             client.send(*command)
         served.wait_for_reads(2)
         assert other.call("EXISTS", "b") == 1  # executed, though its OK waits
-        engine.finish_read(1)
+        store.finish_read(1)
         assert other.call("PING") == b"PONG" and nothing_arrives(client)
-        engine.finish_read(0)
+        store.finish_read(0)
         expected = [LARGE, b"PONG", b"OK", LARGE[3:6], b"x"]
         assert [client.receive() for _ in expected] == expected
-        wait_for(lambda: engine.leases == 0)
+        wait_for(lambda: store.leases == 0)
 
 
 def test_replies_of_many_keys_mix_what_is_known_and_what_is_not(served: Served) -> None:
-    engine = served.engine
+    store = served.store
     key, record = make_record(b"a" * 32)
     with served.client() as client:
         client.call("SET", key, record)
         client.call("SET", "empty", "")
-        engine.away = True
+        store.away = True
         client.send("MGET", key, "none", "empty", key)
         served.wait_for_reads(2)
-        engine.finish_read()
-        engine.finish_read()
+        store.finish_read()
+        store.finish_read()
         assert client.receive() == [record, None, b"", record]
         client.send("KV.META", key, "empty", key)
         served.wait_for_reads(2)
-        engine.finish_read(1)
-        engine.finish_read(0, lost=True)
+        store.finish_read(1)
+        store.finish_read(0, lost=True)
         found = client.receive()
         assert isinstance(found, list) and found[:2] == [None, None]
         length, head = found[2]  # type: ignore[misc]
@@ -77,11 +77,11 @@ def test_replies_of_many_keys_mix_what_is_known_and_what_is_not(served: Served) 
 def test_a_value_that_cannot_be_read_is_a_miss_and_counted_as_one(served: Served) -> None:
     with served.client() as client:
         client.call("SET", "a", LARGE)
-        served.engine.away = True
+        served.store.away = True
         for command, answer in ((("GET", "a"), None), (("GETRANGE", "a", 0, 9), b""), (("MGET", "a"), [None])):
             client.send(*command)
             served.wait_for_reads(1)
-            served.engine.finish_read(lost=True)
+            served.store.finish_read(lost=True)
             assert client.receive() == answer
         info = client.info()
         assert info["keyspace_hits"] == "0" and info["keyspace_misses"] == "3" and info["lost_values"] == "3"
@@ -91,151 +91,151 @@ def test_a_client_runs_ahead_of_its_reads_only_so_far() -> None:
     with Served(io_threads=1, read_ahead_bytes_max=10 * len(LARGE)) as served, served.client() as client:
         client.call("SET", "small", "x" * 100)
         client.call("SET", "large", LARGE)
-        served.engine.away = True
+        served.store.away = True
         for key, most in (("small", 256), ("large", 10)):
             client.socket.sendall(encode_command("GET", key) * 300)
             served.wait_for_reads(most)
             with served.client() as other:
                 assert other.call("PING") == b"PONG"
-            assert len(served.engine.reads) == most
+            assert len(served.store.reads) == most
             for _ in range(300):
-                wait_for(lambda: served.engine.reads)
-                served.engine.finish_read()
+                wait_for(lambda: served.store.reads)
+                served.store.finish_read()
                 assert client.receive() == (LARGE if key == "large" else b"x" * 100)
-            assert not served.engine.reads
+            assert not served.store.reads
 
 
 def test_a_client_that_leaves_gives_back_what_it_waited_for(served: Served) -> None:
-    engine = served.engine
+    store = served.store
     with served.client() as client, served.client() as other:
         client.call("SET", "a", LARGE)
-        engine.away = True
+        store.away = True
         for _ in range(3):
             client.send("GET", "a")
         served.wait_for_reads(3)
-        engine.finish_read(1)  # this one is there, but not its turn
-        assert engine.leases == 1
+        store.finish_read(1)  # this one is there, but not its turn
+        assert store.leases == 1
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()  # with a reset
         wait_for(lambda: other.info()["connected_clients"] == "1")
-        assert engine.leases == 0
-        engine.finish_read()
-        engine.finish_read(lost=True)
-        assert engine.leases == 0
+        assert store.leases == 0
+        store.finish_read()
+        store.finish_read(lost=True)
+        assert store.leases == 0
 
 
 def test_a_client_that_has_finished_sending_gets_its_answers(served: Served) -> None:
     with served.client() as client:
         client.call("SET", "a", LARGE)
-        served.engine.away = True
+        served.store.away = True
         client.send("GET", "a")
         client.socket.shutdown(socket.SHUT_WR)
         served.wait_for_reads(1)
-        served.engine.finish_read()
+        served.store.finish_read()
         assert client.receive_to_end() == b"$%d\r\n%b\r\n" % (len(LARGE), LARGE)
 
 
 def test_replies_that_a_client_does_not_want_hold_nothing(served: Served) -> None:
     with served.client() as client:
         client.call("SET", "a", LARGE)
-        served.engine.away = True
+        served.store.away = True
         client.send("CLIENT", "REPLY", "SKIP")
         client.send("GET", "a")
         assert client.call("PING") == b"PONG"
-        served.engine.finish_read()
-        assert served.engine.leases == 0
+        served.store.finish_read()
+        assert served.store.leases == 0
 
 
 def test_a_device_that_takes_its_time_is_not_the_clients_stall() -> None:
     with Served(io_threads=1, stall_timeout_s=0.2, idle_timeout_s=0.2) as served, served.client() as client:
         client.call("SET", "a", LARGE)
-        served.engine.away = True
+        served.store.away = True
         client.send("GET", "a")
         served.wait_for_reads(1)
         with served.client() as stalling:  # the server's time passes
             stalling.socket.sendall(b"*2\r\n$3\r\nGET\r\n")
             assert stalling.receive_to_end() == b""
         assert nothing_arrives(client)
-        served.engine.finish_read()
+        served.store.finish_read()
         assert client.receive() == LARGE
 
 
 def test_a_write_is_answered_when_it_is_durable(served: Served) -> None:
-    engine = served.engine
+    store = served.store
     with served.client() as client, served.client() as other:
         client.call("SET", "b", "1")
-        engine.lazy = True
+        store.lazy = True
         for command in (("SET", "a", "x"), ("DEL", "b"), ("EXPIRE", "a", 100), ("PERSIST", "a"), ("KV.PIN", 9, "a")):
             client.send(*command)
         client.send("FLUSHALL")
-        wait_for(lambda: len(engine.tickets) == 6)
+        wait_for(lambda: len(store.tickets) == 6)
         assert other.call("DBSIZE") == 0 and nothing_arrives(client)
         for answer in (b"OK", 1, 1, 1, 1, b"OK"):
-            engine.settle()
+            store.settle()
             assert client.receive() == answer
 
 
 def test_a_removed_key_does_not_return_after_del_has_said_that_it_is_absent(served: Served) -> None:
     """Another's removal of it may not be durable yet: after a crash it would be there again."""
-    engine = served.engine
+    store = served.store
     with served.client() as client, served.client() as other:
         client.call("SET", "a", "1")
-        engine.lazy = True
+        store.lazy = True
         client.send("DEL", "a")
-        wait_for(lambda: engine.tickets)
+        wait_for(lambda: store.tickets)
         other.send("DEL", "a")
-        wait_for(lambda: len(engine.tickets) == 2)
+        wait_for(lambda: len(store.tickets) == 2)
         assert nothing_arrives(other)
-        engine.settle()
+        store.settle()
         assert client.receive() == 1
-        engine.settle()
+        store.settle()
         assert other.receive() == 0
 
 
 def test_a_write_that_fails_is_an_error_to_its_writer(served: Served) -> None:
-    engine = served.engine
+    store = served.store
     with served.client() as client:
         client.call("SET", "a", "1")
-        engine.lazy = True
+        store.lazy = True
         client.send("SET", "a", "2")
-        wait_for(lambda: engine.tickets)
-        engine.settle(OSError(5, "Input/output error"))
+        wait_for(lambda: store.tickets)
+        store.settle(OSError(5, "Input/output error"))
         assert client.receive() == b"IOERR SET failed: [Errno 5] Input/output error"
         client.send("DEL", "a")
-        wait_for(lambda: engine.tickets)
-        engine.settle(OutOfBudgetError("disk full"))
+        wait_for(lambda: store.tickets)
+        store.settle(OutOfBudgetError("disk full"))
         assert client.receive() == b"OOM command not allowed when used memory > 'maxmemory'."
         assert client.info()["total_error_replies"] == "2"
 
 
 @pytest.mark.parametrize("away", [False, True])
 def test_the_old_value_of_set_get_comes_when_the_new_one_is_durable(served: Served, away: bool) -> None:
-    engine = served.engine
+    store = served.store
     with served.client() as client:
         for turn in range(4):
-            engine.lazy = engine.away = False
+            store.lazy = store.away = False
             client.call("SET", "a", LARGE)
-            engine.lazy, engine.away = True, away
+            store.lazy, store.away = True, away
             client.send("SET", "a", "new", "GET")
-            wait_for(lambda: engine.tickets)
+            wait_for(lambda: store.tickets)
             if away and turn % 2:
-                engine.finish_read()
-            engine.settle(None if turn < 2 else OSError("gone"))
+                store.finish_read()
+            store.settle(None if turn < 2 else OSError("gone"))
             if away and turn % 2 == 0:
-                engine.finish_read()
+                store.finish_read()
             assert client.receive() == (LARGE if turn < 2 else b"IOERR SET failed: gone")
-            wait_for(lambda: engine.leases == 0)
-        engine.lazy = engine.away = False
+            wait_for(lambda: store.leases == 0)
+        store.lazy = store.away = False
         client.call("FLUSHALL")
         assert client.info()["used_memory"] == "0" and client.info()["held_bytes"] == "0"
 
 
 @pytest.mark.parametrize("size", [100, 8 * MIB])
 def test_a_client_stops_where_there_is_no_room_and_goes_on_when_there_is(served: Served, size: int) -> None:
-    engine = served.engine
+    store = served.store
     value = b"v" * size
     with served.client() as client, served.client() as other:
-        engine.full = True
+        store.full = True
         sent = threading.Event()
 
         def send() -> None:
@@ -244,40 +244,40 @@ def test_a_client_stops_where_there_is_no_room_and_goes_on_when_there_is(served:
             sent.set()
 
         threading.Thread(target=send).start()
-        wait_for(lambda: engine.ready or engine.busy)
+        wait_for(lambda: store.ready or store.refused_writes)
         assert other.call("EXISTS", "a") == 0
         if size < MIB:
             assert sent.wait(60.0)
         else:  # what is not received, the client cannot send
             assert not sent.is_set()
-        engine.make_room()
+        store.make_room()
         assert client.receive() == b"OK" and client.receive() == value
-        assert sent.wait(60) and not engine.buffers
+        assert sent.wait(60) and not store.buffers
 
 
 def test_a_checked_record_waits_for_room_without_being_checked_again(served: Served) -> None:
-    engine = served.engine
+    store = served.store
     key, record = make_record(b"a" * 32, body_bytes=MIB)
     with served.client() as client:
-        engine.crowded = True
+        store.crowded = True
         client.send("SET", key, record)
         for again in (True, True, False):
-            wait_for(lambda: engine.busy)
-            assert engine.buffers
-            engine.make_room(crowded=again)
-        assert client.receive() == b"OK" and client.call("GET", key) == record and not engine.buffers
+            wait_for(lambda: store.refused_writes)
+            assert store.buffers
+            store.make_room(crowded=again)
+        assert client.receive() == b"OK" and client.call("GET", key) == record and not store.buffers
 
 
 @pytest.mark.parametrize("size", [100, MIB])
 def test_a_client_for_whom_there_is_never_room_is_told_so(size: int) -> None:
     with Served(io_threads=1, stall_timeout_s=0.2) as served, served.client() as client:
-        served.engine.full = True
+        served.store.full = True
         client.send("SET", "a", b"v" * size)
         reply = client.receive()
         assert isinstance(reply, bytes) and reply.startswith(b"OOM no room to write for too long")
         if size == 100:  # a value that was not received cannot be skipped, but this one was
             assert client.call("PING") == b"PONG"
-        served.engine.make_room()
+        served.store.make_room()
         with served.client() as other:
             assert other.call("SET", "a", "1") == b"OK"
 
@@ -287,35 +287,35 @@ def test_buffers_of_values_that_are_not_stored_are_given_back(served: Served) ->
     with served.client() as client, served.client() as cut:
         assert client.call("SET", "a", b"SSKV" + value) is not None  # no record: refused
         assert client.call("SET", "a", value, "XX") is None
-        assert not served.engine.buffers
+        assert not served.store.buffers
         cut.socket.sendall(encode_command("SET", "a", value)[: MIB // 2])
-        wait_for(lambda: served.engine.buffers)
+        wait_for(lambda: served.store.buffers)
         cut.close()
-        wait_for(lambda: not served.engine.buffers)
+        wait_for(lambda: not served.store.buffers)
 
 
 def test_the_end_waits_for_what_is_pending_but_not_for_ever() -> None:
     with Served(io_threads=2) as served, served.client() as client, served.client() as writer:
         client.call("SET", "a", LARGE)
-        served.engine.away = served.engine.lazy = True
+        served.store.away = served.store.lazy = True
         client.send("GET", "a")
         writer.send("SET", "b", "1")
         served.wait_for_reads(1)
-        wait_for(lambda: served.engine.tickets)
+        wait_for(lambda: served.store.tickets)
         served.request_stop()
-        served.engine.settle()
+        served.store.settle()
         assert writer.receive_to_end() == b"+OK\r\n"
-        served.engine.finish_read()
+        served.store.finish_read()
         assert client.receive_to_end() == b"$%d\r\n%b\r\n" % (len(LARGE), LARGE)
         served.wait()
-        assert served.engine.drained and served.engine.closed
+        assert served.store.drained and served.store.closed
     with Served(io_threads=2, shutdown_timeout_s=0.2) as served, served.client() as client:
         client.call("SET", "a", LARGE)
-        served.engine.away = True
+        served.store.away = True
         client.send("GET", "a")
         served.wait_for_reads(1)
         served.request_stop()
         assert client.receive_to_end() == b""
         served.wait()
-        served.engine.finish_read()  # far too late, and nobody's any more
-        assert served.engine.leases == 0 and served.engine.closed
+        served.store.finish_read()  # far too late, and nobody's any more
+        assert served.store.leases == 0 and served.store.closed

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from machine import wait_for
-from slow_engine import Served
+from slow_store import Served
 from storage_support import TIMEOUT_S, Child, make_record
 
 from shadowserve.pool.terms import Address
@@ -292,13 +292,13 @@ def test_a_client_that_goes_in_the_middle_has_had_its_whole_commands_executed(sh
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A server whose engine does what the test says."""
+    """A server whose store does what the test says."""
     with Served(io_threads=1) as served:
         yield served
 
 
 def test_an_engine_without_room_stops_a_pipeline_where_it_is(served: Served) -> None:
-    put, counters = served.engine.put, served.server.node.counters
+    put, counters = served.store.put, served.server.node.counters
     room: list[Ticket] = []
     is_full = True
 
@@ -308,7 +308,7 @@ def test_an_engine_without_room_stops_a_pipeline_where_it_is(served: Served) -> 
             raise BusyError("too many writes", room[-1])
         return put(address, value, **named)
 
-    served.engine.put = put_sometimes  # type: ignore[method-assign]
+    served.store.put = put_sometimes  # type: ignore[method-assign]
     commands = [[b"SET", b"k%d" % number, b"v"] for number in range(10)] + [[b"GET", b"k9"], [b"DBSIZE"]]
     with served.client() as client, served.client() as other:
         for command in commands:
@@ -323,23 +323,23 @@ def test_an_engine_without_room_stops_a_pipeline_where_it_is(served: Served) -> 
 
 
 def test_replies_that_wait_for_a_device_keep_their_places_in_a_pipeline(served: Served) -> None:
-    engine = served.engine
+    store = served.store
     with served.client() as client:
         client.call("SET", "a", "1")
         client.call("SET", "b", LARGE)
-        engine.lazy = True
+        store.lazy = True
         for number in range(6):
             client.send("SET", f"k{number}", "v")
         client.send("GET", "k5")
-        wait_for(lambda: len(engine.tickets) == 6)
-        engine.lazy, engine.away = False, True
+        wait_for(lambda: len(store.tickets) == 6)
+        store.lazy, store.away = False, True
         for key in ("a", "b", "none", "a"):
             client.send("GET", key)
         served.wait_for_reads(3)
         for number in (2, 1, 0):
-            engine.finish_read(number)
+            store.finish_read(number)
         for number in range(6):
-            engine.settle(OSError("the device is gone") if number == 2 else None)
+            store.settle(OSError("the device is gone") if number == 2 else None)
         replies = [client.receive() for _ in range(11)]
     assert isinstance(replies[2], ErrorReply) and "the device is gone" in str(replies[2])
     assert replies[:2] + replies[3:] == [b"OK"] * 5 + [b"v", b"1", LARGE, None, b"1"]

@@ -11,11 +11,11 @@ from storage_support import Child, Client
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError
+from shadowserve.pool.pool import Pool
 from shadowserve.resp import ErrorReply
 from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import LIVE, StorageConfig
-from storage_kv.engines.memory import MemoryEngine
 from storage_kv.node import Node
 from storage_kv.operate.reconfigure import Reconfiguration
 
@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(start: Callable[..., Child],
 
 
 def reconfigured(load: Callable[[], StorageConfig] | None = None) -> tuple[Node, Reconfiguration]:
-    node = Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), MemoryEngine(MIB), wall_clock_ms)
+    node = Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), Pool.open(StorageConfig()), wall_clock_ms)
     return node, Reconfiguration(node, load)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from machine import wait_for
-from slow_engine import Served
+from slow_store import Served
 from storage_support import Child, Client, make_record
 from test_against_redis import commands_of
 from test_generated_against_redis import converse
@@ -25,7 +25,7 @@ LARGE = bytes(range(256)) * 400  # sent by reference, received in place
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    """A server whose engine does what the test says."""
+    """A server whose store does what the test says."""
     with Served(io_threads=2) as served:
         yield served
 
@@ -71,33 +71,33 @@ def test_what_a_transaction_has_queued_is_seen_in_the_list_of_clients(client: Cl
 
 
 def test_replies_of_a_transaction_wait_for_devices_and_keep_their_places(served: Served) -> None:
-    engine = served.engine
+    store = served.store
     key, record = make_record(b"a" * 32, body_bytes=400_000)  # checked in another thread
     with served.client() as client, served.client() as other:
         client.call("SET", "a", LARGE)
-        engine.away = engine.lazy = True
+        store.away = store.lazy = True
         calls(client, ("MULTI",), ("GET", "a"), ("SET", key, record), ("GETDEL", "a"), ("MGET", "a", "b"))
         client.send("EXEC")
         served.wait_for_reads(2)
         assert other.call("EXISTS", "a", key) == 1  # all of it has been executed
-        engine.finish_read(1)
-        wait_for(lambda: len(engine.tickets) == 2)
-        engine.settle()
-        engine.settle()
-        engine.finish_read(0)
+        store.finish_read(1)
+        wait_for(lambda: len(store.tickets) == 2)
+        store.settle()
+        store.settle()
+        store.finish_read(0)
         assert client.receive() == [LARGE, b"OK", LARGE, [None, None]]
-        wait_for(lambda: engine.leases == 0)
-        assert not engine.buffers
+        wait_for(lambda: store.leases == 0)
+        assert not store.buffers
 
 
 def test_a_transaction_waits_for_room_and_goes_on_where_it_stopped(served: Served) -> None:
-    engine = served.engine
+    store = served.store
     with served.client() as client:
         calls(client, ("MULTI",), ("SET", "a", "1"), ("SET", "b", LARGE), ("MSET", "c", "3", "d", "4"), ("GET", "b"))
-        engine.crowded = True
+        store.crowded = True
         client.send("EXEC")
-        wait_for(lambda: engine.busy)
-        engine.make_room()
+        wait_for(lambda: store.refused_writes)
+        store.make_room()
         assert client.receive() == [b"OK", b"OK", b"OK", LARGE]
         assert client.call("MGET", "a", "c", "d") == [b"1", b"3", b"4"]
 
@@ -168,10 +168,10 @@ def test_a_client_that_does_not_read_stops_its_transaction(served: Served) -> No
 
 
 def test_a_client_that_leaves_within_its_transaction_leaves_nothing(served: Served) -> None:
-    engine, node = served.engine, served.server.node
+    store, node = served.store, served.server.node
     with served.client() as other:
         other.call("SET", "a", LARGE)
-        engine.away = True
+        store.away = True
         client = served.client()
         client.call("WATCH", "w", "v")
         calls(client, ("MULTI",), *[("GET", "a")] * 3, ("SET", "b", LARGE))
@@ -184,9 +184,9 @@ def test_a_client_that_leaves_within_its_transaction_leaves_nothing(served: Serv
         watching.close()
         wait_for(lambda: len(node.sessions) == 1)
         for _ in range(3):
-            engine.finish_read()
-        wait_for(lambda: engine.leases == 0)
-        assert node.watchers == {} and not engine.buffers
+            store.finish_read()
+        wait_for(lambda: store.leases == 0)
+        assert node.watchers == {} and not store.buffers
 
 
 def test_rules_hold_when_a_command_is_queued_and_when_it_is_executed(start: Callable[..., Child]) -> None:

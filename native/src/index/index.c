@@ -231,7 +231,7 @@ uint32_t ss_index_blocks(uint32_t length, uint32_t name_length) {
 
 static void add(struct ss_index_totals *totals, const struct entry *entry, int64_t sign, uint64_t name_records) {
     totals->objects += (uint64_t)sign;
-    totals->bytes += (uint64_t)(sign * (int64_t)ss_index_entry_blocks(entry) * BLOCK_SIZE);
+    totals->bytes += (uint64_t)(sign * (int64_t)ss_index_entry_bytes(entry));
     totals->records += (entry->flags & SS_INDEX_RECORD) != 0 ? (uint64_t)sign : 0;
     totals->expiring += entry->expiry != 0 ? (uint64_t)sign : 0;
     totals->name_records += (uint64_t)sign * name_records;
@@ -385,6 +385,20 @@ enum ss_result ss_index_expire(struct ss_index *index, uint32_t slot, uint64_t e
     return SS_OK;
 }
 
+enum ss_result ss_index_resize(struct ss_index *index, uint32_t slot, uint32_t length) {
+    if (!ss_index_is_object(index, slot) || index->entries[slot].device != MEMORY) {
+        return SS_NOT_FOUND;
+    }
+    struct entry *entry = &index->entries[slot];
+    if (length < entry->head_length) {
+        return SS_BAD_ARGUMENT;
+    }
+    ss_index_count(index, entry, -1);
+    entry->length = length;
+    ss_index_count(index, entry, 1);
+    return SS_OK;
+}
+
 uint32_t ss_index_next(const struct ss_index *index, uint32_t slot) {
     while (slot < index->slots_used) {
         if (ss_index_is_object(index, ++slot)) {
@@ -510,6 +524,12 @@ size_t ss_index_scan(const struct ss_index *index, int32_t tenant, uint64_t *cur
         }
     }
     return stored;
+}
+
+uint64_t ss_index_bytes(const struct ss_index *index, int32_t tenant) {
+    struct ss_index_totals totals;
+    ss_index_totals(index, tenant, -1, &totals);
+    return totals.bytes;
 }
 
 void ss_index_totals(const struct ss_index *index, int32_t tenant, int32_t device, struct ss_index_totals *totals) {

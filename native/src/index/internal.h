@@ -27,6 +27,7 @@ enum {
     LINE_SLOTS = 12,
     KEY_SIZE = 32,
     BLOCK_SIZE = 4096,
+    MEMORY = 255, /* the device of objects in memory alone: their 'extent' is what they take beside the value */
     ANY_DEVICE = 256,
     GHOST_WAYS = 8,
     FREQUENCY_MAX = 3,
@@ -140,6 +141,11 @@ static inline bool ss_index_is_object(const struct ss_index *index, uint32_t slo
 
 static inline uint32_t ss_index_entry_blocks(const struct entry *entry) {
     return ss_index_blocks(entry->length, 0) + entry->name_blocks;
+}
+
+static inline uint64_t ss_index_entry_bytes(const struct entry *entry) {
+    return entry->device == MEMORY ? (uint64_t)entry->length + entry->extent
+                                   : (uint64_t)ss_index_entry_blocks(entry) * BLOCK_SIZE;
 }
 
 /* index.c */

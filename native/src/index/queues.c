@@ -156,6 +156,12 @@ void ss_index_touch(struct ss_index *index, uint32_t slot, uint32_t now_s) {
     }
 }
 
+void ss_index_touch_each(struct ss_index *index, const uint32_t *slots, size_t count, uint32_t now_s) {
+    for (size_t at = 0; at < count; at++) {
+        ss_index_touch(index, slots[at], now_s);
+    }
+}
+
 /* unblock() lets an object take part again; the end of its pin counts as a use of it. */
 static void unblock(struct ss_index *index, struct cell *cell, uint32_t slot) {
     index->entries[slot].pinned_until_s = 0;

@@ -23,7 +23,7 @@ class BusyError(errors.BusyError):
 
 
 class Ticket:
-    """A change that is not durable yet. An engine settles it; whoever waits for it hears so, from whatever thread."""
+    """A change that is not durable yet. A store settles it; whoever waits for it hears so, from whatever thread."""
 
     __slots__ = ("_done", "_error", "_lock", "_settled")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
-from storage_kv.engines.buffers import allocate
+from shadowserve.pool.buffers import allocate
 
 __all__ = ["Disk", "Disks", "drop_cached", "plain_rate", "working_folder"]
 

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 
-from storage_kv.engines.buffers import allocate
+from shadowserve.pool.buffers import allocate
 
 __all__ = ["REQUEST_BYTES", "main"]
 

@@ -21,18 +21,18 @@ import numpy as np
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
+from shadowserve.pool.buffers import allocate
 from shadowserve.pool.config import DeviceConfig
-from shadowserve.pool.engine import PoolEngine
 from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError
 from shadowserve_tools.bench.parts.disks import Disk, drop_cached
 from shadowserve_tools.report import measure
 from storage_kv.config import StorageConfig
-from storage_kv.engines.buffers import allocate
 
-__all__ = ["Files", "Pool", "Prefix", "Retrieval", "Store"]
+__all__ = ["Files", "OurPool", "Prefix", "Retrieval", "Store"]
 
 _POLL_MS: Final = 100
 _STALLED_S: Final = 120.0
@@ -125,8 +125,8 @@ class Store(ABC):
         """Give everything back."""
 
 
-class Pool(Store):
-    """A pool engine on some devices.
+class OurPool(Store):
+    """Our pool on some devices.
 
     Args:
         disks: to use; what is on them is lost.
@@ -160,15 +160,15 @@ class Pool(Store):
             }
         )
         self._lock = threading.Lock()
-        self._engine = PoolEngine(config, ticks=time.thread_time_ns)  # this thread's: others use the machine, too
-        self._engine.start(self._lock)
+        self._pool = Pool(config, ticks=time.thread_time_ns)  # this thread's: others use the machine, too
+        self._pool.start(self._lock)
         self._poll = select.poll()
-        for descriptor in self._engine.descriptors():
+        for descriptor in self._pool.descriptors():
             self._poll.register(descriptor, select.POLLIN)
 
     def statistics(self) -> Statistics:
         with self._lock:
-            return self._engine.statistics()
+            return self._pool.statistics()
 
     def put(self, prefix: Prefix) -> None:
         left = [len(prefix.names)]
@@ -186,7 +186,7 @@ class Pool(Store):
             while True:
                 try:
                     with self._lock:
-                        ticket = self._engine.put(prefix.key(number), memory, parent=prefix.parent(number))
+                        ticket = self._pool.put(prefix.key(number), memory, parent=prefix.parent(number))
                     break
                 except BusyError:
                     self._step()
@@ -201,19 +201,19 @@ class Pool(Store):
     def _memory(self, size: int) -> memoryview:
         while True:
             with self._lock:
-                memory = self._engine.allocate(size, lambda: None)
+                memory = self._pool.allocate(size, lambda: None)
             if memory is not None:
                 return memory
             self._step()
 
     def cool(self) -> None:
-        self._wait(lambda: not self._engine.busy)
+        self._wait(lambda: not self._pool.busy)
         with self._lock:
-            self._engine.drop_copies()
+            self._pool.drop_copies()
 
     def retrieve(self, prefix: Prefix, *, check: bool = False) -> Retrieval:
         keys = [prefix.key(number) for number in range(len(prefix.names))]
-        engine, lock = self._engine, self._lock
+        engine, lock = self._pool, self._lock
         missing: list[int] = []
         left = [len(keys)]
 
@@ -262,10 +262,10 @@ class Pool(Store):
 
     def _step(self) -> None:
         self._poll.poll(_POLL_MS)
-        self._engine.poll()
+        self._pool.poll()
 
     def close(self) -> None:
-        self._engine.close()
+        self._pool.close()
 
 
 class Files(Store):

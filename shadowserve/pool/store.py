@@ -1,11 +1,11 @@
 """What is asked of whatever holds values: the protocol.
 
-An engine maps keys to :class:`Item` within budgets. It knows nothing of connections or commands. Its methods are called
+A store maps keys to :class:`Item` within budgets. It knows nothing of connections or commands. Its methods are called
 one at a time, with the pool's lock held, and never wait for a device; what takes longer comes later: a read through its
 callback, a write's durability through its :class:`Ticket`, room for more through ``ready`` and :class:`BusyError`.
 Nor does a method take longer as more is stored: what concerns many entries is done :data:`ENTRIES_PER_HOLD` at a time,
 the rest in poll(), which gives the lock up in between.
-Every engine passes ``tests/pool/engine_conformance.py``.
+Every store passes ``tests/pool/store_conformance.py``.
 
 A key comes with its tenant's id (:data:`Address`): whoever serves several chooses it for them, so that another tenant's
 key is another key.
@@ -20,17 +20,17 @@ from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import Address, Item, Lease, PinnedEntries
 from shadowserve.pool.volume.changes import Ticket
 
-__all__ = ["Engine"]
+__all__ = ["Store"]
 
 
-class Engine(Protocol):
-    """An engine. Absent and expired are the same to every method.
+class Store(Protocol):
+    """An store. Absent and expired are the same to every method.
 
     All methods but start(), poll(), drain(), close() and descriptors() are called with the pool's lock held and never
-    wait for a device. Callbacks that an engine is given are called once, from any thread, without the lock; those of
+    wait for a device. Callbacks that a store is given are called once, from any thread, without the lock; those of
     read() may also come inside the call.
 
-    Eviction takes the least recently used (or what the engine's policy takes for it) with these rules: a tenant beyond
+    Eviction takes the least recently used (or what the store's policy takes for it) with these rules: a tenant beyond
     its own quota evicts its own entries only; beyond the whole budget, whoever uses most of it gives first. An entry
     with present children (entries put with its name as ``parent``) never goes before them, unless these are pinned and
     nothing else is left; a pinned one never goes before its pin ends.
@@ -48,8 +48,8 @@ class Engine(Protocol):
         """Bring the bytes ``[start, end)`` of an item whose value is None, 0 <= start < end <= length.
 
         Whatever happens to the entry meanwhile, ``done`` gets what the item's value was, or None: the bytes are not to
-        be had (a device error, a failed check); the engine has counted why and dropped the entry. Never wrong bytes.
-        Never refused: an engine that can only do so many at a time lets the others wait.
+        be had (a device error, a failed check); the store has counted why and dropped the entry. Never wrong bytes.
+        Never refused: a store that can only do so many at a time lets the others wait.
         """
 
     def hold(self, item: Item) -> None:
@@ -83,7 +83,7 @@ class Engine(Protocol):
     ) -> Ticket | None:
         """Store a value in place of what is there, evicting others if need be; a pin goes with the old.
 
-        The engine keeps ``value`` itself: the caller does not change it afterwards. It can be read at once.
+        The store keeps ``value`` itself: the caller does not change it afterwards. It can be read at once.
 
         Args:
             address: where to.
@@ -93,7 +93,7 @@ class Engine(Protocol):
             parent: the name (32 bytes) of the chunk before this one, of the same tenant; empty for none.
 
         Returns:
-            None if it is as durable as this engine makes it, else a ticket: settled when it is, or with the error for
+            None if it is as durable as this store makes it, else a ticket: settled when it is, or with the error for
             the writer; the entry is then gone.
 
         Raises:
@@ -157,7 +157,7 @@ class Engine(Protocol):
         """Return a tenant's number of entries, expired ones that were not noticed yet included."""
 
     def tenant(self, name: str) -> int:
-        """Return the id of a tenant, given out on first use and kept as long as the engine keeps values; "" has 0."""
+        """Return the id of a tenant, given out on first use and kept as long as the store keeps values; "" has 0."""
 
     def tenants(self) -> Mapping[str, int]:
         """Return the ids of the tenants that have one, by their names."""
@@ -191,7 +191,7 @@ class Engine(Protocol):
         """Return what to wait for: poll() is called when one of them is readable. After start(), always the same."""
 
     def poll(self) -> bool:
-        """Deal with what devices have completed. Called without the lock, from the one thread that drives the engine.
+        """Deal with what devices have completed. Called without the lock, from the one thread that drives the store.
 
         It comes when a descriptor is readable and at least every 100 ms.
 

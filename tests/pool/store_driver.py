@@ -1,4 +1,4 @@
-"""What drives an engine in tests as the server does: under a lock, with somebody who calls poll()."""
+"""What drives a store in tests as the server does: under a lock, with somebody who calls poll()."""
 
 import threading
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from machine import wait_for
 
-from shadowserve.pool.contract import Engine
 from shadowserve.pool.statistics import Statistics
+from shadowserve.pool.store import Store
 from shadowserve.pool.terms import Item, Lease
 from shadowserve.pool.volume.changes import BusyError, Ticket
 
@@ -34,13 +34,13 @@ class Reading:
         self.finished = False
         self.view: memoryview | None = None
         if item.value is not None:
-            driver.engine.hold(item)
+            driver.store.hold(item)
             self._item = item
             self.finished, self.view = True, memoryview(item.value)[start:end]
         elif start == end:
             self.finished, self.view = True, memoryview(b"")
         else:
-            driver.engine.read(item, start, end, self._on_done)
+            driver.store.read(item, start, end, self._on_done)
 
     def _on_done(self, lease: Lease | None) -> None:
         assert not self.finished, "a read was finished twice"
@@ -57,7 +57,7 @@ class Reading:
         self._driver.pump(lambda: self.finished)
         with self._driver.lock:
             if self._item is not None:
-                self._driver.engine.release(self._item)
+                self._driver.store.release(self._item)
             if self._lease is not None:
                 self._lease.release()
 
@@ -81,13 +81,13 @@ class Change:
 
 
 class Driver:
-    """An engine with its lock. Keys are clients' keys, of tenant 0 if not said otherwise."""
+    """An store with its lock. Keys are clients' keys, of tenant 0 if not said otherwise."""
 
-    def __init__(self, engine: Engine, *, start: bool = True, lock: Any = None) -> None:
-        self.engine = engine
+    def __init__(self, store: Store, *, start: bool = True, lock: Any = None) -> None:
+        self.store = store
         self.lock = threading.Lock() if lock is None else lock
         if start:
-            engine.start(self.lock)
+            store.start(self.lock)
 
     # ---- Waiting
 
@@ -96,7 +96,7 @@ class Driver:
 
         def step() -> Any:
             for _ in range(8):  # a change of a device takes some: data, log, flush
-                self.engine.poll()
+                self.store.poll()
                 if found := condition():
                     return found
             return None
@@ -118,11 +118,11 @@ class Driver:
     # ---- The engine's methods, waited for
 
     def put_soon(self, key: bytes, value: bytes | memoryview, tenant: int = 0, **named: Any) -> Change:
-        """Store a value; return what will become of it. Waits where the engine has no room for one more."""
+        """Store a value; return what will become of it. Waits where the store has no room for one more."""
         while True:
             again: list[Exception | None] = []
             try:
-                return Change(self, self.call(self.engine.put, (tenant, key), value, **named))
+                return Change(self, self.call(self.store.put, (tenant, key), value, **named))
             except BusyError as error:
                 error.again.then(again.append)
             self.pump(lambda again=again: bool(again))  # type: ignore[misc]
@@ -133,15 +133,15 @@ class Driver:
             raise error
 
     def get(self, key: bytes, tenant: int = 0) -> Item | None:
-        return self.call(self.engine.get, (tenant, key))
+        return self.call(self.store.get, (tenant, key))
 
     def peek(self, key: bytes, tenant: int = 0) -> Item | None:
-        return self.call(self.engine.peek, (tenant, key))
+        return self.call(self.store.peek, (tenant, key))
 
     def open(self, key: bytes, start: int = 0, end: int | None = None, tenant: int = 0) -> Reading | None:
         """Begin to read a value or a part of it; None if it is absent."""
         with self.lock:
-            item = self.engine.get((tenant, key))
+            item = self.store.get((tenant, key))
             return None if item is None else Reading(self, item, start, item.length if end is None else end)
 
     def value(self, key: bytes, start: int = 0, end: int | None = None, tenant: int = 0) -> bytes | None:
@@ -154,24 +154,24 @@ class Driver:
         return found
 
     def remove(self, key: bytes, tenant: int = 0) -> bool:
-        return self._settled(self.engine.remove, (tenant, key))
+        return self._settled(self.store.remove, (tenant, key))
 
     def set_expiry(self, key: bytes, expires_at_ms: int | None, tenant: int = 0) -> bool:
-        return self._settled(self.engine.set_expiry, (tenant, key), expires_at_ms)
+        return self._settled(self.store.set_expiry, (tenant, key), expires_at_ms)
 
     def pin(self, key: bytes, until_ms: int, tenant: int = 0) -> bool:
-        return self._settled(self.engine.pin, (tenant, key), until_ms)
+        return self._settled(self.store.pin, (tenant, key), until_ms)
 
     def clear(self, tenant: int | None = None) -> None:
-        self._settled(self.engine.clear, tenant)
+        self._settled(self.store.clear, tenant)
 
     def _settled(self, function: Callable[..., T], *arguments: Any) -> T:
         result = self.call(function, *arguments)
-        self.settle(self.call(self.engine.barrier))
+        self.settle(self.call(self.store.barrier))
         return result
 
     def scan(self, cursor: int, count: int, tenant: int = 0) -> tuple[int, list[bytes]]:
-        return self.call(self.engine.scan, tenant, cursor, count)
+        return self.call(self.store.scan, tenant, cursor, count)
 
     def keys(self, tenant: int = 0) -> set[bytes]:
         cursor, found = self.scan(0, 1000, tenant)
@@ -181,15 +181,15 @@ class Driver:
         return set(found)
 
     def count(self, tenant: int = 0) -> int:
-        return self.call(self.engine.count, tenant)
+        return self.call(self.store.count, tenant)
 
     def sweep(self, keys_max: int) -> int:
-        return self.call(self.engine.sweep, keys_max)
+        return self.call(self.store.sweep, keys_max)
 
     def statistics(self, tenant: int | None = None) -> Statistics:
-        return self.call(self.engine.statistics, tenant)
+        return self.call(self.store.statistics, tenant)
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Stop in order, as the server does."""
-        self.engine.drain(timeout_s)
-        self.engine.close()
+        self.store.drain(timeout_s)
+        self.store.close()

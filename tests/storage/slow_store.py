@@ -1,4 +1,4 @@
-"""An engine as slow as a test wants: reads and writes end when it says so. And a server of it in this process."""
+"""An store as slow as a test wants: reads and writes end when it says so. And a server of it in this process."""
 
 import asyncio
 import threading
@@ -8,10 +8,10 @@ from typing import Any, Self
 from machine import PATIENCE_S, wait_for
 from storage_support import Client
 
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError, Ticket
 from storage_kv.config import StorageConfig
-from storage_kv.engines.memory import MemoryEngine
 from storage_kv.server import StorageServer
 
 
@@ -22,11 +22,12 @@ class Away(Item):
 
     def __init__(self, found: Item) -> None:
         assert found.value is not None
-        super().__init__(found.length, found.head_bytes, found.expires_at_ms, None)
+        self.length, self.head_bytes, self.expires_at_ms = found.length, found.head_bytes, found.expires_at_ms
+        self.value = None
         self.bytes_ = bytes(found.value)
 
 
-class SlowEngine(MemoryEngine):
+class SlowStore(Pool):
     """Values that have to be read, writes that have to be waited for, where the test has said so.
 
     Attributes:
@@ -37,12 +38,12 @@ class SlowEngine(MemoryEngine):
     """
 
     def __init__(self) -> None:
-        super().__init__(1 << 30)
+        super().__init__(StorageConfig(memory_budget_bytes=1 << 30))
         self.away = self.lazy = self.full = self.crowded = False
         self.reads: list[tuple[Away, int, int, Callable[[Lease | None], None]]] = []
         self.tickets: list[Ticket] = []
         self.ready: list[Callable[[], None]] = []
-        self.busy: list[Ticket] = []
+        self.refused_writes: list[Ticket] = []
         self.leases = 0
         self.buffers: list[memoryview] = []  # given out, and neither stored nor given back
         self.drained = self.closed = False
@@ -54,20 +55,6 @@ class SlowEngine(MemoryEngine):
     def peek(self, address: Address) -> Any:
         found = super().peek(address)
         return Away(found) if found is not None and self.away else found
-
-    def remove(self, address: Address) -> bool:
-        away, self.away = self.away, False
-        try:
-            return super().remove(address)
-        finally:
-            self.away = away
-
-    def set_expiry(self, address: Address, expires_at_ms: int | None) -> bool:
-        away, self.away = self.away, False
-        try:
-            return super().set_expiry(address, expires_at_ms)
-        finally:
-            self.away = away
 
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
         assert isinstance(item, Away) and 0 <= start < end <= item.length
@@ -85,8 +72,8 @@ class SlowEngine(MemoryEngine):
 
     def put(self, address: Address, value: bytes | memoryview, **named: Any) -> Ticket | None:
         if self.full or self.crowded:
-            self.busy.append(Ticket())
-            raise BusyError("too many writes", self.busy[-1])
+            self.refused_writes.append(Ticket())
+            raise BusyError("too many writes", self.refused_writes[-1])
         super().put(address, value, **named)
         return self._ticket()
 
@@ -103,6 +90,7 @@ class SlowEngine(MemoryEngine):
         self.drained = True
 
     def close(self) -> None:
+        super().close()
         self.closed = True
 
     # ---- What a test does
@@ -128,7 +116,7 @@ class SlowEngine(MemoryEngine):
         """Let everybody try again."""
         self.full, self.crowded = False, crowded
         ready, self.ready = self.ready, []
-        busy, self.busy = self.busy, []
+        busy, self.refused_writes = self.refused_writes, []
         for call in ready:
             call()
         for ticket in busy:
@@ -136,17 +124,17 @@ class SlowEngine(MemoryEngine):
 
 
 class Served:
-    """A server of a SlowEngine in a thread of this process."""
+    """A server of a SlowStore in a thread of this process."""
 
     def __init__(self, **config: Any) -> None:
-        self.engine = SlowEngine()
+        self.store = SlowStore()
         self._config = StorageConfig(port=0, **({"shutdown_timeout_s": PATIENCE_S} | config))
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._clients: list[Client] = []
 
     def make_server(self) -> StorageServer:
-        return StorageServer(self._config, self.engine)
+        return StorageServer(self._config, self.store)
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -160,7 +148,7 @@ class Served:
         return self._clients[-1]
 
     def wait_for_reads(self, count: int) -> None:
-        wait_for(lambda: len(self.engine.reads) == count)
+        wait_for(lambda: len(self.store.reads) == count)
 
     def request_stop(self) -> None:
         self._loop.call_soon_threadsafe(self.server.request_stop)

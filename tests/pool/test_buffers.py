@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage_kv.engines.buffers import MAPPED_BYTES_MIN, allocate
+from shadowserve.pool.buffers import MAPPED_BYTES_MIN, allocate
 
 MIB = 1 << 20
 

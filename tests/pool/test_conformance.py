@@ -1,0 +1,90 @@
+"""A pool does what every store must: over memory alone, over a simulated device and over a file."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pool_support import configuration, file_pool, simulated_pool
+from simulated_device import SimulatedDevice
+from store_conformance import StoreConformance
+from store_driver import Clock
+
+from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
+from shadowserve.pool.pool import Pool
+from shadowserve.pool.store import Store
+from shadowserve.pool.volume.changes import OutOfBudgetError
+
+MIB = 1 << 20
+DEVICE_BYTES = 160 * MIB
+
+
+class DeviceConformance(StoreConformance):
+    """Objects lie in whole blocks."""
+
+    def cost(self, key: bytes, size: int) -> int:
+        return object_blocks(size) * BLOCK_BYTES
+
+
+class TestPoolOfMemory(StoreConformance):
+    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Store:
+        config = configuration(memory_budget_bytes=DEVICE_BYTES)
+        return Pool(config, budget_bytes=budget_bytes, clock_ms=clock_ms, measure=False)
+
+    def test_a_held_value_stays_valid_and_counted_after_it_is_removed(self) -> None:
+        store = self.drive(10 * self.cost(b"a", 1000), Clock())
+        store.put(b"a", b"x" * 1000)
+        first, second = store.open(b"a"), store.open(b"a")
+        assert first is not None and second is not None
+        store.remove(b"a")
+        store.put(b"a", b"y" * 1000)
+        assert store.statistics().held_bytes == self.cost(b"a", 1000)
+        assert store.statistics().used_bytes == 2 * self.cost(b"a", 1000)
+        first.release()
+        assert store.statistics().held_bytes == self.cost(b"a", 1000)
+        second.release()
+        assert store.statistics().held_bytes == 0
+        assert store.statistics().used_bytes == self.cost(b"a", 1000)
+
+    def test_held_values_are_not_evicted_since_that_would_free_nothing(self) -> None:
+        store = self.drive(2 * self.cost(b"a", 1000), Clock())
+        store.put(b"a", b"x" * 1000)
+        store.put(b"b", b"x" * 1000)
+        first = store.open(b"a")
+        assert first is not None
+        store.put(b"c", b"x" * 1000)
+        assert store.keys() == {b"a", b"c"}
+        second = store.open(b"c")
+        assert second is not None
+        before = store.statistics()
+        with pytest.raises(OutOfBudgetError):
+            store.put(b"d", b"x" * 1000)
+        assert store.statistics() == before
+        first.release()
+        store.put(b"d", b"x" * 1000)
+        assert store.keys() == {b"c", b"d"}
+        second.release()
+
+    def test_the_clock_is_read_only_where_something_expires(self) -> None:
+        clock = Clock()
+        store = self.drive(1 << 20, clock)
+        store.put(b"a", b"1")
+        clock.now_ms = -1
+        assert store.get(b"a") is not None
+
+
+class TestPoolOfASimulatedDevice(DeviceConformance):
+    # One: the index knows the order of uses of several devices' objects by the second only.
+    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Store:
+        return simulated_pool([SimulatedDevice(DEVICE_BYTES)], budget_bytes=budget_bytes, clock_ms=clock_ms)
+
+
+class TestPoolOfAFile(DeviceConformance):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self.folder = tmp_path
+        self.made = 0
+
+    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Store:
+        self.made += 1
+        path = self.folder / str(self.made)
+        return file_pool([path], DEVICE_BYTES, budget_bytes=budget_bytes, clock_ms=clock_ms)
