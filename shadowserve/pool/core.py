@@ -144,6 +144,11 @@ class Core:
             return None
 
     @property
+    def objects(self) -> int:
+        """How many there are, those that were cleared and are not gone yet included."""
+        return len(self.index) if self.heap is None else len(self.heap)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of the budget that only those need who send them; with devices, the budget is of their room."""
         return 0 if self.heap is None else self.heap.held_bytes

@@ -136,11 +136,9 @@ class Space:
             if not self.evict(cause="quota", tenant=tenant):
                 return self._refuse("the tenant's quota is used up by pinned objects")
         while True:
-            totals = index.totals()
             freed_bytes, freed_keys = self._freed(old)
-            used = totals.bytes - freed_bytes + held
-            fits = used + size <= self.capacity_bytes
-            if fits and totals.objects - freed_keys < self.objects_max:
+            fits = index.used_bytes() - freed_bytes + held + size <= self.capacity_bytes
+            if fits and self._core.objects - freed_keys < self.objects_max:
                 return True
             if not self.evict(cause="budget" if fits else self._shortage):
                 return self._refuse("the budget is used up by pinned objects")
@@ -222,6 +220,8 @@ class Space:
         return True
 
     def _key_bytes(self, entry: Entry) -> int:
+        if self._core.heap is not None:
+            return len(self._core.heap.at(entry.slot).key)
         name = self._core.index.name(entry.slot)
         return CHUNK_KEY_BYTES if name is None else len(name)
 
