@@ -241,10 +241,10 @@ class Connection(Watched):
         left = node.config.pipeline_commands_max
         small: list[bytes] = []
         small_bytes = 0
-        self._more = True
+        in_progress = self._more = True
         while left > 0 and not session.pause_until_s:
             # What has begun goes on before what the client sends.
-            self._more = reader.in_progress or bool(self._retry or self._rest or session.executing)
+            in_progress = self._more = reader.in_progress or bool(self._retry or self._rest or session.executing)
             if not self._more or (session.closing and self._rest is None):
                 break
             if queue.out_bytes + small_bytes >= output_max or (queue.pendings and self._is_far_ahead()):
@@ -272,7 +272,7 @@ class Connection(Watched):
         if small:
             queue.append(b"".join(small))
         if (
-            self._more
+            in_progress
             or session.transaction
             or session.executing
             or queue.lent_bytes
