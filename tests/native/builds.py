@@ -43,7 +43,7 @@ def _of_one_decoder(decoder: str) -> Options:
 # 'make test-dpu' also runs them without any, and with the thread sanitizer.
 _WITHOUT_FAULT_SWEEP: Final = ("--exclude-regex", "^test_pipeline_doca$")
 _THREADED: Final = ("--tests-regex", "^test_(codec|block.*|pipeline_.*|doca_emulator_.*)$")
-_BENCHMARKS: Final = ("bench_kernels", "count_instructions")
+_BENCHMARKS: Final = ("count_instructions",)
 _ARM: Final = {
     "CMAKE_TOOLCHAIN_FILE": str(REPOSITORY / "native/toolchain-aarch64.cmake"),
     "CMAKE_COMPILE_WARNING_AS_ERROR": "ON",
