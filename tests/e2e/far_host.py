@@ -43,7 +43,8 @@ class Host:
         self.client = client
         self.placed: dict[int, bytes] = {}
         size = 8 * SHAPE.raw_bytes
-        self.manager = KVCacheManager(client, Destination(client, SHAPE, size), self.scatter, fetch_timeout=timeout)
+        self.destination = Destination(client, SHAPE, size)
+        self.manager = KVCacheManager(client, self.destination, self.scatter, fetch_timeout=timeout)
         self.queue = StoreQueue(client, Destination(client, SHAPE, size), timeout=timeout, retry_interval=0.2)
 
     def scatter(self, job: FetchJob, first: int, chunks: memoryview) -> None:
@@ -81,7 +82,7 @@ class Host:
             "chunks": result.chunks,
             "reason": result.reason,
             "exact": all(exact) and len(self.placed) == result.chunks,
-            "retired": self.manager.statistics()["destinations_retired"],
+            "retired": self.destination.retired,
         }
 
 
