@@ -24,17 +24,18 @@ LINES: Final = (
     ).split(),
     (
         "e2e/test_vllm_cache e2e/test_vllm_delivery e2e/test_vllm_new_weights e2e/test_vllm_scheduling "
-        "e2e/test_vllm_slow_data_plane e2e/test_vllm_synchronous e2e/test_whole_stack host/test_identity_requests "
-        "host/test_identity_table host/test_identity_weights host/test_vllm_connector host/test_vllm_epochs "
-        "host/test_vllm_identity host/test_vllm_scheduler_side host/test_vllm_support tools/test_bench"
+        "e2e/test_vllm_slow_data_plane e2e/test_vllm_synchronous e2e/test_whole_stack "
+        "host/vllm/test_identity_requests host/vllm/test_identity_table host/vllm/test_identity_weights "
+        "host/vllm/test_vllm_connector host/vllm/test_vllm_epochs host/vllm/test_vllm_identity "
+        "host/vllm/test_vllm_scheduler_side host/vllm/test_vllm_support tools/test_bench"
     ).split(),
     "deploy/test_install deploy/test_storage_node".split(),
 )
 APART: Final = ("native/test_build",)
 LONGEST: Final = (
     "simulation/test_mutations simulation/test_seeds failures/test_failures pool/test_conformance "
-    "pool/test_volume_crash failures/test_crash_loop storage/test_lifecycle storage/test_tls dataplane/test_process "
-    "dataplane/test_lost_memory"
+    "pool/volume/test_volume_crash failures/test_crash_loop storage/test_lifecycle storage/test_tls "
+    "dataplane/test_process dataplane/test_lost_memory"
 ).split()
 """Those that take more than half a minute, beside the lines and what is apart, the longest first."""
 

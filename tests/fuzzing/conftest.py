@@ -4,4 +4,7 @@ import sys
 from pathlib import Path
 
 _TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(Path(__file__).parent), *(str(_TESTS / name) for name in ("native", "shared", "pool", "storage"))]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    *(str(_TESTS / name) for name in ("native", "shared", "pool", "pool/volume", "storage")),
+]

@@ -36,7 +36,7 @@ from shadowserve.pool.volume.recovery import Reader
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
 
-CORPUS = Path(__file__).parent / "corpus" / "volume"
+CORPUS = Path(__file__).parents[1] / "corpus" / "volume"
 KEYS = list(VALUES)
 
 

@@ -59,7 +59,7 @@ def test_what_was_said_to_be_durable_is_there_after_each_kill(tmp_path: Path) ->
     chance = random.Random(0)
     for kill in range(KILLS):
         command = [sys.executable, __file__, str(path), str(1_000_000 * (kill + 1))]
-        places = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+        places = os.pathsep.join([str(folder) for folder in Path(__file__).parents[:3]])
         environment = {**os.environ, "PYTHONPATH": places}
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
             assert child.stdout is not None
