@@ -91,6 +91,9 @@ class IndexFlag(enum.IntFlag):
     """Of a CLEAR record only."""
 
 
+_NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python, and it is joined for each put
+
+
 class IndexSift(enum.IntEnum):
     """Which objects cannot stay (``enum ss_index_sift``)."""
 
@@ -273,7 +276,7 @@ class Index:
         """
         self._buffer[:] = _RECORD.pack(
             IndexRecordKind.PUT,
-            flags if name is None else flags | IndexFlag.NAMED,
+            flags if name is None else flags | _NAMED,
             device,
             name_blocks,
             tenant,

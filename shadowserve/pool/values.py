@@ -22,6 +22,7 @@ from shadowserve.pool.writing import Left
 __all__ = ["Values"]
 
 _NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python
+_RECORD: Final = int(IndexFlag.RECORD)
 _USES_MAX: Final = 1_000
 """Uses of entries in memory that the index hears of together: 50 us."""
 _WRITABLE_SHARE: Final = 2
@@ -345,7 +346,7 @@ class Values(Bounds):
             now_s=core.now_s(),
             head_length=head_bytes,
             name=name,
-            flags=IndexFlag.RECORD if head_bytes else 0,
+            flags=_RECORD if head_bytes else 0,
             expires_at_ms=expires_at_ms or 0,
             generation=core.next_generation(),
             parent=parent or NO_PARENT,
