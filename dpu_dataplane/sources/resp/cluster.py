@@ -170,6 +170,10 @@ class ServerCluster:
         end = self._avoided.get((node.host, node.port))
         return end is not None and end > time.monotonic()
 
+    def _is_member(self, node: Node) -> bool:
+        members = self._map.nodes if self._map is not None else frozenset()
+        return node in members or node._replace(replica=True) in members
+
     def _avoid(self, node: Node) -> None:
         self._avoided[node.host, node.port] = time.monotonic() + _AVOID_TIME
 
@@ -358,7 +362,8 @@ class ServerCluster:
         """Send each command to its node, one pipeline to each, and return their answers; errors are values.
 
         What another node has is asked for there at once, as a chunk's bytes are: the map, which is read again behind a
-        MOVED, may come from a node that has not heard of it yet.
+        MOVED, may come from a node that has not heard of it yet. But only of nodes that are in the map: one that means
+        ill could name as many others as there are keys.
         """
         nowhere = StorageUnavailableError("no node of the cluster has the slot of this key")
         answers: list[_Answer] = [nowhere] * len(commands)
@@ -373,7 +378,8 @@ class ServerCluster:
                 for question, answer in zip(questions, results, strict=True):
                     answers[question.position] = answer
                     text = answer.decode("utf-8", "replace") if isinstance(answer, resp.ErrorReply) else ""
-                    if redirect := self.redirect(node, text):
+                    redirect = self.redirect(node, text)
+                    if redirect is not None and self._is_member(redirect.node):
                         redirected.setdefault(redirect.node, []).append(question._replace(asking=redirect.asking))
             if not redirected:
                 break

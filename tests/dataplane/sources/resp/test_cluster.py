@@ -340,6 +340,39 @@ async def test_a_node_that_dies_costs_its_chunks_until_its_replica_takes_over(tm
         cluster.kill()
 
 
+async def test_a_node_that_sends_us_to_strangers_is_not_followed_there() -> None:
+    """Each key could name another one, and each cost a connection."""
+    visitors: list[Any] = []
+    slots = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$0\r\n\r\n:%d\r\n"
+
+    async def meet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        visitors.append(writer)
+        writer.close()
+
+    async def send_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            while data := await reader.read(1 << 16):
+                asked = data.count(b"STRLEN") + data.count(b"GETRANGE")
+                writer.write(b"-ASK 0 127.0.0.1:%d\r\n" % port_of(stranger) * asked)
+                writer.write(slots % port_of(node) * data.count(b"SLOTS"))
+                writer.write(b"+OK\r\n" * (data.count(b"AUTH") + data.count(b"PING")))
+
+    def port_of(server: asyncio.Server) -> int:
+        return int(server.sockets[0].getsockname()[1])
+
+    stranger = await asyncio.start_server(meet, "127.0.0.1", 0)
+    node = await asyncio.start_server(send_on, "127.0.0.1", 0)
+    async with stranger, node:
+        client = ServerCluster(cluster_config([f"127.0.0.1:{port_of(node)}"]), Metrics())
+        await client.start()
+        try:
+            with pytest.raises(StorageUnavailableError, match="send us on"):
+                await client.find(KEYS)
+        finally:
+            await client.close()
+    assert not visitors
+
+
 async def test_a_node_that_is_away_costs_a_group_that_has_nothing_there_nothing(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, replicas=0)
     try:
