@@ -53,10 +53,10 @@ struct doca_dev *device_open(void) {
     return dev;
 }
 
-static void note(struct doca_task *task, union doca_data user, uint32_t crc32, uint32_t other_checksum) {
+static void note(struct doca_task *task, union doca_data user, uint32_t crc32) {
     CHECK(report_count < 4 * TASKS_MAX, "too many reports");
-    reports[report_count++] = (struct report){
-        .user_data = user.u64, .status = doca_task_get_status(task), .crc32 = crc32, .other_checksum = other_checksum};
+    reports[report_count++] =
+        (struct report){.user_data = user.u64, .status = doca_task_get_status(task), .crc32 = crc32};
     if (reports_free_tasks) {
         doca_task_free(task);
     } else {
@@ -67,27 +67,18 @@ static void note(struct doca_task *task, union doca_data user, uint32_t crc32, u
 void note_deflate(struct doca_compress_task_decompress_deflate *task, union doca_data user, union doca_data context) {
     (void)context;
     note(doca_compress_task_decompress_deflate_as_task(task), user,
-         doca_compress_task_decompress_deflate_get_crc_cs(task),
-         doca_compress_task_decompress_deflate_get_adler_cs(task));
-}
-
-void note_stream(struct doca_compress_task_decompress_lz4_stream *task, union doca_data user, union doca_data context) {
-    (void)context;
-    note(doca_compress_task_decompress_lz4_stream_as_task(task), user,
-         doca_compress_task_decompress_lz4_stream_get_crc_cs(task),
-         doca_compress_task_decompress_lz4_stream_get_xxh_cs(task));
+         doca_compress_task_decompress_deflate_get_crc_cs(task));
 }
 
 void note_block(struct doca_compress_task_decompress_lz4_block *task, union doca_data user, union doca_data context) {
     (void)context;
     note(doca_compress_task_decompress_lz4_block_as_task(task), user,
-         doca_compress_task_decompress_lz4_block_get_crc_cs(task),
-         doca_compress_task_decompress_lz4_block_get_xxh_cs(task));
+         doca_compress_task_decompress_lz4_block_get_crc_cs(task));
 }
 
 void note_memcpy(struct doca_dma_task_memcpy *task, union doca_data user, union doca_data context) {
     (void)context;
-    note(doca_dma_task_memcpy_as_task(task), user, 0, 0);
+    note(doca_dma_task_memcpy_as_task(task), user, 0);
 }
 
 void bench_open(struct bench *bench) {
@@ -148,6 +139,11 @@ struct doca_buf *buf_empty(struct bench *bench, size_t offset, size_t size) {
 
 void buf_release(struct doca_buf *buf) {
     OK(doca_buf_dec_refcount(buf, NULL));
+}
+
+void buf_renew(struct bench *bench, struct doca_buf **buf, size_t offset, size_t size) {
+    buf_release(*buf);
+    *buf = buf_empty(bench, offset, size);
 }
 
 size_t data_length(const struct doca_buf *buf) {

@@ -47,7 +47,6 @@ struct report {
     uint64_t user_data;
     doca_error_t status;
     uint32_t crc32;
-    uint32_t other_checksum;
 };
 
 extern struct report reports[4 * TASKS_MAX];
@@ -68,7 +67,6 @@ void bench_close(struct bench *bench);
 
 /* The callbacks that note what they are told in 'reports'. */
 void note_deflate(struct doca_compress_task_decompress_deflate *task, union doca_data user, union doca_data context);
-void note_stream(struct doca_compress_task_decompress_lz4_stream *task, union doca_data user, union doca_data context);
 void note_block(struct doca_compress_task_decompress_lz4_block *task, union doca_data user, union doca_data context);
 void note_memcpy(struct doca_dma_task_memcpy *task, union doca_data user, union doca_data context);
 
@@ -76,6 +74,9 @@ void note_memcpy(struct doca_dma_task_memcpy *task, union doca_data user, union 
 struct doca_buf *buf_data(struct bench *bench, size_t offset, size_t size);
 struct doca_buf *buf_empty(struct bench *bench, size_t offset, size_t size);
 void buf_release(struct doca_buf *buf);
+
+/* buf_renew() gives an empty buf back for another one of the same place: a buf that was written to is not empty. */
+void buf_renew(struct bench *bench, struct doca_buf **buf, size_t offset, size_t size);
 size_t data_length(const struct doca_buf *buf);
 
 /* These make a task and submit it. */

@@ -20,17 +20,10 @@ struct doca_buf_inventory;
 
 DOCA_STABLE doca_error_t doca_buf_inventory_create(size_t num_elements, struct doca_buf_inventory **inventory);
 DOCA_STABLE doca_error_t doca_buf_inventory_start(struct doca_buf_inventory *inventory);
-DOCA_STABLE doca_error_t doca_buf_inventory_stop(struct doca_buf_inventory *inventory);
 DOCA_STABLE doca_error_t doca_buf_inventory_destroy(struct doca_buf_inventory *inventory);
 DOCA_STABLE doca_error_t doca_buf_inventory_buf_get_by_args(struct doca_buf_inventory *inventory,
                                                             struct doca_mmap *mmap, void *addr, size_t len, void *data,
                                                             size_t data_len, struct doca_buf **buf);
-DOCA_STABLE doca_error_t doca_buf_inventory_buf_dup(struct doca_buf_inventory *inventory,
-                                                    const struct doca_buf *src_buf, struct doca_buf **dst_buf);
-DOCA_STABLE doca_error_t doca_buf_inventory_get_num_elements(const struct doca_buf_inventory *inventory,
-                                                             uint32_t *num_of_elements);
-DOCA_STABLE doca_error_t doca_buf_inventory_get_num_free_elements(const struct doca_buf_inventory *inventory,
-                                                                  uint32_t *num_of_free_elements);
 
 /* These two are no symbols of the library, here as in the SDK. A buf by address holds no data yet. */
 static inline doca_error_t doca_buf_inventory_buf_get_by_addr(struct doca_buf_inventory *inventory,

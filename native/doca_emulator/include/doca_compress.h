@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * doca_compress.h - the decompression engine
+ * doca_compress.h - decompression
  *
- * Three kinds of task of one shape: a raw Deflate stream; LZ4 "stream", a row of blocks with their sizes but without a
- * frame around them; LZ4 "block", one block. A task takes one whole stream. Checksums are of the plain bytes.
+ * Two kinds of task of one shape: a raw Deflate stream, and one LZ4 block. A task takes one whole stream. Checksums are
+ * of the plain bytes.
  */
 #ifndef DOCA_COMPRESS_H_
 #define DOCA_COMPRESS_H_
@@ -41,8 +41,6 @@ DOCA_EXPERIMENTAL doca_error_t
 doca_compress_cap_task_decompress_deflate_is_supported(const struct doca_devinfo *devinfo);
 DOCA_EXPERIMENTAL doca_error_t doca_compress_cap_task_decompress_deflate_get_max_buf_size(
     const struct doca_devinfo *devinfo, uint64_t *max_buffer_size);
-DOCA_EXPERIMENTAL doca_error_t doca_compress_cap_task_decompress_deflate_get_max_buf_list_len(
-    const struct doca_devinfo *devinfo, uint32_t *max_buf_list_len);
 DOCA_EXPERIMENTAL doca_error_t doca_compress_task_decompress_deflate_set_conf(
     struct doca_compress *compress, doca_compress_task_decompress_deflate_completion_cb_t task_completion_cb,
     doca_compress_task_decompress_deflate_completion_cb_t task_error_cb, uint32_t num_tasks);
@@ -53,59 +51,10 @@ DOCA_EXPERIMENTAL struct doca_task *
 doca_compress_task_decompress_deflate_as_task(struct doca_compress_task_decompress_deflate *task);
 DOCA_EXPERIMENTAL void doca_compress_task_decompress_deflate_set_src(struct doca_compress_task_decompress_deflate *task,
                                                                      struct doca_buf const *src_buff);
-DOCA_EXPERIMENTAL struct doca_buf const *
-doca_compress_task_decompress_deflate_get_src(const struct doca_compress_task_decompress_deflate *task);
 DOCA_EXPERIMENTAL void doca_compress_task_decompress_deflate_set_dst(struct doca_compress_task_decompress_deflate *task,
                                                                      struct doca_buf *dst_buff);
-DOCA_EXPERIMENTAL struct doca_buf *
-doca_compress_task_decompress_deflate_get_dst(const struct doca_compress_task_decompress_deflate *task);
 DOCA_EXPERIMENTAL uint32_t
 doca_compress_task_decompress_deflate_get_crc_cs(const struct doca_compress_task_decompress_deflate *task);
-DOCA_EXPERIMENTAL uint32_t
-doca_compress_task_decompress_deflate_get_adler_cs(const struct doca_compress_task_decompress_deflate *task);
-
-/* ---- LZ4: blocks with their sizes ---------------------------------------------------------------------------- */
-
-struct doca_compress_task_decompress_lz4_stream;
-
-typedef void (*doca_compress_task_decompress_lz4_stream_completion_cb_t)(
-    struct doca_compress_task_decompress_lz4_stream *task, union doca_data task_user_data,
-    union doca_data ctx_user_data);
-
-DOCA_EXPERIMENTAL doca_error_t
-doca_compress_cap_task_decompress_lz4_stream_is_supported(const struct doca_devinfo *devinfo);
-DOCA_EXPERIMENTAL doca_error_t doca_compress_cap_task_decompress_lz4_stream_get_max_buf_size(
-    const struct doca_devinfo *devinfo, uint64_t *max_buffer_size);
-DOCA_EXPERIMENTAL doca_error_t doca_compress_cap_task_decompress_lz4_stream_get_max_buf_list_len(
-    const struct doca_devinfo *devinfo, uint32_t *max_buf_list_len);
-DOCA_EXPERIMENTAL doca_error_t doca_compress_task_decompress_lz4_stream_set_conf(
-    struct doca_compress *compress, doca_compress_task_decompress_lz4_stream_completion_cb_t task_completion_cb,
-    doca_compress_task_decompress_lz4_stream_completion_cb_t task_error_cb, uint32_t num_tasks);
-DOCA_EXPERIMENTAL doca_error_t doca_compress_task_decompress_lz4_stream_alloc_init(
-    struct doca_compress *compress, uint8_t has_block_checksum, uint8_t are_blocks_independent,
-    struct doca_buf const *src_buff, struct doca_buf *dst_buff, union doca_data user_data,
-    struct doca_compress_task_decompress_lz4_stream **task);
-DOCA_EXPERIMENTAL struct doca_task *
-doca_compress_task_decompress_lz4_stream_as_task(struct doca_compress_task_decompress_lz4_stream *task);
-DOCA_EXPERIMENTAL void
-doca_compress_task_decompress_lz4_stream_set_src(struct doca_compress_task_decompress_lz4_stream *task,
-                                                 struct doca_buf const *src_buff);
-DOCA_EXPERIMENTAL struct doca_buf const *
-doca_compress_task_decompress_lz4_stream_get_src(const struct doca_compress_task_decompress_lz4_stream *task);
-DOCA_EXPERIMENTAL void
-doca_compress_task_decompress_lz4_stream_set_dst(struct doca_compress_task_decompress_lz4_stream *task,
-                                                 struct doca_buf *dst_buff);
-DOCA_EXPERIMENTAL struct doca_buf *
-doca_compress_task_decompress_lz4_stream_get_dst(const struct doca_compress_task_decompress_lz4_stream *task);
-DOCA_EXPERIMENTAL void
-doca_compress_task_decompress_lz4_stream_set_has_block_checksum(struct doca_compress_task_decompress_lz4_stream *task,
-                                                                uint8_t has_block_checksum);
-DOCA_EXPERIMENTAL void doca_compress_task_decompress_lz4_stream_set_are_blocks_independent(
-    struct doca_compress_task_decompress_lz4_stream *task, uint8_t are_blocks_independent);
-DOCA_EXPERIMENTAL uint32_t
-doca_compress_task_decompress_lz4_stream_get_crc_cs(const struct doca_compress_task_decompress_lz4_stream *task);
-DOCA_EXPERIMENTAL uint32_t
-doca_compress_task_decompress_lz4_stream_get_xxh_cs(const struct doca_compress_task_decompress_lz4_stream *task);
 
 /* ---- LZ4: one block ------------------------------------------------------------------------------------------ */
 
@@ -119,8 +68,6 @@ DOCA_EXPERIMENTAL doca_error_t
 doca_compress_cap_task_decompress_lz4_block_is_supported(const struct doca_devinfo *devinfo);
 DOCA_EXPERIMENTAL doca_error_t doca_compress_cap_task_decompress_lz4_block_get_max_buf_size(
     const struct doca_devinfo *devinfo, uint64_t *max_buffer_size);
-DOCA_EXPERIMENTAL doca_error_t doca_compress_cap_task_decompress_lz4_block_get_max_buf_list_len(
-    const struct doca_devinfo *devinfo, uint32_t *max_buf_list_len);
 DOCA_EXPERIMENTAL doca_error_t doca_compress_task_decompress_lz4_block_set_conf(
     struct doca_compress *compress, doca_compress_task_decompress_lz4_block_completion_cb_t task_completion_cb,
     doca_compress_task_decompress_lz4_block_completion_cb_t task_error_cb, uint32_t num_tasks);
@@ -132,17 +79,11 @@ doca_compress_task_decompress_lz4_block_as_task(struct doca_compress_task_decomp
 DOCA_EXPERIMENTAL void
 doca_compress_task_decompress_lz4_block_set_src(struct doca_compress_task_decompress_lz4_block *task,
                                                 struct doca_buf const *src_buff);
-DOCA_EXPERIMENTAL struct doca_buf const *
-doca_compress_task_decompress_lz4_block_get_src(const struct doca_compress_task_decompress_lz4_block *task);
 DOCA_EXPERIMENTAL void
 doca_compress_task_decompress_lz4_block_set_dst(struct doca_compress_task_decompress_lz4_block *task,
                                                 struct doca_buf *dst_buff);
-DOCA_EXPERIMENTAL struct doca_buf *
-doca_compress_task_decompress_lz4_block_get_dst(const struct doca_compress_task_decompress_lz4_block *task);
 DOCA_EXPERIMENTAL uint32_t
 doca_compress_task_decompress_lz4_block_get_crc_cs(const struct doca_compress_task_decompress_lz4_block *task);
-DOCA_EXPERIMENTAL uint32_t
-doca_compress_task_decompress_lz4_block_get_xxh_cs(const struct doca_compress_task_decompress_lz4_block *task);
 
 #ifdef __cplusplus
 }

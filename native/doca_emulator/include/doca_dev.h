@@ -20,7 +20,6 @@ struct doca_devinfo;
 #define DOCA_DEVINFO_PCI_ADDR_SIZE 13
 #define DOCA_DEVINFO_PCI_BDF_SIZE 8
 #define DOCA_DEVINFO_IBDEV_NAME_SIZE 64
-#define DOCA_DEVINFO_IFACE_NAME_SIZE 256
 
 /* The entries of a list die with it; a device that was opened from one keeps its own. */
 DOCA_STABLE doca_error_t doca_devinfo_create_list(struct doca_devinfo ***dev_list, uint32_t *nb_devs);
@@ -32,8 +31,6 @@ DOCA_STABLE doca_error_t doca_devinfo_get_pci_addr_str(const struct doca_devinfo
 DOCA_STABLE doca_error_t doca_devinfo_is_equal_pci_addr(const struct doca_devinfo *devinfo, const char *pci_addr_str,
                                                         uint8_t *is_equal);
 DOCA_STABLE doca_error_t doca_devinfo_get_ibdev_name(const struct doca_devinfo *devinfo, char *ibdev_name,
-                                                     uint32_t size);
-DOCA_STABLE doca_error_t doca_devinfo_get_iface_name(const struct doca_devinfo *devinfo, char *iface_name,
                                                      uint32_t size);
 
 #ifdef __cplusplus

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* doca_dma.h - the copy engine. A task that fails stops its context, and what was in flight fails with it. */
+/* doca_dma.h - copies. A task that fails stops its context, and what was in flight fails with it. */
 #ifndef DOCA_DMA_H_
 #define DOCA_DMA_H_
 
@@ -28,8 +28,6 @@ DOCA_STABLE doca_error_t doca_dma_destroy(struct doca_dma *dma);
 DOCA_STABLE struct doca_ctx *doca_dma_as_ctx(struct doca_dma *dma);
 DOCA_STABLE doca_error_t doca_dma_cap_task_memcpy_is_supported(const struct doca_devinfo *devinfo);
 DOCA_STABLE doca_error_t doca_dma_cap_get_max_num_tasks(struct doca_dma *dma, uint32_t *max_num_tasks);
-DOCA_STABLE doca_error_t doca_dma_cap_task_memcpy_get_max_buf_list_len(const struct doca_devinfo *devinfo,
-                                                                       uint32_t *max_buf_list_len);
 DOCA_STABLE doca_error_t doca_dma_cap_task_memcpy_get_max_buf_size(const struct doca_devinfo *devinfo,
                                                                    uint64_t *buf_size);
 DOCA_STABLE doca_error_t doca_dma_task_memcpy_set_conf(struct doca_dma *dma,
@@ -41,9 +39,7 @@ DOCA_STABLE doca_error_t doca_dma_task_memcpy_alloc_init(struct doca_dma *dma, c
                                                          struct doca_dma_task_memcpy **task);
 DOCA_STABLE struct doca_task *doca_dma_task_memcpy_as_task(struct doca_dma_task_memcpy *task);
 DOCA_STABLE void doca_dma_task_memcpy_set_src(struct doca_dma_task_memcpy *task, const struct doca_buf *src);
-DOCA_STABLE const struct doca_buf *doca_dma_task_memcpy_get_src(const struct doca_dma_task_memcpy *task);
 DOCA_STABLE void doca_dma_task_memcpy_set_dst(struct doca_dma_task_memcpy *task, struct doca_buf *dst);
-DOCA_STABLE struct doca_buf *doca_dma_task_memcpy_get_dst(const struct doca_dma_task_memcpy *task);
 
 #ifdef __cplusplus
 }

@@ -43,14 +43,8 @@ typedef enum doca_error {
     DOCA_ERROR_SKIPPED = 30
 } doca_error_t;
 
-#define DOCA_IS_ERROR(result) ((result) != DOCA_SUCCESS)
-
-/* DOCA_ERROR_PROPAGATE() keeps the first error of a row of calls in 'result'. */
-#define DOCA_ERROR_PROPAGATE(result, next) ((result) = DOCA_IS_ERROR(result) ? (result) : (next))
-
-/* Both return a static string, also for a code that is none. */
+/* Returns a static string, also for a code that is none. */
 DOCA_STABLE const char *doca_error_get_name(doca_error_t error);
-DOCA_STABLE const char *doca_error_get_descr(doca_error_t error);
 
 #ifdef __cplusplus
 }

@@ -18,10 +18,6 @@ union doca_data {
     uint64_t u64;
 };
 
-/* -1 is none. */
-typedef int doca_event_handle_t;
-typedef doca_event_handle_t doca_notification_handle_t;
-
 /* The two PCI modes exclude each other. */
 enum doca_access_flag {
     DOCA_ACCESS_FLAG_LOCAL_READ_ONLY = 0,

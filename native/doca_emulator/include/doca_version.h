@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* doca_version.h - versions: of these headers, and of the library that runs */
+/* doca_version.h - the version of the library that runs */
 #ifndef DOCA_VERSION_H_
 #define DOCA_VERSION_H_
 
@@ -9,16 +9,7 @@
 extern "C" {
 #endif
 
-#define DOCA_VERSION_MAJOR 3
-#define DOCA_VERSION_MINOR 0
-#define DOCA_VERSION_PATCH 0
-#define DOCA_VERSION_STRING "3.0.0-emulator"
-
-static inline const char *doca_version(void) {
-    return DOCA_VERSION_STRING;
-}
-
-/* Static strings both. */
+/* Returns a static string. */
 DOCA_EXPERIMENTAL const char *doca_version_runtime(void);
 
 #ifdef __cplusplus

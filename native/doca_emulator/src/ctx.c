@@ -9,11 +9,10 @@
 
 #include "emulator.h"
 
-void ctx_init(struct doca_ctx *ctx, struct doca_dev *dev, enum engine engine) {
+void ctx_init(struct doca_ctx *ctx, struct doca_dev *dev, enum accelerator accelerator) {
     ctx->dev = dev;
-    ctx->engine = engine;
+    ctx->accelerator = accelerator;
     ctx->state = DOCA_CTX_STATE_IDLE;
-    queue_clear(&ctx->held);
     queue_clear(&ctx->queued);
     queue_clear(&ctx->finishing);
     queue_clear(&ctx->done);
@@ -28,18 +27,6 @@ void ctx_owner_check(const struct doca_ctx *ctx, const char *call) {
 
 void ctx_owner_use(const struct doca_ctx *ctx, const char *call) {
     owner_use(&ctx->pe->owner, call, "context's progress engine");
-}
-
-void ctx_state_set(struct doca_ctx *ctx, enum doca_ctx_states state) {
-    struct doca_pe *pe = ctx->pe;
-    enum doca_ctx_states before = ctx->state;
-    bool in_callback = pe->in_callback;
-    ctx->state = state;
-    if (ctx->state_changed != NULL) {
-        pe->in_callback = true;
-        ctx->state_changed(ctx->user_data, ctx, before, state); /* may destroy the context where it is idle */
-        pe->in_callback = in_callback;
-    }
 }
 
 doca_error_t ctx_destroy(struct doca_ctx *ctx, const char *call) {
@@ -114,23 +101,23 @@ doca_error_t doca_ctx_start(struct doca_ctx *ctx) {
     if (!ctx_configured(ctx)) {
         return DOCA_ERROR_INVALID_VALUE;
     }
-    ctx->flushing = ctx->quit = ctx->event = false;
+    ctx->flushing = ctx->quit = false;
     ctx->random = ctx->dev->info.settings.reorder_seed;
     if (!task_pools_make(ctx)) {
         return DOCA_ERROR_NO_MEMORY;
     }
-    if (!engine_start(ctx)) {
+    if (!worker_start(ctx)) {
         task_pools_free(ctx);
         return DOCA_ERROR_INITIALIZATION;
     }
-    ctx_state_set(ctx, DOCA_CTX_STATE_RUNNING);
+    ctx->state = DOCA_CTX_STATE_RUNNING;
     return DOCA_SUCCESS;
 }
 
 static void ctx_become_idle(struct doca_ctx *ctx) {
-    engine_end(ctx);
+    worker_end(ctx);
     task_pools_free(ctx);
-    ctx_state_set(ctx, DOCA_CTX_STATE_IDLE);
+    ctx->state = DOCA_CTX_STATE_IDLE;
 }
 
 doca_error_t doca_ctx_stop(struct doca_ctx *ctx) {
@@ -151,8 +138,7 @@ doca_error_t doca_ctx_stop(struct doca_ctx *ctx) {
     pthread_mutex_lock(&ctx->pe->lock);
     ctx->flushing = true;
     pthread_mutex_unlock(&ctx->pe->lock);
-    doca_ctx_flush_tasks(ctx);
-    ctx_state_set(ctx, DOCA_CTX_STATE_STOPPING);
+    ctx->state = DOCA_CTX_STATE_STOPPING;
     return DOCA_ERROR_IN_PROGRESS;
 }
 
@@ -165,55 +151,14 @@ doca_error_t doca_ctx_get_state(const struct doca_ctx *ctx, enum doca_ctx_states
     return DOCA_SUCCESS;
 }
 
-doca_error_t doca_ctx_set_state_changed_cb(struct doca_ctx *ctx, doca_ctx_state_changed_callback_t cb) {
-    if (ctx == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
-    ctx_owner_check(ctx, __func__);
-    if (ctx->state != DOCA_CTX_STATE_IDLE) {
-        return DOCA_ERROR_BAD_STATE;
-    }
-    ctx->state_changed = cb;
-    return DOCA_SUCCESS;
-}
-
-doca_error_t doca_ctx_set_user_data(struct doca_ctx *ctx, union doca_data user_data) {
-    if (ctx == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
-    ctx_owner_check(ctx, __func__);
-    if (ctx->state != DOCA_CTX_STATE_IDLE) {
-        return DOCA_ERROR_BAD_STATE;
-    }
-    ctx->user_data = user_data;
-    return DOCA_SUCCESS;
-}
-
-doca_error_t doca_ctx_get_user_data(const struct doca_ctx *ctx, union doca_data *user_data) {
-    if (ctx == NULL || user_data == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
-    *user_data = ctx->user_data;
-    return DOCA_SUCCESS;
-}
-
-doca_error_t doca_ctx_get_num_inflight_tasks(const struct doca_ctx *ctx, size_t *num_inflight_tasks) {
-    if (ctx == NULL || num_inflight_tasks == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
-    ctx_owner_check(ctx, __func__);
-    *num_inflight_tasks = ctx->in_flight;
-    return DOCA_SUCCESS;
-}
-
 /* Takes a task that is done; NULL where there is none, or where disorder has it wait for one behind it. */
 static struct doca_task *ctx_take_done(struct doca_ctx *ctx) {
     struct doca_task *task = NULL;
     pthread_mutex_lock(&ctx->pe->lock);
     uint32_t count = ctx->done.count;
     bool ordered = ctx->dev->info.settings.reorder_seed == 0;
-    if (count > 0 && (ordered || count == ctx->in_flight || engine_random(&ctx->random) % 2 == 0)) {
-        task = queue_take(&ctx->done, ordered ? 0 : (uint32_t)(engine_random(&ctx->random) % count));
+    if (count > 0 && (ordered || count == ctx->in_flight || worker_random(&ctx->random) % 2 == 0)) {
+        task = queue_take(&ctx->done, ordered ? 0 : (uint32_t)(worker_random(&ctx->random) % count));
     }
     pthread_mutex_unlock(&ctx->pe->lock);
     return task;

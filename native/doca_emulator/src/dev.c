@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * dev.c - devices: those of DOCA_EMULATOR_DEVICES, each with engines of its own
+ * dev.c - devices: those of DOCA_EMULATOR_DEVICES, each with accelerators of its own
  *
  * Opening a device that is open gives the same one again, with the settings that it was first opened with.
  */
@@ -133,19 +133,10 @@ doca_error_t doca_devinfo_is_equal_pci_addr(const struct doca_devinfo *devinfo, 
     return DOCA_SUCCESS;
 }
 
-static doca_error_t name_write(const struct doca_devinfo *devinfo, const char *stem, char *name, uint32_t size,
-                               uint32_t size_min) {
-    if (devinfo == NULL || name == NULL || size < size_min) {
+doca_error_t doca_devinfo_get_ibdev_name(const struct doca_devinfo *devinfo, char *ibdev_name, uint32_t size) {
+    if (devinfo == NULL || ibdev_name == NULL || size < DOCA_DEVINFO_IBDEV_NAME_SIZE) {
         return DOCA_ERROR_INVALID_VALUE;
     }
-    snprintf(name, size, "%s%u", stem, devinfo->index);
+    snprintf(ibdev_name, size, "mlx5_%u", devinfo->index);
     return DOCA_SUCCESS;
-}
-
-doca_error_t doca_devinfo_get_ibdev_name(const struct doca_devinfo *devinfo, char *ibdev_name, uint32_t size) {
-    return name_write(devinfo, "mlx5_", ibdev_name, size, DOCA_DEVINFO_IBDEV_NAME_SIZE);
-}
-
-doca_error_t doca_devinfo_get_iface_name(const struct doca_devinfo *devinfo, char *iface_name, uint32_t size) {
-    return name_write(devinfo, "p", iface_name, size, DOCA_DEVINFO_IFACE_NAME_SIZE);
 }

@@ -2,9 +2,9 @@
 /*
  * emulator.h - what the parts of the emulator share: settings, misuse, ownership, and the objects behind the handles
  *
- * Three kinds of outcome, never mixed. What DOCA documents as an error code is one. What its engines refuse fails the
- * task when it completes. What it leaves undefined - a task freed in flight, an engine used by two threads - ends the
- * process with a message that names the rule, so that a test sees what a card would have done some day.
+ * Three kinds of outcome, never mixed. What DOCA documents as an error code is one. What its accelerators refuse fails
+ * the task when it completes. What it leaves undefined - a task freed in flight, a context used by two threads - ends
+ * the process with a message that names the rule, so that a test sees what a card would have done some day.
  */
 #ifndef DOCA_EMULATOR_H
 #define DOCA_EMULATOR_H
@@ -22,21 +22,20 @@
 #include "doca_dev.h"
 #include "doca_dma.h"
 #include "doca_error.h"
-#include "doca_log.h"
 #include "doca_mmap.h"
 #include "doca_pe.h"
 #include "doca_types.h"
 
 /* ---- Settings: settings.c ------------------------------------------------------------------------------------- */
 
-enum engine { ENGINE_DECOMPRESS, ENGINE_DMA, ENGINE_COUNT };
+enum accelerator { DECOMPRESSION, COPY, ACCELERATOR_COUNT };
 enum profile { PROFILE_BF3, PROFILE_BF2, PROFILE_NONE };
 enum fault_repeat { FAULT_ONCE, FAULT_FROM, FAULT_EVERY };
 enum { DEVICES_MAX = 8, FAULTS_MAX = 16 };
 
-/* Fails task 'number' (from 1) of an engine: it alone, it and all after it, or each such one. */
+/* Fails task 'number' (from 1) of an accelerator: it alone, it and all after it, or each such one. */
 struct fault {
-    enum engine engine;
+    enum accelerator accelerator;
     enum fault_repeat repeat;
     uint64_t number;
     bool hang; /* it does not fail, it never ends */
@@ -46,17 +45,15 @@ struct settings {
     enum profile profile;
     char devices[DEVICES_MAX][DOCA_DEVINFO_PCI_ADDR_SIZE];
     uint32_t device_count;
-    uint64_t buf_bytes_max[ENGINE_COUNT];
-    uint32_t buf_list_max;
+    uint64_t buf_bytes_max[ACCELERATOR_COUNT];
     uint32_t tasks_max;
-    double bytes_per_second[ENGINE_COUNT]; /* 0: unlimited */
+    double bytes_per_second[ACCELERATOR_COUNT]; /* 0: unlimited */
     uint64_t latency_ns;
     struct fault faults[FAULTS_MAX];
     uint32_t fault_count;
     uint64_t reorder_seed; /* 0: tasks complete in order */
     bool decompress_error_stops;
     bool dmabuf_export;
-    doca_error_t flush_status;
 };
 
 /* settings_read() reads DOCA_EMULATOR_*. Ends the process where one of them is malformed, or is none that it knows. */
@@ -81,11 +78,6 @@ void owner_use(struct owner *owner, const char *call, const char *object);
 void owner_check(const struct owner *owner, const char *call, const char *object);
 void owner_release(struct owner *owner);
 
-/* ---- Messages: log.c ------------------------------------------------------------------------------------------ */
-
-/* emulator_log() writes to where doca_log_backend_create_with_*_sdk() sent messages of this level, if anywhere. */
-void emulator_log(enum doca_log_level level, const char *format, ...) __attribute__((format(printf, 2, 3)));
-
 /* ---- Devices: dev.c ------------------------------------------------------------------------------------------- */
 
 struct doca_devinfo {
@@ -99,8 +91,8 @@ struct doca_dev {
     uint32_t open_count;   /* under the lock of dev.c */
     atomic_uint resources; /* mmaps and contexts that use it */
     pthread_mutex_t lock;  /* over what follows */
-    uint64_t submitted[ENGINE_COUNT];
-    uint64_t busy_until[ENGINE_COUNT]; /* ns, monotonic */
+    uint64_t submitted[ACCELERATOR_COUNT];
+    uint64_t busy_until[ACCELERATOR_COUNT]; /* ns, monotonic */
 };
 
 /* ---- Memory: mmap.c, export.c --------------------------------------------------------------------------------- */
@@ -124,21 +116,16 @@ struct doca_mmap {
     struct owner owner;
     bool thread_safe;
     bool started;
-    bool started_once;
     bool dmabuf;
     bool imported;
-    struct doca_dev **devices;
+    struct doca_dev *devices[DEVICES_MAX];
     uint32_t device_count;
-    uint32_t device_max;
     uint8_t *address; /* NULL: not set yet */
     size_t size;
     uint8_t *location; /* where the range is in this process; not of an imported one */
     void *map;         /* of a dmabuf: what to unmap */
     size_t map_size;
     uint32_t access;
-    doca_mmap_memrange_free_cb_t *free_cb;
-    void *free_cookie;
-    union doca_data user_data;
     atomic_uint buf_count;
     struct export_descriptor descriptor; /* exported or imported */
     bool exported;
@@ -163,16 +150,15 @@ bool export_write(const struct export_descriptor *descriptor, uint8_t *address, 
 struct doca_buf {
     struct doca_buf_inventory *inventory;
     struct doca_mmap *mmap;
-    struct doca_buf *next; /* in its list; while free, in the inventory */
-    struct doca_buf *previous;
+    struct doca_buf *next; /* while free, in the inventory */
     uint8_t *head;
     size_t len;
     uint8_t *data;
     size_t data_len;
-    bool counted;      /* by its mmap; one with thread safety may be gone before its bufs are */
-    uint16_t refcount; /* of a list, its head's */
-    uint32_t sources;  /* tasks in flight that read it */
-    uint32_t targets;  /* tasks in flight that write it: at most one */
+    bool taken;
+    bool counted;     /* by its mmap; one with thread safety may be gone before its bufs are */
+    uint32_t sources; /* tasks in flight that read it */
+    uint32_t targets; /* tasks in flight that write it: at most one */
 };
 
 struct doca_buf_inventory {
@@ -184,13 +170,9 @@ struct doca_buf_inventory {
     struct doca_buf elements[];
 };
 
-/* buf_free_space() is what a task may still write into this one element. */
-size_t buf_free_space(const struct doca_buf *buf);
-uint32_t buf_list_length(const struct doca_buf *buf);
+/* ---- Contexts, tasks, the progress engine: ctx.c, task.c, pe.c, worker.c, kinds.c ----------------------------- */
 
-/* ---- Contexts, tasks, the progress engine: ctx.c, task.c, pe.c, engine.c -------------------------------------- */
-
-enum task_kind { TASK_DEFLATE, TASK_LZ4_STREAM, TASK_LZ4_BLOCK, TASK_KIND_COUNT, TASK_MEMCPY = 0 };
+enum task_kind { TASK_DEFLATE, TASK_LZ4, TASK_KIND_COUNT, TASK_MEMCPY = 0 };
 enum task_state { TASK_FREE, TASK_OURS, TASK_SUBMITTED };
 
 struct doca_task {
@@ -201,16 +183,13 @@ struct doca_task {
     union doca_data user_data;
     const struct doca_buf *source;
     struct doca_buf *target;
-    bool has_block_checksum;
-    bool are_blocks_independent;
     bool fault; /* this one is to fail */
     bool hang;  /* this one never ends */
-    /* What the engine sets. */
+    /* What the worker sets. */
     doca_error_t status;
     size_t produced;
     uint32_t crc32;
-    uint32_t other_checksum; /* Adler-32, xxHash-32 */
-    uint64_t done_at;        /* ns, monotonic */
+    uint64_t done_at; /* ns, monotonic */
 };
 
 struct task_queue {
@@ -227,7 +206,7 @@ struct doca_task *queue_take(struct task_queue *queue, uint32_t index);
 typedef void (*task_callback_t)(void);
 
 struct task_type {
-    void (*call)(task_callback_t callback, struct doca_task *task, union doca_data ctx_user_data);
+    void (*call)(task_callback_t callback, struct doca_task *task);
     task_callback_t completed;
     task_callback_t failed;
     uint32_t task_max; /* 0: not configured */
@@ -236,28 +215,24 @@ struct task_type {
 };
 
 struct doca_ctx {
-    enum engine engine;
+    enum accelerator accelerator;
     struct doca_dev *dev;
     struct doca_pe *pe;
     struct doca_ctx *next; /* of the same progress engine */
     enum doca_ctx_states state;
-    doca_ctx_state_changed_callback_t state_changed;
-    union doca_data user_data;
     struct task_type types[TASK_KIND_COUNT];
     size_t allocated;
     size_t in_flight;
-    struct task_queue held; /* submitted without flushing */
     pthread_t thread;
     pthread_cond_t wake;
     /* Under the progress engine's lock. */
-    struct task_queue queued;    /* the engine takes from here */
+    struct task_queue queued;    /* the worker takes from here */
     struct task_queue finishing; /* worked off, but not before their time */
     struct task_queue done;      /* doca_pe_progress() takes from here */
     uint64_t random;
     bool flushing; /* what is queued fails without being looked at */
     bool quit;
-    bool event; /* something happened while notifications were armed */
-    /* The engine thread's. */
+    /* The worker's. */
     uint8_t *source_scratch;
     uint8_t *target_scratch;
     size_t source_scratch_size;
@@ -270,16 +245,12 @@ struct doca_pe {
     uint32_t context_count;
     uint32_t turn;
     bool in_callback;
-    enum doca_pe_event_mode mode;
-    int event_fd;
     pthread_mutex_t lock;
-    bool armed; /* under the lock */
 };
 
 /* ctx_init() makes an idle context of 'dev'; ctx_destroy() is IN_USE unless it is idle. */
-void ctx_init(struct doca_ctx *ctx, struct doca_dev *dev, enum engine engine);
+void ctx_init(struct doca_ctx *ctx, struct doca_dev *dev, enum accelerator accelerator);
 doca_error_t ctx_destroy(struct doca_ctx *ctx, const char *call);
-void ctx_state_set(struct doca_ctx *ctx, enum doca_ctx_states state);
 void ctx_owner_check(const struct doca_ctx *ctx, const char *call);
 void ctx_owner_use(const struct doca_ctx *ctx, const char *call);
 
@@ -295,17 +266,16 @@ doca_error_t task_allocate(struct doca_ctx *ctx, enum task_kind kind, const stru
 /* task_settled() ends the process while the task is in flight, or is none. */
 void task_settled(const struct doca_task *task, const char *call);
 
-/* task_refusal() says why the engine will not take this task; NULL where it will. */
-const char *task_refusal(const struct doca_task *task);
-
 /* task_complete() gives a task back to the program, by its callback. */
 void task_complete(struct doca_task *task);
 
-/* engine_start() starts the context's thread; false without one. engine_end() waits for its end. */
-bool engine_start(struct doca_ctx *ctx);
-void engine_end(struct doca_ctx *ctx);
-void pe_notify(struct doca_pe *pe, struct doca_ctx *ctx);
-uint64_t engine_random(uint64_t *state);
+/* failure_stops() says whether a failure of this context's tasks stops it. */
+bool failure_stops(const struct doca_ctx *ctx);
+
+/* worker_start() starts the context's thread; false without one. worker_end() waits for its end. */
+bool worker_start(struct doca_ctx *ctx);
+void worker_end(struct doca_ctx *ctx);
+uint64_t worker_random(uint64_t *state);
 
 /* ---- Formats: codec.c ----------------------------------------------------------------------------------------- */
 
@@ -313,10 +283,9 @@ bool codec_has_lz4(void);
 
 /*
  * codec_decompress() decodes the task's stream; false where it is damaged, does not fit, or is followed by other bytes.
- * Sets produced, crc32 and other_checksum of the task.
+ * Sets produced and crc32 of the task.
  */
 bool codec_decompress(struct doca_task *task, const uint8_t *source, size_t size, uint8_t *target, size_t capacity);
 uint32_t codec_crc32(const void *data, size_t size);
-uint32_t codec_xxh32(const uint8_t *data, size_t size);
 
 #endif /* DOCA_EMULATOR_H */

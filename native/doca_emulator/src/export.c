@@ -2,7 +2,7 @@
 /*
  * export.c - memory of another process of this machine
  *
- * On a card, an exported range is reached over PCI. Here the importer's engine copies with process_vm_readv() and
+ * On a card, an exported range is reached over PCI. Here the importer's worker copies with process_vm_readv() and
  * process_vm_writev(), which fail where the exporter is gone or its memory is. That a process of the same number still
  * has this export, and not another one or none, is told by a random token: the descriptor says where it is in the
  * exporter, which wipes it when its mmap is destroyed.

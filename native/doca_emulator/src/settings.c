@@ -75,18 +75,20 @@ static double gigabits(const char *name, const char *value) {
 
 /* Adds tasks that fail, or ('hang') that never end. */
 static void fault_set(struct settings *settings, const char *name, const char *value, bool hang) {
-    static const char expected[] = "such as dma:3,decompress:7 - the engine and the number of the task, at most 16; "
-                                   "3+ is also all behind it, 3* every third";
-    static const char *const engines[] = {[ENGINE_DECOMPRESS] = "decompress:", [ENGINE_DMA] = "dma:"};
+    static const char expected[] =
+        "such as dma:3,decompress:7 - the accelerator and the number of the task, at most 16; "
+        "3+ is also all behind it, 3* every third";
+    static const char *const accelerators[] = {[DECOMPRESSION] = "decompress:", [COPY] = "dma:"};
     for (const char *cursor = value; *cursor != '\0';) {
-        struct fault fault = {.engine = ENGINE_DECOMPRESS, .hang = hang};
-        while (fault.engine < ENGINE_COUNT && strncmp(cursor, engines[fault.engine], strlen(engines[fault.engine]))) {
-            fault.engine++;
+        struct fault fault = {.accelerator = DECOMPRESSION, .hang = hang};
+        while (fault.accelerator < ACCELERATOR_COUNT &&
+               strncmp(cursor, accelerators[fault.accelerator], strlen(accelerators[fault.accelerator]))) {
+            fault.accelerator++;
         }
-        if (fault.engine == ENGINE_COUNT || settings->fault_count == FAULTS_MAX) {
+        if (fault.accelerator == ACCELERATOR_COUNT || settings->fault_count == FAULTS_MAX) {
             malformed(name, value, expected);
         }
-        cursor += strlen(engines[fault.engine]);
+        cursor += strlen(accelerators[fault.accelerator]);
         char *end = NULL;
         errno = 0;
         fault.number = *cursor >= '1' && *cursor <= '9' ? strtoull(cursor, &end, 10) : 0;
@@ -111,16 +113,6 @@ static bool choice(const char *name, const char *value, const char *yes, const c
     return strcmp(value, yes) == 0;
 }
 
-static void flush_status_set(struct settings *settings, const char *name, const char *value) {
-    for (int code = DOCA_ERROR_UNKNOWN; code <= DOCA_ERROR_SKIPPED; code++) {
-        if (strcmp(value, doca_error_get_name((doca_error_t)code)) == 0) {
-            settings->flush_status = (doca_error_t)code;
-            return;
-        }
-    }
-    malformed(name, value, "the name of an error, such as DOCA_ERROR_IO_FAILED");
-}
-
 /* Sets what one variable says; false where there is none of this name. */
 static bool setting_set(struct settings *settings, const char *name, const char *value) {
     if (strcmp(name, "PROFILE") == 0) {
@@ -129,15 +121,13 @@ static bool setting_set(struct settings *settings, const char *name, const char 
         devices_set(settings, name, value);
     } else if (strcmp(name, "MAX_BUF_BYTES") == 0) {
         uint64_t most = whole_number(name, value, 1, 1 << 30, "bytes, from 1 to 1073741824");
-        settings->buf_bytes_max[ENGINE_DECOMPRESS] = settings->buf_bytes_max[ENGINE_DMA] = most;
-    } else if (strcmp(name, "MAX_BUF_LIST") == 0) {
-        settings->buf_list_max = (uint32_t)whole_number(name, value, 1, 1024, "a number from 1 to 1024");
+        settings->buf_bytes_max[DECOMPRESSION] = settings->buf_bytes_max[COPY] = most;
     } else if (strcmp(name, "MAX_TASKS") == 0) {
         settings->tasks_max = (uint32_t)whole_number(name, value, 1, 1 << 20, "a number from 1 to 1048576");
     } else if (strcmp(name, "DEFLATE_GBPS") == 0) {
-        settings->bytes_per_second[ENGINE_DECOMPRESS] = gigabits(name, value);
+        settings->bytes_per_second[DECOMPRESSION] = gigabits(name, value);
     } else if (strcmp(name, "DMA_GBPS") == 0) {
-        settings->bytes_per_second[ENGINE_DMA] = gigabits(name, value);
+        settings->bytes_per_second[COPY] = gigabits(name, value);
     } else if (strcmp(name, "LATENCY_US") == 0) {
         settings->latency_ns = 1000 * whole_number(name, value, 0, 60000000, "microseconds, at most a minute");
     } else if (strcmp(name, "FAULT") == 0) {
@@ -150,8 +140,6 @@ static bool setting_set(struct settings *settings, const char *name, const char 
         settings->decompress_error_stops = choice(name, value, "stop", "continue", "stop or continue");
     } else if (strcmp(name, "DMABUF_EXPORT") == 0) {
         settings->dmabuf_export = choice(name, value, "allow", "refuse", "allow or refuse");
-    } else if (strcmp(name, "FLUSH_STATUS") == 0) {
-        flush_status_set(settings, name, value);
     } else {
         return false;
     }
@@ -182,14 +170,12 @@ void settings_read(struct settings *settings) {
         .profile = PROFILE_BF3,
         .devices = {"0000:03:00.0"},
         .device_count = 1,
-        .buf_list_max = 1,
         .tasks_max = 1024,
-        .bytes_per_second = {[ENGINE_DECOMPRESS] = 276e9 / 8, [ENGINE_DMA] = 230e9 / 8},
+        .bytes_per_second = {[DECOMPRESSION] = 276e9 / 8, [COPY] = 230e9 / 8},
         .decompress_error_stops = true,
-        .flush_status = DOCA_ERROR_IO_FAILED,
     };
     environment_apply(settings, true);
-    settings->buf_bytes_max[ENGINE_DECOMPRESS] = settings->profile == PROFILE_BF2 ? 128ull << 20 : 2ull << 20;
-    settings->buf_bytes_max[ENGINE_DMA] = 2ull << 20;
+    settings->buf_bytes_max[DECOMPRESSION] = settings->profile == PROFILE_BF2 ? 128ull << 20 : 2ull << 20;
+    settings->buf_bytes_max[COPY] = 2ull << 20;
     environment_apply(settings, false);
 }
