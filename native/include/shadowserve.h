@@ -328,12 +328,12 @@ struct ss_pipeline_options {
     uint32_t chunked_pipeline;
     uint32_t memory_management;
     uint32_t trace_events;     /* room for so many in each thread's log, 56 bytes each; 0: no tracing */
-    uint32_t poll_interval_us; /* between two looks at an engine that has nothing done; 0: no pause. At most 1 s */
+    uint32_t poll_interval_us; /* between two looks at a device that has nothing done; 0: no pause. At most 1 s */
     uint32_t nodes_max;        /* of a cluster that one round may ask, at most 256; 0: one */
     /*
-     * How long an engine may owe results and give none before the device is given up; 0: ten seconds. Only time in
-     * which the thread that waits runs is counted, so that a machine that stood still is not taken for a device that
-     * does. See ss_pipeline_given_up().
+     * How long a device may owe results and give none before it is given up; 0: ten seconds. Only time in which the
+     * thread that waits runs is counted, so that a machine that stood still is not taken for such a device. See
+     * ss_pipeline_given_up().
      */
     uint32_t device_timeout_ms;
 };
@@ -389,7 +389,7 @@ SS_API uint32_t ss_pipeline_memory_kinds(const struct ss_pipeline *pipeline);
 SS_API uint64_t ss_pipeline_locked_bytes(const struct ss_pipeline *pipeline);
 
 /*
- * ss_destination_register() makes memory known to the pipeline's backend, once for any number of rounds: an engine
+ * ss_destination_register() makes memory known to the pipeline's backend, once for any number of rounds: a device
  * reaches nothing else. The memory, and where it is exported the export, must stay until ss_destination_release().
  * Fails with SS_NOT_SUPPORTED (not this kind with this backend), SS_BAD_ARGUMENT (a descriptor that is none),
  * SS_NO_MEMORY, SS_DEVICE. From any thread, also during rounds.
@@ -512,7 +512,7 @@ SS_API void ss_pipeline_statistics(const struct ss_pipeline *pipeline, struct ss
 /*
  * A span of one stage thread's time in a fetch round: a slice in a stage, or in SS_STAGE_NET what one system call
  * received. Spans of one thread and stage are in the order of their ends, and either nest or do not overlap: slices
- * that are decompressed in turns share their end, and what an engine has queued begins when the work before it ends.
+ * that are decompressed in turns share their end, and what a device has queued begins when the work before it ends.
  * Fused, a slice's SS_STAGE_DEQUANTIZE span, which delivers it, is the decompress thread's, too.
  */
 struct ss_trace_event {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * backend.h - what does the pipeline's accelerated work: a CPU, a DPU's engines, or an emulator of them
+ * backend.h - what does the pipeline's accelerated work: a CPU, a DPU's accelerators, or an emulator of them
  *
  * A backend decompresses slices, copies them to their destination, and copies what is to be stored from where it is.
  * The executor does the rest: networking, checksums of the stored bytes, dequantization, order, failure, deadlines.
@@ -14,10 +14,10 @@
  *
  * Work: decompress(), deliver() and collect() start one slice. When they return SS_OK, the backend calls
  * work->complete(work) exactly once, with work->result set: from within this call, from a later one that starts another
- * work (a CPU, which decompresses several at a time), or from a later progress() (an engine).
+ * work (a CPU, which decompresses several at a time), or from a later progress() (an accelerator).
  * When they return anything else, nothing was started and complete() is never called. The executor starts no more than
  * 'in_flight_max' works on a channel at a time, and calls progress() until all are complete. It never gives up on one,
- * since an engine may write until it says that it is done; but where an engine owes works and completes none for too
+ * since an accelerator may write until it says that it is done; but where one owes works and completes none for too
  * long, it gives up the device: it calls nothing of that channel any more, channel_close() and close() included.
  */
 #ifndef SS_BACKEND_H
@@ -51,7 +51,7 @@ struct ss_backend_channel {
     struct ss_backend_range target; /* decompress: the dequantization buffer; collect: the thread's own buffer */
 };
 
-/* One slice for one engine. Belongs to the executor; must not move between the start and complete(). */
+/* One slice for one channel. Belongs to the executor; must not move between the start and complete(). */
 struct ss_work {
     const uint8_t *source; /* decompress: the stream; deliver: elements; collect: in 'memory' */
     uint8_t *target;       /* decompress: the symbols; deliver: in 'memory'; collect: elements */
@@ -114,7 +114,7 @@ struct ss_backend {
 /* Does everything on the thread that asks. Always there. */
 extern const struct ss_backend ss_backend_software;
 
-/* A BlueField's engines through DOCA, or an emulator of that. */
+/* A BlueField's accelerators through DOCA, or an emulator of that. */
 extern const struct ss_backend ss_backend_doca;
 
 /* ss_backend_find() returns the backend called 'name', NULL where this build has none. */

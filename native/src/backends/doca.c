@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * doca.c - the backend of a BlueField: its Compress and DMA engines, through DOCA
+ * doca.c - the backend of a BlueField: its accelerators, Compress and DMA, through DOCA
  *
  * A channel is a progress engine, one context, and what that needs: mmaps of the buffers, bufs, tasks. All of it is
  * made when the channel opens, on the thread that will use it.
  *
- * Work is cut into pieces that the engine takes: one for a stream, several for a copy above the device's limit. Pieces
- * wait for a free task, run, and end in their callback. What the engine does not take (another codec, a stream above
- * the limit), the channel's thread does: a record that was stored with another setup is slow then, and not a miss.
+ * Work is cut into pieces that the accelerator takes: one for a stream, several for a copy above the device's limit.
+ * Pieces wait for a free task, run, and end in their callback. What it does not take (another codec, a stream above the
+ * limit), the channel's thread does: a record that was stored with another setup is slow then, and not a miss.
  *
- * When a piece fails. DOCA does not say whether the engine or the data is at fault, and a DMA context stops itself and
- * takes down what was in flight (pe_task_error of DOCA's samples). So the piece that failed first is charged with an
- * attempt, the others are victims; when all have ended, the context is made anew, and all are started again. A stream
- * has one attempt, then the CPU decodes it: it is done, or found corrupt. A copy has COPY_ATTEMPTS, then it is
- * SS_DEVICE: only the engine reaches its memory. Contexts that fail and fail again without one success between are
+ * When a piece fails. DOCA does not say whether the accelerator or the data is at fault, and a DMA context stops itself
+ * and takes down what was in flight (pe_task_error of DOCA's samples). So the piece that failed first is charged with
+ * an attempt, the others are victims; when all have ended, the context is made anew, and all are started again. A
+ * stream has one attempt, then the CPU decodes it: it is done, or found corrupt. A copy has COPY_ATTEMPTS, then it is
+ * SS_DEVICE: only the accelerator reaches its memory. Contexts that fail and fail again without one success between are
  * given up after RESTARTS_MAX; with new work they are tried again.
  */
 #include <pthread.h>
@@ -25,7 +25,7 @@
 #include <doca_version.h>
 
 #include "backends/backend.h"
-#include "backends/doca_engine.h"
+#include "backends/doca_context.h"
 
 /* Works on one channel at a time. Measured on BlueField: DMA needs about so many outstanding for its full rate. */
 enum { IN_FLIGHT_MAX = 32 };
@@ -59,7 +59,7 @@ struct piece {
 struct channel {
     struct device *device;
     enum ss_stage stage;
-    struct ss_doca_engine engine;
+    struct ss_doca_context context;
     struct doca_buf_inventory *inventory;
     struct doca_mmap *source; /* of buffers that the stage has, else NULL */
     struct doca_mmap *target;
@@ -72,7 +72,7 @@ struct channel {
     uint32_t in_flight;                     /* pieces */
     uint32_t suspect;                       /* a piece failed: the context may have stopped */
     uint32_t restarts;                      /* without a success between */
-    uint32_t own_crc32[SS_DOCA_KIND_COUNT]; /* the engine's turned out to be another one: computed here */
+    uint32_t own_crc32[SS_DOCA_KIND_COUNT]; /* the accelerator's turned out to be another one: computed here */
     uint32_t completed;
 };
 
@@ -114,7 +114,7 @@ static void piece_end(struct piece *piece, enum ss_result result) {
     }
 }
 
-/* What the engine does not do, or failed to. */
+/* What the accelerator does not do, or failed to. */
 static enum ss_result decompress_here(const struct ss_work *work) {
     enum ss_result result =
         ss_decompress(work->codec, work->source, work->source_size, work->target, work->target_size);
@@ -125,8 +125,8 @@ static enum ss_result decompress_here(const struct ss_work *work) {
 }
 
 /*
- * Compares the engine's CRC-32 of what it decoded. That it is the usual one is certain only for compression, so before
- * it condemns anything the CPU has its say, and if that disagrees, the engine is not asked again.
+ * Compares the accelerator's CRC-32 of what it decoded. That it is the usual one is certain only for compression, so
+ * before it condemns anything the CPU has its say, and if that disagrees, the accelerator is not asked again.
  */
 static enum ss_result check_decoded(struct piece *piece) {
     struct channel *channel = piece->channel;
@@ -194,9 +194,9 @@ static doca_error_t piece_take_bufs(struct piece *piece) {
 static void piece_start(struct piece *piece) {
     struct channel *channel = piece->channel;
     struct ss_doca_task *task = &piece->tasks[piece->kind];
-    doca_error_t error = channel->engine.ctx != NULL ? piece_take_bufs(piece) : DOCA_ERROR_BAD_STATE;
+    doca_error_t error = channel->context.ctx != NULL ? piece_take_bufs(piece) : DOCA_ERROR_BAD_STATE;
     if (error == DOCA_SUCCESS) {
-        error = ss_doca_task_prepare(&channel->engine, piece->kind, piece->source_buf, piece->target_buf, piece, task);
+        error = ss_doca_task_prepare(&channel->context, piece->kind, piece->source_buf, piece->target_buf, piece, task);
     }
     if (error == DOCA_SUCCESS) {
         error = doca_task_submit(task->task);
@@ -262,8 +262,8 @@ static enum ss_result channel_restart(struct channel *channel) {
         }
     }
     pthread_mutex_lock(&channel->device->lock);
-    (void)ss_doca_engine_close(&channel->engine); /* one that does not come to rest is left behind */
-    enum ss_result result = ss_doca_engine_open(&channel->engine);
+    (void)ss_doca_context_close(&channel->context); /* one that does not come to rest is left behind */
+    enum ss_result result = ss_doca_context_open(&channel->context);
     pthread_mutex_unlock(&channel->device->lock);
     return result;
 }
@@ -277,7 +277,7 @@ static struct piece *failed_pop(struct channel *channel) {
 
 /* Looks after a failure whether the context still runs, and makes it run once everything has ended. */
 static void channel_recover(struct channel *channel) {
-    if (!ss_doca_engine_runs(&channel->engine)) {
+    if (!ss_doca_context_runs(&channel->context)) {
         if (channel->in_flight > 0) {
             return; /* the victims are still to come */
         }
@@ -305,7 +305,7 @@ static void channel_recover(struct channel *channel) {
 static uint32_t channel_progress(void *argument) {
     struct channel *channel = argument;
     channel->completed = 0;
-    while (doca_pe_progress(channel->engine.pe)) {
+    while (doca_pe_progress(channel->context.pe)) {
     }
     if (channel->suspect) {
         channel_recover(channel);
@@ -326,7 +326,7 @@ static enum ss_result channel_add(struct channel *channel, struct ss_work *work)
     return SS_OK;
 }
 
-static int engine_takes(const struct device *device, const struct ss_work *work) {
+static int device_takes(const struct device *device, const struct ss_work *work) {
     enum ss_doca_kind kind = work->codec == SS_CODEC_LZ4 ? SS_DOCA_LZ4 : SS_DOCA_DEFLATE;
     return (work->codec == SS_CODEC_DEFLATE || work->codec == SS_CODEC_LZ4) && (device->kinds >> kind & 1) != 0 &&
            work->source_size <= device->bytes_max[kind] && work->target_size <= device->bytes_max[kind];
@@ -334,7 +334,7 @@ static int engine_takes(const struct device *device, const struct ss_work *work)
 
 static enum ss_result channel_decompress(void *argument, struct ss_work *work) {
     struct channel *channel = argument;
-    if (engine_takes(channel->device, work)) {
+    if (device_takes(channel->device, work)) {
         return channel_add(channel, work);
     }
     work->result = decompress_here(work);
@@ -358,7 +358,7 @@ static enum ss_result register_range(struct device *device, const struct ss_back
 }
 
 static enum ss_result channel_create_pieces(struct channel *channel) {
-    channel->piece_count = channel->engine.tasks_max;
+    channel->piece_count = channel->context.tasks_max;
     channel->pieces = calloc(channel->piece_count, sizeof *channel->pieces);
     if (channel->pieces == NULL) {
         return SS_NO_MEMORY;
@@ -382,14 +382,14 @@ static enum ss_result channel_create(struct channel *channel, const struct ss_ba
         result = register_range(device, &setup->target, setup->stage != SS_STAGE_DMA, &channel->target);
     }
     if (result == SS_OK) {
-        result = ss_doca_result(doca_pe_create(&channel->engine.pe), "doca_pe_create");
+        result = ss_doca_result(doca_pe_create(&channel->context.pe), "doca_pe_create");
     }
     if (result == SS_OK) {
         uint32_t copies = 1U << SS_DOCA_COPY;
-        channel->engine.device = device->dev;
-        channel->engine.kinds = decompresses ? device->kinds & ~copies : copies;
-        channel->engine.tasks_max = decompresses ? device->in_flight_max : IN_FLIGHT_MAX;
-        result = ss_doca_engine_open(&channel->engine);
+        channel->context.device = device->dev;
+        channel->context.kinds = decompresses ? device->kinds & ~copies : copies;
+        channel->context.tasks_max = decompresses ? device->in_flight_max : IN_FLIGHT_MAX;
+        result = ss_doca_context_open(&channel->context);
     }
     return result == SS_OK ? channel_create_pieces(channel) : result;
 }
@@ -400,9 +400,9 @@ static void channel_free(struct channel *channel) {
             ss_doca_task_release(&channel->pieces[i].tasks[kind]);
         }
     }
-    (void)ss_doca_engine_close(&channel->engine);
-    if (channel->engine.pe != NULL) {
-        (void)doca_pe_destroy(channel->engine.pe);
+    (void)ss_doca_context_close(&channel->context);
+    if (channel->context.pe != NULL) {
+        (void)doca_pe_destroy(channel->context.pe);
     }
     if (channel->inventory != NULL) {
         (void)doca_buf_inventory_destroy(channel->inventory);
@@ -501,7 +501,7 @@ static enum ss_result device_open(const struct ss_backend_setup *setup, void **d
     if (device == NULL) {
         return SS_NO_MEMORY;
     }
-    enum ss_result result = ss_doca_open(setup->device, SS_DOCA_ENGINES, &device->dev);
+    enum ss_result result = ss_doca_open(setup->device, SS_DOCA_WORK, &device->dev);
     if (result != SS_OK) {
         free(device);
         return result;

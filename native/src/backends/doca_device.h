@@ -3,8 +3,8 @@
  * doca_device.h - what the files that speak DOCA share
  *
  *   doca_device.c   devices, memory that they may reach, errors
- *   doca_engine.c   the two engines, Compress and DMA, behind one interface
- *   doca.c          the backend: channels, and what happens when an engine fails
+ *   doca_context.c  the two accelerators, Compress and DMA, behind one interface
+ *   doca.c          the backend: channels, and what happens when an accelerator fails
  *   doca_export.c   the host's side
  *
  * There is one source for DOCA and for its emulator (native/doca_emulator/): which headers and library these files get
@@ -22,7 +22,7 @@
 #include "shadowserve.h"
 
 /* What a device is wanted for. */
-enum ss_doca_use { SS_DOCA_ENGINES, SS_DOCA_EXPORT };
+enum ss_doca_use { SS_DOCA_WORK, SS_DOCA_EXPORT };
 
 /*
  * ss_doca_result() turns what 'call' returned into a result, and keeps both for ss_device_error() unless it was

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * doca_export.c - the host's side of a DPU: memory that its engines may reach
+ * doca_export.c - the host's side of a DPU: memory that its accelerators may reach
  *
  * The serving process exports its destination once; the DPU's daemon imports what describes it and then copies into it,
  * and out of it, with nobody on the host taking part.

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * doca_engine.c - the two engines behind one interface
+ * doca_context.c - the two accelerators behind one interface
  *
  * Kinds of tasks differ in the names of their calls and in nothing else that matters here, so each has a table of them.
  */
-#include "backends/doca_engine.h"
+#include "backends/doca_context.h"
 
 #include <doca_compress.h>
 #include <doca_dma.h>
@@ -99,52 +99,52 @@ uint32_t ss_doca_kinds(const struct doca_dev *device, uint64_t *bytes_max) {
 
 /* ---- Life ---------------------------------------------------------------------------------------------------- */
 
-static enum ss_result context_create(struct ss_doca_engine *engine, uint32_t *tasks) {
-    if (engine->kinds & 1U << SS_DOCA_COPY) {
+static enum ss_result context_create(struct ss_doca_context *context, uint32_t *tasks) {
+    if (context->kinds & 1U << SS_DOCA_COPY) {
         struct doca_dma *dma;
-        enum ss_result result = ss_doca_result(doca_dma_create(engine->device, &dma), "doca_dma_create");
+        enum ss_result result = ss_doca_result(doca_dma_create(context->device, &dma), "doca_dma_create");
         if (result != SS_OK) {
             return result;
         }
-        engine->context = dma;
-        engine->ctx = doca_dma_as_ctx(dma);
+        context->owner = dma;
+        context->ctx = doca_dma_as_ctx(dma);
         return ss_doca_result(doca_dma_cap_get_max_num_tasks(dma, tasks), "doca_dma_cap_get_max_num_tasks");
     }
     struct doca_compress *compress;
-    enum ss_result result = ss_doca_result(doca_compress_create(engine->device, &compress), "doca_compress_create");
+    enum ss_result result = ss_doca_result(doca_compress_create(context->device, &compress), "doca_compress_create");
     if (result != SS_OK) {
         return result;
     }
-    engine->context = compress;
-    engine->ctx = doca_compress_as_ctx(compress);
+    context->owner = compress;
+    context->ctx = doca_compress_as_ctx(compress);
     return ss_doca_result(doca_compress_cap_get_max_num_tasks(compress, tasks), "doca_compress_cap_get_max_num_tasks");
 }
 
-static enum ss_result context_start(struct ss_doca_engine *engine) {
-    enum ss_result result = ss_doca_result(doca_pe_connect_ctx(engine->pe, engine->ctx), "doca_pe_connect_ctx");
+static enum ss_result context_start(struct ss_doca_context *context) {
+    enum ss_result result = ss_doca_result(doca_pe_connect_ctx(context->pe, context->ctx), "doca_pe_connect_ctx");
     for (int kind = 0; kind < SS_DOCA_KIND_COUNT && result == SS_OK; kind++) {
-        if (engine->kinds >> kind & 1) {
-            result = ss_doca_result(kinds[kind].configure(engine->context, engine->tasks_max), "doca_task_set_conf");
+        if (context->kinds >> kind & 1) {
+            result = ss_doca_result(kinds[kind].configure(context->owner, context->tasks_max), "doca_task_set_conf");
         }
     }
-    return result == SS_OK ? ss_doca_result(doca_ctx_start(engine->ctx), "doca_ctx_start") : result;
+    return result == SS_OK ? ss_doca_result(doca_ctx_start(context->ctx), "doca_ctx_start") : result;
 }
 
-enum ss_result ss_doca_engine_open(struct ss_doca_engine *engine) {
+enum ss_result ss_doca_context_open(struct ss_doca_context *context) {
     uint32_t tasks = 0;
-    uint32_t kind_count = (uint32_t)__builtin_popcount(engine->kinds);
-    enum ss_result result = context_create(engine, &tasks);
+    uint32_t kind_count = (uint32_t)__builtin_popcount(context->kinds);
+    enum ss_result result = context_create(context, &tasks);
     if (result == SS_OK && tasks < kind_count) {
         result = ss_doca_result(DOCA_ERROR_NOT_SUPPORTED, "doca_cap_get_max_num_tasks");
     }
     if (result == SS_OK) {
-        if (engine->tasks_max > tasks / kind_count) {
-            engine->tasks_max = tasks / kind_count;
+        if (context->tasks_max > tasks / kind_count) {
+            context->tasks_max = tasks / kind_count;
         }
-        result = context_start(engine);
+        result = context_start(context);
     }
     if (result != SS_OK) {
-        (void)ss_doca_engine_close(engine);
+        (void)ss_doca_context_close(context);
     }
     return result;
 }
@@ -155,24 +155,24 @@ static uint64_t now_ns(void) {
     return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
 }
 
-static int context_is_idle(const struct ss_doca_engine *engine) {
+static int context_is_idle(const struct ss_doca_context *context) {
     enum doca_ctx_states state;
-    return doca_ctx_get_state(engine->ctx, &state) == DOCA_SUCCESS && state == DOCA_CTX_STATE_IDLE;
+    return doca_ctx_get_state(context->ctx, &state) == DOCA_SUCCESS && state == DOCA_CTX_STATE_IDLE;
 }
 
-static enum ss_result context_stop(struct ss_doca_engine *engine) {
-    if (ss_doca_engine_runs(engine)) {
-        doca_error_t error = doca_ctx_stop(engine->ctx);
+static enum ss_result context_stop(struct ss_doca_context *context) {
+    if (ss_doca_context_runs(context)) {
+        doca_error_t error = doca_ctx_stop(context->ctx);
         if (error != DOCA_SUCCESS && error != DOCA_ERROR_IN_PROGRESS) {
             return ss_doca_result(error, "doca_ctx_stop");
         }
     }
     uint64_t end = now_ns() + STOP_TIME_NS;
-    while (!context_is_idle(engine)) {
-        if (doca_pe_progress(engine->pe)) {
+    while (!context_is_idle(context)) {
+        if (doca_pe_progress(context->pe)) {
             continue;
         }
-        if (now_ns() > end && !context_is_idle(engine)) {
+        if (now_ns() > end && !context_is_idle(context)) {
             return ss_doca_result(DOCA_ERROR_TIME_OUT, "waiting for a context to stop");
         }
         const struct timespec interval = {.tv_sec = 0, .tv_nsec = 10000};
@@ -181,37 +181,37 @@ static enum ss_result context_stop(struct ss_doca_engine *engine) {
     return SS_OK;
 }
 
-enum ss_result ss_doca_engine_close(struct ss_doca_engine *engine) {
-    if (engine->ctx == NULL) {
+enum ss_result ss_doca_context_close(struct ss_doca_context *context) {
+    if (context->ctx == NULL) {
         return SS_OK;
     }
-    enum ss_result result = context_stop(engine);
-    if (result == SS_OK && engine->kinds & 1U << SS_DOCA_COPY) {
-        result = ss_doca_result(doca_dma_destroy(engine->context), "doca_dma_destroy");
+    enum ss_result result = context_stop(context);
+    if (result == SS_OK && context->kinds & 1U << SS_DOCA_COPY) {
+        result = ss_doca_result(doca_dma_destroy(context->owner), "doca_dma_destroy");
     } else if (result == SS_OK) {
-        result = ss_doca_result(doca_compress_destroy(engine->context), "doca_compress_destroy");
+        result = ss_doca_result(doca_compress_destroy(context->owner), "doca_compress_destroy");
     }
-    engine->ctx = NULL;
-    engine->context = NULL;
+    context->ctx = NULL;
+    context->owner = NULL;
     return result;
 }
 
-int ss_doca_engine_runs(const struct ss_doca_engine *engine) {
+int ss_doca_context_runs(const struct ss_doca_context *context) {
     enum doca_ctx_states state;
-    return engine->ctx != NULL && doca_ctx_get_state(engine->ctx, &state) == DOCA_SUCCESS &&
+    return context->ctx != NULL && doca_ctx_get_state(context->ctx, &state) == DOCA_SUCCESS &&
            state == DOCA_CTX_STATE_RUNNING;
 }
 
 /* ---- Tasks --------------------------------------------------------------------------------------------------- */
 
-doca_error_t ss_doca_task_prepare(struct ss_doca_engine *engine, enum ss_doca_kind kind, struct doca_buf *source,
+doca_error_t ss_doca_task_prepare(struct ss_doca_context *context, enum ss_doca_kind kind, struct doca_buf *source,
                                   struct doca_buf *target, void *user, struct ss_doca_task *task) {
     if (task->typed != NULL) {
         kinds[kind].set(task->typed, source, target);
         return DOCA_SUCCESS;
     }
     const union doca_data data = {.ptr = user};
-    return kinds[kind].take(engine->context, source, target, data, task);
+    return kinds[kind].take(context->owner, source, target, data, task);
 }
 
 void ss_doca_task_release(struct ss_doca_task *task) {
