@@ -7,142 +7,19 @@ Calls release the GIL and block; callers that must not block use threads.
 Set ``SHADOWSERVE_NATIVE_LIBRARY`` to load another build of the library, such as one made with sanitizers.
 """
 
-from shadowserve.native._block import (
-    OBJECT_HEADER_BYTES,
-    BlockAccess,
-    BlockDevice,
-    ObjectFields,
-    block_access_available,
-    block_access_built,
-    check_object,
-    check_object_name,
-    object_bytes,
-    object_header,
-    object_unit,
-    object_units,
-    seal_object,
-)
-from shadowserve.native._index import (
-    ANY,
-    INDEX_KEY_BYTES,
-    INDEX_RECORD_DTYPE,
-    NO_PARENT,
-    Extents,
-    Index,
-    IndexEntry,
-    IndexFlag,
-    IndexPolicy,
-    IndexRecordKind,
-    IndexSift,
-    IndexTotals,
-    ReplayCounts,
-    blocks_of,
-)
-from shadowserve.native._kernels import (
-    codec_implementations,
-    compress,
-    compress_bound,
-    crc32,
-    decompress,
-    decompress_into,
-    decompress_many,
-    dequantize,
-    isa_active,
-    isa_available,
-    isa_force,
-    quantize,
-)
-from shadowserve.native._library import (
-    ABI_VERSION,
-    Codec,
-    Isa,
-    MemoryKind,
-    Result,
-    Stage,
-    library_path,
-    result_text,
-)
-from shadowserve.native._memory import Destination, Export, Guard, Region
-from shadowserve.native._pipeline import (
-    BACKENDS,
-    KEY_SIZE_MAX,
-    PIECE_DTYPE,
-    SLICE_DTYPE,
-    TRACE_DTYPE,
-    Backend,
-    Group,
-    Pipeline,
-    Round,
-    StageStatistics,
-    backends,
-)
-from shadowserve.native._tls import Tls, TlsSession, TlsWant, tls_library
+from shadowserve.native import _block, _index, _kernels, _memory, _pipeline, _tls
+from shadowserve.native._block import *
+from shadowserve.native._index import *
+from shadowserve.native._kernels import *
+from shadowserve.native._library import ABI_VERSION, Codec, Isa, MemoryKind, Result, Stage, library_path, result_text
+from shadowserve.native._memory import *
+from shadowserve.native._pipeline import *
+from shadowserve.native._tls import *
 
-__all__ = [
-    "ANY",
-    "INDEX_KEY_BYTES",
-    "INDEX_RECORD_DTYPE",
-    "NO_PARENT",
-    "Extents",
-    "Index",
-    "IndexEntry",
-    "IndexFlag",
-    "IndexPolicy",
-    "IndexRecordKind",
-    "IndexSift",
-    "IndexTotals",
-    "ReplayCounts",
-    "blocks_of",
-    "ABI_VERSION",
-    "BACKENDS",
-    "KEY_SIZE_MAX",
-    "OBJECT_HEADER_BYTES",
-    "PIECE_DTYPE",
-    "SLICE_DTYPE",
-    "TRACE_DTYPE",
-    "Backend",
-    "BlockAccess",
-    "BlockDevice",
-    "Codec",
-    "Destination",
-    "Export",
-    "Group",
-    "Guard",
-    "Isa",
-    "MemoryKind",
-    "ObjectFields",
-    "Pipeline",
-    "Region",
-    "Result",
-    "Round",
-    "Stage",
-    "StageStatistics",
-    "Tls",
-    "TlsSession",
-    "TlsWant",
-    "backends",
-    "block_access_available",
-    "block_access_built",
-    "check_object",
-    "check_object_name",
-    "codec_implementations",
-    "compress",
-    "compress_bound",
-    "crc32",
-    "decompress",
-    "decompress_into",
-    "decompress_many",
-    "dequantize",
-    "isa_active",
-    "isa_available",
-    "isa_force",
-    "library_path",
-    "object_bytes",
-    "object_header",
-    "object_unit",
-    "object_units",
-    "quantize",
-    "result_text",
-    "tls_library",
-    "seal_object",
-]
+__all__ = ["ABI_VERSION", "Codec", "Isa", "MemoryKind", "Result", "Stage", "library_path", "result_text"]
+__all__ += _block.__all__
+__all__ += _index.__all__
+__all__ += _kernels.__all__
+__all__ += _memory.__all__
+__all__ += _pipeline.__all__
+__all__ += _tls.__all__
