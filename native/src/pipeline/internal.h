@@ -51,8 +51,11 @@ enum { SS_NODES_MAX = 256 };
 /* Sources that there are. */
 enum { SS_SOURCE_COUNT = 2 };
 
-/* Slices that a stage thread takes at a time at most; few, so that the other threads get theirs. */
-enum { SS_POP_MAX = 16 };
+/*
+ * Slices that a stage thread takes at a time at most: what it hands on at a time, and no more than it can start. What
+ * it holds nobody else can take, however long it is kept from its core; and at the end of a round the others idle then.
+ */
+enum { SS_POP_MAX = 4 };
 
 /* How long a store thread lets fetches go first, for each slice: stores slow down under load, but never starve. */
 #define SS_STORE_YIELD_NS 50000000ULL

@@ -27,7 +27,7 @@
  * Slices handed on at a time. Waking a thread costs several microseconds, tens on a virtual machine; so few slices cost
  * the next stage no time to speak of.
  */
-enum { PASS_COUNT = 4 };
+enum { PASS_COUNT = SS_POP_MAX };
 
 /* The default of device_timeout_ms. */
 enum { DEVICE_TIMEOUT_MS = 10000 };
@@ -391,9 +391,6 @@ static void engine_progress(struct ss_worker *worker) {
 
 static void engine_item(struct ss_worker *worker, const struct ss_item *item) {
     struct ss_pipeline *pipeline = worker->pipeline;
-    while (worker->engine->free_slots == NULL) {
-        engine_progress(worker);
-    }
     int given_up = atomic_load(&pipeline->given_up) != 0;
     if (given_up) {
         ss_fetch_fail(pipeline, item->piece, SS_DEVICE, 0);
@@ -426,7 +423,8 @@ void *ss_engine_thread(void *argument) {
     ss_worker_ready(pipeline, opened);
     while (opened == SS_OK) {
         int idle = worker->engine->in_flight == 0; /* and so nothing is left to pass on */
-        uint32_t count = ss_queue_pop(queue, items, SS_POP_MAX, idle);
+        uint32_t room = pipeline->capabilities.in_flight_max - worker->engine->in_flight;
+        uint32_t count = ss_queue_pop(queue, items, room < SS_POP_MAX ? room : SS_POP_MAX, idle);
         if (count == 0 && idle) {
             break;
         }
