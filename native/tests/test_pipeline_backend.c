@@ -38,6 +38,10 @@ static struct {
     _Atomic uint32_t opened;
     _Atomic uint32_t closed;
     _Atomic uint32_t most_in_flight;
+    uint32_t stands_until; /* the first decompress() returns when the others have been called so often; 0: at once */
+    uint32_t started;
+    pthread_mutex_t lock;
+    pthread_cond_t starts;
 } late;
 
 static const char *late_description(void) {
@@ -160,7 +164,19 @@ static void late_add(struct channel *channel, struct ss_work *work) {
     }
 }
 
+/* The thread of the first slice stands still, as one does that is kept from its core. */
+static void late_stand(void) {
+    pthread_mutex_lock(&late.lock);
+    int first = late.started++ == 0;
+    pthread_cond_broadcast(&late.starts);
+    while (first && late.started <= late.stands_until) {
+        pthread_cond_wait(&late.starts, &late.lock);
+    }
+    pthread_mutex_unlock(&late.lock);
+}
+
 static enum ss_result late_decompress(void *channel, struct ss_work *work) {
+    late_stand();
     if (late.start_fails != SS_OK && work->decoded_crc32 == late.fail_crc32) {
         return late.start_fails;
     }
@@ -241,6 +257,8 @@ static void late_reset(int mode) {
     memset(&late, 0, sizeof late);
     late.mode = mode;
     late.plain_memory = 1;
+    CHECK_EQUAL(pthread_mutex_init(&late.lock, NULL), 0);
+    CHECK_EQUAL(pthread_cond_init(&late.starts, NULL), 0);
 }
 
 /* Fetches a round and checks what became of it; 'bad' is the chunk that is to fail, if any. */
@@ -275,6 +293,28 @@ static void test_works_complete_late_and_out_of_order(int mode) {
     late_reset(mode);
     run(fixture, SS_OK, shape.chunks);
     CHECK(late.most_in_flight > 1);
+    fixture_free(fixture);
+}
+
+/* A thread that is kept from its core in a piece of 64 slices, all of which are there at once, keeps no more of them
+ * than it can start: the other thread decodes all others. */
+static void test_a_thread_that_stands_still_keeps_few_slices(void) {
+    struct shape shape = default_shape();
+    shape.chunks = 1;
+    shape.slices = 64;
+    struct fixture *fixture = fixture_make(&shape);
+    late_reset(MODE_FUSED);
+    late.stands_until = shape.slices - IN_FLIGHT_MAX;
+    struct ss_pipeline_options options = pipeline_options(fixture, MODE_FUSED);
+    options.queue_depth = shape.slices;
+    struct ss_pipeline *pipeline;
+    CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
+    struct ss_round *round = fixture_round(fixture);
+    round->pieces[0].memory = fixture->records[0] + RECORD_OFFSET;
+    CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, NULL, 0), SS_OK);
+    CHECK(fixture_matches(fixture, round, 0));
+    round_free(round);
+    ss_pipeline_destroy(pipeline);
     fixture_free(fixture);
 }
 
@@ -449,6 +489,7 @@ int main(void) {
         test_works_complete_late_and_out_of_order(mode);
         test_works_that_fail(mode);
     }
+    test_a_thread_that_stands_still_keeps_few_slices();
     test_checks_of_decoded_bytes(SS_QUANTIZER_BINNED);
     test_checks_of_decoded_bytes(SS_QUANTIZER_LOSSLESS);
     test_codec_and_size_that_the_backend_lacks();

@@ -22,7 +22,7 @@ from shadowserve_tools.report import verdict
 NO_PEERS = ["--peers-python", "/nonexistent/python"]
 SMALL = {
     "fetch": ["--chunks", "1", "--repeats", "1", *NO_PEERS],
-    "pipeline": ["--chunks", "2", "--layers", "1", "--long", "4", "--long-layers", "1", "--repeats", "1"],
+    "pipeline": ["--chunks", "4", "--layers", "1", "--long", "4", "--long-layers", "1", "--repeats", "1"],
     "stages": ["--largest", "64", "--mebibytes", "1", "--repeats", "1"],
     "codecs": ["--layers", "1", "--mebibytes", "1", "--repeats", "1"],
     "storage": [
@@ -71,7 +71,7 @@ RATIOS = {
         "throughput_over_uncompressed",
         "stored_over_raw",
     },
-    "pipeline": {"over_ideal", "over_ideal_separate", "linear_growth"},
+    "pipeline": {"over_ideal_one", "over_ideal_many", "over_ideal_separate", "linear_growth"},
     "stages": {"dequantize_over_memcpy", "fused_over_memcpy", "fused_over_separate", "net_over_plain_socket"},
     "codecs": {
         "kvrans_over_zstd",

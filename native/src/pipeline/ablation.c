@@ -5,32 +5,66 @@
  *
  * No chunked pipeline: pieces go one by one through the stages, and each stage has the machine to itself. Slices that
  * are through with a stage are not handed on; the last one of their piece hands on all of them. The piece behind is
- * asked for when this one is delivered.
+ * asked for when this one is delivered, and a failure ends the round.
  *
  * No memory management: a piece's buffers are mapped, touched and locked when it is asked for, with the pages that any
  * allocation gets, and unmapped when it was delivered. Locking stands for registering memory with a device, which a CPU
  * has none of: on a DPU that also means entering every page into the device's tables, so it costs more there.
  */
+#include <stdlib.h>
+
 #include "pipeline/internal.h"
 
 /* Slices handed on at a time. */
 enum { PUSH_MAX = 64 };
 
-/* ---- No chunked pipeline ------------------------------------------------------------------------------------- */
+struct ablation {
+    pthread_mutex_t mapping;
+    _Atomic uint32_t barrier;                        /* slices of the open piece that are still in their stage */
+    uint32_t piece_count;                            /* of the last round */
+    struct ss_buffer mapped[SS_ROUND_PIECES_MAX][3]; /* a piece's: as stored, its symbols, its DMA source */
+};
 
-/* The queue behind a stage; NULL behind the last one. */
-static struct ss_queue *queue_behind(struct ss_pipeline *pipeline, enum ss_stage stage) {
-    switch (stage) {
-    case SS_STAGE_NET:
-        return &pipeline->decompress_queue;
-    case SS_STAGE_DECOMPRESS:
-        return pipeline->options.fused ? NULL : &pipeline->dequantize_queue;
-    case SS_STAGE_DEQUANTIZE:
-        return &pipeline->dma_queue;
-    default:
-        return NULL;
+static struct ablation *ablation_of(const struct ss_pipeline *pipeline) {
+    return pipeline->executor_state;
+}
+
+/* ---- No memory management ------------------------------------------------------------------------------------ */
+
+static void piece_unmap(struct ss_pipeline *pipeline, uint32_t piece) {
+    for (int i = 0; i < 3; i++) {
+        ss_buffer_unmap(&ablation_of(pipeline)->mapped[piece][i]);
+    }
+    pipeline->piece_states[piece].stored = NULL;
+}
+
+/* Unmaps what is left of the last round: where it failed. */
+static void pieces_unmap(struct ss_pipeline *pipeline) {
+    for (uint32_t i = 0; i < ablation_of(pipeline)->piece_count; i++) {
+        piece_unmap(pipeline, i);
     }
 }
+
+static enum ss_result piece_map(struct ss_pipeline *pipeline, uint32_t piece) {
+    struct ss_piece_state *state = &pipeline->piece_states[piece];
+    struct ss_buffer *mapped = ablation_of(pipeline)->mapped[piece];
+    int fused = pipeline->options.fused != 0;
+    const uint64_t sizes[3] = {pipeline->fetch.round->pieces[piece].body_length, fused ? 0 : state->symbols_bytes,
+                               fused ? 0 : state->symbols_bytes * state->group->symbol_bytes};
+    uint64_t locked = 0; /* nobody's business: it is gone before anyone asks */
+    for (int i = 0; i < 3; i++) {
+        if (ss_buffer_map(&mapped[i], sizes[i], 0, pipeline->options.pin_memory != 0, &locked) != SS_OK) {
+            piece_unmap(pipeline, piece);
+            return SS_NO_MEMORY;
+        }
+    }
+    state->stored = mapped[0].data;
+    state->symbols = mapped[1].data;
+    state->dma_source = mapped[2].data;
+    return SS_OK;
+}
+
+/* ---- No chunked pipeline ------------------------------------------------------------------------------------- */
 
 /* Sends all slices of a piece to the next stage. The caller still counts as work, so the round cannot end meanwhile. */
 static void piece_push(struct ss_pipeline *pipeline, struct ss_queue *queue, uint32_t index) {
@@ -39,7 +73,10 @@ static void piece_push(struct ss_pipeline *pipeline, struct ss_queue *queue, uin
     struct ss_item items[PUSH_MAX];
     uint64_t decoded = 0;
     uint32_t count = 0;
-    atomic_store(&fetch->barrier, piece->slice_count);
+    if (ss_fetch_drops(pipeline, index)) {
+        return;
+    }
+    atomic_store(&ablation_of(pipeline)->barrier, piece->slice_count);
     atomic_fetch_add(&fetch->work, piece->slice_count);
     for (uint32_t slice = piece->slice_first; slice < piece->slice_first + piece->slice_count; slice++) {
         items[count++] = (struct ss_item){.decoded_before = decoded, .piece = index, .slice = slice};
@@ -51,70 +88,120 @@ static void piece_push(struct ss_pipeline *pipeline, struct ss_queue *queue, uin
     }
 }
 
-void ss_piece_open(struct ss_pipeline *pipeline, uint32_t index) {
+/* Opens the first piece from 'index' on that is of use; wakes also where there is none: nothing is to wait any more. */
+static void piece_open(struct ss_pipeline *pipeline, uint32_t index) {
     struct ss_fetch *fetch = &pipeline->fetch;
     while (index < fetch->round->piece_count && !ss_piece_useful(&pipeline->piece_states[index])) {
         index++; /* no source begins it */
     }
     if (index < fetch->round->piece_count) {
-        atomic_store(&fetch->barrier, pipeline->piece_states[index].answers);
         atomic_store(&fetch->open_pieces, index + 1);
     }
-    ss_fetch_wake_net(pipeline); /* also where this was the last, or failed: there is nothing to wait for any more */
+    ss_fetch_wake_net(pipeline);
 }
 
-void ss_barrier_leave(struct ss_pipeline *pipeline, enum ss_stage stage, uint32_t piece) {
-    if (atomic_fetch_sub(&pipeline->fetch.barrier, 1) > 1) {
-        return;
-    }
-    struct ss_queue *next = queue_behind(pipeline, stage);
-    if (next == NULL || ss_fetch_drops(pipeline, piece)) {
-        ss_piece_open(pipeline, piece + 1);
-    } else {
-        piece_push(pipeline, next, piece);
-    }
-}
+/* ---- The executor -------------------------------------------------------------------------------------------- */
 
-/* ---- No memory management ------------------------------------------------------------------------------------ */
-
-static enum ss_result map_all(struct ss_pipeline *pipeline, uint32_t index) {
-    struct ss_piece_state *state = &pipeline->piece_states[index];
-    int fused = pipeline->options.fused != 0;
-    const uint64_t sizes[3] = {pipeline->fetch.round->pieces[index].body_length, fused ? 0 : state->symbols_bytes,
-                               fused ? 0 : state->symbols_bytes * state->group->symbol_bytes};
-    uint64_t locked = 0; /* nobody's business: it is gone before anyone asks */
-    for (int i = 0; i < 3; i++) {
-        int lock = pipeline->options.pin_memory != 0;
-        enum ss_result result = ss_buffer_map(&state->mapped[i], sizes[i], 0, lock, &locked);
-        if (result != SS_OK) {
-            ss_piece_unmap(pipeline, index);
-            return SS_NO_MEMORY;
-        }
+static enum ss_result ablation_open(struct ss_pipeline *pipeline) {
+    struct ablation *ablation = calloc(1, sizeof *ablation);
+    if (ablation == NULL) {
+        return SS_NO_MEMORY;
     }
-    state->stored = state->mapped[0].data;
-    state->symbols = state->mapped[1].data;
-    state->dma_source = state->mapped[2].data;
+    pthread_mutex_init(&ablation->mapping, NULL);
+    pipeline->executor_state = ablation;
+    if (pipeline->options.memory_management) {
+        return ss_executor_flow.open(pipeline);
+    }
+    pipeline->decompression.size = pipeline->options.decompression_bytes; /* no more than limits */
+    pipeline->dequantization.size = pipeline->options.dequantization_bytes;
+    pipeline->dma_source.size = pipeline->options.dma_source_bytes;
+    pipeline->capabilities.reads_plain = 0; /* what lies in memory gets buffers as what is received does */
     return SS_OK;
 }
 
-enum ss_result ss_piece_map(struct ss_pipeline *pipeline, uint32_t piece) {
+static void ablation_close(struct ss_pipeline *pipeline) {
+    if (ablation_of(pipeline) != NULL) {
+        pieces_unmap(pipeline);
+        pthread_mutex_destroy(&ablation_of(pipeline)->mapping);
+        free(pipeline->executor_state);
+    }
+    ss_executor_flow.close(pipeline);
+}
+
+static void ablation_begin(struct ss_pipeline *pipeline) {
+    pieces_unmap(pipeline);
+    ablation_of(pipeline)->piece_count = pipeline->fetch.round->piece_count;
+    atomic_store(&pipeline->fetch.open_pieces, pipeline->fetch.round->piece_count);
+    if (pipeline->options.memory_management) {
+        ss_executor_flow.begin(pipeline);
+    }
+    if (!pipeline->options.chunked_pipeline) {
+        atomic_store(&pipeline->fetch.open_pieces, 0);
+        piece_open(pipeline, 0);
+    }
+}
+
+static enum ss_result ablation_make_place(struct ss_pipeline *pipeline, uint32_t piece) {
     enum ss_result result = SS_OK;
     if (pipeline->options.memory_management) {
         return SS_OK;
     }
-    pthread_mutex_lock(&pipeline->piece_memory); /* another connection may want the same piece */
+    pthread_mutex_lock(&ablation_of(pipeline)->mapping); /* another connection may want the same piece */
     if (pipeline->piece_states[piece].stored == NULL) {
-        result = map_all(pipeline, piece);
+        result = piece_map(pipeline, piece);
     }
-    pthread_mutex_unlock(&pipeline->piece_memory);
+    pthread_mutex_unlock(&ablation_of(pipeline)->mapping);
     return result;
 }
 
-void ss_piece_unmap(struct ss_pipeline *pipeline, uint32_t piece) {
-    if (pipeline->options.memory_management) {
+static void ablation_pass(struct ss_pipeline *pipeline, enum ss_stage stage, const struct ss_item *items,
+                          uint32_t count) {
+    if (pipeline->options.chunked_pipeline) {
+        ss_executor_flow.pass(pipeline, stage, items, count);
+    } else if (stage != SS_STAGE_NET) { /* received slices wait for the last answer */
+        if (atomic_fetch_sub(&ablation_of(pipeline)->barrier, count) == count) {
+            piece_push(pipeline, ss_queue_behind(pipeline, stage), items[0].piece);
+        }
+        ss_fetch_done(pipeline, count);
+    }
+}
+
+static void ablation_part_done(struct ss_pipeline *pipeline, uint32_t piece, uint32_t left) {
+    if (left == 0 && !pipeline->options.memory_management) {
+        piece_unmap(pipeline, piece);
+    }
+    if (pipeline->options.chunked_pipeline) {
         return;
     }
-    for (int i = 0; i < 3; i++) {
-        ss_buffer_unmap(&pipeline->piece_states[piece].mapped[i]);
+    if (left == 0) {
+        piece_open(pipeline, piece + 1);
+    } else if (left == pipeline->fetch.round->pieces[piece].slice_count) { /* that was the last answer */
+        piece_push(pipeline, &pipeline->decompress_queue, piece);
     }
+}
+
+static enum ss_result ablation_failure(struct ss_pipeline *pipeline, enum ss_result result) {
+    struct ss_fetch *fetch = &pipeline->fetch;
+    if (pipeline->options.chunked_pipeline) {
+        return result;
+    }
+    for (uint32_t i = 0; i < fetch->round->group_count; i++) {
+        ss_group_ends(&fetch->groups[i], 0); /* what is before it in the list is there */
+    }
+    ss_fetch_wake_net(pipeline);
+    return result == SS_REDIRECTED ? SS_REFUSED : result;
+}
+
+static const struct ss_executor ablation = {
+    .open = ablation_open,
+    .close = ablation_close,
+    .begin = ablation_begin,
+    .make_place = ablation_make_place,
+    .pass = ablation_pass,
+    .part_done = ablation_part_done,
+    .failure = ablation_failure,
+};
+
+const struct ss_executor *ss_executor_of(const struct ss_pipeline_options *options) {
+    return options->chunked_pipeline && options->memory_management ? &ss_executor_flow : &ablation;
 }

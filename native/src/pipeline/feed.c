@@ -66,12 +66,12 @@ uint32_t ss_feed_open(const struct ss_feed *feed) {
 }
 
 int ss_feed_make_place(const struct ss_feed *feed, uint32_t piece) {
-    enum ss_result mapped = ss_piece_map(pipeline_of(feed), piece);
-    if (mapped != SS_OK) {
-        ss_fetch_fail(pipeline_of(feed), piece, mapped, 0);
+    enum ss_result made = pipeline_of(feed)->executor->make_place(pipeline_of(feed), piece);
+    if (made != SS_OK) {
+        ss_fetch_fail(pipeline_of(feed), piece, made, 0);
         ss_fetch_wake_net(pipeline_of(feed));
     }
-    return mapped == SS_OK;
+    return made == SS_OK;
 }
 
 uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece) {
@@ -82,9 +82,6 @@ void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_f
                     uint64_t decoded_before) {
     struct ss_pipeline *pipeline = pipeline_of(feed);
     struct ss_item items[PUSH_MAX];
-    if (!pipeline->options.chunked_pipeline) {
-        return; /* they wait for the rest of their piece */
-    }
     while (count > 0) {
         uint32_t filled = 0;
         for (; filled < count && filled < PUSH_MAX; filled++) {
@@ -92,19 +89,14 @@ void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_f
             items[filled] = (struct ss_item){.decoded_before = decoded_before, .piece = piece, .slice = slice};
             decoded_before += feed->round->slices[slice].decoded_length;
         }
-        atomic_fetch_add(&pipeline->fetch.work, filled);
-        ss_queue_push(&pipeline->decompress_queue, items, filled);
+        pipeline->executor->pass(pipeline, SS_STAGE_NET, items, filled);
         slice_first += filled;
         count -= filled;
     }
 }
 
 void ss_feed_answered(const struct ss_feed *feed, uint32_t piece) {
-    struct ss_pipeline *pipeline = pipeline_of(feed);
-    ss_piece_part_done(pipeline, piece);
-    if (!pipeline->options.chunked_pipeline) {
-        ss_barrier_leave(pipeline, SS_STAGE_NET, piece);
-    }
+    ss_piece_part_done(pipeline_of(feed), piece);
 }
 
 void ss_feed_fail(const struct ss_feed *feed, uint32_t piece, enum ss_result result, int broken) {

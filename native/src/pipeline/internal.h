@@ -7,7 +7,7 @@
  *   feed.c      the network threads, which drive the sources (sources/source.h)
  *   stages.c    decompress, dequantize, DMA, or all of it fused
  *   trace.c     what each thread did when, on request
- *   ablation.c  what a round does instead where the chunked pipeline or memory management is switched off
+ *   executor.c  how slices and buffers are handed on; ablation.c has what this is compared with
  *   memory.c    what rounds deliver to and store from, made known to the backend
  *   store.c     the way back: quantize, compress, and the put
  *
@@ -51,8 +51,11 @@ enum { SS_NODES_MAX = 256 };
 /* Sources that there are. */
 enum { SS_SOURCE_COUNT = 2 };
 
-/* Slices that a stage thread takes at a time at most; few, so that the other threads get theirs. */
-enum { SS_POP_MAX = 16 };
+/*
+ * Slices that a stage thread takes at a time at most: what it hands on at a time, and no more than it can start. What
+ * it holds nobody else can take, however long it is kept from its core; and at the end of a round the others idle then.
+ */
+enum { SS_POP_MAX = 4 };
 
 /* How long a store thread lets fetches go first, for each slice: stores slow down under load, but never starve. */
 #define SS_STORE_YIELD_NS 50000000ULL
@@ -78,7 +81,7 @@ struct ss_group_state {
     _Atomic uint32_t chunks; /* those from here on are of no use any more; UINT32_MAX while nothing failed */
 };
 
-/* A piece and its regions. Without memory management each is a mapping of its own, and NULL while there is none. */
+/* A piece and its regions. */
 struct ss_piece_state {
     _Atomic uint32_t remaining; /* slices not delivered, plus answers not received to their end */
     _Atomic uint32_t result;    /* the first failure */
@@ -86,10 +89,9 @@ struct ss_piece_state {
     uint32_t chunk;
     struct ss_group_state *group;
     uint64_t symbols_bytes;
-    uint8_t *stored;            /* its body, as received */
-    uint8_t *symbols;           /* separate stages only */
-    uint8_t *dma_source;        /* likewise */
-    struct ss_buffer mapped[3]; /* without memory management: what the three lie in */
+    uint8_t *stored;     /* its body, as received */
+    uint8_t *symbols;    /* separate stages only */
+    uint8_t *dma_source; /* likewise */
 };
 
 /* The fetch round that is running. */
@@ -103,8 +105,7 @@ struct ss_fetch {
     _Atomic uint32_t broken;       /* a connection is lost or out of step: do not wait for useless answers */
     _Atomic uint32_t out_of_sync;  /* a socket holds half an answer */
     _Atomic int32_t os_error;      /* errno of the first SS_OS_ERROR */
-    _Atomic uint32_t open_pieces;  /* pieces that may be asked for; all of them in the chunked pipeline */
-    _Atomic uint32_t barrier;      /* not in the chunked pipeline: parts of the last open piece still in their stage */
+    _Atomic uint32_t open_pieces;  /* pieces that may be asked for */
     _Atomic uint64_t work;
     _Atomic uint64_t received_bytes;
     _Atomic uint64_t delivered_bytes;
@@ -149,6 +150,8 @@ struct ss_worker {
 
 struct ss_pipeline {
     struct ss_pipeline_options options; /* its pointers are not valid after creation */
+    const struct ss_executor *executor;
+    void *executor_state;
     const struct ss_backend *backend;
     void *device;
     uint32_t device_open;
@@ -190,7 +193,6 @@ struct ss_pipeline {
     struct ss_counters put;
     _Atomic uint32_t trace_recording; /* the generation that is recorded; 0: off */
     uint32_t trace_generation;        /* the last one; under the lock */
-    pthread_mutex_t piece_memory;     /* without memory management: mapping a piece's buffers, once */
 
     struct ss_destination *kept; /* released after the device was given up; under the lock */
 
@@ -241,15 +243,18 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
 
 /*
  * ss_fetch_fail() notes that 'piece' failed; only its first failure counts. 'broken': of its connection, too. Of its
- * group, its chunk and those behind are of no use any more; without the chunked pipeline, nothing that is not there is.
+ * group, its chunk and those behind are of no use any more.
  */
 void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result result, int broken);
 
 /*
  * ss_fetch_refused() notes an error that a server answered for 'piece': a redirection to another node leaves other
- * pieces alone (but without the chunked pipeline), anything else fails.
+ * pieces alone, anything else fails.
  */
 void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length);
+
+/* ss_group_ends() makes a group's chunks from 'chunk' on useless. */
+void ss_group_ends(struct ss_group_state *group, uint32_t chunk);
 
 /* ss_fetch_abort() ends the round early with SS_DEADLINE or SS_CANCELLED; the first caller wins. */
 void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result);
@@ -300,21 +305,37 @@ enum ss_result ss_engine_collect(struct ss_worker *worker, const struct ss_desti
 void *ss_engine_thread(void *worker);
 void *ss_dequantize_thread(void *worker);
 
-/* ---- ablation.c ---- */
+/* ---- executor.c, ablation.c ---- */
 
-/*
- * ss_barrier_leave() is called without the chunked pipeline for each part of 'piece' (a connection's answer, then a
- * slice) that is through with 'stage'. The last one sends the whole piece to the next stage or, behind the last stage
- * or where the piece failed, opens the next piece.
- */
-void ss_barrier_leave(struct ss_pipeline *pipeline, enum ss_stage stage, uint32_t piece);
+/* How a round's pieces are placed, and how their slices go from stage to stage. */
+struct ss_executor {
+    /* open() makes the buffers of fetch rounds, once the device is there; close() frees what it made, all or part. */
+    enum ss_result (*open)(struct ss_pipeline *pipeline);
+    void (*close)(struct ss_pipeline *pipeline);
 
-/* ss_piece_open() opens the first piece from 'index' on that is of use, without the chunked pipeline. */
-void ss_piece_open(struct ss_pipeline *pipeline, uint32_t index);
+    /* begin() places the pieces of a round, and opens those that may be asked for. */
+    void (*begin)(struct ss_pipeline *pipeline);
 
-/* ss_piece_map() makes the buffers of a piece unless it has them, without memory management. SS_NO_MEMORY. */
-enum ss_result ss_piece_map(struct ss_pipeline *pipeline, uint32_t piece);
-void ss_piece_unmap(struct ss_pipeline *pipeline, uint32_t piece);
+    /* make_place() makes sure of room for a piece, before its first bytes are asked for. SS_NO_MEMORY. */
+    enum ss_result (*make_place)(struct ss_pipeline *pipeline, uint32_t piece);
+
+    /* pass() takes slices of one piece that are through with 'stage', and not with the round. */
+    void (*pass)(struct ss_pipeline *pipeline, enum ss_stage stage, const struct ss_item *items, uint32_t count);
+
+    /* part_done() is told of each slice that was delivered, and of each answer that ended, with what is 'left'. */
+    void (*part_done)(struct ss_pipeline *pipeline, uint32_t piece, uint32_t left);
+
+    /* failure() is told that a piece failed, and returns what is to be said of it. */
+    enum ss_result (*failure)(struct ss_pipeline *pipeline, enum ss_result result);
+};
+
+extern const struct ss_executor ss_executor_flow;
+
+/* ss_executor_of() returns the one that the options ask for. */
+const struct ss_executor *ss_executor_of(const struct ss_pipeline_options *options);
+
+/* ss_queue_behind() returns the queue of the stage behind 'stage', which is not the last one. */
+struct ss_queue *ss_queue_behind(struct ss_pipeline *pipeline, enum ss_stage stage);
 
 /* ---- trace.c ---- */
 

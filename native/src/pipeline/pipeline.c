@@ -133,31 +133,6 @@ static uint64_t scratch_bytes(const struct ss_pipeline *pipeline) {
     return bytes;
 }
 
-/* One buffer of fetch rounds. Without memory management it is but a limit, and pieces bring their own. */
-static enum ss_result create_buffer(struct ss_pipeline *pipeline, struct ss_buffer *buffer, uint64_t size) {
-    if (!pipeline->options.memory_management) {
-        buffer->size = size;
-        return SS_OK;
-    }
-    return ss_buffer_map(buffer, size, 1, pipeline->options.pin_memory != 0, &pipeline->locked_bytes);
-}
-
-static enum ss_result create_buffers(struct ss_pipeline *pipeline) {
-    const struct ss_pipeline_options *options = &pipeline->options;
-    enum ss_result result = create_buffer(pipeline, &pipeline->decompression, options->decompression_bytes);
-    if (result == SS_OK && !options->fused) {
-        result = create_buffer(pipeline, &pipeline->dequantization, options->dequantization_bytes);
-    }
-    if (result == SS_OK && !options->fused) {
-        result = create_buffer(pipeline, &pipeline->dma_source, options->dma_source_bytes);
-    }
-    if (result == SS_OK) {
-        int lock = options->pin_memory != 0;
-        result = ss_buffer_map(&pipeline->store_buffer, options->store_bytes, 1, lock, &pipeline->locked_bytes);
-    }
-    return result;
-}
-
 static enum ss_result create_device(struct ss_pipeline *pipeline) {
     const struct ss_backend_setup setup = {
         .device = pipeline->options.device != NULL ? pipeline->options.device : "",
@@ -172,8 +147,21 @@ static enum ss_result create_device(struct ss_pipeline *pipeline) {
     if (pipeline->options.fused && !pipeline->capabilities.fused) {
         return SS_NOT_SUPPORTED;
     }
-    int lock = pipeline->options.pin_memory != 0;
-    return ss_buffer_map(&pipeline->scratch, scratch_bytes(pipeline), 1, lock, &pipeline->locked_bytes);
+    return SS_OK;
+}
+
+static enum ss_result create_buffers(struct ss_pipeline *pipeline) {
+    const struct ss_pipeline_options *options = &pipeline->options;
+    int lock = options->pin_memory != 0;
+    uint64_t *locked = &pipeline->locked_bytes;
+    enum ss_result result = pipeline->executor->open(pipeline);
+    if (result == SS_OK) {
+        result = ss_buffer_map(&pipeline->store_buffer, options->store_bytes, 1, lock, locked);
+    }
+    if (result == SS_OK) {
+        result = ss_buffer_map(&pipeline->scratch, scratch_bytes(pipeline), 1, lock, locked);
+    }
+    return result;
 }
 
 static enum ss_result create_queues(struct ss_pipeline *pipeline) {
@@ -357,7 +345,6 @@ static void create_locks(struct ss_pipeline *pipeline) {
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&pipeline->lock, NULL);
-    pthread_mutex_init(&pipeline->piece_memory, NULL);
     pthread_cond_init(&pipeline->net_go, &monotonic);
     pthread_cond_init(&pipeline->store_go, &monotonic);
     pthread_cond_init(&pipeline->quiet, &monotonic);
@@ -382,10 +369,11 @@ enum ss_result ss_pipeline_create_with(const struct ss_pipeline_options *options
     pipeline->options = *options;
     pipeline->options.nodes_max = options->nodes_max > 0 ? options->nodes_max : 1;
     pipeline->backend = backend;
+    pipeline->executor = ss_executor_of(options);
     create_locks(pipeline);
-    enum ss_result result = create_buffers(pipeline);
+    enum ss_result result = create_device(pipeline);
     if (result == SS_OK) {
-        result = create_device(pipeline);
+        result = create_buffers(pipeline);
     }
     if (result == SS_OK) {
         result = create_queues(pipeline);
@@ -480,12 +468,10 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
     ss_queue_destroy(&pipeline->decompress_queue);
     ss_queue_destroy(&pipeline->dequantize_queue);
     ss_queue_destroy(&pipeline->dma_queue);
+    pipeline->executor->close(pipeline);
     free(pipeline->piece_states);
     free(pipeline->fetch_order);
     free(pipeline->encode_order);
-    ss_buffer_unmap(&pipeline->decompression);
-    ss_buffer_unmap(&pipeline->dequantization);
-    ss_buffer_unmap(&pipeline->dma_source);
     ss_buffer_unmap(&pipeline->store_buffer);
     ss_buffer_unmap(&pipeline->scratch);
     pthread_cond_destroy(&pipeline->ready);
@@ -494,7 +480,6 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
     pthread_cond_destroy(&pipeline->quiet);
     pthread_cond_destroy(&pipeline->store_go);
     pthread_cond_destroy(&pipeline->net_go);
-    pthread_mutex_destroy(&pipeline->piece_memory);
     pthread_mutex_destroy(&pipeline->lock);
     free(pipeline);
 }

@@ -208,11 +208,6 @@ static uint32_t node_count(const struct ss_round *round, uint32_t socket_count) 
     return socket_count == 0 ? 0 : round->node_count > 0 ? round->node_count : 1;
 }
 
-/* Whether bodies that lie in memory are read there, or copied to where those that are received go. */
-static int reads_in_place(const struct ss_pipeline *pipeline) {
-    return pipeline->capabilities.reads_plain && pipeline->options.memory_management;
-}
-
 static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss_round *round, const int32_t *sockets,
                              uint32_t socket_count) {
     uint32_t nodes = node_count(round, socket_count);
@@ -251,7 +246,7 @@ enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_roun
         }
         dma_bytes += region_length(round, piece, REGION_SYMBOLS) * symbol_bytes(group_of(round, piece));
     }
-    enum region received = reads_in_place(pipeline) ? REGION_RECEIVED : REGION_STORED;
+    enum region received = pipeline->capabilities.reads_plain ? REGION_RECEIVED : REGION_STORED;
     if (!regions_fit(round, REGION_SLICES, pipeline->fetch_order, round->slice_count) ||
         !regions_fit(round, received, pipeline->fetch_order, pipeline->decompression.size)) {
         return SS_BAD_ARGUMENT;
@@ -294,21 +289,7 @@ static int backend_takes(const struct ss_backend_capabilities *capabilities, con
     return takes;
 }
 
-/* Where the piece lies in each buffer. Without memory management that is known when its buffers are made. */
-static void place_piece(struct ss_pipeline *pipeline, const struct ss_piece *piece, struct ss_piece_state *state,
-                        uint64_t dma_base) {
-    int placed = pipeline->options.memory_management != 0;
-    int staged = placed && !pipeline->options.fused;
-    if (piece->memory != NULL && reads_in_place(pipeline)) {
-        state->stored = (uint8_t *)(uintptr_t)piece->memory; /* which nobody writes */
-    } else {
-        state->stored = placed ? pipeline->decompression.data + piece->decompression_offset : NULL;
-    }
-    state->symbols = staged ? pipeline->dequantization.data + piece->dequantization_offset : NULL;
-    state->dma_source = staged ? pipeline->dma_source.data + dma_base : NULL;
-}
-
-static void group_ends(struct ss_group_state *group, uint32_t chunk) {
+void ss_group_ends(struct ss_group_state *group, uint32_t chunk) {
     uint32_t lowest = atomic_load(&group->chunks);
     while (chunk < lowest && !atomic_compare_exchange_weak(&group->chunks, &lowest, chunk)) {
     }
@@ -317,13 +298,12 @@ static void group_ends(struct ss_group_state *group, uint32_t chunk) {
 static void piece_fails(struct ss_piece_state *state, enum ss_result result) {
     uint32_t expected = SS_OK;
     atomic_compare_exchange_strong(&state->result, &expected, (uint32_t)result);
-    group_ends(state->group, state->chunk);
+    ss_group_ends(state->group, state->chunk);
 }
 
 /* What each piece's state begins as. One that the backend does not take fails at once. */
 static void pieces_begin(struct ss_pipeline *pipeline, struct ss_round *round) {
     struct ss_fetch *fetch = &pipeline->fetch;
-    uint64_t dma_base = 0;
     for (uint32_t i = 0; i < round->piece_count; i++) {
         struct ss_piece *piece = &round->pieces[i];
         struct ss_piece_state *state = &pipeline->piece_states[i];
@@ -334,8 +314,6 @@ static void pieces_begin(struct ss_pipeline *pipeline, struct ss_round *round) {
         atomic_store(&state->remaining, piece->slice_count + state->answers);
         atomic_store(&state->result, SS_OK);
         state->symbols_bytes = region_length(round, piece, REGION_SYMBOLS);
-        place_piece(pipeline, piece, state, dma_base);
-        dma_base += state->symbols_bytes * state->group->symbol_bytes;
         if (!backend_takes(&pipeline->capabilities, round, piece)) {
             piece_fails(state, SS_NOT_SUPPORTED);
         }
@@ -363,23 +341,13 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
         atomic_store(&fetch->groups[i].chunks, UINT32_MAX);
     }
     pieces_begin(pipeline, round);
-    atomic_store(&fetch->open_pieces, pipeline->options.chunked_pipeline ? round->piece_count : 0);
-    if (!pipeline->options.chunked_pipeline) {
-        ss_piece_open(pipeline, 0);
-    }
+    pipeline->executor->begin(pipeline);
 }
 
 void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result result, int broken) {
-    struct ss_fetch *fetch = &pipeline->fetch;
-    int whole = !pipeline->options.chunked_pipeline;
-    piece_fails(&pipeline->piece_states[piece], result);
-    for (uint32_t i = 0; whole && i < fetch->round->group_count; i++) {
-        group_ends(&fetch->groups[i], 0); /* what is before it in the list is there */
-    }
+    piece_fails(&pipeline->piece_states[piece], pipeline->executor->failure(pipeline, result));
     if (broken) {
-        atomic_store(&fetch->broken, 1);
-    }
-    if (broken || whole) {
+        atomic_store(&pipeline->fetch.broken, 1);
         ss_fetch_wake_net(pipeline);
     }
 }
@@ -390,16 +358,16 @@ static int is_redirection(const char *text, size_t length) {
 
 void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length) {
     struct ss_piece *refused = &pipeline->fetch.round->pieces[piece];
-    int redirected = pipeline->options.chunked_pipeline && is_redirection(text, length);
+    enum ss_result result =
+        pipeline->executor->failure(pipeline, is_redirection(text, length) ? SS_REDIRECTED : SS_REFUSED);
     uint32_t expected = SS_OK;
-    if (atomic_compare_exchange_strong(&pipeline->piece_states[piece].result, &expected,
-                                       redirected ? SS_REDIRECTED : SS_REFUSED)) {
+    if (atomic_compare_exchange_strong(&pipeline->piece_states[piece].result, &expected, (uint32_t)result)) {
         size_t kept = length < sizeof refused->error - 1 ? length : sizeof refused->error - 1;
         memcpy(refused->error, text, kept);
         refused->error[kept] = '\0';
     }
-    if (!redirected) {
-        ss_fetch_fail(pipeline, piece, SS_REFUSED, 0);
+    if (result != SS_REDIRECTED) {
+        ss_fetch_fail(pipeline, piece, result, 0);
     }
 }
 
@@ -410,9 +378,8 @@ void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result) {
 }
 
 void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece) {
-    if (atomic_fetch_sub(&pipeline->piece_states[piece].remaining, 1) == 1) {
-        ss_piece_unmap(pipeline, piece);
-    }
+    uint32_t left = atomic_fetch_sub(&pipeline->piece_states[piece].remaining, 1) - 1;
+    pipeline->executor->part_done(pipeline, piece, left);
 }
 
 int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece) {
@@ -432,7 +399,7 @@ static enum ss_result piece_result(struct ss_pipeline *pipeline, uint32_t piece)
     if (aborted == SS_OK || !ss_piece_useful(state)) {
         return SS_SKIPPED;
     }
-    group_ends(state->group, state->chunk);
+    ss_group_ends(state->group, state->chunk);
     return aborted;
 }
 
@@ -443,7 +410,6 @@ enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline) {
     for (uint32_t i = 0; i < round->piece_count; i++) {
         enum ss_result result = piece_result(pipeline, i);
         round->pieces[i].result = result;
-        ss_piece_unmap(pipeline, i);
         if (first == SS_OK && result != SS_SKIPPED) {
             first = result;
         }

@@ -27,7 +27,7 @@
  * Slices handed on at a time. Waking a thread costs several microseconds, tens on a virtual machine; so few slices cost
  * the next stage no time to speak of.
  */
-enum { PASS_COUNT = 4 };
+enum { PASS_COUNT = SS_POP_MAX };
 
 /* The default of device_timeout_ms. */
 enum { DEVICE_TIMEOUT_MS = 10000 };
@@ -102,13 +102,6 @@ static uint64_t item_delivered_bytes(const struct ss_pipeline *pipeline, const s
 static void item_delivered(struct ss_pipeline *pipeline, const struct ss_item *item) {
     atomic_fetch_add(&pipeline->fetch.delivered_bytes, item_delivered_bytes(pipeline, item));
     ss_piece_part_done(pipeline, item->piece);
-}
-
-/* A slice is through with a stage, whatever came of it: without the chunked pipeline, the others may wait for it. */
-static void item_leaves(struct ss_pipeline *pipeline, enum ss_stage stage, const struct ss_item *item) {
-    if (!pipeline->options.chunked_pipeline) {
-        ss_barrier_leave(pipeline, stage, item->piece);
-    }
 }
 
 /* A slice's span in a stage. */
@@ -187,10 +180,9 @@ static void slot_finish(struct slot *slot, enum ss_result result, int delivered)
     } else if (result != SS_OK) {
         ss_fetch_fail(pipeline, slot->item.piece, result, 0);
     }
-    if (result == SS_OK && !delivered && pipeline->options.chunked_pipeline) {
+    if (result == SS_OK && !delivered) {
         engine->passed[engine->passed_count++] = slot->item;
     } else {
-        item_leaves(pipeline, slot->worker->stage, &slot->item);
         engine->retired++;
     }
     slot->busy = 0;
@@ -325,7 +317,7 @@ static void deliver_start(struct ss_worker *worker, const struct ss_item *item) 
 static void engine_pass(struct ss_worker *worker, uint32_t least) {
     struct ss_engine *engine = worker->engine;
     if (engine->passed_count >= least) {
-        ss_queue_push(&worker->pipeline->dequantize_queue, engine->passed, engine->passed_count);
+        worker->pipeline->executor->pass(worker->pipeline, worker->stage, engine->passed, engine->passed_count);
         engine->passed_count = 0;
     }
 }
@@ -399,15 +391,11 @@ static void engine_progress(struct ss_worker *worker) {
 
 static void engine_item(struct ss_worker *worker, const struct ss_item *item) {
     struct ss_pipeline *pipeline = worker->pipeline;
-    while (worker->engine->free_slots == NULL) {
-        engine_progress(worker);
-    }
     int given_up = atomic_load(&pipeline->given_up) != 0;
     if (given_up) {
         ss_fetch_fail(pipeline, item->piece, SS_DEVICE, 0);
     }
     if (given_up || ss_fetch_drops(pipeline, item->piece)) {
-        item_leaves(pipeline, worker->stage, item);
         ss_fetch_done(pipeline, 1);
         return;
     }
@@ -435,7 +423,8 @@ void *ss_engine_thread(void *argument) {
     ss_worker_ready(pipeline, opened);
     while (opened == SS_OK) {
         int idle = worker->engine->in_flight == 0; /* and so nothing is left to pass on */
-        uint32_t count = ss_queue_pop(queue, items, SS_POP_MAX, idle);
+        uint32_t room = pipeline->capabilities.in_flight_max - worker->engine->in_flight;
+        uint32_t count = ss_queue_pop(queue, items, room < SS_POP_MAX ? room : SS_POP_MAX, idle);
         if (count == 0 && idle) {
             break;
         }
@@ -464,12 +453,10 @@ static int dequantize_item(struct ss_worker *worker, const struct ss_item *item)
             dropped = 1;
         }
     }
-    if (!dropped && pipeline->options.chunked_pipeline) {
-        return 1;
+    if (dropped) {
+        ss_fetch_done(pipeline, 1);
     }
-    item_leaves(pipeline, SS_STAGE_DEQUANTIZE, item);
-    ss_fetch_done(pipeline, 1);
-    return 0;
+    return !dropped;
 }
 
 void *ss_dequantize_thread(void *argument) {
@@ -487,8 +474,8 @@ void *ss_dequantize_thread(void *argument) {
             if (dequantize_item(worker, &items[i])) {
                 items[passed++] = items[i];
             }
-            if (passed == PASS_COUNT || i + 1 == count) {
-                ss_queue_push(&pipeline->dma_queue, items, passed);
+            if (passed > 0 && (passed == PASS_COUNT || i + 1 == count)) {
+                pipeline->executor->pass(pipeline, SS_STAGE_DEQUANTIZE, items, passed);
                 passed = 0;
             }
         }
