@@ -284,22 +284,79 @@ TARGET_INLINE void elements_fill(const struct ss_kvrans_block *block, int half, 
     }
 }
 
+/* What the lines of a tile become: binned elements of indices, or else lossless ones of their first bytes. */
+struct making {
+    const struct ss_kvrans_elements *elements;
+    const struct ss_kvrans_planes *planes;
+    size_t columns;
+    uint32_t size; /* of an element, in bytes */
+};
+
 /*
- * place_of() returns where in a line the index of a column is: unpacking bytes works inside 128-bit lanes, so that lane
- * k has columns 8k to 8k + 7 and then 32 + 8k to 32 + 8k + 7.
+ * place_of() returns where in a line a column is: unpacking bytes works inside 128-bit lanes. So for elements of two
+ * bytes lane k has columns 8k to 8k + 7 and then 32 + 8k to 32 + 8k + 7; for four, 4k to 4k + 3, then 16 + 4k and so
+ * on.
  */
-TARGET_INLINE uint32_t place_of(uint32_t column) {
-    return column % 32 / 8 * 16 + column / 32 * 8 + column % 8;
+TARGET_INLINE uint32_t place_of(uint32_t column, uint32_t size) {
+    if (size == 2)
+        return column % 32 / 8 * 16 + column / 32 * 8 + column % 8;
+    return size == 4 ? column % 16 / 4 * 16 + column / 16 * 4 + column % 4 : column;
 }
 
-/* row_stream() writes 64 elements of a row past the caches, of indices in the order of place_of(). */
-TARGET_INLINE void row_stream(const uint8_t *line, const uint8_t (*bytes)[SS_KVRANS_INDEX_MAX], uint8_t *target) {
-    const __m512i index = _mm512_load_si512(line);
-    const __m512i lower = _mm512_permutexvar_epi8(index, _mm512_load_si512(bytes[0]));
-    const __m512i upper = _mm512_permutexvar_epi8(index, _mm512_load_si512(bytes[1]));
+/* row_merge2() and row_merge4() write 64 elements of a row past the caches. 'first' is in the order of place_of(). */
+TARGET_INLINE void row_merge2(__m512i first, const uint8_t *second, uint8_t *target) {
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m512i lower = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(second));
+    const __m512i low = _mm512_unpacklo_epi8(lower, first), high = _mm512_unpackhi_epi8(lower, first);
 
-    _mm512_stream_si512((void *)target, _mm512_unpacklo_epi8(lower, upper));
-    _mm512_stream_si512((void *)(target + 64), _mm512_unpackhi_epi8(lower, upper));
+    _mm512_stream_si512((void *)target, _mm512_shrdi_epi16(low, low, 1));
+    _mm512_stream_si512((void *)(target + 64), _mm512_shrdi_epi16(high, high, 1));
+}
+
+TARGET_INLINE void row_merge4(__m512i first, const uint8_t *const *lower, size_t at, uint8_t *target) {
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i second = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(lower[0] + at));
+    const __m512i third = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(lower[1] + at));
+    const __m512i fourth = _mm512_permutexvar_epi32(order, _mm512_loadu_si512(lower[2] + at));
+    const __m512i upper[2] = {_mm512_unpacklo_epi8(second, first), _mm512_unpackhi_epi8(second, first)};
+    const __m512i under[2] = {_mm512_unpacklo_epi8(fourth, third), _mm512_unpackhi_epi8(fourth, third)};
+
+    for (int half = 0; half < 2; half++) {
+        const __m512i low = _mm512_unpacklo_epi16(under[half], upper[half]);
+        const __m512i high = _mm512_unpackhi_epi16(under[half], upper[half]);
+        _mm512_stream_si512((void *)(target + 128 * half), _mm512_ror_epi32(low, 1));
+        _mm512_stream_si512((void *)(target + 128 * half + 64), _mm512_ror_epi32(high, 1));
+    }
+}
+
+/* row_stream() writes 64 elements, from column 'at' of 'row' on. */
+TARGET_INLINE void row_stream(const struct making *making, int binned, const uint8_t *line, uint32_t row, size_t at,
+                              uint8_t *target) {
+    const __m512i first = _mm512_load_si512(line);
+
+    at += row * making->columns;
+    target += at * making->size;
+    if (binned) {
+        const uint8_t(*bytes)[SS_KVRANS_INDEX_MAX] = making->elements->bytes[row];
+        const __m512i lower = _mm512_permutexvar_epi8(first, _mm512_load_si512(bytes[0]));
+        const __m512i upper = _mm512_permutexvar_epi8(first, _mm512_load_si512(bytes[1]));
+        _mm512_stream_si512((void *)target, _mm512_unpacklo_epi8(lower, upper));
+        _mm512_stream_si512((void *)(target + 64), _mm512_unpackhi_epi8(lower, upper));
+    } else if (making->size == 2) {
+        row_merge2(first, making->planes->lower[0] + at, target);
+    } else if (making->size == 4) {
+        row_merge4(first, making->planes->lower, at, target);
+    } else { /* 0xCA: a ? b : c */
+        _mm512_stream_si512((void *)target,
+                            _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x7F), _mm512_srli_epi16(first, 1),
+                                                      _mm512_slli_epi16(first, 7), 0xCA));
+    }
+}
+
+/* row_prefetch() asks for what row_stream() will read; a line at its end, as the one at its beginning was the last. */
+TARGET_INLINE void row_prefetch(const struct making *making, uint32_t row, size_t at) {
+    for (uint32_t plane = 0; plane + 1 < making->size; plane++)
+        _mm_prefetch((const char *)(making->planes->lower[plane] + row * making->columns + at + 63), _MM_HINT_T0);
 }
 
 /*
@@ -316,51 +373,57 @@ TARGET_INLINE void coded_prefetch(const uint8_t *next) {
  * elements_decode() decodes a tile while it writes the elements of the one before, some rows behind each column: memory
  * then takes the lines of one tile during all of the time that the next one takes.
  */
-TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block,
-                                             const struct ss_kvrans_elements *elements, uint8_t *target,
-                                             struct states *given, struct shape shape) {
+TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block, const struct making *making,
+                                             uint8_t *target, struct states *given, struct shape shape) {
     enum { ROWS_EACH = SS_KVRANS_ROWS_MAX / TILE_COLUMNS };
     _Alignas(64) uint8_t tile[TILE_COLUMNS * SS_KVRANS_ROWS_MAX], lines[TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
-    const size_t stride = 2 * (size_t)block->columns;
     struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
     struct states states = *given;
 
     for (uint32_t first = 0; first < block->columns; first += TILE_COLUMNS) {
-        uint8_t *before = target + 2 * (size_t)first - 2 * TILE_COLUMNS;
         for (uint32_t column = 0; column < TILE_COLUMNS; column++) {
             input_ready(&input);
             coded_prefetch(input.next);
             column_decode(block, first + column, &states, shape, &input.next,
-                          tile + (size_t)place_of(column) * SS_KVRANS_ROWS_MAX);
+                          tile + (size_t)place_of(column, making->size) * SS_KVRANS_ROWS_MAX);
             if (input.next > input.end)
                 return SS_BAD_DATA;
-            for (uint32_t row = ROWS_EACH * column; first > 0 && row < ROWS_EACH * (column + 1); row++)
-                row_stream(lines + (size_t)row * TILE_COLUMNS, elements->bytes[row], before + row * stride);
+            for (uint32_t row = ROWS_EACH * column; row < ROWS_EACH * (column + 1); row++) {
+                if (!shape.bare)
+                    row_prefetch(making, row, first);
+                if (first > 0)
+                    row_stream(making, shape.bare, lines + (size_t)row * TILE_COLUMNS, row, first - TILE_COLUMNS,
+                               target);
+            }
         }
         for (uint32_t group = 0; group < GROUPS; group++)
             tile_store(tile + (size_t)GROUP * group, lines + (size_t)GROUP * group * TILE_COLUMNS, TILE_COLUMNS, GROUP,
                        TILE_COLUMNS);
     }
     for (uint32_t row = 0; row < SS_KVRANS_ROWS_MAX; row++)
-        row_stream(lines + (size_t)row * TILE_COLUMNS, elements->bytes[row],
-                   target + stride - 2 * TILE_COLUMNS + row * stride);
+        row_stream(making, shape.bare, lines + (size_t)row * TILE_COLUMNS, row, block->columns - TILE_COLUMNS, target);
     *given = states;
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
 
-#define ELEMENTS_DECODE(name, lane_groups)                                                                             \
-    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_elements *elements,  \
+#define ELEMENTS_DECODE(name, lane_groups, shift, range, bare)                                                         \
+    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct making *making,                \
                                       uint8_t *target, struct states *states) {                                        \
-        const struct shape shape = {GROUPS, lane_groups, 0, 0, 1, 1};                                                  \
-        return elements_decode(block, elements, target, states, shape);                                                \
+        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, bare};                                       \
+        return elements_decode(block, making, target, states, shape);                                                  \
     }
 
-ELEMENTS_DECODE(elements_decode_64, 1)
-ELEMENTS_DECODE(elements_decode_128, 2)
-ELEMENTS_DECODE(elements_decode_256, 4)
+ELEMENTS_DECODE(elements_decode_64, 1, 0, 0, 1)
+ELEMENTS_DECODE(elements_decode_128, 2, 0, 0, 1)
+ELEMENTS_DECODE(elements_decode_256, 4, 0, 0, 1)
+ELEMENTS_DECODE(planes_decode_64, 1, 0, 1, 0)
+ELEMENTS_DECODE(planes_decode_128, 2, 0, 1, 0)
+ELEMENTS_DECODE(planes_decode_256, 4, 0, 1, 0)
+ELEMENTS_DECODE(planes_decode_low, block->lanes / GROUP, block->shift, 0, 0)
 
 TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block, enum ss_dtype dtype,
                                              const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
+    const struct making making = {.elements = scratch, .columns = block->columns, .size = 2};
     struct states states = states_load(block);
     enum ss_result result;
 
@@ -369,9 +432,24 @@ TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block
     else
         elements_fill(block, 0, scales, scratch);
     if (block->lanes == 256)
-        result = elements_decode_256(block, scratch, target, &states);
+        result = elements_decode_256(block, &making, target, &states);
     else
-        result = (block->lanes == 128 ? elements_decode_128 : elements_decode_64)(block, scratch, target, &states);
+        result = (block->lanes == 128 ? elements_decode_128 : elements_decode_64)(block, &making, target, &states);
+    return states_ended(block, &states) ? result : SS_BAD_DATA;
+}
+
+TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
+                                           uint8_t *target) {
+    const struct making making = {.planes = planes, .columns = block->columns, .size = planes->count};
+    struct states states = states_load(block);
+    enum ss_result result;
+
+    if (!is_range(block))
+        result = planes_decode_low(block, &making, target, &states);
+    else if (block->lanes == 256)
+        result = planes_decode_256(block, &making, target, &states);
+    else
+        result = (block->lanes == 128 ? planes_decode_128 : planes_decode_64)(block, &making, target, &states);
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 
@@ -379,6 +457,7 @@ const struct ss_kvrans_kernels ss_kvrans_kernels_avx512 = {
     .name = "own, avx512",
     .decode = decode,
     .decode_elements = decode_elements,
+    .decode_planes = decode_planes,
     .transpose = ss_kvrans_transpose_avx512,
     .present = ss_kvrans_present_avx512,
     .map = ss_kvrans_map_avx512,
