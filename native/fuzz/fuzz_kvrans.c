@@ -5,7 +5,9 @@
  * Invariants: the result is SS_OK or SS_BAD_DATA; nothing outside source and target is touched, both of which end at a
  * guard page; every variant of the kernels comes to the same result, and to the same bytes where that is SS_OK.
  *
- * Input: three bytes for the target's size, then the stream.
+ * So do lossless elements that are made of it, where the size is that of whole vectors.
+ *
+ * Input: three bytes for the target's size, and the elements' dtype in its upper bits, then the stream.
  */
 #include "check.h"
 #include "shadowserve.h"
@@ -14,9 +16,34 @@ enum { TARGET_MAX = 1 << 18, SOURCE_MAX = 1 << 18 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
+/* check_elements() makes elements of a stream whose result and symbols are known. */
+static void check_elements(const uint8_t *source, size_t source_size, enum ss_dtype dtype, const uint8_t *symbols,
+                           size_t size, enum ss_result expected) {
+    static _Alignas(64) uint8_t scratch[TARGET_MAX], wanted[TARGET_MAX], made[TARGET_MAX];
+    const size_t columns = source_size >= 4 ? (size_t)source[1] | (size_t)source[2] << 8 | (size_t)source[3] << 16 : 0;
+    const size_t vector = columns * ss_dtype_size(dtype);
+    struct ss_stream stream = {.source = source, .target = scratch, .source_size = source_size, .target_size = size};
+    const struct ss_elements elements = {.target = made,
+                                         .vectors = vector != 0 ? size / vector : 0,
+                                         .vector_length = columns,
+                                         .scale_vectors = 1,
+                                         .quantizer = SS_QUANTIZER_LOSSLESS,
+                                         .dtype = dtype};
+
+    if (elements.vectors == 0 || size % vector != 0)
+        return;
+    ss_decode_many(SS_CODEC_KVRANS, &stream, &elements, 1);
+    CHECK(stream.result == expected, "dtype %d: result %d, not %d", (int)dtype, (int)stream.result, (int)expected);
+    if (expected == SS_OK)
+        CHECK(ss_dequantize(SS_QUANTIZER_LOSSLESS, dtype, symbols, NULL, elements.vectors, columns, wanted) == SS_OK &&
+                  memcmp(made, wanted, size) == 0,
+              "dtype %d: other elements", (int)dtype);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static struct guarded source_region, target_region;
     static uint8_t reference[TARGET_MAX];
+    static const enum ss_dtype dtypes[] = {SS_DTYPE_UINT8, SS_DTYPE_BFLOAT16, SS_DTYPE_FLOAT32};
     enum ss_result expected = SS_OK;
     size_t target_size;
 
@@ -42,6 +69,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         }
         CHECK(result == expected, "isa %d: result %d, scalar %d", (int)isa, (int)result, (int)expected);
         CHECK(result != SS_OK || memcmp(target, reference, target_size) == 0, "isa %d: other bytes", (int)isa);
+        if (isa != SS_ISA_SCALAR)
+            check_elements(source, size - 3, dtypes[(data[0] >> 2) % 3], reference, target_size, expected);
     }
     return 0;
 }

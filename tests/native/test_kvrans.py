@@ -80,3 +80,15 @@ def test_columns_make_it_smaller_than_deflate(bins: int, most: float) -> None:
 def test_noise_is_stored() -> None:
     plain = np.random.default_rng(3).bytes(1 << 18)
     assert len(native.compress(Codec.KVRANS, plain, 1024)) == len(plain) + 6
+
+
+def test_mantissas_are_not_coded_for_a_thousandth(isa: native.Isa) -> None:
+    rng = np.random.default_rng(5)
+    values = (rng.normal(size=(256, 1024)) * rng.lognormal(0, 0.6, 1024)).astype(np.float32)
+    elements = (values.view(np.uint32) >> 16).astype(np.uint16)
+    rotated = elements << 1 | elements >> 15
+    exponents, mantissas = (rotated >> 8).astype(np.uint8).tobytes(), rotated.astype(np.uint8).tobytes()
+    stream = native.compress(Codec.KVRANS, exponents + mantissas, 1024)
+    assert stream.endswith(bytes([0, 255]) + mantissas)  # a stored block of 256 rows
+    assert len(stream) < len(mantissas) + 0.4 * len(exponents)
+    assert decode(stream, 2 << 18) == exponents + mantissas

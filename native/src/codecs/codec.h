@@ -45,7 +45,7 @@ extern const struct ss_codec_functions ss_codec_kvrans;
 extern const struct ss_codec_functions ss_codec_lz4;
 extern const struct ss_codec_functions ss_codec_zstd;
 
-/* ss_kvrans_decode() is ss_decode_direct() (decode.h) for kvrans and a binned quantizer. */
+/* ss_kvrans_decode() is ss_decode_direct() (decode.h) for kvrans. */
 enum ss_result ss_kvrans_decode(const struct ss_stream *stream, const struct ss_elements *elements);
 
 /*

@@ -2,8 +2,8 @@
 /*
  * decode.c - from a stream to elements where they are wanted
  *
- * In two steps, through symbols in a core's cache, any codec and any quantizer can. kvrans also has a kernel that
- * does both at once: the core then decodes while the memory takes what was decoded, where two steps first keep the one
+ * In two steps, through symbols in a core's cache, any codec and any quantizer can. kvrans also has kernels that
+ * do both at once: the core then decodes while the memory takes what was decoded, where two steps first keep the one
  * waiting and then the other.
  *
  * Elements are written past the caches: a slice's are read again after the whole round, by another core or a device.
@@ -33,8 +33,7 @@ enum ss_result ss_elements_make(const struct ss_elements *elements, const uint8_
 
 enum ss_result ss_decode_direct(enum ss_codec codec, const struct ss_stream *stream,
                                 const struct ss_elements *elements) {
-    return codec == SS_CODEC_KVRANS && elements->quantizer == SS_QUANTIZER_BINNED ? ss_kvrans_decode(stream, elements)
-                                                                                  : SS_NOT_SUPPORTED;
+    return codec == SS_CODEC_KVRANS ? ss_kvrans_decode(stream, elements) : SS_NOT_SUPPORTED;
 }
 
 /* elements_fit() returns whether a stream of 'size' bytes of symbols can be what 'elements' are made of. */

@@ -16,6 +16,9 @@ enum {
     ROW_LENGTH_UNKNOWN_MAX = 1024, /* bytes of a row where the source has none */
     LANES_128_CELLS = 64 * 1024,   /* each lane costs a byte and a half: from here on under 0.8 % for 128 of them */
     LANES_256_CELLS = 192 * 1024,
+    SAVED_LEAST = 32, /* one of so many bytes, or a block is stored */
+    SAMPLE_COLUMNS = 64,
+    SAMPLE_STRETCH = 16, /* columns side by side */
 };
 
 struct ss_kvrans_encoder {
@@ -200,38 +203,74 @@ static void put_coded(struct writer *writer, const struct ss_kvrans_encoder *enc
         memcpy(writer->start + header + 4, length, 4);
 }
 
-/* block_encode() appends one block, coded where that is smaller. */
+/*
+ * pays() returns whether coding 'cells' bytes to 'size' is worth that they are decoded: a plane of mantissas would be
+ * decoded for a thousandth, where stored bytes are read from where they lie.
+ */
+static int pays(uint64_t size, size_t cells) {
+    return size + cells / SAVED_LEAST < cells;
+}
+
+/* block_plan() decides all about a block, whose place in memory and shape the plan has; returns about what it takes. */
+static uint64_t block_plan(const struct ss_kvrans_kernels *kernels, struct ss_kvrans_encoder *encoder,
+                           const uint8_t *source, size_t cells, const struct ss_kvrans_extremes *extremes) {
+    ss_kvrans_alphabet_choose(kernels, extremes, source, cells, &encoder->alphabet);
+    kernels->count(&encoder->plan, &encoder->alphabet);
+    ss_kvrans_tables_choose(kernels, &encoder->logs, &encoder->plan, encoder->alphabet.count, encoder->column_table,
+                            &encoder->tables);
+    while (ss_kvrans_shift_more(&encoder->logs, cells, &encoder->alphabet, &encoder->tables))
+        continue;
+    return encoder->tables.coded_bits / 8 + cells * encoder->alphabet.shift / 8;
+}
+
+/* sample_pays() returns whether some columns look worth coding, for a tenth of what all of them would take. */
+static int sample_pays(const struct ss_kvrans_kernels *kernels, struct ss_kvrans_encoder *encoder,
+                       const uint8_t *source, uint32_t rows, uint32_t columns) {
+    const uint32_t apart = columns / (SAMPLE_COLUMNS / SAMPLE_STRETCH);
+    uint8_t *sample = encoder->coded;
+    struct ss_kvrans_extremes extremes;
+
+    if (columns < 2 * SAMPLE_COLUMNS)
+        return 1;
+    for (uint32_t row = 0; row < rows; row++) {
+        for (uint32_t column = 0; column < SAMPLE_COLUMNS; column += SAMPLE_STRETCH)
+            memcpy(sample + row * SAMPLE_COLUMNS + column,
+                   source + (size_t)row * columns + column / SAMPLE_STRETCH * apart, SAMPLE_STRETCH);
+    }
+    encoder->plan.columns = SAMPLE_COLUMNS;
+    kernels->transpose(&encoder->plan, sample, &extremes);
+    if (extremes.most - extremes.least < SS_KVRANS_INDEX_MAX ||
+        extremes.signed_most - extremes.signed_least < SS_KVRANS_INDEX_MAX)
+        return 1;
+    return pays(block_plan(kernels, encoder, sample, (size_t)rows * SAMPLE_COLUMNS, &extremes),
+                (size_t)rows * SAMPLE_COLUMNS);
+}
+
+/* block_encode() appends one block, coded where that pays. */
 static void block_encode(const struct ss_kvrans_kernels *kernels, struct ss_kvrans_encoder *encoder,
                          const uint8_t *source, uint32_t rows, uint32_t columns, struct writer *writer) {
     struct ss_kvrans_plan *plan = &encoder->plan;
     const size_t cells = (size_t)rows * columns;
-    struct writer before = *writer;
+    const struct writer before = *writer;
     struct ss_kvrans_extremes extremes;
-    uint64_t size;
 
     plan->rows = rows;
-    plan->columns = columns;
     plan->lanes = rows > 128 && cells >= LANES_256_CELLS ? 256 : rows > 64 && cells >= LANES_128_CELLS ? 128 : 64;
-    kernels->transpose(plan, source, &extremes);
-    ss_kvrans_alphabet_choose(kernels, &extremes, source, cells, &encoder->alphabet);
-    kernels->count(plan, &encoder->alphabet);
-    ss_kvrans_tables_choose(kernels, &encoder->logs, plan, encoder->alphabet.count, encoder->column_table,
-                            &encoder->tables);
-    while (ss_kvrans_shift_more(&encoder->logs, cells, &encoder->alphabet, &encoder->tables))
-        continue;
-    size = encoder->tables.coded_bits / 8 + cells * encoder->alphabet.shift / 8;
-    if (size < cells) { /* else nothing is gained, and coded bytes might not fit their buffer */
-        uint8_t *end = encoder->coded + SS_KVRANS_ENCODE_SLACK + cells, *coded;
-        kernels->map(plan, &encoder->alphabet, encoder->planes);
-        encode_tables_make(&encoder->tables, plan);
-        coded = kernels->encode(plan, end, encoder->states_low, encoder->states_high);
-        put_coded(writer, encoder, coded, (size_t)(end - coded));
-        size = writer->size - before.size;
+    if (sample_pays(kernels, encoder, source, rows, columns)) {
+        plan->columns = columns;
+        kernels->transpose(plan, source, &extremes);
+        if (pays(block_plan(kernels, encoder, source, cells, &extremes), cells)) {
+            uint8_t *end = encoder->coded + SS_KVRANS_ENCODE_SLACK + cells, *coded;
+            kernels->map(plan, &encoder->alphabet, encoder->planes);
+            encode_tables_make(&encoder->tables, plan);
+            coded = kernels->encode(plan, end, encoder->states_low, encoder->states_high);
+            put_coded(writer, encoder, coded, (size_t)(end - coded));
+            if (pays(writer->size - before.size, cells))
+                return;
+        }
     }
-    if (size >= cells) {
-        *writer = before;
-        put_stored(writer, source, rows, columns);
-    }
+    *writer = before;
+    put_stored(writer, source, rows, columns);
 }
 
 size_t ss_kvrans_compress_bound(size_t size) {

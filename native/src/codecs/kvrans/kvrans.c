@@ -316,7 +316,7 @@ static enum ss_result block_elements(const struct ss_kvrans_block *block, const 
 
     for (uint32_t row = 0; row < block->rows; row++)
         decoder->scales[row] = ss_float_of_bits(ss_load32(elements->scales, (first + row) / elements->scale_vectors));
-    if (stored == NULL && ss_kvrans_elements_fit(block, elements->dtype, target))
+    if (stored == NULL && block->shift == 0 && ss_kvrans_elements_fit(block, target))
         return kernels->decode_elements(block, elements->dtype, decoder->scales, &decoder->elements, target);
     result = block_decode(block, stored, symbols);
     if (result != SS_OK)
@@ -340,19 +340,104 @@ static enum ss_result blocks_elements(struct reader *reader, struct ss_kvrans_de
     return reader->next == reader->end ? SS_OK : SS_BAD_DATA;
 }
 
-enum ss_result ss_kvrans_decode(const struct ss_stream *stream, const struct ss_elements *elements) {
+/* ---- Lossless elements --------------------------------------------------------------------------------------- */
+
+/* Where the blocks of each plane are still to be read. */
+struct plane_readers {
+    struct reader of[4];
+    uint32_t count;
+};
+
+/*
+ * planes_find() finds where each plane begins. SS_NOT_SUPPORTED unless all blocks are of 256 rows, and coded where they
+ * are of the first plane.
+ */
+static enum ss_result planes_find(struct reader reader, uint32_t columns, size_t blocks,
+                                  struct plane_readers *readers) {
+    for (uint32_t plane = 0; plane < readers->count; plane++) {
+        readers->of[plane] = reader;
+        for (size_t block = 0; block < blocks; block++) {
+            const uint8_t *header = take(&reader, SS_KVRANS_STORED_HEADER), *length = NULL, *body;
+            if (header != NULL && header[1] != SS_KVRANS_ROWS_MAX - 1)
+                return SS_NOT_SUPPORTED;
+            if (header != NULL && header[0] == SS_KVRANS_STORED && plane == 0)
+                return SS_NOT_SUPPORTED;
+            if (header != NULL && header[0] == SS_KVRANS_CODED)
+                length = take(&reader, SS_KVRANS_CODED_HEADER - SS_KVRANS_STORED_HEADER);
+            if (header == NULL || (header[0] != SS_KVRANS_STORED && length == NULL))
+                return SS_BAD_DATA;
+            body = take(&reader, length != NULL ? load32(length + 2) : (size_t)SS_KVRANS_ROWS_MAX * columns);
+            if (body == NULL)
+                return SS_BAD_DATA;
+        }
+    }
+    return reader.next == reader.end ? SS_OK : SS_BAD_DATA;
+}
+
+/* planes_block() makes the elements of the next block of each plane. Lower planes that are coded go to 'symbols'. */
+static enum ss_result planes_block(struct plane_readers *readers, struct ss_kvrans_decoder *decoder, uint32_t columns,
+                                   uint8_t *symbols, uint8_t *target) {
+    struct ss_kvrans_planes planes = {.count = readers->count};
+    struct ss_kvrans_block block;
+    const uint8_t *stored;
+
+    for (uint32_t plane = readers->count; plane-- > 1;) {
+        uint8_t *place = symbols + (size_t)(plane - 1) * SS_KVRANS_ROWS_MAX * columns;
+        enum ss_result result = SS_BAD_DATA;
+        if (block_parse(&readers->of[plane], decoder, columns, SS_KVRANS_ROWS_MAX, &block, &stored))
+            result = stored != NULL ? SS_OK : block_decode(&block, NULL, place);
+        if (result != SS_OK)
+            return result;
+        planes.lower[plane - 1] = stored != NULL ? stored : place;
+    }
+    if (!block_parse(&readers->of[0], decoder, columns, SS_KVRANS_ROWS_MAX, &block, &stored))
+        return SS_BAD_DATA;
+    return ss_kvrans_kernels_find(ss_isa_active())->decode_planes(&block, &planes, target);
+}
+
+/* planes_elements() makes lossless elements; where it returns SS_NOT_SUPPORTED, it did nothing. */
+static enum ss_result planes_elements(const struct reader *reader, struct ss_kvrans_decoder *decoder,
+                                      const struct ss_elements *elements, uint8_t *symbols) {
+    const uint32_t columns = (uint32_t)elements->vector_length;
+    const size_t blocks = elements->vectors / SS_KVRANS_ROWS_MAX;
+    struct plane_readers readers = {.count = (uint32_t)ss_dtype_size(elements->dtype)};
+    const size_t block_size = (size_t)SS_KVRANS_ROWS_MAX * columns * readers.count;
+    enum ss_result result = SS_NOT_SUPPORTED;
+
+    if (elements->vectors % SS_KVRANS_ROWS_MAX == 0)
+        result = planes_find(*reader, columns, blocks, &readers);
+    for (size_t block = 0; result == SS_OK && block < blocks; block++)
+        result = planes_block(&readers, decoder, columns, symbols, (uint8_t *)elements->target + block * block_size);
+    return result;
+}
+
+/* direct_fits() returns whether there are kernels for such elements, if their blocks are as the encoder makes them. */
+static int direct_fits(const struct ss_stream *stream, const struct ss_elements *elements) {
     const struct ss_kvrans_block likely = {.rows = SS_KVRANS_ROWS_MAX, .columns = (uint32_t)elements->vector_length};
+    const size_t size = ss_dtype_size(elements->dtype);
+
+    if (ss_kvrans_kernels_find(ss_isa_active())->decode_elements == NULL || elements->vectors < SS_KVRANS_ROWS_MAX ||
+        !ss_kvrans_elements_fit(&likely, elements->target) || stream->source == NULL || stream->target == NULL)
+        return 0;
+    if (elements->quantizer == SS_QUANTIZER_LOSSLESS)
+        return size != 0 && stream->target_size == elements->vectors * elements->vector_length * size;
+    return elements->quantizer == SS_QUANTIZER_BINNED &&
+           (elements->dtype == SS_DTYPE_FLOAT16 || elements->dtype == SS_DTYPE_BFLOAT16);
+}
+
+enum ss_result ss_kvrans_decode(const struct ss_stream *stream, const struct ss_elements *elements) {
     struct reader reader = {.next = stream->source, .end = (const uint8_t *)stream->source + stream->source_size};
     struct ss_kvrans_decoder *decoder = decoder_find();
     enum ss_result result;
 
-    if (ss_kvrans_kernels_find(ss_isa_active())->decode_elements == NULL || elements->vectors < SS_KVRANS_ROWS_MAX ||
-        !ss_kvrans_elements_fit(&likely, elements->dtype, elements->target) || decoder == NULL ||
-        stream->source == NULL || stream->target == NULL || header_read(&reader) != elements->vector_length)
+    if (!direct_fits(stream, elements) || decoder == NULL || header_read(&reader) != elements->vector_length)
         return SS_NOT_SUPPORTED; /* in two steps it may work, or they say what is wrong */
-    if (!scales_finite(elements))
+    if (elements->quantizer == SS_QUANTIZER_LOSSLESS)
+        result = planes_elements(&reader, decoder, elements, stream->target);
+    else if (scales_finite(elements))
+        result = blocks_elements(&reader, decoder, elements, stream->target);
+    else
         return SS_BAD_DATA;
-    result = blocks_elements(&reader, decoder, elements, stream->target);
     ss_streams_order();
     return result;
 }

@@ -70,6 +70,12 @@ struct ss_kvrans_elements {
     _Alignas(64) uint8_t bytes[SS_KVRANS_ROWS_MAX][2][SS_KVRANS_INDEX_MAX];
 };
 
+/* Where the planes behind the first one are, the most significant first: of the block's rows, one behind the other. */
+struct ss_kvrans_planes {
+    const uint8_t *lower[3];
+    uint32_t count; /* of all planes, so bytes of an element: 1, 2 or 4 */
+};
+
 /* ---- Encoding ------------------------------------------------------------------------------------------------ */
 
 /*
@@ -139,11 +145,19 @@ struct ss_kvrans_kernels {
 
     /*
      * decode_elements() is decode() and then ss_dequantize(), a row with the scale at 'scales', to elements of 'dtype'.
-     * For blocks of ss_kvrans_elements_fit() only. NULL where it would gain nothing. The caller orders its stores
-     * (ss_streams_order()).
+     * For blocks of ss_kvrans_elements_fit() only, whose shift is 0. NULL where it would gain nothing. The caller
+     * orders its stores (ss_streams_order()).
      */
     enum ss_result (*decode_elements)(const struct ss_kvrans_block *block, enum ss_dtype dtype, const float *scales,
                                       struct ss_kvrans_elements *scratch, uint8_t *target);
+
+    /*
+     * decode_planes() is decode() and then ss_dequantize() of lossless elements, of which the block is the first plane.
+     * For blocks of ss_kvrans_elements_fit() only. NULL where there is no decode_elements(). The caller orders its
+     * stores.
+     */
+    enum ss_result (*decode_planes)(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
+                                    uint8_t *target);
 
     /* transpose() fills 'cells' from rows * columns bytes at 'source' and finds their extremes. */
     void (*transpose)(const struct ss_kvrans_plan *plan, const uint8_t *source, struct ss_kvrans_extremes *extremes);
@@ -185,12 +199,11 @@ extern const struct ss_kvrans_kernels ss_kvrans_kernels_avx512;
 extern const struct ss_kvrans_kernels ss_kvrans_kernels_neon;
 
 /*
- * ss_kvrans_elements_fit() returns whether decode_elements() takes such a block: one that fills registers and whole
- * lines of memory, and whose indices say all about their symbols. That is nearly all that a model's KV comes in.
+ * ss_kvrans_elements_fit() returns whether decode_elements() and decode_planes() take blocks of this shape: they fill
+ * registers, and their elements whole lines of memory. That is nearly all that a model's KV comes in.
  */
-static inline int ss_kvrans_elements_fit(const struct ss_kvrans_block *block, enum ss_dtype dtype, const void *target) {
-    return block->shift == 0 && block->rows == SS_KVRANS_ROWS_MAX && block->columns % SS_KVRANS_GROUP == 0 &&
-           (dtype == SS_DTYPE_FLOAT16 || dtype == SS_DTYPE_BFLOAT16) && (uintptr_t)target % 64 == 0;
+static inline int ss_kvrans_elements_fit(const struct ss_kvrans_block *block, const void *target) {
+    return block->rows == SS_KVRANS_ROWS_MAX && block->columns % SS_KVRANS_GROUP == 0 && (uintptr_t)target % 64 == 0;
 }
 
 /* ss_kvrans_kernels_find() returns what ss_isa_active() stands for here, or the next best that this CPU can run. */

@@ -22,7 +22,6 @@ enum {
     COST_MOST = 12 << 8,      /* of a symbol that a group has not seen */
     COST_NEVER = 0x3FFF,      /* of every symbol in a group that does not exist */
     TABLE_BITS_OF_SYMBOL = 5, /* a coded frequency, about */
-    COLUMNS_ENOUGH = 256,     /* to find groups: of more, every third, fifth and so on */
     BUCKETS = 256,
 };
 
