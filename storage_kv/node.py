@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
 from shadowserve.errors import ConfigurationError, ShadowServeError
-from shadowserve.pool.store import Store
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Item, Lease
 from storage_kv.access.attempts import Attempts
 from storage_kv.access.audit import AuditLog
@@ -76,12 +76,12 @@ class Outgoing:
         """How much is kept in memory so that these bytes can be sent."""
         return self.source.length if isinstance(self.source, Item) else len(self.source.view)
 
-    def hold(self, store: Store) -> None:
+    def hold(self, store: Pool) -> None:
         """Keep the bytes until release(); a lease does so from its beginning. With the node's lock held."""
         if isinstance(self.source, Item):
             store.hold(self.source)
 
-    def release(self, store: Store) -> None:
+    def release(self, store: Pool) -> None:
         """Let go of the bytes. With the node's lock held."""
         if isinstance(self.source, Item):
             store.release(self.source)
@@ -262,7 +262,7 @@ class Node:
 
     config: StorageConfig
     users: Users
-    store: Store
+    store: Pool
     clock_ms: Callable[[], int]
     counters: Counters = field(default_factory=Counters)
     sessions: dict[int, Session] = field(default_factory=dict)

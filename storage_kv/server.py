@@ -24,8 +24,9 @@ from shadowserve.clock import wall_clock_ms
 from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
+from shadowserve.pool.device_pool import DevicePool
+from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.store import Store
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.resp import encode_error
 from shadowserve.signals import stop_signals
@@ -77,7 +78,7 @@ class StorageServer:
     def __init__(
         self,
         config: StorageConfig,
-        store: Store | None = None,
+        store: Pool | None = None,
         load: Callable[[], StorageConfig] | None = None,
     ) -> None:
         """Make a server that does not listen yet.
@@ -89,7 +90,9 @@ class StorageServer:
         """
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
         users = Users(config, BY_FULL_NAME)
-        self.node = Node(config, users, Pool(config.pool) if store is None else store, wall_clock_ms, audit=audit)
+        if store is None:
+            store = DevicePool(config.pool) if config.pool.devices else MemoryPool(config.pool)
+        self.node = Node(config, users, store, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node, load)
         self.operations.reconfiguration.follow("connections_max", self._follow_connections_max)
         self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from shadowserve.pool.store import Store
+from shadowserve.pool.pool import Pool
 
 __all__ = ["StoreThread"]
 
@@ -30,7 +30,7 @@ _CLOSING_S: Final = 10.0
 class StoreThread:
     """Drives one store, which has been started, until stop()."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Pool) -> None:
         """Start the thread, if the store has anything to be driven for."""
         self._store = store
         self._descriptors = store.descriptors()

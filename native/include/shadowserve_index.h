@@ -85,12 +85,14 @@ SS_API size_t ss_index_find_many(const struct ss_index *index, uint16_t tenant, 
 
 /*
  * ss_index_insert() puts an object in, as used last at 'now_s', and stores its slot; one of the same tenant and key is
- * replaced, in its slot. SS_NO_SPACE with 'objects_max' objects, SS_BAD_ARGUMENT for a record that no log may hold.
+ * replaced, in its slot. An object with SS_INDEX_NAMED is given 'name', its key's text, of at most 64 KiB; with NULL it
+ * keeps the one that it has. SS_NO_SPACE with 'objects_max' objects, SS_BAD_ARGUMENT for a record that no log may hold
+ * or a name that cannot be kept.
  * A parent may come later than its children, or be removed before them: its place is kept (for objects_max / 8 such
  * parents and no more: the children of the oldest then have none). A parent that is its own descendant is none.
  */
-SS_API enum ss_result ss_index_insert(struct ss_index *index, const struct ss_index_record *record, uint32_t now_s,
-                                      uint32_t *slot);
+SS_API enum ss_result ss_index_insert(struct ss_index *index, const struct ss_index_record *record, const uint8_t *name,
+                                      uint32_t name_length, uint32_t now_s, uint32_t *slot);
 
 /* ss_index_read() describes the object as a PUT; SS_NOT_FOUND for a slot without one. */
 SS_API enum ss_result ss_index_read(const struct ss_index *index, uint32_t slot, struct ss_index_record *record);

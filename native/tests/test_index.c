@@ -65,7 +65,7 @@ static void insert_random(struct ss_index *index, uint32_t now_s) {
         model.parent = KEYS;
     }
     bool replaces = models[record->tenant][model.number].record.kind != 0;
-    enum ss_result result = ss_index_insert(index, record, now_s, &slot);
+    enum ss_result result = ss_index_insert(index, record, NULL, 0, now_s, &slot);
     CHECK(result == (replaces || model_count(-1, -1) < OBJECTS_MAX ? SS_OK : SS_NO_SPACE), "result %d", (int)result);
     if (result == SS_OK) {
         models[record->tenant][model.number] = model;
@@ -263,7 +263,7 @@ static uint32_t put(struct ss_index *index, uint32_t number, uint32_t parent, ui
     if (parent != NONE) {
         key_make(record.parent, parent);
     }
-    CHECK(ss_index_insert(index, &record, now_s, &slot) == SS_OK, "insert %u", number);
+    CHECK(ss_index_insert(index, &record, NULL, 0, now_s, &slot) == SS_OK, "insert %u", number);
     return slot;
 }
 
@@ -611,6 +611,37 @@ static void test_names(void) {
     ss_index_close(index);
 }
 
+/* A put brings its name, or keeps the one that is there; one that fails leaves nothing behind. */
+static void test_put_names(void) {
+    struct ss_index *index = open_index(2, SS_INDEX_LRU);
+    struct ss_index_record one = named_put(1, 1), other = named_put(2, 1), third = named_put(3, 1);
+    uint64_t before = ss_index_memory(index);
+    uint32_t slot, again_slot;
+    uint8_t text[5000];
+    memset(text, 1, sizeof text);
+    CHECK(ss_index_insert(index, &one, text, LONG + 1, 1, &slot) == SS_BAD_ARGUMENT, "too long");
+    CHECK(ss_index_insert(index, &one, text, 5000, 1, &slot) == SS_OK, "named");
+    check_name(index, 1, 5000);
+    CHECK(ss_index_insert(index, &one, NULL, 0, 1, &again_slot) == SS_OK && again_slot == slot, "without a text");
+    check_name(index, 1, 5000);
+    CHECK(ss_index_insert(index, &one, text, 80, 1, &again_slot) == SS_OK && again_slot == slot, "another text");
+    check_name(index, 1, 80);
+    memset(text, 2, sizeof text);
+    CHECK(ss_index_insert(index, &other, text, 0, 1, &slot) == SS_OK, "an empty text");
+    check_name(index, 2, 0);
+    CHECK(ss_index_insert(index, &third, text, 80, 1, &slot) == SS_NO_SPACE, "full");
+    check_whole(index);
+    one.flags = 0;
+    CHECK(ss_index_insert(index, &one, text, 80, 1, &slot) == SS_BAD_ARGUMENT, "a name of what has none");
+    CHECK(ss_index_insert(index, &one, NULL, 0, 1, &slot) == SS_OK, "no name any more");
+    check_name(index, 1, -1);
+    ss_index_evict(index, slot);
+    ss_index_clear(index, -1, -1);
+    check_whole(index);
+    CHECK(ss_index_memory(index) <= before, "memory");
+    ss_index_close(index);
+}
+
 /* What is dumped says the same again. */
 static void test_dumped_names(void) {
     struct ss_index *index = open_index(64, SS_INDEX_LRU);
@@ -638,6 +669,7 @@ static void test_dumped_names(void) {
 
 int main(void) {
     test_names();
+    test_put_names();
     test_dumped_names();
     test_lru();
     test_pins();

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shadowserve.errors import NativeError
 from shadowserve.native._library import check, ffi, lib
 
 if TYPE_CHECKING:
@@ -59,6 +58,7 @@ INDEX_RECORD_DTYPE: Final = np.dtype(
 )
 """One record of a device's log and snapshot (``struct ss_index_record``), 128 bytes."""
 
+_NULL: Final = ffi.NULL
 _RIVALS_AT_ONCE: Final = 256
 _RECORD: Final = struct.Struct("<BBBBHxxIIIIIIQ32s32s24x")
 
@@ -91,7 +91,9 @@ class IndexFlag(enum.IntFlag):
     """Of a CLEAR record only."""
 
 
-_NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python, and it is joined for each put
+# A flag's own operators are functions of Python, and these are needed for each put.
+_PUT: Final = int(IndexRecordKind.PUT)
+_NAMED: Final = int(IndexFlag.NAMED)
 
 
 class IndexSift(enum.IntEnum):
@@ -252,13 +254,13 @@ class Index:
         self,
         tenant: int,
         key: bytes,
+        name: bytes | None = None,
         *,
         device: int,
         extent: int = 0,
         length: int,
         now_s: int,
         head_length: int = 0,
-        name: bytes | None = None,
         name_blocks: int = 0,
         flags: int = 0,
         expires_at_ms: int = 0,
@@ -274,8 +276,10 @@ class Index:
         Raises:
             NativeError: with ``Result.NO_SPACE`` when there are ``objects_max`` objects.
         """
-        self._buffer[:] = _RECORD.pack(
-            IndexRecordKind.PUT,
+        _RECORD.pack_into(
+            self._buffer,
+            0,
+            _PUT,
             flags if name is None else flags | _NAMED,
             device,
             name_blocks,
@@ -290,17 +294,11 @@ class Index:
             key,
             parent or NO_PARENT,
         )
-        code = lib.ss_index_insert(self._index, self._record, now_s, self._slot)
+        text, text_length = (_NULL, 0) if name is None else (name, len(name))
+        code = lib.ss_index_insert(self._index, self._record, text, text_length, now_s, self._slot)
         if code:
             check(code, f"putting an object into an index of at most {self.objects_max}")
-        slot = int(self._slot[0])
-        if name is not None:
-            try:
-                self.set_name(slot, name)
-            except NativeError:
-                self.remove(slot)
-                raise
-        return slot
+        return self._slot[0]  # type: ignore[no-any-return]
 
     def set_name(self, slot: int, name: bytes) -> None:
         """Keep the text of an object's key, which has the flag NAMED.
@@ -355,7 +353,7 @@ class Index:
 
     def victim(self, now_s: int, device: int = ANY, tenant: int = ANY) -> int:
         """Return the slot of what to evict next; 0: nothing. It may lie on another device (the end of a chain)."""
-        return int(lib.ss_index_victim(self._index, device, tenant, now_s))
+        return lib.ss_index_victim(self._index, device, tenant, now_s)
 
     def ghost(self, tenant: int, key: bytes) -> bool:
         """Return whether the key was evicted or remembered lately."""

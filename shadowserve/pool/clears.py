@@ -40,19 +40,18 @@ class _Job:
 
 
 class Clears:
-    """The clears that are not done with yet."""
+    """The clears that are not done with yet.
+
+    Attributes:
+        under_way: whether there may be entries that are covered.
+    """
 
     def __init__(self, index: Index) -> None:
-        """Make it empty."""
+        self.under_way = False
         self._index = index
         self._marks: dict[int, int] = {}
         self._jobs: deque[_Job] = deque()
         self._living: defaultdict[int, int] = defaultdict(int)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether there may be entries that are covered."""
-        return bool(self._marks)
 
     def begin(self, tenant: int, generation: int) -> None:
         """Cover all of a tenant's entries (:data:`ANY`: of all tenants) up to the one that was put last."""
@@ -64,6 +63,7 @@ class Clears:
             self._jobs = deque(job for job in self._jobs if job.tenant != tenant)
             self._living[tenant] = 0
         self._marks[tenant] = generation
+        self.under_way = True
         self._jobs.append(_Job(tenant, generation))
 
     def covers(self, tenant: int, generation: int) -> bool:
@@ -93,6 +93,7 @@ class Clears:
     def _end(self, job: _Job) -> None:
         if self._marks.get(job.tenant) == job.generation:
             del self._marks[job.tenant]
+            self.under_way = bool(self._marks)
         if job.tenant == ANY:
             self._living = defaultdict(int, {tenant: self._living[tenant] for tenant in self._marks})
         elif ANY not in self._marks:

@@ -3,7 +3,6 @@
 Everything here is called with the pool's lock held.
 """
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from shadowserve.pool.clears import Clears
 from shadowserve.pool.copies import Copies
 from shadowserve.pool.disk import Disk, Place, Quarantined
 from shadowserve.pool.entries import MEMORY_ONLY, Entry
-from shadowserve.pool.heap import Heap
+from shadowserve.pool.keys import CHUNK_KEY_BYTES
 from shadowserve.pool.pins import Pins
 from shadowserve.pool.volume.volume import Call, VolumeError
 from shadowserve.pool.wake import Wake
@@ -85,10 +84,11 @@ class Core:
     Attributes:
         writes: those under way.
         waker: has the pool's thread look after the pool.
-        heap: has the values of a pool without devices; None where there are devices, whose arenas have them.
         pins: which entries are pinned, by slot.
         clears: what was cleared, and is in the index still.
         weights: who has how many bytes.
+        ticks: clock of the counters of time, in ns.
+        held_bytes: of the budget, what only those need who send it; with devices, the budget is of their room.
     """
 
     def __init__(
@@ -96,30 +96,32 @@ class Core:
         index: Index,
         clears: Clears,
         arenas: Arenas,
-        heap: Heap | None,
         disks: list[Disk],
         admission: Admission,
         waker: Wake,
         clock_ms: Callable[[], int],
+        ticks: Callable[[], int],
     ) -> None:
-        """Join the parts."""
         self.waker = waker
         self.index = index
         self.arenas = arenas
-        self.heap = heap
         self.copies = Copies(arenas)
         self.disks = disks
         self.admission = admission
         self.clock_ms = clock_ms
-        self.ticks: Callable[[], int] = time.perf_counter_ns
+        self.ticks = ticks
         self.counters = Counters()
         self.generation = 1
-        self.pins: Pins[int] = Pins()
+        self.pins = Pins()
         self.clears = clears
-        self.weights: Weights[int] = Weights()
+        self.weights = Weights(index.used_bytes)
         self.writes = Writes()
+        self.held_bytes = 0
 
     # ---- the pool's thread
+
+    def turn(self) -> None:
+        """Do what is to be done ten times a second."""
 
     def step_disks(self, now_ms: int) -> list[Call]:
         """Take back what devices have done; return what is to be called without the lock."""
@@ -146,19 +148,22 @@ class Core:
     @property
     def objects(self) -> int:
         """How many there are, those that were cleared and are not gone yet included."""
-        return len(self.index) if self.heap is None else len(self.heap)
+        return len(self.index)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the budget that only those need who send them; with devices, the budget is of their room."""
-        return 0 if self.heap is None else self.heap.held_bytes
+    def used_bytes(self) -> int:
+        """Return the bytes of the budget that are used."""
+        return self.index.used_bytes()
 
-    def is_in_use(self, entry: Entry) -> bool:
-        """Return whether somebody sends what is in memory alone: if the entry goes, that frees nothing."""
-        if entry.device != MEMORY_ONLY:
-            return False
-        kept = self.copies.peek(entry.slot) if self.heap is None else self.heap.at(entry.slot)
-        return kept is not None and kept.users > 1
+    def held_bytes_of(self, tenant: int) -> int:
+        """Return a tenant's part of ``held_bytes``."""
+        return 0
+
+    def freed_bytes(self, entry: Entry) -> int:
+        """Return how much of the budget becomes free when an entry is replaced."""
+        return entry.size
+
+    def count_uses(self) -> None:
+        """Have the index know of all uses so far: before an entry comes, before one goes, where there are many."""
 
     def is_current(self, entry: Entry) -> bool:
         """Return whether the index still has what ``entry`` was read from."""
@@ -211,23 +216,43 @@ class Core:
                 disk.quarantine.append(Quarantined(*place, quarantine, self.clock_ms()))
         if write is not None:
             self.leave(entry.tenant, entry.key, write.left, logged=logged)
-        self._take_leave(entry)
+        self._take_leave(entry.slot, entry.tenant, entry.length, entry.fields.head_length)
         if remember:
             self.index.evict(entry.slot)
         else:
             self.index.remove(entry.slot)
-        self.weigh(entry.tenant)
+        self.weights.note(entry.tenant)
 
-    def weigh(self, tenant: int) -> None:
-        """Take note of what a tenant has now."""
-        self.weights.set(tenant, self.index.used_bytes(tenant))
+    def evict(self, slot: int, cause: str) -> bool:
+        """Evict an entry; return whether that was of use: not where somebody sends what is in memory alone."""
+        entry = Entry(slot, self.index.read(slot))
+        if entry.device == MEMORY_ONLY:
+            kept = self.copies.peek(slot)
+            if kept is not None and kept.users > 1:
+                return False
+        name = self.index.name(slot)
+        self.count_eviction(entry.tenant, cause, entry.length + (CHUNK_KEY_BYTES if name is None else len(name)))
+        self.forget(entry, remember=True)
+        return True
+
+    def count_eviction(self, tenant: int, cause: str, size: int) -> None:
+        """Count an entry whose key and value have ``size`` bytes."""
+        for counters in self.counters.of(tenant):
+            counters.evictions[cause] += 1
+            counters.evicted_bytes += size
+
+    def pin(self, slot: int, until_s: int) -> None:
+        """Have an entry stay until then; 0 ends that."""
+        self.index.pin(slot, until_s)
+
+    def set_expiry(self, slot: int, expires_at_ms: int | None) -> None:
+        """Set or clear when an entry expires."""
+        self.index.set_expiry(slot, expires_at_ms or 0)
 
     def clear(self, tenant: int | None) -> None:
         """Have nobody find a tenant's entries any more, or anyone's; step_clears() removes them."""
         for disk in self.disks:
             disk.log_clear(tenant)
-        if self.heap is not None:
-            self.heap.clear(tenant)
         self.clears.begin(ANY if tenant is None else tenant, self.generation)
 
     def step_clears(self, looks: int) -> int:
@@ -250,7 +275,7 @@ class Core:
             What lies on ``disk`` under the key, for the log's record of the new object to free; and what lies on other
             devices, to take leave of when the new object is durable.
         """
-        self._take_leave(old)
+        self._take_leave(old.slot, old.tenant, old.length, old.fields.head_length)
         write = self.writes.cancel(old.slot, True)
         home = self.disk_of(old)
         left = [] if write is None else write.left
@@ -276,15 +301,16 @@ class Core:
                 disk.log_removal(tenant, key)
             disk.free(place)
 
-    def _take_leave(self, entry: Entry) -> None:
-        if self.heap is None:
-            self.copies.drop(entry.slot)
-        else:
-            self.heap.drop(entry.slot)
-        self.pins.drop(entry.tenant, entry.slot)
-        if entry.fields.head_length:
-            for counters in self.counters.of(entry.tenant):
-                counters.record_bytes -= entry.length
+    def _take_leave(self, slot: int, tenant: int, length: int, head_bytes: int) -> None:
+        self._drop(slot)
+        self.pins.drop(tenant, slot)
+        if head_bytes:
+            for counters in self.counters.of(tenant):
+                counters.record_bytes -= length
+
+    def _drop(self, slot: int) -> None:
+        """Forget where the value of an entry that goes lies in memory; it stays for those who hold it."""
+        self.copies.drop(slot)
 
     def expire(self, entry: Entry) -> None:
         """Remove an entry whose time has come."""

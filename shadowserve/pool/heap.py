@@ -6,10 +6,12 @@ many at a time.
 """
 
 from array import array
-from typing import Final
+from collections import defaultdict
+from typing import Any, Final
 
-from shadowserve.native import Index
-from shadowserve.pool.terms import Address, Item
+from shadowserve.pool.core import Core
+from shadowserve.pool.entries import Entry
+from shadowserve.pool.terms import Item
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
 __all__ = ["ENTRY_OVERHEAD_BYTES", "Heap", "HeapItem"]
@@ -24,7 +26,6 @@ class HeapItem(Item):
     """An entry of a pool without devices.
 
     Attributes:
-        key: its text.
         size: bytes that it counts for.
         users: who needs the value: the entry while it is stored, and whoever holds it.
         slot: in the index.
@@ -32,10 +33,14 @@ class HeapItem(Item):
         is_plain: whether there is not, and was not, more to it than a value: no head, parent, expiry or pin.
     """
 
-    __slots__ = ("is_plain", "key", "names", "size", "slot", "users")
+    __slots__ = ("is_plain", "key", "names", "size", "slot", "tenant", "users")
+
+    slot: int
+    names: "dict[bytes, HeapItem]"
 
     def __init__(
         self,
+        tenant: int,
         key: bytes,
         value: bytes | memoryview,
         head_bytes: int,
@@ -47,77 +52,82 @@ class HeapItem(Item):
         Raises:
             OutOfBudgetError: the index cannot count so many bytes.
         """
-        self.length = len(value)
-        if self.length >= 1 << 32:
-            raise OutOfBudgetError(f"a value of {self.length} bytes does not fit an entry, which has 4 GiB at most")
+        length = self.length = len(value)
+        if length >= 1 << 32:
+            raise OutOfBudgetError(f"a value of {length} bytes does not fit an entry, which has 4 GiB at most")
         self.head_bytes = head_bytes
         self.expires_at_ms = expires_at_ms
         self.value = value
+        self.tenant = tenant
         self.key = key
-        self.size = self.length + len(key) + ENTRY_OVERHEAD_BYTES
+        self.size = length + len(key) + ENTRY_OVERHEAD_BYTES
         self.users = 1
-        self.slot = 0
-        self.names: dict[bytes, HeapItem] = {}
         self.is_plain = not (head_bytes or parent) and expires_at_ms is None
 
     @property
     def kept(self) -> "HeapItem":
-        """See :attr:`Item.kept`."""
         return self
 
 
-class Heap:
-    """Values by tenant and key, and by their slots in the index.
+class Heap(Core):
+    """The state of a pool without devices: values by tenant and key, and by their slots in the index.
 
     Attributes:
         tenants: their items by their keys, until a clear().
-        held_bytes: of values whose entries are gone, but that are being sent.
+        taken_bytes: of all values, ``held_bytes`` included.
         uses: slots of entries that were used, in order, and that the index has yet to hear of: a call into it for each
             would be dearer than all the rest of a look-up.
-        now_s: Unix time when uses are counted, as of the last turn: nobody looks at the clock for a use.
+        turn_s: Unix time of uses and puts, as of the last turn: nobody looks at the clock for one.
     """
 
-    def __init__(self, index: Index, now_s: int) -> None:
-        """Make it empty."""
-        self._index = index
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
         self.held_bytes = 0
+        self.taken_bytes = 0
         self.uses = array("I")
-        self.now_s = now_s
+        self.turn_s = self.now_s()
         self.tenants: dict[int, dict[bytes, HeapItem]] = {}
         self._slots: dict[int, HeapItem] = {}
+        self._held: defaultdict[int, int] = defaultdict(int)
 
-    def __len__(self) -> int:
-        """Return how many entries there are, those that were cleared and are not gone yet included."""
+    @property
+    def objects(self) -> int:
         return len(self._slots)
 
+    def turn(self) -> None:
+        self.turn_s = self.now_s()
+
+    def used_bytes(self) -> int:
+        return self.taken_bytes
+
+    def held_bytes_of(self, tenant: int) -> int:
+        return self._held.get(tenant, 0)
+
+    def freed_bytes(self, entry: Entry) -> int:
+        return 0 if self._slots[entry.slot].users > 1 else entry.size
+
     def count_uses(self) -> None:
-        """Have the index count the uses so far: before an entry comes, before one goes, where there are many."""
         if self.uses:
-            self._index.touch_each(self.uses, self.now_s)
+            self.index.touch_each(self.uses, self.turn_s)
             del self.uses[:]
 
-    def find(self, address: Address) -> HeapItem | None:
-        """Return an item, expired or not."""
-        names = self.tenants.get(address[0])
-        return None if names is None else names.get(address[1])
-
-    def at(self, slot: int) -> HeapItem:
-        """Return the item of an entry of the index."""
-        return self._slots[slot]
-
-    def keep(self, tenant: int, slot: int, item: HeapItem) -> None:
+    def keep(self, slot: int, item: HeapItem) -> None:
         """Store the item of a new entry."""
         item.slot = slot
-        item.names = self.tenants.setdefault(tenant, {})
-        item.names[item.key] = self._slots[slot] = item
+        names = self.tenants.get(item.tenant)
+        if names is None:
+            names = self.tenants[item.tenant] = {}
+        item.names = names
+        names[item.key] = self._slots[slot] = item
+        self.taken_bytes += item.size
 
-    def drop(self, slot: int) -> None:
-        """Forget the item of an entry that goes; its value stays for those who hold it."""
-        item = self._slots.pop(slot)
-        del item.names[item.key]
-        item.users -= 1
-        if item.users:
-            self.held_bytes += item.size
+    def resize(self, item: HeapItem, length: int) -> None:
+        """Say how long the new value of an item is."""
+        self.index.resize(item.slot, length)
+        more = length - item.length
+        item.length, item.size = length, item.size + more
+        self.taken_bytes += more
+        self.weights.note(item.tenant)
 
     def release(self, item: HeapItem) -> None:
         """Take one user away that is not the entry."""
@@ -125,10 +135,48 @@ class Heap:
         item.users -= 1
         if not item.users:
             self.held_bytes -= item.size
+            self.taken_bytes -= item.size
+            self._held[item.tenant] -= item.size
+            if not self._held[item.tenant]:
+                del self._held[item.tenant]
 
     def clear(self, tenant: int | None) -> None:
-        """Have nobody find a tenant's items any more, or anyone's; the entries still have them."""
+        super().clear(tenant)
         if tenant is None:
             self.tenants.clear()
         else:
             self.tenants.pop(tenant, None)
+
+    def evict(self, slot: int, cause: str) -> bool:
+        item = self._slots[slot]
+        if item.users > 1:
+            return False
+        self.count_eviction(item.tenant, cause, item.length + len(item.key))
+        if self.clears.under_way or not item.is_plain:
+            self.forget(Entry(slot, self.index.read(slot)), remember=True)
+            return True
+        del self._slots[slot], item.names[item.key]
+        self.taken_bytes -= item.size
+        self.index.evict(slot)
+        self.weights.note(item.tenant)
+        return True
+
+    def pin(self, slot: int, until_s: int) -> None:
+        self._slots[slot].is_plain = False
+        self.count_uses()
+        super().pin(slot, until_s)
+
+    def set_expiry(self, slot: int, expires_at_ms: int | None) -> None:
+        item = self._slots[slot]
+        item.expires_at_ms, item.is_plain = expires_at_ms, False
+        super().set_expiry(slot, expires_at_ms)
+
+    def _drop(self, slot: int) -> None:
+        item = self._slots.pop(slot)
+        del item.names[item.key]
+        item.users -= 1
+        if item.users:
+            self.held_bytes += item.size
+            self._held[item.tenant] += item.size
+        else:
+            self.taken_bytes -= item.size

@@ -5,9 +5,9 @@ its text is kept beside, for SCAN and for the log.
 """
 
 import hashlib
-import re
 from binascii import unhexlify
-from typing import Final, NamedTuple
+from contextlib import suppress
+from typing import Final
 
 from shadowserve.pool.terms import Address
 
@@ -16,25 +16,19 @@ __all__ = ["CHUNK_KEY_BYTES", "ParsedKey", "chunk_key", "parse_key"]
 _PREFIX: Final = b"kv:"
 CHUNK_KEY_BYTES: Final = len(_PREFIX) + 64
 """Of a chunk's key."""
-_DIGITS: Final = re.compile(rb"[0-9a-f]{64}")
 
 
-class ParsedKey(NamedTuple):
-    """Whose a key is, what the index calls it, and its text, None for a chunk's."""
-
-    tenant: int
-    key: bytes
-    name: bytes | None
+ParsedKey = tuple[int, bytes, bytes | None]
+"""Whose a key is, what the index calls it, and its text, None for a chunk's."""
 
 
 def parse_key(address: Address) -> ParsedKey:
     """Return what the index calls an object."""
     tenant, text = address
-    if len(text) == CHUNK_KEY_BYTES and text.startswith(_PREFIX):
-        digits = text[len(_PREFIX) :]
-        if _DIGITS.fullmatch(digits):
-            return ParsedKey(tenant, unhexlify(digits), None)
-    return ParsedKey(tenant, hashlib.sha256(text).digest(), text)
+    if len(text) == CHUNK_KEY_BYTES and text.startswith(_PREFIX) and text.lower() == text:
+        with suppress(ValueError):
+            return tenant, unhexlify(text[len(_PREFIX) :]), None
+    return tenant, hashlib.sha256(text).digest(), text
 
 
 def chunk_key(key: bytes) -> bytes:

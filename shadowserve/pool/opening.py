@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import logging
-import os
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES, Heap
+from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
 from shadowserve.pool.homes import Homes
 from shadowserve.pool.organizer import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.registration import Registration
@@ -139,10 +138,12 @@ def open_parts(
     found: Found,
     absent: list[tuple[str, str]],
     *,
+    core_class: type[Core],
     clock_ms: Callable[[], int],
+    ticks: Callable[[], int],
     seed: int | None,
     measure: bool,
-    entropy: Callable[[int], bytes] = os.urandom,
+    entropy: Callable[[int], bytes],
 ) -> Opened:
     """Recover what is on the devices, map memory, measure.
 
@@ -152,7 +153,8 @@ def open_parts(
     began = time.monotonic()
     memory_bytes = int(config.memory_budget_bytes)
     arenas = Arenas(memory_bytes if found else 0, None if config.arena_nodes == "auto" else config.arena_nodes)
-    waker, sessions = Wake(), Sessions(clock_ms)
+    disks: list[Disk] = []
+    waker, sessions = Wake(), Sessions(clock_ms, disks)
     recover = partial(_recover, found, waker.wake, sessions.begin, clock_ms, entropy)
     try:
         objects_max = _prepare(found, config, clock_ms, entropy)
@@ -161,7 +163,7 @@ def open_parts(
         policy = IndexPolicy.S3FIFO if config.eviction == "s3fifo" else IndexPolicy.LRU
         index = Index(objects_max, policy, seed)
         clears = Clears(index)
-        disks = recover(clears, index)
+        disks += recover(clears, index)
         stale = _stale(disks)
         lost: dict[int, int] = {}
         if stale:
@@ -170,7 +172,7 @@ def open_parts(
             index.close()
             index = Index(objects_max, policy, seed)
             clears = Clears(index)
-            disks = recover(clears, index, stale, lost)
+            disks[:] = recover(clears, index, stale, lost)
     except (FormatError, NativeError, DeviceError, OSError) as error:
         waker.close()
         for _, device in found:
@@ -179,9 +181,7 @@ def open_parts(
     memory = BandwidthMeter(None if config.memory_bandwidth is None else float(config.memory_bandwidth))
     if measure and disks:
         _measure_all(memory, disks, arenas)
-    heap = None if found else Heap(index, clock_ms() // 1000)
-    core = Core(index, clears, arenas, heap, disks, Admission(config.admission, index), waker, clock_ms)
-    sessions.disks = disks
+    core = core_class(index, clears, arenas, disks, Admission(config.admission, index), waker, clock_ms, ticks)
     core.generation = max((disk.volume.generation_last for disk in disks), default=0)
     _take_census(core)
     space = Space(
@@ -192,10 +192,9 @@ def open_parts(
     )
     tenants = Tenants(sorted(disks, key=lambda disk: disk.number in stale))
     for tenant in tenants.ids():
-        core.weigh(tenant)
+        core.weights.note(tenant)
     _drop_strangers(core, tenants)
-    _count_stale(core, lost)
-    _count_dropped(core)
+    _count_losses(core, lost)
     for disk in disks:
         disk.log_recovered(index.rivals(disk.number), stale=disk.number in stale)
     sessions.begin()
@@ -346,14 +345,11 @@ def _drop_stale(index: Index, volume: Volume, lost: dict[int, int]) -> None:
         _log.warning("device_was_away device=%s objects_dropped=%d", volume.device.name, dropped)
 
 
-def _count_stale(core: Core, lost: dict[int, int]) -> None:
-    for tenant, count in lost.items():
+def _count_losses(core: Core, stale: dict[int, int]) -> None:
+    """Count what recovery could not keep, and what was stale."""
+    for tenant, count in stale.items():
         if count:
             core.count_lost("stale", tenant, count)
-
-
-def _count_dropped(core: Core) -> None:
-    """Count what recovery could not keep."""
     for disk in core.disks:
         for reason, tenants in disk.volume.report.lost.items():
             for tenant, count in tenants.items():

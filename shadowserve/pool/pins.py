@@ -4,16 +4,13 @@ A pin counts against the share of its tenant and of all together (``pin_share_of
 takes longer as there are more pins: ends are in order, and what each tenant has is summed up.
 """
 
-from collections.abc import Hashable
 from itertools import count, islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from shadowserve.pool.ordered import Ordered
 from shadowserve.pool.terms import PinnedEntries, PinShareError
 
 __all__ = ["Pins"]
-
-H = TypeVar("H", bound=Hashable)
 
 
 class _Pin(NamedTuple):
@@ -22,8 +19,8 @@ class _Pin(NamedTuple):
     size: int
 
 
-class Pins(Generic[H]):
-    """Pins of entries, which the store knows by a handle: a key or a slot.
+class Pins:
+    """Pins of entries, by tenant and slot.
 
     Attributes:
         of_tenant: share of a tenant's quota, or of the budget without one, that its pins may take.
@@ -32,13 +29,12 @@ class Pins(Generic[H]):
     """
 
     def __init__(self) -> None:
-        """Make it empty, without a bound."""
         self.of_tenant = 1.0
         self.of_all = 1.0
         self.total_bytes = 0
-        self._pins: dict[int, dict[H, _Pin]] = {}
+        self._pins: dict[int, dict[int, _Pin]] = {}
         self._bytes: dict[int, int] = {}
-        self._ends: Ordered[tuple[int, H]] = Ordered()
+        self._ends: Ordered[tuple[int, int]] = Ordered()
         self._numbers = count()
 
     def __len__(self) -> int:
@@ -52,13 +48,13 @@ class Pins(Generic[H]):
         """Return the number of a tenant's pins, or of all."""
         return len(self._ends) if tenant is None else len(self._pins.get(tenant, ()))
 
-    def check(self, tenant: int, handle: H, size: int, *, quota_bytes: int | None, budget_bytes: int) -> None:
+    def check(self, tenant: int, slot: int, size: int, *, quota_bytes: int | None, budget_bytes: int) -> None:
         """Check that an entry may be pinned.
 
         Raises:
             PinShareError: its tenant, or all, would have too much pinned.
         """
-        pin = self._pins.get(tenant, {}).get(handle)
+        pin = self._pins.get(tenant, {}).get(slot)
         more = size - (pin.size if pin is not None else 0)
         if more <= 0:
             return
@@ -71,19 +67,19 @@ class Pins(Generic[H]):
         if self.total_bytes + more > int(self.of_all * budget_bytes):
             raise PinShareError("pins may not take more at present; wait until some end")
 
-    def add(self, tenant: int, handle: H, size: int, until_ms: int) -> None:
+    def add(self, tenant: int, slot: int, size: int, until_ms: int) -> None:
         """Pin an entry of ``size`` bytes, or change its pin."""
-        self.drop(tenant, handle)
+        self.drop(tenant, slot)
         pin = _Pin(max(until_ms, 0) << 64 | next(self._numbers), size)
-        self._pins.setdefault(tenant, {})[handle] = pin
+        self._pins.setdefault(tenant, {})[slot] = pin
         self._bytes[tenant] = self._bytes.get(tenant, 0) + size
         self.total_bytes += size
-        self._ends.add(pin.number, (tenant, handle))
+        self._ends.add(pin.number, (tenant, slot))
 
-    def drop(self, tenant: int, handle: H) -> None:
+    def drop(self, tenant: int, slot: int) -> None:
         """Unpin an entry, if it is pinned."""
         pins = self._pins.get(tenant)
-        pin = None if pins is None else pins.pop(handle, None)
+        pin = None if pins is None else pins.pop(slot, None)
         if pins is None or pin is None:
             return
         self._ends.remove(pin.number)
@@ -92,16 +88,16 @@ class Pins(Generic[H]):
         if not pins:
             del self._pins[tenant], self._bytes[tenant]
 
-    def ended(self, now_ms: int) -> tuple[int, H] | None:
-        """Return tenant and handle of the pin that ended first, if it has; it is still there."""
+    def ended(self, now_ms: int) -> tuple[int, int] | None:
+        """Return tenant and slot of the pin that ended first, if it has; it is still there."""
         first = self._ends.first()
         return None if first is None or first[0] >> 64 > now_ms else first[1]
 
-    def some(self, tenant: int | None, count_max: int) -> list[tuple[int, H]]:
-        """Return tenants and handles of some of a tenant's pins, or of anyone's."""
+    def some(self, tenant: int | None, count_max: int) -> list[tuple[int, int]]:
+        """Return tenants and slots of some of a tenant's pins, or of anyone's."""
         if tenant is None:
             return self._ends.page(0, count_max)[1]
-        return [(tenant, handle) for handle in islice(self._pins.get(tenant, ()), count_max)]
+        return [(tenant, slot) for slot in islice(self._pins.get(tenant, ()), count_max)]
 
     def entries(self, tenant: int, *, quota_bytes: int | None, budget_bytes: int) -> PinnedEntries:
         """Return what a tenant has pinned, and may."""

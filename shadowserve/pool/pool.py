@@ -1,43 +1,69 @@
-"""The pool: memory arenas and SSDs as one store (docs/pool.md).
+"""What is asked of a pool, and what pools over devices and those of memory alone do alike (docs/pool.md).
 
-This is where its users meet the pool. What happens when is told by the parts: ``homes`` where an object goes,
-``space`` what goes for it, ``writes`` and ``reads`` how bytes travel, ``volume`` what survives, ``scrub`` who looks
-after what nobody asks for.
+What happens when is told by the parts: ``homes`` where an object goes, ``space`` what goes for it, ``writes`` and
+``reads`` how bytes travel, ``volume`` what survives, ``scrub`` who looks after what nobody asks for.
 """
 
 import os
 import select
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Final, Self
+from typing import ClassVar, Final, Self
 
 from shadowserve.clock import wall_clock_ms
+from shadowserve.errors import ConfigurationError
 from shadowserve.native import ANY
 from shadowserve.pool.config import PoolConfig
+from shadowserve.pool.core import Core
+from shadowserve.pool.entries import Entry
 from shadowserve.pool.homes import Homes
+from shadowserve.pool.keys import ParsedKey
 from shadowserve.pool.opening import Found, Opened, open_devices, open_parts
 from shadowserve.pool.reads import Reader, Told
 from shadowserve.pool.reports import pool_statistics, tenant_statistics
 from shadowserve.pool.scanning import Cursors, scan_keys
 from shadowserve.pool.scrub import Scrubber
+from shadowserve.pool.space import Quota
 from shadowserve.pool.statistics import Statistics
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
-from shadowserve.pool.values import Values
-from shadowserve.pool.volume.changes import Ticket
+from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address, Item, Lease, PinnedEntries
+from shadowserve.pool.volume.changes import BusyError, Ticket
 from shadowserve.pool.volume.volume import Call
 from shadowserve.pool.writes import Writer, joined
 
-__all__ = ["Pool"]
+__all__ = ["WRITABLE_SHARE", "Pool"]
 
 _TURN_MS: Final = 100
+WRITABLE_SHARE: Final = 2
+"""Of the memory, at most a half receives values and waits to be written: the other half is for readers."""
 
 
-class Pool(Values):
-    """An :class:`Store` over memory and any number of devices, none included."""
+class Pool(ABC):
+    """A store: it maps keys to :class:`Item` within budgets, and knows nothing of connections or commands.
+
+    A key comes with its tenant's id (:data:`Address`): whoever serves several chooses it for them, so that another
+    tenant's key is another key. Absent and expired are the same to every method.
+
+    All methods but start(), poll(), drain(), close() and descriptors() are called with the pool's lock held, and never
+    wait for a device; what takes longer comes later: a read through its callback, a write's durability through its
+    :class:`Ticket`, room for more through ``ready`` and :class:`BusyError`. Nor does a method take longer as more is
+    stored: what concerns many entries is done :data:`ENTRIES_PER_HOLD` at a time, the rest in poll(), which gives the
+    lock up in between. Callbacks are called once, from any thread, without the lock; those of read() may also come
+    inside the call.
+
+    Eviction takes the least recently used (or what the policy takes for it) with these rules: a tenant beyond its own
+    quota evicts its own entries only; beyond the whole budget, whoever uses most of it gives first. An entry with
+    present children (entries put with its name as ``parent``) never goes before them, unless these are pinned and
+    nothing else is left; a pinned one never goes before its pin ends.
+
+    Every kind of pool passes ``tests/pool/store_conformance.py``.
+    """
+
+    core_class: ClassVar[type[Core]]
 
     def __init__(
         self,
@@ -51,7 +77,7 @@ class Pool(Values):
         ticks: Callable[[], int] = time.perf_counter_ns,
         entropy: Callable[[int], bytes] = os.urandom,
     ) -> None:
-        """Make a store that start() opens.
+        """Make what start() opens.
 
         Args:
             config: of the storage node.
@@ -67,9 +93,17 @@ class Pool(Values):
         self._devices = devices
         self._budget_bytes = budget_bytes
         self._clock_ms = clock_ms
-        self._ticks = ticks
         self._entropy = entropy
-        self._open_parts = partial(open_parts, config, clock_ms=clock_ms, seed=seed, measure=measure, entropy=entropy)
+        self._open_parts = partial(
+            open_parts,
+            config,
+            core_class=self.core_class,
+            clock_ms=clock_ms,
+            ticks=ticks,
+            seed=seed,
+            measure=measure,
+            entropy=entropy,
+        )
         self._lock: threading.Lock | None = None
         self._ready: deque[Callable[[], None]] = deque()
         self._busy: list[Ticket] = []
@@ -82,25 +116,28 @@ class Pool(Values):
 
     @classmethod
     def open(cls, config: PoolConfig, clock_ms: Callable[[], int] = wall_clock_ms) -> Self:
-        """Return a started store with a lock of its own, for programs without a server.
+        """Return a started pool with a lock of its own, for programs without a server.
 
         Raises:
             ConfigurationError: a device cannot be used.
         """
-        store = cls(config, clock_ms=clock_ms)
-        store.start(threading.Lock())
-        return store
+        pool = cls(config, clock_ms=clock_ms)
+        pool.start(threading.Lock())
+        return pool
 
     # ---- Life
 
     def start(self, lock: threading.Lock) -> None:
-        """See :meth:`Store.start`: opens the devices, recovers what is on them, measures their bandwidths."""
+        """Begin; before any other call, without the lock. ``lock`` is the node's, for poll() and threads to take.
+
+        Raises:
+            ConfigurationError: a device or folder cannot be used.
+        """
         self._lock = lock
         found, absent = open_devices(self._config) if self._devices is None else (self._devices(), [])
         opened = self._open_parts(found, absent)
         self._opened = opened
         self._core = opened.core
-        self._core.ticks = self._ticks
         self._index = opened.core.index
         self._space = opened.space
         if self._budget_bytes is not None:
@@ -113,11 +150,17 @@ class Pool(Values):
         self._cursors = Cursors(self._entropy(16))
 
     def descriptors(self) -> list[int]:
-        """See :meth:`Store.descriptors`."""
+        """Return what to wait for: poll() is called when one of them is readable. After start(), always the same."""
         return [self._core.waker.descriptor, *(disk.volume.device.fileno() for disk in self._core.disks)]
 
     def poll(self) -> bool:
-        """See :meth:`Store.poll`."""
+        """Deal with what devices have completed. Called without the lock, from the one thread that drives the store.
+
+        It comes when a descriptor is readable and at least every 100 ms.
+
+        Returns:
+            Whether it has left something undone so that others get the lock: it is called again a moment later.
+        """
         lock, core, reader = self._lock, self._core, self._reader
         assert lock is not None, "start() comes first"
         core.waker.calm()
@@ -208,9 +251,8 @@ class Pool(Values):
         if not self._is_turn(now_ms):
             return False
         self._next_turn_ms = now_ms + _TURN_MS
+        self._core.turn()
         self._homes.update()
-        if self._core.heap is not None:
-            self._core.heap.now_s = self._core.now_s()
         self._space.begin_hold()
         self._space.keep_headroom()
         self._end_pins()
@@ -218,7 +260,11 @@ class Pool(Values):
         return True
 
     def drain(self, timeout_s: float) -> None:
-        """See :meth:`Store.drain`."""
+        """Make everything durable and leave what makes the next start quick; no calls but poll()'s own come any more.
+
+        Called without the lock, from the thread that called poll(), which this does for itself from now on. It returns
+        within ``timeout_s`` whatever devices do.
+        """
         ends = time.monotonic() + timeout_s
         self._drain_until(ends, lambda: not self.busy)
         lock = self._lock
@@ -243,15 +289,213 @@ class Pool(Values):
         return bool(len(self._writer) or self._reader.under_way)
 
     def close(self) -> None:
-        """See :meth:`Store.close`. Twice is harmless."""
+        """Give everything back; from the same thread, after drain() or without it (then as after a crash)."""
         if not self._closed:
             self._closed = True
             self._opened.close()
 
-    # ---- Changing much
+    # ---- Reading
+
+    @abstractmethod
+    def get(self, address: Address) -> Item | None:
+        """Return the item of ``address`` and count this as a use of it; None if absent."""
+
+    @abstractmethod
+    def peek(self, address: Address) -> Item | None:
+        """Return the item of ``address`` without counting this as a use."""
+
+    @abstractmethod
+    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+        """Bring the bytes ``[start, end)`` of an item whose value is None, 0 <= start < end <= length.
+
+        Whatever happens to the entry meanwhile, ``done`` gets what the item's value was, or None: the bytes are not to
+        be had (a device error, a failed check); the store has counted why and dropped the entry. Never wrong bytes.
+        Never refused: a store that can only do so many at a time lets the others wait.
+        """
+
+    def hold(self, item: Item) -> None:
+        """Keep the bytes of an item with a value valid, and counted, until as many calls of release()."""
+        item.kept.users += 1
+
+    @abstractmethod
+    def release(self, item: Item) -> None:
+        """Undo one hold()."""
+
+    # ---- Writing
+
+    @abstractmethod
+    def allocate(self, size: int, ready: Callable[[], None]) -> memoryview | None:
+        """Return a writable buffer to receive a value of ``size`` bytes in, which put() then takes.
+
+        None: there is no room now; ``ready`` is called when to try again.
+
+        Raises:
+            MemoryError: there will never be.
+        """
+
+    @abstractmethod
+    def discard(self, buffer: memoryview) -> None:
+        """Take a buffer of allocate() back unless put() has taken it; its user is done with it in either case."""
+
+    @abstractmethod
+    def put(
+        self,
+        address: Address,
+        value: bytes | memoryview,
+        *,
+        head_bytes: int = 0,
+        expires_at_ms: int | None = None,
+        parent: bytes = b"",
+    ) -> Ticket | None:
+        """Store a value in place of what is there, evicting others if need be; a pin goes with the old.
+
+        The store keeps ``value`` itself: the caller does not change it afterwards. It can be read at once.
+
+        Args:
+            address: where to.
+            value: what.
+            head_bytes: length of the record's head, 0 if the value is no record.
+            expires_at_ms: Unix time in milliseconds, or None.
+            parent: the name (32 bytes) of the chunk before this one, of the same tenant; empty for none.
+
+        Returns:
+            None if it is as durable as this store makes it, else a ticket: settled when it is, or with the error for
+            the writer; the entry is then gone.
+
+        Raises:
+            OutOfBudgetError: it does not fit; nothing has changed.
+            BusyError: too many writes are under way, or more has to be evicted than one hold of the lock does; some
+                may have been. Else nothing has changed.
+        """
+
+    @abstractmethod
+    def settling(self, address: Address) -> Ticket | None:
+        """Return the ticket of the entry of ``address`` while it is not settled: its value may yet be lost."""
+
+    def _present(self, parsed: ParsedKey) -> Entry | None:
+        found = self._index.get(parsed[0], parsed[1])
+        return None if found is None else self._unless_cleared(Entry(*found))
+
+    def _unless_cleared(self, entry: Entry) -> Entry | None:
+        """Return an entry; None for what was cleared, which then goes at once."""
+        if self._core.clears.under_way and self._core.clears.covers(entry.tenant, entry.generation):
+            self._core.forget(entry)
+            return None
+        return entry
+
+    def _entered(self, tenant: int, length: int, head_bytes: int, *, is_new: bool) -> None:
+        """Count an entry that the index has been given."""
+        core = self._core
+        if head_bytes:
+            for counters in core.counters.of(tenant):
+                counters.record_bytes += length
+        if is_new and core.clears.under_way:
+            core.clears.count_change(tenant, 1)
+        core.weights.note(tenant)
+
+    def _busy_error(self, why: str) -> BusyError:
+        self._core.counters.busy_writes += 1
+        again = Ticket()
+        self._busy.append(again)
+        self._free_blocks = self._count_free_blocks()
+        self._core.waker.wake()
+        return BusyError(f"too many writes are under way: {why}", again)
+
+    # ---- Changing
+
+    @abstractmethod
+    def _entry_of(self, address: Address) -> Entry | None:
+        """Return the entry of a client's key, unless it has expired, which removes it."""
+
+    def remove(self, address: Address) -> bool:
+        """Remove ``address``; return whether it was there."""
+        entry = self._entry_of(address)
+        if entry is None:
+            return False
+        self._core.forget(entry)
+        return True
+
+    def set_expiry(self, address: Address, expires_at_ms: int | None) -> bool:
+        """Set or clear the expiry of ``address``; return whether it was there. A time in the past removes it."""
+        entry = self._entry_of(address)
+        if entry is None:
+            return False
+        if expires_at_ms is not None and expires_at_ms <= self._clock_ms():
+            self._core.forget(entry)
+            return True
+        self._core.set_expiry(entry.slot, expires_at_ms)
+        disk = self._core.disk_of(entry)
+        if disk is not None and not self._writer.is_unsubmitted(entry.slot):
+            disk.log_expiry(entry.tenant, entry.key, expires_at_ms or 0)
+        return True
+
+    def pin(self, address: Address, until_ms: int) -> bool:
+        """Keep ``address`` from eviction until then (Unix time; 0 or the past unpins); return whether it was there.
+
+        Raises:
+            PinShareError: its tenant, or all together, would have too much pinned; nothing has changed.
+        """
+        entry = self._entry_of(address)
+        if entry is None:
+            return False
+        until_s = -(-until_ms // 1000) if until_ms > self._clock_ms() else 0
+        if until_s:
+            self._end_pins()
+            quota_bytes, budget_bytes = self._space.bounds(entry.tenant)
+            self._core.pins.check(
+                entry.tenant, entry.slot, entry.size, quota_bytes=quota_bytes, budget_bytes=budget_bytes
+            )
+        self._pin(entry, until_s)
+        return True
+
+    def _pin(self, entry: Entry, until_s: int) -> None:
+        self._core.pin(entry.slot, until_s)
+        if until_s:
+            self._core.pins.add(entry.tenant, entry.slot, entry.size, 1000 * until_s)
+        else:
+            self._core.pins.drop(entry.tenant, entry.slot)
+        disk = self._core.disk_of(entry)
+        if disk is not None and not self._writer.is_unsubmitted(entry.slot):
+            disk.log_pin(entry.tenant, entry.key, until_s)
+
+    def unpin_some(self, tenant: int | None) -> int:
+        """Unpin up to :data:`ENTRIES_PER_HOLD` entries of a tenant, or of all; return how many these were."""
+        some = self._core.pins.some(tenant, ENTRIES_PER_HOLD)
+        for _, slot in some:
+            entry = self._core.entry(slot)
+            assert entry is not None, "a pin outlived its entry"
+            self._pin(entry, 0)
+        return len(some)
+
+    def pinned(self, tenant: int) -> PinnedEntries:
+        """Return what a tenant has pinned."""
+        quota_bytes, budget_bytes = self._space.bounds(tenant)
+        return self._core.pins.entries(tenant, quota_bytes=quota_bytes, budget_bytes=budget_bytes)
+
+    def pinning_tenants(self, count_max: int) -> list[int]:
+        """Return ids of some tenants that have pinned something."""
+        return self._core.pins.tenants(count_max)
+
+    def _end_pins(self) -> None:
+        """Let objects take part again whose pins have ended."""
+        now_ms = self._clock_ms()
+        for _ in range(ENTRIES_PER_HOLD):
+            ended = self._core.pins.ended(now_ms)
+            if ended is None:
+                return
+            tenant, slot = ended
+            self._core.pins.drop(tenant, slot)
+            self._core.index.pin(slot, 0)
+
+    def set_pin_shares(self, of_tenant: float, of_all: float) -> None:
+        """Bound what pins may take: shares of a tenant's quota (of the budget without one), and of the budget.
+
+        What is pinned already stays so. Without a call both are 1.
+        """
+        self._core.pins.of_tenant, self._core.pins.of_all = of_tenant, of_all
 
     def clear(self, tenant: int | None) -> None:
-        """See :meth:`Store.clear`. Few entries go at once."""
+        """Remove everything of a tenant, or of all: at once nobody finds it any more, and by and by it is gone."""
         self._core.clear(tenant)
         if self._index.totals(ANY if tenant is None else tenant).objects <= self._space.left:
             self._space.left -= self._core.step_clears(ENTRIES_PER_HOLD)
@@ -259,7 +503,10 @@ class Pool(Values):
             self._core.waker.wake()
 
     def barrier(self) -> Ticket | None:
-        """See :meth:`Store.barrier`."""
+        """Return a ticket that settles when every remove, set_expiry, pin and clear so far is durable; None if all are.
+
+        It settles with an error when one of them could not be written. What was cleared is then gone.
+        """
         if (refusal := self._core.refusal()) is not None:
             return self._writer.refused(refusal)
         if any(disk.is_logging for disk in self._core.disks):  # some are not even in a log
@@ -286,7 +533,7 @@ class Pool(Values):
         self._barriers.clear()
 
     def sweep(self, keys_max: int) -> int:
-        """See :meth:`Store.sweep`."""
+        """Remove at most ``keys_max`` expired entries that nobody asked for; return how many were looked at."""
         slots = self._index.expired(self._clock_ms(), keys_max)
         for slot in slots:
             entry = self._core.entry(slot)
@@ -297,17 +544,70 @@ class Pool(Values):
     # ---- Tenants, sizes
 
     def scan(self, tenant: int, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """See :meth:`Store.scan`."""
+        """Return the next cursor, 0 at the end, and keys; as SCAN promises, whatever changes in between.
+
+        A cursor depends on this tenant's keys alone, so that it tells nothing of others.
+        """
         position, keys = scan_keys(self._core, tenant, self._cursors.position(cursor), count)
         return self._cursors.shown(position), keys
 
     def count(self, tenant: int) -> int:
-        """See :meth:`Store.count`."""
+        """Return a tenant's number of entries, expired ones that were not noticed yet included."""
         living = self._core.clears.count(tenant) if self._core.clears.under_way else None
         return self._index.totals(tenant).objects if living is None else living
 
+    def tenant(self, name: str) -> int:
+        """Return the id of a tenant, given out on first use and kept as long as the store keeps values; "" has 0."""
+        return self._tenants.id_of(name)
+
+    def tenants(self) -> Mapping[str, int]:
+        """Return the ids of the tenants that have one, by their names."""
+        return self._tenants.by_name()
+
+    def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
+        """Bound what a tenant may use; None for no bound. What is beyond it goes soon, as far as it may."""
+        if bytes_max is None and keys_max is None:
+            self._space.quotas.pop(tenant, None)
+        else:
+            self._space.quotas[tenant] = Quota(bytes_max, keys_max)
+            self._bound(tenant)
+
+    def _bound(self, tenant: int | None = None) -> None:
+        self._space.bound(tenant)
+        if self._space.is_beyond:
+            self._core.waker.wake()
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget. What is beyond it goes soon, as far as it may."""
+        self._space.budget_bytes = budget_bytes
+        self._bound()
+
+    def follow(self, config: PoolConfig) -> None:
+        """Take over what a new configuration says of memory, of devices' budgets, and of the scrub.
+
+        Raises:
+            ConfigurationError: it names a device that is not there.
+        """
+        disks = {disk.name: disk for disk in self._core.disks}
+        present = set(disks).union(name for name, _ in self._opened.absent)
+        unknown = [str(device.path) for device in config.devices if str(device.path) not in present]
+        if unknown:
+            raise ConfigurationError(f"there is no device {unknown[0]}; there are {sorted(present)}")
+        self._bound_memory(int(config.memory_budget_bytes))
+        self._bound()
+        for device in config.devices:
+            disk = disks.get(str(device.path))
+            if disk is not None:
+                self._space.set_device_budget(disk, device.bytes_max, device.objects_max)
+                disk.wear.budget_bytes = device.write_bytes_per_day
+        self._scrubber.bytes_per_s = int(config.scrub_bytes_per_s)
+
+    @abstractmethod
+    def _bound_memory(self, size: int) -> None:
+        """Change how much memory there may be."""
+
     def statistics(self, tenant: int | None = None) -> Statistics:
-        """See :meth:`Store.statistics`."""
+        """Return counters and sizes, of all or of one tenant."""
         keys = self._core.clears.count_all() if tenant is None else self.count(tenant)
         if tenant is None:
             found = pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes)
@@ -319,6 +619,13 @@ class Pool(Values):
         return replace(tenant_statistics(self._core, tenant, budget), keys=keys)
 
     # ---- Those that wait
+
+    def _may_receive(self, size: int) -> bool:
+        """Return whether writers may take ``size`` bytes of memory more; one always may."""
+        self._core.arenas.settle()
+        under_way = self._core.arenas.lent_bytes + self._writer.bytes_under_way
+        bound = min(self._config.write_bytes_under_way_max, self._core.arenas.size // WRITABLE_SHARE)
+        return under_way == 0 or under_way + size <= bound
 
     def _take_ready(self) -> list[Callable[[], None]]:
         if not self._ready or not self._may_receive(0):
@@ -335,3 +642,6 @@ class Pool(Values):
             return []
         taken, self._busy = self._busy, []
         return taken
+
+    def _count_free_blocks(self) -> int:
+        return sum(disk.volume.free_blocks for disk in self._core.disks if disk.gone is None)

@@ -15,16 +15,16 @@ __all__ = ["pool_statistics", "tenant_statistics"]
 def tenant_statistics(core: Core, tenant: int, budget_bytes: int) -> Statistics:
     """Return what one tenant has."""
     totals = core.index.totals(tenant)
-    counters = core.counters.tenants[tenant]
+    counters, held = core.counters.tenants[tenant], core.held_bytes_of(tenant)
     return Statistics(
         keys=totals.objects,
         expiring_keys=totals.expiring,
         pinned_keys=core.pins.count(tenant),
         pinned_bytes=core.pins.bytes_of(tenant),
         budget_bytes=budget_bytes,
-        used_bytes=totals.bytes,
-        held_bytes=0,
-        peak_bytes=totals.bytes,
+        used_bytes=totals.bytes + held,
+        held_bytes=held,
+        peak_bytes=totals.bytes + held,
         records=totals.records,
         record_bytes=counters.record_bytes,
         evicted_keys=counters.evictions.total(),

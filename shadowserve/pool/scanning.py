@@ -57,7 +57,7 @@ class Cursors:
 
 
 def scan_keys(core: Core, tenant: int, position: int, count: int) -> tuple[int, list[bytes]]:
-    """Return the next position and some of a tenant's keys; see :meth:`shadowserve.pool.store.Store.scan`."""
+    """Return the next position and some of a tenant's keys; see :meth:`Pool.scan`."""
     index: Index = core.index
     found: list[bytes] = []
     now_ms = core.clock_ms()

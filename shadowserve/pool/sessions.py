@@ -9,16 +9,11 @@ __all__ = ["Sessions"]
 
 
 class Sessions:
-    """A pool's sessions.
+    """A pool's sessions, on its devices as soon as these are there."""
 
-    Attributes:
-        disks: its devices; set when all are open.
-    """
-
-    def __init__(self, clock_ms: Callable[[], int]) -> None:
-        """Make those of a pool without devices so far."""
+    def __init__(self, clock_ms: Callable[[], int], disks: Sequence[Disk]) -> None:
         self._clock_ms = clock_ms
-        self.disks: Sequence[Disk] = ()
+        self._disks = disks
 
     def begin(self) -> None:
         """Begin a new session on all devices that are there.
@@ -29,8 +24,8 @@ class Sessions:
         who takes part, since a loss of power may come when only some logs know of it. The number is the time where it
         can be: of two sessions that knew nothing of each other, the later one counts.
         """
-        present = [disk for disk in self.disks if disk.gone is None]
-        newest = max((disk.session for disk in self.disks), default=b"")
+        present = [disk for disk in self._disks if disk.gone is None]
+        newest = max((disk.session for disk in self._disks), default=b"")
         members = b"".join(member for disk in present for member in disk.memberships)
         parts = hashlib.sha256(self._clock_ms().to_bytes(8, "big", signed=True) + members)
         number = max(int.from_bytes(newest[:8], "big") + 1, self._clock_ms())

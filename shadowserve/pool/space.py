@@ -16,7 +16,6 @@ from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import MEMORY_ONLY, Entry
-from shadowserve.pool.keys import CHUNK_KEY_BYTES
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
@@ -117,31 +116,33 @@ class Space:
         Raises:
             OutOfBudgetError: it can never be, or everything else is pinned. Nothing has changed in the first case.
         """
-        quota = self.quotas.get(tenant)
-        bytes_max = min(self.capacity_bytes, quota.bytes_max if quota and quota.bytes_max is not None else 1 << 62)
-        keys_max = quota.keys_max if quota and quota.keys_max is not None else self.objects_max
-        held = self._core.held_bytes
-        if size + held > bytes_max or keys_max < 1:
-            raise OutOfBudgetError(
-                f"a value that takes {size} bytes does not fit {bytes_max} bytes, {held} of them held by replies"
-            )
-        index = self._core.index
+        core, capacity, quota = self._core, self.capacity_bytes, self.quotas.get(tenant)
+        self._check_fits(size, capacity, core.held_bytes)
+        if quota is not None and quota.bytes_max is not None:
+            self._check_fits(size, quota.bytes_max, core.held_bytes)
         if old is not None:
-            index.touch(old.slot, self._core.now_s())  # it goes anyway: others must not go for it
+            core.index.touch(old.slot, core.now_s())  # it goes anyway: others must not go for it
         while quota is not None:
-            totals = index.totals(tenant=tenant)
+            totals = core.index.totals(tenant=tenant)
             freed_bytes, freed_keys = self._freed(old)
             if not quota.is_exceeded(totals.bytes - freed_bytes + size, totals.objects - freed_keys + 1):
                 break
             if not self.evict(cause="quota", tenant=tenant):
                 return self._refuse("the tenant's quota is used up by pinned objects")
         while True:
-            freed_bytes, freed_keys = self._freed(old)
-            fits = index.used_bytes() - freed_bytes + held + size <= self.capacity_bytes
-            if fits and self._core.objects - freed_keys < self.objects_max:
+            freed_bytes, freed_keys = (0, 0) if old is None else self._freed(old)
+            fits = core.used_bytes() - freed_bytes + size <= capacity
+            if fits and core.objects - freed_keys < self.objects_max:
                 return True
             if not self.evict(cause="budget" if fits else self._shortage):
                 return self._refuse("the budget is used up by pinned objects")
+
+    @staticmethod
+    def _check_fits(size: int, bytes_max: int, held: int) -> None:
+        if size + held > bytes_max:
+            raise OutOfBudgetError(
+                f"a value that takes {size} bytes does not fit {bytes_max} bytes, {held} of them held by replies"
+            )
 
     def _refuse(self, why: str) -> bool:
         """Return False where nothing was evicted for the sake of those who wait for the lock, else raise."""
@@ -153,7 +154,7 @@ class Space:
         """Return the bytes, and the keys, that become free when an entry is replaced."""
         if old is None or not self._core.is_current(old):
             return 0, 0
-        return 0 if self._core.heap is not None and self._core.is_in_use(old) else old.size, 1
+        return self._core.freed_bytes(old), 1
 
     def bound(self, tenant: int | None) -> None:
         """Take note that a tenant's quota has changed, or what all may have, and evict what is beyond it."""
@@ -198,43 +199,23 @@ class Space:
             self._cleared_looks -= _CLEARED_LOOKS
             if core.step_clears(_CLEARED_LOOKS):
                 return True
-        now_s = core.now_s()
-        if core.heap is not None:
-            core.heap.count_uses()
+        now_s, index = core.now_s(), core.index
+        core.count_uses()
         for _ in range(_EVICTIONS_PER_TURN):
-            heavy = self._heaviest(device) if tenant < 0 else None
-            slot = core.index.victim(now_s, device, heavy) if heavy is not None else 0
-            slot = slot or core.index.victim(now_s, device, tenant)
-            entry = core.entry(slot) if slot else None
-            if entry is None:
+            heavy = self._heaviest(device) if tenant < 0 and core.weights.several else None
+            slot = index.victim(now_s, device, heavy) if heavy is not None else 0
+            slot = slot or index.victim(now_s, device, tenant)
+            if not slot:
                 return False
-            if not core.is_in_use(entry):
-                break
-            core.index.touch(slot, now_s)  # it is being sent: evicting it would free nothing
-        else:
-            return False
-        for counters in core.counters.of(entry.tenant):
-            counters.evictions[cause] += 1
-            counters.evicted_bytes += entry.length + self._key_bytes(entry)
-        core.forget(entry, remember=True)
-        return True
-
-    def _key_bytes(self, entry: Entry) -> int:
-        if self._core.heap is not None:
-            return len(self._core.heap.at(entry.slot).key)
-        name = self._core.index.name(entry.slot)
-        return CHUNK_KEY_BYTES if name is None else len(name)
+            if core.evict(slot, cause):
+                return True
+            index.touch(slot, now_s)
+        return False
 
     def _heaviest(self, device: int) -> int | None:
         """Return the tenant that is most over an equal share of the budget, and has something on the device."""
-        weights, index = self._core.weights, self._core.index
-        if len(weights) < 2:
-            return None
-        share = self.capacity_bytes // len(weights)
-        for tenant in weights.heaviest_first(_GIVERS):
-            if weights.of(tenant) <= share:
-                return None
-            if device < 0 or index.totals(tenant=tenant, device=device).objects:
+        for tenant in self._core.weights.heaviest_first(_GIVERS, self.capacity_bytes):
+            if device < 0 or self._core.index.totals(tenant=tenant, device=device).objects:
                 return tenant
         return None
 

@@ -1,65 +1,84 @@
 """Which tenant has most, without asking each: they are kept in classes by how much they have."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable
 from itertools import islice
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 __all__ = ["Weights"]
 
-H = TypeVar("H", bound=Hashable)
-
 _LOOKS: Final = 16
 """Members of a class that are compared: with so many tenants or fewer the heaviest is found exactly."""
+_CHANGED_MAX: Final = 16
+"""Tenants that are weighed together, at the latest."""
 
 
-class Weights(Generic[H]):
-    """Classes of weights, each an eighth wider than the one below; who weighs nothing is in none."""
+class Weights:
+    """Classes of weights, each an eighth wider than the one below; who weighs nothing is in none.
 
-    __slots__ = ("_class_of", "_classes", "_present", "_weights")
+    Attributes:
+        several: whether more than one tenant weighed something when they were weighed last.
+    """
 
-    def __init__(self) -> None:
-        """Make it empty."""
-        self._weights: dict[H, int] = {}
-        self._class_of: dict[H, int] = {}
-        self._classes: dict[int, dict[H, None]] = {}
+    __slots__ = ("several", "_changed", "_class_of", "_classes", "_present", "_weigh", "_weights")
+
+    def __init__(self, weigh: Callable[[int], int]) -> None:
+        """Begin with nobody; ``weigh`` says what a tenant weighs."""
+        self.several = False
+        self._weigh = weigh
+        self._weights: dict[int, int] = {}
+        self._class_of: dict[int, int] = {}
+        self._classes: dict[int, dict[int, None]] = {}
         self._present = 0  # a bit for each class with members
+        self._changed: set[int] = set()  # since they were weighed
 
-    def __len__(self) -> int:
-        """Return how many weigh anything."""
-        return len(self._class_of)
+    def note(self, tenant: int) -> None:
+        """Take note that a tenant weighs something else now. It is weighed when somebody asks."""
+        self._changed.add(tenant)
+        if len(self._changed) > _CHANGED_MAX or tenant not in self._class_of:
+            self._settle()
 
-    def set(self, who: H, weight: int) -> None:
-        """Say what somebody weighs now."""
-        self._weights[who] = weight
+    def _settle(self) -> None:
+        for tenant in self._changed:
+            self._set(tenant, self._weigh(tenant))
+        self._changed.clear()
+
+    def _set(self, tenant: int, weight: int) -> None:
+        self._weights[tenant] = weight
         bits = weight.bit_length()
         number = bits << 3 | (weight << 3 >> bits - 1) & 7 if weight > 0 else 0
-        old = self._class_of.get(who, 0)
+        old = self._class_of.get(tenant, 0)
         if number == old:
             return
         if old:
             members = self._classes[old]
-            del members[who]
+            del members[tenant]
             if not members:
                 self._present &= ~(1 << old)
         if number:
-            self._class_of[who] = number
-            self._classes.setdefault(number, {})[who] = None
+            self._class_of[tenant] = number
+            self._classes.setdefault(number, {})[tenant] = None
             self._present |= 1 << number
         else:
-            del self._class_of[who]
+            del self._class_of[tenant]
+        self.several = len(self._class_of) > 1
 
-    def of(self, who: H) -> int:
-        """Return what somebody weighs."""
-        return self._weights.get(who, 0)
+    def heaviest_first(self, count: int, total: int) -> list[int]:
+        """Return at most ``count`` tenants that weigh more than an equal share of ``total``.
 
-    def heaviest_first(self, count: int) -> Iterator[H]:
-        """Yield at most ``count`` of them, the heaviest first: exactly so among the first 16 of a class."""
+        The heaviest first: exactly so among the first 16 of a class.
+        """
+        self._settle()
+        found: list[int] = []
+        share = total // max(len(self._class_of), 1)
         present = self._present
-        while present and count > 0:
+        while present and count > len(found):
             number = present.bit_length() - 1
             present ^= 1 << number
             members = list(islice(self._classes[number], _LOOKS))
             if len(members) > 1:
                 members.sort(key=self._weights.__getitem__, reverse=True)
-            yield from members[:count]
-            count -= len(members)
+            for tenant in members:
+                if self._weights[tenant] <= share or len(found) == count:
+                    return found
+                found.append(tenant)
+        return found

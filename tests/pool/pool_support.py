@@ -9,7 +9,7 @@ from store_driver import Driver
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.config import DeviceConfig
-from shadowserve.pool.pool import Pool
+from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.statistics import Statistics
 from storage_kv.config import StorageConfig
 
@@ -33,7 +33,7 @@ def simulated_pool(
     clock_ms: Callable[[], int] = wall_clock_ms,
     budget_bytes: int | None = None,
     **keys: Any,
-) -> Pool:
+) -> DevicePool:
     """Return a pool over devices in memory; without ``bandwidths`` they are all alike."""
     entries = []
     for number, device in enumerate(devices):
@@ -41,7 +41,7 @@ def simulated_pool(
         given["bandwidth"] = bandwidths[number] if bandwidths else 1 << 30
         entries.append((DeviceConfig(path=Path(device.name), **given), device))
     keys.setdefault("memory_bandwidth", 1)
-    return Pool(
+    return DevicePool(
         configuration(**keys),
         devices=lambda: list(entries),
         clock_ms=clock_ms,
@@ -51,13 +51,17 @@ def simulated_pool(
     )
 
 
-def file_pool(paths: Sequence[Path], size: int = DEVICE_BYTES, *, budget_bytes: int | None = None, **keys: Any) -> Pool:
+def file_pool(
+    paths: Sequence[Path], size: int = DEVICE_BYTES, *, budget_bytes: int | None = None, **keys: Any
+) -> DevicePool:
     """Return a pool over files."""
     devices = [{"path": str(path), "size": size, "bandwidth": 1 << 30, "objects_max": OBJECTS_MAX} for path in paths]
     clock_ms = keys.pop("clock_ms", wall_clock_ms)
     measure = keys.pop("measure", False)
     keys.setdefault("memory_bandwidth", 1)
-    return Pool(configuration(devices=devices, **keys), budget_bytes=budget_bytes, clock_ms=clock_ms, measure=measure)
+    return DevicePool(
+        configuration(devices=devices, **keys), budget_bytes=budget_bytes, clock_ms=clock_ms, measure=measure
+    )
 
 
 def pool_statistics(driver: Driver) -> Statistics:

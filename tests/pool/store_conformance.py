@@ -12,7 +12,7 @@ from store_driver import Clock, Driver, Reading
 from work_meter import WORK_MAX, WorkMeter
 
 from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
-from shadowserve.pool.store import Store
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import ENTRIES_PER_HOLD, PinShareError
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
@@ -30,7 +30,7 @@ class StoreConformance(ABC):
         return len(key) + size + ENTRY_OVERHEAD_BYTES
 
     @abstractmethod
-    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Store:
+    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Pool:
         """Return an empty store."""
 
     @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from machine import wait_for
 
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import Statistics
-from shadowserve.pool.store import Store
 from shadowserve.pool.terms import Item, Lease
 from shadowserve.pool.volume.changes import BusyError, Ticket
 
@@ -83,7 +83,7 @@ class Change:
 class Driver:
     """An store with its lock. Keys are clients' keys, of tenant 0 if not said otherwise."""
 
-    def __init__(self, store: Store, *, start: bool = True, lock: Any = None) -> None:
+    def __init__(self, store: Pool, *, start: bool = True, lock: Any = None) -> None:
         self.store = store
         self.lock = threading.Lock() if lock is None else lock
         if start:

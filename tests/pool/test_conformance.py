@@ -10,8 +10,8 @@ from store_conformance import StoreConformance
 from store_driver import Clock
 
 from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
+from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.store import Store
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
 MIB = 1 << 20
@@ -26,9 +26,9 @@ class DeviceConformance(StoreConformance):
 
 
 class TestPoolOfMemory(StoreConformance):
-    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Store:
+    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Pool:
         config = configuration(memory_budget_bytes=DEVICE_BYTES)
-        return Pool(config, budget_bytes=budget_bytes, clock_ms=clock_ms, measure=False)
+        return MemoryPool(config, budget_bytes=budget_bytes, clock_ms=clock_ms, measure=False)
 
     def test_a_held_value_stays_valid_and_counted_after_it_is_removed(self) -> None:
         store = self.drive(10 * self.cost(b"a", 1000), Clock())
@@ -74,7 +74,7 @@ class TestPoolOfMemory(StoreConformance):
 
 class TestPoolOfASimulatedDevice(DeviceConformance):
     # One: the index knows the order of uses of several devices' objects by the second only.
-    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Store:
+    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Pool:
         return simulated_pool([SimulatedDevice(DEVICE_BYTES)], budget_bytes=budget_bytes, clock_ms=clock_ms)
 
 
@@ -84,7 +84,7 @@ class TestPoolOfAFile(DeviceConformance):
         self.folder = tmp_path
         self.made = 0
 
-    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Store:
+    def make(self, budget_bytes: int, clock_ms: Callable[[], int]) -> Pool:
         self.made += 1
         path = self.folder / str(self.made)
         return file_pool([path], DEVICE_BYTES, budget_bytes=budget_bytes, clock_ms=clock_ms)

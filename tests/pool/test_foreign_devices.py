@@ -24,7 +24,7 @@ from volume_support import POOL, Store, device_of
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.native import BlockDevice
-from shadowserve.pool.pool import Pool
+from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.volume import foreign, recovery
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError
 from shadowserve.pool.volume.verification import verify_volume
@@ -43,7 +43,7 @@ def run(*arguments: object) -> Result:
 def words_of_the_server(path: Path) -> str:
     """Return why a server does not start with a device."""
     with pytest.raises(ConfigurationError) as refused:
-        Driver(Pool(configuration(devices=[{"path": str(path)}]), measure=False))
+        Driver(DevicePool(configuration(devices=[{"path": str(path)}]), measure=False))
     return str(refused.value)
 
 
@@ -241,7 +241,7 @@ def test_nothing_on_a_large_device_is_overlooked_beyond_what_is_promised(tmp_pat
 
 def test_a_large_empty_device_is_formatted_at_the_start(tmp_path: Path) -> None:
     path = sparse(tmp_path / "device", LARGE)
-    pool = Driver(Pool(configuration(devices=[{"path": str(path)}]), measure=False))
+    pool = Driver(DevicePool(configuration(devices=[{"path": str(path)}]), measure=False))
     pool.put(b"a", b"x")
     pool.stop()
     assert run("verify", path).exit_code == 0
@@ -251,7 +251,7 @@ def test_a_device_beside_one_that_is_refused_is_not_formatted(tmp_path: Path) ->
     empty = sparse(tmp_path / "empty", 16 * MIB)
     used = sparse(tmp_path / "used", 16 * MIB, (-4096, b"EFI PART"))
     with pytest.raises(ConfigurationError, match="GPT"):
-        Driver(Pool(configuration(devices=[{"path": str(empty)}, {"path": str(used)}]), measure=False))
+        Driver(DevicePool(configuration(devices=[{"path": str(empty)}, {"path": str(used)}]), measure=False))
     assert not any(empty.read_bytes())
 
 
@@ -280,7 +280,7 @@ def test_an_old_superblock_of_ours_behind_a_new_file_system_does_not_bring_the_s
     with volume.open("r+b") as file:
         file.seek(1080)
         file.write(bytes(2))  # what wipefs does
-    pool = Driver(Pool(configuration(devices=[{"path": str(volume)}]), measure=False))
+    pool = Driver(DevicePool(configuration(devices=[{"path": str(volume)}]), measure=False))
     pool.stop()
     assert run("verify", volume).exit_code == 0
 

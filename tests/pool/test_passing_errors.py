@@ -15,7 +15,7 @@ from volume_support import Store, device_of, index_key
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
-from shadowserve.pool.pool import Pool
+from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.volume import patience, recovery
 from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, Superblock
 from shadowserve.pool.volume.verification import verify_volume
@@ -131,7 +131,7 @@ def test_a_device_that_cannot_be_opened_for_want_of_descriptors_is_not_gone_on_w
             spare += 1
             resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + spare, before[1]))
             with pytest.raises((ConfigurationError, OSError)) as refused:
-                Pool(configuration(devices=devices), measure=False).start(threading.Lock())
+                DevicePool(configuration(devices=devices), measure=False).start(threading.Lock())
             told = str(refused.value)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

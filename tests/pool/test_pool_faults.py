@@ -15,8 +15,8 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.native import Index, Result, check_object
 from shadowserve.pool import reads
 from shadowserve.pool.clears import SCAN_LINES
+from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.entries import MEMORY_ONLY, PoolItem
-from shadowserve.pool.pool import Pool
 from shadowserve.pool.volume.volume import VolumeError
 
 
@@ -254,12 +254,12 @@ def test_a_pool_that_cannot_be_opened_says_what_to_do() -> None:
     with pytest.raises(ConfigurationError, match="belongs to pool"):
         Driver(simulated_pool([one, two]))
     with pytest.raises(ConfigurationError, match="opening device"):
-        Driver(Pool(configuration(devices=["/nowhere/to/be/found"])))
+        Driver(DevicePool(configuration(devices=["/nowhere/to/be/found"])))
 
 
 def test_a_device_that_is_missing_at_the_start_is_done_without(tmp_path: Any) -> None:
     devices = [{"path": str(tmp_path / "there"), "size": 8 * MIB}, {"path": str(tmp_path / "not there")}]
-    pool = Driver(Pool(configuration(devices=devices), measure=False))
+    pool = Driver(DevicePool(configuration(devices=devices), measure=False))
     pool.put(b"a", b"x")
     assert [device.state for device in pool_statistics(pool).devices] == ["ok", "gone"]
     pool.stop()

@@ -14,7 +14,6 @@ from store_driver import Clock, Driver
 
 from shadowserve.block import OperationKind
 from shadowserve.pool.entries import PoolItem
-from shadowserve.pool.pool import Pool
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 
 
@@ -40,8 +39,9 @@ def in_memory(driver: Driver, key: bytes) -> bool:
 
 def cool(driver: Driver) -> None:
     """Drop all copies that nobody uses."""
-    assert isinstance(driver.store, Pool)
-    driver.call(driver.store.drop_copies)
+    with driver.lock:
+        while driver.store._core.copies.make_room():
+            pass
 
 
 def reads_of(driver: Driver) -> int:

@@ -10,11 +10,11 @@ from shadowserve.pool.heap import ENTRY_OVERHEAD_BYTES
 MEASURE = """
 import os
 from shadowserve.pool.config import PoolConfig
-from shadowserve.pool.pool import Pool
+from shadowserve.pool.memory_pool import MemoryPool
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-engine = Pool.open(PoolConfig(memory_budget_bytes=1000 * COUNT))
+engine = MemoryPool.open(PoolConfig(memory_budget_bytes=1000 * COUNT))
 before = resident()
 expiry = 1 << 50
 for number in range(COUNT):

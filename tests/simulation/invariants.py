@@ -8,7 +8,6 @@ from world import World
 
 from shadowserve.native import ANY, NO_PARENT
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.store import Store
 
 __all__ = ["Invariants"]
 
@@ -55,7 +54,7 @@ class Invariants:
             if limits.bytes_max is not None and of.used_bytes - of.held_bytes > limits.bytes_max:
                 raise Violation(f"quota: tenant {name} has {of.used_bytes} bytes of {limits.bytes_max}")
 
-    def _check_gone(self, store: Store, parent: _Chunk, child: _Chunk) -> None:
+    def _check_gone(self, store: Pool, parent: _Chunk, child: _Chunk) -> None:
         """A chunk is not there although the one behind it is: somebody has to have removed it."""
         names = {store.tenant(name): name for name in self._tenants}
         key = names[parent[0]], b"kv:" + parent[1].hex().encode()
@@ -65,7 +64,7 @@ class Invariants:
             raise Violation(f"prefix: {key} was evicted before chunk {child[1].hex()} that follows it")
 
 
-def _chunks(store: Store) -> _Present:
+def _chunks(store: Pool) -> _Present:
     found: _Present = {}
     assert isinstance(store, Pool)
     for slot in store._index.scan(ANY, 0, 1 << 20, 1 << 20)[1]:

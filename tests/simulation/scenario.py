@@ -28,8 +28,7 @@ from world import MS, S, World, virtual_time
 from shadowserve.block import OperationKind, Priority
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.config import DeviceConfig
-from shadowserve.pool.pool import Pool
-from shadowserve.pool.store import Store
+from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.format import Superblock
 from storage_kv.access.rules import hash_password
@@ -161,7 +160,7 @@ class Simulation:
 
     def _check_start(self) -> None:
         """Check that nothing was dropped: of what there is in two copies, one at most is ever hurt by a start."""
-        if self.plan.disks or not isinstance(self.server.store, Pool):
+        if self.plan.disks or not isinstance(self.server.store, DevicePool):
             return
         for disk in self.server.store._core.disks:
             if disk.volume.report.dropped:
@@ -212,10 +211,10 @@ class Simulation:
             self.world.note(f"without {[device.name for device in self.absent]}")
             self.model.lose_all()
 
-    def _engine(self) -> Store:
+    def _engine(self) -> DevicePool:
         known = {str(entry.path): entry for entry in self.config.devices}
         entries = [(known[device.name], device) for device in self.devices]
-        return Pool(
+        return DevicePool(
             self.config.pool,
             devices=lambda: list(entries),
             clock_ms=self.world.wall_ms,
@@ -426,7 +425,7 @@ class Simulation:
         if found.held_bytes:
             raise Violation(f"leak: {found.held_bytes} bytes are held for nobody")
         engine = self.server.store
-        if isinstance(engine, Pool):
+        if isinstance(engine, DevicePool):
             gc.collect(0)
             if engine.busy:
                 raise Violation("leak: the engine is still busy")

@@ -16,8 +16,8 @@ from simulated_device import SimulatedDevice
 from simulated_network import Link, ServerSocket
 from world import MS, US, S, SimulatedLock, World
 
+from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import Statistics
-from shadowserve.pool.store import Store
 from storage_kv.access.users import Users
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import READ, WRITE
@@ -148,7 +148,7 @@ class SimulatedServer:
         problems: exceptions that the product would have logged and survived.
     """
 
-    def __init__(self, world: World, config: StorageConfig, store: Store, devices: list[SimulatedDevice]) -> None:
+    def __init__(self, world: World, config: StorageConfig, store: Pool, devices: list[SimulatedDevice]) -> None:
         self.world = world
         self.store = store
         self.devices = devices

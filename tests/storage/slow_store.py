@@ -8,7 +8,7 @@ from typing import Any, Self
 from machine import PATIENCE_S, wait_for
 from storage_support import Client
 
-from shadowserve.pool.pool import Pool
+from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError, Ticket
 from storage_kv.config import StorageConfig
@@ -27,7 +27,7 @@ class Away(Item):
         self.bytes_ = bytes(found.value)
 
 
-class SlowStore(Pool):
+class SlowStore(MemoryPool):
     """Values that have to be read, writes that have to be waited for, where the test has said so.
 
     Attributes:

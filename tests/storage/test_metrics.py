@@ -16,7 +16,7 @@ from storage_support import REPOSITORY, Child, make_record
 from dpu_dataplane.metrics import Metrics
 from shadowserve.clock import wall_clock_ms
 from shadowserve.latency import LatencyHistogram
-from shadowserve.pool.pool import Pool
+from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME, execute
@@ -152,7 +152,7 @@ def test_while_the_engine_recovers_nothing_is_asked_of_it() -> None:
 
 
 def test_an_engine_of_memory_alone_has_neither_devices_nor_arenas() -> None:
-    samples = exported(node_with(Pool.open(StorageConfig())))
+    samples = exported(node_with(MemoryPool.open(StorageConfig())))
     assert "shadowserve_storage_keys" in samples
     assert not [name for name in samples if "{device=" in name or "{arena=" in name or "{outcome=" in name]
 

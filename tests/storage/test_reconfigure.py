@@ -11,7 +11,7 @@ from storage_support import Child, Client
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError
-from shadowserve.pool.pool import Pool
+from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.resp import ErrorReply
 from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME
@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(start: Callable[..., Child],
 
 
 def reconfigured(load: Callable[[], StorageConfig] | None = None) -> tuple[Node, Reconfiguration]:
-    node = Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), Pool.open(StorageConfig()), wall_clock_ms)
+    node = Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), MemoryPool.open(StorageConfig()), wall_clock_ms)
     return node, Reconfiguration(node, load)
 
 

@@ -11,7 +11,7 @@ from machine import wait_for
 from storage_support import Child, Client, make_record
 
 from shadowserve.clock import wall_clock_ms
-from shadowserve.pool.pool import Pool
+from shadowserve.pool.memory_pool import MemoryPool
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME, execute
@@ -140,7 +140,7 @@ def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], ob
 def test_a_foreign_key_takes_the_path_of_an_absent_one(users: Path) -> None:
     """The same functions in the same order, and the same answer; ``shadowserve bench isolation`` compares the times."""
     config = StorageConfig(users_file=str(users))
-    node = Node(config, Users(config, BY_FULL_NAME), Pool.open(config), wall_clock_ms)
+    node = Node(config, Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms)
     sessions = {}
     for number, name in enumerate((b"ann", b"bob")):
         sessions[name] = Session(number, address="127.0.0.1:1", local_address="", file_descriptor=0)

@@ -267,7 +267,7 @@ static void fill(struct entry *entry, const struct ss_index_record *record, uint
 }
 
 enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struct ss_index_record *record,
-                              uint32_t accessed_s, uint32_t *slot) {
+                              struct name *name, uint32_t accessed_s, uint32_t *slot) {
     uint32_t found = ss_index_search(index, hash, record->tenant, record->key);
     bool replaces = found != 0 && !index->entries[found].phantom;
     if (!replaces && index->totals.objects >= index->objects_max) {
@@ -297,6 +297,9 @@ enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struc
         ss_index_drop_name(index, found);
     }
     fill(entry, record, accessed_s);
+    if (name != NULL) {
+        ss_index_swap_name(index, found, name);
+    }
     ss_index_set_expiry(index, found, record->expires_at_ms);
     ss_index_count(index, entry, 1);
     ss_index_enqueue(index, ss_index_cell(index, entry->tenant, entry->device), found,
@@ -306,12 +309,21 @@ enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struc
     return SS_OK;
 }
 
-enum ss_result ss_index_insert(struct ss_index *index, const struct ss_index_record *record, uint32_t now_s,
-                               uint32_t *slot) {
+enum ss_result ss_index_insert(struct ss_index *index, const struct ss_index_record *record, const uint8_t *name,
+                               uint32_t name_length, uint32_t now_s, uint32_t *slot) {
     if (!ss_index_valid(record, UINT32_MAX)) {
         return SS_BAD_ARGUMENT;
     }
-    return ss_index_store(index, ss_index_hash(index, record->tenant, record->key), record, now_s, slot);
+    struct name *made = NULL;
+    enum ss_result result = name != NULL ? ss_index_make_name(record->flags, name, name_length, &made) : SS_OK;
+    if (result == SS_OK) {
+        uint64_t hash = ss_index_hash(index, record->tenant, record->key);
+        result = ss_index_store(index, hash, record, made, now_s, slot);
+        if (result != SS_OK) {
+            free(made);
+        }
+    }
+    return result;
 }
 
 enum ss_result ss_index_read(const struct ss_index *index, uint32_t slot, struct ss_index_record *record) {

@@ -155,13 +155,15 @@ uint32_t ss_index_take(struct ss_index *index, uint64_t hash, uint16_t tenant, c
 void ss_index_prefetch(const struct ss_index *index, uint16_t tenant, const uint8_t *key);
 void ss_index_give_back(struct ss_index *index, uint32_t slot); /* from the table and all; it is in no list */
 enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struct ss_index_record *record,
-                              uint32_t accessed_s, uint32_t *slot);
+                              struct name *name, uint32_t accessed_s, uint32_t *slot); /* 'name' is the index's then */
 bool ss_index_valid(const struct ss_index_record *record, uint32_t blocks);
 void ss_index_forget(struct ss_index *index, uint32_t slot, bool remember);
 void ss_index_count(struct ss_index *index, const struct entry *entry, int64_t sign); /* in all totals that it is in */
 
 /* names.c */
 uint64_t ss_index_name_records(const struct ss_index *index, const struct entry *entry);
+enum ss_result ss_index_make_name(uint8_t flags, const uint8_t *text, uint32_t length, struct name **name);
+void ss_index_swap_name(struct ss_index *index, uint32_t slot, struct name *name); /* of one that is not counted */
 void ss_index_drop_name(struct ss_index *index, uint32_t slot); /* of an object that is not counted */
 void ss_index_close_names(struct ss_index *index);
 enum ss_result ss_index_take_name(struct ss_index *index, uint32_t slot); /* the replayed one, if it is this object's */

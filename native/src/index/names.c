@@ -57,30 +57,38 @@ void ss_index_close_names(struct ss_index *index) {
     }
 }
 
+enum ss_result ss_index_make_name(uint8_t flags, const uint8_t *text, uint32_t length, struct name **name) {
+    if ((flags & SS_INDEX_NAMED) == 0 || length > NAME_SIZE_MAX) {
+        return SS_BAD_ARGUMENT;
+    }
+    *name = malloc(sizeof **name + length);
+    if (*name == NULL) {
+        return SS_NO_MEMORY;
+    }
+    (*name)->length = length;
+    memcpy((*name)->text, text, length);
+    return SS_OK;
+}
+
+void ss_index_swap_name(struct ss_index *index, uint32_t slot, struct name *name) {
+    ss_index_drop_name(index, slot);
+    index->names[slot] = name;
+    index->names_size += size_of(name->length);
+}
+
 enum ss_result ss_index_set_name(struct ss_index *index, uint32_t slot, const uint8_t *text, uint32_t length) {
     if (!ss_index_is_object(index, slot)) {
         return SS_NOT_FOUND;
     }
     const struct entry *entry = &index->entries[slot];
-    if ((entry->flags & SS_INDEX_NAMED) == 0 || length > NAME_SIZE_MAX) {
-        return SS_BAD_ARGUMENT;
+    struct name *name;
+    enum ss_result result = ss_index_make_name(entry->flags, text, length, &name);
+    if (result == SS_OK) {
+        ss_index_count(index, entry, -1);
+        ss_index_swap_name(index, slot, name);
+        ss_index_count(index, entry, 1);
     }
-    const struct name *old = index->names[slot];
-    if (old != NULL && old->length == length && memcmp(old->text, text, length) == 0) {
-        return SS_OK;
-    }
-    struct name *name = malloc(sizeof *name + length);
-    if (name == NULL) {
-        return SS_NO_MEMORY;
-    }
-    name->length = length;
-    memcpy(name->text, text, length);
-    ss_index_count(index, entry, -1);
-    ss_index_drop_name(index, slot);
-    index->names[slot] = name;
-    index->names_size += size_of(length);
-    ss_index_count(index, entry, 1);
-    return SS_OK;
+    return result;
 }
 
 const uint8_t *ss_index_name(const struct ss_index *index, uint32_t slot, uint32_t *length) {

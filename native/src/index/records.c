@@ -34,7 +34,7 @@ static uint64_t *put(struct ss_index *index, uint8_t device, uint32_t blocks, co
     }
     ss_index_rival_drop(index, hash, device, record->tenant, record->key);
     own.device = device;
-    *result = ss_index_store(index, hash, &own, record->accessed_s, &slot);
+    *result = ss_index_store(index, hash, &own, NULL, record->accessed_s, &slot);
     if (*result == SS_OK && (own.flags & SS_INDEX_NAMED) != 0 && index->names[slot] == NULL) {
         *result = ss_index_take_name(index, slot);
     }

@@ -23,8 +23,8 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
 from shadowserve.pool.buffers import allocate
 from shadowserve.pool.config import DeviceConfig
+from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.placement import Interleaver
-from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError
@@ -125,6 +125,13 @@ class Store(ABC):
         """Give everything back."""
 
 
+class _CoolingPool(DevicePool):
+    def drop_copies(self) -> None:
+        """Forget what memory holds of what devices have, as far as nobody uses it."""
+        while self._core.copies.make_room():
+            pass
+
+
 class OurPool(Store):
     """Our pool on some devices.
 
@@ -160,7 +167,7 @@ class OurPool(Store):
             }
         )
         self._lock = threading.Lock()
-        self._pool = Pool(config, ticks=time.thread_time_ns)  # this thread's: others use the machine, too
+        self._pool = _CoolingPool(config, ticks=time.thread_time_ns)  # this thread's: others use the machine, too
         self._pool.start(self._lock)
         self._poll = select.poll()
         for descriptor in self._pool.descriptors():

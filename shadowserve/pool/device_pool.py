@@ -1,0 +1,275 @@
+"""A pool over devices: values lie on them, and in arenas for as long as there is room."""
+
+from collections.abc import Callable
+from typing import Final
+
+from shadowserve.native import NO_PARENT, IndexFlag
+from shadowserve.pool.arena import BLOCK_BYTES, HEADER_BYTES, Buffer, object_blocks
+from shadowserve.pool.core import Core
+from shadowserve.pool.disk import Disk, Place
+from shadowserve.pool.entries import MEMORY_ONLY, Entry, PoolItem
+from shadowserve.pool.homes import Home
+from shadowserve.pool.keys import ParsedKey, parse_key
+from shadowserve.pool.pool import WRITABLE_SHARE, Pool
+from shadowserve.pool.terms import Address, Item, Lease
+from shadowserve.pool.volume.changes import OutOfBudgetError, Ticket
+from shadowserve.pool.writing import Left
+
+__all__ = ["DevicePool"]
+
+_NAMED: Final = int(IndexFlag.NAMED)  # a flag's own operators are functions of Python
+
+
+class DevicePool(Pool):
+    """A pool over one device or more."""
+
+    core_class = Core
+
+    # ---- Reading
+
+    def get(self, address: Address) -> Item | None:
+        return self._find(address, use=True)
+
+    def peek(self, address: Address) -> Item | None:
+        return self._find(address, use=False)
+
+    def _find(self, address: Address, *, use: bool) -> PoolItem | None:
+        core = self._core
+        began = core.ticks()
+        core.counters.lookups += 1
+        entry = self._entry(parse_key(address), core.now_s() if use else 0)
+        if entry is None:
+            core.counters.lookup_ns += core.ticks() - began
+            return None
+        if use:
+            buffer = core.copies.get(entry.slot)
+        else:
+            buffer = core.copies.peek(entry.slot)
+        if buffer is None:
+            disk = core.disk_of(entry)
+            if disk is None or disk.gone is not None:
+                core.lose(entry, "device_gone" if disk is not None else "no_memory")
+                return None
+        elif use and entry.device == MEMORY_ONLY and core.admission.policy != "all":
+            self._give_home(entry, buffer)
+        core.counters.lookup_ns += core.ticks() - began
+        return PoolItem(entry, buffer)
+
+    def _entry_of(self, address: Address) -> Entry | None:
+        return self._entry(parse_key(address))
+
+    def _entry(self, parsed: ParsedKey, now_s: int = 0) -> Entry | None:
+        """Return the entry of a key, unless it has expired, which removes it. ``now_s`` as of :meth:`Index.get`."""
+        tenant, key, name = parsed
+        found = self._index.get(tenant, key, now_s)
+        if found is None:
+            return None
+        entry = self._unless_cleared(Entry(*found))
+        # A chunk's key may be made from another key's digest, or the reverse.
+        if entry is None or (entry.fields.flags & _NAMED == 0) != (name is None):
+            return None
+        expires_at_ms = entry.fields.expires_at_ms
+        if expires_at_ms and expires_at_ms <= self._clock_ms():
+            self._core.expire(entry)
+            return None
+        return entry
+
+    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+        if item.value is not None:
+            done(Lease(memoryview(item.value)[start:end]))
+            return
+        assert isinstance(item, PoolItem)
+        buffer = self._core.copies.peek(item.entry.slot)
+        if buffer is not None and self._core.is_current(item.entry):  # it has come since
+            buffer.users += 1
+            done(Lease(buffer.value(start, end), self._release, buffer))
+            return
+        self._reader.read(item.entry, start, end, done)
+
+    def release(self, item: Item) -> None:
+        assert isinstance(item, PoolItem) and item.buffer is not None
+        self._release(item.buffer)
+
+    def _release(self, buffer: Buffer) -> None:
+        self._core.arenas.release(buffer)
+        self._reader.pump()
+        if self._ready or self._busy:
+            self._core.waker.wake()
+
+    # ---- Writing
+
+    def allocate(self, size: int, ready: Callable[[], None]) -> memoryview | None:
+        blocks = object_blocks(size)
+        if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes // WRITABLE_SHARE:
+            raise MemoryError(
+                f"a value of {size} bytes is more than half of an arena; give memory_budget_bytes more for such values"
+            )
+        buffer = self._space.memory(blocks) if self._may_receive(blocks * BLOCK_BYTES) else None
+        if buffer is None:
+            self._ready.append(ready)
+            if self._space.wants_turn:
+                self._core.waker.wake()
+            return None
+        return self._core.arenas.lend(buffer, size)
+
+    def discard(self, buffer: memoryview) -> None:
+        self._core.arenas.end_loan(buffer)
+        self._reader.pump()
+        if self._ready:
+            self._core.waker.wake()
+
+    def put(
+        self,
+        address: Address,
+        value: bytes | memoryview,
+        *,
+        head_bytes: int = 0,
+        expires_at_ms: int | None = None,
+        parent: bytes = b"",
+    ) -> Ticket | None:
+        core = self._core
+        began = core.ticks()
+        if (refusal := core.refusal()) is not None:  # after a restart, what was there before would be there again
+            return self._writer.refused(refusal)
+        parsed = parse_key(address)
+        old = self._present(parsed)
+        blocks = object_blocks(len(value))
+        self._check_size(len(value), blocks)
+        under_way = self._writer.bytes_under_way
+        if under_way and under_way + blocks * BLOCK_BYTES > self._config.write_bytes_under_way_max:
+            raise self._busy_error("as many bytes as write_bytes_under_way_max wait to be written")
+        self._space.begin_hold()
+        if not self._space.make_room_for(parsed[0], blocks * BLOCK_BYTES, old):
+            raise self._busy_error("more has to be evicted than is at a time")
+        buffer = core.arenas.lent(value) if isinstance(value, memoryview) else None
+        if buffer is not None:
+            buffer.users += 1
+        else:
+            buffer = self._space.memory(blocks, parent, parsed[1])
+            if buffer is None:
+                raise self._busy_error("all of the pool's memory is in use")
+            buffer.view(HEADER_BYTES, HEADER_BYTES + len(value))[:] = value
+            core.counters.copied_bytes += len(value)
+        try:
+            ticket = self._store(parsed, buffer, len(value), head_bytes, expires_at_ms, parent)
+        except BaseException:
+            core.arenas.release(buffer)
+            raise
+        core.counters.placement_ns += core.ticks() - began
+        return ticket
+
+    def _check_size(self, length: int, blocks: int) -> None:
+        if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes or length >= 1 << 32:
+            raise OutOfBudgetError(
+                f"a value of {length} bytes does not fit the pool's memory; give memory_budget_bytes more"
+            )
+
+    def _store(
+        self, parsed: ParsedKey, buffer: Buffer, length: int, head_bytes: int, expires_at_ms: int | None, parent: bytes
+    ) -> Ticket | None:
+        """Make an entry of a value in memory, and begin to write it."""
+        core = self._core
+        tenant, key, name = parsed
+        old = self._present(parsed)  # making room may have evicted it
+        home = self._home(parsed, length, parent, old)
+        if old is not None and not core.is_current(old):
+            old = None  # and so has finding a home
+        disk = home.disk
+        extent = buffer.size - length if disk is None else home.extent
+        try:
+            slot, replaced, left = self._enter(parsed, disk, extent, old, length, head_bytes, expires_at_ms, parent)
+        except BaseException:
+            if disk is not None:
+                disk.free((extent, object_blocks(length) * BLOCK_BYTES))
+            raise
+        core.copies.keep(slot, buffer)
+        self._peak_bytes = max(self._peak_bytes, core.used_bytes())
+        if disk is None:
+            core.leave(tenant, key, left)
+            return self._writer.memory_alone(slot, tenant, key)
+        entry = Entry(slot, self._index.read(slot))
+        return self._writer.begin(entry, disk, buffer, name, placed=home.placed, replaced=replaced, left=left)
+
+    def _enter(
+        self,
+        parsed: ParsedKey,
+        disk: Disk | None,
+        extent: int,
+        old: Entry | None,
+        length: int,
+        head_bytes: int,
+        expires_at_ms: int | None,
+        parent: bytes,
+    ) -> tuple[int, Place | None, list[Left]]:
+        """Have the index know of a value; return its slot, and what :meth:`Core.replace` says of the old one."""
+        tenant, key, name = parsed
+        slot = self._index.insert(
+            tenant,
+            key,
+            device=MEMORY_ONLY if disk is None else disk.number,
+            extent=extent,
+            length=length,
+            now_s=self._core.now_s(),
+            head_length=head_bytes,
+            name=name,
+            flags=IndexFlag.RECORD if head_bytes else 0,
+            expires_at_ms=expires_at_ms or 0,
+            generation=self._core.next_generation(),
+            parent=parent,
+        )
+        replaced, left = (None, []) if old is None else self._core.replace(old, disk)
+        self._entered(tenant, length, head_bytes, is_new=old is None)
+        return slot, replaced, left
+
+    def _home(self, parsed: ParsedKey, length: int, parent: bytes, old: Entry | None) -> Home:
+        core = self._core
+        tenant, key, _ = parsed
+        if not core.admission.admits(tenant, key):
+            return Home(None, 0, True)
+        home = self._homes.choose(length, tenant, parent, key, old)
+        if home is not None:
+            return home
+        if self._space.left <= 0 or any(disk.is_freeing for disk in core.disks):
+            raise self._busy_error("the devices are full, and what was evicted is not free yet")
+        raise OutOfBudgetError(f"no device has room for {length} bytes, and nothing on them may be evicted")
+
+    def _give_home(self, entry: Entry, buffer: Buffer) -> None:
+        """Write an object that is in memory alone to a device: it was asked for."""
+        fields = entry.fields
+        parent = b"" if fields.parent == NO_PARENT else fields.parent
+        if not self._may_receive(entry.size):
+            return  # the next time that it is asked for
+        home = self._homes.choose(entry.length, entry.tenant, parent, entry.key, None)
+        if home is None or home.disk is None:
+            return
+        current = self._core.entry(entry.slot)
+        if current is None or current.generation != entry.generation:  # making room has evicted it
+            home.disk.free((home.extent, entry.size))
+            return
+        self._core.admission.admitted_later += 1
+        self._index.insert(
+            entry.tenant,
+            entry.key,
+            device=home.disk.number,
+            extent=home.extent,
+            length=entry.length,
+            now_s=self._core.now_s(),
+            head_length=fields.head_length,
+            flags=fields.flags,
+            expires_at_ms=fields.expires_at_ms,
+            pinned_until_s=fields.pinned_until_s,
+            generation=entry.generation,
+            parent=fields.parent,
+        )
+        moved = Entry(entry.slot, self._index.read(entry.slot))
+        name = self._index.name(entry.slot)
+        self._writer.begin(moved, home.disk, buffer, name, placed=home.placed)
+
+    def settling(self, address: Address) -> Ticket | None:
+        entry = self._present(parse_key(address))
+        writer = self._writer
+        return None if entry is None else writer.ticket(entry.slot) or writer.sure(entry.tenant, entry.key)
+
+    def _bound_memory(self, size: int) -> None:
+        arenas = self._core.arenas  # they stay as large as they were mapped
+        arenas.budget_bytes = min(size, arenas.size)
