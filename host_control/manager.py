@@ -5,9 +5,10 @@ pluggable order. *Completion* holds jobs that have ended. The engine's scheduler
 :meth:`KVCacheManager.exchange`: it hands over the jobs it has intercepted and takes back those that have ended, in one
 atomic step, and is never blocked by either.
 
-A job runs in rounds: the data plane delivers as many chunks as fit into one half of the destination, and while the
-next round arrives in the other half, the engine's ``scatter`` moves the first into paged KV memory. Each job has
-exactly one outcome, by its deadline: how many leading chunks are in place, and the reason why not all.
+A job runs in rounds: the data plane delivers chunks into one half of the destination, and while the next round arrives
+in the other half, the engine's ``scatter`` moves the first into paged KV memory. Each round takes half of what is left,
+for the last one's scattering is hidden behind nothing. Each job has exactly one outcome, by its deadline: how many
+leading chunks are in place, and the reason why not all.
 """
 
 import itertools
@@ -39,6 +40,8 @@ _CANCEL_INTERVAL: Final = 0.05
 """Seconds between two Cancel calls for one job: the first may overtake the Fetch that it is meant for."""
 _WAIT_INTERVAL: Final = 0.05
 """Seconds between two looks for queued jobs that are out of time, which nobody announces."""
+_ROUND_BYTES_MIN: Final = 32 << 20
+"""A round costs some milliseconds, whatever it moves: less than scattering so much on a CPU takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +156,7 @@ class KVCacheManager:
         scatter: called in the manager's thread.
         order: of the fetching queue.
         fetch_timeout: seconds from hand-over to outcome.
+        round_bytes_min: a round does not leave chunks for the next one to be smaller than this.
     """
 
     def __init__(
@@ -163,14 +167,16 @@ class KVCacheManager:
         *,
         order: FetchOrder = first_in_first_out,
         fetch_timeout: float = 10.0,
+        round_bytes_min: int = _ROUND_BYTES_MIN,
     ) -> None:
         self._client = client
         self._destination = destination
         self._scatter = scatter
         self._order = order
         self._fetch_timeout = fetch_timeout
-        self._round_chunks = destination.size // 2 // destination.shape.raw_bytes
-        if self._round_chunks < 1:
+        self._round_chunks_max = destination.size // 2 // destination.shape.raw_bytes
+        self._round_chunks_min = max(1, round_bytes_min // destination.shape.raw_bytes)
+        if self._round_chunks_max < 1:
             raise ConfigurationError(
                 f"a destination of {destination.size} bytes does not hold two chunks of "
                 f"{destination.shape.raw_bytes}; raise host.fetch_buffer_bytes"
@@ -301,7 +307,7 @@ class KVCacheManager:
             if progress.cancelled or progress.scatter_error or left <= 0:
                 self._end(progress, "cancelled" if progress.cancelled else "deadline")
                 return
-            keys = progress.job.keys[landed : landed + self._round_chunks]
+            keys = progress.job.keys[landed : landed + self._round_chunks(len(progress.job.keys) - landed)]
             try:
                 memory = self._destination.acquire(left)
                 left = progress.deadline - time.monotonic()
@@ -333,9 +339,12 @@ class KVCacheManager:
             self._end(progress, answer.reason, answer.detail)
             return
 
+    def _round_chunks(self, left: int) -> int:
+        return min(max(-(-left // 2), self._round_chunks_min), self._round_chunks_max)
+
     def _start(self, keys: Sequence[bytes], timeout: float) -> tuple[FetchCall, str, int]:
         shape = self._destination.shape
-        offset = self._half * self._round_chunks * shape.raw_bytes
+        offset = self._half * self._round_chunks_max * shape.raw_bytes
         job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
         part = FetchPart.whole(shape, self._destination.destination_id, keys, offset)
         call = self._client.start_fetch(job_id, [part], timeout)

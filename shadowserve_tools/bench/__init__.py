@@ -19,6 +19,7 @@ from shadowserve_tools.lazy import LazyGroup
 __all__ = ["bench"]
 
 BENCHES: Final = (
+    "serving",
     "stages",
     "pipeline",
     "codecs",
@@ -39,6 +40,7 @@ BENCHES: Final = (
 
 
 NEEDS: Final = {
+    "serving": ["vllm", "redis"],
     "stages": ["redis"],
     "storage": ["redis"],
     "fetch": ["redis"],

@@ -258,6 +258,26 @@ def test_next_round_arrives_while_the_last_is_scattered(
     assert result.complete
 
 
+def test_a_prompt_that_fits_into_one_round_is_scattered_while_the_rest_of_it_arrives(
+    client: DataPlaneClient,
+    shape: ChunkLayout,
+    fill: Callable[[list[bytes]], None],
+    plane: ScriptedDataPlane,
+    paged: Paged,
+) -> None:
+    destination = Destination(client, shape, 32 * shape.raw_bytes, connect_timeout=PATIENCE_S)
+    manager = KVCacheManager(client, destination, paged, round_bytes_min=2 * shape.raw_bytes)
+    paged.gate.clear()
+    manager.exchange([job("a", 12, fill)])
+    plane.wait_for_call("Fetch", 2)
+    assert paged.chunks == {}, "the second round is under way before the first is in place"
+    paged.gate.set()
+    (result,) = collect(manager, 1)
+    manager.close()
+    assert result.complete and len(paged.chunks) == 12
+    assert [len(each.keys) for each in plane.fetches] == [6, 3, 2, 1]
+
+
 def test_next_job_arrives_while_the_last_is_scattered(
     manager: KVCacheManager, fill: Callable[[list[bytes]], None], plane: ScriptedDataPlane, paged: Paged
 ) -> None:

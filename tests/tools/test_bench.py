@@ -35,6 +35,11 @@ SMALL = {
     "control": ["--requests", "4", "--prompt-chunks", "2"],
     "memory": [],
     "isolation": ["--samples", "100"],
+    "serving": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
+        *("--documents", "2", "--output-tokens", "4", "--rate", "5", "--link", "4", "--repeats", "1", "--rounds", "1"),
+        *NO_PEERS,
+    ],
     "recovery": ["--objects", "2000", "--pairs", "1"],
     "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "80,40", "--memory", "20", "--repeats", "1"],
     "interference": [
@@ -126,6 +131,7 @@ RATIOS = {
         "ttft_gain_over_in_engine",
         "ttft_gain_over_recompute",
     },
+    "serving": {"ttft_over_recompute", "ttft_over_recompute_arriving", "fill_over_off"},
     "ablation": {"no_af_tpot", "no_cp_ttft", "no_mm_ttft"},
     "gpu": {
         "scatter_over_device_copy",
@@ -136,6 +142,7 @@ RATIOS = {
 PEERS = {
     "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP"],
     "link": ["LMCache, lm://", "LMCache server, fp8, Redis tuned"],
+    "serving": ["LMCache, CPU tier", "LMCache, Redis"],
 }
 
 

@@ -1,12 +1,19 @@
 """What the benchmarks with a real engine offer it, and how they count."""
 
+import json
 import os
 import statistics
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.parts import engine
+from shadowserve_tools.bench.parts.engine import Watch, model_config, write_weights
 from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, arrivals, p95
+from shadowserve_tools.bench.parts.systems import Answers
 
 
 def test_arrivals_are_the_same_for_the_same_seed_and_come_at_the_rate() -> None:
@@ -45,3 +52,78 @@ def test_cores_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4})
     with pytest.raises(ShadowServeError, match="two cores"):
         Partition.halves()
+
+
+def test_another_answer_ends_the_benchmark() -> None:
+    answers = Answers()
+    answers.check("A", 0, 0, {"answer": [1, 2], "cached": 0}, 0)
+    answers.check("B", 0, 0, {"answer": [1, 2], "cached": 256}, 256)
+    answers.check("B", 1, 0, {"answer": [3, 2], "cached": 256}, 256)
+    with pytest.raises(ShadowServeError, match=r"B, question 0 about document 0: the answer is \[1, 3\]; of A it was"):
+        answers.check("B", 0, 0, {"answer": [1, 3], "cached": 256}, 256)
+    with pytest.raises(ShadowServeError, match="0 tokens were not computed, instead of 256"):
+        answers.check("B", 0, 0, {"answer": [1, 2], "cached": 0}, 256)
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Connector:
+    def get_num_new_matched_tokens(self, request: Any, local: int) -> tuple[int | None, bool]:
+        return (256, True) if request.found else (None, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, external: int) -> None:
+        pass
+
+    def update_connector_output(self, output: Any) -> None:
+        pass
+
+
+def test_blocked_is_what_of_a_retrieval_no_computing_hid(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, connector = Clock(), Connector()
+    monkeypatch.setattr(engine, "time", clock)
+    steps = iter([1, 0, 1])
+    scheduler = SimpleNamespace(
+        connector=connector, schedule=lambda: SimpleNamespace(total_num_scheduled_tokens=next(steps))
+    )
+    watch = Watch(scheduler)
+    request = SimpleNamespace(request_id="request-1-0a1b2c3d", found=False)
+
+    def step(ends: float) -> None:
+        begin = clock.now
+        scheduler.schedule()
+        clock.now = ends
+        watch.stepped(begin)
+
+    connector.get_num_new_matched_tokens(request, 0)
+    step(12.0)  # computes for somebody else from 0 to 12; the request arrived at 10
+    request.found = True
+    connector.get_num_new_matched_tokens(request, 0)
+    clock.now = 13.0
+    connector.update_state_after_alloc(request, None, 256)
+    step(16.0)  # nothing to compute
+    step(17.0)
+    clock.now = 18.0
+    connector.update_connector_output(SimpleNamespace(finished_recving={"request-1-0a1b2c3d"}))
+    found = watch.steps("request-1", 0.0, {"at": 10.0, "first": 20.0})
+    assert found == {"lookup_s": 2.0, "allocation_s": 1.0, "retrieval_s": 5.0, "last_s": 2.0, "blocked_s": 5.0}
+    assert watch.steps("request-2", 0.0, {"at": 10.0, "first": 20.0}) == {}, "nothing was retrieved"
+
+
+def test_weights_are_the_same_each_time_and_all_there(tmp_path: Path) -> None:
+    config = model_config(layers=2, hidden=64, heads=2, head_size=32, vocabulary=128, tokens=64)
+    files = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_weights(tmp_path / name, config)
+        files.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert files[0] == files[1]
+    length = int.from_bytes(files[0][:8], "little")
+    header = json.loads(files[0][8 : 8 + length])
+    assert max(tensor["data_offsets"][1] for tensor in header.values()) == len(files[0]) - 8 - length
+    assert header["model.layers.1.self_attn.o_proj.weight"]["shape"] == [64, 64]
+    assert header["model.layers.0.mlp.down_proj.weight"]["shape"] == [64, config["intermediate_size"]]

@@ -9,6 +9,7 @@ The first line on standard input says how the engine is made, each further one i
 line on what was standard output when the process began (vLLM writes there, too, and so to standard error instead).
 """
 
+import importlib
 import json
 import os
 import random
@@ -19,13 +20,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["main", "model_config", "prompt"]
+import numpy as np
+
+__all__ = ["Watch", "main", "model_config", "prompt", "write_weights"]
 
 BLOCK_TOKENS: Final = 32
 """The smallest that vLLM's CPU attention takes."""
 IDLE_S: Final = 0.001
 """vLLM's own engine loop sleeps so long after a step in which nothing could run."""
 STORE_TIMEOUT_S: Final = 60.0
+WEIGHTS_SPREAD: Final = 0.08
+"""Standard deviation of :func:`write_weights`."""
 
 
 def model_config(
@@ -50,6 +55,39 @@ def model_config(
     }
 
 
+def write_weights(folder: Path, config: dict[str, Any]) -> None:
+    """Write weights of a model, always the same ones, beside its ``config.json``.
+
+    vLLM's own dummy weights are so small that its answers hardly depend on the prompt. Here attention is as sharp as a
+    trained model's, so that whoever delivers other KV gets another answer.
+    """
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    wide = config["num_attention_heads"] * config["head_dim"]
+    shapes = {f"{name}.weight": (config["vocab_size"], hidden) for name in ("model.embed_tokens", "lm_head")}
+    shapes["model.norm.weight"] = (hidden, 0)
+    for layer in range(config["num_hidden_layers"]):
+        parts = {f"self_attn.{name}_proj": (wide, hidden) for name in "qkv"}
+        parts |= {"self_attn.o_proj": (hidden, wide), "mlp.down_proj": (hidden, inner)}
+        parts |= {f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        parts |= {f"{name}_layernorm": (hidden, 0) for name in ("input", "post_attention")}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (rows, columns) in shapes.items():
+        begin, end = end, end + rows * max(1, columns) * 2
+        shape = [rows, columns] if columns else [rows]
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    generator = np.random.default_rng(1)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for rows, columns in shapes.values():
+            values = np.ones(rows, np.float32)
+            if columns:
+                values = WEIGHTS_SPREAD * generator.standard_normal(rows * columns, dtype=np.float32)
+            file.write((values.view(np.uint32) >> 16).astype("<u2").tobytes())
+
+
 def prompt(seed: int, tokens: int, vocabulary: int) -> list[int]:
     """Return a prompt: the same arguments, the same tokens."""
     generator = random.Random(seed)
@@ -66,14 +104,13 @@ class _Engine:
         self._vocabulary: int = settings["vocabulary"]
         self._number = 0
         options: dict[str, Any] = {}
-        if settings.get("connector"):
-            options["kv_transfer_config"] = {
-                "kv_connector": "ShadowServeConnector",
-                "kv_connector_module_path": "host_control.vllm.connector",
+        if settings["transfer"]:
+            options["kv_transfer_config"] = settings["transfer"] | {
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": settings["connector"],
             }
+        if settings["step_tokens"]:
+            options["max_num_batched_tokens"] = settings["step_tokens"]
         self._llm = LLM(
             model=settings["model"],
             load_format=settings["load_format"],
@@ -92,23 +129,29 @@ class _Engine:
             **options,
         )
         self._core: Any = self._llm.llm_engine
+        self._watch = Watch(self._core.engine_core.engine_core.scheduler)
 
-    def _add(self, seed: int, tokens: int, output: int) -> str:
+    def _add(self, tokens: list[int], output: int) -> str:
         self._number += 1
         name = f"request-{self._number}"
         sampling = self._sampling(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
-        self._core.add_request(name, {"prompt_token_ids": prompt(seed, tokens, self._vocabulary)}, sampling)
+        self._core.add_request(name, {"prompt_token_ids": tokens}, sampling)
         return name
 
     def serve(self, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Serve an open loop: each request arrives ``at`` seconds after the beginning, whatever the engine does.
 
         Args:
-            requests: ``seed`` and ``tokens`` of the prompt, ``output`` tokens, ``at``; in order of arrival.
+            requests: the ``prompt``, or ``seed`` and ``tokens`` of one; ``output`` tokens, ``at``; in order of arrival.
 
         Returns:
-            For each: ``ttft_s`` from its arrival, ``tpot_s``, and ``cached`` tokens that were not computed.
+            For each: ``ttft_s`` and ``request_s`` from its arrival to the first and the last token, ``tpot_s``,
+            ``cached`` tokens that were not computed, the ``answer``;
+            and where its KV was retrieved: ``lookup_s`` from its arrival until it was known, ``allocation_s`` until it
+            had blocks, ``retrieval_s`` until it was in place, ``last_s`` until the first token, and ``blocked_s``, what
+            of all before that no computing hid.
         """
+        self._watch.clear()
         waiting = list(requests)
         known: dict[str, dict[str, Any]] = {}
         begin = time.perf_counter()
@@ -116,28 +159,31 @@ class _Engine:
             now = time.perf_counter() - begin
             while waiting and waiting[0]["at"] <= now:
                 request = waiting.pop(0)
-                known[self._add(request["seed"], request["tokens"], request["output"])] = dict(request)
+                tokens = request.pop("prompt", None) or prompt(request["seed"], request["tokens"], self._vocabulary)
+                known[self._add(tokens, request["output"])] = dict(request)
             if not self._core.has_unfinished_requests():
                 time.sleep(max(0.0, waiting[0]["at"] - now))
                 continue
             if not self._step(known, begin):
                 time.sleep(IDLE_S)
-        return [_measured(request) for request in known.values()]
+        return [_measured(request) | self._watch.steps(name, begin, request) for name, request in known.items()]
 
     def _step(self, known: dict[str, dict[str, Any]], begin: float) -> int:
+        stepping = time.perf_counter()
         outputs = self._core.step()
+        self._watch.stepped(stepping)
         now = time.perf_counter() - begin
         for output in outputs:
             request = known[output.request_id]
             request.setdefault("first", now)
             request["last"] = now
-            request["made"] = len(output.outputs[0].token_ids)
+            request["answer"] = list(output.outputs[0].token_ids)
             request["cached"] = output.num_cached_tokens or 0
         return len(outputs)
 
     def decode_start(self, batch: int, tokens: int, steps_max: int) -> int:
         """Bring ``batch`` requests into decoding; :meth:`decode_steps` goes on with them."""
-        names = {self._add(seed, tokens, steps_max) for seed in range(batch)}
+        names = {self._add(prompt(seed, tokens, self._vocabulary), steps_max) for seed in range(batch)}
         seen: set[str] = set()
         while seen != names:
             seen |= {output.request_id for output in self._core.step()}
@@ -167,8 +213,7 @@ class _Engine:
         before = self._counter("stored_chunks")
         for seed in seeds:  # one after the other: the segment that they wait in is not made for all at once
             self.serve([{"seed": seed, "tokens": tokens, "output": 1, "at": 0.0}])
-            if not self._worker._store.flush(STORE_TIMEOUT_S):
-                raise RuntimeError("storing did not end")
+            self.settle()
         self.serve([{"seed": 0, "tokens": 2, "output": 2, "at": 0.0}])  # counts are taken with a step
         return self._counter("stored_chunks") - before
 
@@ -194,6 +239,11 @@ class _Engine:
             side._config = side._config.model_copy(update={"asynchronous_fetch": asynchronous})
         return asynchronous
 
+    def settle(self) -> None:
+        """Wait until what the plugin has gathered is stored."""
+        if not self._worker._store.flush(STORE_TIMEOUT_S):
+            raise RuntimeError("storing did not end")
+
     def threads(self) -> dict[str, int]:
         """Return the process's Python threads, name to kernel's number."""
         return {thread.name: thread.native_id or 0 for thread in threading.enumerate()}
@@ -202,16 +252,107 @@ class _Engine:
         self._core.engine_core.shutdown()
 
 
+def _hide_llvmlite() -> None:
+    """Keep vLLM 0.32 off the library of llvmlite, which peers bring along and which answers to every name.
+
+    Where there is no Triton, vLLM looks through the attributes of all modules for kernels to replace, and fails there.
+    """
+    try:
+        ffi: Any = importlib.import_module("llvmlite.binding.ffi")
+    except ImportError:
+        return
+    answer = ffi._lib_wrapper.__getattr__
+
+    def getattribute(library: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return answer(library, name)
+
+    ffi._lib_wrapper.__getattr__ = getattribute
+
+
+def _plain(name: str) -> str:
+    """Return a request's name without the random digits that vLLM appends."""
+    return name.rpartition("-")[0]
+
+
 def _measured(request: dict[str, Any]) -> dict[str, Any]:
-    if request.get("made") != request["output"]:
-        raise RuntimeError(f"{request.get('made')} tokens of {request['output']}")
+    if len(request.get("answer", ())) != request["output"]:
+        raise RuntimeError(f"{len(request.get('answer', ()))} tokens of {request['output']}")
     later = max(1, request["output"] - 1)
     return {
         "ttft_s": request["first"] - request["at"],
         "tpot_s": (request["last"] - request["first"]) / later,
+        "request_s": request["last"] - request["at"],
         "end_s": request["last"],
         "cached": request["cached"],
+        "answer": request["answer"],
     }
+
+
+class Watch:
+    """When requests' KV was retrieved, and when the engine computed; seen where vLLM talks to its connector."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._found: dict[str, float] = {}
+        self._allocated: dict[str, float] = {}
+        self._in_place: dict[str, float] = {}
+        self._computing: list[tuple[float, float]] = []
+        self._computes = False
+        self._schedule = scheduler.schedule
+        scheduler.schedule = self._scheduled
+        if scheduler.connector is not None:
+            self._match = scheduler.connector.get_num_new_matched_tokens
+            self._allocate = scheduler.connector.update_state_after_alloc
+            self._update = scheduler.connector.update_connector_output
+            scheduler.connector.get_num_new_matched_tokens = self._matching
+            scheduler.connector.update_state_after_alloc = self._allocating
+            scheduler.connector.update_connector_output = self._updating
+
+    def clear(self) -> None:
+        """Forget what is over."""
+        self._found, self._allocated, self._in_place, self._computing = {}, {}, {}, []
+
+    def _scheduled(self, *arguments: Any, **more: Any) -> Any:
+        output = self._schedule(*arguments, **more)
+        self._computes = output.total_num_scheduled_tokens > 0
+        return output
+
+    def stepped(self, begin: float) -> None:
+        """Take note of a step that is over; it began at ``begin``."""
+        if self._computes:
+            self._computing.append((begin, time.perf_counter()))
+
+    def _matching(self, request: Any, local: int) -> Any:
+        found = self._match(request, local)
+        if found[0]:
+            self._found.setdefault(_plain(request.request_id), time.perf_counter())
+        return found
+
+    def _allocating(self, request: Any, blocks: Any, external: int) -> Any:
+        if external:
+            self._allocated.setdefault(_plain(request.request_id), time.perf_counter())
+        return self._allocate(request, blocks, external)
+
+    def _updating(self, output: Any) -> Any:
+        for name in output.finished_recving or ():
+            self._in_place[_plain(name)] = time.perf_counter()
+        return self._update(output)
+
+    def steps(self, name: str, begin: float, request: dict[str, Any]) -> dict[str, float]:
+        """Return the seconds of a request's steps; of none where nothing was retrieved."""
+        found, allocated, in_place = (each.get(name) for each in (self._found, self._allocated, self._in_place))
+        if found is None or allocated is None or in_place is None:
+            return {}
+        arrived = begin + request["at"]
+        hidden = sum(max(0.0, min(end, in_place) - max(start, arrived)) for start, end in self._computing)
+        return {
+            "lookup_s": found - arrived,
+            "allocation_s": allocated - found,
+            "retrieval_s": in_place - allocated,
+            "last_s": begin + request["first"] - in_place,
+            "blocked_s": in_place - arrived - hidden,
+        }
 
 
 def main() -> None:
@@ -219,6 +360,9 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     settings = json.loads(sys.stdin.readline())
+    if settings["packages"]:
+        sys.path += settings["packages"]
+        _hide_llvmlite()
     model = Path(settings["model"])
     if not model.exists():
         model.mkdir(parents=True)
@@ -226,7 +370,7 @@ def main() -> None:
     engine = _Engine(settings)
     operations: dict[str, Callable[..., Any]] = {
         name: getattr(engine, name)
-        for name in ("serve", "store", "decode_start", "decode_steps", "decode_stop", "switch", "threads")
+        for name in ("serve", "store", "decode_start", "decode_steps", "decode_stop", "settle", "switch", "threads")
     }
     answers.write(json.dumps({"result": "ready"}) + "\n")
     for line in sys.stdin:

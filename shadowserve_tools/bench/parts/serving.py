@@ -39,7 +39,9 @@ __all__ = [
     "Stack",
     "arrivals",
     "model_options",
+    "model_options_with",
     "p95",
+    "plugin",
     "started_engine",
 ]
 
@@ -64,6 +66,10 @@ class Model:
     def kv_bytes(self) -> int:
         """Bytes of KV for each token, in bfloat16."""
         return self.layers * 2 * self.heads * self.head_size * 2
+
+    def config(self, tokens: int) -> dict[str, Any]:
+        """Return its ``config.json``, for prompts and answers of so many tokens together."""
+        return model_config(**vars(self), vocabulary=VOCABULARY, tokens=tokens)
 
 
 @dataclass(frozen=True)
@@ -250,18 +256,29 @@ class Engine:
 
 @contextlib.contextmanager
 def started_engine(
-    name: str, folder: Path, cores: Sequence[int], model: Model, load: Load, requests_max: int, connector: Any = None
+    name: str,
+    folder: Path,
+    cores: Sequence[int],
+    model: Model,
+    load: Load,
+    requests_max: int,
+    transfer: dict[str, Any] | None = None,
+    *,
+    step_tokens: int = 0,
+    packages: Sequence[Path] = (),
 ) -> Iterator[Engine]:
     """Run an engine on ``cores`` while the context lasts.
 
     Args:
         name: of its log.
-        folder: for the log, and for the model, which engines of one folder share.
+        folder: for the log, and for the model, which engines of one folder share; of random weights where it has none.
         cores: of all its threads.
         model: its shape.
         load: the largest that it has to hold.
         requests_max: that it runs at one time.
-        connector: configuration of the plugin; without one the engine is plain vLLM.
+        transfer: configuration of its KV connector; without one the engine is plain vLLM.
+        step_tokens: that it computes in one step at most; 0: as vLLM has it.
+        packages: folders in which it looks for modules that it does not find otherwise.
     """
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
@@ -273,16 +290,17 @@ def started_engine(
         "OMP_NUM_THREADS": str(len(cores)),
     }
     tokens = load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS
-    shape = vars(model) | {"vocabulary": VOCABULARY, "tokens": tokens}
     settings = {
         "model": str(folder / "model"),
-        "config": model_config(**shape),
-        "load_format": "dummy",
+        "config": model.config(tokens),
+        "load_format": "auto" if (folder / "model" / "model.safetensors").exists() else "dummy",
         "vocabulary": VOCABULARY,
         "max_tokens": tokens,
         "max_requests": requests_max,
         "kv_cache_bytes": model.kv_bytes * tokens * (requests_max + 1),
-        "connector": connector,
+        "step_tokens": step_tokens,
+        "packages": list(map(str, packages)),
+        "transfer": transfer,
     }
     log = folder / f"{name}.log"
     with log.open("w") as errors, on_cores(cores):
@@ -303,32 +321,54 @@ def started_engine(
         engine.stop()
 
 
-_MODEL_OPTIONS: Final = (
-    click.option("--layers", default=8, show_default=True, type=click.IntRange(1), help="Of the engine's model."),
-    click.option("--hidden", default=512, show_default=True, type=click.IntRange(32), help="Its hidden size."),
-    click.option("--heads", default=16, show_default=True, type=click.IntRange(1), help="Its heads, KV heads too."),
-    click.option("--head-size", default=128, show_default=True, type=click.IntRange(32), help="Of each head."),
-    click.option(
-        "--prompt-chunks", "chunks", default=6, show_default=True, type=click.IntRange(1), help="Of 256 tokens."
-    ),
-    click.option("--documents", default=4, show_default=True, type=click.IntRange(1), help="That prompts are about."),
-    click.option("--requests-max", default=8, show_default=True, type=click.IntRange(1), help="Served at one time."),
-)
+def plugin(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of ShadowServe's connector, with these keys of the host's."""
+    return {
+        "kv_connector": "ShadowServeConnector",
+        "kv_connector_module_path": "host_control.vllm.connector",
+        "kv_connector_extra_config": config,
+    }
 
 
-def model_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the engine's model and prompts, as its arguments ``model``, ``load`` and ``requests_max``."""
+_Command = Callable[..., None]
 
-    @functools.wraps(command)
-    def with_model(
-        layers: int, hidden: int, heads: int, head_size: int, chunks: int, documents: int, **options: Any
-    ) -> None:
-        model = Model(layers=layers, hidden=hidden, heads=heads, head_size=head_size)
-        command(model=model, load=Load(chunks=chunks, documents=documents), **options)
 
-    for option in reversed(_MODEL_OPTIONS):
-        with_model = option(with_model)
-    return with_model
+def model_options_with(
+    *, chunks: int = 6, requests_max: int = 8
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return what gives a command the engine's model and prompts: its arguments ``model``, ``load``, ``requests_max``.
+
+    Args:
+        chunks: of a prompt, by default.
+        requests_max: by default.
+    """
+    count = click.IntRange(1)
+    options = (
+        click.option("--layers", default=8, show_default=True, type=count, help="Of the engine's model."),
+        click.option("--hidden", default=512, show_default=True, type=click.IntRange(32), help="Its hidden size."),
+        click.option("--heads", default=16, show_default=True, type=count, help="Its heads, KV heads too."),
+        click.option("--head-size", default=128, show_default=True, type=click.IntRange(32), help="Of each head."),
+        click.option("--prompt-chunks", "chunks", default=chunks, show_default=True, type=count, help="Of 256 tokens."),
+        click.option("--documents", default=4, show_default=True, type=count, help="That prompts are about."),
+        click.option("--requests-max", default=requests_max, show_default=True, type=count, help="Served at one time."),
+    )
+
+    def decorate(command: _Command) -> _Command:
+        @functools.wraps(command)
+        def with_model(
+            layers: int, hidden: int, heads: int, head_size: int, chunks: int, documents: int, **options: Any
+        ) -> None:
+            model = Model(layers=layers, hidden=hidden, heads=heads, head_size=head_size)
+            command(model=model, load=Load(chunks=chunks, documents=documents), **options)
+
+        for option in reversed(options):
+            with_model = option(with_model)
+        return with_model
+
+    return decorate
+
+
+model_options: Final = model_options_with()
 
 
 class Stack:
@@ -386,10 +426,11 @@ class Stack:
         if stored != wanted:
             raise ShadowServeError(f"{stored} chunks were stored of {wanted}")
 
-    def engine_with(self, name: str, connector: Any = None) -> contextlib.AbstractContextManager[Engine]:
-        """Run one more engine on the engine's cores; without a connector, plain vLLM."""
+    def engine_with(self, name: str, plugin_config: Any = None) -> contextlib.AbstractContextManager[Engine]:
+        """Run one more engine on the engine's cores; without the plugin's configuration, plain vLLM."""
+        transfer = plugin(plugin_config) if plugin_config else None
         return started_engine(
-            name, self.folder, self.partition.engine, self._model, self._load, self._requests_max, connector
+            name, self.folder, self.partition.engine, self._model, self._load, self._requests_max, transfer
         )
 
     def _start_data_plane(self, listen: str, *flags: str) -> Child:

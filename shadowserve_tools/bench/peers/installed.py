@@ -23,10 +23,13 @@ from shadowserve_tools.processes import Child, free_port, started
 
 __all__ = [
     "DEFAULT_PYTHON",
+    "ENVIRONMENT",
     "Bed",
+    "LMCacheDaemon",
     "Start",
     "installed",
     "lmcache",
+    "lmcache_daemon",
     "lmcache_server",
     "mooncake",
     "start_installed",
@@ -35,7 +38,7 @@ __all__ = [
 DEFAULT_PYTHON: Final = Path(__file__).resolve().parents[3] / ".venv-peers" / "bin" / "python"
 START_TIMEOUT_S: Final = 180.0
 CALL_TIMEOUT_S: Final = 120.0
-_ENVIRONMENT: Final = {
+ENVIRONMENT: Final = {
     "LMCACHE_DISABLE_BANNER": "1",
     "LMCACHE_LOG_LEVEL": "WARNING",
     "LMCACHE_TRACK_USAGE": "false",  # it would report to its makers
@@ -120,7 +123,7 @@ def lmcache(bed: Bed, name: str) -> Iterator[Contender]:
                     command,
                     bed.logs,
                     ready=re.compile("Server started at"),
-                    environment=_ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"},
+                    environment=ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"},
                     timeout_s=START_TIMEOUT_S,
                 )
             )
@@ -138,40 +141,70 @@ def lmcache_server(bed: Bed, name: str, *, redis: Child, fp8: bool = False) -> I
         redis: what it takes as L2, running.
         fp8: have LMCache compress: it stores half the bytes, and what comes back differs by a few percent.
     """
+    size = bed.chunks * bed.values_file.stat().st_size
+    with contextlib.ExitStack() as stack:
+        with bed.network.client_side():
+            server = stack.enter_context(lmcache_daemon("lmcache-server", bed.python, bed.logs, size, redis, fp8=fp8))
+        addresses = ("--address", server.address, "--http", server.http, "--store", redis.address)
+        client = stack.enter_context(_started(bed, "lmcache-server", *addresses, *(["--lossy"] if fp8 else [])))
+        contender = client.contender(name, [*family(server.child.process.pid), *family(redis.process.pid)])
+        yield dataclasses.replace(contender, kind="compressing" if fp8 else "raw")
+
+
+@dataclass(frozen=True)
+class LMCacheDaemon:
+    """A running server of LMCache's multiprocess mode.
+
+    Attributes:
+        child: its process.
+        address: ``host:port`` that workers connect to.
+        http: URL of what it says of itself.
+    """
+
+    child: Child
+    address: str
+    http: str
+
+
+@contextlib.contextmanager
+def lmcache_daemon(
+    name: str, python: Path, logs: Path, size: int, redis: Child | None = None, *, fp8: bool = False
+) -> Iterator[LMCacheDaemon]:
+    """Run a server of LMCache's multiprocess mode: one for a host, with shared memory between it and the workers.
+
+    Args:
+        name: of its log.
+        python: of the peers' environment.
+        logs: folder for what it prints.
+        size: bytes of what it has to hold; it is given half as much again.
+        redis: what it takes as L2, running; without it, it has its own memory alone.
+        fp8: have it compress for L2.
+    """
     port, http = free_port(), free_port()
-    host, _, redis_port = redis.address.rpartition(":")
-    adapter: dict[str, Any] = {"type": "resp", "host": host, "port": int(redis_port), "num_workers": 2}
-    adapter |= {"serde": {"type": "fp8"}} if fp8 else {}
-    size_gb = max(1, -(-bed.chunks * bed.values_file.stat().st_size * 3 // 2 >> 30))
     flags = {
         "--host": "127.0.0.1",
         "--port": str(port),
         "--http-host": "127.0.0.1",
         "--http-port": str(http),
-        "--l1-size-gb": str(size_gb),
+        "--l1-size-gb": str(max(1, -(-size * 3 // 2 >> 30))),
         "--eviction-policy": "LRU",
-        "--l2-adapter": json.dumps(adapter),
         "--supported-transfer-mode": "engine_driven",
         "--shm-name": f"shadowserve-bench-{port}",
         "--max-workers": "2",
     }
-    command = [str(bed.python.with_name("lmcache")), "server"] + [word for pair in flags.items() for word in pair]
-    with contextlib.ExitStack() as stack:
-        with bed.network.client_side():
-            server = stack.enter_context(
-                started(
-                    "lmcache-server",
-                    command,
-                    bed.logs,
-                    ready=re.compile("Uvicorn running on|Application startup complete"),
-                    environment=_ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"},
-                    timeout_s=START_TIMEOUT_S,
-                )
-            )
-        addresses = ("--address", f"127.0.0.1:{port}", "--http", f"http://127.0.0.1:{http}", "--store", redis.address)
-        client = stack.enter_context(_started(bed, "lmcache-server", *addresses, *(["--lossy"] if fp8 else [])))
-        contender = client.contender(name, [*family(server.process.pid), *family(redis.process.pid)])
-        yield dataclasses.replace(contender, kind="compressing" if fp8 else "raw")
+    if redis is not None:
+        host, _, redis_port = redis.address.rpartition(":")
+        adapter: dict[str, Any] = {"type": "resp", "host": host, "port": int(redis_port), "num_workers": 2}
+        flags["--l2-adapter"] = json.dumps(adapter | ({"serde": {"type": "fp8"}} if fp8 else {}))
+    with started(
+        name,
+        [str(python.with_name("lmcache")), "server"] + [word for pair in flags.items() for word in pair],
+        logs,
+        ready=re.compile("Uvicorn running on|Application startup complete"),
+        environment=ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"},
+        timeout_s=START_TIMEOUT_S,
+    ) as child:
+        yield LMCacheDaemon(child, f"127.0.0.1:{port}", f"http://127.0.0.1:{http}")
 
 
 @contextlib.contextmanager
@@ -209,7 +242,7 @@ def _started(bed: Bed, role: str, *flags: str) -> Iterator["_Driver"]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT},
             process_group=0,
         )
     client = _Driver(role, process, log)

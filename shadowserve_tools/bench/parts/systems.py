@@ -1,0 +1,242 @@
+"""The systems that ``serving`` compares, each as a user would set it up, from its store to what the engine is told.
+
+Stores are at one end of a link, engines with what stands beside them at either: at the stores' end they reach them over
+loopback, at the other over the link.
+"""
+
+import contextlib
+import json
+import secrets
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.parts.serving import Engine, Partition, plugin
+from shadowserve_tools.bench.parts.workload import client
+from shadowserve_tools.bench.peers.contender import family
+from shadowserve_tools.bench.peers.installed import LMCacheDaemon, installed, lmcache_daemon
+from shadowserve_tools.bench.peers.network import LOOPBACK, Network
+from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage
+
+__all__ = ["LOCAL", "OFF", "OURS", "REDIS", "Answers", "Place", "System", "ours", "peers"]
+
+OFF: Final = "no cache"
+OURS: Final = "ShadowServe, lossless"
+LOCAL: Final = "LMCache, CPU tier"
+REDIS: Final = "LMCache, Redis"
+STORED_TIMEOUT_S: Final = 60.0
+POLL_S: Final = 0.02
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where systems run.
+
+    Attributes:
+        folder: for logs.
+        partition: who runs on which cores.
+        network: stores are at one of its ends.
+        peers_python: of the environment of scripts/setup-peers.
+        size: bytes of all the KV.
+    """
+
+    folder: Path
+    partition: Partition
+    network: Network
+    peers_python: Path
+    size: int
+
+    @property
+    def sides(self) -> dict[bool, Callable[[], AbstractContextManager[None]]]:
+        """How one enters the end that engines are at: over loopback, or (true) over the link."""
+        sides = {False: self.network.store_side}
+        return sides if self.network is LOOPBACK else sides | {True: self.network.client_side}
+
+
+def _nothing(*_arguments: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """An engine's cache, running; without further words, none.
+
+    Attributes:
+        name: for tables.
+        linked: whether a link lies between the engine's end and the store.
+        side: enters the engine's end.
+        transfer: what the engine is told.
+        processes: that work for it, beside the engine.
+        stored: returns once so many chunks are where the system keeps them.
+        forget: empties what is nearer to the engine than that.
+        packages: that the engine needs beside its own.
+        data_plane: address of ours.
+    """
+
+    name: str = OFF
+    linked: bool = False
+    side: Callable[[], AbstractContextManager[None]] = nullcontext
+    transfer: dict[str, Any] | None = None
+    processes: Sequence[psutil.Process] = ()
+    stored: Callable[[Engine, int], None] = _nothing
+    forget: Callable[[], None] = _nothing
+    packages: Sequence[Path] = field(default=())
+    data_plane: str = ""
+
+
+class Answers:
+    """What the systems answer: to the same question about the same document, the same tokens."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[int, int], tuple[str, list[int]]] = {}
+
+    def check(self, system: str, document: int, question: int, result: dict[str, Any], cached: int) -> None:
+        """Make sure of a request's result, and of where its KV came from.
+
+        Args:
+            system: that served it.
+            document: that it was about.
+            question: that it was.
+            result: what the engine says of it.
+            cached: tokens that were not to be computed.
+
+        Raises:
+            ShadowServeError: the answer is another one, or KV was computed that should have been fetched, or the
+                other way round.
+        """
+        other, first = self._first.setdefault((document, question), (system, result["answer"]))
+        about = f"{system}, question {question} about document {document}"
+        if result["answer"] != first:
+            raise ShadowServeError(f"{about}: the answer is {result['answer']}; of {other} it was {first}")
+        if result["cached"] != cached:
+            raise ShadowServeError(f"{about}: {result['cached']} tokens were not computed, instead of {cached}")
+
+
+def ours(stack: ExitStack, place: Place) -> list[System]:
+    """Start a storage node, and a data plane at each end: lossless, which is the default, like all else."""
+    network, cores = place.network, json.dumps(place.partition.data_plane)
+    password = secrets.token_hex(16)  # what listens beyond loopback has one
+    with network.store_side():
+        storage = stack.enter_context(
+            start_storage(
+                place.folder, "--host", network.host, "--cores", cores,
+                environment={"SHADOWSERVE_STORAGE_PASSWORD": password},
+            )
+        )  # fmt: skip
+    systems = []
+    for linked, side in place.sides.items():
+        folder = place.folder / ("far" if linked else "near")
+        folder.mkdir()
+        address = f"unix:{folder}/dpu.sock"
+        with side():
+            plane = stack.enter_context(
+                start_data_plane(
+                    folder, storage.address, "--listen", address, "--cores", cores,
+                    environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
+                )
+            )  # fmt: skip
+        # What is late here is to be seen as late, not to be computed instead.
+        late = {"lookup_timeout": 60, "fetch_timeout": 60}
+        systems.append(
+            System(
+                name=OURS,
+                linked=linked,
+                side=side,
+                transfer=plugin({"data_plane": address, "identity_cache": str(place.folder / "content.json"), **late}),
+                processes=[psutil.Process(child.process.pid) for child in (storage, plane)],
+                stored=lambda engine, _chunks: engine.ask("settle"),
+                data_plane=address,
+            )
+        )
+    return systems
+
+
+def peers(stack: ExitStack, place: Place) -> tuple[list[System], dict[str, str]]:
+    """Start LMCache's servers, alone and before Redis; return them, and for each that does not run why not."""
+    absent: dict[str, str] = {}
+    systems = []
+    if "lmcache" not in installed(place.peers_python):
+        return [], dict.fromkeys((LOCAL, REDIS), "not installed (scripts/setup-peers)")
+    try:
+        with place.network.store_side():
+            systems.append(_lmcache(place, _daemon(stack, place, "local")))
+    except (ShadowServeError, OSError) as error:
+        absent[LOCAL] = f"does not run here: {str(error).partition(chr(10))[0]}"
+    try:
+        with place.network.store_side():
+            store = stack.enter_context(start_redis(place.folder, host=place.network.host, tuned=True))
+        for linked, side in place.sides.items():
+            with side():
+                daemon = _daemon(stack, place, "far" if linked else "near", store)
+            systems.append(_lmcache(place, daemon, store, linked=linked))
+    except (ShadowServeError, OSError) as error:
+        absent[REDIS] = f"does not run here: {str(error).partition(chr(10))[0]}"
+    return systems, absent
+
+
+def _daemon(stack: ExitStack, place: Place, name: str, redis: Child | None = None) -> LMCacheDaemon:
+    name = f"lmcache-{name}"
+    return stack.enter_context(lmcache_daemon(name, place.peers_python, place.folder, place.size, redis))
+
+
+def _lmcache(place: Place, daemon: LMCacheDaemon, redis: Child | None = None, *, linked: bool = False) -> System:
+    side = place.sides[linked]
+    host, _, port = daemon.address.rpartition(":")
+
+    def stored(_engine: Engine, chunks: int) -> None:
+        with side():
+            _await_chunks(f"{daemon.http}/status", chunks)
+        if redis is not None:
+            with place.network.store_side(), contextlib.closing(client(redis.address)) as server:
+                _until(lambda: sum(b"@" in key for key in server.scan_iter(count=1000)) >= chunks, "Redis")
+
+    def forget() -> None:
+        with side():
+            _ask(f"{daemon.http}/cache/clear", b'{"tier": "l1"}')
+
+    return System(
+        name=REDIS if redis else LOCAL,
+        linked=linked,
+        side=side,
+        transfer={
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_extra_config": {"lmcache.mp.host": f"tcp://{host}", "lmcache.mp.port": int(port)},
+        },
+        processes=[each for child in (daemon.child, redis) if child for each in family(child.process.pid)],
+        stored=stored,
+        forget=forget if redis else _nothing,
+        packages=list(place.peers_python.parents[1].glob("lib/python*/site-packages")),
+    )
+
+
+def _await_chunks(url: str, chunks: int) -> None:
+    def there() -> bool:
+        found = json.loads(_ask(url))["storage_manager"]
+        controller = found["store_controller"]
+        moving = controller["pending_keys_count"] + controller["in_flight_task_count"]
+        return bool(found["l1_manager"]["total_object_count"] >= chunks and not moving)
+
+    _until(there, "LMCache's server")
+
+
+def _until(there: Callable[[], bool], who: str) -> None:
+    ends = time.monotonic() + STORED_TIMEOUT_S
+    while not there():
+        if time.monotonic() > ends:
+            raise ShadowServeError(f"{who} has not stored everything within {STORED_TIMEOUT_S:g} s")
+        time.sleep(POLL_S)
+
+
+def _ask(url: str, body: bytes | None = None) -> bytes:
+    """Ask LMCache's server, by GET or with a body by POST, past any proxy."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=60) as answer:
+        content: bytes = answer.read()
+        return content

@@ -1,0 +1,381 @@
+"""``shadowserve bench serving``: the engine's own view, without a cache, with LMCache's, and with ours."""
+
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import psutil
+from rich.progress import Progress
+
+from shadowserve.cores import on_cores
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.fetch import peers_option
+from shadowserve_tools.bench.parts.engine import prompt, write_weights
+from shadowserve_tools.bench.parts.serving import (
+    TAIL_TOKENS,
+    VOCABULARY,
+    Engine,
+    Load,
+    Model,
+    Partition,
+    arrivals,
+    model_options_with,
+    started_engine,
+)
+from shadowserve_tools.bench.parts.systems import LOCAL, OFF, OURS, REDIS, Answers, Place, System, ours, peers
+from shadowserve_tools.bench.peers.network import LOOPBACK, Link, Network, linked
+from shadowserve_tools.report import Chart, Output, Report, cpu_s, output_options
+from shadowserve_tools.trace import record
+
+__all__ = ["serving"]
+
+STEPS: Final = ("lookup", "allocation", "retrieval", "last")
+COLUMNS: Final = [
+    "what", "link_Gbit_per_s", "system", "ttft_ms", "tpot_ms", "request_ms", "tokens_per_s", "cpu_s", "blocked_ms",
+    "lookup_ms", "allocation_ms", "fetch_ms", "scatter_ms", "retrieval_ms", "last_ms", "note",
+]  # fmt: skip
+FILLING: Final = "filling"
+ALONE: Final = "one at a time"
+ARRIVING: Final = "arriving"
+_FETCHES_MAX: Final = 1000
+"""Of a recording, which ends by its time."""
+_WARM_UP: Final = 1 << 20
+"""Seeds from here on are of prompts that nobody else asks about."""
+_QUESTIONS: Final = 1 << 10
+"""Seeds from here on are of questions."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """The options of :func:`serving`."""
+
+    load: Load
+    links: Sequence[float]
+    repeats: int
+    rounds: int
+
+
+@dataclass
+class _Results:
+    """Results of requests, by what was done, the link's rate (0: loopback) and the system; in the same order for each.
+
+    Each has what :meth:`~shadowserve_tools.bench.parts.engine._Engine.serve` says, and ``cpu_s`` of all processes. Of
+    requests that arrived at a rate they are the run's, and ``tokens_per_s`` are, too. ``fetching`` is the part of
+    retrieval, by the link's rate, that our data plane fetched in.
+    """
+
+    requests: dict[tuple[str, float, str], list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
+    fetching: dict[float, float] = field(default_factory=dict)
+
+    def pairs(self, what: str, rate: float, ours: str, others: str, name: str = "ttft_s") -> list[float]:
+        """Return one system's figures over another's, request by request; of none where there are none."""
+        own, theirs = (self.requests.get((what, rate, system), []) for system in (ours, others))
+        return [mine[name] / its[name] for mine, its in zip(own, theirs, strict=False)]
+
+
+@click.command()
+@model_options_with(chunks=8, requests_max=4)
+@click.option("--output-tokens", default=16, show_default=True, type=click.IntRange(2, 128), help="Of each answer.")
+@click.option(
+    "--rate", default=0.25, show_default=True, type=click.FloatRange(0.01, 100),
+    help="Conversations a second, where they arrive at a rate.",
+)  # fmt: skip
+@click.option(
+    "--link", "links", default=(1.0, 4.0), show_default=True, multiple=True, type=click.FloatRange(0.1, 100),
+    help="Between engine and stores, in Gbit/s; may be given several times.",
+)  # fmt: skip
+@click.option("--repeats", default=2, show_default=True, type=click.IntRange(1), help="Of each document, and link.")
+@click.option("--rounds", default=2, show_default=True, type=click.IntRange(1), help="Of those that arrive at a rate.")
+@peers_option
+@output_options
+def serving(
+    output: Output,
+    model: Model,
+    load: Load,
+    requests_max: int,
+    output_tokens: int,
+    rate: float,
+    links: Sequence[float],
+    repeats: int,
+    rounds: int,
+    peers_python: Path,
+) -> None:
+    """Ask real vLLM questions about long documents that it has computed before, and forgotten: it was restarted.
+
+    The same for vLLM without a cache, with LMCache's multiprocess mode over its CPU tier and over Redis, and with
+    ShadowServe as it comes, lossless, its storage node behind a socket; through links of given rates, too, where
+    network namespaces may be made. The engine has half of the cores, everything else the other half. Systems take
+    turns; a system whose answers are not those of the engine without a cache ends the benchmark.
+
+    A first token's time is that of its lookup, of blocks' allocation, of retrieval (of which ours says how much was
+    fetching, and how much of scattering no fetching hid) and of the tokens behind the prefix. Blocked is what of
+    everything before these no computing hid.
+    """
+    load = replace(load, output=output_tokens, rate=rate, requests=load.documents)
+    plan = _Plan(load=load, links=links, repeats=repeats, rounds=rounds)
+    results = _Results()
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(transient=True))
+        task = progress.add_task("starting", total=None)
+
+        def tell(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        network, why_not = _network(stack, links)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        bench = _Bench(folder, model, plan, requests_max, network, peers_python)
+        absent = bench.start(stack, tell) | ({"a link": why_not} if why_not else {})
+        bench.fill(results, tell)
+        bench.measure(stack, results, tell)
+    _report(results, absent, plan).finish(output)
+
+
+def _network(stack: ExitStack, links: Sequence[float]) -> tuple[Network, str]:
+    """Return a link, or loopback, and why there is no link."""
+    if not links:
+        return LOOPBACK, ""
+    try:
+        return stack.enter_context(linked()), ""
+    except ShadowServeError as error:
+        return LOOPBACK, str(error)
+
+
+class _Bench:
+    """Everything that runs.
+
+    Args:
+        folder: for the model and for logs.
+        model: the engine's.
+        plan: options.
+        requests_max: that an engine runs at one time.
+        network: between engines and stores.
+        peers_python: of the peers' environment.
+    """
+
+    def __init__(
+        self, folder: Path, model: Model, plan: _Plan, requests_max: int, network: Network, peers_python: Path
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._load = plan.load
+        self._requests_max = requests_max
+        self._network = network
+        kv = plan.load.chunks * plan.load.documents * DEFAULT_CHUNK_TOKENS * model.kv_bytes
+        self._place = Place(folder, Partition.halves(), network, peers_python, kv)
+        self._systems: list[System] = []
+        self._plain: Engine
+        self._answers = Answers()
+
+    def start(self, stack: ExitStack, tell: Tell) -> dict[str, str]:
+        """Start all but engines with a cache; return which systems do not run, and why."""
+        place, load = self._place, self._load
+        # The benchmark's own threads keep off the engine's cores, too.
+        stack.enter_context(on_cores(place.partition.data_plane))
+        folder = place.folder / "model"
+        folder.mkdir()
+        config = self._model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
+        (folder / "config.json").write_text(json.dumps(config))
+        write_weights(folder, config)
+        tell("starting servers")
+        self._systems = ours(stack, place)
+        more, absent = peers(stack, place)
+        self._systems += more
+        tell("starting engines")
+        self._plain = stack.enter_context(self._engine(System(), "plain"))
+        self._plain.ask("serve", requests=self._orders(_WARM_UP, 0))
+        same = [self._ask(self._plain, document, 0)["answer"] for document in (0, _WARM_UP)]
+        if same[0] == same[1]:
+            raise ShadowServeError("the answer does not depend on the document: equal answers would show nothing")
+        return absent
+
+    @contextmanager
+    def _engine(self, system: System, name: str) -> Iterator[Engine]:
+        with ExitStack() as stack:
+            with system.side():
+                engine = stack.enter_context(
+                    started_engine(
+                        name, self._place.folder, self._place.partition.engine, self._model, self._load,
+                        self._requests_max, system.transfer, packages=system.packages,
+                        # With or without a cache, the tokens behind the document are a step of their own: their
+                        # sums are the same ones, in the same order.
+                        step_tokens=self._load.chunks * DEFAULT_CHUNK_TOKENS,
+                    )
+                )  # fmt: skip
+            yield engine
+
+    def _orders(self, document: int, question: int, at: float = 0.0) -> list[dict[str, Any]]:
+        tokens = prompt(document, self._load.chunks * DEFAULT_CHUNK_TOKENS, VOCABULARY)
+        tokens += prompt(_QUESTIONS + question, TAIL_TOKENS, VOCABULARY)
+        return [{"prompt": tokens, "output": self._load.output, "at": at}]
+
+    def _ask(self, engine: Engine, document: int, question: int) -> dict[str, Any]:
+        (result,) = engine.ask("serve", requests=self._orders(document, question))
+        found: dict[str, Any] = result
+        return found
+
+    # ---- Filling -----------------------------------------------------------------------------------------------------
+
+    def fill(self, results: _Results, tell: Tell) -> None:
+        """Have every system compute every document once, and keep it."""
+        near = [system for system in self._systems if not system.linked]
+        with ExitStack() as stack:
+            engines = [(System(), self._plain)]
+            for index, system in enumerate(near):
+                tell("starting engines")
+                engines.append((system, stack.enter_context(self._engine(system, f"filling-{index}"))))
+            for system, engine in engines:
+                self._ask(engine, _WARM_UP + 1, 0)
+                system.stored(engine, self._load.chunks)
+            for document in range(self._load.documents):
+                tell("filling")
+                for system, engine in engines if document % 2 else reversed(engines):
+                    begin = _cpu(engine, system)
+                    result = self._ask(engine, document, 0)
+                    system.stored(engine, (document + 2) * self._load.chunks)
+                    result["cpu_s"] = _cpu(engine, system) - begin
+                    self._answers.check(system.name, document, 0, result, 0)
+                    results.requests[FILLING, 0.0, system.name].append(result)
+
+    # ---- Measuring ---------------------------------------------------------------------------------------------------
+
+    def measure(self, stack: ExitStack, results: _Results, tell: Tell) -> None:
+        """Restart the engines and ask about the documents again."""
+        engines = [(System(), self._plain)]
+        for index, system in enumerate(self._systems):
+            tell("starting engines")
+            engines.append((system, stack.enter_context(self._engine(system, f"measured-{index}"))))
+        for system, engine in engines:  # connections, and the pages of memory that is used for the first time
+            system.forget()
+            self._ask(engine, 0, 0)
+        near = [each for each in engines if not each[0].linked]
+        far = [each for each in engines if each[0].linked]
+        for rate in (0.0, *self._plan.links) if far else (0.0,):
+            turns = far if rate else near
+            if rate:
+                assert isinstance(self._network, Link)
+                self._network.limit(rate)
+            for number in range(self._plan.repeats):
+                tell(f"asking over {rate:g} Gbit/s" if rate else "asking")
+                for document in range(self._load.documents):
+                    for system, engine in turns if (document + number) % 2 else reversed(turns):
+                        self._alone(results, rate, system, engine, document, 1 + number)
+            tell("recording")
+            self._record(results, rate, turns)
+        for number in range(self._plan.rounds):
+            for system, engine in near if number % 2 else reversed(near):
+                tell(f"asking at {self._load.rate:g}/s")
+                self._arriving(results, system, engine, number)
+
+    def _cached(self, system: System) -> int:
+        return self._load.chunks * DEFAULT_CHUNK_TOKENS if system.transfer else 0
+
+    def _alone(
+        self, results: _Results, rate: float, system: System, engine: Engine, document: int, question: int
+    ) -> None:
+        system.forget()
+        begin = _cpu(engine, system)
+        result = self._ask(engine, document, question)
+        result["cpu_s"] = _cpu(engine, system) - begin
+        self._answers.check(system.name, document, question, result, self._cached(system))
+        results.requests[ALONE, rate, system.name].append(result)
+
+    def _arriving(self, results: _Results, system: System, engine: Engine, number: int) -> None:
+        load = replace(self._load, seed=number)
+        question = 1 + self._plan.repeats + number
+        times = arrivals(load.requests, load.rate, load.seed)
+        orders = [order for document, at in enumerate(times) for order in self._orders(document, question, at)]
+        system.forget()
+        begin = _cpu(engine, system)
+        served = engine.ask("serve", requests=orders)
+        cost = (_cpu(engine, system) - begin) / len(served)
+        seconds = max(result["end_s"] for result in served)
+        for document, result in enumerate(served):
+            self._answers.check(system.name, document, question, result, self._cached(system))
+            more = {"cpu_s": cost, "tokens_per_s": load.output * len(served) / seconds}
+            results.requests[ARRIVING, 0.0, system.name].append(result | more)
+
+    def _record(self, results: _Results, rate: float, turns: Sequence[tuple[System, Engine]]) -> None:
+        """Ask about each document once more, and record how long the data plane fetched."""
+        ((system, engine),) = [each for each in turns if each[0].data_plane]
+        found: list[dict[str, Any]] = []
+
+        def ask() -> None:
+            found.extend(self._ask(engine, document, 0) for document in range(self._load.documents))
+
+        seconds = 1 + 2 * sum(result["end_s"] for result in results.requests[ALONE, rate, OURS]) / self._plan.repeats
+        spans, _ = record(system.data_plane, seconds, _FETCHES_MAX, ask)
+        fetching = sum(span.end_ns - span.begin_ns for span in spans if span.step == "fetch") / 1e9
+        results.fetching[rate] = fetching / sum(result["retrieval_s"] for result in found)
+
+
+def _cpu(engine: Engine, system: System) -> float:
+    """Return the CPU seconds of all processes that serve."""
+    return sum(map(cpu_s, [psutil.Process(engine.process.pid), *system.processes]))
+
+
+# ---- What came of it -------------------------------------------------------------------------------------------------
+
+
+def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:
+    report = Report("serving", COLUMNS)
+    for (what, rate, system), requests in results.requests.items():
+        row = _row(requests)
+        if system == OURS and what == ALONE:
+            row["fetch_ms"] = results.fetching[rate] * row["retrieval_ms"]
+            row["scatter_ms"] = row["retrieval_ms"] - row["fetch_ms"]
+        link = {"link_Gbit_per_s": rate} if rate else {}
+        report.row(what=what, **link, system=system, **row)
+    for system, reason in absent.items():
+        report.row(system=system, note=reason)
+    slowest = min(plan.links, default=0.0)
+    for name, what, rate, other, goal in (
+        ("ttft_over_lmcache", ALONE, 0.0, REDIS, "at most 0.15; of LMCache over Redis"),
+        ("ttft_over_lmcache_local", ALONE, 0.0, LOCAL, "at most 0.2; our remote store, LMCache's CPU tier"),
+        ("ttft_over_lmcache_link", ALONE, slowest, REDIS, f"at most 0.25; at {slowest:g} Gbit/s"),
+        ("ttft_over_recompute", ALONE, 0.0, OFF, "at most 0.06"),
+        ("fill_over_off", FILLING, 0.0, OFF, "at most 1.03"),
+        ("ttft_over_recompute_arriving", ARRIVING, 0.0, OFF, "none; with what waits in between"),
+    ):
+        figure = "request_s" if what == FILLING else "ttft_s"
+        if pairs := results.pairs(what, rate, OURS, other, figure):
+            report.ratio(name, pairs, goal)
+    if pairs := results.pairs(FILLING, 0.0, REDIS, OFF, "request_s"):
+        report.ratio("fill_over_off_lmcache", pairs, "none; the same of LMCache over Redis")
+    _draw(report, results)
+    return report
+
+
+def _row(requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of a row's requests."""
+    columns = {"ttft_s": "ttft_ms", "tpot_s": "tpot_ms", "request_s": "request_ms", "blocked_s": "blocked_ms"}
+    columns |= {f"{step}_s": f"{step}_ms" for step in STEPS}
+    row: dict[str, Any] = {}
+    for name, column in columns.items():
+        if found := [request[name] for request in requests if name in request]:
+            row[column] = statistics.median(found) * 1e3
+    for name in ("tokens_per_s", "cpu_s"):
+        if found := [request[name] for request in requests if name in request]:
+            row[name] = statistics.median(found)
+    return row
+
+
+def _draw(report: Report, results: _Results) -> None:
+    rates = list(dict.fromkeys(rate for what, rate, _ in results.requests if what == ALONE))
+    for rate in rates:
+        bars = [
+            (system, statistics.median(result["ttft_s"] for result in found) * 1e3)
+            for (what, its, system), found in results.requests.items()
+            if what == ALONE and its == rate
+        ]
+        title = f"TTFT over {rate:g} Gbit/s" if rate else "TTFT over loopback"
+        report.charts.append(Chart(title, x="", y="ms", series={title: bars}, kind="bars", highlight=[OURS]))
