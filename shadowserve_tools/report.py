@@ -119,10 +119,13 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def repeat(count: int, *runs: Callable[[], Cost], warm_up: int = 1, description: str = "measuring") -> list[list[Cost]]:
-    """Run all in turn, ``count`` times after the warm-up, so that pairs see the same machine; one list for each."""
+    """Run all in turn, ``count`` times after the warm-up, so that pairs see the same machine; one list for each.
+
+    Every other turn goes backwards, so that no run always follows the same one.
+    """
     costs: list[list[Cost]] = [[] for _ in runs]
     for round_number in tracked(range(warm_up + count), description):
-        for run, own in zip(runs, costs, strict=True):
+        for run, own in list(zip(runs, costs, strict=True))[:: -1 if round_number % 2 else 1]:
             cost = run()
             if round_number >= warm_up:
                 own.append(cost)

@@ -70,6 +70,11 @@ RATIOS = {
         "cpu_over_uncompressed",
         "throughput_over_uncompressed",
         "stored_over_raw",
+        "lossless_cpu_over_best_raw_peer",
+        "lossless_throughput_over_best_raw_peer",
+        "lossless_cpu_over_uncompressed",
+        "lossless_throughput_over_uncompressed",
+        "lossless_stored_over_raw",
     },
     "pipeline": {"over_ideal", "over_ideal_separate", "linear_growth"},
     "stages": {"dequantize_over_memcpy", "fused_over_memcpy", "fused_over_separate", "net_over_plain_socket"},
@@ -100,7 +105,10 @@ RATIOS = {
         "find_us_from_python",
         "recovery_s_per_million",
     },
-    "link": {"over_raw_peers_4", "over_compressing_peers_4", "raw_over_stored"},
+    "link": {
+        *("lossless_over_raw_peers_4", "lossless_raw_over_stored"),
+        *("over_raw_peers_4", "over_compressing_peers_4", "raw_over_stored"),
+    },
     "control": {"iteration_over_0.2_ms", "lookup_over_20_ms", "lookup_round_trips"},
     "memory": {"resident_over_allowed"},
     "isolation": {"guess_beyond_chance", "own_guess_beyond_chance"},
@@ -135,7 +143,7 @@ RATIOS = {
 }
 PEERS = {
     "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP"],
-    "link": ["LMCache, lm://", "LMCache server, fp8, Redis tuned"],
+    "link": ["LMCache, lm://", "LMCache server, fp8 (lossy), Redis tuned"],
 }
 
 
