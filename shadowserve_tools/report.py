@@ -24,6 +24,7 @@ from rich.table import Table
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
+from shadowserve_tools import provenance
 from shadowserve_tools.charts import Chart, draw, require_matplotlib
 
 __all__ = [
@@ -176,6 +177,7 @@ class Report:
         """Return everything as JSON takes it."""
         return {
             "bench": self.bench,
+            **self._provenance(),
             "machine": machine(),
             "backend": _backend(),
             "columns": list(self.columns),
@@ -186,6 +188,11 @@ class Report:
             "charts": [chart.data() for chart in self.charts],
             **self.more,
         }
+
+    def _provenance(self) -> dict[str, str | None]:
+        if self.command != "bench":
+            return {}
+        return {"commit": provenance.commit(self.bench), "sources": provenance.digest(self.bench)}
 
     def finish(self, output: Output) -> None:
         """Print the table and the ratios; write data and draw the charts where ``output`` says."""

@@ -14,7 +14,7 @@ from machine import NEVER_S
 
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools import main
+from shadowserve_tools import main, provenance
 from shadowserve_tools.bench.interference import half_width
 from shadowserve_tools.bench.parts.disks import Disks
 from shadowserve_tools.bench.peers.network import linked
@@ -178,6 +178,7 @@ def run(tmp_path: Path, name: str) -> dict[str, Any]:
 def test_a_small_run_writes_what_it_promises(tmp_path: Path, name: str) -> None:
     content = run(tmp_path, name)
     assert content["bench"] == name
+    assert "commit" in content and content["sources"] == provenance.digest(name)
     assert content["rows"] and all(set(row) <= set(content["columns"]) for row in content["rows"])
     assert content["charts"]
     assert content["machine"]["cores"] >= 1 and "deflate" in content["machine"]["codecs"]
