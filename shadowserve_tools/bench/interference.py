@@ -101,7 +101,7 @@ _COUNT = click.IntRange(1)
 @click.option("--requests", default=8, show_default=True, type=_COUNT, help="Of each run.")
 @click.option("--repeats", default=3, show_default=True, type=_COUNT, help="Pairs for each length.")
 @click.option("--batch", default=2, show_default=True, type=_COUNT, help="Requests that decode steadily.")
-@click.option("--rounds", default=33, show_default=True, type=click.IntRange(3), help="Of steady decoding.")
+@click.option("--rounds", default=30, show_default=True, type=click.IntRange(3), help="Of steady decoding.")
 @click.option("--phase-steps", default=10, show_default=True, type=click.IntRange(1, 16), help="Between two changes.")
 @output_options
 def interference(output: Output, model: Model, load: Load, requests_max: int, **options: Any) -> None:
