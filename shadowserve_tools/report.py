@@ -24,6 +24,7 @@ from rich.table import Table
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
+from shadowserve_tools import provenance
 from shadowserve_tools.charts import Chart, draw, require_matplotlib
 
 __all__ = [
@@ -119,10 +120,13 @@ def cpu_s(process: psutil.Process) -> float:
 
 
 def repeat(count: int, *runs: Callable[[], Cost], warm_up: int = 1, description: str = "measuring") -> list[list[Cost]]:
-    """Run all in turn, ``count`` times after the warm-up, so that pairs see the same machine; one list for each."""
+    """Run all in turn, ``count`` times after the warm-up, so that pairs see the same machine; one list for each.
+
+    Every other turn goes backwards, so that no run always follows the same one.
+    """
     costs: list[list[Cost]] = [[] for _ in runs]
     for round_number in tracked(range(warm_up + count), description):
-        for run, own in zip(runs, costs, strict=True):
+        for run, own in list(zip(runs, costs, strict=True))[:: -1 if round_number % 2 else 1]:
             cost = run()
             if round_number >= warm_up:
                 own.append(cost)
@@ -173,6 +177,7 @@ class Report:
         """Return everything as JSON takes it."""
         return {
             "bench": self.bench,
+            **self._provenance(),
             "machine": machine(),
             "backend": _backend(),
             "columns": list(self.columns),
@@ -183,6 +188,11 @@ class Report:
             "charts": [chart.data() for chart in self.charts],
             **self.more,
         }
+
+    def _provenance(self) -> dict[str, str | None]:
+        if self.command != "bench":
+            return {}
+        return {"commit": provenance.commit(self.bench), "sources": provenance.digest(self.bench)}
 
     def finish(self, output: Output) -> None:
         """Print the table and the ratios; write data and draw the charts where ``output`` says."""

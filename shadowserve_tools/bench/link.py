@@ -12,16 +12,21 @@ from typing import Final
 import click
 import numpy as np
 
+from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.fetch import (
     LIMIT,
+    UNCOMPRESSED,
     best,
     codec_option,
     gigabytes_per_s,
     naive,
     ours,
+    ours_name,
     peers_option,
     raw_values,
+    runs_of,
     uncompressed_like,
+    wall_gains,
 )
 from shadowserve_tools.bench.parts.workload import Workload, client, llama_8b, put
 from shadowserve_tools.bench.peers.contender import Contender
@@ -41,6 +46,8 @@ from shadowserve_tools.processes import Child, start_data_plane, start_storage
 from shadowserve_tools.report import Chart, Cost, Output, Report, output_options, repeat
 
 __all__ = ["link"]
+
+FP8: Final = "LMCache server, fp8 (lossy), Redis tuned"
 
 FLOPS_PER_TOKEN: Final = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
 """Of prefilling a token with Llama-3.1-8B: two for each weight of its layers' matrices; attention itself left out."""
@@ -68,7 +75,6 @@ Costs = dict[Contender, list[Cost]]
     type=click.FloatRange(0.1, 64),
     help="Chunks of 256 tokens to fetch for each Gbit/s, so that each rate takes as long.",
 )
-@click.option("--bins", default=32, show_default=True, type=click.IntRange(4, 256), help="Of the quantizer.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
 @codec_option
 @peers_option
@@ -76,7 +82,6 @@ Costs = dict[Contender, list[Cost]]
 def link(
     rates: tuple[float, ...],
     chunks_per_gbit: float,
-    bins: int,
     repeats: int,
     codec: str,
     peers_python: Path,
@@ -96,8 +101,10 @@ def link(
     with ExitStack() as stack:
         network = stack.enter_context(linked())
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        workload = llama_8b(max(counts.values()), bins=bins, codec=codec)
-        contenders, absent = _contenders(stack, network, logs, workload, bins, peers_python)
+        chunks = max(counts.values())
+        lossless = llama_8b(chunks, codec=codec)
+        binned = llama_8b(chunks, quantizer=Quantizer.BINNED, codec=codec)
+        contenders, absent = _contenders(stack, network, logs, lossless, binned, peers_python)
         measured: dict[float, Costs] = {}
         for rate, count in counts.items():
             network.limit(rate)
@@ -108,25 +115,24 @@ def link(
             )
             measured[rate] = dict(zip(contenders, runs, strict=True))
     for rate, costs in measured.items():
-        _rows(report, rate, counts[rate] * workload.layout.raw_bytes, costs, workload)
+        _rows(report, rate, counts[rate] * lossless.layout.raw_bytes, costs, lossless)
     for name, reason in absent.items():
         report.row(system=name, note=reason)
-    _recompute(report, workload)
-    ratio = workload.raw_bytes / workload.stored_bytes
-    _ratios(report, measured, ratio)
-    report.charts.append(_chart(measured, counts, workload, ratio))
+    _recompute(report, lossless)
+    _ratios(report, measured, lossless, binned)
+    report.charts.append(_chart(measured, counts, [lossless, binned]))
     report.finish(output)
 
 
 def _contenders(
-    stack: ExitStack, network: Link, logs: Path, workload: Workload, bins: int, peers_python: Path
+    stack: ExitStack, network: Link, logs: Path, lossless: Workload, binned: Workload, peers_python: Path
 ) -> tuple[list[Contender], dict[str, str]]:
     """Start everybody: stores behind the link, clients in front of it."""
-    chunks = len(workload.keys)
-    bed = Bed(peers_python, logs, raw_values(logs, workload), chunks, network)
+    chunks = len(lossless.keys)
+    bed = Bed(peers_python, logs, raw_values(logs, lossless), chunks, network)
     values = Values(bed.values_file)
     memory = Memory(values, chunks)
-    contenders = _ours_and_naive(stack, network, logs, workload, values, bins)
+    contenders = _ours_and_naive(stack, network, logs, lossless, binned, values)
 
     def inside(reader: Callable[..., Reader], server: Child, **options: bool) -> Callable[[int], Reader]:
         def opened(count: int) -> Reader:
@@ -150,14 +156,17 @@ def _contenders(
     )
     starts: dict[str, tuple[str, Start]] = {
         "LMCache, lm://": ("lmcache", lmcache),
-        "LMCache server, fp8, Redis tuned": ("lmcache", functools.partial(lmcache_server, redis=store, fp8=True)),
+        "LMCache server, fp8 (lossy), Redis tuned": (
+            "lmcache",
+            functools.partial(lmcache_server, redis=store, fp8=True),
+        ),
     }
     running, absent = start_installed(stack, bed, starts)
     return contenders + running, absent
 
 
 def _ours_and_naive(
-    stack: ExitStack, network: Link, logs: Path, workload: Workload, values: Values, bins: int
+    stack: ExitStack, network: Link, logs: Path, lossless: Workload, binned: Workload, values: Values
 ) -> list[Contender]:
     password = secrets.token_hex(16)  # what listens beyond loopback has one
     with network.store_side():
@@ -177,17 +186,16 @@ def _ours_and_naive(
         )
         server = stack.enter_context(client(storage.address, password))
         server.ping()
-    chunks = len(workload.keys)
-    raw = uncompressed_like(workload, values)
-    simple = workload
-    if workload.codec.name != "DEFLATE":
-        simple = llama_8b(chunks, bins=bins, codec="deflate")
+    simple = llama_8b(len(binned.keys), quantizer=Quantizer.BINNED, codec="deflate")
+    stored = {ours_name(each): each for each in (lossless, binned)} | {
+        UNCOMPRESSED: uncompressed_like(lossless, values)
+    }
     contenders = []
     with network.store_side():  # filling a store does not wait for the link
-        for each in {id(each): each for each in (workload, raw, simple)}.values():
+        for each in (*stored.values(), simple):
             put(each, storage.address, password)
-    for name, each in ((workload.codec.name.lower(), workload), ("uncompressed", raw)):
-        contenders.append(stack.enter_context(ours(f"ShadowServe, {name}", each, storage, data_plane)))
+    for name, each in stored.items():
+        contenders.append(stack.enter_context(ours(name, each, storage, data_plane)))
     return [*contenders, naive(server, simple, storage)]
 
 
@@ -243,37 +251,37 @@ def _matrix_flops() -> float:
     return 2 * rows * inner * columns / min(seconds)
 
 
-def _ratios(report: Report, measured: dict[float, Costs], ratio: float) -> None:
-    for rate, costs in measured.items():
-        own = next(runs for each, runs in costs.items() if each.kind == "ours")
-        raw, raw_runs = best(costs, "raw", lambda cost: cost.wall_s)
-        simple, simple_runs = best(costs, "compressing", lambda cost: cost.wall_s)
-        report.ratio(
-            f"over_raw_peers_{rate:g}",
-            [theirs.wall_s / mine.wall_s / ratio for mine, theirs in zip(own, raw_runs, strict=True)],
-            f"at least 0.9; of {raw.name} times the compression",
-        )
-        report.ratio(
-            f"over_compressing_peers_{rate:g}",
-            [theirs.wall_s / mine.wall_s for mine, theirs in zip(own, simple_runs, strict=True)],
-            f"at least 1; of {simple.name}",
-        )
-    report.ratio("raw_over_stored", [ratio], "none; the compression")
+def _ratios(report: Report, measured: dict[float, Costs], lossless: Workload, binned: Workload) -> None:
+    """Compare what is exact with exact peers, and what is lossy with both kinds."""
+
+    def add(prefix: str, workload: Workload, kind: str, name: str, factor: float, words: str) -> None:
+        for rate, costs in measured.items():
+            peer, runs = best(costs, kind, lambda cost: cost.wall_s)
+            gains = wall_gains(runs_of(costs, ours_name(workload)), runs)
+            report.ratio(f"{prefix}{name}_{rate:g}", [gain / factor for gain in gains], words.format(peer.name))
+
+    for prefix, workload in (("lossless_", lossless), ("", binned)):
+        compression = workload.raw_bytes / workload.stored_bytes
+        add(prefix, workload, "raw", "over_raw_peers", compression, "at least 0.9; of {} times the compression")
+        report.ratio(f"{prefix}raw_over_stored", [compression], "none; the compression")
+    add("", binned, "compressing", "over_compressing_peers", 1.0, "at least 1; of {}")
 
 
-def _chart(measured: dict[float, Costs], counts: dict[float, int], workload: Workload, ratio: float) -> Chart:
+def _chart(measured: dict[float, Costs], counts: dict[float, int], workloads: Sequence[Workload]) -> Chart:
+    raw_bytes = workloads[0].layout.raw_bytes
+
     def points(name: str, factor: float = 1.0) -> Sequence[tuple[float, float]]:
         return [
-            (rate, factor * gigabytes_per_s(counts[rate] * workload.layout.raw_bytes, own))
+            (rate, factor * gigabytes_per_s(counts[rate] * raw_bytes, runs_of(costs, name)))
             for rate, costs in measured.items()
-            for each, own in costs.items()
-            if each.name == name
         ]
 
     names = [each.name for each in next(iter(measured.values()))]
     series = {name: points(name) for name in names if name != LIMIT}
     series["link (plain sockets)"] = points(LIMIT)
-    series[f"link x {ratio:.2f}, the compression"] = points(LIMIT, ratio)
+    for workload in workloads:
+        ratio = workload.raw_bytes / workload.stored_bytes
+        series[f"link x {ratio:.2f}, the compression"] = points(LIMIT, ratio)
     return Chart(
         "Delivered through a link",
         x="link, Gbit/s",

@@ -57,7 +57,7 @@ def pipeline(
 ) -> None:
     """Run rounds through the pipeline, fused and stage by stage, and each of its stages alone on the same chunks.
 
-    Chunks of Llama-3.1-8B's shape, 32 bins. The ideal is the larger of the slowest stage alone, on all cores, and all
+    Chunks of Llama-3.1-8B's shape, lossless. The ideal is the larger of the slowest stage alone, on all cores, and all
     CPU work, the storage server's included, over the cores: the stages run in parallel, but on loopback they share the
     machine with the server. Then rounds of a long prompt, whose time for each chunk should be that of a short one.
     """

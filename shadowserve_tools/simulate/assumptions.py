@@ -41,6 +41,12 @@ class Given:
     all_cores: float = _given(16, "section 6.1", "Arm cores of the card")
     l3_mib: float = _given(16, "sections 3 and 6.3", "last cache of the card")
 
+    register_us_per_mib: float = _given(
+        128, "third parties, an x86 server: 49.2 + 11.8 s for 500 GB (kvcache-ai/Mooncake, pull request 855); 29 for "
+        "4 MiB at a time in another's (minio/minio-rs, pull request 236)",
+        "registering memory with a device, and undoing it",
+    )  # fmt: skip
+
     # What is fetched.
     token_bytes: float = _given(131_072, "Llama-3.1-8B: 2 x 32 layers x 8 heads x 128 x 2 bytes", "KV of a token")
     buffer_mib: float = _given(512, "section 5", "DMA buffers, so the KV of a round")

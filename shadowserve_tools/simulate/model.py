@@ -54,11 +54,13 @@ class Design:
         changes: names out of ``CHANGES``.
         slice_bytes: decoded bytes of a slice where ``slices`` is among them.
         pipelined: false is the paper's "No CP".
+        managed: false is the paper's "No MM": a chunk's buffers are registered when it comes.
     """
 
     changes: frozenset[str] = frozenset()
     slice_bytes: int = 256 << 10
     pipelined: bool = True
+    managed: bool = True
 
     @property
     def name(self) -> str:
@@ -123,15 +125,29 @@ class Model:
 
     def ttft_s(self, setting: Setting, design: Design) -> float:
         """Return the unloaded TTFT: the rounds one after the other, and the rest in proportion to the tokens."""
-        chunks, rest = setting.chunks, self.fitted.rest_s * setting.prompt_tokens / PAPER_TOKENS
+        return self.fitted.rest_s * setting.prompt_tokens / PAPER_TOKENS + self.fetch_s(setting, design)
+
+    def fetch_s(self, setting: Setting, design: Design) -> float:
+        """Return the part of the unloaded TTFT in which a prompt's chunks go through the card."""
+        chunks = setting.chunks
+        registering = 0 if design.managed else chunks * self._registration_s(setting, design)
         if not design.pipelined:
-            return rest + chunks * sum(self._stages_alone(setting).values())
+            return registering + chunks * sum(self._stages_alone(setting).values())
         pieces = self._pieces(setting, design)
         stages = [seconds / pieces for seconds in self.stages_s(setting, design).values()]
         in_round = max(1, int(self.given.buffer_mib * 2**20 / (setting.chunk_tokens * self.given.token_bytes)))
         # Equal pieces: the first goes through all stages, the others come out at the pace of the slowest.
         fills = math.ceil(chunks / in_round) * (sum(stages) - max(stages))
-        return rest + fills + chunks * pieces * max(stages)
+        return registering + fills + chunks * pieces * max(stages)
+
+    def _registration_s(self, setting: Setting, design: Design) -> float:
+        """Return seconds to register a chunk's buffers on the card and give them back: one at a time, beside nothing.
+
+        They hold what it is stored as, its symbols, and its elements.
+        """
+        symbols = self._token_gbit * setting.chunk_tokens
+        mebibytes = (self._stored_gbit(setting, design) + 3 * symbols) / 8 * 1e9 / 2**20
+        return mebibytes * self.given.register_us_per_mib / 1e6
 
     def stages_s(self, setting: Setting, design: Design) -> dict[str, float]:
         """Return seconds that each stage needs for a chunk when all of them run, in their order."""

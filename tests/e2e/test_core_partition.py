@@ -112,6 +112,20 @@ def test_a_data_plane_that_is_not_confined_is_caught(stack: Stack, workload: Wor
     assert {name for name, _, _ in found} >= {"ss-net-0", "ss-decomp-0"}
 
 
+def test_decoding_moves_into_the_engine_and_the_network_stays_where_it_is(stack: Stack) -> None:
+    stack.restart_data_plane()
+    plane, engine = stack.data_plane.process.pid, set(stack.partition.engine)
+    moved, back = Watch(plane, engine), Watch(plane, engine)
+    with stack.decoding_in_engine(), moved.running():
+        stack.engine.serve(LOAD, fetched=True)
+        wait_for(lambda: moved.looks > 1000)
+    with back.running():
+        stack.engine.serve(LOAD, fetched=True)
+        wait_for(lambda: back.looks > 1000)
+    assert {name for name, how, _ in moved.strays if how == "may run"} == {"ss-decomp-0"}
+    assert back.strays == set()
+
+
 def test_the_engine_and_the_plugin_stay_on_the_engines_cores(stack: Stack) -> None:
     watch = Watch(stack.engine.process.pid, set(stack.partition.data_plane))
     with watch.running():

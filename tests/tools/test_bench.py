@@ -14,7 +14,8 @@ from machine import NEVER_S
 
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
-from shadowserve_tools import main
+from shadowserve_tools import main, provenance
+from shadowserve_tools.bench.interference import half_width
 from shadowserve_tools.bench.parts.disks import Disks
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.report import verdict
@@ -44,8 +45,8 @@ SMALL = {
     "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "80,40", "--memory", "20", "--repeats", "1"],
     "interference": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
-        *("--documents", "1", "--lengths", "4", "--rates", "0.5", "--curve-output", "4", "--requests", "2"),
-        *("--recomputed", "1", "--repeats", "1", "--windows", "1", "--window-steps", "5"),
+        *("--documents", "1", "--lengths", "4", "--requests", "2", "--repeats", "1", "--rounds", "3"),
+        *("--phase-steps", "2"),
     ],
     "ablation": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
@@ -75,6 +76,11 @@ RATIOS = {
         "cpu_over_uncompressed",
         "throughput_over_uncompressed",
         "stored_over_raw",
+        "lossless_cpu_over_best_raw_peer",
+        "lossless_throughput_over_best_raw_peer",
+        "lossless_cpu_over_uncompressed",
+        "lossless_throughput_over_uncompressed",
+        "lossless_stored_over_raw",
     },
     "pipeline": {"over_ideal_one", "over_ideal_many", "over_ideal_separate", "linear_growth"},
     "stages": {"dequantize_over_memcpy", "fused_over_memcpy", "fused_over_separate", "net_over_plain_socket"},
@@ -105,7 +111,10 @@ RATIOS = {
         "find_us_from_python",
         "recovery_s_per_million",
     },
-    "link": {"over_raw_peers_4", "over_compressing_peers_4", "raw_over_stored"},
+    "link": {
+        *("lossless_over_raw_peers_4", "lossless_raw_over_stored"),
+        *("over_raw_peers_4", "over_compressing_peers_4", "raw_over_stored"),
+    },
     "control": {"iteration_over_0.2_ms", "lookup_over_20_ms", "lookup_round_trips"},
     "memory": {"resident_over_allowed"},
     "isolation": {"guess_beyond_chance", "own_guess_beyond_chance"},
@@ -122,14 +131,16 @@ RATIOS = {
         *(["organizer_error", *(f"{part}_only_over_full_uncapped" for part in PARTS)] if may_cap() else []),
     },
     "interference": {
-        "decode_step_slowdown",
         "decode_step_slowdown_in_engine",
         "decode_step_slowdown_by_spinning",
         "decode_step_slowdown_by_copying",
-        "decode_step_slowdown_in_cpu_time",
+        *(
+            f"{stored}decode_step_slowdown{what}"
+            for stored in ("lossless_", "")
+            for what in ("", "_half_width", "_in_cpu_time")
+        ),
         "tpot_gain_over_in_engine",
         "ttft_gain_over_in_engine",
-        "ttft_gain_over_recompute",
     },
     "serving": {"ttft_over_recompute", "ttft_over_recompute_arriving", "fill_over_off"},
     "ablation": {"no_af_tpot", "no_cp_ttft", "no_mm_ttft"},
@@ -141,7 +152,7 @@ RATIOS = {
 }
 PEERS = {
     "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP"],
-    "link": ["LMCache, lm://", "LMCache server, fp8, Redis tuned"],
+    "link": ["LMCache, lm://", "LMCache server, fp8 (lossy), Redis tuned"],
     "serving": ["LMCache, CPU tier", "LMCache, Redis"],
 }
 
@@ -174,6 +185,7 @@ def run(tmp_path: Path, name: str) -> dict[str, Any]:
 def test_a_small_run_writes_what_it_promises(tmp_path: Path, name: str) -> None:
     content = run(tmp_path, name)
     assert content["bench"] == name
+    assert "commit" in content and content["sources"] == provenance.digest(name)
     assert content["rows"] and all(set(row) <= set(content["columns"]) for row in content["rows"])
     assert content["charts"]
     assert content["machine"]["cores"] >= 1 and "deflate" in content["machine"]["codecs"]
@@ -216,6 +228,14 @@ def test_a_plot_of_another_kind_is_refused_before_anything_is_measured(tmp_path:
     assert "plot.jpeg ends neither in .png nor in .svg" in result.output
 
 
+def test_an_interval_of_the_median_holds_it_and_no_more_than_needed() -> None:
+    # Of ten values, the second to the ninth hold the median with 97.9 %, the third to the eighth with 89.1 %.
+    assert half_width([9.0, 1, 8, 2, 7, 3, 6, 4, 5, 0]) == 3.5
+    assert half_width([0.0] * 99 + [1000.0]) == 0
+    with pytest.raises(ValueError, match="too few"):
+        half_width([1.0] * 5)
+
+
 @pytest.mark.parametrize(
     ("value", "goal", "reached"),
     [
@@ -225,6 +245,7 @@ def test_a_plot_of_another_kind_is_refused_before_anything_is_measured(tmp_path:
         (1.0, "exactly 1", True),
         (2.0, "exactly 1", False),
         (1.0, "none; the compression", None),
+        (0.01, "no result: ± 0.03 is wider than 0.01; at most 0.02", None),
     ],
 )
 def test_a_goal_in_words_is_judged(value: float, goal: str, reached: bool | None) -> None:

@@ -41,6 +41,11 @@ class FetchLoop:
         self.bytes = 0
         self.seconds = 0.0
 
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.bytes / self.seconds
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Start with a fetch, and end with one; an error of a fetch comes out here."""
@@ -48,11 +53,13 @@ class FetchLoop:
 
         def loop() -> None:
             try:
-                while not stop.is_set():
+                while True:
                     begin = time.perf_counter()
                     self._target.fetch()
                     self.seconds += time.perf_counter() - begin
                     self.bytes += self._fetch_bytes
+                    if stop.is_set():
+                        return
             except Exception as error:  # of another thread: raised below
                 errors.append(error)
 

@@ -12,6 +12,7 @@ import psutil
 from dpu_dataplane.rounds import Buffers, FetchPlan, Wanted, plan_fetch
 from dpu_dataplane.sources.source import Found, Stored
 from shadowserve import native
+from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
 from shadowserve_tools.bench.parts.kernels import memory, together
@@ -38,6 +39,11 @@ def _stored_bytes(workload: Workload, chunks: int) -> int:
     """Return bytes of buffer that hold the bodies of so many chunks, the workload's over and over."""
     distinct = len(workload.records)
     return sum(len(workload.records[index % distinct]) + ROOM_BYTES for index in range(chunks))
+
+
+def _decoded_bytes(layout: ChunkLayout, raw_bytes: int) -> int:
+    """Return bytes between the codec and the quantizer: a symbol for an element, or all that the element has."""
+    return raw_bytes // (layout.dtype.itemsize if layout.quantizer is Quantizer.BINNED else 1)
 
 
 def _plan(workload: Workload, chunks: int, buffers: Buffers) -> FetchPlan:
@@ -73,7 +79,7 @@ class Rounds:
         self._sockets = connections
         layout = workload.layout
         raw = chunks_max * layout.raw_bytes
-        decoded = raw // layout.dtype.itemsize + chunks_max * ROOM_BYTES
+        decoded = _decoded_bytes(layout, raw) + chunks_max * ROOM_BYTES
         room = _stored_bytes(workload, chunks_max)
         anywhere = [-1] * cores
         self._pipeline = native.Pipeline(
@@ -141,7 +147,7 @@ class Alone:
         )
         layout, distinct = workload.layout, len(workload.keys)
         self._received = memory(_stored_bytes(workload, distinct))
-        self._symbols = memory(workload.raw_bytes // layout.dtype.itemsize)
+        self._symbols = memory(_decoded_bytes(layout, workload.raw_bytes))
         self._elements = memory(workload.raw_bytes)
         self._target = memory(workload.raw_bytes)
         self._kept: list[Any] = []
@@ -156,12 +162,12 @@ class Alone:
         self._jobs = ffi.new("struct ss_stream[]", len(slices))
         self._dequantize_calls: list[tuple[Any, ...]] = []
         self._copies: list[tuple[Any, Any, int]] = []
-        position = 0
+        position = to = 0
         for job, (record, begin, entry) in zip(self._jobs, slices, strict=True):
             middle, size = begin + int(entry["scales_length"]), int(entry["decoded_length"])
             job.source, job.source_size = record + middle, int(entry["encoded_length"])
             job.target, job.target_size = symbols + position, size
-            to, raw = position * layout.dtype.itemsize, size * layout.dtype.itemsize
+            raw = int(entry["vectors"]) * layout.vector_length * layout.dtype.itemsize
             self._dequantize_calls.append(
                 (
                     int(layout.quantizer),
@@ -174,7 +180,7 @@ class Alone:
                 )
             )
             self._copies.append((target + to, elements + to, raw))
-            position += size
+            position, to = position + size, to + raw
         self.decompress(len(workload.keys))
         for job in self._jobs:
             check(job.result, "decoding a slice alone")
@@ -252,9 +258,9 @@ class Alone:
     def output_bytes(self, chunks: int) -> dict[str, int]:
         """Return what comes out of each stage."""
         raw = chunks * self._workload.layout.raw_bytes
-        symbols = raw // self._workload.layout.dtype.itemsize
+        decoded = _decoded_bytes(self._workload.layout, raw)
         received = int(self._plan.pieces[:chunks]["body_length"].sum())
-        return {"net": received, "decompress": symbols, "dequantize": raw, "deliver": raw}
+        return {"net": received, "decompress": decoded, "dequantize": raw, "deliver": raw}
 
     def runs(self, fused: bool) -> dict[str, Callable[[int], None]]:
         """Return the stages of a pipeline by their names."""

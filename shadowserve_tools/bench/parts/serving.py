@@ -1,8 +1,8 @@
 """A real engine, a data plane and a storage server on cores of their own, for ``interference`` and ``ablation``.
 
 The engine gets one set of cores, data plane and storage server another. Each is confined with all of its threads from
-the first on; :meth:`Stack.place` moves a running data plane to other cores, so that systems that differ in nothing else
-take turns within seconds.
+the first on; :meth:`Stack.decoding_in_engine` moves those threads of a running data plane that decode, so that systems
+that differ in nothing else take turns within seconds.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import click
 
-from shadowserve.cores import confine, on_cores, usable_cores
+from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import model_config
@@ -45,6 +45,8 @@ __all__ = [
     "started_engine",
 ]
 
+DECODING_THREADS: Final = ("ss-decomp", "ss-dequant", "ss-dma")
+"""How the data plane names its threads between receiving and the engine's memory."""
 VOCABULARY: Final = 2048
 TAIL_TOKENS: Final = 16
 """Behind a prompt's chunks: what a user asks about a document, always computed."""
@@ -411,8 +413,6 @@ class Stack:
         self.data_plane = self._start_data_plane("127.0.0.1:0")
         connector = {
             "data_plane": self.data_plane.address,
-            "quantizer": "binned",
-            "bins": 32,
             "store_buffer_bytes": self._load.chunks * DEFAULT_CHUNK_TOKENS * self._model.kv_bytes,
             # Everything that is late here is to be seen as late, not to be computed instead.
             "lookup_timeout": 60,
@@ -445,6 +445,19 @@ class Stack:
         time.sleep(2 * 0.25)  # the plugin's breaker may just have seen it gone
         self.engine.ask("serve", requests=[{"seed": 0, "tokens": self._load.prompt_tokens, "output": 1, "at": 0.0}])
 
-    def place(self, cores: Sequence[int]) -> None:
-        """Move the running data plane, all of its threads, to ``cores``."""
-        confine(cores, self.data_plane.process.pid)
+    @contextlib.contextmanager
+    def decoding_in_engine(self) -> Iterator[None]:
+        """Run the data plane's threads that decode on the engine's cores while the context lasts; no other ones."""
+        self._place_decoding(self.partition.engine)
+        try:
+            yield
+        finally:
+            self._place_decoding(self.partition.data_plane)
+
+    def _place_decoding(self, cores: Sequence[int]) -> None:
+        tasks = Path(f"/proc/{self.data_plane.process.pid}/task").iterdir()
+        decoding = [int(task.name) for task in tasks if (task / "comm").read_text().startswith(DECODING_THREADS)]
+        if not decoding:
+            raise ShadowServeError(f"no thread of the data plane is called {' or '.join(DECODING_THREADS)}")
+        for task in decoding:
+            os.sched_setaffinity(task, cores)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig, codec_name
+from host_control.config import HostConfig
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import (
@@ -64,6 +65,13 @@ class Workload:
     crcs: list[int]
 
     @property
+    def label(self) -> str:
+        """How it is stored, in words for tables."""
+        if self.layout.quantizer is not Quantizer.BINNED:
+            return self.layout.quantizer.label
+        return f"binned {self.layout.bins}/{self.layout.value_bins} (lossy)"
+
+    @property
     def raw_bytes(self) -> int:
         """Bytes of all chunks in the engine's dtype."""
         return len(self.keys) * self.layout.raw_bytes
@@ -73,15 +81,20 @@ class Workload:
         return sum(map(len, self.records))
 
 
-def llama_8b(chunks: int, *, layers: int = 32, bins: int = 32, codec: str | None = None) -> Workload:
-    """Return chunks of Llama-3.1-8B's shape: 8 KV heads of 128, bfloat16; 32 MiB each, with all of its layers; binned.
+def llama_8b(
+    chunks: int, *, layers: int = 32, quantizer: Quantizer = Quantizer.LOSSLESS, codec: str | None = None
+) -> Workload:
+    """Return chunks of Llama-3.1-8B's shape: 8 KV heads of 128, bfloat16; 32 MiB each, with all of its layers.
 
     Args:
         chunks: of 256 tokens.
         layers: fewer make a chunk smaller; its slices stay what they are.
-        bins: of the quantizer.
+        quantizer: lossless, which is what users get without a word, or binned with its default bins, which is not.
         codec: by name; without one, what a data plane stores with by default.
     """
+    host = HostConfig.model_fields
+    bins, value_bins = (host[name].default for name in ("bins", "value_bins"))
+    binned = {"bins": bins, "value_bins": value_bins} if quantizer is Quantizer.BINNED else {}
     chosen = native.Codec[(codec or default_codec()).upper()]
     layout = KVNamespace(model=MODEL, layers=(0, layers), heads=(0, 8)).name(
         ChunkLayout(
@@ -90,8 +103,8 @@ def llama_8b(chunks: int, *, layers: int = 32, bins: int = 32, codec: str | None
             kinds=2,
             vector_length=8 * 128,
             tokens=DEFAULT_CHUNK_TOKENS,
-            quantizer=Quantizer.BINNED,
-            bins=bins,
+            quantizer=quantizer,
+            **binned,
         )
     )
     generator = np.random.default_rng(int.from_bytes(os.urandom(4)))
