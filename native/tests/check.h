@@ -10,6 +10,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "brief.h"
+
 /* CHECK() ends the test with a message unless 'condition' holds; what to print comes after it, as for printf. */
 #define CHECK(condition, ...)                                                                                          \
     do {                                                                                                               \

@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "brief.h"
 #include "shadowserve.h"
 
 #define CHECK(condition)                                                                                               \
@@ -134,6 +135,9 @@ const char *test_backend(void);
 
 /* mode_is_possible() returns whether the backend can work so: an accelerator neither fuses nor does unmanaged. */
 int mode_is_possible(int mode);
+
+/* mode_is_tried() returns whether it also does so now: briefly, nothing is switched, one thing, or all of them. */
+int mode_is_tried(int mode);
 
 /*
  * pipeline_options() fits a fixture: two threads for each stage, unpinned; 'mode' is a sum of enum mode. The stages are

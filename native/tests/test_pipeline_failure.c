@@ -122,6 +122,9 @@ static void test_server_faults(int mode) {
     };
     for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
         for (uint32_t chunk = 0; chunk < 5; chunk += BAD_CHUNK) { /* the first, one in the middle, the last */
+            if (test_is_brief() && chunk != i % 3 * BAD_CHUNK) {
+                continue;
+            }
             struct bench bench = bench_start(mode, SS_QUANTIZER_BINNED);
             break_chunk(&bench, chunk, faults[i].fault);
             CHECK_EQUAL(bench_fetch(&bench), faults[i].result);
@@ -575,7 +578,7 @@ static void test_more_chunks_than_any_round_has(void) {
 
 int main(void) {
     for (int mode = 0; mode < MODE_COUNT; mode++) {
-        if (!mode_is_possible(mode)) {
+        if (!mode_is_tried(mode)) {
             continue;
         }
         if (mode >= MODE_UNMANAGED && mode != MODE_UNMANAGED && mode != MODE_COUNT - 1) {

@@ -47,10 +47,6 @@ def arm_tools() -> None:
 
 
 @pytest.fixture
-def arm_build(arm_tools: None, native_build: Callable[[str], NativeBuild]) -> Callable[..., NativeBuild]:
-    """Make warning-free builds for 64-bit Arm, whose programs run under qemu: ``arm_build(compiler="gcc")``."""
-
-    def build(compiler: str = "gcc") -> NativeBuild:
-        return native_build(f"aarch64-{compiler}")
-
-    return build
+def arm_build(arm_tools: None, native_build: Callable[[str], NativeBuild]) -> Callable[[], NativeBuild]:
+    """Make the warning-free build for 64-bit Arm, whose programs run under qemu."""
+    return lambda: native_build("aarch64")

@@ -97,21 +97,5 @@ def test_a_short_fuzz_finds_nothing(native_build: Callable[..., Any]) -> None:
     assert passed(build.ctest()) >= 3
 
 
-def test_c_tests_pass_on_arm_under_emulation(arm_build: Callable[..., Any]) -> None:
-    assert passed(arm_build().ctest()) >= 17
-
-
-def test_an_arm_cpu_without_the_newer_instructions_does_without(arm_build: Callable[..., Any]) -> None:
-    # Cortex-A72, BlueField-2's, has neither Armv8.1's atomics nor fp16 arithmetic nor dot products: any one that the
-    # compiler or we took for granted ends the program with SIGILL.
-    build = arm_build()
-    for name in ("codec", "crc32", "decode", "quantize", "kvrans_kernels", "pipeline_resp"):
-        program = str(build.directory / f"native/tests/test_{name}")
-        build.run("qemu-aarch64", "-cpu", "cortex-a72", "-L", "/usr/aarch64-linux-gnu", program)
-
-
-def test_clang_builds_for_arm_without_a_warning(arm_build: Callable[..., Any]) -> None:
-    if shutil.which("clang") is None:
-        pytest.skip("needs clang")
-    build = arm_build(compiler="clang")
-    assert passed(build.ctest()) == 3
+def test_c_tests_pass_on_the_oldest_arm_cpu_under_emulation(arm_build: Callable[..., Any]) -> None:
+    assert passed(arm_build().ctest()) == 12
