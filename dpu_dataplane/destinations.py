@@ -69,7 +69,6 @@ class DeviceGivenUpError(ShadowServeError):
     """The device never ended what it was given: nobody can say that memory is quiet before the process has ended."""
 
     def __init__(self) -> None:
-        """Say so."""
         super().__init__(
             "the accelerator does not end what it was given and was given up; this data plane ends, and until then the "
             "region may still be written: give the memory up"
