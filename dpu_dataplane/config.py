@@ -1,17 +1,18 @@
 """What the data plane can be told: section ``dpu``; ``configs/emulated.yaml`` says why each default is what it is."""
 
-import ipaddress
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
 
+from shadowserve.addresses import is_loopback, split_address
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores, chosen_cores
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import LogFormat
+from shadowserve.tls import check_pair, check_served
 
-__all__ = ["CoreList", "DataPlaneConfig", "codec_name", "split_address"]
+__all__ = ["CoreList", "DataPlaneConfig", "codec_name"]
 
 CORE_ANY: Final = -1
 MIB: Final = 1 << 20
@@ -20,22 +21,6 @@ CoreList = Literal["auto"] | list[Annotated[int, Field(ge=CORE_ANY, le=4095)]]
 """Core of each thread of a stage, -1 for a thread that is not pinned; ``auto`` sizes it for this machine."""
 
 Positive = Annotated[float, Field(gt=0, le=86400)]
-
-
-def split_address(text: str) -> tuple[str, int]:
-    """Return host and port of ``host:port``; an IPv6 host stands in brackets.
-
-    Raises:
-        ValueError: no port, or none that can be.
-    """
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"'{text}' is no host:port, such as 127.0.0.1:6380 or [::1]:6380")
-    if host.startswith("[") and host.endswith("]"):
-        return host[1:-1], int(port)
-    if ":" in host:
-        raise ValueError(f"'{text}': an IPv6 host stands in brackets, such as [::1]:6380")
-    return host, int(port)
 
 
 def codec_name(codec: str, backend: str) -> str:
@@ -111,19 +96,19 @@ class DataPlaneConfig(Section):
     many to each node."""
 
     backend: Literal["software", "doca"] = "software"
-    """What decompresses and delivers: CPU cores, or the engines of a BlueField DPU through DOCA. Where DOCA was not
-    there when this was built, ``doca`` is an emulator of it, and says so."""
+    """What decompresses and delivers: CPU cores, or the accelerators of a BlueField through DOCA. Where DOCA was
+    not there when this was built, ``doca`` is an emulator of it, and says so."""
     device: str = ""
     """PCI address or name of the DPU's function to use, such as ``0000:03:00.0`` or ``mlx5_0``; empty for the first
     that can do the work. Only with ``doca``."""
     poll_interval_us: int = Field(10, ge=0, le=1_000_000)
-    """Microseconds between two looks at an engine that has nothing done; 0 for no pause. Only with ``doca``."""
+    """Microseconds between two looks at an accelerator that has nothing done; 0 for no pause. Only with ``doca``."""
     device_timeout: Positive = 10.0
-    """How long an engine, or a GPU that is copied to, may owe results and give none. Then it is given up, and the data
-    plane ends, to be started again: until then nobody knows what the device still writes."""
+    """How long an accelerator, or a GPU that is copied to, may owe results and give none. Then it is given up, and the
+    data plane ends, to be started again: until then nobody knows what the device still writes."""
     codec: Literal["auto", "kvrans", "deflate", "lz4", "zstd", "none"] = "auto"
-    """Entropy codec for chunks that are stored. ``auto``: ``kvrans`` where CPU cores decode, ``deflate`` where a DPU's
-    engine does. Reading takes whatever a record names."""
+    """Entropy codec for chunks that are stored. ``auto``: ``kvrans`` where CPU cores decode, ``deflate`` where a
+    DPU's accelerator does. Reading takes whatever a record names."""
     fused: Literal["auto"] | bool = "auto"
     """Decompress, dequantize and deliver a slice in one go while it is in a core's cache, instead of stage by stage.
     ``auto``: where CPU cores do it all, so not with ``doca``."""
@@ -213,12 +198,7 @@ class DataPlaneConfig(Section):
 
     @model_validator(mode="after")
     def _check_storage_tls(self) -> Self:
-        if bool(self.storage_tls_cert) != bool(self.storage_tls_key):
-            given, missing = ("cert", "key") if self.storage_tls_cert else ("key", "cert")
-            raise ValueError(
-                f"storage_tls_{given} is given without storage_tls_{missing}; a certificate and its private key go "
-                "together"
-            )
+        check_pair(self.storage_tls_cert, self.storage_tls_key, prefix="storage_")
         if (self.storage_tls_cert or self.storage_server_name) and not self.storage_tls_ca:
             given = "storage_tls_cert" if self.storage_tls_cert else "storage_server_name"
             raise ValueError(f"{given} is given without storage_tls_ca: there is no TLS without it")
@@ -253,11 +233,7 @@ class DataPlaneConfig(Section):
                 raise ValueError("listen: unix: needs a path, such as unix:/run/shadowserve/dpu.sock")
             return self
         host, _ = split_address(self.listen)
-        try:
-            loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            loopback = False
-        if not loopback and not self.allow_remote and not self.tls_client_ca:
+        if not is_loopback(host) and not self.allow_remote and not self.tls_client_ca:
             raise ValueError(
                 f"listen: '{host}' can be reached from other machines, and calls are not authenticated; use 127.0.0.1, "
                 "have callers show a certificate (tls_cert, tls_key, tls_client_ca; docs/two-machines.md), or set "
@@ -272,11 +248,7 @@ class DataPlaneConfig(Section):
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
-            raise ValueError(f"{given} is given without {missing}; a certificate and its private key go together")
-        if self.tls_client_ca and not self.tls_cert:
-            raise ValueError("tls_client_ca is given without tls_cert and tls_key: there is no TLS without them")
+        check_served(self.tls_cert, self.tls_key, self.tls_client_ca)
         return self
 
     def process_cores(self) -> list[int]:

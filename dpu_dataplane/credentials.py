@@ -1,18 +1,16 @@
 """The daemon's TLS: its certificate, its key and the authorities of its callers, read again when the files change.
 
-gRPC asks for them at each handshake, so a renewed certificate needs no restart. Files that cannot be used are refused
-at the start; later, what was read before stays in use, and one log line says so.
+gRPC asks for them at each handshake.
 """
 
 import logging
-import threading
 
 import grpc
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from shadowserve.errors import ConfigurationError
-from shadowserve.tls import file_state, read_authorities, read_key_pair
+from shadowserve.tls import Renewed, read_authorities, read_key_pair
 
 __all__ = ["server_credentials"]
 
@@ -20,15 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class _Files:
-    """The configured files, and what was last read from them that could be used."""
+    """The configured files, as gRPC takes them."""
 
     def __init__(self, config: DataPlaneConfig) -> None:
         self._config = config
-        self._paths = tuple(path for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path)
-        self._lock = threading.Lock()
-        self._state = file_state(self._paths)
         self.expires = 0.0
-        self.first = self._read()
+        self._files = Renewed((config.tls_cert, config.tls_key, config.tls_client_ca), self._read, _unusable)
+        self.first = self._told = self._files.current()
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
         config = self._config
@@ -40,16 +36,15 @@ class _Files:
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
         """Return what is new since the last call, ``None`` where nothing is. Called by gRPC at each handshake."""
-        with self._lock:
-            state = file_state(self._paths)
-            if state == self._state:
-                return None
-            self._state = state
-            try:
-                return self._read()
-            except ConfigurationError as error:
-                logger.error("certificates have changed and cannot be used; those before stay in use: %s", error)
-                return None
+        current = self._files.current()
+        if current is self._told:
+            return None
+        self._told = current
+        return current
+
+
+def _unusable(error: ConfigurationError) -> None:
+    logger.error("certificates have changed and cannot be used; those before stay in use: %s", error)
 
 
 def server_credentials(config: DataPlaneConfig, metrics: Metrics) -> grpc.ServerCredentials | None:

@@ -7,7 +7,7 @@ Three kinds, of which the pipeline's backend takes some:
   registration, so that a full /dev/shm is an error then, and no page fault slows a round. The client may shrink the
   file at any moment all the same. Whoever touches what is gone survives it (:class:`shadowserve.native.Guard`), and
   every job looks at its end, and before it passes on what it has read, whether its memory was whole to the last;
-- *exported memory* of the host, or of its GPU, which a DPU's engines write over PCIe: never read or written here;
+- *exported memory* of the host, or of its GPU, which a DPU's accelerators write over PCIe: never read or written here;
 - *memory of a GPU* of this machine, by CUDA IPC: only the driver's copies reach it.
 
 Memory of the last two kinds is its owner's, who may end. What is delivered then fails, and the destination is dropped.
@@ -69,7 +69,6 @@ class DeviceGivenUpError(ShadowServeError):
     """The device never ended what it was given: nobody can say that memory is quiet before the process has ended."""
 
     def __init__(self) -> None:
-        """Say so."""
         super().__init__(
             "the accelerator does not end what it was given and was given up; this data plane ends, and until then the "
             "region may still be written: give the memory up"

@@ -5,32 +5,15 @@ Whoever can call could have as many lines as calls otherwise, and fill the disk 
 
 import logging
 import time
-from typing import Final, NamedTuple
+from typing import Final
 
-__all__ = ["INTERVAL_S", "Repeats", "address_of"]
+from shadowserve.incidents import INTERVAL_S, Incidents
 
-INTERVAL_S: Final = 60.0
-CALLERS_MAX: Final = 256
-"""Told apart at a time, of all kinds together. What comes from further ones is counted together."""
-_OTHERS: Final = "others"
+__all__ = ["Repeats", "address_of"]
+
 _TEXT_MAX: Final = 600
 
 logger = logging.getLogger(__name__)
-
-
-class _Kind(NamedTuple):
-    kind: str
-    caller: str
-
-
-class _Untold:
-    __slots__ = ("due_s", "last", "level", "times")
-
-    def __init__(self, due_s: float) -> None:
-        self.due_s = due_s
-        self.times = 0
-        self.level = logging.NOTSET
-        self.last = ""
 
 
 def address_of(peer: str) -> str:
@@ -42,43 +25,30 @@ class Repeats:
     """Who brought what about lately, and how often since it was told. Used on the event loop's thread alone."""
 
     def __init__(self) -> None:
-        """Remember nothing."""
-        self._untold: dict[_Kind, _Untold] = {}  # in the order in which they are due
+        self._incidents = Incidents(lines_max=1)
+        self._levels: dict[str, int] = {}
 
     def tell(self, level: int, kind: str, caller: str, text: str) -> bool:
         """Log a line, or count it.
 
         Args:
-            level: of the line.
-            kind: what lines are counted together.
+            level: of the line, one for each kind.
+            kind: what lines are counted together; there are few.
             caller: likewise.
             text: of the line, cut where it is long.
 
         Returns:
             Whether it was logged.
         """
-        now = time.monotonic()
+        now, text = time.monotonic(), text[:_TEXT_MAX]
         self.flush(now)
-        key = _Kind(kind, caller)
-        if key not in self._untold and len(self._untold) >= CALLERS_MAX:
-            key = _Kind(kind, _OTHERS)
-        untold = self._untold.get(key)
-        if untold is None:
-            self._untold[key] = _Untold(now + INTERVAL_S)
-            logger.log(level, "%s", text[:_TEXT_MAX])
-            return True
-        untold.times += 1
-        untold.level, untold.last = level, text[:_TEXT_MAX]
-        return False
+        self._levels[kind] = level
+        told = self._incidents.note(kind, caller, text, now)
+        if told:
+            logger.log(level, "%s", text)
+        return told
 
     def flush(self, now: float) -> None:
         """Tell of those whose minute is over how often it was; forget those of whom there is nothing."""
-        while self._untold:
-            key, untold = next(iter(self._untold.items()))
-            if untold.due_s > now:
-                return
-            del self._untold[key]
-            if untold.times:
-                logger.log(untold.level, "%d times more in %g s, last: %s", untold.times, INTERVAL_S, untold.last)
-                untold.due_s, untold.times = now + INTERVAL_S, 0
-                self._untold[key] = untold
+        for each in self._incidents.due(now):
+            logger.log(self._levels[each.event], "%d times more in %g s, last: %s", each.times, INTERVAL_S, each.reason)

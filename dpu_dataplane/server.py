@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dpu_dataplane.admission import CALLS_MAX, Admission
 from dpu_dataplane.catalog import Catalog
-from dpu_dataplane.config import DataPlaneConfig, codec_name, split_address
+from dpu_dataplane.config import DataPlaneConfig, codec_name
 from dpu_dataplane.credentials import server_credentials
 from dpu_dataplane.destinations import DestinationTable
 from dpu_dataplane.fetching import Fetcher
@@ -31,6 +31,7 @@ from dpu_dataplane.sources.source import Source
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
+from shadowserve.addresses import join_address, split_address
 from shadowserve.cores import confine
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.health import Check, Endpoint, answers, check
@@ -240,7 +241,7 @@ class Daemon:
             self.address = self.config.listen
         else:
             host, _ = split_address(self.config.listen)
-            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            self.address = join_address(host, port)
         await server.start()
         for name in ("", SERVICE_NAME):
             await health_service.set(name, health_pb2.HealthCheckResponse.SERVING)

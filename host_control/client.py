@@ -32,7 +32,6 @@ __all__ = [
     "FetchAnswer",
     "FetchCall",
     "FetchPart",
-    "LookupCall",
     "MemoryMessage",
     "Registration",
     "StoreAnswer",
@@ -178,21 +177,6 @@ class StoreAnswer(NamedTuple):
     stored_bytes: int = 0
 
 
-class LookupCall:
-    """A Lookup on its way."""
-
-    def __init__(self, answer: Callable[[], list[Flags]]) -> None:
-        self._answer = answer
-
-    def result(self) -> list[Flags]:
-        """Return which keys of each chain are stored, waiting for it at most until the call's deadline.
-
-        Raises:
-            DataPlaneError: no answer, or one that cannot be; ``outcome`` says which.
-        """
-        return self._answer()
-
-
 class FetchCall:
     """A Fetch on its way."""
 
@@ -271,20 +255,16 @@ class DataPlaneClient:
             return False
         return True
 
-    def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> list[Flags]:
-        """Return which keys of each chain are stored.
+    def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> Callable[[], list[Flags]]:
+        """Ask which keys of each chain are stored; connects first, where need be.
 
         Args:
             chains: namespaces, and keys of their records.
             timeout: seconds.
 
-        Raises:
-            DataPlaneError: no answer, or one that cannot be; ``outcome`` says which.
-        """
-        return self.start_lookup(chains, timeout).result()
-
-    def start_lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float) -> LookupCall:
-        """Start what :meth:`lookup` does; connects first, where need be.
+        Returns:
+            What waits for the answer, at most until the deadline, and returns it; it raises DataPlaneError where there
+            is none, or one that cannot be, whose ``outcome`` says which.
 
         Raises:
             DataPlaneError: the breaker is open, or there is no connection.
@@ -318,7 +298,7 @@ class DataPlaneClient:
             return self._present(answer, [len(keys) for _, keys in chains])
 
         call = start()
-        return LookupCall(finish)
+        return finish
 
     def _connect_for(self, operation: _OPERATION, timeout: float) -> None:
         try:
@@ -415,11 +395,7 @@ class DataPlaneClient:
         try:
             answer = call.result()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            if self._connection.lost(error):
-                return FetchAnswer(nothing, "unknown_destination", "the data plane does not know this host", quiet=True)
-            reason, detail = explain(error)
-            self._report("fetch", reason)
-            return FetchAnswer(nothing, reason, detail, quiet=reason == "refused")
+            return FetchAnswer(nothing, *self._unanswered("fetch", error))
         reason = _reason(answer.outcome)
         try:
             delivered = _delivered(answer, wanted)
@@ -460,11 +436,7 @@ class DataPlaneClient:
                 request, timeout=timeout + _GRACE, metadata=self._connection.metadata()
             )
         except (grpc.RpcError, ValueError) as error:
-            if self._connection.lost(error):
-                return StoreAnswer(nothing, "unknown_destination", "the data plane does not know this host", quiet=True)
-            reason, detail = explain(error)
-            self._report("store", reason)
-            return StoreAnswer(nothing, reason, detail, quiet=reason == "refused")
+            return StoreAnswer(nothing, *self._unanswered("store", error))
         reason = _reason(answer.outcome)
         try:
             stored = unpack(answer.stored, len(keys))
@@ -534,6 +506,14 @@ class DataPlaneClient:
 
     def _report(self, operation: _OPERATION, reason: str) -> None:
         self.breakers[operation].report(reason not in _AT_FAULT)
+
+    def _unanswered(self, operation: _OPERATION, error: BaseException) -> tuple[str, str, bool]:
+        """Return reason and detail of a call that ended without an answer, and whether it is quiet all the same."""
+        if self._connection.lost(error):
+            return "unknown_destination", "the data plane does not know this host", True
+        reason, detail = explain(error)
+        self._report(operation, reason)
+        return reason, detail, reason == "refused"
 
     def _fail(self, operation: _OPERATION, reason: str, detail: str) -> DataPlaneError:
         self._report(operation, reason)

@@ -4,18 +4,18 @@ vLLM users write the keys into ``kv_connector_extra_config``, plain (``"quantize
 (``"shadowserve.quantizer"``); both win over environment and file, as a flag would.
 """
 
-import ipaddress
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
 from host_control.client import DataPlaneClient
+from shadowserve.addresses import is_loopback
 from shadowserve.chunk import TOKENS_MAX
 from shadowserve.config import Section
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve.tls import Credentials
+from shadowserve.tls import Credentials, check_pair
 
 __all__ = ["HostConfig"]
 
@@ -116,9 +116,7 @@ class HostConfig(Section):
 
     @model_validator(mode="after")
     def _tls(self) -> Self:
-        if bool(self.tls_cert) != bool(self.tls_key):
-            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
-            raise ValueError(f"{given} is given without {missing}; a certificate and its private key go together")
+        check_pair(self.tls_cert, self.tls_key)
         if (self.tls_cert or self.tls_server_name) and not self.tls_ca:
             raise ValueError("tls_cert or tls_server_name is given without tls_ca: there is no TLS without it")
         return self
@@ -178,11 +176,7 @@ class HostConfig(Section):
         """Whether the data plane's address can only be on this machine."""
         if self.data_plane.startswith("unix:"):
             return True
-        host = self.data_plane.rpartition(":")[0].strip("[]")
-        try:
-            return ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return host == "localhost"
+        return is_loopback(self.data_plane.rpartition(":")[0].strip("[]"))
 
     def data_plane_address(self, rank: int) -> str:
         """Return the address of the data plane that serves tensor-parallel rank ``rank``."""

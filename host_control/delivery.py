@@ -249,7 +249,7 @@ class ExportedHostMemory:
         return pb.ExportedMemory(address=export.address, size=self.size, descriptor=export.descriptor)
 
     def announced(self) -> None:
-        """Do nothing."""
+        pass  # it has no name that would now be of no more use
 
     def arrived(self, offset: int, length: int) -> Any:
         """Return what was delivered there."""

@@ -219,12 +219,12 @@ class PrefixLookup:
         keys = {name: record_keys(name, links) for name in set().union(*self._namespaces.values())}
         for client, names in self._namespaces.items():
             try:
-                calls.append(client.start_lookup([(name, keys[name]) for name in names], timeout))
+                calls.append(client.lookup([(name, keys[name]) for name in names], timeout))
             except DataPlaneError as error:
                 problem = problem or error
         for call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
             try:
-                present = np.logical_and.reduce([present, *call.result()])
+                present = np.logical_and.reduce([present, *call()])
             except DataPlaneError as error:
                 problem = problem or error
         if problem is not None:

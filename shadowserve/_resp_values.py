@@ -64,7 +64,7 @@ class Verbatim(bytes):
     format: str
 
     def __new__(cls, text: bytes, format: str = "txt") -> "Verbatim":
-        """Make one from its text; ``format`` must be three ASCII characters."""
+        """``format`` must be three ASCII characters."""
         self = super().__new__(cls, text)
         self.format = format
         return self

@@ -17,7 +17,7 @@ __all__ = ["DECODED_BYTES_MAX", "SLICES_MAX", "TOKENS_MAX", "ChunkLayout", "DTyp
 
 _NAMESPACE_BYTES: Final = 32
 DECODED_BYTES_MAX: Final = 2 << 20
-"""Largest slice, decoded: BlueField-2 and -3 engines take at most 2 MiB in one task."""
+"""Largest slice, decoded: the accelerators of BlueField-2 and -3 take at most 2 MiB in one task."""
 SLICES_MAX: Final = 26_210
 """Slices of one chunk: those that a record's head of at most 1 MiB names, far above 1,000 layers of K and V."""
 TOKENS_MAX: Final = 65_536

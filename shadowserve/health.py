@@ -30,6 +30,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 
 from shadowserve import systemd
+from shadowserve.addresses import is_loopback
 
 __all__ = ["HEALTH_TIMEOUT_S", "Check", "Endpoint", "Watchdog", "answers", "check"]
 
@@ -257,8 +258,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.server.note_request(self.request)
         if well:
             self.connection.settimeout(_REQUEST_TIMEOUT_S)
-            here = str(self.connection.getsockname()[0]).removeprefix("::ffff:")
-            if ipaddress.ip_address(here.partition("%")[0]).is_loopback:
+            if is_loopback(str(self.connection.getsockname()[0])):
                 hosts = self.headers.get_all("Host", [])
                 if len(hosts) > 1 or not all(map(_names_loopback, hosts)):
                     self._answer(421, _CONTENT_TYPE, b"this address is called localhost, 127.0.0.1 or [::1]\n")

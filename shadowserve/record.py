@@ -1,4 +1,4 @@
-"""The stored record of one chunk (docs/record-format.md): encode, decode, verify, slice and layer ranges.
+"""The stored record of one chunk (docs/record-format.md): encode, decode, verify, slices.
 
 Only this module knows the bytes. A record is a *head* (header and manifest of slices) and a *body* (each slice's
 scales and compressed stream). The data plane reads heads here and hands the slice table to the C core; the storage
@@ -165,15 +165,6 @@ class Head:
         """Bytes of symbols of each slice."""
         lengths: npt.NDArray[np.int64] = self.manifest["tokens"].astype(np.int64) * self.layout.token_decoded_bytes
         return lengths
-
-    def layer_range(self, layer_first: int, layer_last: int) -> tuple[int, int]:
-        """Return the byte range ``[begin, end)`` of the record that holds layers first to last, inclusive."""
-        chosen = self.slices[(self.slices["layer"] >= layer_first) & (self.slices["layer"] <= layer_last)]
-        if not 0 <= layer_first <= layer_last < self.layout.layers:
-            raise ValueError(f"layers {layer_first} to {layer_last} of {self.layout.layers}")
-        last = chosen[-1]
-        end = int(last["offset"]) + int(last["scales_length"]) + int(last["encoded_length"])
-        return int(chosen[0]["offset"]), end
 
 
 def encode_head(

@@ -29,58 +29,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
+from shadowserve import _resp_values
 from shadowserve._resp_lines import TYPED_COMMANDS, protocol_of, refusal_of, split_inline
-from shadowserve._resp_values import (
-    NULL_ARRAY,
-    BigNumber,
-    ErrorReply,
-    Map,
-    NullArray,
-    Push,
-    SetReply,
-    SimpleString,
-    Value,
-    Verbatim,
-    encode,
-    encode_array_header,
-    encode_bulk,
-    encode_bulk_header,
-    encode_command,
-    encode_error,
-    encode_map_header,
-    encode_null,
-)
+from shadowserve._resp_values import *
+from shadowserve._resp_values import BigNumber, ErrorReply, Map, Push, SetReply, SimpleString, Value, Verbatim
 from shadowserve.errors import ForeignProtocolError, ProtocolError
 
 __all__ = [
     "NEED_DATA",
-    "NULL_ARRAY",
-    "BigNumber",
+    "TYPED_COMMANDS",
     "CommandReader",
-    "ErrorReply",
     "LargeBulk",
     "Limits",
-    "Map",
     "NeedData",
-    "NullArray",
-    "Push",
-    "TYPED_COMMANDS",
     "ReplyReader",
-    "SetReply",
-    "SimpleString",
-    "Value",
-    "Verbatim",
-    "encode",
-    "encode_array_header",
-    "encode_bulk",
-    "encode_bulk_header",
-    "encode_command",
-    "encode_error",
-    "encode_map_header",
-    "encode_null",
     "parse_integer",
     "split_inline",
 ]
+__all__ += _resp_values.__all__
 
 CRLF: Final = b"\r\n"
 

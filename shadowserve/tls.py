@@ -8,16 +8,32 @@ the files, and :func:`diagnose` repeats a failed handshake with OpenSSL, which s
 import os
 import socket
 import ssl
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from shadowserve.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
-__all__ = ["Credentials", "FileState", "KeyPair", "diagnose", "file_state", "read_authorities", "read_key_pair"]
+__all__ = [
+    "Credentials",
+    "FileState",
+    "KeyPair",
+    "Renewed",
+    "check_pair",
+    "check_served",
+    "diagnose",
+    "distrust",
+    "file_state",
+    "read_authorities",
+    "read_key_pair",
+]
+
+_T = TypeVar("_T")
 
 FileState = tuple[tuple[int, int, int] | None, ...]
 """Inode, size and time of each of some files; ``None`` for one that cannot be seen."""
@@ -59,6 +75,27 @@ class Credentials:
         return tuple(path for path in (self.authorities, self.certificate, self.key) if path)
 
 
+def check_pair(certificate: str, key: str, *, prefix: str = "") -> None:
+    """Raise ValueError where a configuration names a certificate without its private key, or the key alone.
+
+    Args:
+        certificate, key: the files; empty for none.
+        prefix: of the keys of the configuration, for the message.
+    """
+    if bool(certificate) != bool(key):
+        given, missing = ("tls_cert", "tls_key") if certificate else ("tls_key", "tls_cert")
+        raise ValueError(
+            f"{prefix}{given} is given without {prefix}{missing}; a certificate and its private key go together"
+        )
+
+
+def check_served(certificate: str, key: str, client_authorities: str) -> None:
+    """Raise ValueError where what a server is to show its clients, and to ask of them, does not fit together."""
+    check_pair(certificate, key)
+    if client_authorities and not certificate:
+        raise ValueError("tls_client_ca is given without tls_cert and tls_key: there is no TLS without them")
+
+
 def file_state(paths: tuple[str, ...]) -> FileState:
     """Return what changes when one of the files is replaced or written."""
 
@@ -70,6 +107,43 @@ def file_state(paths: tuple[str, ...]) -> FileState:
         return status.st_ino, status.st_size, status.st_mtime_ns
 
     return tuple(one(path) for path in paths)
+
+
+class Renewed(Generic[_T]):
+    """What is made of files, and made anew when they change, so that a renewed certificate needs no restart.
+
+    Files that cannot be used are refused at the start. Later, what was made before stays in use.
+
+    Args:
+        paths: of the files; empty ones are left out.
+        make: makes it, or raises ConfigurationError.
+        unusable: told why what is new cannot be used, once for each change.
+
+    Raises:
+        ConfigurationError: a file cannot be used.
+    """
+
+    def __init__(
+        self, paths: Iterable[str], make: Callable[[], _T], unusable: Callable[[ConfigurationError], None]
+    ) -> None:
+        self._paths = tuple(filter(None, paths))
+        self._make = make
+        self._unusable = unusable
+        self._lock = threading.Lock()
+        self._state = file_state(self._paths)
+        self._made = make()
+
+    def current(self) -> _T:
+        """Return what is to be used now; from any thread."""
+        with self._lock:
+            state = file_state(self._paths)
+            if state != self._state:
+                self._state = state
+                try:
+                    self._made = self._make()
+                except ConfigurationError as error:
+                    self._unusable(error)
+            return self._made
 
 
 def read_key_pair(certificate: str, key: str, *, prefix: str = "") -> KeyPair:
@@ -172,7 +246,7 @@ def diagnose(host: str, port: int, credentials: Credentials | None, timeout: flo
                 # closes where it does not like what it has seen.
                 return "" if wrapped.recv(1) else _turned_away(credentials)
     except ssl.SSLCertVerificationError as error:
-        return _distrust(error, name)
+        return distrust(error.verify_message or str(error.reason), name, "the data plane")
     except ssl.SSLError as error:
         if credentials is None:  # no TLS there either
             return ""
@@ -210,13 +284,21 @@ def _turned_away(credentials: Credentials) -> str:
     )
 
 
-def _distrust(error: ssl.SSLCertVerificationError, name: str) -> str:
-    reason = error.verify_message or str(error.reason)
-    if "expired" in reason:
-        return "TLS: the data plane's certificate (its tls_cert) has expired: renew it"
-    if "mismatch" in reason or "not valid for" in reason:
+def distrust(reason: str, name: str, whose: str, *, prefix: str = "") -> str:
+    """Return why a server's certificate is not taken, and what to do about it.
+
+    Args:
+        reason: as OpenSSL says it.
+        name: that the certificate was to hold.
+        whose: such as ``the data plane``.
+        prefix: of our keys of the configuration.
+    """
+    text = reason.lower()
+    if "expired" in text:
+        return f"TLS: {whose}'s certificate (its tls_cert) has expired: renew it"
+    if "mismatch" in text or "not valid for" in text:
         return (
-            f"TLS: the data plane's certificate is not for '{name}' ({reason}): set tls_server_name to a name that it "
-            "holds, or make one that holds this one"
+            f"TLS: {whose}'s certificate is not for '{name}' ({reason}): set {prefix or 'tls_'}server_name to a name "
+            "that it holds, or make one that holds this one"
         )
-    return f"TLS: the data plane's certificate is not signed by an authority in tls_ca ({reason})"
+    return f"TLS: {whose}'s certificate is not signed by an authority in {prefix}tls_ca ({reason})"

@@ -102,14 +102,7 @@ class Chart:
 
     def data(self) -> dict[str, Any]:
         """Return the chart as JSON takes it; ``Chart(**data)`` is the chart again."""
-        series = {label: [list(point) for point in points] for label, points in self.series.items()}
-        return {
-            **vars(self),
-            "series": series,
-            "limits": dict(self.limits),
-            "highlight": list(self.highlight),
-            "dots": list(self.dots),
-        }
+        return dataclasses.asdict(self)
 
 
 def require_matplotlib() -> None:

@@ -1,15 +1,16 @@
 """The configuration of the storage node; ``configs/storage.yaml`` explains every key to those who run it."""
 
-import ipaddress
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
 
+from shadowserve.addresses import is_loopback
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores
 from shadowserve.logs import LogFormat
 from shadowserve.pool.config import PoolConfig
+from shadowserve.tls import check_served
 
 __all__ = ["LIVE", "StorageConfig", "TenantLimits", "is_tenant_name"]
 
@@ -200,11 +201,7 @@ class StorageConfig(PoolConfig, AccessConfig):
     def _check_together(self) -> Self:
         if self.request_bytes_max < self.bulk_bytes_max:
             raise ValueError("request_bytes_max is less than bulk_bytes_max; a request holds at least one bulk")
-        if bool(self.tls_cert) != bool(self.tls_key):
-            given, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
-            raise ValueError(f"{given} is given without {missing}; a certificate and its private key go together")
-        if self.tls_client_ca and not self.tls_cert:
-            raise ValueError("tls_client_ca is given without tls_cert and tls_key: there is no TLS without them")
+        check_served(self.tls_cert, self.tls_key, self.tls_client_ca)
         if self.tls_users != "off" and not self.tls_client_ca:
             raise ValueError("tls_users is given without tls_client_ca: a certificate that nobody checks names nobody")
         return self
@@ -244,9 +241,4 @@ class StorageConfig(PoolConfig, AccessConfig):
     @property
     def listens_beyond_loopback(self) -> bool:
         """Whether clients of other machines can reach the address."""
-        if self.host == "localhost":
-            return False
-        try:
-            return not ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return True
+        return not is_loopback(self.host)

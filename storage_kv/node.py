@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
 from shadowserve.errors import ConfigurationError, ShadowServeError
+from shadowserve.incidents import Incidents
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Item, Lease
-from storage_kv.access.attempts import Attempts
+from storage_kv.access.attempts import Attempts, caller_of
 from storage_kv.access.audit import AuditLog
-from storage_kv.access.incidents import Incidents
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import Bound
 from storage_kv.access.places import Places
@@ -277,7 +277,7 @@ class Node:
     attempts: Attempts = field(default_factory=Attempts)
     watchers: dict[Address, set[Session]] = field(default_factory=dict)
     incidents: Incidents = field(default_factory=Incidents)
-    places: Places[Session] = field(default_factory=Places)
+    places: Places = field(default_factory=Places)
     memory: Bound = field(init=False)
     lent: Bound = field(init=False)
     limiters: dict[str, RateLimiter] = field(init=False)
@@ -350,7 +350,7 @@ class Node:
 
     def tell(self, event: str, address: str, reason: str) -> None:
         """Log what a stranger does, where it is news; the rest is told with a count, once a minute."""
-        if self.incidents.note(event, address, reason, time.monotonic()):
+        if self.incidents.note(event, caller_of(address), reason, time.monotonic()):
             _log.warning(event + " address=%s reason=%r", address, reason)
 
     def deny(self, session: Session, reason: str, object: bytes, client: bytes) -> None:

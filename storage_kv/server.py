@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import ipaddress
 import itertools
 import logging
 import math
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from shadowserve.addresses import is_loopback, join_address
 from shadowserve.clock import wall_clock_ms
 from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
@@ -163,7 +163,7 @@ class StorageServer:
         for listener in self._listeners:
             self._loop.add_reader(listener, self._on_acceptable, listener)
         self._watcher = asyncio.create_task(self._watch())
-        self.operations.serving(",".join(map(_text, self.addresses)))
+        self.operations.serving(",".join(itertools.starmap(join_address, self.addresses)))
         if config.listens_beyond_loopback:
             self._warn()
 
@@ -234,10 +234,10 @@ class StorageServer:
     def _admit(self, sock: socket.socket, address: tuple[str, int]) -> None:
         node = self.node
         sock.setblocking(False)
-        if node.config.protected_mode and self._lets_anyone_in and not _is_loopback(address[0]):
+        if node.config.protected_mode and self._lets_anyone_in and not is_loopback(address[0]):
             with node.lock:
                 node.counters.connections_denied += 1
-                node.tell("client_denied", _text(address), "protected mode")
+                node.tell("client_denied", join_address(*address[:2]), "protected mode")
             self._refuse(sock, _DENIED)
             return
         with node.lock:
@@ -249,7 +249,7 @@ class StorageServer:
         with node.lock:
             node.counters.connections += 1
         try:
-            _tune(sock, loopback=_is_loopback(address[0]))
+            _tune(sock, loopback=is_loopback(address[0]))
             local = sock.getsockname()
             transport = self._transport(sock)
         except OSError:  # it has gone already
@@ -257,8 +257,8 @@ class StorageServer:
             return
         session = Session(
             next(self._session_ids),
-            address=_text(address),
-            local_address=_text(local),
+            address=join_address(*address[:2]),
+            local_address=join_address(*local[:2]),
             file_descriptor=transport.socket.fileno(),
         )
         with node.lock:
@@ -415,19 +415,6 @@ class StorageServer:
         self._listeners = []
 
 
-def _is_loopback(address: str) -> bool:
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-    return (mapped or ip).is_loopback
-
-
-def _text(address: tuple[str, int]) -> str:
-    return f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
-
-
 def _tune(sock: socket.socket, *, loopback: bool) -> None:
     if loopback:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
@@ -463,10 +450,10 @@ async def _serve(config: StorageConfig, load: Callable[[], StorageConfig] | None
     loop.add_signal_handler(signal.SIGHUP, server.operations.reload)
     await server.start()
     # The line that whoever started this process waits for; with port 0 it is the only place that tells the port.
-    print(f"ready {_text(server.addresses[0])}", flush=True)
+    print(f"ready {join_address(*server.addresses[0])}", flush=True)
     _log.info(
         "ready address=%s metrics_port=%s memory_budget_bytes=%d password=%s tls=%s",
-        ",".join(map(_text, server.addresses)),
+        ",".join(itertools.starmap(join_address, server.addresses)),
         server.metrics_port,
         config.memory_budget_bytes,
         "no" if server.node.users.anyone_enters else "yes",

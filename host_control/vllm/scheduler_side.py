@@ -51,7 +51,7 @@ class _Tracked:
 
 
 class SchedulerSide:
-    """See the module.
+    """Decides which prompts to load and which chunks to store; all of it runs on the engine's thread.
 
     Args:
         config: of the host.

@@ -40,7 +40,7 @@ _BUFFER_CHUNKS_MAX: Final = 128
 
 
 class WorkerSide:
-    """See the module. All methods run on the worker's main thread.
+    """Moves KV between paged memory and the data plane. All methods run on the worker's main thread.
 
     Args:
         config: of the host.

@@ -12,13 +12,12 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from shadowserve.block import BlockStatistics, ObjectFields, Operation
 from shadowserve.errors import BusyError, DeviceError, NativeError
 from shadowserve.latency import LatencyHistogram
-from shadowserve.native._library import Result, check, ffi, lib
+from shadowserve.native._library import Closing, Result, check, ffi, lib
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -68,7 +67,7 @@ def block_access_available(access: BlockAccess) -> bool:
     return bool(lib.ss_block_access_available(access))
 
 
-class BlockDevice:
+class BlockDevice(Closing):
     """A file or device that is this process' alone. It checks what operations say that they expect.
 
     Safe to use from several threads. After :meth:`close` only :meth:`completed` gives anything.
@@ -126,14 +125,6 @@ class BlockDevice:
         self._lock = threading.Lock()
         self._closing = threading.Lock()
         self._last_statistics = BlockStatistics()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def register(self, memory: memoryview) -> bool:
         """Make memory known to the kernel, which makes operations on it cheaper; it stays until the device is closed.

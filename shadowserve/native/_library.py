@@ -1,11 +1,12 @@
 """The library itself: loaded once, its constants, and the one place that turns its result codes into exceptions."""
 
+import abc
 import enum
 import os
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import shadowserve
 from shadowserve.errors import NativeError, NotInstalledError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ABI_VERSION",
+    "Closing",
     "Codec",
     "Isa",
     "MemoryKind",
@@ -36,6 +38,20 @@ __all__ = [
 ]
 
 ABI_VERSION: Final = 8
+
+
+class Closing(abc.ABC):
+    """What holds something of the C core until it is closed, at the latest by the end of a ``with``."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let go of it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 class Result(enum.IntEnum):

@@ -1,11 +1,10 @@
 """Memory beyond the pipeline's own buffers: destinations, guards of what others may shrink, exports for elsewhere."""
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from shadowserve.errors import NativeError
-from shadowserve.native._library import MemoryKind, Result, check, ffi, lib
+from shadowserve.native._library import Closing, MemoryKind, Result, check, ffi, lib
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -22,7 +21,7 @@ class _Pipeline(Protocol):
     def _open(self) -> Any: ...
 
 
-class Destination:
+class Destination(Closing):
     """Memory that a pipeline's backend knows, so that rounds can deliver to it and store from it.
 
     Made by one of the class methods, once for any number of rounds. Must be closed before the pipeline is, with no
@@ -110,14 +109,6 @@ class Destination:
         described.device = device_text
         return cls(pipeline, described, None)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
         """Forget it; no round may be using it. Twice is harmless."""
         destination, self._destination = self._destination, ffi.NULL
@@ -185,7 +176,7 @@ class Guard:
             lib.ss_guard_close(guard)
 
 
-class Export:
+class Export(Closing):
     """Memory of this process, or of a GPU, that a DPU's pipeline may read and write: the serving process' side.
 
     Args:
@@ -214,14 +205,6 @@ class Export:
         lib.ss_export_descriptor(self._export, content, content_size)
         self.descriptor = bytes(ffi.buffer(content[0], content_size[0]))
         """What :meth:`Destination.exported` wants. Whoever has it can reach the memory."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def close(self) -> None:
         """End it: transfers fail from then on. Twice is harmless."""

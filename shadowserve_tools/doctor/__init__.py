@@ -108,7 +108,7 @@ def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_pl
     yield from _moving(configured)
     for check in (dpu.card, dpu.arm_cores, host.doca, dpu.huge_pages):
         yield partial(check, machine)
-    yield partial(dpu.engines, machine, config.device)
+    yield partial(dpu.accelerators, machine, config.device)
     yield partial(dpu.xlio, machine, int((storage or config.storage).rpartition(":")[2]))
     yield partial(dpu.core_lists, machine, lists)
     yield partial(dpu.isolation, machine, net)

@@ -45,7 +45,7 @@ def _pair(certificate: str, key: str) -> Finding:
         return Finding("tls_cert", "failed", str(error), _MAKE)
     days = (expires - datetime.now(UTC)).days
     found = f"{certificate}, with its key, for another {days} days"
-    return Finding("tls_cert", "ok", found) if days >= DAYS_LEFT_MIN else Finding("tls_cert", "warning", found, _MAKE)
+    return Finding.of("tls_cert", days >= DAYS_LEFT_MIN, found, _MAKE)
 
 
 def _open_key(machine: Machine, name: str) -> Iterator[Finding]:

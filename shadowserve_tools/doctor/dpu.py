@@ -10,7 +10,7 @@ from shadowserve_tools.doctor.finding import Finding, Machine
 from shadowserve_tools.doctor.host import cards
 from shadowserve_tools.doctor.pci import BLUEFIELDS
 
-__all__ = ["arm_cores", "card", "core_lists", "engines", "huge_pages", "isolation", "unit", "xlio"]
+__all__ = ["accelerators", "arm_cores", "card", "core_lists", "huge_pages", "isolation", "unit", "xlio"]
 
 CORES_FULL: Final = 16
 """Of the BlueField-3 that the paper measured, and configs/bluefield.yaml is written for."""
@@ -29,18 +29,16 @@ def card(machine: Machine) -> Iterator[Finding]:
     image = machine.text("/etc/mlnx-release")
     pretty = re.search(r'^PRETTY_NAME="(.*)"', machine.text("/etc/os-release"), re.MULTILINE)
     found = ", ".join(part for part in (pretty[1] if pretty else "", image) if part)
-    sound = machine.is_bluefield
-    mend = "" if sound else "this is no BlueField's own system: run the doctor on the card, or with --role host here"
-    yield Finding("image", "ok" if sound else "failed", found or "unknown", mend)
+    mend = "this is no BlueField's own system: run the doctor on the card, or with --role host here"
+    yield Finding.of("image", machine.is_bluefield, found or "unknown", mend, "failed")
     own = cards(machine)
     if not own:
         mend = "set DPU mode on the host (docs/bluefield.md, step 2), and switch it off and on"
         yield Finding("card", "failed", "no BlueField function on PCI", mend)
         return
     names = ", ".join(function.address for function in own)
-    tried = own[0].device == 0xA2DC
-    mend = "" if tried else "only BlueField-3 decompresses LZ4 as well; on this one nobody has tried it"
-    yield Finding("card", "ok" if tried else "warning", f"{BLUEFIELDS[own[0].device]} at {names}", mend)
+    mend = "only BlueField-3 decompresses LZ4 as well; on this one nobody has tried it"
+    yield Finding.of("card", own[0].device == 0xA2DC, f"{BLUEFIELDS[own[0].device]} at {names}", mend)
 
 
 def arm_cores(machine: Machine) -> Iterator[Finding]:
@@ -57,12 +55,12 @@ def arm_cores(machine: Machine) -> Iterator[Finding]:
         mend = "the fastest NEON kernels are left out (or not built): dequantizing is slower"
         yield Finding("Arm cores", "warning", f"{len(parts)} x {name} without {', '.join(missing)}", mend)
         return
-    mend = "" if len(parts) >= CORES_FULL else f"divide them anew in {ETC}/dpu.yaml, which is for {CORES_FULL}"
-    yield Finding("Arm cores", "warning" if mend else "ok", f"{len(parts)} x {name}", mend)
+    mend = f"divide them anew in {ETC}/dpu.yaml, which is for {CORES_FULL}"
+    yield Finding.of("Arm cores", len(parts) >= CORES_FULL, f"{len(parts)} x {name}", mend)
 
 
-def engines(machine: Machine, device: str) -> Iterator[Finding]:
-    """Whether the card's engines can be opened, by opening them; beside a daemon that has them open, too.
+def accelerators(machine: Machine, device: str) -> Iterator[Finding]:
+    """Whether the card's accelerators can be opened, by opening them; beside a daemon that has them open, too.
 
     Args:
         machine: whether it is a card.
@@ -74,7 +72,7 @@ def engines(machine: Machine, device: str) -> Iterator[Finding]:
     if backend is None or backend.emulated:
         mend = "scripts/bluefield/install, in which DOCA is found: it builds the C core with it"
         found = "the C core was built without DOCA: its emulator would do the work, on the Arm cores"
-        yield Finding("engines", "failed" if machine.is_bluefield else "warning", found, mend)
+        yield Finding("accelerators", "failed" if machine.is_bluefield else "warning", found, mend)
         return
     try:
         pipeline = native.Pipeline(
@@ -82,10 +80,11 @@ def engines(machine: Machine, device: str) -> Iterator[Finding]:
             dequantization_bytes=_TRIAL_BYTES, dma_source_bytes=_TRIAL_BYTES, dequantize_cores=(-1,), dma_cores=(-1,),
         )  # fmt: skip
     except NativeError as error:
-        yield Finding("engines", "failed", str(error), "see 'card' above; as root, or with rights to /dev/infiniband")
+        mend = "see 'card' above; as root, or with rights to /dev/infiniband"
+        yield Finding("accelerators", "failed", str(error), mend)
         return
     with contextlib.closing(pipeline):
-        yield Finding("engines", "ok", f"{backend.description}, on {pipeline.device}")
+        yield Finding("accelerators", "ok", f"{backend.description}, on {pipeline.device}")
 
 
 def huge_pages(machine: Machine) -> Iterator[Finding]:
@@ -93,14 +92,13 @@ def huge_pages(machine: Machine) -> Iterator[Finding]:
     folder = "/sys/kernel/mm/hugepages/hugepages-2048kB"
     free, extra = machine.number(f"{folder}/free_hugepages"), machine.number(f"{folder}/nr_overcommit_hugepages")
     enough = (free + extra) << 21 >= XLIO_HUGE_BYTES
-    mend = "" if enough else "sysctl vm.nr_overcommit_hugepages=640: XLIO falls back to small pages, and is slower"
-    yield Finding("huge pages", "ok" if enough else "warning", f"{free} free, {extra} on demand, of 2 MiB", mend)
+    mend = "sysctl vm.nr_overcommit_hugepages=640: XLIO falls back to small pages, and is slower"
+    yield Finding.of("huge pages", enough, f"{free} free, {extra} on demand, of 2 MiB", mend)
     setting = machine.text("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", setting)
     name = chosen[1] if chosen else "not there"
-    sound = name in ("always", "madvise")
-    mend = "" if sound else "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: the buffers' pages are small"
-    yield Finding("transparent huge pages", "ok" if sound else "warning", name, mend)
+    mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: the buffers' pages are small"
+    yield Finding.of("transparent huge pages", name in ("always", "madvise"), name, mend)
 
 
 def xlio(machine: Machine, storage_port: int) -> Iterator[Finding]:
@@ -173,8 +171,8 @@ def unit(machine: Machine) -> Iterator[Finding]:
         return
     link = machine.path(f"{folder}/multi-user.target.wants/shadowserve-dpu.service")
     enabled = link.is_symlink()  # what it points to is a path of that system
-    mend = "" if enabled else "systemctl enable shadowserve-dpu"
-    yield Finding("unit", "ok" if enabled else "warning", "enabled" if enabled else "not started at boot", mend)
+    found = "enabled" if enabled else "not started at boot"
+    yield Finding.of("unit", enabled, found, "systemctl enable shadowserve-dpu")
 
 
 def _cores(text: str) -> set[int]:

@@ -26,6 +26,13 @@ class Finding:
     found: str
     mend: str = ""
 
+    @classmethod
+    def of(
+        cls, what: str, sound: bool, found: str, mend: str, wrong: Literal["warning", "failed"] = "warning"
+    ) -> "Finding":
+        """Return what was found of a thing: ``ok`` if it is sound, else ``wrong``, and what to do about it."""
+        return cls(what, "ok", found) if sound else cls(what, wrong, found, mend)
+
 
 @dataclass(frozen=True)
 class Machine:

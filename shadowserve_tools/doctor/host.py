@@ -35,17 +35,13 @@ def card(machine: Machine) -> Iterator[Finding]:
     yield _link(first)
     yield _mode(machine, first)
     sound = machine.path("/sys/class/net/tmfifo_net0").exists()
-    yield Finding(
-        "way to the card",
-        "ok" if sound else "warning",
-        "tmfifo_net0" if sound else "no interface tmfifo_net0",
-        "" if sound else "start rshim, of DOCA-Host: 'systemctl enable --now rshim'; or reach the card by its own port",
-    )
+    mend = "start rshim, of DOCA-Host: 'systemctl enable --now rshim'; or reach the card by its own port"
+    yield Finding.of("way to the card", sound, "tmfifo_net0" if sound else "no interface tmfifo_net0", mend)
     yield from _iommu(first)
 
 
 def doca(machine: Machine) -> Iterator[Finding]:
-    """DOCA's libraries: on the card to drive its engines, on the host to open memory for them."""
+    """DOCA's libraries: on the card to drive its accelerators, on the host to open memory for them."""
     if not machine.is_bluefield and not cards(machine):
         return
     modules = {path.stem: path for path in machine.find("/opt/mellanox/doca/lib/*/pkgconfig/doca-*.pc")}
@@ -83,18 +79,16 @@ def gpus(machine: Machine) -> Iterator[Finding]:
 def _driver(card: Function) -> Finding:
     driver = card.path / "driver"
     name = driver.resolve().name if driver.exists() else "none"
-    sound = name == "mlx5_core"
-    mend = "" if sound else "install DOCA-Host; while the card boots (minutes), the driver waits: see dmesg"
-    return Finding("card's driver", "ok" if sound else "failed", name, mend)
+    mend = "install DOCA-Host; while the card boots (minutes), the driver waits: see dmesg"
+    return Finding.of("card's driver", name == "mlx5_core", name, mend, "failed")
 
 
 def _link(card: Function) -> Finding:
     speed, width = card.text("current_link_speed"), card.text("current_link_width")
     speed_max, width_max = card.text("max_link_speed"), card.text("max_link_width")
     sound = (speed, width) == (speed_max, width_max)
-    mend = "" if sound else "it may do more: another slot, or the BIOS's settings of this one"
     found = f"{speed or '?'} x{width or '?'}" + ("" if sound else f", of {speed_max} x{width_max}")
-    return Finding("card's link", "ok" if sound else "warning", found, mend)
+    return Finding.of("card's link", sound, found, "it may do more: another slot, or the BIOS's settings of this one")
 
 
 def _mode(machine: Machine, card: Function) -> Finding:
@@ -112,18 +106,14 @@ def _mode(machine: Machine, card: Function) -> Finding:
     if answer[1] == "ENABLED":
         return Finding("card's mode", "ok", "DPU mode")
     mend = f"as root: mlxconfig -d {card.address} s INTERNAL_CPU_OFFLOAD_ENGINE=0, then switch the host off and on"
-    return Finding("card's mode", "failed", "NIC mode: its cores and engines are off", mend)
+    return Finding("card's mode", "failed", "NIC mode: its cores and accelerators are off", mend)
 
 
 def _iommu(card: Function) -> Iterator[Finding]:
     kind = card.text("iommu_group/type")
-    sound = kind in ("", "identity")
-    yield Finding(
-        "IOMMU",
-        "ok" if sound else "warning",
-        {"": "off", "identity": "on, passing through"}.get(kind, f"on, translating ({kind})"),
-        "" if sound else "boot with iommu=pt: the card's writes to a GPU go to the processor to be translated",
-    )
+    found = {"": "off", "identity": "on, passing through"}.get(kind, f"on, translating ({kind})")
+    mend = "boot with iommu=pt: the card's writes to a GPU go to the processor to be translated"
+    yield Finding.of("IOMMU", kind in ("", "identity"), found, mend)
 
 
 def _peer_memory(machine: Machine) -> Finding:

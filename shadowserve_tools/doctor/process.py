@@ -23,11 +23,8 @@ TESTED_VLLM: Final = "0.32.0"
 def interpreter() -> Iterator[Finding]:
     """Python and the operating system."""
     sound = sys.version_info >= (3, 11)
-    yield Finding(
-        "Python", "ok" if sound else "failed", platform.python_version(), "" if sound else "use 3.11 or newer"
-    )
-    linux = sys.platform == "linux"
-    yield Finding("system", "ok" if linux else "failed", platform.platform(), "" if linux else "Linux is needed")
+    yield Finding.of("Python", sound, platform.python_version(), "use 3.11 or newer", "failed")
+    yield Finding.of("system", sys.platform == "linux", platform.platform(), "Linux is needed", "failed")
 
 
 def native_core() -> Iterator[Finding]:
@@ -60,8 +57,8 @@ def decoding() -> Iterator[Finding]:
         else:
             yield Finding(f"codec {codec.name.lower()}", "ok", implementation)
     library = native.tls_library()
-    mend = "" if library else "install libssl-dev, then 'make setup', to encrypt the way to storage (storage_tls_ca)"
-    yield Finding("TLS to storage", "ok" if library else "warning", library or "not built in", mend)
+    mend = "install libssl-dev, then 'make setup', to encrypt the way to storage (storage_tls_ca)"
+    yield Finding.of("TLS to storage", bool(library), library or "not built in", mend)
     for backend in native.backends().values():
         imitation = "; it decodes and copies on CPU cores: for trying and testing, no DPU takes part"
         found = backend.description + (imitation if backend.emulated else "")
@@ -74,32 +71,22 @@ def locked_memory() -> Iterator[Finding]:
     unlimited = soft == resource.RLIM_INFINITY or os.geteuid() == 0
     found = "unlimited" if unlimited else f"{soft >> 20} MiB may be locked"
     enough = unlimited or soft >= 1 << 30
-    yield Finding(
-        "locked memory",
-        "ok" if enough else "warning",
-        found,
-        "" if enough else "raise it (ulimit -l): buffers may be swapped",
-    )
+    yield Finding.of("locked memory", enough, found, "raise it (ulimit -l): buffers may be swapped")
 
 
 def shared_memory() -> Iterator[Finding]:
     """Room for the segments that KV is handed over in."""
     shm = shutil.disk_usage("/dev/shm")
     enough = shm.free >= 512 << 20
-    yield Finding(
-        "shared memory",
-        "ok" if enough else "failed",
-        f"{shm.free >> 20} MiB free in /dev/shm",
-        "" if enough else "enlarge /dev/shm (containers: --shm-size=1g)",
-    )
+    mend = "enlarge /dev/shm (containers: --shm-size=1g)"
+    yield Finding.of("shared memory", enough, f"{shm.free >> 20} MiB free in /dev/shm", mend, "failed")
 
 
 def cores() -> Iterator[Finding]:
     """The cores that this process may use."""
     usable = sorted(os.sched_getaffinity(0))
-    enough = len(usable) >= 4
-    mend = "" if enough else "data plane and engine will share cores: fine for trying, not for serving (docs/cores.md)"
-    yield Finding("cores", "ok" if enough else "warning", f"{len(usable)} usable: {usable}", mend)
+    mend = "data plane and engine will share cores: fine for trying, not for serving (docs/cores.md)"
+    yield Finding.of("cores", len(usable) >= 4, f"{len(usable)} usable: {usable}", mend)
 
 
 def engine() -> Iterator[Finding]:
@@ -107,32 +94,18 @@ def engine() -> Iterator[Finding]:
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
-        yield Finding(
-            "vLLM", "warning", "not installed", "needed in the serving process only: 'make setup' installs it"
-        )
+        mend = "needed in the serving process only: 'make setup' installs it"
+        yield Finding("vLLM", "warning", "not installed", mend)
         return
     tested = version.split("+")[0] == TESTED_VLLM
-    yield Finding(
-        "vLLM",
-        "ok" if tested else "warning",
-        version,
-        "" if tested else f"tested with {TESTED_VLLM}; run the tests before you rely on it",
-    )
+    mend = f"tested with {TESTED_VLLM}; run the tests before you rely on it"
+    yield Finding.of("vLLM", tested, version, mend)
     plugins = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
-    sound = "shadowserve" in plugins
-    yield Finding(
-        "plugin",
-        "ok" if sound else "failed",
-        f"vllm.general_plugins: {sorted(plugins)}",
-        "" if sound else "pip install shadowserve",
-    )
+    found = f"vllm.general_plugins: {sorted(plugins)}"
+    yield Finding.of("plugin", "shadowserve" in plugins, found, "pip install shadowserve", "failed")
     if importlib.util.find_spec("torchvision") and "+cpu" in version:
-        yield Finding(
-            "torchvision",
-            "warning",
-            "installed",
-            "a CUDA build of it breaks vLLM's CPU build: pip uninstall torchvision",
-        )
+        mend = "a CUDA build of it breaks vLLM's CPU build: pip uninstall torchvision"
+        yield Finding("torchvision", "warning", "installed", mend)
 
 
 def reachable(what: str, address: str, command: str) -> Iterator[Finding]:

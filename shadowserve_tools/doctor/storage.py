@@ -38,12 +38,9 @@ def namespaces(machine: Machine) -> Iterator[Finding]:
     for device in machine.find("/dev/ng[0-9]*n[0-9]*"):
         block = device.with_name("nvme" + device.name.removeprefix("ng"))
         allowed = all(os.access(path, os.R_OK | os.W_OK) for path in (device, block))
-        yield Finding(
-            f"NVMe {block.name}",
-            "ok" if allowed else "warning",
-            "takes commands from this user" if allowed else "this user may not read and write it",
-            "" if allowed else f"if it is to be used: give the server's user {block} and {device}",
-        )
+        found = "takes commands from this user" if allowed else "this user may not read and write it"
+        mend = f"if it is to be used: give the server's user {block} and {device}"
+        yield Finding.of(f"NVMe {block.name}", allowed, found, mend)
 
 
 def memory(machine: Machine, budget_bytes: int) -> Iterator[Finding]:

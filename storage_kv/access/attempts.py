@@ -12,7 +12,7 @@ import ipaddress
 from collections import OrderedDict
 from typing import Final
 
-__all__ = ["Attempts", "host_of"]
+__all__ = ["Attempts", "caller_of"]
 
 _FIRST_STEP_S: Final = 0.05
 _STEP_MAX_S: Final = 0.25
@@ -47,7 +47,7 @@ class Attempts:
         if line is None:
             if accepted:
                 return 0.0
-            line = self._lines[host_of(address)] = _Line()
+            line = self._lines[caller_of(address)] = _Line()
             while len(self._lines) > _ADDRESSES_MAX:
                 self._lines.popitem(last=False)
         if not accepted:
@@ -58,7 +58,7 @@ class Attempts:
         return line.free_s
 
     def _line(self, address: str, now_s: float) -> _Line | None:
-        host = host_of(address)
+        host = caller_of(address)
         line = self._lines.get(host)
         if line is not None and now_s - line.last_s > _FORGOTTEN_AFTER_S and line.free_s < now_s:
             del self._lines[host]
@@ -66,7 +66,7 @@ class Attempts:
         return line
 
 
-def host_of(address: str) -> str:
+def caller_of(address: str) -> str:
     """Return whom an address stands for: of IPv6 the network, since a client of one has all of its addresses."""
     host = address.rpartition(":")[0].strip("[]").partition("%")[0]
     try:

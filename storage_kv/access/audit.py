@@ -15,7 +15,8 @@ import time
 from datetime import UTC, datetime
 from typing import Any, Final, Protocol
 
-from storage_kv.access.incidents import Incidents
+from shadowserve.incidents import Incidents
+from storage_kv.access.attempts import caller_of
 
 __all__ = ["AuditLog", "Audited"]
 
@@ -88,7 +89,7 @@ class AuditLog:
             return
         who = _text(session.user_name if user is None else user)
         kind = f"{event} {_text(session.user_name)}"  # of whoever it is known to be: anybody can claim any name
-        if each or self._repeats.note(kind, session.address, who, time.monotonic()):
+        if each or self._repeats.note(kind, caller_of(session.address), who, time.monotonic()):
             self._queue(event, user=who, address=session.address, outcome=outcome, **details)
 
     def tell_repeats(self, now_s: float) -> None:

@@ -100,7 +100,7 @@ class Bound:
     """
 
     def __init__(self, bytes_max: Callable[[], int], has_tenants: Callable[[], bool], *, is_ours: bool) -> None:
-        """Make one that nothing is held of.
+        """Nothing is held of it yet.
 
         Args:
             bytes_max: the bound, which may change.

@@ -5,28 +5,13 @@ address that has most: who means well authenticates within a round trip, and who
 pushes out only its own. A tenant has half of the places where there are several, unless it is configured to have more.
 """
 
-from typing import Generic, Protocol, TypeVar
-
-from storage_kv.access.attempts import host_of
-from storage_kv.access.rules import User
+from storage_kv.access.attempts import caller_of
+from storage_kv.session import Session
 
 __all__ = ["Places"]
 
 
-class _Client(Protocol):
-    """What of a session is counted."""
-
-    id: int
-    address: str
-    user: User
-    authenticated: bool
-    place: str | None
-
-
-_Session = TypeVar("_Session", bound=_Client)
-
-
-class Places(Generic[_Session]):
+class Places:
     """Counts sessions; used with the node's lock held.
 
     Attributes:
@@ -37,19 +22,19 @@ class Places(Generic[_Session]):
     def __init__(self) -> None:
         self.strangers = 0
         self.by_tenant: dict[str, int] = {}
-        self._by_host: dict[str, dict[int, _Session]] = {}  # strangers, the oldest first
+        self._by_caller: dict[str, dict[int, Session]] = {}  # strangers, the oldest first
 
-    def enter(self, session: _Session) -> None:
+    def enter(self, session: Session) -> None:
         """Count a session for what it is now."""
         self.leave(session)
         if session.authenticated:
             session.place = tenant = session.user.tenant
             self.by_tenant[tenant] = self.by_tenant.get(tenant, 0) + 1
         else:
-            self._by_host.setdefault(host_of(session.address), {})[session.id] = session
+            self._by_caller.setdefault(caller_of(session.address), {})[session.id] = session
             self.strangers += 1
 
-    def leave(self, session: _Session) -> None:
+    def leave(self, session: Session) -> None:
         """Count a session no more; one that is not counted is let be."""
         if session.place is not None:
             tenant, session.place = session.place, None
@@ -57,18 +42,18 @@ class Places(Generic[_Session]):
             if not self.by_tenant[tenant]:
                 del self.by_tenant[tenant]
             return
-        host = host_of(session.address)
-        there = self._by_host.get(host)
+        host = caller_of(session.address)
+        there = self._by_caller.get(host)
         if there is not None and there.pop(session.id, None) is not None:
             self.strangers -= 1
             if not there:
-                del self._by_host[host]
+                del self._by_caller[host]
 
-    def give_way(self) -> _Session | None:
+    def give_way(self) -> Session | None:
         """Return the stranger who is to make way for a newcomer, counted no more; None without one."""
-        if not self._by_host:
+        if not self._by_caller:
             return None
-        there = max(self._by_host.values(), key=len)
+        there = max(self._by_caller.values(), key=len)
         session = next(iter(there.values()))
         self.leave(session)
         return session

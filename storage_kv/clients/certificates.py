@@ -1,6 +1,5 @@
 """The server's TLS context, made of the configured files, and made again when they change.
 
-Files that cannot be used are refused at the start. Later, what was read before stays in use, and one log line says so.
 Connections keep the context that they began with.
 """
 
@@ -9,7 +8,7 @@ import ssl
 from typing import Final
 
 from shadowserve.errors import ConfigurationError
-from shadowserve.tls import file_state, read_authorities, read_key_pair
+from shadowserve.tls import Renewed, read_authorities, read_key_pair
 from storage_kv.config import StorageConfig
 
 __all__ = ["Certificates"]
@@ -34,21 +33,12 @@ class Certificates:
             ConfigurationError: one of them cannot be used; the message names key, file and reason.
         """
         self._config = config
-        self._paths = tuple(path for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path)
-        self._state = file_state(self._paths)
         self.expires = 0.0
-        self._context = self._make()
+        self._files = Renewed((config.tls_cert, config.tls_key, config.tls_client_ca), self._make, _unusable)
 
     def context(self) -> ssl.SSLContext:
         """Return the context for a new connection, made anew if a file has changed."""
-        state = file_state(self._paths)
-        if state != self._state:
-            self._state = state
-            try:
-                self._context = self._make()
-            except ConfigurationError as error:
-                _log.error("certificates_unusable use='those before' reason=%r", str(error))
-        return self._context
+        return self._files.current()
 
     def _make(self) -> ssl.SSLContext:
         config = self._config
@@ -68,3 +58,7 @@ class Certificates:
         self.expires = pair.expires.timestamp()
         _log.info("certificate_read file=%s expires=%s", config.tls_cert, f"{pair.expires:%Y-%m-%dT%H:%MZ}")
         return context
+
+
+def _unusable(error: ConfigurationError) -> None:
+    _log.error("certificates_unusable use='those before' reason=%r", str(error))

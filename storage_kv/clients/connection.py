@@ -36,9 +36,9 @@ from shadowserve.errors import ForeignProtocolError, ProtocolError
 from shadowserve.pool.volume.changes import BusyError
 from shadowserve.resp import CommandReader, LargeBulk, encode_error
 from storage_kv.access.limits import RateLimiter
+from storage_kv.clients.acceptor import Acceptor
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop
 from storage_kv.clients.holdings import UNCOUNTED_BYTES, Holdings
-from storage_kv.clients.host import Host
 from storage_kv.clients.intake import Intake
 from storage_kv.clients.replies import Replies
 from storage_kv.clients.requests import limits_of
@@ -76,6 +76,7 @@ class Connection(Watched):
     """A client's connection, from acceptance to its end."""
 
     __slots__ = (
+        "_acceptor",
         "_at_end",
         "_blocked",
         "_blocked_since_s",
@@ -83,7 +84,6 @@ class Connection(Watched):
         "_store",
         "_holdings",
         "_holds_replies",
-        "_host",
         "_intake",
         "_last_progress_s",
         "_more",
@@ -105,18 +105,18 @@ class Connection(Watched):
         "_working",
     )
 
-    def __init__(self, host: Host, transport: Transport, session: Session, loop: EventLoop) -> None:
-        self._host = host
-        self._node = host.node
-        self._store = host.node.store
+    def __init__(self, acceptor: Acceptor, transport: Transport, session: Session, loop: EventLoop) -> None:
+        self._acceptor = acceptor
+        self._node = acceptor.node
+        self._store = acceptor.node.store
         super().__init__(transport.socket, loop)
         self._transport, self.session = transport, session
-        self._reader = CommandReader(limits_of(host.node, session))
+        self._reader = CommandReader(limits_of(acceptor.node, session))
         self._signal = Signal(loop, self._on_signal)
         self._room = Signal(loop, self._on_room)
-        self._replies = Replies(host.node, session, self._signal.send)
-        self._holdings = Holdings(host.node, session, self)
-        self._intake = Intake(host.node, session, self._reader, self._holdings, self._room.send)
+        self._replies = Replies(acceptor.node, session, self._signal.send)
+        self._holdings = Holdings(acceptor.node, session, self)
+        self._intake = Intake(acceptor.node, session, self._reader, self._holdings, self._room.send)
         self._moved_bytes = 0  # while anything was held, but for those received and not yet counted
         self._paused = False  # nothing is read or executed before a certain time
         self._holds_replies = False  # and nothing sent
@@ -441,7 +441,7 @@ class Connection(Watched):
         def done(future: "Future[Any]") -> None:
             self._loop.call_threadsafe(lambda: self._guarded(lambda: self._end_work(more, future)))
 
-        self._host.workers.submit(more.work).add_done_callback(done)
+        self._acceptor.workers.submit(more.work).add_done_callback(done)
 
     def _end_work(self, more: More, future: "Future[Any]") -> None:
         self._working = False
@@ -613,7 +613,7 @@ class Connection(Watched):
         self._retry = self._rest = None
         # They led back here: nothing but a full collection would have freed the two.
         self.session.finish = self.session.cut = lambda: None
-        self._host.forget(self.session)
+        self._acceptor.forget(self.session)
 
     def check_time(self, now_s: float) -> None:
         """End the connection if it has stood still for longer than the configuration allows."""

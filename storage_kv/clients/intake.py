@@ -58,7 +58,7 @@ class Intake:
     def __init__(
         self, node: Node, session: Session, reader: CommandReader, holdings: Holdings, ready: Callable[[], None]
     ) -> None:
-        """Make it; ``ready`` is called, from any thread, when the store may have room."""
+        """``ready`` is called, from any thread, when the store may have room."""
         self._node = node
         self._session = session
         self._reader = reader

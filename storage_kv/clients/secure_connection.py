@@ -11,9 +11,9 @@ import time
 from typing import Final
 
 from shadowserve.resp import encode_error
+from storage_kv.clients.acceptor import Acceptor
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop
-from storage_kv.clients.host import Host
 from storage_kv.clients.requests import limits_of
 from storage_kv.clients.transport import PlainClientError, Transport
 from storage_kv.session import Session
@@ -39,10 +39,10 @@ class SecureConnection(Connection):
 
     __slots__ = ("_shaking_hands", "_wanted")
 
-    def __init__(self, host: Host, transport: Transport, session: Session, loop: EventLoop) -> None:
+    def __init__(self, acceptor: Acceptor, transport: Transport, session: Session, loop: EventLoop) -> None:
         self._shaking_hands = True
         self._wanted = 0  # what the connection waits for; what its socket does may be the other direction
-        super().__init__(host, transport, session, loop)
+        super().__init__(acceptor, transport, session, loop)
 
     def _on_event(self, events: int) -> None:
         """Do what the connection waits for; what cannot be done yet shows when it is tried."""

@@ -14,7 +14,6 @@ class Signal:
     __slots__ = ("_lock", "_loop", "_sent", "_step")
 
     def __init__(self, loop: EventLoop, step: Callable[[], None]) -> None:
-        """Make one that has ``step`` called by the loop."""
         self._loop = loop
         self._step: Callable[[], None] | None = step
         self._lock = threading.Lock()

@@ -34,7 +34,7 @@ class Operations:
     """
 
     def __init__(self, node: Node, load: Callable[[], StorageConfig] | None = None) -> None:
-        """Make it; nothing listens yet. ``load`` reads the configuration again, as at the start."""
+        """Nothing listens yet. ``load`` reads the configuration again, as at the start."""
         self.condition = Condition(node)
         self.reconfiguration = Reconfiguration(node, load)
         self._node = node

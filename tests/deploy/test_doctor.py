@@ -263,7 +263,7 @@ def test_a_configuration_space_without_acs_or_that_makes_no_sense_is_none(tmp_pa
 
 MODES = {
     "DPU mode": ("INTERNAL_CPU_OFFLOAD_ENGINE  ENABLED(0)", "ok"),
-    "NIC mode: its cores and engines are off": ("INTERNAL_CPU_OFFLOAD_ENGINE  DISABLED(1)", "failed"),
+    "NIC mode: its cores and accelerators are off": ("INTERNAL_CPU_OFFLOAD_ENGINE  DISABLED(1)", "failed"),
     "not known: mlxconfig said '-E- Failed to open device'": ("-E- Failed to open device", "warning"),
 }
 
@@ -389,21 +389,21 @@ def test_reserved_huge_pages_count_as_those_on_demand_do(tmp_path: Path) -> None
 
 
 def test_a_card_whose_c_core_only_emulates_doca_is_no_use(tmp_path: Path) -> None:
-    state, found, mend = finding(bluefield(tmp_path / "card"), "engines")
+    state, found, mend = finding(bluefield(tmp_path / "card"), "accelerators")
     assert state == "failed" and "without DOCA" in found and "scripts/bluefield/install" in mend
     (tmp_path / "bare").mkdir()
-    assert finding(tmp_path / "bare", "engines", "--role", "dpu")[0] == "warning"
+    assert finding(tmp_path / "bare", "accelerators", "--role", "dpu")[0] == "warning"
 
 
 @pytest.mark.parametrize(("profile", "state"), [("bf3", "ok"), ("none", "failed")])
-def test_engines_are_opened_to_see_that_they_can_be(
+def test_accelerators_are_opened_to_see_that_they_can_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, profile: str, state: str
 ) -> None:
     """Over the emulator, taken for a card's DOCA."""
     backend = dataclasses.replace(native.backends()["doca"], emulated=False)
     monkeypatch.setattr("shadowserve.native.backends", lambda: {"doca": backend})
     monkeypatch.setenv("DOCA_EMULATOR_PROFILE", profile)
-    found = finding(bluefield(tmp_path), "engines")
+    found = finding(bluefield(tmp_path), "accelerators")
     assert found[0] == state and (backend.description in found[1]) == (state == "ok"), found
 
 

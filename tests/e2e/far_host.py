@@ -67,7 +67,7 @@ class Host:
 
     def lookup(self, seeds: list[int]) -> dict[str, Any]:
         try:
-            (present,) = self.client.lookup([(SHAPE.namespace, [key(seed) for seed in seeds])], 10.0)
+            (present,) = self.client.lookup([(SHAPE.namespace, [key(seed) for seed in seeds])], 10.0)()
             return {"hits": [leading(present)]}
         except DataPlaneError as error:
             return {"reason": error.outcome}

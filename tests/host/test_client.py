@@ -54,7 +54,7 @@ def test_lost_probe_does_not_close_the_door_for_good() -> None:
 def test_lookup_says_which_keys_of_each_chain_are_there(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.records.update(dict.fromkeys([KEYS[0], KEYS[1], KEYS[3]], b""))
     chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[3:]), (b"c" * 32, [])]
-    found = [flags.tolist() for flags in client.lookup(chains, PATIENCE_S)]
+    found = [flags.tolist() for flags in client.lookup(chains, PATIENCE_S)()]
     assert found == [[True, True, False, True, False, False], [True, False, False], []]
 
 
@@ -64,14 +64,14 @@ def test_lookup_that_cannot_be_true_is_refused(
 ) -> None:
     plane.script.lookup_hits = lambda _: hits
     with pytest.raises(DataPlaneError) as error:
-        client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)
+        client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)()
     assert error.value.outcome == "invalid_answer"
 
 
 def test_stalled_lookup_ends_by_its_deadline(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.script.stall.add("Lookup")
     with pytest.raises(DataPlaneError) as error:
-        client.lookup([(b"a" * 32, KEYS)], 0.1)
+        client.lookup([(b"a" * 32, KEYS)], 0.1)()
     assert error.value.outcome == "deadline"
 
 
@@ -84,16 +84,16 @@ def test_absent_daemon_opens_the_breaker_and_is_found_again() -> None:
     outcomes = []
     for _ in range(3):
         with pytest.raises(DataPlaneError) as error:
-            client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)
+            client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)()
         outcomes.append(error.value.outcome)
     assert outcomes == ["unreachable", "unreachable", "breaker_open"]
     revived = plane.restarted()
     try:
         assert client.wait_ready(PATIENCE_S)
         with pytest.raises(DataPlaneError, match="paused"):
-            client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)
+            client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)()
         clock.now += 1.0
-        assert not client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)[0].any()
+        assert not client.lookup([(b"a" * 32, KEYS)], PATIENCE_S)()[0].any()
         assert not client.breakers["lookup"].open
     finally:
         client.close()

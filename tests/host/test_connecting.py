@@ -35,9 +35,9 @@ CHAINS = [(b"a" * 32, KEYS)]
 def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: ChunkLayout) -> None:
     with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
         assert client.peer is None
-        assert not client.lookup(CHAINS, PATIENCE_S)[0].any()
+        assert not client.lookup(CHAINS, PATIENCE_S)()[0].any()
         assert plane.calls == ["Hello", "Lookup"]
-        assert not client.lookup(CHAINS, PATIENCE_S)[0].any()
+        assert not client.lookup(CHAINS, PATIENCE_S)()[0].any()
         assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for a connection"
         assert client.peer is not None and client.peer.memory_kinds == ("shared_memory",)
         Destination(client, shape, 1 << 16).acquire(PATIENCE_S)
@@ -52,10 +52,10 @@ def test_a_lookup_that_nobody_knows_the_host_of_is_asked_again(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     plane.records[KEYS[0]] = b""
-    assert client.lookup(CHAINS, PATIENCE_S)[0].tolist() == [True, False, False]
+    assert client.lookup(CHAINS, PATIENCE_S)()[0].tolist() == [True, False, False]
     plane.forget_hosts()
     plane.calls.clear()
-    assert client.lookup(CHAINS, PATIENCE_S)[0].tolist() == [True, False, False]
+    assert client.lookup(CHAINS, PATIENCE_S)()[0].tolist() == [True, False, False]
     assert plane.calls == ["Lookup", "Hello", "Lookup"]
 
 
@@ -84,7 +84,7 @@ def test_a_refused_hello_is_a_reason_with_what_the_data_plane_says(
     with closing(DataPlaneClient(plane.address, connect_timeout=PATIENCE_S)) as client:
         assert not client.wait_ready(PATIENCE_S)
         for call in (
-            lambda: client.lookup(CHAINS, PATIENCE_S),
+            lambda: client.lookup(CHAINS, PATIENCE_S)(),
             lambda: Destination(client, shape, 1 << 16, PATIENCE_S).acquire(PATIENCE_S),
         ):
             with pytest.raises(DataPlaneError, match="as the script says") as error:
@@ -129,14 +129,14 @@ def connecting(plane: ScriptedDataPlane, credentials: Credentials | None) -> Ite
 def refusal(plane: ScriptedDataPlane, credentials: Credentials | None) -> str:
     """Return why there is no connection."""
     with connecting(plane, credentials) as client, pytest.raises(DataPlaneError) as error:
-        client.lookup(CHAINS, PATIENCE_S)
+        client.lookup(CHAINS, PATIENCE_S)()
     assert error.value.outcome == "refused"
     return str(error.value)
 
 
 def test_lookups_pass_through_tls(certificates: Path) -> None:
     with serving(certificates) as plane, connecting(plane, own(certificates)) as client:
-        assert not client.lookup(CHAINS, PATIENCE_S)[0].any()
+        assert not client.lookup(CHAINS, PATIENCE_S)()[0].any()
 
 
 def test_who_waits_for_a_data_plane_is_told_the_same(certificates: Path, foreign: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_data_plane_without_tls_is_told_from_one_that_is_away(plane: ScriptedD
     plane.stop()
     with connecting(plane, own(certificates)) as client:
         with pytest.raises(DataPlaneError, match="no data plane answers") as error:
-            client.lookup(CHAINS, PATIENCE_S)
+            client.lookup(CHAINS, PATIENCE_S)()
     assert error.value.outcome == "unreachable"
 
 

@@ -16,6 +16,7 @@ from record_forge import (
     KEY,
     flipped,
     forge,
+    layer_range,
     make_layout,
     make_record,
     pattern,
@@ -450,7 +451,7 @@ def test_any_words_in_a_sealed_head_end_as_a_record_error_or_as_the_same_record(
     try:
         head = parse_head(sealed)
         assert head.slices["offset"].max() < len(sealed)
-        assert [head.layer_range(layer, layer) for layer in range(min(head.layout.layers, 9))]
+        assert [layer_range(head, layer, layer) for layer in range(min(head.layout.layers, 9))]
         kv = decode(sealed, KEY, layout)
     except RecordError:
         return

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import socket
 import ssl
 import subprocess
@@ -16,14 +15,7 @@ from machine import NEVER_S, PATIENCE_S, wait_for
 from storage_support import REPOSITORY, TIMEOUT_S, Child, Client
 
 from shadowserve.resp import encode_command
-from storage_kv.access.incidents import (
-    ADDRESSES_MAX,
-    INTERVAL_S,
-    LINES_MAX,
-    OTHERS,
-    Incidents,
-    Repeated,
-)
+from storage_kv.access.attempts import caller_of
 
 MIB = 1 << 20
 
@@ -190,30 +182,12 @@ def test_a_client_that_is_turned_away_again_and_again_does_not_fill_the_log(
     assert sum(json.loads(line)["event"] == "tls" for line in audit_log.read_text().splitlines()) == 20
 
 
-def test_failed_handshakes_are_told_at_once_then_counted_by_the_minute() -> None:
-    failed = Incidents()
-    told = [failed.note("tls", f"10.0.0.1:{port}", "expired", 100.0 + port) for port in range(20)]
-    assert told == [True] + 19 * [False]
-    assert failed.note("tls", "10.0.0.1:99", "hung up", 120.0), "another reason is news"
-    assert failed.note("tls", "10.0.0.2:1", "expired", 130.0), "and so is another address"
-    assert failed.due(100.0 + INTERVAL_S - 1) == []
-    assert failed.due(100.0 + INTERVAL_S) == [Repeated("tls", "10.0.0.1", 19, "expired")]
-    assert not failed.note("tls", "10.0.0.1:5", "hung up", 170.0), "it goes on"
-    assert failed.due(130.0 + INTERVAL_S) == [], "the other one has not come again, and is forgotten"
-    assert failed.note("tls", "10.0.0.2:1", "expired", 195.0)
-    assert failed.due(math.inf) == [Repeated("tls", "10.0.0.1", 1, "hung up")]
-    assert failed.note("tls", "10.0.0.1:6", "expired", 400.0) and failed.due(math.inf) == []
-
-
-def test_what_is_told_of_failed_handshakes_has_a_bound_however_many_fail() -> None:
-    failed = Incidents()
-    one = [failed.note("tls", "[2001:db8::1]:7", f"reason {number}", 0.0) for number in range(100)]
-    assert sum(one) == LINES_MAX
-    assert not failed.note("tls", "[2001:db8::2]:7", "a new one", 0.0), "a client of IPv6 has a whole network"
-    many = [failed.note("tls", f"10.{number >> 8}.{number & 255}.1:7", "scan", 1.0) for number in range(10_000)]
-    assert sum(many) == ADDRESSES_MAX - 1
-    told = {repeated.address: repeated.times for repeated in failed.due(math.inf)}
-    assert told == {"2001:db8::": 101 - LINES_MAX, OTHERS: 10_000 - (ADDRESSES_MAX - 1)}
+@pytest.mark.parametrize(
+    ("address", "caller"),
+    [("10.0.0.1:7", "10.0.0.1"), ("[2001:db8::1]:7", "2001:db8::"), ("[::ffff:10.0.0.1]:7", "10.0.0.1")],
+)
+def test_a_client_of_ipv6_is_told_apart_by_its_whole_network(address: str, caller: str) -> None:
+    assert caller_of(address) == caller
 
 
 def test_a_tls_client_at_a_plain_port_is_told(start: Callable[..., Child], certificates: Path) -> None:

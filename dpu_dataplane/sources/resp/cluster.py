@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from dpu_dataplane.config import DataPlaneConfig, split_address
+from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.outage import Outage
 from dpu_dataplane.sources.resp.answers import HEAD_GUESS, MetaAnswer, head_question, stored_of
@@ -21,6 +21,7 @@ from dpu_dataplane.sources.resp.links import Dialer, Node
 from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Redirect
 from dpu_dataplane.sources.source import Found, Stored, Unanswered, head_size
 from shadowserve import resp
+from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.keys import storage_key
 from shadowserve.resp_client import RespClient, refuse_error

@@ -16,6 +16,7 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.answers import AnswerReader, MetaAnswer
 from dpu_dataplane.sources.resp.tls import StorageTls, distrust
 from shadowserve import native, resp
+from shadowserve.addresses import join_address
 from shadowserve.errors import ProtocolError, StorageError, StorageUnavailableError
 from shadowserve.resp_client import RespClient, refuse_error
 
@@ -32,7 +33,7 @@ class Node(NamedTuple):
     replica: bool = False
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
 
 class Link:

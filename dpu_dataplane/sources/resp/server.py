@@ -11,7 +11,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
-from dpu_dataplane.config import DataPlaneConfig, split_address
+from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.outage import Outage
 from dpu_dataplane.sources.resp.answers import HEAD_GUESS, MetaAnswer, head_question, stored_of
@@ -19,6 +19,7 @@ from dpu_dataplane.sources.resp.links import Dialer, Node
 from dpu_dataplane.sources.resp.servers import Redirect
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Found, Stored, head_size
 from shadowserve import resp
+from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.keys import storage_key
 from shadowserve.resp_client import RespClient, refuse_error

@@ -1,17 +1,15 @@
 """TLS to storage: one set of files, for the control connection (Python's ssl) and for the bytes' own (the C core).
 
-The files are read again when they change, before the next connection is made, so that a renewed certificate or
-authority needs no restart. Files that cannot be used are refused at the start; later, what was read before stays in
-use, and one log line says so.
+The files are read again when they change, before the next connection is made.
 """
 
 import logging
 import ssl
 
 from dpu_dataplane.config import DataPlaneConfig
-from shadowserve import native
+from shadowserve import native, tls
 from shadowserve.errors import ConfigurationError, NativeError
-from shadowserve.tls import file_state, read_authorities, read_key_pair
+from shadowserve.tls import Renewed, read_authorities, read_key_pair
 
 __all__ = ["StorageTls", "distrust"]
 
@@ -34,9 +32,7 @@ class StorageTls:
         self.authorities = config.storage_tls_ca
         self.certificate, self.key = config.storage_tls_cert, config.storage_tls_key
         self._name = config.storage_server_name
-        self._paths = tuple(path for path in (self.authorities, self.certificate, self.key) if path)
-        self._state = file_state(self._paths)
-        self._contexts = self._read()
+        self._files = Renewed((self.authorities, self.certificate, self.key), self._read, _unusable)
 
     def name_of(self, host: str) -> str:
         """Return the name that the certificate of the server at ``host`` must hold."""
@@ -44,17 +40,7 @@ class StorageTls:
 
     def contexts(self) -> tuple[ssl.SSLContext, native.Tls]:
         """Return what new connections are made with: Python's and the C core's."""
-        state = file_state(self._paths)
-        if state != self._state:
-            self._state = state
-            try:
-                self._contexts = self._read()
-                logger.info("the files of TLS to storage have changed and were read again")
-            except ConfigurationError as error:
-                logger.error(
-                    "the files of TLS to storage have changed and cannot be used; those before stay in use: %s", error
-                )
-        return self._contexts
+        return self._files.current()
 
     def _read(self) -> tuple[ssl.SSLContext, native.Tls]:
         read_authorities("storage_tls_ca", self.authorities)
@@ -66,11 +52,17 @@ class StorageTls:
             context.load_verify_locations(cafile=self.authorities)
             if self.certificate:
                 context.load_cert_chain(self.certificate, self.key)
-            return context, native.Tls(self.authorities, self.certificate, self.key)
+            contexts = context, native.Tls(self.authorities, self.certificate, self.key)
         except (ssl.SSLError, OSError, NativeError) as error:
             raise ConfigurationError(
                 f"storage_tls_ca, storage_tls_cert: OpenSSL does not take them: {error}"
             ) from error
+        logger.info("the files of TLS to storage were read")
+        return contexts
+
+
+def _unusable(error: ConfigurationError) -> None:
+    logger.error("the files of TLS to storage have changed and cannot be used; those before stay in use: %s", error)
 
 
 def distrust(reason: str, name: str) -> str:
@@ -81,15 +73,8 @@ def distrust(reason: str, name: str) -> str:
         name: that the certificate was to hold.
     """
     text = reason.lower()
-    if "expired" in text:
-        return "TLS: its certificate has expired: renew it (tls_cert of the storage server)"
-    if "mismatch" in text or "not valid for" in text:
-        return (
-            f"TLS: its certificate is not for '{name}' ({reason}): set storage_server_name to a name that it holds, or "
-            "make one that holds this one"
-        )
-    if "verify failed" in text:
-        return f"TLS: its certificate is not signed by an authority in storage_tls_ca ({reason})"
+    if any(words in text for words in ("expired", "mismatch", "not valid for", "verify failed")):
+        return tls.distrust(reason, name, "the storage server", prefix="storage_")
     if "version number" in text or "packet length" in text or "record layer" in text:
         return "TLS: what answers there does not speak TLS: give it a certificate, or unset storage_tls_ca"
     if "alert" in text:

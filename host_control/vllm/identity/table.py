@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from host_control.vllm.identity.canonical import canonical
 
-__all__ = ["ENVIRONMENT", "TABLE", "Effect", "Input", "options", "unknown_fields"]
+__all__ = ["ENVIRONMENT", "TABLE", "Effect", "Input", "options"]
 
 
 class Effect(enum.StrEnum):
@@ -336,16 +336,6 @@ def options(vllm_config: Any) -> dict[str, Any]:
         if name in os.environ:
             found[f"environment.{name}"] = os.environ[name]
     return found
-
-
-def unknown_fields(vllm_config: Any) -> list[str]:
-    """Return the fields of an engine's configuration that no row names."""
-    return [
-        f"{place}.{name}"
-        for place, value in _places(vllm_config)
-        for name, _, _ in _fields(value)
-        if name not in _EFFECTS.get(place, {}) and "*" not in _EFFECTS.get(place, {})
-    ]
 
 
 def _places(vllm_config: Any) -> list[tuple[str, Any]]:

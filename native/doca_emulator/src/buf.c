@@ -12,13 +12,9 @@
 /* ---- Inventories ---------------------------------------------------------------------------------------------- */
 
 doca_error_t doca_buf_inventory_create(size_t num_elements, struct doca_buf_inventory **inventory) {
-    if (inventory == NULL || num_elements == 0 || num_elements > UINT32_MAX) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(inventory == NULL || num_elements == 0 || num_elements > UINT32_MAX, DOCA_ERROR_INVALID_VALUE);
     struct doca_buf_inventory *made = calloc(1, sizeof *made + num_elements * sizeof made->elements[0]);
-    if (made == NULL) {
-        return DOCA_ERROR_NO_MEMORY;
-    }
+    REFUSE_IF(made == NULL, DOCA_ERROR_NO_MEMORY);
     made->count = made->free_count = (uint32_t)num_elements;
     for (size_t i = 0; i < num_elements; i++) {
         made->elements[i].inventory = made;
@@ -30,25 +26,17 @@ doca_error_t doca_buf_inventory_create(size_t num_elements, struct doca_buf_inve
 }
 
 doca_error_t doca_buf_inventory_start(struct doca_buf_inventory *inventory) {
-    if (inventory == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(inventory == NULL, DOCA_ERROR_INVALID_VALUE);
     owner_check(&inventory->owner, __func__, "inventory");
-    if (inventory->started) {
-        return DOCA_ERROR_BAD_STATE;
-    }
+    REFUSE_IF(inventory->started, DOCA_ERROR_BAD_STATE);
     inventory->started = true;
     return DOCA_SUCCESS;
 }
 
 doca_error_t doca_buf_inventory_destroy(struct doca_buf_inventory *inventory) {
-    if (inventory == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(inventory == NULL, DOCA_ERROR_INVALID_VALUE);
     owner_check(&inventory->owner, __func__, "inventory");
-    if (inventory->free_count != inventory->count) {
-        return DOCA_ERROR_IN_USE;
-    }
+    REFUSE_IF(inventory->free_count != inventory->count, DOCA_ERROR_IN_USE);
     owner_release(&inventory->owner);
     free(inventory);
     return DOCA_SUCCESS;
@@ -65,23 +53,17 @@ static bool range_within(const uint8_t *outer, size_t outer_size, const uint8_t 
 doca_error_t doca_buf_inventory_buf_get_by_args(struct doca_buf_inventory *inventory, struct doca_mmap *mmap,
                                                 void *addr, size_t len, void *data, size_t data_len,
                                                 struct doca_buf **buf) {
-    if (inventory == NULL || mmap == NULL || addr == NULL || data == NULL || buf == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(inventory == NULL || mmap == NULL || addr == NULL || data == NULL || buf == NULL,
+              DOCA_ERROR_INVALID_VALUE);
     owner_check(&inventory->owner, __func__, "inventory");
     if (!mmap->thread_safe) {
         owner_check(&mmap->owner, __func__, "mmap");
     }
-    if (!inventory->started || !mmap->started) {
-        return DOCA_ERROR_BAD_STATE;
-    }
-    if (!range_within(mmap->address, mmap->size, addr, len) || !range_within(addr, len, data, data_len)) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(!inventory->started || !mmap->started, DOCA_ERROR_BAD_STATE);
+    REFUSE_IF(!range_within(mmap->address, mmap->size, addr, len) || !range_within(addr, len, data, data_len),
+              DOCA_ERROR_INVALID_VALUE);
     struct doca_buf *taken = inventory->free;
-    if (taken == NULL) {
-        return DOCA_ERROR_NO_MEMORY;
-    }
+    REFUSE_IF(taken == NULL, DOCA_ERROR_NO_MEMORY);
     inventory->free = taken->next;
     inventory->free_count--;
     *taken = (struct doca_buf){.inventory = inventory,
@@ -100,14 +82,10 @@ doca_error_t doca_buf_inventory_buf_get_by_args(struct doca_buf_inventory *inven
 }
 
 doca_error_t doca_buf_dec_refcount(struct doca_buf *buf, uint16_t *refcount) {
-    if (buf == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(buf == NULL, DOCA_ERROR_INVALID_VALUE);
     struct doca_buf_inventory *inventory = buf->inventory;
     owner_check(&inventory->owner, __func__, "buf's inventory");
-    if (!buf->taken) {
-        return DOCA_ERROR_BAD_STATE;
-    }
+    REFUSE_IF(!buf->taken, DOCA_ERROR_BAD_STATE);
     if (buf->sources + buf->targets > 0) {
         misuse(__func__, "a buf must not be given back while a task that uses it is in flight");
     }

@@ -30,13 +30,9 @@ void ctx_owner_use(const struct doca_ctx *ctx, const char *call) {
 }
 
 doca_error_t ctx_destroy(struct doca_ctx *ctx, const char *call) {
-    if (ctx == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(ctx == NULL, DOCA_ERROR_INVALID_VALUE);
     ctx_owner_check(ctx, call);
-    if (ctx->state != DOCA_CTX_STATE_IDLE) {
-        return DOCA_ERROR_IN_USE;
-    }
+    REFUSE_IF(ctx->state != DOCA_CTX_STATE_IDLE, DOCA_ERROR_IN_USE);
     if (ctx->pe != NULL) {
         struct doca_ctx **place = &ctx->pe->contexts;
         while (*place != ctx) {
@@ -88,24 +84,14 @@ static bool ctx_configured(const struct doca_ctx *ctx) {
 }
 
 doca_error_t doca_ctx_start(struct doca_ctx *ctx) {
-    if (ctx == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(ctx == NULL, DOCA_ERROR_INVALID_VALUE);
     ctx_owner_check(ctx, __func__);
-    if (ctx->state != DOCA_CTX_STATE_IDLE) {
-        return DOCA_ERROR_BAD_STATE;
-    }
-    if (ctx->pe == NULL) {
-        return DOCA_ERROR_NOT_CONNECTED;
-    }
-    if (!ctx_configured(ctx)) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(ctx->state != DOCA_CTX_STATE_IDLE, DOCA_ERROR_BAD_STATE);
+    REFUSE_IF(ctx->pe == NULL, DOCA_ERROR_NOT_CONNECTED);
+    REFUSE_IF(!ctx_configured(ctx), DOCA_ERROR_INVALID_VALUE);
     ctx->flushing = ctx->quit = false;
     ctx->random = ctx->dev->info.settings.reorder_seed;
-    if (!task_pools_make(ctx)) {
-        return DOCA_ERROR_NO_MEMORY;
-    }
+    REFUSE_IF(!task_pools_make(ctx), DOCA_ERROR_NO_MEMORY);
     if (!worker_start(ctx)) {
         task_pools_free(ctx);
         return DOCA_ERROR_INITIALIZATION;
@@ -121,16 +107,10 @@ static void ctx_become_idle(struct doca_ctx *ctx) {
 }
 
 doca_error_t doca_ctx_stop(struct doca_ctx *ctx) {
-    if (ctx == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(ctx == NULL, DOCA_ERROR_INVALID_VALUE);
     ctx_owner_check(ctx, __func__);
-    if (ctx->state == DOCA_CTX_STATE_IDLE) {
-        return DOCA_ERROR_BAD_STATE;
-    }
-    if (ctx->state == DOCA_CTX_STATE_STOPPING) {
-        return DOCA_ERROR_IN_PROGRESS;
-    }
+    REFUSE_IF(ctx->state == DOCA_CTX_STATE_IDLE, DOCA_ERROR_BAD_STATE);
+    REFUSE_IF(ctx->state == DOCA_CTX_STATE_STOPPING, DOCA_ERROR_IN_PROGRESS);
     if (ctx->allocated == 0) {
         ctx_become_idle(ctx);
         return DOCA_SUCCESS;
@@ -143,9 +123,7 @@ doca_error_t doca_ctx_stop(struct doca_ctx *ctx) {
 }
 
 doca_error_t doca_ctx_get_state(const struct doca_ctx *ctx, enum doca_ctx_states *state) {
-    if (ctx == NULL || state == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(ctx == NULL || state == NULL, DOCA_ERROR_INVALID_VALUE);
     ctx_owner_check(ctx, __func__);
     *state = ctx->state;
     return DOCA_SUCCESS;

@@ -26,6 +26,14 @@
 #include "doca_pe.h"
 #include "doca_types.h"
 
+/* What a call does not do: it returns the error that DOCA documents for the condition. */
+#define REFUSE_IF(condition, error)                                                                                    \
+    do {                                                                                                               \
+        if (condition) {                                                                                               \
+            return error;                                                                                              \
+        }                                                                                                              \
+    } while (0)
+
 /* ---- Settings: settings.c ------------------------------------------------------------------------------------- */
 
 enum accelerator { DECOMPRESSION, COPY, ACCELERATOR_COUNT };

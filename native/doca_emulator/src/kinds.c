@@ -7,25 +7,17 @@
 
 /* BlueField-2 has Deflate alone; where liblz4 is missing, so does this emulator. */
 static doca_error_t kind_supported(const struct doca_devinfo *devinfo, bool lz4) {
-    if (devinfo == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(devinfo == NULL, DOCA_ERROR_INVALID_VALUE);
     enum profile profile = devinfo->settings.profile;
     bool supported = lz4 ? profile == PROFILE_BF3 && codec_has_lz4() : profile != PROFILE_NONE;
     return supported ? DOCA_SUCCESS : DOCA_ERROR_NOT_SUPPORTED;
 }
 
 static doca_error_t context_make(struct doca_dev *dev, size_t size, enum accelerator accelerator, void **made) {
-    if (dev == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
-    if (dev->info.settings.profile == PROFILE_NONE) {
-        return DOCA_ERROR_INITIALIZATION;
-    }
+    REFUSE_IF(dev == NULL, DOCA_ERROR_INVALID_VALUE);
+    REFUSE_IF(dev->info.settings.profile == PROFILE_NONE, DOCA_ERROR_INITIALIZATION);
     *made = calloc(1, size);
-    if (*made == NULL) {
-        return DOCA_ERROR_NO_MEMORY;
-    }
+    REFUSE_IF(*made == NULL, DOCA_ERROR_NO_MEMORY);
     ctx_init(*made, dev, accelerator);
     return DOCA_SUCCESS;
 }

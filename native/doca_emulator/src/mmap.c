@@ -32,21 +32,15 @@ static void mmap_device_add(struct doca_mmap *mmap, struct doca_dev *dev) {
 }
 
 doca_error_t doca_mmap_create(struct doca_mmap **mmap) {
-    if (mmap == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(mmap == NULL, DOCA_ERROR_INVALID_VALUE);
     *mmap = calloc(1, sizeof **mmap);
     return *mmap != NULL ? DOCA_SUCCESS : DOCA_ERROR_NO_MEMORY;
 }
 
 doca_error_t doca_mmap_destroy(struct doca_mmap *mmap) {
-    if (mmap == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(mmap == NULL, DOCA_ERROR_INVALID_VALUE);
     mmap_owner_check(mmap, __func__);
-    if (atomic_load(&mmap->buf_count) > 0) {
-        return DOCA_ERROR_NOT_PERMITTED;
-    }
+    REFUSE_IF(atomic_load(&mmap->buf_count) > 0, DOCA_ERROR_NOT_PERMITTED);
     /* Importers look for the token before each access; it must not stay behind in freed memory. */
     __atomic_store_n(&mmap->token, 0, __ATOMIC_SEQ_CST);
     if (mmap->map != NULL) {
@@ -73,48 +67,30 @@ static void registration_wait(const struct doca_mmap *mmap) {
 }
 
 doca_error_t doca_mmap_start(struct doca_mmap *mmap) {
-    if (mmap == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(mmap == NULL, DOCA_ERROR_INVALID_VALUE);
     mmap_owner_check(mmap, __func__);
-    if (mmap->imported) {
-        return DOCA_ERROR_NOT_PERMITTED;
-    }
-    if (mmap->started || mmap->address == NULL || mmap->device_count == 0) {
-        return DOCA_ERROR_BAD_STATE;
-    }
+    REFUSE_IF(mmap->imported, DOCA_ERROR_NOT_PERMITTED);
+    REFUSE_IF(mmap->started || mmap->address == NULL || mmap->device_count == 0, DOCA_ERROR_BAD_STATE);
     registration_wait(mmap);
     mmap->started = true;
     return DOCA_SUCCESS;
 }
 
 doca_error_t doca_mmap_add_dev(struct doca_mmap *mmap, struct doca_dev *dev) {
-    if (mmap == NULL || dev == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(mmap == NULL || dev == NULL, DOCA_ERROR_INVALID_VALUE);
     mmap_owner_check(mmap, __func__);
-    if (mmap->started || mmap->imported) {
-        return DOCA_ERROR_NOT_PERMITTED;
-    }
-    if (mmap_has_device(mmap, dev)) {
-        return DOCA_ERROR_ALREADY_EXIST;
-    }
-    if (mmap->device_count == DEVICES_MAX) {
-        return DOCA_ERROR_NO_MEMORY;
-    }
+    REFUSE_IF(mmap->started || mmap->imported, DOCA_ERROR_NOT_PERMITTED);
+    REFUSE_IF(mmap_has_device(mmap, dev), DOCA_ERROR_ALREADY_EXIST);
+    REFUSE_IF(mmap->device_count == DEVICES_MAX, DOCA_ERROR_NO_MEMORY);
     mmap_device_add(mmap, dev);
     return DOCA_SUCCESS;
 }
 
 /* What says whether one of the set_*() calls may go on. */
 static doca_error_t settable(const struct doca_mmap *mmap, const char *call) {
-    if (mmap == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(mmap == NULL, DOCA_ERROR_INVALID_VALUE);
     mmap_owner_check(mmap, call);
-    if (mmap->imported) {
-        return DOCA_ERROR_NOT_PERMITTED;
-    }
+    REFUSE_IF(mmap->imported, DOCA_ERROR_NOT_PERMITTED);
     return mmap->started ? DOCA_ERROR_BAD_STATE : DOCA_SUCCESS;
 }
 
@@ -123,9 +99,7 @@ static doca_error_t range_settable(const struct doca_mmap *mmap, const void *add
     if (result != DOCA_SUCCESS) {
         return result;
     }
-    if (addr == NULL || len == 0 || (uintptr_t)addr + len < (uintptr_t)addr) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(addr == NULL || len == 0 || (uintptr_t)addr + len < (uintptr_t)addr, DOCA_ERROR_INVALID_VALUE);
     return mmap->address != NULL ? DOCA_ERROR_NOT_PERMITTED : DOCA_SUCCESS;
 }
 
@@ -151,14 +125,10 @@ doca_error_t doca_mmap_set_dmabuf_memrange(struct doca_mmap *mmap, int dmabuf_fd
     if (result != DOCA_SUCCESS) {
         return result;
     }
-    if (dmabuf_fd < 0 || dmabuf_offset + len < len) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(dmabuf_fd < 0 || dmabuf_offset + len < len, DOCA_ERROR_INVALID_VALUE);
     size_t before = dmabuf_offset % (size_t)sysconf(_SC_PAGESIZE);
     void *map = file_map(dmabuf_fd, dmabuf_offset - before, before + len);
-    if (map == NULL) {
-        return DOCA_ERROR_DRIVER;
-    }
+    REFUSE_IF(map == NULL, DOCA_ERROR_DRIVER);
     mmap->map = map;
     mmap->map_size = before + len;
     mmap->location = (uint8_t *)map + before;
@@ -173,29 +143,21 @@ doca_error_t doca_mmap_set_permissions(struct doca_mmap *mmap, uint32_t access_m
     if (result != DOCA_SUCCESS) {
         return result;
     }
-    if ((access_mask & ~ACCESS_ALL) != 0 || (access_mask & ACCESS_PCI) == ACCESS_PCI) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF((access_mask & ~ACCESS_ALL) != 0 || (access_mask & ACCESS_PCI) == ACCESS_PCI, DOCA_ERROR_INVALID_VALUE);
     mmap->access = access_mask;
     return DOCA_SUCCESS;
 }
 
 doca_error_t doca_mmap_enable_thread_safety(struct doca_mmap *mmap) {
-    if (mmap == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(mmap == NULL, DOCA_ERROR_INVALID_VALUE);
     mmap_owner_check(mmap, __func__);
-    if ((mmap->started && !mmap->imported) || atomic_load(&mmap->buf_count) > 0) {
-        return DOCA_ERROR_BAD_STATE;
-    }
+    REFUSE_IF((mmap->started && !mmap->imported) || atomic_load(&mmap->buf_count) > 0, DOCA_ERROR_BAD_STATE);
     mmap->thread_safe = true;
     return DOCA_SUCCESS;
 }
 
 doca_error_t doca_mmap_cap_is_export_pci_supported(const struct doca_devinfo *devinfo, uint8_t *mmap_export) {
-    if (devinfo == NULL || mmap_export == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(devinfo == NULL || mmap_export == NULL, DOCA_ERROR_INVALID_VALUE);
     *mmap_export = devinfo->settings.profile != PROFILE_NONE;
     return DOCA_SUCCESS;
 }
@@ -207,31 +169,18 @@ doca_error_t doca_mmap_cap_is_create_from_export_pci_supported(const struct doca
 
 doca_error_t doca_mmap_export_pci(struct doca_mmap *mmap, const struct doca_dev *dev, const void **export_desc,
                                   size_t *export_desc_len) {
-    if (mmap == NULL || dev == NULL || export_desc == NULL || export_desc_len == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(mmap == NULL || dev == NULL || export_desc == NULL || export_desc_len == NULL, DOCA_ERROR_INVALID_VALUE);
     mmap_owner_check(mmap, __func__);
-    if (!mmap->started) {
-        return DOCA_ERROR_BAD_STATE;
-    }
-    if (mmap->imported) {
-        return DOCA_ERROR_NOT_PERMITTED;
-    }
-    if (!mmap_has_device(mmap, dev)) {
-        return DOCA_ERROR_NOT_FOUND;
-    }
-    if ((mmap->access & ACCESS_PCI) == 0) {
-        return DOCA_ERROR_NOT_PERMITTED;
-    }
-    if (dev->info.settings.profile == PROFILE_NONE || (mmap->dmabuf && !dev->info.settings.dmabuf_export)) {
-        return DOCA_ERROR_NOT_SUPPORTED;
-    }
+    REFUSE_IF(!mmap->started, DOCA_ERROR_BAD_STATE);
+    REFUSE_IF(mmap->imported, DOCA_ERROR_NOT_PERMITTED);
+    REFUSE_IF(!mmap_has_device(mmap, dev), DOCA_ERROR_NOT_FOUND);
+    REFUSE_IF((mmap->access & ACCESS_PCI) == 0, DOCA_ERROR_NOT_PERMITTED);
+    REFUSE_IF(dev->info.settings.profile == PROFILE_NONE || (mmap->dmabuf && !dev->info.settings.dmabuf_export),
+              DOCA_ERROR_NOT_SUPPORTED);
     if ((mmap->access & DOCA_ACCESS_FLAG_PCI_RELAXED_ORDERING) != 0) { /* seen not to go with an export */
         return DOCA_ERROR_DRIVER;
     }
-    if (!mmap->exported && !export_fill(mmap)) {
-        return DOCA_ERROR_OPERATING_SYSTEM;
-    }
+    REFUSE_IF(!mmap->exported && !export_fill(mmap), DOCA_ERROR_OPERATING_SYSTEM);
     mmap->exported = true;
     *export_desc = &mmap->descriptor;
     *export_desc_len = sizeof mmap->descriptor;
@@ -242,19 +191,11 @@ doca_error_t doca_mmap_create_from_export(const union doca_data *user_data, cons
                                           size_t export_desc_len, struct doca_dev *dev, struct doca_mmap **mmap) {
     (void)user_data; /* nobody asks for it */
     struct export_descriptor descriptor;
-    if (export_desc == NULL || dev == NULL || mmap == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
-    if (dev->info.settings.profile == PROFILE_NONE) {
-        return DOCA_ERROR_NOT_SUPPORTED;
-    }
-    if (!export_parse(export_desc, export_desc_len, &descriptor)) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(export_desc == NULL || dev == NULL || mmap == NULL, DOCA_ERROR_INVALID_VALUE);
+    REFUSE_IF(dev->info.settings.profile == PROFILE_NONE, DOCA_ERROR_NOT_SUPPORTED);
+    REFUSE_IF(!export_parse(export_desc, export_desc_len, &descriptor), DOCA_ERROR_INVALID_VALUE);
     struct doca_mmap *made = calloc(1, sizeof *made);
-    if (made == NULL) {
-        return DOCA_ERROR_NO_MEMORY;
-    }
+    REFUSE_IF(made == NULL, DOCA_ERROR_NO_MEMORY);
     mmap_device_add(made, dev);
     made->imported = made->started = true;
     made->descriptor = descriptor;

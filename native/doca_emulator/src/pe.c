@@ -5,26 +5,18 @@
 #include "emulator.h"
 
 doca_error_t doca_pe_create(struct doca_pe **pe) {
-    if (pe == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(pe == NULL, DOCA_ERROR_INVALID_VALUE);
     struct doca_pe *made = calloc(1, sizeof *made);
-    if (made == NULL) {
-        return DOCA_ERROR_NO_MEMORY;
-    }
+    REFUSE_IF(made == NULL, DOCA_ERROR_NO_MEMORY);
     pthread_mutex_init(&made->lock, NULL);
     *pe = made;
     return DOCA_SUCCESS;
 }
 
 doca_error_t doca_pe_destroy(struct doca_pe *pe) {
-    if (pe == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(pe == NULL, DOCA_ERROR_INVALID_VALUE);
     owner_check(&pe->owner, __func__, "progress engine");
-    if (pe->context_count > 0) {
-        return DOCA_ERROR_IN_USE;
-    }
+    REFUSE_IF(pe->context_count > 0, DOCA_ERROR_IN_USE);
     if (pe->in_callback) {
         misuse(__func__, "a progress engine must not be destroyed from within a callback");
     }
@@ -35,16 +27,10 @@ doca_error_t doca_pe_destroy(struct doca_pe *pe) {
 }
 
 doca_error_t doca_pe_connect_ctx(struct doca_pe *pe, struct doca_ctx *ctx) {
-    if (pe == NULL || ctx == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(pe == NULL || ctx == NULL, DOCA_ERROR_INVALID_VALUE);
     owner_check(&pe->owner, __func__, "progress engine");
-    if (ctx->state != DOCA_CTX_STATE_IDLE) {
-        return DOCA_ERROR_BAD_STATE;
-    }
-    if (ctx->pe != NULL) {
-        return DOCA_ERROR_NOT_PERMITTED;
-    }
+    REFUSE_IF(ctx->state != DOCA_CTX_STATE_IDLE, DOCA_ERROR_BAD_STATE);
+    REFUSE_IF(ctx->pe != NULL, DOCA_ERROR_NOT_PERMITTED);
     ctx->pe = pe;
     ctx->next = pe->contexts;
     pe->contexts = ctx;

@@ -37,20 +37,14 @@ struct doca_task *queue_take(struct task_queue *queue, uint32_t index) {
 
 doca_error_t task_configure(struct doca_ctx *ctx, enum task_kind kind, task_callback_t completed,
                             task_callback_t failed, uint32_t task_max, const char *call) {
-    if (ctx == NULL || completed == NULL || failed == NULL || task_max == 0) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(ctx == NULL || completed == NULL || failed == NULL || task_max == 0, DOCA_ERROR_INVALID_VALUE);
     ctx_owner_check(ctx, call);
-    if (ctx->state != DOCA_CTX_STATE_IDLE) {
-        return DOCA_ERROR_BAD_STATE;
-    }
+    REFUSE_IF(ctx->state != DOCA_CTX_STATE_IDLE, DOCA_ERROR_BAD_STATE);
     uint64_t sum = task_max;
     for (uint32_t other = 0; other < TASK_KIND_COUNT; other++) {
         sum += other != (uint32_t)kind ? ctx->types[other].task_max : 0;
     }
-    if (sum > ctx->dev->info.settings.tasks_max) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(sum > ctx->dev->info.settings.tasks_max, DOCA_ERROR_INVALID_VALUE);
     struct task_type *type = &ctx->types[kind];
     type->completed = completed;
     type->failed = failed;
@@ -61,18 +55,12 @@ doca_error_t task_configure(struct doca_ctx *ctx, enum task_kind kind, task_call
 doca_error_t task_allocate(struct doca_ctx *ctx, enum task_kind kind, const struct doca_buf *source,
                            struct doca_buf *target, union doca_data user_data, struct doca_task **task,
                            const char *call) {
-    if (ctx == NULL || source == NULL || target == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(ctx == NULL || source == NULL || target == NULL, DOCA_ERROR_INVALID_VALUE);
     ctx_owner_check(ctx, call);
-    if (ctx->state != DOCA_CTX_STATE_RUNNING) {
-        return DOCA_ERROR_BAD_STATE;
-    }
+    REFUSE_IF(ctx->state != DOCA_CTX_STATE_RUNNING, DOCA_ERROR_BAD_STATE);
     struct task_type *type = &ctx->types[kind];
     struct doca_task *taken = type->free;
-    if (taken == NULL) {
-        return DOCA_ERROR_NO_MEMORY;
-    }
+    REFUSE_IF(taken == NULL, DOCA_ERROR_NO_MEMORY);
     type->free = taken->next;
     ctx->allocated++;
     *taken = (struct doca_task){
@@ -152,15 +140,11 @@ static const struct fault *fault_due(struct doca_dev *dev, enum accelerator acce
 }
 
 doca_error_t doca_task_submit(struct doca_task *task) {
-    if (task == NULL) {
-        return DOCA_ERROR_INVALID_VALUE;
-    }
+    REFUSE_IF(task == NULL, DOCA_ERROR_INVALID_VALUE);
     struct doca_ctx *ctx = task->ctx;
     ctx_owner_use(ctx, __func__);
     task_settled(task, __func__);
-    if (ctx->state != DOCA_CTX_STATE_RUNNING) {
-        return DOCA_ERROR_BAD_STATE;
-    }
+    REFUSE_IF(ctx->state != DOCA_CTX_STATE_RUNNING, DOCA_ERROR_BAD_STATE);
     bufs_take(task, __func__);
     task->state = TASK_SUBMITTED;
     const struct fault *fault = fault_due(ctx->dev, ctx->accelerator);

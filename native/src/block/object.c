@@ -3,7 +3,7 @@
  * object.c - the header in front of every object on a device: sealing and checking
  *
  * All numbers are little-endian. The value begins half a page in, since that is where sending it is cheapest
- * (storage_kv/engines/buffers.py), and the header has that room for the checksums of units: parts of the value that can
+ * (shadowserve/pool/buffers.py), and the header has that room for the checksums of units: parts of the value that can
  * be read and checked alone. What is read is hostile until its checksums fit, and the fields are checked for sense even
  * then: a CRC keeps out rot, not malice.
  */

@@ -3,7 +3,7 @@
  * memory.c - pieces whose bodies lie in this process, such as in a pool's arena
  *
  * There is nothing to wait for: each piece is whole at once. Where the decoder can read anywhere, it reads where they
- * lie, and nothing is copied; an engine that reaches nothing but the pipeline's buffers gets a copy there.
+ * lie, and nothing is copied; an accelerator that reaches nothing but the pipeline's buffers gets a copy there.
  */
 #include <stdlib.h>
 #include <string.h>

@@ -7,29 +7,27 @@ what else the audit log knows: a line for each would fill the log. The counters 
 
 from typing import Final, NamedTuple
 
-from storage_kv.access.attempts import host_of
-
-__all__ = ["ADDRESSES_MAX", "INTERVAL_S", "LINES_MAX", "OTHERS", "Incidents", "Repeated"]
+__all__ = ["CALLERS_MAX", "INTERVAL_S", "LINES_MAX", "OTHERS", "Incidents", "Repeated"]
 
 INTERVAL_S: Final = 60.0
-ADDRESSES_MAX: Final = 256
-"""Told apart at a time, for each event: the data planes of a fleet. What further ones do is counted together."""
+CALLERS_MAX: Final = 256
+"""Told apart at a time, for each event: the machines of a fleet. What further ones do is counted together."""
 LINES_MAX: Final = 4
-"""Of one address, told at once: a client has two or three reasons until its certificate is right."""
+"""Of one caller, told at once: a client has two or three reasons until its certificate is right."""
 OTHERS: Final = "others"
-"""What stands for the addresses beyond ADDRESSES_MAX."""
+"""What stands for the callers beyond CALLERS_MAX."""
 
 
 class Repeated(NamedTuple):
-    """What happened to one address without a line of its own; ``reason`` is the last one's."""
+    """What happened to one caller without a line of its own; ``reason`` is the last one's."""
 
     event: str
-    address: str
+    caller: str
     times: int
     reason: str
 
 
-class _Peer:
+class _Caller:
     __slots__ = ("due_s", "last_reason", "lines", "reasons", "times")
 
     def __init__(self, due_s: float) -> None:
@@ -41,29 +39,27 @@ class _Peer:
 
 
 class Incidents:
-    """What happened lately, to whom, and how often since it was told; used with the node's lock held."""
+    """What happened lately, to whom, and how often since it was told; used by one thread at a time.
+
+    Args:
+        lines_max: lines of one event and one caller in a minute, before its rest is counted.
+        alike: whether what is told already is told again.
+    """
 
     def __init__(self, lines_max: int = LINES_MAX, *, alike: bool = False) -> None:
-        """Remember nothing.
-
-        Args:
-            lines_max: lines of one event and one address in a minute, before its rest is counted.
-            alike: whether what is told already is told again.
-        """
         self._lines_max = lines_max
         self._alike = alike
-        self._events: dict[str, dict[str, _Peer]] = {}  # by event and address, in the order in which they are due
+        self._events: dict[str, dict[str, _Caller]] = {}  # by event and caller, in the order in which they are due
 
-    def note(self, event: str, address: str, reason: str, now_s: float) -> bool:
+    def note(self, event: str, caller: str, reason: str, now_s: float) -> bool:
         """Take note of an event; return whether the log is to have a line for it."""
         peers = self._events.setdefault(event, {})
-        host = host_of(address)
-        if host not in peers and len(peers) - (OTHERS in peers) >= ADDRESSES_MAX:
-            host = OTHERS
-        peer = peers.get(host)
+        if caller not in peers and len(peers) - (OTHERS in peers) >= CALLERS_MAX:
+            caller = OTHERS
+        peer = peers.get(caller)
         if peer is None:
-            peer = peers[host] = _Peer(now_s + INTERVAL_S)
-        if host != OTHERS and peer.lines < self._lines_max and reason not in peer.reasons:
+            peer = peers[caller] = _Caller(now_s + INTERVAL_S)
+        if caller != OTHERS and peer.lines < self._lines_max and reason not in peer.reasons:
             peer.lines += 1
             if not self._alike:
                 peer.reasons.add(reason)
@@ -77,14 +73,14 @@ class Incidents:
         repeated = []
         for event, peers in list(self._events.items()):
             while peers:
-                host, peer = next(iter(peers.items()))
+                caller, peer = next(iter(peers.items()))
                 if peer.due_s > now_s:
                     break
-                del peers[host]
+                del peers[caller]
                 if peer.times:
-                    repeated.append(Repeated(event, host, peer.times, peer.last_reason))
+                    repeated.append(Repeated(event, caller, peer.times, peer.last_reason))
                     peer.due_s, peer.times = now_s + INTERVAL_S, 0
-                    peers[host] = peer
+                    peers[caller] = peer
             if not peers:
                 del self._events[event]
         return repeated

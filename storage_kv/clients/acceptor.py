@@ -1,4 +1,4 @@
-"""What a connection needs of what drives it."""
+"""What a connection needs of the server that accepted it."""
 
 from concurrent.futures import Executor
 from typing import Protocol
@@ -6,11 +6,11 @@ from typing import Protocol
 from storage_kv.node import Node
 from storage_kv.session import Session
 
-__all__ = ["Host"]
+__all__ = ["Acceptor"]
 
 
-class Host(Protocol):
-    """What a connection needs of the server that accepted it."""
+class Acceptor(Protocol):
+    """The server that accepted a connection."""
 
     @property
     def node(self) -> Node:

@@ -1,0 +1,30 @@
+"""What callers can bring into a log: a line at once, then a count by the minute, and a bound on all of it."""
+
+import math
+
+from shadowserve.incidents import CALLERS_MAX, INTERVAL_S, LINES_MAX, OTHERS, Incidents, Repeated
+
+
+def test_what_repeats_is_told_at_once_then_counted_by_the_minute() -> None:
+    failed = Incidents()
+    told = [failed.note("tls", "10.0.0.1", "expired", 100.0 + number) for number in range(20)]
+    assert told == [True] + 19 * [False]
+    assert failed.note("tls", "10.0.0.1", "hung up", 120.0), "another reason is news"
+    assert failed.note("tls", "10.0.0.2", "expired", 130.0), "and so is another caller"
+    assert failed.due(100.0 + INTERVAL_S - 1) == []
+    assert failed.due(100.0 + INTERVAL_S) == [Repeated("tls", "10.0.0.1", 19, "expired")]
+    assert not failed.note("tls", "10.0.0.1", "hung up", 170.0), "it goes on"
+    assert failed.due(130.0 + INTERVAL_S) == [], "the other one has not come again, and is forgotten"
+    assert failed.note("tls", "10.0.0.2", "expired", 195.0)
+    assert failed.due(math.inf) == [Repeated("tls", "10.0.0.1", 1, "hung up")]
+    assert failed.note("tls", "10.0.0.1", "expired", 400.0) and failed.due(math.inf) == []
+
+
+def test_what_is_told_has_a_bound_however_many_callers_there_are() -> None:
+    failed = Incidents()
+    one = [failed.note("tls", "a caller", f"reason {number}", 0.0) for number in range(100)]
+    assert sum(one) == LINES_MAX
+    many = [failed.note("tls", f"caller {number}", "scan", 1.0) for number in range(10_000)]
+    assert sum(many) == CALLERS_MAX - 1
+    told = {repeated.caller: repeated.times for repeated in failed.due(math.inf)}
+    assert told == {"a caller": 100 - LINES_MAX, OTHERS: 10_000 - (CALLERS_MAX - 1)}
