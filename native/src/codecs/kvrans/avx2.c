@@ -87,53 +87,65 @@ TARGET_INLINE __m256i spread(const uint8_t *next, uint32_t mask) {
                             spread16(next, mask & 0xFF, mask >> 8 & 0xFF));
 }
 
+/* What a group of 32 rows goes through; both bytes of a state become those of the next one, but for bytes to come. */
+struct group {
+    __m256i slot, factor, rank, frequency, rest, low, high, short_of;
+    uint32_t mask; /* of what is short of a byte */
+};
+
+/* multiply() makes the states' bytes: frequency * factor + rest. */
+TARGET_INLINE void multiply(struct group *group) {
+    const __m256i low_byte = _mm256_set1_epi16(0xFF), high_byte = _mm256_set1_epi16((short)0xFF00);
+    __m256i even =
+        _mm256_mullo_epi16(_mm256_and_si256(group->frequency, low_byte), _mm256_and_si256(group->factor, low_byte));
+    __m256i odd = _mm256_mullo_epi16(_mm256_srli_epi16(group->frequency, 8), _mm256_srli_epi16(group->factor, 8));
+
+    even = _mm256_add_epi16(even, _mm256_and_si256(group->rest, low_byte));
+    odd = _mm256_add_epi16(odd, _mm256_srli_epi16(group->rest, 8));
+    group->high = _mm256_or_si256(_mm256_and_si256(odd, high_byte), _mm256_srli_epi16(even, 8));
+    group->low = _mm256_or_si256(_mm256_slli_epi16(odd, 8), _mm256_and_si256(even, low_byte));
+}
+
 /*
  * groups_decode() decodes 32 rows, or twice as many: what they wait for is then waited for once. Those that 'active'
  * does not select leave their states as they are.
  */
 TARGET_INLINE const uint8_t *groups_decode(const struct ss_kvrans_ranks *table, uint8_t *low, uint8_t *high,
-                                           uint32_t active, int partial, int groups, int steps, const uint8_t *next,
+                                           uint32_t active, int partial, int count, int steps, const uint8_t *next,
                                            uint8_t *target) {
-    const __m256i low_byte = _mm256_set1_epi16(0xFF), high_byte = _mm256_set1_epi16((short)0xFF00);
-    __m256i slot[2], rank[2], frequency[2], rest[2], even[2], odd[2], new_low[2], new_high[2], short_of[2];
-    uint32_t mask[2];
+    struct group groups[2];
 
-    for (int each = 0; each < groups; each++) {
-        slot[each] = load256(low + 32 * each);
-        rank[each] = rank_of(table, slot[each]);
+    for (int each = 0; each < count; each++) {
+        groups[each].slot = load256(low + 32 * each);
+        groups[each].rank = rank_of(table, groups[each].slot);
     }
-    for (int each = 0; each < groups; each++) {
-        frequency[each] = lookup(table->frequency, rank[each], steps);
-        rest[each] = _mm256_sub_epi8(slot[each], lookup(table->start, rank[each], steps));
-        store256(target + 32 * each, lookup(table->value, rank[each], steps));
+    for (int each = 0; each < count; each++) {
+        struct group *group = &groups[each];
+        group->frequency = lookup(table->frequency, group->rank, steps);
+        group->rest = _mm256_sub_epi8(group->slot, lookup(table->start, group->rank, steps));
+        store256(target + 32 * each, lookup(table->value, group->rank, steps));
     }
-    for (int each = 0; each < groups; each++) {
-        const __m256i factor = load256(high + 32 * each);
-        even[each] =
-            _mm256_mullo_epi16(_mm256_and_si256(frequency[each], low_byte), _mm256_and_si256(factor, low_byte));
-        odd[each] = _mm256_mullo_epi16(_mm256_srli_epi16(frequency[each], 8), _mm256_srli_epi16(factor, 8));
-        even[each] = _mm256_add_epi16(even[each], _mm256_and_si256(rest[each], low_byte));
-        odd[each] = _mm256_add_epi16(odd[each], _mm256_srli_epi16(rest[each], 8));
-    }
-    for (int each = 0; each < groups; each++) {
-        new_high[each] = _mm256_or_si256(_mm256_and_si256(odd[each], high_byte), _mm256_srli_epi16(even[each], 8));
-        new_low[each] = _mm256_or_si256(_mm256_slli_epi16(odd[each], 8), _mm256_and_si256(even[each], low_byte));
-        short_of[each] = _mm256_cmpeq_epi8(new_high[each], _mm256_setzero_si256());
-        mask[each] = (uint32_t)_mm256_movemask_epi8(short_of[each]);
+    for (int each = 0; each < count; each++) {
+        struct group *group = &groups[each];
+        group->factor = load256(high + 32 * each);
+        multiply(group);
+        group->short_of = _mm256_cmpeq_epi8(group->high, _mm256_setzero_si256());
+        group->mask = (uint32_t)_mm256_movemask_epi8(group->short_of);
         if (partial)
-            mask[each] &= active;
+            group->mask &= active;
     }
-    for (int each = 0; each < groups; each++) {
-        new_high[each] = _mm256_or_si256(new_high[each], _mm256_and_si256(new_low[each], short_of[each]));
-        new_low[each] = _mm256_or_si256(_mm256_andnot_si256(short_of[each], new_low[each]), spread(next, mask[each]));
-        next += _mm_popcnt_u32(mask[each]);
+    for (int each = 0; each < count; each++) {
+        const struct group *group = &groups[each];
+        __m256i new_high = _mm256_or_si256(group->high, _mm256_and_si256(group->low, group->short_of));
+        __m256i new_low = _mm256_or_si256(_mm256_andnot_si256(group->short_of, group->low), spread(next, group->mask));
+        next += _mm_popcnt_u32(group->mask);
         if (partial) {
             __m256i keep = load256(edge + 32 - __builtin_popcount(active));
-            new_low[each] = _mm256_blendv_epi8(slot[each], new_low[each], keep);
-            new_high[each] = _mm256_blendv_epi8(load256(high), new_high[each], keep);
+            new_low = _mm256_blendv_epi8(group->slot, new_low, keep);
+            new_high = _mm256_blendv_epi8(group->factor, new_high, keep);
         }
-        store256(low + 32 * each, new_low[each]);
-        store256(high + 32 * each, new_high[each]);
+        store256(low + 32 * each, new_low);
+        store256(high + 32 * each, new_high);
     }
     return next;
 }
@@ -217,6 +229,111 @@ TARGET static void tile_store(const uint8_t *tile, uint32_t rows, size_t stride,
     }
 }
 
+/* ---- Decode: rows to elements -------------------------------------------------------------------------------- */
+
+/*
+ * place_of() puts columns where unpacking takes them from: it works inside 128-bit lanes, so that for elements of two
+ * bytes, of 32 columns, lane k has columns 8k to 8k + 7 and then 16 + 8k and so on; for four 4k to 4k + 3, then 8 + 4k.
+ */
+static uint32_t place_of(uint32_t column, uint32_t size) {
+    if (size == 2)
+        return (column & 39) | (column & 8) << 1 | (column & 16) >> 1;
+    return size == 4 ? (column & 35) | (column & 4) << 2 | (column & 24) >> 1 : column;
+}
+
+/* elements_lay() parts the bytes of elements, each laid out for lookup(). */
+TARGET static void elements_lay(const uint16_t *elements, uint32_t index_count, uint8_t (*bytes)[SS_KVRANS_INDEX_MAX]) {
+    const __m128i low_byte = _mm_set1_epi16(0xFF);
+    __m128i low_before = _mm_setzero_si128(), high_before = low_before;
+
+    for (uint32_t index = 0; index < index_count; index += STEP) {
+        const __m128i first = _mm_loadu_si128((const __m128i *)(const void *)(elements + index));
+        const __m128i second = _mm_loadu_si128((const __m128i *)(const void *)(elements + index + 8));
+        const __m128i low = _mm_packus_epi16(_mm_and_si128(first, low_byte), _mm_and_si128(second, low_byte));
+        const __m128i high = _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8));
+        _mm_store_si128((__m128i *)(void *)(bytes[0] + index), _mm_xor_si128(low, low_before));
+        _mm_store_si128((__m128i *)(void *)(bytes[1] + index), _mm_xor_si128(high, high_before));
+        low_before = low;
+        high_before = high;
+    }
+}
+
+/* stream() writes 32 bytes past the caches. */
+TARGET_INLINE void stream(uint8_t *target, __m256i value) {
+    _mm256_stream_si256((__m256i *)(void *)target, value);
+}
+
+/* binned2() writes 32 elements of the indices 'index'. */
+TARGET_INLINE void binned2(const uint8_t (*bytes)[SS_KVRANS_INDEX_MAX], int steps_each, __m256i index,
+                           uint8_t *target) {
+    const __m256i low = lookup(bytes[0], index, steps_each), high = lookup(bytes[1], index, steps_each);
+
+    stream(target, _mm256_unpacklo_epi8(low, high));
+    stream(target + 32, _mm256_unpackhi_epi8(low, high));
+}
+
+/* merge1(), merge2() and merge4() write 32 lossless elements, whose first bytes are in 'first'. */
+TARGET_INLINE void merge1(__m256i first, uint8_t *target) {
+    const __m256i upper = _mm256_set1_epi8((char)0x80);
+
+    stream(target, _mm256_or_si256(_mm256_andnot_si256(upper, _mm256_srli_epi16(first, 1)),
+                                   _mm256_and_si256(upper, _mm256_slli_epi16(first, 7))));
+}
+
+TARGET_INLINE void merge2(__m256i first, const uint8_t *second, uint8_t *target) {
+    const __m256i lower = _mm256_permute4x64_epi64(load256(second), 0xD8);
+    const __m256i low = _mm256_unpacklo_epi8(lower, first), high = _mm256_unpackhi_epi8(lower, first);
+
+    stream(target, _mm256_or_si256(_mm256_srli_epi16(low, 1), _mm256_slli_epi16(low, 15)));
+    stream(target + 32, _mm256_or_si256(_mm256_srli_epi16(high, 1), _mm256_slli_epi16(high, 15)));
+}
+
+TARGET_INLINE void merge4(__m256i first, const uint8_t *const *lower, size_t at, uint8_t *target) {
+    const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+    const __m256i second = _mm256_permutevar8x32_epi32(load256(lower[0] + at), order);
+    const __m256i third = _mm256_permutevar8x32_epi32(load256(lower[1] + at), order);
+    const __m256i fourth = _mm256_permutevar8x32_epi32(load256(lower[2] + at), order);
+    const __m256i upper[2] = {_mm256_unpacklo_epi8(second, first), _mm256_unpackhi_epi8(second, first)};
+    const __m256i under[2] = {_mm256_unpacklo_epi8(fourth, third), _mm256_unpackhi_epi8(fourth, third)};
+
+    for (int half = 0; half < 2; half++) {
+        const __m256i low = _mm256_unpacklo_epi16(under[half], upper[half]);
+        const __m256i high = _mm256_unpackhi_epi16(under[half], upper[half]);
+        stream(target + 64 * half, _mm256_or_si256(_mm256_srli_epi32(low, 1), _mm256_slli_epi32(low, 31)));
+        stream(target + 64 * half + 32, _mm256_or_si256(_mm256_srli_epi32(high, 1), _mm256_slli_epi32(high, 31)));
+    }
+}
+
+/* line_make() makes 32 elements, the first of them number 'at' of the block, in row 'row'. */
+TARGET_INLINE void line_make(const struct ss_kvrans_making *making, const uint8_t *line, uint32_t row, size_t at) {
+    uint8_t *target = making->target + at * making->size;
+    const __m256i first = load256(line);
+
+    if (making->elements != NULL && making->index_count <= 2 * STEP)
+        binned2(making->elements->bytes[row], 2, first, target);
+    else if (making->elements != NULL)
+        binned2(making->elements->bytes[row], 4, first, target);
+    else if (making->size == 2)
+        merge2(first, making->planes->lower[0] + at, target);
+    else if (making->size == 4)
+        merge4(first, making->planes->lower, at, target);
+    else
+        merge1(first, target);
+}
+
+TARGET static void rows_make(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
+                             size_t at) {
+    for (const uint32_t end = row + count; row < end; row++) {
+        const uint8_t *line = lines + (size_t)row * SS_KVRANS_TILE;
+        const size_t first = row * making->columns + at;
+        line_make(making, line, row, first);
+        line_make(making, line + 32, row, first + 32);
+        for (uint32_t plane = 0; making->elements == NULL && plane + 1 < making->size; plane++)
+            _mm_prefetch((const char *)((uintptr_t)making->planes->lower[plane] + first + 2 * SS_KVRANS_TILE - 1),
+                         _MM_HINT_T0); /* of the next tile */
+    }
+}
+
 /* ---- Decode: a block ----------------------------------------------------------------------------------------- */
 
 /* Code of its own for each size of the tables that go by rank, in sixteens. */
@@ -240,19 +357,35 @@ TARGET static void column_decode_4(struct ss_kvrans_decoding *decoding, const st
     column_decode(decoding, block, table, 4, target);
 }
 
+static const struct ss_kvrans_decode_steps steps = {
+    .prepare = differences_all,
+    .column = {column_decode_1, column_decode_2, column_decode_3, column_decode_4},
+    .add_low_bits = add_low_bits,
+    .tile_store = tile_store,
+    .place = place_of,
+    .elements_lay = elements_lay,
+    .rows_make = rows_make,
+};
+
 static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t *target) {
-    static const struct ss_kvrans_decode_steps steps = {
-        .prepare = differences_all,
-        .column = {column_decode_1, column_decode_2, column_decode_3, column_decode_4},
-        .add_low_bits = add_low_bits,
-        .tile_store = tile_store,
-    };
     return ss_kvrans_decode_by_steps(&steps, block, target);
+}
+
+static enum ss_result decode_elements(const struct ss_kvrans_block *block, enum ss_dtype dtype, const float *scales,
+                                      struct ss_kvrans_elements *scratch, uint8_t *target) {
+    return ss_kvrans_elements_by_steps(&steps, block, dtype, scales, scratch, target);
+}
+
+static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
+                                    uint8_t *target) {
+    return ss_kvrans_planes_by_steps(&steps, block, planes, target);
 }
 
 const struct ss_kvrans_kernels ss_kvrans_kernels_avx2 = {
     .name = "own, avx2",
     .decode = decode,
+    .decode_elements = decode_elements,
+    .decode_planes = decode_planes,
     .transpose = ss_kvrans_transpose_avx2,
     .present = ss_kvrans_present_scalar,
     .map = ss_kvrans_map_avx2,

@@ -284,14 +284,6 @@ TARGET_INLINE void elements_fill(const struct ss_kvrans_block *block, int half, 
     }
 }
 
-/* What the lines of a tile become: binned elements of indices, or else lossless ones of their first bytes. */
-struct making {
-    const struct ss_kvrans_elements *elements;
-    const struct ss_kvrans_planes *planes;
-    size_t columns;
-    uint32_t size; /* of an element, in bytes */
-};
-
 /*
  * place_of() returns where in a line a column is: unpacking bytes works inside 128-bit lanes. So for elements of two
  * bytes lane k has columns 8k to 8k + 7 and then 32 + 8k to 32 + 8k + 7; for four, 4k to 4k + 3, then 16 + 4k and so
@@ -330,12 +322,13 @@ TARGET_INLINE void row_merge4(__m512i first, const uint8_t *const *lower, size_t
 }
 
 /* row_stream() writes 64 elements, from column 'at' of 'row' on. */
-TARGET_INLINE void row_stream(const struct making *making, int binned, const uint8_t *line, uint32_t row, size_t at,
-                              uint8_t *target) {
+TARGET_INLINE void row_stream(const struct ss_kvrans_making *making, int binned, const uint8_t *line, uint32_t row,
+                              size_t at) {
     const __m512i first = _mm512_load_si512(line);
+    uint8_t *target;
 
     at += row * making->columns;
-    target += at * making->size;
+    target = making->target + at * (binned ? 2 : making->size);
     if (binned) {
         const uint8_t(*bytes)[SS_KVRANS_INDEX_MAX] = making->elements->bytes[row];
         const __m512i lower = _mm512_permutexvar_epi8(first, _mm512_load_si512(bytes[0]));
@@ -354,7 +347,7 @@ TARGET_INLINE void row_stream(const struct making *making, int binned, const uin
 }
 
 /* row_prefetch() asks for what row_stream() will read; a line at its end, as the one at its beginning was the last. */
-TARGET_INLINE void row_prefetch(const struct making *making, uint32_t row, size_t at) {
+TARGET_INLINE void row_prefetch(const struct ss_kvrans_making *making, uint32_t row, size_t at) {
     for (uint32_t plane = 0; plane + 1 < making->size; plane++)
         _mm_prefetch((const char *)(making->planes->lower[plane] + row * making->columns + at + 63), _MM_HINT_T0);
 }
@@ -373,10 +366,11 @@ TARGET_INLINE void coded_prefetch(const uint8_t *next) {
  * elements_decode() decodes a tile while it writes the elements of the one before, some rows behind each column: memory
  * then takes the lines of one tile during all of the time that the next one takes.
  */
-TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block, const struct making *making,
-                                             uint8_t *target, struct states *given, struct shape shape) {
+TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,
+                                             struct states *given, struct shape shape) {
     enum { ROWS_EACH = SS_KVRANS_ROWS_MAX / TILE_COLUMNS };
     _Alignas(64) uint8_t tile[TILE_COLUMNS * SS_KVRANS_ROWS_MAX], lines[TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
+    const uint32_t size = shape.bare ? 2 : making->size;
     struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
     struct states states = *given;
 
@@ -385,15 +379,14 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
             input_ready(&input);
             coded_prefetch(input.next);
             column_decode(block, first + column, &states, shape, &input.next,
-                          tile + (size_t)place_of(column, making->size) * SS_KVRANS_ROWS_MAX);
+                          tile + (size_t)place_of(column, size) * SS_KVRANS_ROWS_MAX);
             if (input.next > input.end)
                 return SS_BAD_DATA;
             for (uint32_t row = ROWS_EACH * column; row < ROWS_EACH * (column + 1); row++) {
                 if (!shape.bare)
                     row_prefetch(making, row, first);
                 if (first > 0)
-                    row_stream(making, shape.bare, lines + (size_t)row * TILE_COLUMNS, row, first - TILE_COLUMNS,
-                               target);
+                    row_stream(making, shape.bare, lines + (size_t)row * TILE_COLUMNS, row, first - TILE_COLUMNS);
             }
         }
         for (uint32_t group = 0; group < GROUPS; group++)
@@ -401,16 +394,16 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
                        TILE_COLUMNS);
     }
     for (uint32_t row = 0; row < SS_KVRANS_ROWS_MAX; row++)
-        row_stream(making, shape.bare, lines + (size_t)row * TILE_COLUMNS, row, block->columns - TILE_COLUMNS, target);
+        row_stream(making, shape.bare, lines + (size_t)row * TILE_COLUMNS, row, block->columns - TILE_COLUMNS);
     *given = states;
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
 
 #define ELEMENTS_DECODE(name, lane_groups, shift, range, bare)                                                         \
-    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct making *making,                \
-                                      uint8_t *target, struct states *states) {                                        \
+    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,      \
+                                      struct states *states) {                                                         \
         const struct shape shape = {GROUPS, lane_groups, shift, range, 1, bare};                                       \
-        return elements_decode(block, making, target, states, shape);                                                  \
+        return elements_decode(block, making, states, shape);                                                          \
     }
 
 ELEMENTS_DECODE(elements_decode_64, 1, 0, 0, 1)
@@ -423,7 +416,8 @@ ELEMENTS_DECODE(planes_decode_low, block->lanes / GROUP, block->shift, 0, 0)
 
 TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block, enum ss_dtype dtype,
                                              const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
-    const struct making making = {.elements = scratch, .columns = block->columns, .size = 2};
+    const struct ss_kvrans_making making = {
+        .elements = scratch, .target = target, .columns = block->columns, .size = 2};
     struct states states = states_load(block);
     enum ss_result result;
 
@@ -432,24 +426,25 @@ TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block
     else
         elements_fill(block, 0, scales, scratch);
     if (block->lanes == 256)
-        result = elements_decode_256(block, &making, target, &states);
+        result = elements_decode_256(block, &making, &states);
     else
-        result = (block->lanes == 128 ? elements_decode_128 : elements_decode_64)(block, &making, target, &states);
+        result = (block->lanes == 128 ? elements_decode_128 : elements_decode_64)(block, &making, &states);
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 
 TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                            uint8_t *target) {
-    const struct making making = {.planes = planes, .columns = block->columns, .size = planes->count};
+    const struct ss_kvrans_making making = {
+        .planes = planes, .target = target, .columns = block->columns, .size = planes->count};
     struct states states = states_load(block);
     enum ss_result result;
 
     if (!is_range(block))
-        result = planes_decode_low(block, &making, target, &states);
+        result = planes_decode_low(block, &making, &states);
     else if (block->lanes == 256)
-        result = planes_decode_256(block, &making, target, &states);
+        result = planes_decode_256(block, &making, &states);
     else
-        result = (block->lanes == 128 ? planes_decode_128 : planes_decode_64)(block, &making, target, &states);
+        result = (block->lanes == 128 ? planes_decode_128 : planes_decode_64)(block, &making, &states);
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 

@@ -76,6 +76,17 @@ struct ss_kvrans_planes {
     uint32_t count; /* of all planes, so bytes of an element: 1, 2 or 4 */
 };
 
+/* What the lines of a tile become: binned elements, of indices, or else lossless ones, of the bytes of a first plane.
+ */
+struct ss_kvrans_making {
+    const struct ss_kvrans_elements *elements; /* of all rows; NULL where lossless */
+    const struct ss_kvrans_planes *planes;
+    uint8_t *target; /* of the block, its first row */
+    size_t columns;
+    uint32_t size;        /* of an element, in bytes */
+    uint32_t index_count; /* of binned, where it matters: no index is larger */
+};
+
 /* ---- Encoding ------------------------------------------------------------------------------------------------ */
 
 /*

@@ -4,9 +4,8 @@
 
 #include <string.h>
 
-/* ranks_make() lays out one table. */
-static void ranks_make(const struct ss_kvrans_block *block, const struct ss_kvrans_table *table,
-                       struct ss_kvrans_ranks *ranks) {
+/* ranks_make() lays out one table; 'values' are by index. */
+static void ranks_make(const uint8_t *values, const struct ss_kvrans_table *table, struct ss_kvrans_ranks *ranks) {
     uint32_t rank = 0;
 
     memset(ranks, 0, sizeof(*ranks));
@@ -14,7 +13,7 @@ static void ranks_make(const struct ss_kvrans_block *block, const struct ss_kvra
         const uint32_t index = table->index[slot], end = slot + table->frequency[index];
         ranks->frequency[rank] = table->frequency[index];
         ranks->start[rank] = table->start[index];
-        ranks->value[rank] = block->value[index];
+        ranks->value[rank] = values[index];
         if (slot % 8 != 0)
             ranks->breaks[slot / 8] |= (uint8_t)(1u << (slot % 8 - 1));
         for (uint32_t eight = (slot + 7) / 8; eight < (end + 7) / 8; eight++)
@@ -24,8 +23,9 @@ static void ranks_make(const struct ss_kvrans_block *block, const struct ss_kvra
     ranks->symbols = rank;
 }
 
-/* decoding_begin() fills everything but the tile from a block. */
-static void decoding_begin(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block) {
+/* decoding_begin() fills everything but the tile from a block, of which 'values' are wanted. */
+static void decoding_begin(const struct ss_kvrans_decode_steps *steps, struct ss_kvrans_decoding *decoding,
+                           const struct ss_kvrans_block *block, const uint8_t *values) {
     const uint32_t states = block->rows < block->lanes ? block->rows : block->lanes;
     uint32_t last = 0;
 
@@ -33,7 +33,14 @@ static void decoding_begin(struct ss_kvrans_decoding *decoding, const struct ss_
         last = block->column_table[column] > last ? block->column_table[column] : last;
     decoding->table_count = last + 1;
     for (uint32_t number = 0; number <= last; number++)
-        ranks_make(block, &block->tables[number], &decoding->tables[number]);
+        ranks_make(values, &block->tables[number], &decoding->tables[number]);
+    decoding->index_count = 0;
+    for (uint32_t number = 0; number <= last; number++) {
+        const uint32_t most = block->tables[number].index[SS_KVRANS_SLOTS - 1]; /* slots are in their symbols' order */
+        decoding->index_count = most >= decoding->index_count ? most + 1 : decoding->index_count;
+    }
+    if (steps->prepare != NULL)
+        steps->prepare(decoding);
     memset(decoding->low, 0, sizeof(decoding->low)); /* lanes that no row uses go through the motions, too */
     memset(decoding->high, 0, sizeof(decoding->high));
     memcpy(decoding->low, block->states_low, states);
@@ -65,27 +72,23 @@ static enum ss_result decoding_end(const struct ss_kvrans_decoding *decoding, co
 }
 
 /*
- * columns_decode() decodes the columns from 'first' on into the tile. Returns 0 where coded bytes are missing.
+ * column_decode() decodes one column. Returns 0 where coded bytes are missing.
  *
  * A column takes as many bytes as it has rows at most, so it is decoded without looking at the end; once fewer are
  * left, it may also take of what lies behind them, which has to be noticed when it is done.
  */
-static int columns_decode(const struct ss_kvrans_decode_steps *steps, struct ss_kvrans_decoding *decoding,
-                          const struct ss_kvrans_block *block, uint32_t first, uint32_t count) {
+static int column_decode(const struct ss_kvrans_decode_steps *steps, struct ss_kvrans_decoding *decoding,
+                         const struct ss_kvrans_block *block, uint32_t column, uint8_t *target) {
     const size_t planes_size = (size_t)(block->rows + 7) / 8 * block->shift;
+    const struct ss_kvrans_ranks *table = &decoding->tables[block->column_table[column]];
 
-    for (uint32_t column = 0; column < count; column++) {
-        const struct ss_kvrans_ranks *table = &decoding->tables[block->column_table[first + column]];
-        uint8_t *target = decoding->tile + (size_t)column * SS_KVRANS_ROWS_MAX;
-
-        if (decoding->end - decoding->next < SS_KVRANS_ROWS_MAX + SS_KVRANS_READ_BEYOND && !decoding->in_tail)
-            tail_begin(decoding);
-        steps->column[(table->symbols - 1) / 16](decoding, block, table, target);
-        if (decoding->next > decoding->end)
-            return 0;
-        if (block->shift > 0)
-            steps->add_low_bits(block->planes + (first + column) * planes_size, block->rows, block->shift, target);
-    }
+    if (decoding->end - decoding->next < SS_KVRANS_ROWS_MAX + SS_KVRANS_READ_BEYOND && !decoding->in_tail)
+        tail_begin(decoding);
+    steps->column[(table->symbols - 1) / 16](decoding, block, table, target);
+    if (decoding->next > decoding->end)
+        return 0;
+    if (block->shift > 0)
+        steps->add_low_bits(block->planes + column * planes_size, block->rows, block->shift, target);
     return 1;
 }
 
@@ -93,16 +96,75 @@ enum ss_result ss_kvrans_decode_by_steps(const struct ss_kvrans_decode_steps *st
                                          const struct ss_kvrans_block *block, uint8_t *target) {
     struct ss_kvrans_decoding decoding;
 
-    decoding_begin(&decoding, block);
-    if (steps->prepare != NULL)
-        steps->prepare(&decoding);
+    decoding_begin(steps, &decoding, block, block->value);
     for (uint32_t first = 0; first < block->columns; first += SS_KVRANS_TILE) {
         const uint32_t left = block->columns - first, count = left < SS_KVRANS_TILE ? left : SS_KVRANS_TILE;
-        if (!columns_decode(steps, &decoding, block, first, count))
-            return SS_BAD_DATA;
+        for (uint32_t column = 0; column < count; column++) {
+            if (!column_decode(steps, &decoding, block, first + column,
+                               decoding.tile + (size_t)column * SS_KVRANS_ROWS_MAX))
+                return SS_BAD_DATA;
+        }
         steps->tile_store(decoding.tile, block->rows, block->columns, count, target + first);
     }
     return decoding_end(&decoding, block);
+}
+
+/* rows_by_steps() decodes a tile while it makes elements of the one before, some rows behind each column. */
+static enum ss_result rows_by_steps(const struct ss_kvrans_decode_steps *steps, struct ss_kvrans_decoding *decoding,
+                                    const struct ss_kvrans_block *block, const struct ss_kvrans_making *making) {
+    enum { ROWS_EACH = SS_KVRANS_ROWS_MAX / SS_KVRANS_TILE };
+    _Alignas(64) uint8_t lines[SS_KVRANS_TILE * SS_KVRANS_ROWS_MAX];
+
+    for (uint32_t first = 0; first < block->columns; first += SS_KVRANS_TILE) {
+        for (uint32_t column = 0; column < SS_KVRANS_TILE; column++) {
+            const size_t place = steps->place(column, making->size);
+            if (!column_decode(steps, decoding, block, first + column, decoding->tile + place * SS_KVRANS_ROWS_MAX))
+                return SS_BAD_DATA;
+            if (first > 0)
+                steps->rows_make(making, lines, ROWS_EACH * column, ROWS_EACH, first - SS_KVRANS_TILE);
+        }
+        steps->tile_store(decoding->tile, SS_KVRANS_ROWS_MAX, SS_KVRANS_TILE, SS_KVRANS_TILE, lines);
+    }
+    steps->rows_make(making, lines, 0, SS_KVRANS_ROWS_MAX, block->columns - SS_KVRANS_TILE);
+    return decoding_end(decoding, block);
+}
+
+enum ss_result ss_kvrans_elements_by_steps(const struct ss_kvrans_decode_steps *steps,
+                                           const struct ss_kvrans_block *block, enum ss_dtype dtype,
+                                           const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
+    enum { TOGETHER = 16 }; /* rows whose elements are computed by one call */
+    struct ss_kvrans_making making = {.elements = scratch, .target = target, .columns = block->columns, .size = 2};
+    struct ss_kvrans_decoding decoding;
+    uint8_t indices[SS_KVRANS_INDEX_MAX], values[TOGETHER * SS_KVRANS_INDEX_MAX];
+    uint16_t elements[TOGETHER * SS_KVRANS_INDEX_MAX];
+    uint32_t count;
+
+    for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++)
+        indices[index] = (uint8_t)index;
+    decoding_begin(steps, &decoding, block, indices);
+    making.index_count = count = (decoding.index_count + 15) / 16 * 16;
+    for (uint32_t row = 0; row < TOGETHER; row++)
+        memcpy(values + row * count, block->value, count);
+    for (uint32_t first = 0; first < SS_KVRANS_ROWS_MAX; first += TOGETHER) {
+        enum ss_result result =
+            ss_dequantize(SS_QUANTIZER_BINNED, dtype, values, scales + first, TOGETHER, count, elements);
+        if (result != SS_OK)
+            return result;
+        for (uint32_t row = 0; row < TOGETHER; row++)
+            steps->elements_lay(elements + row * count, count, scratch->bytes[first + row]);
+    }
+    return rows_by_steps(steps, &decoding, block, &making);
+}
+
+enum ss_result ss_kvrans_planes_by_steps(const struct ss_kvrans_decode_steps *steps,
+                                         const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
+                                         uint8_t *target) {
+    const struct ss_kvrans_making making = {
+        .planes = planes, .target = target, .columns = block->columns, .size = planes->count};
+    struct ss_kvrans_decoding decoding;
+
+    decoding_begin(steps, &decoding, block, block->value);
+    return rows_by_steps(steps, &decoding, block, &making);
 }
 
 void ss_kvrans_encoding_begin(struct ss_kvrans_encoding *encoding, const struct ss_kvrans_plan *plan) {

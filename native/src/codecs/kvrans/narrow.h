@@ -39,6 +39,7 @@ struct ss_kvrans_decoding {
     const uint8_t *end;
     uint32_t in_tail;
     uint32_t table_count;
+    uint32_t index_count; /* behind the last index that any table has */
 };
 
 /* What is done in vectors, so by each instruction set on its own. */
@@ -54,11 +55,29 @@ struct ss_kvrans_decode_steps {
 
     /* tile_store() writes 'columns' decoded columns as pieces of rows. */
     void (*tile_store)(const uint8_t *tile, uint32_t rows, size_t stride, uint32_t columns, uint8_t *target);
+
+    /* place() returns which column of a tile is decoded to where 'column' would be, for elements of 'size' bytes. */
+    uint32_t (*place)(uint32_t column, uint32_t size);
+
+    /* elements_lay() lays out the elements of a row for rows_make(), which looks them up by their index. */
+    void (*elements_lay)(const uint16_t *elements, uint32_t index_count, uint8_t (*bytes)[SS_KVRANS_INDEX_MAX]);
+
+    /* rows_make() makes elements of 'count' lines of a tile's columns, which are the block's from 'at' on. */
+    void (*rows_make)(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
+                      size_t at);
 };
 
 /* ss_kvrans_decode_by_steps() is the decode() of struct ss_kvrans_kernels. */
 enum ss_result ss_kvrans_decode_by_steps(const struct ss_kvrans_decode_steps *steps,
                                          const struct ss_kvrans_block *block, uint8_t *target);
+
+/* These are decode_elements() and decode_planes(). */
+enum ss_result ss_kvrans_elements_by_steps(const struct ss_kvrans_decode_steps *steps,
+                                           const struct ss_kvrans_block *block, enum ss_dtype dtype,
+                                           const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target);
+enum ss_result ss_kvrans_planes_by_steps(const struct ss_kvrans_decode_steps *steps,
+                                         const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
+                                         uint8_t *target);
 
 /* A block that is being encoded. */
 struct ss_kvrans_encoding {
