@@ -53,6 +53,10 @@ SMALL = {
     ],
 }
 PARTS = ("pool", "passthrough")
+OF_CAPPED_DEVICES = (
+    *("organizer_error", "orchestration_share_uncapped"),
+    *(f"{part}_only_over_full_uncapped" for part in PARTS),
+)
 REDIS_RATIOS = ("cpu_gain_over_redis", "cpu_gain_over_redis_pool")
 
 
@@ -123,7 +127,7 @@ RATIOS = {
         "cpu_gain_over_filesystem",
         "pool_only_over_full",
         "passthrough_only_over_full",
-        *(["organizer_error", *(f"{part}_only_over_full_uncapped" for part in PARTS)] if may_cap() else []),
+        *(OF_CAPPED_DEVICES if may_cap() else ()),
     },
     "interference": {
         "decode_step_slowdown_in_engine",
