@@ -88,6 +88,7 @@ RATIOS = {
         "kvrans_over_memcpy",
         "kvrans_bytes_over_deflate",
         "kvrans_encode_GB_per_s",
+        "kvrans_real_over_made_up",
         "deflate_over_zlib_numpy",
         "deflate_encode_GB_per_s",
         "dequantize_over_memcpy",
