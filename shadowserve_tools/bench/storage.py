@@ -34,6 +34,8 @@ FLOORS: Final = {"blocking": "plain socket", "polled": "plain socket, polled"}
 REDIS: Final = "redis"
 TUNED: Final = "redis tuned"
 
+_WAKE_BYTES: Final = 256 << 10
+"""A client that is woken for a few segments of 64 KiB at a time costs both ends more than all that is copied."""
 _MEMORY_BYTES: Final = 64 << 20
 """Of distinct values, and of memory that a client receives into: twice this machine's last cache."""
 _ROOM: Final = 4
@@ -107,9 +109,11 @@ class LeanClient:
         self._system = system
         self._requests = system.requests(case)
         self._answer_bytes = system.answer_bytes(case)
+        self._wake_bytes = min(_WAKE_BYTES, self._answer_bytes)
         self._sockets = [socket.create_connection(system.address) for _ in range(connections)]
-        share = max(_MEMORY_BYTES // connections, self._answer_bytes)
-        self._memory = [allocate(share) for _ in self._sockets]
+        # As many places for all systems: a header must not leave room for one less, which stays in the cache then.
+        places = max(1, _MEMORY_BYTES // connections // case.piece_bytes)
+        self._memory = [allocate(places * self._answer_bytes) for _ in self._sockets]
         for sock, memory in zip(self._sockets, self._memory, strict=True):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             memory[:] = bytes(len(memory))
@@ -135,12 +139,17 @@ class LeanClient:
         for number in range(count):
             sock.sendall(self._requests[(number * len(self._sockets) + index) % len(self._requests)])
             place = memory[number % places * size :][:size]
-            filled = 0
-            while filled < size:
-                received = sock.recv_into(place[filled:], size - filled, socket.MSG_WAITALL)
-                if not received:
-                    raise ShadowServeError(f"{self._system.name} closed the connection; its log: {self._log()}")
-                filled += received
+            self._receive(sock, place[: -self._wake_bytes], self._wake_bytes)
+            self._receive(sock, place[-self._wake_bytes :], 1)
+
+    def _receive(self, sock: socket.socket, place: memoryview, wake_bytes: int) -> None:
+        """Receive what fills a place, and be woken where so many bytes are there, which have to come."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
+        while place:
+            received = sock.recv_into(place, len(place), socket.MSG_WAITALL)
+            if not received:
+                raise ShadowServeError(f"{self._system.name} closed the connection; its log: {self._log()}")
+            place = place[received:]
 
     def _log(self) -> str:
         return self._system.child.log.read_text(errors="replace")[-2000:]
