@@ -30,7 +30,7 @@ BINS: Final = 32
 OTHER_BINS: Final = (16, 64, 256)
 OURS: Final = ("kvrans", "deflate", "zstd")
 """Codecs that are shown in every treatment; all others only with 32 bins."""
-LLAMA, REAL = "llama-8b", "real"
+LLAMA, SMALL, REAL = "llama-8b", "made up, vectors of 128", "real"
 TITLES: Final = {LLAMA: "Llama-8B's shape", REAL: "Real KV, own model"}
 Patterns = npt.NDArray[np.uint16]
 
@@ -44,18 +44,22 @@ def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
     """Encode and decode slices of 256 tokens with every codec there is, on one core, in every instruction set.
 
     Twice: KV of the project's own model (vectors of 128, slices of 32 KiB), whose sizes count, and KV made up in the
-    shape of Llama-3.1-8B (vectors of 1024, slices of 256 KiB), whose speeds do. Quantized with 16 to 256 bins, and
-    lossless bfloat16. Speeds are of one core's CPU time, from and to memory: MB/s of symbols in, GB/s of symbols out,
-    GB/s of bfloat16 out with dequantization.
+    shape of Llama-3.1-8B (vectors of 1024, slices of 256 KiB), whose speeds do; and a few of both in the other's terms:
+    KV made up in the own model's shape, and the own model's slices with and without vectors that come again. Quantized
+    with 16 to 256 bins, and lossless bfloat16. Speeds are of one core's CPU time, from and to memory: MB/s of symbols
+    in, GB/s of symbols out, GB/s of bfloat16 out with dequantization.
     """
     columns = ["data", "treatment", "codec", "isa", "bits", "ratio", "encode_MB_per_s", "decode_GB_per_s"]
     report = Report("codecs", [*columns, "to_bf16_GB_per_s"])
     everything = {}
-    for data, elements in ((LLAMA, _llama_kv(layers)), (REAL, _real_kv())):
-        for bins in (BINS, *OTHER_BINS, 0):
+    small, real = _made_up(layers, 128), _real_kv()
+    for data, elements in ((LLAMA, _made_up(layers, 1024)), (SMALL, small), (REAL, real)):
+        for bins in (BINS, 0) if data == SMALL else (BINS, *OTHER_BINS, 0):
             treated = Treated(elements, bins, mebibytes << 20)
-            subjects = _subjects(treated, full=bins == BINS)
+            subjects = _subjects(treated, full=bins == BINS and data != SMALL)
             everything[data, bins] = _measured(report, data, bins, treated, subjects, repeats)
+    _sizes_by_repeats(report, real)
+    _real_ratio(report, everything[REAL, BINS], everything[SMALL, BINS])
     _ratios(report, everything[LLAMA, BINS], everything[REAL, BINS])
     for data, bins in ((LLAMA, BINS), (REAL, BINS), (LLAMA, 0)):
         report.charts.append(_chart(data, bins, everything[data, bins]))
@@ -78,13 +82,13 @@ class _Subject:
         return f"{self.label} {self.isa}".rstrip()
 
 
-def _llama_kv(layers: int) -> Patterns:
+def _made_up(layers: int, vector_length: int) -> Patterns:
     layout = ChunkLayout(
         namespace=bytes(32),
         dtype=DType.BFLOAT16,
         layers=layers,
         kinds=2,
-        vector_length=1024,
+        vector_length=vector_length,
         tokens=256,
         quantizer=Quantizer.LOSSLESS,
         bins=0,
@@ -274,6 +278,25 @@ def _measured(
             to_bf16_GB_per_s=median.get("to_bf16", ""),
         )
     return found
+
+
+def _sizes_by_repeats(report: Report, elements: Patterns) -> None:
+    """Add what slices are stored as, those in which a vector comes again, and those without."""
+    again = np.array([len(np.unique(slice_, axis=0)) < len(slice_) for slice_ in elements])
+    for data, chosen in (("real, no vector twice", ~again), ("real, vectors again", again)):
+        for bins in (BINS, 0):
+            treated = Treated(elements[chosen], bins, 0)
+            for codec in (each for each in native.codec_implementations() if each.name.lower() in OURS):
+                bits = Slices(treated, codec).bits + treated.scale_bits
+                treatment = f"{bins} bins" if bins else "lossless"
+                report.row(data=data, treatment=treatment, codec=codec.name.lower(), isa="", bits=bits, ratio=16 / bits)
+
+
+def _real_ratio(report: Report, real: dict[str, _Subject], small: dict[str, _Subject]) -> None:
+    names = [name for name in real if name in small and name.startswith("kvrans")]
+    if names:
+        medians = [float(np.median(found[names[0]].speeds["to_bf16"])) for found in (real, small)]
+        report.ratio("kvrans_real_over_made_up", [medians[0] / medians[1]], "none; both of vectors of 128")
 
 
 def _ratios(report: Report, llama: dict[str, _Subject], real: dict[str, _Subject]) -> None:

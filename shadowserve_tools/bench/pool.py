@@ -9,6 +9,7 @@ from typing import Final
 
 import click
 
+from shadowserve.pool.statistics import Statistics
 from shadowserve_tools.bench.parts.disks import Disk, Disks, plain_rate, working_folder
 from shadowserve_tools.bench.parts.retrieval import Files, OurPool, Prefix, Retrieval, Store
 from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
@@ -26,6 +27,10 @@ _ONE_DEVICE_SHARE: Final = 4
 """A system of one device takes a quarter of the prefix back: its time for all of it is four times that."""
 _ALONE_SHARE: Final = 3
 """A device alone is read for a third as long as the pool reads it."""
+_LEARNING_SHARE: Final = 4
+"""The organizer sees a quarter of the prefix read before the prefix is placed..."""
+_LEARNING_ROUNDS: Final = 4
+"""...so often that it has seen each device read for seconds, and not for the quarter of one in which it began."""
 _SPARE_BYTES: Final = 192 << 20
 """Of a device beside the chunks: log, snapshots, what a file system needs, and room that evicting ahead keeps free."""
 _ARENA_BYTES: Final = 256 << 20
@@ -77,17 +82,17 @@ def pool(
         if disks.why_not:
             click.echo(f"the devices are files, as fast as they are: {disks.why_not}", err=True)
         shared = [disks.make(f"pool{number}", size, speed) for number, speed in enumerate(speeds)]
+        with disks.capped():
+            full = _open_full(stack, shared, memory * _MEGA, prefix, size)
+        learned = full.statistics()
         if not disks.why_not:
-            with disks.capped():
-                _judge_organizer(report, shared, memory * _MEGA, size)
-        stores = _open(stack, disks, shared, memory * _MEGA, prefix, size)
+            _judge_organizer(report, shared, learned)
+        stores = _open(stack, disks, full, prefix, size, speeds)
         part = prefix.beginning(max(chunks // _ONE_DEVICE_SHARE, 1))
         parts = {FULL: prefix, POOL_ONLY: prefix, PASSTHROUGH_ONLY: part, NEITHER: part}
         for name, store in tracked(stores.items(), "storing"):
             store.put(parts[name])
-        full = stores[FULL]
-        assert isinstance(full, OurPool)
-        _judge_placement(report, full, [memory * _MEGA, *speeds])
+        _judge_placement(report, learned, full.statistics())
         for name, store in tracked(stores.items(), "comparing"):
             store.cool()
             store.retrieve(parts[name], check=True)
@@ -98,6 +103,8 @@ def pool(
         if not disks.why_not:
             rounds = _rounds(stores, [], parts, repeats, "measuring without caps")
             _add_rows(report, "not capped", rounds, prefix)
+            shares = [each.taken[FULL].orchestration_s / each.taken[FULL].wall_s for each in rounds]
+            report.ratio("orchestration_share_uncapped", shares, "none; of devices that are memory")
             _judge_partial(report, rounds, "_uncapped")
         _judge_cpu(report, rounds)
     _add_charts(report)
@@ -114,14 +121,25 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
+def _open_full(stack: ExitStack, shared: Sequence[Disk], memory: int, prefix: Prefix, size: int) -> OurPool:
+    """Open the pool on all devices, and have its organizer find out how fast they are, from another prefix's reads."""
+    kept = prefix.size * memory // (memory + sum(disk.cap for disk in shared))
+    full = stack.enter_context(closing(OurPool(shared, None, memory, 2 * kept + _ARENA_BYTES, size)))
+    other = Prefix(max(len(prefix.names) // _LEARNING_SHARE, 1), prefix.chunk_bytes, seed=3)
+    full.put(other)
+    for _ in tracked(range(_LEARNING_ROUNDS), "learning bandwidths"):
+        full.cool()
+        full.retrieve(other)
+    return full
+
+
 def _open(
-    stack: ExitStack, disks: Disks, shared: Sequence[Disk], memory: int, prefix: Prefix, size: int
+    stack: ExitStack, disks: Disks, full: OurPool, prefix: Prefix, size: int, speeds: Sequence[int]
 ) -> dict[str, Store]:
-    """Open the four ways; devices alike for each."""
-    speeds = [disk.cap for disk in shared]
-    total = memory + sum(speeds)
-    kept = prefix.size * memory // total
+    """Open the other ways; devices alike for each, and shares as the pool's organizer found them."""
     fastest = max(speeds)
+    found = full.statistics()
+    shares = [found.memory_share, *(device.share for device in found.devices)]
     single = disks.make("single", size, fastest)
     folders = [disks.make_folder(f"files{number}", size, speed) for number, speed in enumerate(speeds)]
     folder = disks.make_folder("files", size, fastest)
@@ -131,8 +149,8 @@ def _open(
         return store
 
     return {
-        FULL: opened(OurPool(shared, speeds, memory, 2 * kept + _ARENA_BYTES, size)),
-        POOL_ONLY: opened(Files(folders, [memory, *speeds])),
+        FULL: full,
+        POOL_ONLY: opened(Files(folders, shares)),
         PASSTHROUGH_ONLY: opened(OurPool([single], [1 << 50], 1, _ARENA_BYTES, size)),
         NEITHER: opened(Files([folder], [0, 1])),
     }
@@ -212,21 +230,20 @@ def _judge_cpu(report: Report, rounds: Sequence[_Round]) -> None:
     report.ratio("cpu_gain_over_filesystem", gains, "at least 1.8")
 
 
-def _judge_placement(report: Report, store: OurPool, speeds: Sequence[int]) -> None:
-    """Compare what lies where with the ratios of the bandwidths, memory's first."""
-    found = store.statistics()
-    used = [device.used_bytes for device in found.devices]
-    placed = [found.used_bytes - sum(used), *used]
-    errors = [abs(own / sum(placed) / (speed / sum(speeds)) - 1) for own, speed in zip(placed, speeds, strict=True)]
+def _judge_placement(report: Report, before: Statistics, after: Statistics) -> None:
+    """Compare what was put where between the two with the shares that the organizer had decided on, memory's first."""
+    shares = [before.memory_share, *(device.share for device in before.devices)]
+    used = [new.used_bytes - old.used_bytes for new, old in zip(after.devices, before.devices, strict=True)]
+    placed = [after.used_bytes - before.used_bytes - sum(used), *used]
+    errors = [abs(own / sum(placed) / share - 1) for own, share in zip(placed, shares, strict=True)]
     report.ratio("placement_error", [max(errors)], "at most 0.01 of a share")
 
 
-def _judge_organizer(report: Report, shared: Sequence[Disk], memory: int, size: int) -> None:
-    """Compare what the organizer measures at the start, in its quarter of a second, with the caps."""
-    with closing(OurPool(shared, None, memory, _ARENA_BYTES, size)) as store:
-        found = [device.bandwidth_bytes_per_s for device in store.statistics().devices]
-    errors = [abs(rate / disk.cap - 1) for rate, disk in zip(found, shared, strict=True)]
-    report.ratio("organizer_error", [max(errors)], "of a bandwidth, as measured at the start")
+def _judge_organizer(report: Report, shared: Sequence[Disk], learned: Statistics) -> None:
+    """Compare what the organizer has measured with the caps."""
+    rates = [device.bandwidth_bytes_per_s for device in learned.devices]
+    errors = [abs(rate / disk.cap - 1) for rate, disk in zip(rates, shared, strict=True)]
+    report.ratio("organizer_error", [max(errors)], "none; of a bandwidth, as the organizer measured it")
 
 
 def _add_charts(report: Report) -> None:

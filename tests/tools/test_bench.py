@@ -58,6 +58,10 @@ SMALL = {
     ],
 }
 PARTS = ("pool", "passthrough")
+OF_CAPPED_DEVICES = (
+    *("organizer_error", "orchestration_share_uncapped"),
+    *(f"{part}_only_over_full_uncapped" for part in PARTS),
+)
 REDIS_RATIOS = ("cpu_gain_over_redis", "cpu_gain_over_redis_pool")
 
 
@@ -89,6 +93,7 @@ RATIOS = {
         "kvrans_over_memcpy",
         "kvrans_bytes_over_deflate",
         "kvrans_encode_GB_per_s",
+        "kvrans_real_over_made_up",
         "deflate_over_zlib_numpy",
         "deflate_encode_GB_per_s",
         "dequantize_over_memcpy",
@@ -128,7 +133,7 @@ RATIOS = {
         "cpu_gain_over_filesystem",
         "pool_only_over_full",
         "passthrough_only_over_full",
-        *(["organizer_error", *(f"{part}_only_over_full_uncapped" for part in PARTS)] if may_cap() else []),
+        *(OF_CAPPED_DEVICES if may_cap() else ()),
     },
     "interference": {
         "decode_step_slowdown_in_engine",

@@ -1,9 +1,12 @@
 """A program that only sends: what the kernel's sockets alone can do, for ``shadowserve bench storage`` to compare with.
 
-``python -m shadowserve_tools.bench.parts.plain_sender MIB`` listens on a port of loopback and says ``ready HOST:PORT``.
-A client sends a size in 16 characters, and gets that many bytes of a buffer of MIB mebibytes, going round and round.
+``python -m shadowserve_tools.bench.parts.plain_sender MIB WAY`` listens on a port of loopback and says ``ready
+HOST:PORT``. A client sends a size in 16 characters, and gets that many bytes of a buffer of MIB mebibytes, going round
+and round. WAY is ``blocking``, one call in which the kernel waits for room by itself and keeps the connection locked,
+or ``polled``, a call for as much as there is room for, as event loops send. Either may be the faster one.
 """
 
+import select
 import socket
 import sys
 import threading
@@ -15,16 +18,26 @@ __all__ = ["REQUEST_BYTES", "main"]
 REQUEST_BYTES = 16
 
 
-def _serve(sock: socket.socket, values: memoryview) -> None:
+def _send_polled(sock: socket.socket, data: memoryview) -> None:
+    room = select.poll()
+    room.register(sock, select.POLLOUT)
+    while data:
+        try:
+            data = data[sock.send(data, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            room.poll()
+
+
+def _serve(sock: socket.socket, values: memoryview, way: str) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     position = 0
+    send = _send_polled if way == "polled" else socket.socket.sendall
     with sock:
         while request := sock.recv(REQUEST_BYTES, socket.MSG_WAITALL):
             size = int(request)
             if position + size > len(values):
                 position = 0
-            # One call, however large, in which the kernel waits for room by itself: smaller pieces were never faster.
-            sock.sendall(values[position : position + size])
+            send(sock, values[position : position + size])
             position += size
 
 
@@ -37,7 +50,7 @@ def main() -> None:
         print(f"ready 127.0.0.1:{listener.getsockname()[1]}", flush=True)
         while True:
             sock, _ = listener.accept()
-            threading.Thread(target=_serve, args=(sock, values), daemon=True).start()
+            threading.Thread(target=_serve, args=(sock, values, sys.argv[2]), daemon=True).start()
 
 
 if __name__ == "__main__":

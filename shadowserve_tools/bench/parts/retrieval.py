@@ -49,9 +49,9 @@ class Prefix:
         names: 32 bytes for each, in order.
     """
 
-    def __init__(self, chunks: int, chunk_bytes: int) -> None:
+    def __init__(self, chunks: int, chunk_bytes: int, *, seed: int = 1) -> None:
         self.chunk_bytes = chunk_bytes
-        self.names: list[bytes] = [np.random.default_rng([1, number]).bytes(32) for number in range(chunks)]
+        self.names: list[bytes] = [np.random.default_rng([seed, number]).bytes(32) for number in range(chunks)]
         self._block = np.random.default_rng(2).bytes(chunk_bytes)
         self._sums: dict[int, int] = {}
 
