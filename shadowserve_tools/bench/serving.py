@@ -43,10 +43,12 @@ COLUMNS: Final = [
     "lookup_ms", "allocation_ms", "fetch_ms", "scatter_ms", "retrieval_ms", "last_ms", "note",
 ]  # fmt: skip
 FILLING: Final = "filling"
-ALONE: Final = "one at a time"
+ALONE: Final = "alone"
 ARRIVING: Final = "arriving"
 _FETCHES_MAX: Final = 1000
 """Of a recording, which ends by its time."""
+_TCP_SHARE: Final = 0.957
+"""Of a link's rate."""
 _WARM_UP: Final = 1 << 20
 """Seeds from here on are of prompts that nobody else asks about."""
 _QUESTIONS: Final = 1 << 10
@@ -71,11 +73,13 @@ class _Results:
 
     Each has what :meth:`~shadowserve_tools.bench.parts.engine._Engine.serve` says, and ``cpu_s`` of all processes. Of
     requests that arrived at a rate they are the run's, and ``tokens_per_s`` are, too. ``fetching`` is the part of
-    retrieval, by the link's rate, that our data plane fetched in.
+    retrieval, by the link's rate, that our data plane fetched in; ``over_link`` how many times the link's own time for
+    the same bytes that was.
     """
 
     requests: dict[tuple[str, float, str], list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     fetching: dict[float, float] = field(default_factory=dict)
+    over_link: dict[float, float] = field(default_factory=dict)
 
     def pairs(self, what: str, rate: float, ours: str, others: str, name: str = "ttft_s") -> list[float]:
         """Return one system's figures over another's, request by request; of none where there are none."""
@@ -316,6 +320,9 @@ class _Bench:
         spans, _ = record(system.data_plane, seconds, _FETCHES_MAX, ask)
         fetching = sum(span.end_ns - span.begin_ns for span in spans if span.step == "fetch") / 1e9
         results.fetching[rate] = fetching / sum(result["retrieval_s"] for result in found)
+        if rate:
+            received = sum(span.output_bytes for span in spans if span.step == "net")
+            results.over_link[rate] = fetching / (received * 8 / (_TCP_SHARE * rate * 1e9))
 
 
 def _cpu(engine: Engine, system: System) -> float:
@@ -351,6 +358,8 @@ def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:
             report.ratio(name, pairs, goal)
     if pairs := results.pairs(FILLING, 0.0, REDIS, OFF, "request_s"):
         report.ratio("fill_over_off_lmcache", pairs, "none; the same of LMCache over Redis")
+    for rate, over in results.over_link.items():
+        report.ratio(f"fetch_over_link_{rate:g}", [over], "none; the link alone takes 1")
     _draw(report, results)
     return report
 

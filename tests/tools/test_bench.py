@@ -147,7 +147,7 @@ RATIOS = {
         "tpot_gain_over_in_engine",
         "ttft_gain_over_in_engine",
     },
-    "serving": {"ttft_over_recompute", "ttft_over_recompute_arriving", "fill_over_off"},
+    "serving": {"ttft_over_recompute", "ttft_over_recompute_arriving", "fill_over_off", "fetch_over_link_4"},
     "ablation": {"no_af_tpot", "no_cp_ttft", "no_mm_ttft"},
     "gpu": {
         "scatter_over_device_copy",
