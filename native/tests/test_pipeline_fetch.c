@@ -72,8 +72,8 @@ static void test_every_codec_and_quantizer(int mode) {
             continue;
         }
         for (uint32_t i = 0; i < LAYOUTS; i++) {
-            if (test_is_brief() && i % (SS_CODEC_KVRANS + 1) != codec) {
-                continue; /* each codec and each layout, and not each with each */
+            if (test_is_brief() && (i + 2) % (SS_CODEC_KVRANS + 1) != codec) {
+                continue; /* each codec and each layout, not each with each; float8 is what kvrans does most with */
             }
             struct shape shape = default_shape();
             shape.codec = (enum ss_codec)codec;

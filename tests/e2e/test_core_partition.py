@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 EVERYWHERE = os.sched_getaffinity(0)
 MODEL = Model(layers=8, hidden=64, heads=16, head_size=128)
-LOAD = Load(chunks=2, documents=2, output=32, requests=16)
+LOAD = Load(chunks=2, documents=2, output=8, requests=8)
 
 
 class Watch:
