@@ -34,7 +34,6 @@ class BandwidthMeter:
     __slots__ = ("_busy_ns", "_busy_until_ns", "_bytes", "bytes_per_s", "fixed", "samples")
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
-        """Make one; with ``bytes_per_s`` it is what the configuration says."""
         self.fixed = bytes_per_s is not None
         self.bytes_per_s = bytes_per_s or 0.0
         self.samples = 0
@@ -77,7 +76,6 @@ class Organizer:
     """Turns the bandwidths of several devices into shares."""
 
     def __init__(self, meters: Sequence[BandwidthMeter]) -> None:
-        """Make one of the devices' meters."""
         self.meters = list(meters)
         self._current = self._decide()
 

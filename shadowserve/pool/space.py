@@ -63,7 +63,7 @@ class Space:
     """
 
     def __init__(self, core: Core, *, budget_bytes: int | None, objects_max: int, memory_homes: bool) -> None:
-        """Make one for a pool without quotas.
+        """Begin without quotas.
 
         Args:
             core: the pool's state.

@@ -88,7 +88,7 @@ class Lease:
     __slots__ = ("_arguments", "_released", "view")
 
     def __init__(self, view: memoryview, released: Callable[..., None] | None = None, *arguments: Any) -> None:
-        """Make one; release() calls ``released`` with ``arguments``, with the pool's lock held."""
+        """release() calls ``released`` with ``arguments``, with the pool's lock held."""
         self.view = view
         self._released = released
         self._arguments = arguments
