@@ -9,11 +9,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, TypeVar
 
-from shadowserve.errors import ConfigurationError, ShadowServeError
+from shadowserve.errors import ShadowServeError
 from shadowserve.incidents import Incidents
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Item, Lease
@@ -24,8 +24,9 @@ from storage_kv.access.memory import Bound
 from storage_kv.access.places import Places
 from storage_kv.access.rules import User
 from storage_kv.access.users import Denial, Users
-from storage_kv.config import StorageConfig
+from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.operate.command_statistics import CommandStatistics
+from storage_kv.operate.reconfigure import Reconfiguration
 from storage_kv.session import Session
 
 __all__ = [
@@ -241,10 +242,6 @@ class Counters:
         return found
 
 
-def _refuse_change(values: Mapping[str, Any]) -> None:
-    raise ConfigurationError("nothing can change: no server runs this node")
-
-
 @dataclass(slots=True)
 class Node:
     """One storage node.
@@ -253,14 +250,14 @@ class Node:
         lock: held by whoever uses the store, the counters or the sessions; nobody waits for anything while holding it.
             Commands are executed under it, so that each sees and leaves a whole.
         watchers: of each qualified key, the sessions that watch it.
-        change_configuration: changes keys, all or none, with the lock held; raises ConfigurationError.
+        reconfiguration: what the configuration is, and how it changes, with the lock held.
         incidents: what strangers do, for the log.
         places: who has a connection.
         memory: of requests on their way in and replies that are copied out.
         lent: of stored values that are being sent.
     """
 
-    config: StorageConfig
+    reconfiguration: Reconfiguration
     users: Users
     store: Pool
     clock_ms: Callable[[], int]
@@ -271,7 +268,6 @@ class Node:
     lock: threading.Lock = field(default_factory=threading.Lock)
     process_id: int = field(default_factory=os.getpid)
     port: int = 0
-    change_configuration: Callable[[Mapping[str, Any]], None] = _refuse_change
     audit: AuditLog = field(default_factory=AuditLog)
     certificate_expires_s: float = 0.0
     attempts: Attempts = field(default_factory=Attempts)
@@ -281,12 +277,45 @@ class Node:
     memory: Bound = field(init=False)
     lent: Bound = field(init=False)
     limiters: dict[str, RateLimiter] = field(init=False)
+    _tenants: dict[str, TenantLimits] = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = Bound(lambda: self.config.clients_memory_bytes, self.has_tenants, is_ours=True)
         self.lent = Bound(lambda: self.config.lent_bytes_max, self.has_tenants, is_ours=False)
         now_s = time.monotonic()
         self.limiters = {name: RateLimiter(limits, now_s) for name, limits in self.config.tenants.items()}
+        self._tenants = self.config.tenants
+        for key in ("memory_budget_bytes", "devices", "scrub_bytes_per_s"):
+            self.reconfiguration.follow(key, self._follow_pool)
+        for key in ("pin_share", "pin_share_of_tenant"):
+            self.reconfiguration.follow(key, self._follow_pins)
+        self.reconfiguration.follow("tenants", self._follow_tenants)
+
+    @property
+    def config(self) -> StorageConfig:
+        return self.reconfiguration.config
+
+    def _follow_pool(self, config: StorageConfig) -> None:
+        self.store.follow(config.pool)
+
+    def _follow_tenants(self, config: StorageConfig) -> None:
+        """Give tenants their new limits; those that are named no more have none."""
+        now_s = time.monotonic()
+        for name in {**self._tenants, **config.tenants}:
+            limits = config.tenants.get(name, TenantLimits())
+            tenant = self.store.tenant(name) if name else DEFAULT_TENANT
+            self.store.set_quota(tenant, limits.bytes_max, limits.keys_max)
+        self.limiters = {
+            # What a tenant has used up stays used up unless its limits have changed.
+            name: self.limiters[name] if self._tenants.get(name) == limits else RateLimiter(limits, now_s)
+            for name, limits in config.tenants.items()
+        }
+        self._tenants = config.tenants
+        for session in self.sessions.values():
+            self.limit(session)
+
+    def _follow_pins(self, config: StorageConfig) -> None:
+        self.store.set_pin_shares(config.pin_share_of_tenant, config.pin_share)
 
     def apply_quotas(self) -> None:
         """Tell the store, once it has started, what tenants may hold and pin."""

@@ -40,6 +40,7 @@ from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node
 from storage_kv.operate.operations import Operations
+from storage_kv.operate.reconfigure import Reconfiguration
 from storage_kv.session import Session
 from storage_kv.store_thread import StoreThread
 
@@ -92,9 +93,9 @@ class StorageServer:
         users = Users(config, BY_FULL_NAME)
         if store is None:
             store = DevicePool(config.pool) if config.pool.devices else MemoryPool(config.pool)
-        self.node = Node(config, users, store, wall_clock_ms, audit=audit)
-        self.operations = Operations(self.node, load)
-        self.operations.reconfiguration.follow("connections_max", self._follow_connections_max)
+        self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit)
+        self.operations = Operations(self.node)
+        self.node.reconfiguration.follow("connections_max", self._follow_connections_max)
         self.workers = ThreadPoolExecutor(config.verify_threads, thread_name_prefix="verify")
         self.addresses: list[tuple[str, int]] = []
         self._io_threads: list[IoThread] = []

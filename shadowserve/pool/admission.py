@@ -27,7 +27,6 @@ class Admission:
     """
 
     def __init__(self, policy: AdmissionPolicy, index: Index) -> None:
-        """Make one; what is evicted from ``index`` is remembered there."""
         self.policy: AdmissionPolicy = policy
         self._index = index
         self.held_back = 0

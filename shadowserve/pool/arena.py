@@ -113,7 +113,6 @@ class Buffer:
     __slots__ = ("address", "arena", "blocks", "detached", "first", "hits", "size", "users")
 
     def __init__(self, arena: Arena, first: int, blocks: int) -> None:
-        """Make one of blocks that were allocated, with one user."""
         self.arena = arena
         self.first = first
         self.blocks = blocks

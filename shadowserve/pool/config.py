@@ -45,7 +45,8 @@ class PoolConfig(BaseModel):
     devices: list[DeviceConfig] = []
     """SSDs and files of the pool: paths, or mappings as docs/pool.md has them."""
     objects_max: int | None = Field(None, ge=1, lt=1 << 32)
-    """Most objects of the pool; none for what its devices and its memory can hold."""
+    """Most objects of the pool; none for what its devices and its memory can hold as they are at the start. Of memory
+    alone, it is what a larger memory_budget_bytes has room for later."""
     eviction: Literal["lru", "s3fifo"] = "lru"
     """Which objects of the pool go first: the least recently used, or those that S3-FIFO has in its small queue."""
     admission: Literal["all", "second_hit"] = "all"

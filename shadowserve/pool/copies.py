@@ -36,7 +36,6 @@ class Copies:
     """
 
     def __init__(self, arenas: Arenas) -> None:
-        """Make it empty."""
         self._arenas = arenas
         self._kept: dict[int, Buffer] = {}
         self._main: OrderedDict[int, Buffer] = OrderedDict()

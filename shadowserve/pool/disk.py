@@ -85,7 +85,7 @@ class Disk:
         wake: Callable[[], None],
         on_gone: Callable[[], None],
     ) -> None:
-        """Make one of a volume that was opened.
+        """Take a volume that was opened into use.
 
         Args:
             number: the index's.
@@ -298,7 +298,7 @@ class Disk:
     # ---- The log
 
     def write(self, address: int, fields: IndexEntry, name: bytes | None) -> Ticket:
-        """Write a sealed object and its record; see :meth:`Volume.write`."""
+        """Write a sealed object and its record."""
         if self._unlogged:
             raise BusyError(f"the log of device {self.name} is full", Ticket())
         return self.volume.write(address, fields.extent, fields.pack(), name=name)
@@ -331,7 +331,7 @@ class Disk:
             self._wake()
 
     def barrier(self) -> Ticket | None:
-        """See :meth:`Volume.barrier`; a device that is gone has nothing to wait for."""
+        """Return a ticket for what is in the log; None where it is durable, or the device is gone."""
         return None if self.gone is not None else self.volume.barrier()
 
     @property

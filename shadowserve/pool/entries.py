@@ -19,7 +19,6 @@ class Entry:
     __slots__ = ("device", "extent", "fields", "generation", "key", "length", "slot", "tenant")
 
     def __init__(self, slot: int, fields: IndexEntry) -> None:
-        """Keep what the index said."""
         self.slot = slot
         self.fields = fields
         self.key = fields.key

@@ -38,7 +38,6 @@ class Homes:
     """
 
     def __init__(self, core: Core, space: Space, meters: Sequence[BandwidthMeter], *, memory_homes: bool) -> None:
-        """Make one; ``meters`` are memory's and the devices'."""
         self._core = core
         self._space = space
         self._memory_homes = memory_homes

@@ -37,7 +37,11 @@ class MemoryPool(Pool):
         core.uses.append(item.slot)
         return item
 
-    def peek(self, address: Address) -> HeapItem | None:
+    def peek(self, address: Address) -> Item | None:
+        return self._item_of(address)
+
+    def _item_of(self, address: Address) -> HeapItem | None:
+        """Return the item of a key, unless it has expired, which removes it."""
         names = self._core.tenants.get(address[0])
         item = None if names is None else names.get(address[1])
         return None if item is None or (item.expires_at_ms is not None and self._is_expired(item)) else item
@@ -50,7 +54,7 @@ class MemoryPool(Pool):
         return True
 
     def _entry_of(self, address: Address) -> Entry | None:
-        item = self.peek(address)
+        item = self._item_of(address)
         return None if item is None else self._core.entry(item.slot)
 
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:

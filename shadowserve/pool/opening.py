@@ -158,7 +158,7 @@ def open_parts(
     recover = partial(_recover, found, waker.wake, sessions.begin, clock_ms, entropy)
     try:
         objects_max = _prepare(found, config, clock_ms, entropy)
-        in_memory = memory_bytes // (BLOCK_BYTES if found else ENTRY_OVERHEAD_BYTES)
+        in_memory = memory_bytes // BLOCK_BYTES if found else config.objects_max or memory_bytes // ENTRY_OVERHEAD_BYTES
         objects_max = min(objects_max + max(in_memory, _OBJECTS_MIN), _INDEX_OBJECTS_MAX)
         policy = IndexPolicy.S3FIFO if config.eviction == "s3fifo" else IndexPolicy.LRU
         index = Index(objects_max, policy, seed)

@@ -17,7 +17,6 @@ class Ordered(Generic[T]):
     __slots__ = ("_count", "_firsts", "_numbers", "_things")
 
     def __init__(self) -> None:
-        """Make it empty."""
         self._firsts: list[int] = []  # the least number of each part
         self._numbers: list[list[int]] = []
         self._things: list[list[T]] = []

@@ -7,7 +7,6 @@ What the configuration says about a device's bandwidth stands, and is not measur
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 __all__ = ["BandwidthMeter", "Organizer"]
@@ -34,7 +33,6 @@ class BandwidthMeter:
     __slots__ = ("_busy_ns", "_busy_until_ns", "_bytes", "bytes_per_s", "fixed", "samples")
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
-        """Make one; with ``bytes_per_s`` it is what the configuration says."""
         self.fixed = bytes_per_s is not None
         self.bytes_per_s = bytes_per_s or 0.0
         self.samples = 0
@@ -65,39 +63,29 @@ class BandwidthMeter:
         self.samples += 1
 
 
-@dataclass(slots=True)
-class Shares:
-    """What the organizer last decided: the bandwidths that it was by, and each device's share."""
-
-    bandwidths: list[float]
-    shares: list[float]
-
-
 class Organizer:
-    """Turns the bandwidths of several devices into shares."""
+    """Turns the bandwidths of several devices into shares.
+
+    Attributes:
+        shares: each device's share, together one; the same for all while nothing is known.
+    """
 
     def __init__(self, meters: Sequence[BandwidthMeter]) -> None:
-        """Make one of the devices' meters."""
         self.meters = list(meters)
-        self._current = self._decide()
-
-    @property
-    def shares(self) -> list[float]:
-        """Each device's share, together one; the same for all while nothing is known."""
-        return list(self._current.shares)
+        self._decide()
 
     def update(self) -> bool:
         """Decide anew if a bandwidth has changed enough; return whether it had."""
-        for meter, old in zip(self.meters, self._current.bandwidths, strict=True):
+        for meter, old in zip(self.meters, self._bandwidths, strict=True):
             if abs(meter.bytes_per_s - old) > _CHANGE_MIN * old:
-                self._current = self._decide()
+                self._decide()
                 return True
         return False
 
-    def _decide(self) -> Shares:
-        bandwidths = [meter.bytes_per_s for meter in self.meters]
-        known = [value for value in bandwidths if value > 0]
+    def _decide(self) -> None:
+        self._bandwidths = [meter.bytes_per_s for meter in self.meters]
+        known = [value for value in self._bandwidths if value > 0]
         # A device that could not be measured counts as the slowest of the others: it is used, and so gets measured.
-        assumed = [value or (min(known) if known else 1.0) for value in bandwidths]
+        assumed = [value or (min(known) if known else 1.0) for value in self._bandwidths]
         total = sum(assumed)
-        return Shares(bandwidths, [value / total for value in assumed] if total else [])
+        self.shares = [value / total for value in assumed] if total else []

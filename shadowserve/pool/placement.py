@@ -27,7 +27,7 @@ class Interleaver:
     """
 
     def __init__(self, shares: Sequence[float]) -> None:
-        """Make one for devices with these shares, which need not add up to one."""
+        """``shares`` of the devices need not add up to one."""
         self.placed_bytes = [0] * len(shares)
         self._owed = [0.0] * len(shares)
         self._chains: OrderedDict[Hashable, list[float]] = OrderedDict()

@@ -46,7 +46,6 @@ class Tester:
     """Tests what is in quarantine. With the pool's lock held."""
 
     def __init__(self, core: Core) -> None:
-        """Make one that has tested nothing yet."""
         self._core = core
         self._pages: dict[int, Pages] = {}
         self._next_ms = [0] * len(core.disks)

@@ -82,7 +82,6 @@ class Reader:
     """
 
     def __init__(self, core: Core, space: Space) -> None:
-        """Make one without reads."""
         self._core = core
         self._space = space
         self._whole: dict[int, _Read] = {}  # by slot, the newest

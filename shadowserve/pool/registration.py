@@ -31,7 +31,6 @@ class Registration:
     """Registers every arena with every device, in a thread of its own."""
 
     def __init__(self, arenas: Sequence[Arena], devices: Sequence[BlockDevice]) -> None:
-        """Begin."""
         self._arenas = arenas
         self._devices = list(devices)
         total = sum(arena.size for arena in arenas)

@@ -27,7 +27,7 @@ class Cursors:
     """A permutation of the numbers of 64 bits, by four rounds of Feistel's; 0, where a scan begins and ends, stays."""
 
     def __init__(self, key: bytes | None = None) -> None:
-        """Make one of a secret of 16 bytes; by default a random one."""
+        """``key`` is a secret of 16 bytes; by default a random one."""
         self._key = key or os.urandom(16)
 
     def shown(self, position: int) -> int:

@@ -62,7 +62,6 @@ class Scrubber:
     """
 
     def __init__(self, core: Core, bytes_per_s: int) -> None:
-        """Make one that has read nothing yet; 0 reads nothing ever."""
         self._core = core
         self._tester = Tester(core)
         self.bytes_per_s = bytes_per_s

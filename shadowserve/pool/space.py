@@ -63,7 +63,7 @@ class Space:
     """
 
     def __init__(self, core: Core, *, budget_bytes: int | None, objects_max: int, memory_homes: bool) -> None:
-        """Make one for a pool without quotas.
+        """Begin without quotas.
 
         Args:
             core: the pool's state.
@@ -119,13 +119,14 @@ class Space:
         core, capacity, quota = self._core, self.capacity_bytes, self.quotas.get(tenant)
         self._check_fits(size, capacity, core.held_bytes)
         if quota is not None and quota.bytes_max is not None:
-            self._check_fits(size, quota.bytes_max, core.held_bytes)
+            self._check_fits(size, quota.bytes_max, core.held_bytes_of(tenant))
         if old is not None:
             core.index.touch(old.slot, core.now_s())  # it goes anyway: others must not go for it
         while quota is not None:
             totals = core.index.totals(tenant=tenant)
             freed_bytes, freed_keys = self._freed(old)
-            if not quota.is_exceeded(totals.bytes - freed_bytes + size, totals.objects - freed_keys + 1):
+            used = totals.bytes + core.held_bytes_of(tenant) - freed_bytes + size
+            if not quota.is_exceeded(used, totals.objects - freed_keys + 1):
                 break
             if not self.evict(cause="quota", tenant=tenant):
                 return self._refuse("the tenant's quota is used up by pinned objects")

@@ -9,7 +9,6 @@ __all__ = [
     "DEFAULT_TENANT",
     "ENTRIES_PER_HOLD",
     "KEY_BYTES_MAX",
-    "PARENT_BYTES",
     "TENANTS_MAX",
     "Address",
     "Item",
@@ -33,9 +32,6 @@ done to one is its eviction, which takes the pool up to 30 us."""
 
 KEY_BYTES_MAX: Final = (64 << 10) - 64
 """Of a key: an object on a device has room for a name of 64 KiB, of which 64 bytes are left to the pool."""
-
-PARENT_BYTES: Final = 32
-"""Of the name of a chunk, which its key spells in hexadecimal digits behind ``kv:``."""
 
 
 class PinShareError(ShadowServeError):
@@ -88,7 +84,7 @@ class Lease:
     __slots__ = ("_arguments", "_released", "view")
 
     def __init__(self, view: memoryview, released: Callable[..., None] | None = None, *arguments: Any) -> None:
-        """Make one; release() calls ``released`` with ``arguments``, with the pool's lock held."""
+        """release() calls ``released`` with ``arguments``, with the pool's lock held."""
         self.view = view
         self._released = released
         self._arguments = arguments

@@ -14,7 +14,7 @@ class Wake:
     """
 
     def __init__(self) -> None:
-        """Make one; close() gives the descriptor back."""
+        """close() gives the descriptor back."""
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._awake = False
 

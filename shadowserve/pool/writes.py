@@ -53,7 +53,6 @@ class Writer:
     """
 
     def __init__(self, core: Core) -> None:
-        """Make one without writes."""
         self._core = core
         self._writes = core.writes
         self._unsealed: deque[Write] = deque()

@@ -126,7 +126,6 @@ class Writes:
     """Those under way whose entries are what they were, by slot. With the pool's lock held."""
 
     def __init__(self) -> None:
-        """Make it empty."""
         self._of: dict[int, Write] = {}
         self._inherited: dict[int, list[Ticket]] = {}
 

@@ -124,7 +124,7 @@ def config_set(node: Node, session: Session, arguments: list[Argument]) -> Reply
             raise _refused(name, "duplicate parameter")
         values[key], names[key] = value, name
     try:
-        node.change_configuration(values)
+        node.reconfiguration.change(values)
     except ConfigurationError as error:
         at_fault = next((names[key] for key in values if key in str(error)), next(iter(names.values())))
         raise _refused(at_fault, str(error)) from error

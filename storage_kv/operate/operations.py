@@ -14,11 +14,9 @@ from prometheus_client import CollectorRegistry
 from shadowserve import systemd
 from shadowserve.errors import ConfigurationError
 from shadowserve.health import Endpoint, Watchdog
-from storage_kv.config import StorageConfig
 from storage_kv.node import Node
 from storage_kv.operate.health import Condition
 from storage_kv.operate.metrics import NodeCollector
-from storage_kv.operate.reconfigure import Reconfiguration
 
 __all__ = ["Operations"]
 
@@ -30,13 +28,11 @@ class Operations:
 
     Attributes:
         condition: what probes are told.
-        reconfiguration: how the configuration changes.
     """
 
-    def __init__(self, node: Node, load: Callable[[], StorageConfig] | None = None) -> None:
-        """Nothing listens yet. ``load`` reads the configuration again, as at the start."""
+    def __init__(self, node: Node) -> None:
+        """Nothing listens yet."""
         self.condition = Condition(node)
-        self.reconfiguration = Reconfiguration(node, load)
         self._node = node
         self._endpoint: Endpoint | None = None
         self._watchdog: Watchdog | None = None
@@ -111,7 +107,7 @@ class Operations:
         try:
             if not self.condition.recovered:
                 raise ConfigurationError("the store is recovering; send the signal again when the server is ready")
-            done = self.reconfiguration.reload()
+            done = self._node.reconfiguration.reload(self._node.lock)
         except ConfigurationError as error:
             _log.error("configuration_refused error=%r hint='nothing has changed'", str(error))
         else:

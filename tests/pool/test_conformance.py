@@ -7,7 +7,7 @@ import pytest
 from pool_support import configuration, file_pool, simulated_pool
 from simulated_device import SimulatedDevice
 from store_conformance import StoreConformance
-from store_driver import Clock
+from store_driver import Clock, Driver
 
 from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
 from shadowserve.pool.memory_pool import MemoryPool
@@ -44,6 +44,46 @@ class TestPoolOfMemory(StoreConformance):
         second.release()
         assert store.statistics().held_bytes == 0
         assert store.statistics().used_bytes == self.cost(b"a", 1000)
+
+    def test_what_a_tenant_holds_after_its_removal_counts_for_its_quota_and_for_nobody_elses(self) -> None:
+        size = self.cost(b"a", 1000)
+        store = self.drive(20 * size, Clock())
+        one, two = (store.call(store.store.tenant, name) for name in ("one", "two"))
+        for tenant in (one, two):
+            store.call(store.store.set_quota, tenant, 4 * size, None)
+        held = []
+        for _ in range(3):
+            store.put(b"a", b"x" * 1000, one)
+            held.append(store.open(b"a", tenant=one))
+            store.remove(b"a", one)
+        assert store.statistics(one).held_bytes == store.statistics(one).used_bytes == 3 * size
+        store.put(b"large", b"y" * (1000 + size), two)
+        store.remove(b"large", two)
+        for key in (b"a", b"b", b"c", b"d"):
+            store.put(key, b"y" * 1000, two)
+        assert store.keys(two) == {b"a", b"b", b"c", b"d"} and store.statistics(two).held_bytes == 0
+        store.put(b"a", b"z" * 1000, one)
+        store.put(b"b", b"z" * 1000, one)
+        assert store.keys(one) == {b"b"}
+        with pytest.raises(OutOfBudgetError, match=f"{3 * size} of them held by replies"):
+            store.put(b"b", b"z" * (1000 + size), one)
+        for reading in held:
+            assert reading is not None
+            reading.release()
+        assert store.statistics(one).used_bytes == size and store.statistics().held_bytes == 0
+        store.put(b"a", b"z" * 1000, one)
+        assert store.keys(one) == {b"a", b"b"}
+
+    def test_objects_max_makes_room_in_the_index_for_a_budget_that_grows(self) -> None:
+        store = self.drive_pool(MIB, objects_max=5_000)
+        store.call(store.store.follow, configuration(memory_budget_bytes=8 * MIB))
+        for number in range(5_000):
+            store.put(b"%d" % number, b"")
+        assert store.count() == 5_000 and store.statistics().evicted_keys == 0
+
+    @staticmethod
+    def drive_pool(memory_budget_bytes: int, **keys: int) -> Driver:
+        return Driver(MemoryPool(configuration(memory_budget_bytes=memory_budget_bytes, **keys), measure=False))
 
     def test_held_values_are_not_evicted_since_that_would_free_nothing(self) -> None:
         store = self.drive(2 * self.cost(b"a", 1000), Clock())

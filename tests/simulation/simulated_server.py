@@ -24,6 +24,7 @@ from storage_kv.clients.event_loop import READ, WRITE
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node
+from storage_kv.operate.reconfigure import Reconfiguration
 from storage_kv.session import Session
 
 __all__ = ["SimulatedServer"]
@@ -157,7 +158,7 @@ class SimulatedServer:
         self.lock = SimulatedLock(world)
         self.workers: Executor = _Workers(world)
         users = Users(config, BY_FULL_NAME)
-        self.node = Node(config, users, store, world.wall_ms, lock=self.lock, run_id="0" * 40)  # type: ignore[arg-type]
+        self.node = Node(Reconfiguration(config), users, store, world.wall_ms, lock=self.lock, run_id="0" * 40)  # type: ignore[arg-type]
         self._loops = [SimulatedLoop(world, f"loop {number}") for number in range(world.random.randint(1, 2))]
         self._connections: dict[Session, tuple[Connection, SimulatedLoop]] = {}
         self._links: list[Link] = []

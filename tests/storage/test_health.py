@@ -20,6 +20,7 @@ from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
 from storage_kv.node import Node
 from storage_kv.operate.health import Condition
+from storage_kv.operate.reconfigure import Reconfiguration
 
 
 class DeviceEngine:
@@ -34,7 +35,9 @@ class DeviceEngine:
 
 
 def condition(store: Any) -> Condition:
-    found = Condition(Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), store, wall_clock_ms))
+    found = Condition(
+        Node(Reconfiguration(StorageConfig()), Users(StorageConfig(), BY_FULL_NAME), store, wall_clock_ms)
+    )
     found.recovered, found.listening = True, "127.0.0.1:1"
     return found
 

@@ -280,7 +280,7 @@ def _use_new_names(served: Lasting, numbers: range) -> None:
             assert client.call("CONFIG", "SET", "maxclients", number + 100) == b"OK"
         with served.client() as client:
             assert client.call("ACL", "DELUSER", user) == 1
-        served.server.operations.reconfiguration.reload()
+        served.server.node.reconfiguration.reload(served.server.node.lock)
     with node.lock:
         for number in numbers:
             node.attempts.wait_until(f"10.0.{number >> 8}.{number & 255}:1", float(number), accepted=False)

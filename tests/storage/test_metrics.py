@@ -25,6 +25,7 @@ from storage_kv.node import CommandError, Node
 from storage_kv.operate.command_statistics import SAMPLE_EVERY, CommandStatistics
 from storage_kv.operate.health import Condition
 from storage_kv.operate.metrics import NodeCollector
+from storage_kv.operate.reconfigure import Reconfiguration
 from storage_kv.session import Session
 
 NAMES = re.compile(r"shadowserve_storage_[a-z0-9_]+")
@@ -55,7 +56,7 @@ def shown() -> Statistics:
 
 
 def node_with(store: Any) -> Node:
-    return Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), store, wall_clock_ms)
+    return Node(Reconfiguration(StorageConfig()), Users(StorageConfig(), BY_FULL_NAME), store, wall_clock_ms)
 
 
 def exported(node: Node) -> dict[str, float]:

@@ -182,8 +182,9 @@ def test_a_file_that_cannot_be_used_changes_nothing(start: Callable[..., Child],
 
 
 def reconfigured(load: Callable[[], StorageConfig] | None = None) -> tuple[Node, Reconfiguration]:
-    node = Node(StorageConfig(), Users(StorageConfig(), BY_FULL_NAME), MemoryPool.open(StorageConfig()), wall_clock_ms)
-    return node, Reconfiguration(node, load)
+    config = StorageConfig()
+    changes = Reconfiguration(config, load)
+    return Node(changes, Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms), changes
 
 
 def test_where_one_part_cannot_follow_the_others_go_back() -> None:
@@ -201,9 +202,9 @@ def test_where_one_part_cannot_follow_the_others_go_back() -> None:
 
 
 def test_a_server_without_a_way_to_read_again_says_so() -> None:
-    _, changes = reconfigured()
+    node, changes = reconfigured()
     with pytest.raises(ConfigurationError, match="no configuration to read again"):
-        changes.reload()
+        changes.reload(node.lock)
 
 
 def test_every_key_that_can_change_is_one() -> None:

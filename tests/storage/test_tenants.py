@@ -17,6 +17,7 @@ from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME, execute
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.node import Node
+from storage_kv.operate.reconfigure import Reconfiguration
 from storage_kv.session import Session
 
 USERS = """user root on >r ~* &* +@all
@@ -140,7 +141,7 @@ def recorded(execution: Callable[[], object]) -> tuple[list[tuple[str, str]], ob
 def test_a_foreign_key_takes_the_path_of_an_absent_one(users: Path) -> None:
     """The same functions in the same order, and the same answer; ``shadowserve bench isolation`` compares the times."""
     config = StorageConfig(users_file=str(users))
-    node = Node(config, Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms)
+    node = Node(Reconfiguration(config), Users(config, BY_FULL_NAME), MemoryPool.open(config), wall_clock_ms)
     sessions = {}
     for number, name in enumerate((b"ann", b"bob")):
         sessions[name] = Session(number, address="127.0.0.1:1", local_address="", file_descriptor=0)

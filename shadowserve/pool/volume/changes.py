@@ -17,7 +17,7 @@ class BusyError(errors.BusyError):
     """Too many writes are under way; trying again makes sense once ``again`` is settled."""
 
     def __init__(self, message: str, again: "Ticket") -> None:
-        """Make one; ``again`` is settled without an error as soon as there may be room."""
+        """``again`` is settled without an error as soon as there may be room."""
         super().__init__(message)
         self.again = again
 
@@ -28,7 +28,6 @@ class Ticket:
     __slots__ = ("_done", "_error", "_lock", "_settled")
 
     def __init__(self) -> None:
-        """Make one that is not settled."""
         self._lock = threading.Lock()
         self._settled = False
         self._error: Exception | None = None

@@ -109,11 +109,6 @@ class Log:
         """Whether everything that was appended is durable."""
         return self._durable_records == self.records
 
-    @property
-    def next_appended(self) -> int:
-        """The block that the next record to be appended comes into, or one before it."""
-        return self.sequence
-
     def append(self, records: bytes) -> None:
         """Add records to the next group. The caller has seen that there is room for them."""
         self._pending += records
