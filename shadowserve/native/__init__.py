@@ -62,7 +62,7 @@ from shadowserve.native._library import (
     library_path,
     result_text,
 )
-from shadowserve.native._memory import Destination, Export, Guard, Region
+from shadowserve.native._memory import Destination, Export, Guard, Region, StridedCopy
 from shadowserve.native._pipeline import (
     BACKENDS,
     KEY_SIZE_MAX,
@@ -117,6 +117,7 @@ __all__ = [
     "Round",
     "Stage",
     "StageStatistics",
+    "StridedCopy",
     "Tls",
     "TlsSession",
     "TlsWant",
