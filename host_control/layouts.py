@@ -18,8 +18,8 @@ vLLM's layouts:
 """
 
 import abc
-import sys
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -30,12 +30,10 @@ from shadowserve.chunk import DType
 __all__ = ["LayoutKind", "MoverKind", "PagedLayout", "element_type"]
 
 LayoutKind = Literal["kv_cells", "cpu_pages", "cpu_tiles", "latent"]
-MoverKind = Literal["numpy", "torch", "triton"]
+MoverKind = Literal["native", "torch", "triton"]
 _MOVED_AS_BYTES: Final = {torch.float8_e4m3fn, torch.float8_e5m2}
-_WORD_BYTES: Final = 8
 _TILE: Final = 16
 _PAIR: Final = 2
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def element_type(dtype: Any) -> DType | None:
@@ -52,7 +50,7 @@ class PagedLayout:
     Args:
         caches: one tensor for each layer, in layer order, logical [block, head, token, content].
         kind: physical layout.
-        mover: what copies; by default ``numpy`` on CPUs, on devices ``triton`` where it is installed, else ``torch``.
+        mover: what copies; by default ``native`` on CPUs, on devices ``triton`` where it is installed, else ``torch``.
         reshaping_bytes: of the device's memory that copies may take to reorder chunks in; one chunk is always taken.
             Kernels need it for nothing but chunks on their way to memory of the host.
 
@@ -133,43 +131,50 @@ class PagedLayout:
         return tensor.view(self.dtype).view(shape)
 
 
-class _NumpyMover:
-    """Copies on a CPU, in the calling thread.
+class _NativeMover:
+    """Copies on a CPU, in the calling thread, all blocks in one call of the C core.
 
     torch would spread each copy over the threads that it also computes with: two threads of ours and the engine's on
-    the same cores, waiting for each other at barriers. One numpy copy is as fast, and leaves the interpreter free.
-
-    Where tokens lie side by side in a page, each block has to be transposed, an element at a time. So neighbouring
-    tokens are first joined to words, in the cache and with vector instructions: then there are four times fewer
-    elements to transpose, which more than halves the time, on the engine's core. Neighbouring dimensions are words
-    already.
+    the same cores, waiting for each other at barriers.
     """
 
     def __init__(self, views: Sequence[Any]) -> None:
-        self._views = [_as_numpy(view) for view in views]
-        self._words = [_words(view) for view in self._views]
+        from shadowserve import native  # an engine loads the C core only where it has to
+
+        self._views = views  # hold the memory
+        self._blocks = int(views[0].shape[0])
+        self._block_bytes = views[0][0].nbytes
+        orders: dict[tuple[Any, Any], list[int]] = {}
+        for part, view in enumerate(views):
+            orders.setdefault((view.shape[1:], view.stride()), []).append(part)
+        self._plans = []
+        for (sizes, elements), parts in orders.items():
+            item = views[0].itemsize
+            page_bytes, *strides = (each * item for each in elements)
+            packed = [math.prod(sizes[axis + 1 :]) * item for axis in range(len(sizes))]
+            scatter = native.StridedCopy(sizes, strides, packed, item)
+            gather = native.StridedCopy(sizes, packed, strides, item)
+            pages = np.array([views[part].data_ptr() for part in parts], np.uint64)
+            self._plans.append((np.array(parts, np.uint64), pages, np.uint64(page_bytes), scatter, gather))
 
     def scatter(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
-        each = chunks.shape[2]
-        for index, chunk in enumerate(_as_numpy(chunks)):
-            skip = min(max(skip_blocks - index * each, 0), each)
-            numbers = blocks[index * each + skip : (index + 1) * each]
-            for part, (words, tokens) in zip(chunk[:, skip:], self._words, strict=True):
-                for block, number in zip(part, numbers, strict=True):
-                    words[number] = _joined(block, tokens).view(words.dtype).reshape(words.shape[1:])
+        for pages, held, scatter, _ in self._addresses(chunks, blocks, skip_blocks):
+            scatter(pages, held)
 
     def gather(self, chunks: Any, blocks: list[int]) -> None:
-        (chunk,) = _as_numpy(chunks)
-        for part, view, (words, tokens) in zip(chunk, self._views, self._words, strict=True):
-            for block, number in zip(part, blocks, strict=True):
-                if tokens == 1:
-                    block.view(words.dtype).reshape(words.shape[1:])[...] = words[number]
-                elif tokens == _PAIR:
-                    pairs = words[number].reshape(-1, *block.shape[1:])
-                    block[0::2] = pairs
-                    block[1::2] = pairs >> (8 * block.itemsize)
-                else:
-                    block[...] = view[number]
+        for pages, held, _, gather in self._addresses(chunks, blocks, 0):
+            gather(held, pages)
+
+    def _addresses(self, chunks: Any, blocks: list[int], skip: int) -> Iterator[tuple[Any, Any, Any, Any]]:
+        """Yield, for each order of dimensions, where blocks are in pages and in chunks, and what copies them."""
+        if not 0 <= min(blocks) <= max(blocks) < self._blocks:
+            raise IndexError(f"of blocks {blocks} some are not among the {self._blocks} that there are")
+        numbers = np.array(blocks[skip:], np.uint64)
+        chunk, place = np.divmod(np.arange(skip, len(blocks), dtype=np.uint64), np.uint64(chunks.shape[2]))
+        for parts, pages, page_bytes, scatter, gather in self._plans:
+            index = (chunk * np.uint64(len(self._views)) + parts[:, None]) * np.uint64(chunks.shape[2]) + place
+            held = np.uint64(chunks.data_ptr()) + index * np.uint64(self._block_bytes)
+            yield (pages[:, None] + numbers * page_bytes).reshape(-1), held.reshape(-1), scatter, gather
 
 
 class _DeviceMover(abc.ABC):
@@ -276,8 +281,8 @@ def _room(room: Any, chunks: Any, device: Any) -> tuple[Any, Any]:
 
 
 def _mover(kind: MoverKind | None, views: Sequence[Any], reshaping_bytes: int) -> Any:
-    if kind == "numpy" or (kind is None and views[0].device.type == "cpu"):
-        return _NumpyMover(views)
+    if kind == "native" or (kind is None and views[0].device.type == "cpu"):
+        return _NativeMover(views)
     if kind != "torch":
         try:
             return _TritonMover(views, reshaping_bytes)
@@ -285,34 +290,6 @@ def _mover(kind: MoverKind | None, views: Sequence[Any], reshaping_bytes: int) -
             if kind == "triton":
                 raise
     return _TorchMover(views, reshaping_bytes)
-
-
-def _words(view: Any) -> tuple[Any, int]:
-    """Return a view of pages by words of neighbouring elements, and how many tokens join in one: perhaps one."""
-    axis, count = (2, _PAIR) if view.ndim == 6 else (1, _WORD_BYTES // view.itemsize)
-    if view.ndim == 6 and view.strides[5] == view.itemsize:
-        return view.view(f"u{_PAIR * view.itemsize}"), 1
-    if sys.byteorder != "little" or view.strides[axis] != view.itemsize or view.shape[axis] % count:
-        return view, 1
-    wide = np.moveaxis(view, axis, -1).view(f"u{count * view.itemsize}")
-    return np.moveaxis(wide, -1, axis), count
-
-
-def _joined(block: Any, tokens: int) -> Any:
-    """Return [token, head, dimension] with so many neighbouring tokens joined to words, the first one lowest."""
-    while tokens > 1:
-        bits = 8 * block.itemsize
-        block = block.view(f"u{block.itemsize}")
-        joined = block[1::2].astype(f"u{2 * block.itemsize}")
-        joined <<= bits
-        joined |= block[0::2]
-        block = joined
-        tokens //= 2
-    return block
-
-
-def _as_numpy(tensor: Any) -> Any:
-    return tensor.view(_INTEGERS[tensor.dtype.itemsize]).numpy()
 
 
 def _moved_as(cache: Any) -> Any:

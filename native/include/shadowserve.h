@@ -563,6 +563,18 @@ SS_API int ss_guard_lost(const struct ss_guard *guard);
 /* ss_guard_close() ends it; nobody may be touching the memory. NULL is allowed. */
 SS_API void ss_guard_close(struct ss_guard *guard);
 
+/* ---- Memory in another order ----------------------------------------------------------------------------------- */
+
+/*
+ * ss_copy_strided() copies 'count' blocks of one shape, each from where 'from' says to where 'to' says. A block has up
+ * to six dimensions of 'sizes' elements, of 1, 2, 4 or 8 bytes; strides are bytes from one element to the next of a
+ * dimension. No two elements of a target may overlap, nor targets with sources. SS_BAD_ARGUMENT for other dimensions or
+ * elements. Thread-safe.
+ */
+SS_API enum ss_result ss_copy_strided(void *const *to, const void *const *from, uint64_t count, uint32_t dimensions,
+                                      const uint64_t *sizes, const int64_t *to_strides, const int64_t *from_strides,
+                                      uint32_t element_bytes);
+
 /* ---- Memory for other machines' pipelines --------------------------------------------------------------------- */
 
 struct ss_export;

@@ -1,7 +1,11 @@
 """Memory beyond the pipeline's own buffers: destinations, guards of what others may shrink, exports for elsewhere."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shadowserve.errors import NativeError
 from shadowserve.native._library import Closing, MemoryKind, Result, check, ffi, lib
@@ -9,7 +13,7 @@ from shadowserve.native._library import Closing, MemoryKind, Result, check, ffi,
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["Destination", "Export", "Guard", "Region"]
+__all__ = ["Destination", "Export", "Guard", "Region", "StridedCopy"]
 
 
 class _Pipeline(Protocol):
@@ -174,6 +178,34 @@ class Guard:
         if guard != ffi.NULL:
             self._lost = bool(lib.ss_guard_lost(guard))
             lib.ss_guard_close(guard)
+
+
+class StridedCopy:
+    """Copies blocks of one shape, with the dimensions of source and target in different orders.
+
+    Args:
+        sizes: of the dimensions, at most six.
+        to_strides: bytes from one element of a dimension to the next, in targets.
+        from_strides: the same in sources.
+        element_bytes: 1, 2, 4 or 8.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], to_strides: Sequence[int], from_strides: Sequence[int], element_bytes: int
+    ) -> None:
+        self._shape = (
+            len(sizes),
+            ffi.new("uint64_t[]", list(sizes)),
+            ffi.new("int64_t[]", list(to_strides)),
+            ffi.new("int64_t[]", list(from_strides)),
+            element_bytes,
+        )
+
+    def __call__(self, to: NDArray[np.uint64], source: NDArray[np.uint64]) -> None:
+        """Copy as many blocks as there are addresses; whoever calls knows that there is memory."""
+        assert to.shape == source.shape and to.flags.c_contiguous and source.flags.c_contiguous
+        targets, sources = ffi.from_buffer("void *[]", to), ffi.from_buffer("void *[]", source)
+        check(lib.ss_copy_strided(targets, sources, to.size, *self._shape), f"copying {to.size} blocks")
 
 
 class Export(Closing):

@@ -69,7 +69,7 @@ CASES = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
 @pytest.mark.parametrize(("kind", "order"), CASES)
 @pytest.mark.parametrize("skip", [0, 1, 3])
-@pytest.mark.parametrize("mover", ["numpy", "torch"])
+@pytest.mark.parametrize("mover", ["native", "torch"])
 def test_scatter_puts_every_element_where_the_engine_reads_it(
     kind: LayoutKind, order: str, dtype: Any, skip: int, mover: Any
 ) -> None:
@@ -90,7 +90,7 @@ def test_scatter_puts_every_element_where_the_engine_reads_it(
 
 @pytest.mark.parametrize(("kind", "order"), CASES)
 @pytest.mark.parametrize("skip", [0, 1, 3, 6])
-@pytest.mark.parametrize(("mover", "reshaping_chunks"), [("numpy", 0), ("torch", 0), ("torch", 3), ("torch", 9)])
+@pytest.mark.parametrize(("mover", "reshaping_chunks"), [("native", 0), ("torch", 0), ("torch", 3), ("torch", 9)])
 def test_a_round_of_chunks_is_scattered_as_one_chunk_after_the_other(
     kind: LayoutKind, order: str, skip: int, mover: Any, reshaping_chunks: int
 ) -> None:
@@ -110,7 +110,7 @@ def test_a_round_of_chunks_is_scattered_as_one_chunk_after_the_other(
 
 
 @pytest.mark.parametrize(("kind", "order"), CASES)
-@pytest.mark.parametrize("mover", ["numpy", "torch"])
+@pytest.mark.parametrize("mover", ["native", "torch"])
 def test_gather_is_the_inverse(kind: LayoutKind, order: str, mover: Any) -> None:
     caches = caches_of(kind, order, torch.float32)
     for cache in caches:
@@ -148,7 +148,7 @@ def tiled_addresses() -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize("skip", [0, 1, 3])
-@pytest.mark.parametrize("mover", ["numpy", "torch"])
+@pytest.mark.parametrize("mover", ["native", "torch"])
 def test_tiles_are_scattered_to_where_amx_reads_them_and_gathered_back(dtype: Any, skip: int, mover: Any) -> None:
     caches = [torch.zeros(BLOCKS, HEADS, TILED_BLOCK, 2 * TILED_SIZE, dtype=dtype) for _ in range(LAYERS)]
     layout = PagedLayout(caches, "cpu_tiles", mover)
@@ -196,6 +196,16 @@ def test_fp8_moves_as_bytes() -> None:
 def test_caches_that_do_not_fit_are_refused(caches: list[Any], kind: LayoutKind, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PagedLayout(caches, kind)
+
+
+@pytest.mark.parametrize("number", [-1, BLOCKS])
+def test_a_block_that_is_not_there_is_refused(number: int) -> None:
+    layout = PagedLayout(cells("LBHNC", torch.float32), "cpu_pages")
+    chunk = torch.zeros(layout.chunk_bytes(2 * BLOCK), dtype=torch.uint8)
+    with pytest.raises(IndexError):
+        layout.scatter(chunk, [3, number])
+    with pytest.raises(IndexError):
+        layout.gather(chunk, [number, 3])
 
 
 @pytest.mark.parametrize("kind", ["cpu_pages", "cpu_tiles"])

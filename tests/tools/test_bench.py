@@ -70,6 +70,14 @@ def may_cap() -> bool:
         return not disks.why_not
 
 
+def may_link() -> bool:
+    try:
+        with linked():
+            return True
+    except ShadowServeError:
+        return False
+
+
 RATIOS = {
     "fetch": {
         "cpu_over_best_raw_peer",
@@ -147,7 +155,12 @@ RATIOS = {
         "tpot_gain_over_in_engine",
         "ttft_gain_over_in_engine",
     },
-    "serving": {"ttft_over_recompute", "ttft_over_recompute_arriving", "fill_over_off", "fetch_over_link_4"},
+    "serving": {
+        "ttft_over_recompute",
+        "ttft_over_recompute_arriving",
+        "fill_over_off",
+        *(["fetch_over_link_4"] if may_link() else []),
+    },
     "ablation": {"no_af_tpot", "no_cp_ttft", "no_mm_ttft"},
     "gpu": {
         "scatter_over_device_copy",
@@ -160,14 +173,6 @@ PEERS = {
     "link": ["LMCache, lm://", "LMCache server, fp8 (lossy), Redis tuned"],
     "serving": ["LMCache, CPU tier", "LMCache, Redis"],
 }
-
-
-def may_link() -> bool:
-    try:
-        with linked():
-            return True
-    except ShadowServeError:
-        return False
 
 
 LACKING = {

@@ -1,0 +1,70 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* test_strided.c - blocks copied between random orders of their dimensions, against one element at a time */
+#include <string.h>
+
+#include "check.h"
+#include "shadowserve.h"
+
+enum { DIMENSIONS = 6, CASES = 3000, BLOCKS = 2 };
+
+/* order() lays dimensions out in a random order, packed, and returns the bytes of one block. */
+static uint64_t order(uint32_t count, const uint64_t *sizes, uint32_t element, int64_t *strides) {
+    uint32_t left[DIMENSIONS];
+    uint64_t bytes = element;
+    for (uint32_t i = 0; i < count; i++) {
+        left[i] = i;
+    }
+    for (uint32_t i = count; i > 0; i--) {
+        const uint32_t chosen = (uint32_t)random_below(i);
+        strides[left[chosen]] = (int64_t)bytes;
+        bytes *= sizes[left[chosen]];
+        left[chosen] = left[i - 1];
+    }
+    return bytes;
+}
+
+static void compare(uint32_t count, const uint64_t *sizes, const int64_t *to_strides, const int64_t *from_strides,
+                    uint32_t element, uint64_t bytes, const uint8_t *to, const uint8_t *from) {
+    for (uint64_t index = 0; index < bytes / element; index++) {
+        uint64_t rest = index;
+        int64_t to_offset = 0, from_offset = 0;
+        for (uint32_t i = 0; i < count; i++) {
+            to_offset += (int64_t)(rest % sizes[i]) * to_strides[i];
+            from_offset += (int64_t)(rest % sizes[i]) * from_strides[i];
+            rest /= sizes[i];
+        }
+        CHECK(memcmp(to + to_offset, from + from_offset, element) == 0, "element %llu", (unsigned long long)index);
+    }
+}
+
+int main(void) {
+    struct guarded target = guarded_make(1 << 20), source = guarded_make(1 << 20);
+    for (uint32_t number = 0; number < CASES; number++) {
+        uint64_t sizes[DIMENSIONS];
+        int64_t to_strides[DIMENSIONS], from_strides[DIMENSIONS];
+        const uint32_t element = 1u << random_below(4);
+        const uint32_t count = (uint32_t)random_below(DIMENSIONS + 1);
+        for (uint32_t i = 0; i < count; i++) {
+            const size_t limits[] = {2, 4, 9, 19};
+            sizes[i] = 1 + random_below(limits[random_below(count > 3 ? 2 : 4)]);
+        }
+        const uint64_t bytes = order(count, sizes, element, to_strides);
+        order(count, sizes, element, from_strides);
+        uint8_t *to = guarded_place(&target, BLOCKS * bytes, number % 2);
+        uint8_t *from = guarded_place(&source, BLOCKS * bytes, number % 2);
+        random_fill(from, BLOCKS * bytes);
+        random_fill(to, BLOCKS * bytes);
+        void *const targets[BLOCKS] = {to + bytes, to};
+        const void *const sources[BLOCKS] = {from, from + bytes};
+        CHECK(ss_copy_strided(targets, sources, BLOCKS, count, sizes, to_strides, from_strides, element) == SS_OK,
+              "case %u", number);
+        for (uint32_t i = 0; i < BLOCKS; i++) {
+            compare(count, sizes, to_strides, from_strides, element, bytes, targets[i], sources[i]);
+        }
+    }
+    CHECK(ss_copy_strided(NULL, NULL, 0, DIMENSIONS + 1, NULL, NULL, NULL, 1) == SS_BAD_ARGUMENT, "dimensions");
+    CHECK(ss_copy_strided(NULL, NULL, 0, 0, NULL, NULL, NULL, 3) == SS_BAD_ARGUMENT, "elements");
+    guarded_free(&target);
+    guarded_free(&source);
+    return 0;
+}
