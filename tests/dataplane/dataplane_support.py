@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 from machine import NEVER_S, PATIENCE_MS, PATIENCE_S, free_port, frozen, wait_for
+from preloaded import Preloaded
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.server import Daemon
@@ -66,7 +67,7 @@ class Server:
             command = [sys.executable, "-m", "shadowserve_tools", "storage", "--port", str(self.port)]
             command += ["--password", self.password] if self.password else []
         with open(self.directory / "storage.log", "ab") as log:
-            self.process = subprocess.Popen([*command, *self.options], stdout=log, stderr=log)
+            self.process = Preloaded([*command, *self.options], stdout=log, stderr=log)
         wait_for(self._answers)
         return self
 
@@ -392,7 +393,7 @@ class DaemonProcess:
         flags = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         self.log = directory / "daemon.log"
         with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
+            self.process = Preloaded(
                 [*python, "-m", "shadowserve_tools", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
             )
         assert self.process.stdout is not None

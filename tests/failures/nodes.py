@@ -18,6 +18,7 @@ from typing import Any, Final
 from faults import Faults
 from images import StoredObject, objects
 from machine import PATIENCE_S, free_port
+from preloaded import Preloaded
 
 REPOSITORY: Final = Path(__file__).parents[2]
 MIB: Final = 1 << 20
@@ -107,7 +108,7 @@ class Storage:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
         environment = clean | (self.faults.environment if self.faults is not None else {})
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
+            self.process = Preloaded(
                 self.command(), stdout=subprocess.PIPE, stderr=log, text=True, cwd=REPOSITORY, env=environment
             )
 
@@ -228,7 +229,7 @@ class DataPlane:
     def start(self) -> "DataPlane":
         flags = [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(
+            self.process = Preloaded(
                 [sys.executable, "-m", "shadowserve_tools", "dpu", *flags],
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from machine import PATIENCE_S, wait_for
+from preloaded import Preloaded
 
 from shadowserve import native, record
 from shadowserve.chunk import TOKENS_MAX, ChunkLayout, DType, Quantizer
@@ -28,7 +29,7 @@ class Child:
 
     def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
-        self.process = subprocess.Popen(
+        self.process = Preloaded(
             [sys.executable, "-m", "shadowserve_tools", "storage", "--port", "0", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
