@@ -170,8 +170,8 @@ struct ss_elements {
  * ss_decode_many() does what ss_decompress_many() and then ss_dequantize() do, for each of 'count' streams, and stores
  * what became of it in its 'result'. The target of a stream is a scratch for its symbols, of no meaning afterwards. So
  * are elements of a stream that failed. Elements are written past the caches where the CPU can do that, so it is for
- * those that are not soon read again; with kvrans and AVX-512, lossless ones and binned ones of 16 bits are made as they
- * are decoded. What is written is the same. SS_BAD_ARGUMENT where sizes do not fit each other. Thread-safe.
+ * those that are not soon read again; with kvrans, lossless ones and, on x86-64, binned ones of 16 bits are made as
+ * they are decoded. What is written is the same. SS_BAD_ARGUMENT where sizes do not fit each other. Thread-safe.
  */
 SS_API void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const struct ss_elements *elements,
                            size_t count);

@@ -56,11 +56,13 @@ def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
     for data, elements in ((LLAMA, _made_up(layers, 1024)), (SMALL, small), (REAL, real)):
         for bins in (BINS, 0) if data == SMALL else (BINS, *OTHER_BINS, 0):
             treated = Treated(elements, bins, mebibytes << 20)
-            subjects = _subjects(treated, full=bins == BINS and data != SMALL)
+            full, isas = bins == BINS and data != SMALL, bins in (BINS, 0) and data != SMALL
+            subjects = _subjects(treated, full=full, isas=isas)
             everything[data, bins] = _measured(report, data, bins, treated, subjects, repeats)
     _sizes_by_repeats(report, real)
     _real_ratio(report, everything[REAL, BINS], everything[SMALL, BINS])
     _ratios(report, everything[LLAMA, BINS], everything[REAL, BINS])
+    _lossless_ratios(report, everything[LLAMA, 0])
     for data, bins in ((LLAMA, BINS), (REAL, BINS), (LLAMA, 0)):
         report.charts.append(_chart(data, bins, everything[data, bins]))
     report.finish(output)
@@ -109,26 +111,27 @@ def _real_kv() -> Patterns:
     return np.concatenate(chunks)
 
 
-def _subjects(treated: Treated, full: bool) -> list[_Subject]:
+def _subjects(treated: Treated, full: bool, isas: bool) -> list[_Subject]:
+    """Return codecs to measure: all, or ours; kvrans in every instruction set, or in the best."""
     subjects = []
     for codec in native.codec_implementations():
         name = codec.name.lower()
         if not full and name not in OURS:
             continue
         slices = Slices(treated, codec)
-        for isa in _isas(name, full):
+        for isa in _isas(name, isas):
             subjects.append(_subject(treated, name if name != "none" else "stored", slices, isa))
     if full:
         subjects += _peers(treated)
     return subjects
 
 
-def _isas(codec: str, full: bool) -> list[native.Isa | None]:
+def _isas(codec: str, every: bool) -> list[native.Isa | None]:
     """Return the variants to show, the best first: those of our own codec; the libraries choose for themselves."""
     if codec != "kvrans":
         return [None]
     available = [isa for isa in reversed(native.Isa) if native.isa_available(isa)]
-    return [*available] if full else [native.isa_active()]
+    return [*available] if every else [native.isa_active()]
 
 
 def _subject(treated: Treated, label: str, slices: Slices, isa: native.Isa | None) -> _Subject:
@@ -303,14 +306,14 @@ def _ratios(report: Report, llama: dict[str, _Subject], real: dict[str, _Subject
     """Add the ratios of 32 bins: speeds in Llama-8B's shape, bytes of real KV; those of what is there."""
 
     def pairs(one: str, other: str) -> list[float]:
-        return [a / b for a, b in zip(llama[one].speeds["to_bf16"], llama[other].speeds["to_bf16"], strict=True)]
+        return _pairs(llama, one, other)
 
-    best = next((name for name in llama if name.startswith("kvrans")), None)
+    best = _best(llama)
     if best:
         if "zstd" in llama:
             report.ratio("kvrans_over_zstd", pairs(best, "zstd"), "at least 3")
             if "kvrans avx2" in llama:
-                report.ratio("kvrans_avx2_over_zstd", pairs("kvrans avx2", "zstd"), "at least 1")
+                report.ratio("kvrans_avx2_over_zstd", pairs("kvrans avx2", "zstd"), "at least 1.5")
         report.ratio("kvrans_over_memcpy", pairs(best, "memcpy"), "at least 0.5")
         fewer = real[best].stream_bytes / real["deflate"].stream_bytes
         report.ratio("kvrans_bytes_over_deflate", [fewer], "at most 0.95, on real KV, scales not counted")
@@ -318,6 +321,30 @@ def _ratios(report: Report, llama: dict[str, _Subject], real: dict[str, _Subject
     report.ratio("deflate_over_zlib_numpy", pairs("deflate", "zlib + numpy"), "at least 4")
     report.ratio("deflate_encode_GB_per_s", llama["deflate"].speeds["encode"], "at least 0.3")
     report.ratio("dequantize_over_memcpy", pairs("dequantize", "memcpy"), "at least 0.9")
+
+
+def _best(subjects: dict[str, _Subject]) -> str | None:
+    """Return our codec in the best instruction set, if it is there."""
+    return next((name for name in subjects if name.startswith("kvrans")), None)
+
+
+def _pairs(subjects: dict[str, _Subject], one: str, other: str) -> list[float]:
+    """Return how many times as fast one is as the other, to bfloat16, turn by turn."""
+    speeds = (subjects[one].speeds["to_bf16"], subjects[other].speeds["to_bf16"])
+    return [a / b for a, b in zip(*speeds, strict=True)]
+
+
+def _lossless_ratios(report: Report, llama: dict[str, _Subject]) -> None:
+    """Add the ratios of exact values: speeds in Llama-8B's shape. Symbols are as many bytes as elements there."""
+    best = _best(llama)
+    if best is None:
+        return
+    report.ratio("lossless_over_memcpy", _pairs(llama, best, "memcpy"), "at least 0.8")
+    if "zstd" in llama:
+        report.ratio("lossless_over_zstd", _pairs(llama, best, "zstd"), "at least 4")
+        if "kvrans avx2" in llama:
+            report.ratio("lossless_avx2_over_zstd", _pairs(llama, "kvrans avx2", "zstd"), "at least 1.8")
+    report.ratio("lossless_encode_GB_per_s", llama[best].speeds["encode"], "at least 2")
 
 
 def _chart(data: str, bins: int, subjects: dict[str, _Subject]) -> Chart:

@@ -105,7 +105,10 @@ RATIOS = {
         "deflate_over_zlib_numpy",
         "deflate_encode_GB_per_s",
         "dequantize_over_memcpy",
-        *(["kvrans_avx2_over_zstd"] if native.isa_available(native.Isa.AVX2) else []),
+        "lossless_over_memcpy",
+        "lossless_over_zstd",
+        "lossless_encode_GB_per_s",
+        *(["kvrans_avx2_over_zstd", "lossless_avx2_over_zstd"] if native.isa_available(native.Isa.AVX2) else []),
     },
     "storage": {
         f"{verb}_{ratio}"

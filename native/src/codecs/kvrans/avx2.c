@@ -305,7 +305,8 @@ TARGET_INLINE void merge4(__m256i first, const uint8_t *const *lower, size_t at,
 }
 
 /* line_make() makes 32 elements, the first of them number 'at' of the block, in row 'row'. */
-TARGET_INLINE void line_make(const struct ss_kvrans_making *making, const uint8_t *line, uint32_t row, size_t at) {
+TARGET_INLINE void line_make(const struct ss_kvrans_making *making, const struct ss_kvrans_planes *planes,
+                             const uint8_t *line, uint32_t row, size_t at) {
     uint8_t *target = making->target + at * making->size;
     const __m256i first = load256(line);
 
@@ -314,23 +315,27 @@ TARGET_INLINE void line_make(const struct ss_kvrans_making *making, const uint8_
     else if (making->elements != NULL)
         binned2(making->elements->bytes[row], 4, first, target);
     else if (making->size == 2)
-        merge2(first, making->planes->lower[0] + at, target);
+        merge2(first, planes->lower[0] + at, target);
     else if (making->size == 4)
-        merge4(first, making->planes->lower, at, target);
+        merge4(first, planes->lower, at, target);
     else
         merge1(first, target);
 }
 
 TARGET static void rows_make(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
                              size_t at) {
+    const struct ss_kvrans_making here = *making; /* in registers, whatever is written */
+    struct ss_kvrans_planes planes = {.count = 1};
+
+    if (here.planes != NULL)
+        planes = *here.planes;
     for (const uint32_t end = row + count; row < end; row++) {
         const uint8_t *line = lines + (size_t)row * SS_KVRANS_TILE;
-        const size_t first = row * making->columns + at;
-        line_make(making, line, row, first);
-        line_make(making, line + 32, row, first + 32);
-        for (uint32_t plane = 0; making->elements == NULL && plane + 1 < making->size; plane++)
-            _mm_prefetch((const char *)((uintptr_t)making->planes->lower[plane] + first + 2 * SS_KVRANS_TILE - 1),
-                         _MM_HINT_T0); /* of the next tile */
+        const size_t first = row * here.columns + at;
+        line_make(&here, &planes, line, row, first);
+        line_make(&here, &planes, line + 32, row, first + 32);
+        for (uint32_t plane = 0; plane + 1 < planes.count; plane++) /* of the next tile */
+            _mm_prefetch((const char *)((uintptr_t)planes.lower[plane] + first + 2 * SS_KVRANS_TILE - 1), _MM_HINT_T0);
     }
 }
 

@@ -414,14 +414,16 @@ static enum ss_result planes_elements(const struct reader *reader, struct ss_kvr
 /* direct_fits() returns whether there are kernels for such elements, if their blocks are as the encoder makes them. */
 static int direct_fits(const struct ss_stream *stream, const struct ss_elements *elements) {
     const struct ss_kvrans_block likely = {.rows = SS_KVRANS_ROWS_MAX, .columns = (uint32_t)elements->vector_length};
+    const struct ss_kvrans_kernels *kernels = ss_kvrans_kernels_find(ss_isa_active());
     const size_t size = ss_dtype_size(elements->dtype);
 
-    if (ss_kvrans_kernels_find(ss_isa_active())->decode_elements == NULL || elements->vectors < SS_KVRANS_ROWS_MAX ||
-        !ss_kvrans_elements_fit(&likely, elements->target) || stream->source == NULL || stream->target == NULL)
+    if (elements->vectors < SS_KVRANS_ROWS_MAX || !ss_kvrans_elements_fit(&likely, elements->target) ||
+        stream->source == NULL || stream->target == NULL)
         return 0;
     if (elements->quantizer == SS_QUANTIZER_LOSSLESS)
-        return size != 0 && stream->target_size == elements->vectors * elements->vector_length * size;
-    return elements->quantizer == SS_QUANTIZER_BINNED &&
+        return kernels->decode_planes != NULL && size != 0 &&
+               stream->target_size == elements->vectors * elements->vector_length * size;
+    return kernels->decode_elements != NULL && elements->quantizer == SS_QUANTIZER_BINNED &&
            (elements->dtype == SS_DTYPE_FLOAT16 || elements->dtype == SS_DTYPE_BFLOAT16);
 }
 

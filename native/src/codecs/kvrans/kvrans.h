@@ -164,8 +164,7 @@ struct ss_kvrans_kernels {
 
     /*
      * decode_planes() is decode() and then ss_dequantize() of lossless elements, of which the block is the first plane.
-     * For blocks of ss_kvrans_elements_fit() only. NULL where there is no decode_elements(). The caller orders its
-     * stores.
+     * For blocks of ss_kvrans_elements_fit() only. NULL where it would gain nothing. The caller orders its stores.
      */
     enum ss_result (*decode_planes)(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                     uint8_t *target);

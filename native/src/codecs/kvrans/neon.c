@@ -169,6 +169,49 @@ static void tile_store(const uint8_t *tile, uint32_t rows, size_t stride, uint32
     }
 }
 
+/* ---- Decode: rows to elements -------------------------------------------------------------------------------- */
+
+/* place_of() leaves columns where they are: stores interleave bytes. */
+static uint32_t place_of(uint32_t column, uint32_t size) {
+    (void)size;
+    return column;
+}
+
+/* rotated() returns bytes shifted right by one, with the lowest bits of those before them, which come in from the left.
+ */
+INLINE uint8x16_t rotated(uint8x16_t bytes, uint8x16_t before) {
+    return vsliq_n_u8(vshrq_n_u8(bytes, 1), before, 7);
+}
+
+/* rows_make() makes lossless elements only: binned ones take longer to lay out than their look-ups would save. */
+static void rows_make(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
+                      size_t at) {
+    const struct ss_kvrans_planes planes = *making->planes; /* in registers, whatever is written */
+    const size_t columns = making->columns;
+    uint8_t *elements = making->target;
+
+    for (const uint32_t end = row + count; row < end; row++) {
+        for (uint32_t column = 0; column < SS_KVRANS_TILE; column += WIDTH) {
+            const uint8x16_t first = vld1q_u8(lines + (size_t)row * SS_KVRANS_TILE + column);
+            const size_t place = row * columns + at + column;
+            if (planes.count == 2) {
+                const uint8x16_t second = vld1q_u8(planes.lower[0] + place);
+                const uint8x16x2_t both = {{rotated(second, first), rotated(first, second)}};
+                vst2q_u8(elements + 2 * place, both);
+            } else if (planes.count == 4) {
+                const uint8x16_t second = vld1q_u8(planes.lower[0] + place);
+                const uint8x16_t third = vld1q_u8(planes.lower[1] + place);
+                const uint8x16_t fourth = vld1q_u8(planes.lower[2] + place);
+                const uint8x16x4_t all = {
+                    {rotated(fourth, third), rotated(third, second), rotated(second, first), rotated(first, fourth)}};
+                vst4q_u8(elements + 4 * place, all);
+            } else {
+                vst1q_u8(elements + place, rotated(first, first));
+            }
+        }
+    }
+}
+
 /* ---- Decode: a block ----------------------------------------------------------------------------------------- */
 
 /* Code of its own for each size of the tables that go by rank, in sixteens. */
@@ -192,14 +235,22 @@ static void column_decode_4(struct ss_kvrans_decoding *decoding, const struct ss
     column_decode(decoding, block, table, 4, target);
 }
 
+static const struct ss_kvrans_decode_steps steps = {
+    .prepare = NULL,
+    .column = {column_decode_1, column_decode_2, column_decode_3, column_decode_4},
+    .add_low_bits = add_low_bits,
+    .tile_store = tile_store,
+    .place = place_of,
+    .rows_make = rows_make,
+};
+
 static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t *target) {
-    static const struct ss_kvrans_decode_steps steps = {
-        .prepare = NULL,
-        .column = {column_decode_1, column_decode_2, column_decode_3, column_decode_4},
-        .add_low_bits = add_low_bits,
-        .tile_store = tile_store,
-    };
     return ss_kvrans_decode_by_steps(&steps, block, target);
+}
+
+static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
+                                    uint8_t *target) {
+    return ss_kvrans_planes_by_steps(&steps, block, planes, target);
 }
 
 /* ---- Encode: rows to columns --------------------------------------------------------------------------------- */
@@ -504,6 +555,7 @@ static uint8_t *encode(const struct ss_kvrans_plan *plan, uint8_t *end, uint8_t 
 const struct ss_kvrans_kernels ss_kvrans_kernels_neon = {
     .name = "own, neon",
     .decode = decode,
+    .decode_planes = decode_planes,
     .transpose = transpose,
     .present = present,
     .map = map,
