@@ -234,7 +234,7 @@ def test_the_doctor_that_is_installed_finds_all_that_was_installed(installed: Th
     states = {finding["what"]: finding["state"] for finding in report["findings"]}
     sound = {"C core", "configuration", "image", "card", "DOCA", "huge pages", "XLIO", "tls_cert", "unit"}
     assert {what: states[what] for what in sound} == dict.fromkeys(sound, "ok")
-    assert states["engines"] == "failed"  # a wheel from here has DOCA's emulator in it, and the doctor will not have it
+    assert states["accelerators"] == "failed"  # a wheel from here has DOCA's emulator in it, which will not do
 
 
 def test_fewer_cores_are_divided_otherwise(installed: Throwaway, wheels: Path) -> None:
