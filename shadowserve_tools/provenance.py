@@ -97,9 +97,20 @@ def _resolved(dotted: str) -> Path | None:
     if home is None or _package(dotted):
         return None
     for node in _tree(home).body:
-        if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
-            return _resolved(f"{node.module}.{name}")
+        if isinstance(node, ast.ImportFrom):
+            named = any((alias.asname or alias.name) == name for alias in node.names)
+            if named or (node.names[0].name == "*" and name in _exports(_file(node.module or ""))):
+                return _resolved(f"{node.module}.{name}")
     return home
+
+
+@functools.cache
+def _exports(file: Path | None) -> frozenset[str]:
+    """Return a module's ``__all__``."""
+    for node in _tree(file).body if file else ():
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return frozenset(ast.literal_eval(node.value))
+    return frozenset()
 
 
 @functools.cache

@@ -79,7 +79,7 @@ def test_every_command_explains_itself_without_extras(environment: dict[str, str
 
 
 def test_trace_works_without_extras(environment: dict[str, str], tmp_path: Path) -> None:
-    settings = [f"--set={key}=32MiB" for key in ("decompression_buffer_bytes", "store_buffer_bytes")]
+    settings = [f"--set={key}=40MiB" for key in ("decompression_buffer_bytes", "store_buffer_bytes")]
     done = command(environment, "trace", "-o", str(tmp_path / "fetch.json"), "--chunks", "1", *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "fetch.json").read_text())["traceEvents"]

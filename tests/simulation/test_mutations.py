@@ -10,9 +10,9 @@ from scenario import plan_of, simulate
 
 from shadowserve.pool import opening, reads
 from shadowserve.pool.core import Core
+from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
-from shadowserve.pool.pool import Pool
 from shadowserve.pool.space import Space
 from shadowserve.pool.volume import tail
 from shadowserve.pool.volume.log import Log
@@ -111,12 +111,12 @@ def test_a_data_plane_that_waits_for_ever_is_seen(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_expiry_that_is_forgotten_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    put = Pool.put
+    put = DevicePool.put
 
-    def forget(self: Pool, key: bytes, value: Any, **named: Any) -> Any:
+    def forget(self: DevicePool, key: bytes, value: Any, **named: Any) -> Any:
         return put(self, key, value, **{**named, "expires_at_ms": None})
 
-    monkeypatch.setattr(Pool, "put", forget)
+    monkeypatch.setattr(DevicePool, "put", forget)
     assert seen(lambda plan: plan.engine == "pool").startswith("stale")
 
 
