@@ -4,6 +4,7 @@
  * results for every codec, dtype and number of bins, odd shapes, shared and strange scales, unaligned targets, damaged
  * streams; nothing is touched outside the target. And ss_dequantize_streamed() against ss_dequantize().
  */
+#include "brief.h"
 #include "check.h"
 #include "codecs/decode.h"
 #include "codecs/kvrans/kvrans.h"
@@ -154,7 +155,7 @@ static struct shape binned(enum ss_dtype dtype, uint32_t bins, size_t vectors, s
 }
 
 static void check_bins(void) {
-    for (uint32_t bins = 4; bins <= 72; bins += 2) {
+    for (uint32_t bins = 4; bins <= 72; bins += test_is_brief() ? 14 : 2) {
         check(binned(SS_DTYPE_FLOAT16, bins, 256, 128), bins / 2 % 9);
         check(binned(SS_DTYPE_BFLOAT16, bins, 256, 192), bins / 2 % 9);
     }
@@ -178,7 +179,7 @@ static void check_shapes(void) {
             check(shape, 0);
         }
     }
-    for (size_t misaligned = 0; misaligned < 64; misaligned++) {
+    for (size_t misaligned = 0; misaligned < 64; misaligned += test_is_brief() ? 9 : 1) {
         struct shape shape = binned(dtypes[misaligned % 2], 32, 256, 64);
         shape.misaligned = misaligned;
         check(shape, 0);
@@ -263,21 +264,22 @@ static void check_many(enum ss_codec codec) {
     CHECK(streams[0].result == SS_NOT_SUPPORTED, "no such codec");
 }
 
-/* damage() cuts a good stream, flips its bits and appends to it; returns its length. */
+/* damage() cuts a good stream, flips its bits and appends to it; returns its length. Of 800, 'least_found' are seen. */
 static size_t damage(const struct shape *shape, size_t least_found) {
+    const size_t less = test_is_brief() ? 8 : 1;
     const size_t written = stream_make(shape, 0);
     static uint8_t whole[STREAM_MAX];
     size_t bad = 0;
 
     memcpy(whole, encoded, written);
-    for (size_t round = 0; round < 400; round++) {
-        size_t at = round < 100 ? round % written : random_below(written);
+    for (size_t round = 0; round < 400 / less; round++) {
+        size_t at = round < 100 / less ? round % written : random_below(written);
         encoded[at] ^= (uint8_t)(1u << random_below(8));
         bad += check_stream(shape, written) == SS_BAD_DATA;
         encoded[at] = whole[at];
         bad += check_stream(shape, at) == SS_BAD_DATA;
     }
-    CHECK(bad > least_found, "only %zu of 800 damaged streams were found out", bad);
+    CHECK(bad > least_found / less, "only %zu of %zu damaged streams were found out", bad, 800 / less);
     encoded[written] = 0;
     CHECK(check_stream(shape, written + 1) == SS_BAD_DATA, "a byte too many");
     return written;
@@ -322,7 +324,7 @@ static void check_direct(struct shape shape) {
 
 static void check_streamed(void) {
     enum { VECTORS = 3 };
-    for (size_t round = 0; round < 2000; round++) {
+    for (size_t round = 0; round < (test_is_brief() ? 200 : 2000); round++) {
         const enum ss_dtype dtype = dtypes[round % 4];
         const enum ss_quantizer quantizer = round / 4 % 2 == 0 ? SS_QUANTIZER_BINNED : SS_QUANTIZER_LOSSLESS;
         const size_t length = random_below(600), misaligned = round % 3 == 0 ? random_below(64) : 0;

@@ -66,7 +66,9 @@ _ARM: Final = {
     "SHADOWSERVE_ARM64_CPU": "cortex-a72",
 }
 BUILDS: Final = {
-    "plain": Options({"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_BENCH": "ON"}, _WITHOUT_FAULT_SWEEP, targets=_BENCHMARKS),
+    "plain": Options(
+        {"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_BENCH": "ON"}, _WITHOUT_FAULT_SWEEP, targets=_BENCHMARKS, brief=True
+    ),
     "sanitized": Options({"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_SANITIZE": "address,undefined"}),
     "threads": Options({"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_SANITIZE": "thread"}, _THREADED, brief=True),
     "libdeflate": _of_one_decoder("libdeflate"),

@@ -25,7 +25,7 @@ from shadowserve_tools.bench.peers.installed import LMCacheDaemon, installed, lm
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage
 
-__all__ = ["LOCAL", "OFF", "OURS", "REDIS", "Answers", "Place", "System", "ours", "peers"]
+__all__ = ["LOCAL", "OFF", "OURS", "REDIS", "Answers", "Place", "System", "check_cached", "ours", "peers"]
 
 OFF: Final = "no cache"
 OURS: Final = "ShadowServe, lossless"
@@ -108,15 +108,24 @@ class Answers:
             cached: tokens that were not to be computed.
 
         Raises:
-            ShadowServeError: the answer is another one, or KV was computed that should have been fetched, or the
-                other way round.
+            ShadowServeError: the answer is another one, or check_cached() finds something.
         """
         other, first = self._first.setdefault((document, question), (system, result["answer"]))
-        about = f"{system}, question {question} about document {document}"
         if result["answer"] != first:
+            about = f"{system}, question {question} about document {document}"
             raise ShadowServeError(f"{about}: the answer is {result['answer']}; of {other} it was {first}")
-        if result["cached"] != cached:
-            raise ShadowServeError(f"{about}: {result['cached']} tokens were not computed, instead of {cached}")
+        check_cached(system, document, result, cached)
+
+
+def check_cached(system: str, document: int, result: dict[str, Any], cached: int) -> None:
+    """Make sure of where a request's KV came from.
+
+    Raises:
+        ShadowServeError: it was computed and should have been fetched, or the other way round.
+    """
+    if result["cached"] != cached:
+        about = f"{system}, a question about document {document}"
+        raise ShadowServeError(f"{about}: {result['cached']} tokens were not computed, instead of {cached}")
 
 
 def ours(stack: ExitStack, place: Place) -> list[System]:
