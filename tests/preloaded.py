@@ -18,6 +18,8 @@ import sys
 import threading
 from typing import Any, Final
 
+from machine import PATIENCE_S
+
 __all__ = ["Preloaded"]
 
 REQUEST_BYTES_MAX: Final = 1 << 20
@@ -59,6 +61,7 @@ class Preloaded(subprocess.Popen[Any]):
 def _fork(program: str, request: bytes, files: list[int]) -> int:
     if program not in _forkers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(PATIENCE_S)  # importing the program is what it may wait for
         command = [sys.executable, __file__, program, str(theirs.fileno())]
         _forkers[program] = subprocess.Popen(command, pass_fds=[theirs.fileno()]), ours
         theirs.close()
