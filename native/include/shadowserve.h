@@ -322,8 +322,9 @@ struct ss_pipeline_options {
      * The paper's ablation (ShadowServe section 6.4); both are 1 but to measure what they are good for.
      * chunked_pipeline 0: one piece at a time, and one stage at a time: a piece is asked for when the one before it was
      *   delivered, decompressed when all of it was received, and so on; any failure ends the round.
-     * memory_management 0: no buffers are kept for fetch rounds. Each piece's are mapped, touched and locked when it is
-     *   asked for, and unmapped when it was delivered; the sizes above only limit a round.
+     * memory_management 0: no buffers are kept for fetch rounds. Each piece's are mapped, touched, locked and
+     * registered with the device when it is asked for, and unmapped when it was delivered; the sizes above only limit a
+     * round.
      */
     uint32_t chunked_pipeline;
     uint32_t memory_management;

@@ -233,12 +233,13 @@ static int backend_is_software(void) {
 }
 
 int mode_is_possible(int mode) {
-    return backend_is_software() || (mode & (MODE_FUSED | MODE_UNMANAGED)) == 0;
+    return backend_is_software() || (mode & MODE_FUSED) == 0;
 }
 
 int mode_is_tried(int mode) {
     const int one = backend_is_software() ? MODE_FUSED : MODE_NOT_CHUNKED;
-    return mode_is_possible(mode) && (!test_is_brief() || mode == 0 || mode == one || mode == MODE_COUNT - 1);
+    const int all = backend_is_software() ? MODE_COUNT - 1 : MODE_NOT_CHUNKED | MODE_UNMANAGED;
+    return mode_is_possible(mode) && (!test_is_brief() || mode == 0 || mode == one || mode == all);
 }
 
 enum ss_result pipeline_fetch(struct ss_pipeline *pipeline, struct ss_round *round, const int32_t *sockets,

@@ -133,7 +133,7 @@ enum mode { MODE_FUSED = 1, MODE_NOT_CHUNKED = 2, MODE_UNMANAGED = 4, MODE_COUNT
  */
 const char *test_backend(void);
 
-/* mode_is_possible() returns whether the backend can work so: an accelerator neither fuses nor does unmanaged. */
+/* mode_is_possible() returns whether the backend can work so: an accelerator does not fuse. */
 int mode_is_possible(int mode);
 
 /* mode_is_tried() returns whether it also does so now: briefly, nothing is switched, one thing, or all of them. */

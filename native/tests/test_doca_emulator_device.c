@@ -148,6 +148,7 @@ static void test_a_setting_that_is_none_aborts(void) {
                                                {"DEFLATE_GBPS", "0"},
                                                {"DMA_GBPS", "fast"},
                                                {"LATENCY_US", "1.5"},
+                                               {"REGISTER_US_PER_MIB", "-1"},
                                                {"FAULT", "dma"},
                                                {"HANG", "dma"},
                                                {"FAULT", "dma:0"},

@@ -116,13 +116,15 @@ static void test_a_slow_device_is_not_given_up(const char *device) {
 
 int main(void) {
     CHECK(setenv("SHADOWSERVE_TEST_BACKEND", "doca", 1) == 0);
-    emulate("DEVICES", "0000:03:00.0,0000:04:00.0,0000:05:00.0,0000:06:00.0,0000:07:00.0,0000:08:00.0,0000:09:00.0");
+    emulate("DEVICES", "0000:03:00.0,0000:04:00.0,0000:05:00.0,0000:06:00.0,0000:07:00.0,0000:08:00.0,0000:09:00.0,"
+                       "0000:0a:00.0");
     test_a_slow_device_is_not_given_up("0000:03:00.0");
     test_tasks_that_never_end("0000:04:00.0", "decompress:3", 0);
     test_tasks_that_never_end("0000:05:00.0", "decompress:1+", 0);
     test_tasks_that_never_end("0000:06:00.0", "dma:3", 0);
     test_tasks_that_never_end("0000:07:00.0", "dma:1+", 0);
     test_tasks_that_never_end("0000:08:00.0", "dma:5", MODE_NOT_CHUNKED);
+    test_tasks_that_never_end("0000:0a:00.0", "dma:5", MODE_UNMANAGED);
     test_a_store_that_never_ends("0000:09:00.0");
     return 0;
 }

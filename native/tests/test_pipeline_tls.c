@@ -11,6 +11,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include "brief.h"
 #include "pipeline_support.h"
 
 enum { SOCKETS = 2, CONNECTIONS_MAX = 64, RELAY_BYTES = 1 << 15 };
@@ -367,7 +368,9 @@ int main(void) {
     if (mode_is_possible(MODE_FUSED)) {
         test_rounds(tls, context, MODE_FUSED);
     }
-    test_rounds(tls, context, MODE_NOT_CHUNKED);
+    if (!test_is_brief()) {
+        test_rounds(tls, context, MODE_NOT_CHUNKED);
+    }
     test_cut_off(tls, context);
     test_put(tls, context);
     test_distrust(tls, context, folder);

@@ -321,8 +321,8 @@ class Pipeline:
         dma_cores: likewise; unused when fused.
         store_cores: likewise.
         chunked_pipeline: False to measure what the chunked pipeline is good for: one piece and one stage at a time.
-        memory_management: False to measure what it is good for: each piece's buffers are mapped, touched, locked and
-            unmapped within the round; the sizes then only limit a round.
+        memory_management: False to measure what it is good for: each piece's buffers are mapped, touched, locked,
+            registered with the device and unmapped within the round; the sizes then only limit a round.
         trace_events: events that each thread has room to record; 0 for none.
         nodes_max: of a cluster that one round may ask.
         device_timeout_ms: how long an engine may owe results and give none before the device is given up.

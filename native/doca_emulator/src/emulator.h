@@ -57,6 +57,7 @@ struct settings {
     uint32_t tasks_max;
     double bytes_per_second[ACCELERATOR_COUNT]; /* 0: unlimited */
     uint64_t latency_ns;
+    uint64_t register_ns_per_mib;
     struct fault faults[FAULTS_MAX];
     uint32_t fault_count;
     uint64_t reorder_seed; /* 0: tasks complete in order */

@@ -1,7 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* mmap.c - memory that devices may reach: one range each, set once, with its permissions */
+#include <errno.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "emulator.h"
@@ -52,11 +54,24 @@ doca_error_t doca_mmap_destroy(struct doca_mmap *mmap) {
     return DOCA_SUCCESS;
 }
 
+/* Waits for as long as it takes to enter the range's pages into the tables of its devices, and to take them out again.
+ */
+static void registration_wait(const struct doca_mmap *mmap) {
+    uint64_t ns = 0;
+    for (uint32_t i = 0; i < mmap->device_count; i++) {
+        ns += (uint64_t)((double)mmap->size / (1 << 20) * (double)mmap->devices[i]->info.settings.register_ns_per_mib);
+    }
+    struct timespec left = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
+    while (nanosleep(&left, &left) != 0 && errno == EINTR) {
+    }
+}
+
 doca_error_t doca_mmap_start(struct doca_mmap *mmap) {
     REFUSE_IF(mmap == NULL, DOCA_ERROR_INVALID_VALUE);
     mmap_owner_check(mmap, __func__);
     REFUSE_IF(mmap->imported, DOCA_ERROR_NOT_PERMITTED);
     REFUSE_IF(mmap->started || mmap->address == NULL || mmap->device_count == 0, DOCA_ERROR_BAD_STATE);
+    registration_wait(mmap);
     mmap->started = true;
     return DOCA_SUCCESS;
 }

@@ -130,6 +130,8 @@ static bool setting_set(struct settings *settings, const char *name, const char 
         settings->bytes_per_second[COPY] = gigabits(name, value);
     } else if (strcmp(name, "LATENCY_US") == 0) {
         settings->latency_ns = 1000 * whole_number(name, value, 0, 60000000, "microseconds, at most a minute");
+    } else if (strcmp(name, "REGISTER_US_PER_MIB") == 0) {
+        settings->register_ns_per_mib = 1000 * whole_number(name, value, 0, 1000000, "microseconds, at most a second");
     } else if (strcmp(name, "FAULT") == 0) {
         fault_set(settings, name, value, false);
     } else if (strcmp(name, "HANG") == 0) {
@@ -172,6 +174,7 @@ void settings_read(struct settings *settings) {
         .device_count = 1,
         .tasks_max = 1024,
         .bytes_per_second = {[DECOMPRESSION] = 276e9 / 8, [COPY] = 230e9 / 8},
+        .register_ns_per_mib = 128000,
         .decompress_error_stops = true,
     };
     environment_apply(settings, true);

@@ -9,8 +9,8 @@
  * Life: open() once for each pipeline; channel_open() once for each thread that uses the backend, on that thread; then
  * any number of decompress(), deliver() or collect() calls on each channel, always from its one thread, so that a
  * channel needs no locks (it is one progress engine); then channel_close() on the same thread, and close(). A channel
- * is closed with nothing in flight. memory_open() and memory_close() come from any thread, between the opening of the
- * last channel and the closing of the first one.
+ * is closed with nothing in flight. memory_open() and memory_close() come from any thread, between open() and close(),
+ * and from within complete().
  *
  * Work: decompress(), deliver() and collect() start one slice. When they return SS_OK, the backend calls
  * work->complete(work) exactly once, with work->result set: from within this call, from a later one that starts another
@@ -49,6 +49,9 @@ struct ss_backend_channel {
     enum ss_stage stage;            /* SS_STAGE_DECOMPRESS, SS_STAGE_DMA, or SS_STAGE_QUANTIZE: a thread that stores */
     struct ss_backend_range source; /* decompress: the decompression buffer; deliver: the DMA source buffer */
     struct ss_backend_range target; /* decompress: the dequantization buffer; collect: the thread's own buffer */
+    /* Without memory management, on any thread: what memory_open() made of the memory that an address lies in. */
+    void *(*memory_at)(void *owner, const uint8_t *address);
+    void *owner;
 };
 
 /* One slice for one channel. Belongs to the executor; must not move between the start and complete(). */

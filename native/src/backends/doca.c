@@ -61,8 +61,10 @@ struct channel {
     enum ss_stage stage;
     struct ss_doca_context context;
     struct doca_buf_inventory *inventory;
-    struct doca_mmap *source; /* of buffers that the stage has, else NULL */
+    struct doca_mmap *source; /* of the stage's buffers; NULL: it has none there, or one for each chunk */
     struct doca_mmap *target;
+    void *(*memory_at)(void *owner, const uint8_t *address); /* finds a chunk's */
+    void *owner;
     struct piece *pieces;
     uint32_t piece_count;
     struct piece *free_pieces;
@@ -177,10 +179,29 @@ void ss_doca_task_ended(void *user, int failed) {
 
 /* ---- The start of a piece ------------------------------------------------------------------------------------ */
 
+/* Which ends of a stage's work are in the pipeline's buffers; the others are in memory of the host. */
+static int reads_buffer(enum ss_stage stage) {
+    return stage != SS_STAGE_QUANTIZE;
+}
+
+static int writes_buffer(enum ss_stage stage) {
+    return stage != SS_STAGE_DMA;
+}
+
+/* Returns what a piece's bytes at 'address' are registered as: in a buffer of the stage, or in the host's memory. */
+static struct doca_mmap *mmap_at(const struct piece *piece, struct doca_mmap *buffer, int in_buffer,
+                                 const uint8_t *address) {
+    const struct channel *channel = piece->channel;
+    if (!in_buffer) {
+        return piece->work->memory;
+    }
+    return buffer != NULL ? buffer : channel->memory_at(channel->owner, address);
+}
+
 static doca_error_t piece_take_bufs(struct piece *piece) {
     struct channel *channel = piece->channel;
-    struct doca_mmap *source = channel->source != NULL ? channel->source : piece->work->memory;
-    struct doca_mmap *target = channel->target != NULL ? channel->target : piece->work->memory;
+    struct doca_mmap *source = mmap_at(piece, channel->source, reads_buffer(channel->stage), piece->source);
+    struct doca_mmap *target = mmap_at(piece, channel->target, writes_buffer(channel->stage), piece->target);
     doca_error_t error = doca_buf_inventory_buf_get_by_data(channel->inventory, source, (void *)piece->source,
                                                             piece->source_size, &piece->source_buf);
     if (error == DOCA_SUCCESS) {
@@ -346,13 +367,10 @@ static enum ss_result channel_copy(void *argument, struct ss_work *work) {
     return channel_add(argument, work);
 }
 
-static enum ss_result register_range(struct device *device, const struct ss_backend_range *range, int wanted,
+static enum ss_result register_range(struct device *device, const struct ss_backend_range *range,
                                      struct doca_mmap **mmap) {
-    if (!wanted) {
+    if (range->data == NULL) {
         return SS_OK;
-    }
-    if (range->data == NULL) { /* no memory management: each chunk would have to be registered for itself */
-        return ss_doca_result(DOCA_ERROR_NOT_SUPPORTED, "a buffer for each chunk");
     }
     return ss_doca_register(device->dev, range->data, range->size, -1, DOCA_ACCESS_FLAG_LOCAL_READ_WRITE, 0, mmap);
 }
@@ -377,9 +395,9 @@ static enum ss_result channel_create_pieces(struct channel *channel) {
 static enum ss_result channel_create(struct channel *channel, const struct ss_backend_channel *setup) {
     struct device *device = channel->device;
     int decompresses = setup->stage == SS_STAGE_DECOMPRESS;
-    enum ss_result result = register_range(device, &setup->source, setup->stage != SS_STAGE_QUANTIZE, &channel->source);
+    enum ss_result result = register_range(device, &setup->source, &channel->source);
     if (result == SS_OK) {
-        result = register_range(device, &setup->target, setup->stage != SS_STAGE_DMA, &channel->target);
+        result = register_range(device, &setup->target, &channel->target);
     }
     if (result == SS_OK) {
         result = ss_doca_result(doca_pe_create(&channel->context.pe), "doca_pe_create");
@@ -425,6 +443,8 @@ static enum ss_result channel_open(void *argument, const struct ss_backend_chann
     }
     channel->device = device;
     channel->stage = setup->stage;
+    channel->memory_at = setup->memory_at;
+    channel->owner = setup->owner;
     pthread_mutex_lock(&device->lock);
     enum ss_result result = channel_create(channel, setup);
     if (result == SS_OK) {

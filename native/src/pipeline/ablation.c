@@ -8,21 +8,31 @@
  * asked for when this one is delivered, and a failure ends the round.
  *
  * No memory management: a piece's buffers are mapped, touched and locked when it is asked for, with the pages that any
- * allocation gets, and unmapped when it was delivered. Locking stands for registering memory with a device, which a CPU
- * has none of: on a DPU that also means entering every page into the device's tables, so it costs more there.
+ * allocation gets, registered with the device where there is one, and unmapped when it was delivered. One piece at a
+ * time: a device's tables have one lock.
  */
 #include <stdlib.h>
+#include <string.h>
 
 #include "pipeline/internal.h"
 
 /* Slices handed on at a time. */
 enum { PUSH_MAX = 64 };
 
+/* What a piece has: as stored, its symbols, its DMA source. */
+enum { PLACES = 3 };
+
+struct place {
+    struct ss_buffer buffer;
+    void *handle; /* the backend's; NULL also of one that needs none */
+};
+
 struct ablation {
-    pthread_mutex_t mapping;
-    _Atomic uint32_t barrier;                        /* slices of the open piece that are still in their stage */
-    uint32_t piece_count;                            /* of the last round */
-    struct ss_buffer mapped[SS_ROUND_PIECES_MAX][3]; /* a piece's: as stored, its symbols, its DMA source */
+    pthread_mutex_t mapping;  /* held for as long as registering takes */
+    pthread_mutex_t lock;     /* of 'places', for moments */
+    _Atomic uint32_t barrier; /* slices of the open piece that are still in their stage */
+    uint32_t piece_count;     /* of the last round */
+    struct place places[SS_ROUND_PIECES_MAX][PLACES];
 };
 
 static struct ablation *ablation_of(const struct ss_pipeline *pipeline) {
@@ -31,9 +41,36 @@ static struct ablation *ablation_of(const struct ss_pipeline *pipeline) {
 
 /* ---- No memory management ------------------------------------------------------------------------------------ */
 
+static void place_close(struct ss_pipeline *pipeline, struct place *place) {
+    if (place->handle != NULL) {
+        pipeline->backend->memory_close(pipeline->device, place->handle);
+    }
+    ss_buffer_unmap(&place->buffer);
+}
+
+static enum ss_result place_open(struct ss_pipeline *pipeline, uint64_t size, struct place *place) {
+    uint64_t locked = 0; /* nobody's business: it is gone before anyone asks */
+    *place = (struct place){0};
+    if (ss_buffer_map(&place->buffer, size, 0, pipeline->options.pin_memory != 0, &locked) != SS_OK) {
+        return SS_NO_MEMORY;
+    }
+    if (size == 0) {
+        return SS_OK;
+    }
+    const struct ss_memory memory = {.kind = SS_MEMORY_LOCAL, .address = place->buffer.data, .size = size};
+    uint8_t *address; /* the same one: it is this process's */
+    return pipeline->backend->memory_open(pipeline->device, &memory, &place->handle, &address);
+}
+
 static void piece_unmap(struct ss_pipeline *pipeline, uint32_t piece) {
-    for (int i = 0; i < 3; i++) {
-        ss_buffer_unmap(&ablation_of(pipeline)->mapped[piece][i]);
+    struct ablation *ablation = ablation_of(pipeline);
+    struct place places[PLACES];
+    pthread_mutex_lock(&ablation->lock);
+    memcpy(places, ablation->places[piece], sizeof places);
+    memset(ablation->places[piece], 0, sizeof places);
+    pthread_mutex_unlock(&ablation->lock);
+    for (int i = 0; i < PLACES; i++) {
+        place_close(pipeline, &places[i]);
     }
     pipeline->piece_states[piece].stored = NULL;
 }
@@ -46,22 +83,46 @@ static void pieces_unmap(struct ss_pipeline *pipeline) {
 }
 
 static enum ss_result piece_map(struct ss_pipeline *pipeline, uint32_t piece) {
+    struct ablation *ablation = ablation_of(pipeline);
     struct ss_piece_state *state = &pipeline->piece_states[piece];
-    struct ss_buffer *mapped = ablation_of(pipeline)->mapped[piece];
     int fused = pipeline->options.fused != 0;
-    const uint64_t sizes[3] = {pipeline->fetch.round->pieces[piece].body_length, fused ? 0 : state->symbols_bytes,
-                               fused ? 0 : state->symbols_bytes * state->group->symbol_bytes};
-    uint64_t locked = 0; /* nobody's business: it is gone before anyone asks */
-    for (int i = 0; i < 3; i++) {
-        if (ss_buffer_map(&mapped[i], sizes[i], 0, pipeline->options.pin_memory != 0, &locked) != SS_OK) {
-            piece_unmap(pipeline, piece);
-            return SS_NO_MEMORY;
+    const uint64_t sizes[PLACES] = {pipeline->fetch.round->pieces[piece].body_length, fused ? 0 : state->symbols_bytes,
+                                    fused ? 0 : state->symbols_bytes * state->group->symbol_bytes};
+    struct place places[PLACES] = {0};
+    enum ss_result result = SS_OK;
+    for (int i = 0; i < PLACES && result == SS_OK; i++) {
+        result = place_open(pipeline, sizes[i], &places[i]);
+    }
+    for (int i = 0; i < PLACES && result != SS_OK; i++) {
+        place_close(pipeline, &places[i]);
+    }
+    if (result != SS_OK) {
+        return result;
+    }
+    pthread_mutex_lock(&ablation->lock);
+    memcpy(ablation->places[piece], places, sizeof places);
+    pthread_mutex_unlock(&ablation->lock);
+    state->stored = places[0].buffer.data;
+    state->symbols = places[1].buffer.data;
+    state->dma_source = places[2].buffer.data;
+    return SS_OK;
+}
+
+/* A walk, for the dozens of pieces of what is measured. */
+static void *ablation_memory_at(void *argument, const uint8_t *address) {
+    struct ss_pipeline *pipeline = argument;
+    struct ablation *ablation = ablation_of(pipeline);
+    void *handle = NULL;
+    pthread_mutex_lock(&ablation->lock);
+    for (uint32_t i = 0; i < ablation->piece_count * PLACES && handle == NULL; i++) {
+        const struct place *place = &ablation->places[i / PLACES][i % PLACES];
+        uint64_t offset = (uintptr_t)address - (uintptr_t)place->buffer.data; /* wraps where it is below */
+        if (place->handle != NULL && offset < place->buffer.size) {
+            handle = place->handle;
         }
     }
-    state->stored = mapped[0].data;
-    state->symbols = mapped[1].data;
-    state->dma_source = mapped[2].data;
-    return SS_OK;
+    pthread_mutex_unlock(&ablation->lock);
+    return handle;
 }
 
 /* ---- No chunked pipeline ------------------------------------------------------------------------------------- */
@@ -108,6 +169,7 @@ static enum ss_result ablation_open(struct ss_pipeline *pipeline) {
         return SS_NO_MEMORY;
     }
     pthread_mutex_init(&ablation->mapping, NULL);
+    pthread_mutex_init(&ablation->lock, NULL);
     pipeline->executor_state = ablation;
     if (pipeline->options.memory_management) {
         return ss_executor_flow.open(pipeline);
@@ -123,6 +185,7 @@ static void ablation_close(struct ss_pipeline *pipeline) {
     if (ablation_of(pipeline) != NULL) {
         pieces_unmap(pipeline);
         pthread_mutex_destroy(&ablation_of(pipeline)->mapping);
+        pthread_mutex_destroy(&ablation_of(pipeline)->lock);
         free(pipeline->executor_state);
     }
     ss_executor_flow.close(pipeline);
@@ -200,6 +263,7 @@ static const struct ss_executor ablation = {
     .pass = ablation_pass,
     .part_done = ablation_part_done,
     .failure = ablation_failure,
+    .memory_at = ablation_memory_at,
 };
 
 const struct ss_executor *ss_executor_of(const struct ss_pipeline_options *options) {

@@ -316,7 +316,10 @@ struct ss_executor {
     /* begin() places the pieces of a round, and opens those that may be asked for. */
     void (*begin)(struct ss_pipeline *pipeline);
 
-    /* make_place() makes sure of room for a piece, before its first bytes are asked for. SS_NO_MEMORY. */
+    /*
+     * make_place() makes sure of room for a piece, before its first bytes are asked for. SS_NO_MEMORY, and what the
+     * backend's memory_open() fails with.
+     */
     enum ss_result (*make_place)(struct ss_pipeline *pipeline, uint32_t piece);
 
     /* pass() takes slices of one piece that are through with 'stage', and not with the round. */
@@ -327,6 +330,10 @@ struct ss_executor {
 
     /* failure() is told that a piece failed, and returns what is to be said of it. */
     enum ss_result (*failure)(struct ss_pipeline *pipeline, enum ss_result result);
+
+    /* memory_at() is the channels' (backends/backend.h), with the pipeline for its owner; NULL: they know the buffers.
+     */
+    void *(*memory_at)(void *pipeline, const uint8_t *address);
 };
 
 extern const struct ss_executor ss_executor_flow;

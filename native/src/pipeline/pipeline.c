@@ -462,13 +462,13 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
         return;
     }
     free_workers(pipeline);
+    pipeline->executor->close(pipeline);
     if (pipeline->device_open) {
         pipeline->backend->close(pipeline->device);
     }
     ss_queue_destroy(&pipeline->decompress_queue);
     ss_queue_destroy(&pipeline->dequantize_queue);
     ss_queue_destroy(&pipeline->dma_queue);
-    pipeline->executor->close(pipeline);
     free(pipeline->piece_states);
     free(pipeline->fetch_order);
     free(pipeline->encode_order);

@@ -527,7 +527,8 @@ enum { TIMER_SLACK_NS = 1000 };
 
 enum ss_result ss_engine_open(struct ss_worker *worker) {
     struct ss_pipeline *pipeline = worker->pipeline;
-    struct ss_backend_channel setup = {.stage = worker->stage};
+    struct ss_backend_channel setup = {
+        .stage = worker->stage, .memory_at = pipeline->executor->memory_at, .owner = pipeline};
     if (worker->stage == SS_STAGE_DECOMPRESS) {
         setup.source = buffer_range(&pipeline->decompression);
         setup.target = buffer_range(&pipeline->dequantization);
