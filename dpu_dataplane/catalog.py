@@ -144,6 +144,34 @@ class Catalog:
         self._metrics.lookup_hits += sum(int(flags.sum()) for flags in present)
         return present
 
+    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> None:
+        """Tell storage that chunks will be stored; see :meth:`Source.announce`.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: it has not been told.
+        """
+        await self._source.announce(keys, lasts_ms)
+
+    async def announced(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Flags] | None:
+        """Return for each chain which chunks are announced; None where storage takes no announcements.
+
+        An answer that cannot be had is none of them: whoever asks computes what it could have waited for.
+        """
+        keys = [key for _, keys in chains for key in keys]
+        found: list[Flags] = []
+        for first in range(0, len(keys), QUESTION_KEYS_MAX):
+            question = keys[first : first + QUESTION_KEYS_MAX]
+            try:
+                flags = await self._source.announced(question)
+            except StorageError as error:
+                logger.debug("announcements: %s", error)
+                flags = np.zeros(len(question), np.bool_)
+            if flags is None:
+                return None
+            found.append(flags)
+        ends = np.cumsum([len(keys) for _, keys in chains])[:-1]
+        return list(np.split(np.concatenate(found), ends)) if found else [np.zeros(0, np.bool_) for _ in chains]
+
     async def find(self, keys: Sequence[bytes], *, fresh: bool) -> list[tuple[Found, bool]]:
         """Return what is stored under each of up to QUESTION_KEYS_MAX keys, and whether that is only remembered.
 

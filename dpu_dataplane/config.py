@@ -144,7 +144,8 @@ class DataPlaneConfig(Section):
     chunked_pipeline: bool = True
     """Let slices flow through the stages as they arrive. False (the paper's ablation): one chunk at a time."""
     memory_management: bool = True
-    """Keep all buffers for ever. False (the paper's ablation): each chunk's are made and locked when it is fetched."""
+    """Keep all buffers for ever, registered with the device once. False (the paper's ablation): each chunk's are made,
+    locked and registered when it is fetched."""
     trace_events: int = Field(16384, ge=0, le=1 << 24)
     """Spans that each of the pipeline's threads has room to record for ``shadowserve trace``; 0 for none."""
 
@@ -219,11 +220,6 @@ class DataPlaneConfig(Section):
             return self
         if self.fused is True:
             raise ValueError(f"fused: backend {self.backend} works stage by stage; use fused: auto")
-        if not self.memory_management:
-            raise ValueError(
-                f"memory_management: backend {self.backend} registers its buffers once and cannot do without; only the "
-                "software backend shows what that is good for"
-            )
         return self
 
     @model_validator(mode="after")

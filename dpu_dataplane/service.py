@@ -5,7 +5,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -34,7 +34,7 @@ from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import __version__, native
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
-from shadowserve.pieces import pack
+from shadowserve.pieces import Flags, pack
 from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -95,6 +95,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def Lookup(self, request: pb.LookupRequest, context: _Context) -> pb.LookupResponse:  # noqa: N802
         """Which chunks of each chain storage holds."""
         return await self._answer(context, self._lookup, request)
+
+    async def Announce(self, request: pb.AnnounceRequest, context: _Context) -> pb.AnnounceResponse:  # noqa: N802
+        """Tell storage which chunks will be there soon."""
+        return await self._answer(context, self._announce, request)
 
     async def RegisterDestination(  # noqa: N802
         self, request: pb.RegisterDestinationRequest, context: _Context
@@ -232,11 +236,13 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         chains = self._validate.chains(request)
         job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
         present: list[bytes] = []
+        announced: list[bytes] = []
         detail = ""
         with self._metrics.lookup_seconds.time():
             try:
-                found = await job.within(self._catalog.lookup(chains), "asking storage for heads")
+                found, coming = await job.within(self._look(chains, request.announced), "asking storage for heads")
                 present = [pack(flags) for flags in found]
+                announced = [pack(each & ~there) for each, there in zip(coming or (), found, strict=bool(coming))]
                 outcome = pb.OUTCOME_COMPLETE
             except Stop as stop:
                 outcome, detail = stop.outcome, stop.detail
@@ -247,7 +253,37 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             except Exception as error:
                 outcome, detail = self._internal("Lookup", error)
         self._metrics.lookups[outcome_name(outcome)] += 1
-        response = pb.LookupResponse(present=present, outcome=outcome, detail=detail)
+        response = pb.LookupResponse(present=present, announced=announced, outcome=outcome, detail=detail)
+        self._report(response)
+        return response
+
+    async def _look(
+        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], announced: bool
+    ) -> tuple[list[Flags], list[Flags] | None]:
+        """Return what is there of each chain and, if wanted, what is announced: both in one round trip.
+
+        What is announced is asked first: the other way round, what is stored in between would be neither.
+        """
+        if not announced:
+            return await self._catalog.lookup(chains), None
+        coming, found = await asyncio.gather(self._catalog.announced(chains), self._catalog.lookup(chains))
+        return found, coming
+
+    async def _announce(self, request: pb.AnnounceRequest, host: Host) -> pb.AnnounceResponse:
+        keys = self._validate.keys("keys", list(request.keys))
+        job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
+        try:
+            await job.within(self._catalog.announce(keys, request.lasts_ms), "announcing chunks to storage")
+            outcome, detail = pb.OUTCOME_COMPLETE, ""
+        except Stop as stop:
+            outcome, detail = stop.outcome, stop.detail
+        except StorageUnavailableError as error:
+            outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
+        except StorageRefusedError as error:
+            outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+        except Exception as error:
+            outcome, detail = self._internal("Announce", error)
+        response = pb.AnnounceResponse(outcome=outcome, detail=detail)
         self._report(response)
         return response
 

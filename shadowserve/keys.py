@@ -39,6 +39,7 @@ __all__ = [
     "chain_links",
     "record_keys",
     "storage_key",
+    "tail_link",
 ]
 
 DEFAULT_CHUNK_TOKENS: Final = 256
@@ -50,6 +51,7 @@ SCHEMA_VERSION: Final = 3
 RECORD_VERSION: Final = 2
 """Of the stored record. Not in shadowserve.record: hosts name it, and do not load the C core, which records take."""
 _CHAIN_PREFIX: Final = b"shadowserve chain 1\0"
+_TAIL_PREFIX: Final = b"shadowserve tail 1\0"
 _RECORD_PREFIX: Final = b"shadowserve record 3\0"
 _STORAGE_PREFIX: Final = b"kv:"
 
@@ -100,13 +102,14 @@ class KVNamespace:
     def name(self, layout: ChunkLayout) -> ChunkLayout:
         """Return the description of this part's chunks with the namespace that they have in that form.
 
+        A record may hold fewer tokens than its chunk has, the last of them: of a window, what a hit can need.
+
         Raises:
-            ValueError: it describes chunks of another size.
+            ValueError: it describes other layers or heads.
         """
         (first_layer, end_layer), (first_head, end_head) = self.layers, self.heads
-        counted = (end_layer - first_layer, self.model.chunk_tokens)
-        if min(first_layer, first_head) < 0 or counted != (layout.layers, layout.tokens):
-            raise ValueError(f"layers {self.layers}, {counted[1]} tokens a chunk: {layout} does not hold them")
+        if min(first_layer, first_head) < 0 or end_layer - first_layer != layout.layers:
+            raise ValueError(f"layers {self.layers}: {layout} does not hold them")
         if end_head <= first_head or layout.vector_length % (end_head - first_head):
             raise ValueError(f"heads {self.heads}: vectors of {layout.vector_length} elements do not hold them")
         part = {"group": self.group, "layers": self.layers, "heads": self.heads}
@@ -218,6 +221,41 @@ def chain_links(
         previous = link.digest()
         links.append(previous)
     return links
+
+
+def tail_link(
+    model: bytes,
+    tokens: Sequence[int] | npt.NDArray[np.integer],
+    tail_tokens: int,
+    *,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    extra: Extra | None = None,
+    after: Sequence[bytes] = (),
+) -> bytes:
+    """Return the link of a prompt's tail: of ``tail_tokens`` tokens, fewer than a chunk's, behind its whole chunks.
+
+    As that of a chunk (:func:`chain_links`), of the tail's tokens alone, and hashed behind a prefix that no chunk has:
+    ``SHA-256(prefix || H_i || tokens || ...)``. Inputs that begin behind the tail are no part of it.
+
+    Args:
+        model, tokens, chunk_tokens, extra: as of the chain.
+        tail_tokens: 1 to ``chunk_tokens - 1``.
+        after: links of all whole chunks before it.
+
+    Raises:
+        ValueError: the prompt has no such tail.
+        OverflowError, TypeError: as for the chain.
+    """
+    first = len(after) * chunk_tokens
+    if not 0 < tail_tokens < chunk_tokens or len(tokens) < first + tail_tokens:
+        raise ValueError(f"a tail of {tail_tokens} tokens behind {first} of {len(tokens)}, in chunks of {chunk_tokens}")
+    extra = extra or Extra()
+    inputs = [each for each in extra.inputs if each.offset < first + tail_tokens]
+    link = hashlib.sha256(_TAIL_PREFIX + (after[-1] if after else hashlib.sha256(_CHAIN_PREFIX + model).digest()))
+    link.update(_as_uint32(tokens[first : first + tail_tokens]))
+    link.update(struct.pack("<I", len(extra.request)) + extra.request)
+    link.update(_inputs_of_chunks(inputs, chunk_tokens, len(after), len(after) + 1).get(len(after), b""))
+    return link.digest()
 
 
 def _inputs_of_chunks(inputs: Iterable[Input], chunk_tokens: int, first: int, end: int) -> dict[int, bytes]:

@@ -24,6 +24,7 @@ from storage_kv.access.memory import Bound
 from storage_kv.access.places import Places
 from storage_kv.access.rules import User
 from storage_kv.access.users import Denial, Users
+from storage_kv.announcements import Announcements
 from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.operate.command_statistics import CommandStatistics
 from storage_kv.operate.reconfigure import Reconfiguration
@@ -255,6 +256,7 @@ class Node:
         places: who has a connection.
         memory: of requests on their way in and replies that are copied out.
         lent: of stored values that are being sent.
+        announcements: what clients are about to store.
     """
 
     reconfiguration: Reconfiguration
@@ -276,12 +278,14 @@ class Node:
     places: Places = field(default_factory=Places)
     memory: Bound = field(init=False)
     lent: Bound = field(init=False)
+    announcements: Announcements = field(init=False)
     limiters: dict[str, RateLimiter] = field(init=False)
     _tenants: dict[str, TenantLimits] = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = Bound(lambda: self.config.clients_memory_bytes, self.has_tenants, is_ours=True)
         self.lent = Bound(lambda: self.config.lent_bytes_max, self.has_tenants, is_ours=False)
+        self.announcements = Announcements(self.has_tenants)
         now_s = time.monotonic()
         self.limiters = {name: RateLimiter(limits, now_s) for name, limits in self.config.tenants.items()}
         self._tenants = self.config.tenants

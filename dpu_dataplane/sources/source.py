@@ -16,6 +16,7 @@ from dpu_dataplane.jobs import Job, Stop
 from shadowserve import native
 from shadowserve.errors import StorageError
 from shadowserve.native import Result
+from shadowserve.pieces import Flags
 from shadowserve.record import head_length
 
 __all__ = [
@@ -166,6 +167,28 @@ class Source(ABC):
         Raises:
             StorageUnavailableError, StorageRefusedError: no key was answered for.
         """
+
+    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Tell whoever asks this source that keys will be stored within so long; 0: that they will not, after all.
+
+        Returns:
+            Whether it takes announcements at all; by default none does.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: it has not been told; there may be too many already.
+        """
+        return False
+
+    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
+        """Return which of up to QUESTION_KEYS_MAX keys are announced and not there; None of a source that is not told.
+
+        Of two questions at the same time this one is answered before :meth:`find`: what is announced no more is there,
+        or is not coming.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: no key was answered for.
+        """
+        return None
 
     @abstractmethod
     async def deliver(self, job: Job, order: Order) -> Delivered:

@@ -120,22 +120,44 @@ class KeyChain(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("chains", "timeout_ms")
+    __slots__ = ("chains", "timeout_ms", "announced")
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     chains: _containers.RepeatedCompositeFieldContainer[KeyChain]
     timeout_ms: int
-    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    announced: bool
+    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., announced: _Optional[bool] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("outcome", "detail", "present")
+    __slots__ = ("outcome", "detail", "present", "announced")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
+    ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
     present: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    announced: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., announced: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class AnnounceRequest(_message.Message):
+    __slots__ = ("keys", "lasts_ms", "timeout_ms")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    LASTS_MS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    lasts_ms: int
+    timeout_ms: int
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., lasts_ms: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+
+class AnnounceResponse(_message.Message):
+    __slots__ = ("outcome", "detail")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    outcome: Outcome
+    detail: str
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class RegisterDestinationRequest(_message.Message):
     __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc")

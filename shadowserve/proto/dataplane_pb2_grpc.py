@@ -44,6 +44,11 @@ class DataPlaneStub:
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.LookupRequest.SerializeToString,
                 response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.LookupResponse.FromString,
                 _registered_method=True)
+        self.Announce = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/Announce',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.FromString,
+                _registered_method=True)
         self.RegisterDestination = channel.unary_unary(
                 '/shadowserve.v1.DataPlane/RegisterDestination',
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationRequest.SerializeToString,
@@ -93,6 +98,14 @@ class DataPlaneServicer:
 
     def Lookup(self, request, context):
         """Which chunks of each list of keys the storage server holds. One round trip to storage for all lists.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Announce(self, request, context):
+        """Says that chunks will be stored soon, so that whoever looks them up may wait for them. A hint: it lasts so long, or
+        till they are there or this data plane loses its connection to storage, and not every storage takes any.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +174,11 @@ def add_DataPlaneServicer_to_server(servicer, server):
                     servicer.Lookup,
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.LookupRequest.FromString,
                     response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.LookupResponse.SerializeToString,
+            ),
+            'Announce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Announce,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.SerializeToString,
             ),
             'RegisterDestination': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterDestination,
@@ -252,6 +270,33 @@ class DataPlane:
             '/shadowserve.v1.DataPlane/Lookup',
             shadowserve_dot_proto_dot_dataplane__pb2.LookupRequest.SerializeToString,
             shadowserve_dot_proto_dot_dataplane__pb2.LookupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Announce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shadowserve.v1.DataPlane/Announce',
+            shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -606,6 +606,7 @@ class Connection(Watched):
         with self._node.lock:
             self._node.counters.input_bytes += self._received_bytes
             self._node.unwatch(self.session)
+            self._node.announcements.leave(self.session.id)
             self._replies.drop()
             if not self._working:  # else its end does
                 self._intake.let_go()

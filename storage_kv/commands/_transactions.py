@@ -124,6 +124,8 @@ def note_change(node: Node, session: Session, command: Command, arguments: list[
 
 def _is_unchanged(command: Command, arguments: list[Argument], reply: Reply) -> bool:
     """Return whether a reply says that nothing has changed; in doubt it does not."""
+    if command.name == "kv.announce":
+        return True
     if command.name == "getex" and (len(arguments) == 2 or reply in _NULLS):
         return True
     if reply in _NULLS:  # unless it is that of an old value that there was not

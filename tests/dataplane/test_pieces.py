@@ -190,12 +190,12 @@ async def test_a_host_asks_for_what_is_missing_until_all_is_there(storage: Serve
     def run(address: str) -> tuple[list[str], list[bytes]]:
         with contextlib.closing(DataPlaneClient(address, connect_timeout=PATIENCE_S)) as plane:
             memories = [
-                Destination(plane, each.shape, len(each.keys) * each.shape.raw_bytes, PATIENCE_S) for each in groups
+                Destination(plane, [each.shape], len(each.keys) * each.shape.raw_bytes, PATIENCE_S) for each in groups
             ]
             try:
                 segments = [memory.acquire(PATIENCE_S) for memory in memories]
                 parts = [
-                    FetchPart.whole(group.shape, memory.destination_id, group.keys)
+                    FetchPart.whole(group.shape, memory.destination_ids[0], group.keys)
                     for group, memory in zip(groups, memories, strict=True)
                 ]
                 reasons = ["round_full"]

@@ -25,6 +25,7 @@ from shadowserve.keys import (
     chain_links,
     record_keys,
     storage_key,
+    tail_link,
 )
 
 MODEL = ModelIdentity(model="a/model", dtype="bfloat16")
@@ -157,7 +158,8 @@ def test_each_part_of_a_models_kv_in_each_form_has_a_name_of_its_own() -> None:
     counted = {"namespace", "layers", "tokens"}  # the namespace's own layers and tokens
     assert set(OTHER_LAYOUT) | counted == {field.name for field in fields(ChunkLayout)}
     fewer = named(replace(NAMESPACE, layers=(0, 31)), replace(LAYOUT, layers=31))
-    names = [named(), fewer, *(named(part) for part in parts), *(named(layout=form) for form in forms)]
+    last = named(layout=replace(LAYOUT, tokens=LAYOUT.tokens // 2))  # of a window
+    names = [named(), fewer, last, *(named(part) for part in parts), *(named(layout=form) for form in forms)]
     assert len(set(names)) == len(names)
     links = chain_links(MODEL.digest(), TOKENS)
     assert len({key for name in names for key in record_keys(name, links)}) == len(names) * len(links)
@@ -165,9 +167,8 @@ def test_each_part_of_a_models_kv_in_each_form_has_a_name_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"layers": (0, 31)}, {"layers": (-1, 31)}, {"heads": (0, 3)}, {"heads": (8, 8)}, {"heads": (-8, 0)},
-     {"model": replace(MODEL, chunk_tokens=128)}],
-)  # fmt: skip
+    [{"layers": (0, 31)}, {"layers": (-1, 31)}, {"heads": (0, 3)}, {"heads": (8, 8)}, {"heads": (-8, 0)}],
+)
 def test_a_part_that_chunks_of_this_size_do_not_hold_has_no_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"layers|heads|tokens"):
         replace(NAMESPACE, **changes).name(LAYOUT)
@@ -344,3 +345,34 @@ def test_keys_are_the_same_in_every_process(seed: str) -> None:
         timeout=NEVER_S,
     )
     assert done.stdout.split() == [GOLDEN_MODEL, *GOLDEN_LINKS]
+
+
+def test_a_tail_has_a_link_of_its_own_tokens_and_of_all_before_them() -> None:
+    tokens = list(range(22))
+    links = chain_links(MODEL.digest(), tokens, chunk_tokens=8)
+
+    def link(tokens: list[int], size: int, **named: Any) -> bytes:
+        return tail_link(MODEL.digest(), tokens, size, chunk_tokens=8, **{"after": links, **named})
+
+    text = b"shadowserve tail 1\0" + links[1] + np.arange(16, 20, dtype="<u4").tobytes() + struct.pack("<I", 0)
+    assert link(tokens, 4) == hashlib.sha256(text).digest(), "the definition, which is frozen"
+    assert link(tokens[:20], 4) == link(np.array(tokens), 4) == link(tokens, 4)  # type: ignore[arg-type]
+    image = Input(17, 2, bytes(32))
+    others = [
+        link(tokens, 5),
+        link([9, *tokens[1:]], 4, after=chain_links(MODEL.digest(), [9, *tokens[1:]], chunk_tokens=8)),
+        link([*tokens[:19], 9], 4),
+        link(tokens, 4, extra=Extra(b"salt")),
+        link(tokens, 4, extra=Extra(inputs=(image,))),
+        chain_links(MODEL.digest(), tokens[16:20], chunk_tokens=4)[0],
+        chain_links(MODEL.digest(), tokens, chunk_tokens=4)[4],
+    ]
+    assert len({link(tokens, 4), *links, *others}) == 1 + len(links) + len(others)
+    assert link(tokens, 4, extra=Extra(inputs=(Input(20, 2, bytes(32)),))) == link(tokens, 4), "an image behind it"
+
+
+@pytest.mark.parametrize(("count", "size"), [(22, 0), (22, 8), (19, 4), (15, 4)])
+def test_a_tail_that_the_prompt_does_not_have_has_no_link(count: int, size: int) -> None:
+    links = chain_links(MODEL.digest(), list(range(16)), chunk_tokens=8)
+    with pytest.raises(ValueError, match="a tail of"):
+        tail_link(MODEL.digest(), list(range(count)), size, chunk_tokens=8, after=links)

@@ -106,7 +106,7 @@ def test_a_question_about_commands_lets_others_have_the_lock(served: Served) -> 
     questions = {"DOCS": ["client"], "INFO": ["client"], "GETKEYS": ["MSET"], "GETKEYSANDFLAGS": ["MSET"]}
     with served.client() as client:
         for name, words in questions.items():
-            for count in (1000, 60_000):
+            for count in (1000, 12_000 if words == ["MSET"] else 60_000):  # a hundred steps for each word
                 asked = words * count if words != ["MSET"] else ["MSET", *pairs(count // 2)]
                 meter.begin()
                 reply = client.call("COMMAND", name, *asked)

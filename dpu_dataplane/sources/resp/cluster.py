@@ -24,6 +24,7 @@ from shadowserve import resp
 from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.keys import storage_key
+from shadowserve.pieces import Flags
 from shadowserve.resp_client import RespClient, refuse_error
 
 __all__ = ["ServerCluster", "slot_of"]
@@ -397,6 +398,14 @@ class ServerCluster:
             self._look.set()
             return iter([error] * len(questions))
         return iter([[next(answers) for _ in range(1 + each.asking)][-1] for each in questions])
+
+    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Return False: no server that can be part of a cluster takes announcements."""
+        return False
+
+    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
+        """Return None, likewise."""
+        return None
 
     async def delete(self, key: bytes) -> None:
         """Delete a record.

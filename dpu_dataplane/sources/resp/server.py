@@ -2,7 +2,8 @@
 often (``outage.py``), so that an outage costs a request nothing and ends within some 5 s of the server's return, a
 short one sooner.
 
-Where ``KV.META`` is unknown, the same question is asked as one pipeline of STRLEN and GETRANGE.
+Where ``KV.META`` is unknown, the same question is asked as one pipeline of STRLEN and GETRANGE. Where ``KV.ANNOUNCE``
+is, nothing is announced.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any, Final
+
+import numpy as np
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
@@ -22,6 +25,7 @@ from shadowserve import resp
 from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.keys import storage_key
+from shadowserve.pieces import Flags
 from shadowserve.resp_client import RespClient, refuse_error
 
 __all__ = ["OneServer"]
@@ -46,7 +50,7 @@ class OneServer:
         self.dialer = Dialer(config)
         self._metrics = metrics
         self._control: RespClient | None = None
-        self._has_meta = True  # of the connection in hand
+        self._has_meta = self._has_announcements = True  # of the connection in hand
         self._outage = Outage(logger)
         self._task: asyncio.Task[None] | None = None
 
@@ -90,6 +94,35 @@ class OneServer:
             logger.info("storage %s does not know KV.META; asking it with STRLEN and GETRANGE instead", self.name)
             self._has_meta = False
         return await self._meta_by_ranges(control, names)
+
+    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Announce keys; see :meth:`Source.announce`."""
+        return await self._ask_of_announcements([b"KV.ANNOUNCE", b"%d" % lasts_ms], keys) is not None
+
+    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
+        """Return which keys are announced; see :meth:`Source.announced`."""
+        answers = await self._ask_of_announcements([b"KV.ANNOUNCED"], keys)
+        if answers is None:
+            return None
+        left = [each for answer in answers for each in (answer if isinstance(answer, list) else [None])]
+        if len(left) != len(keys) or not all(type(each) is int for each in left):
+            raise StorageUnavailableError(f"storage {self.name} answered KV.ANNOUNCED in an unknown form")
+        return np.array(left, np.int64) > 0
+
+    async def _ask_of_announcements(self, command: list[bytes], keys: Sequence[bytes]) -> list[Any] | None:
+        """Return the answers to a command about some keys at a time; None of a server that does not know it."""
+        control = await self._connected()
+        if not self._has_announcements:
+            return None
+        names = [storage_key(key) for key in keys]
+        parts = [names[first : first + META_KEYS_MAX] for first in range(0, len(names), META_KEYS_MAX)]
+        answers = await control.ask([[*command, *part] for part in parts])
+        if any(_is_unknown_command(answer) for answer in answers):
+            self._has_announcements = False
+            return None
+        for answer in answers:
+            refuse_error(command[0].decode(), answer)
+        return answers
 
     async def delete(self, key: bytes) -> None:
         """Delete a record.
@@ -139,7 +172,7 @@ class OneServer:
 
     async def _serve(self, control: RespClient) -> bool:
         """Let callers use the connection until it closes; return whether it held, and may be made again at once."""
-        self._control, self._has_meta = control, True
+        self._control, self._has_meta, self._has_announcements = control, True, True
         self._outage.end()
         try:
             reason = await asyncio.shield(control.closed)

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple, Protocol
 
 from dpu_dataplane.sources.resp.links import Dialer, Node
 from dpu_dataplane.sources.source import Found
+from shadowserve.pieces import Flags
 
 __all__ = ["REDIRECTIONS_MAX", "Redirect", "Servers"]
 
@@ -54,6 +55,14 @@ class Servers(Protocol):
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Return what is stored under each key."""
+        ...
+
+    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Tell it that keys will be stored; return whether it takes announcements."""
+        ...
+
+    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
+        """Return which keys are announced; None where it is not told."""
         ...
 
     async def delete(self, key: bytes) -> None:

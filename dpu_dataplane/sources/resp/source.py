@@ -12,6 +12,7 @@ from dpu_dataplane.sources.resp.servers import Servers
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source
 from shadowserve import native
 from shadowserve.native import Result
+from shadowserve.pieces import Flags
 
 __all__ = ["RespSource"]
 
@@ -61,6 +62,14 @@ class RespSource(Source):
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Ask for lengths and heads, all nodes at the same time."""
         return await self._servers.find(keys)
+
+    async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Say KV.ANNOUNCE, where that is known."""
+        return await self._servers.announce(keys, lasts_ms)
+
+    async def announced(self, keys: Sequence[bytes]) -> Flags | None:
+        """Ask with KV.ANNOUNCED, where that is known."""
+        return await self._servers.announced(keys)
 
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Fetch from whoever has each chunk."""
