@@ -32,6 +32,7 @@ __all__ = [
     "FetchAnswer",
     "FetchCall",
     "FetchPart",
+    "Found",
     "MemoryMessage",
     "Registration",
     "StoreAnswer",
@@ -134,11 +135,19 @@ class FetchPart:
 
     @classmethod
     def whole(
-        cls, shape: ChunkLayout, destination_id: int, keys: Sequence[bytes], offset: int = 0, length: int | None = None
+        cls,
+        shape: ChunkLayout,
+        destination_id: int,
+        keys: Sequence[bytes],
+        offset: int = 0,
+        length: int | None = None,
+        layers: slice = slice(None),
     ) -> Self:
-        """Return the part that wants all layers of some chunks, by default in a region that has room for them."""
+        """Return the part that wants chunks, all layers or some, by default in a region that has room for them."""
         size = len(keys) * shape.raw_bytes if length is None else length
-        return cls(destination_id, offset, size, keys, np.ones((shape.layers, len(keys)), np.bool_))
+        wanted = np.zeros((shape.layers, len(keys)), np.bool_)
+        wanted[layers] = True
+        return cls(destination_id, offset, size, keys, wanted)
 
     @property
     def message(self) -> pb.FetchPart:
@@ -149,10 +158,21 @@ class FetchPart:
         )
 
 
+class Found(NamedTuple):
+    """Of each chain that was looked up, which records are there and which are announced; None where nobody can say."""
+
+    present: list[Flags]
+    announced: list[Flags] | None
+
+
 class FetchAnswer(NamedTuple):
-    """Outcome of one round, and of each part the pieces that it put in place. ``quiet``: nobody writes any more."""
+    """Outcome of one round, and of each part the pieces that it put in place, and those that were wanted.
+
+    ``quiet``: nobody writes any more.
+    """
 
     delivered: list[Flags]
+    wanted: Sequence[Flags]
     reason: str
     detail: str
     quiet: bool
@@ -160,10 +180,9 @@ class FetchAnswer(NamedTuple):
     delivered_bytes: int = 0
 
     @property
-    def chunks(self) -> int:
-        """Of a fetch of all layers of one group: leading chunks that are in place."""
-        (pieces,) = self.delivered
-        return leading_chunks(pieces, np.ones_like(pieces))
+    def chunks(self) -> list[int]:
+        """Leading chunks of each part of which nothing is missing that was wanted."""
+        return [leading_chunks(pieces, wanted) for pieces, wanted in zip(self.delivered, self.wanted, strict=True)]
 
 
 class StoreAnswer(NamedTuple):
@@ -269,6 +288,13 @@ class DataPlaneClient:
         Raises:
             DataPlaneError: the breaker is open, or there is no connection.
         """
+        finish = self.find(chains, timeout, announced=False)
+        return lambda: finish().present
+
+    def find(
+        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], timeout: float, *, announced: bool = True
+    ) -> Callable[[], Found]:
+        """Ask, as :meth:`lookup` does, which keys of each chain are stored, and which ``announced``."""
         self._allow("lookup")
         ends = time.monotonic() + timeout
 
@@ -280,12 +306,13 @@ class DataPlaneClient:
             request = pb.LookupRequest(
                 chains=[pb.KeyChain(keys=keys, namespace=namespace) for namespace, keys in chains],
                 timeout_ms=_milliseconds(left),
+                announced=announced,
             )
             return self._connection.stub.Lookup.future(
                 request, timeout=left + _GRACE / 5, metadata=self._connection.metadata()
             )
 
-        def finish() -> list[Flags]:
+        def finish() -> Found:
             try:
                 answer = call.result()
             except (grpc.RpcError, grpc.FutureCancelledError) as error:
@@ -295,7 +322,7 @@ class DataPlaneClient:
                     answer = start().result()
                 except (grpc.RpcError, grpc.FutureCancelledError) as again:
                     raise self._fail("lookup", *explain(again)) from again
-            return self._present(answer, [len(keys) for _, keys in chains])
+            return self._found(answer, [len(keys) for _, keys in chains])
 
         call = start()
         return finish
@@ -307,16 +334,35 @@ class DataPlaneClient:
             self._report(operation, error.outcome)
             raise
 
-    def _present(self, answer: pb.LookupResponse, counts: Sequence[int]) -> list[Flags]:
+    def announce(self, keys: Sequence[bytes], seconds: float) -> None:
+        """Say that records will be stored within so long; 0: that they will not, after all. A hint: nobody waits.
+
+        Nothing is said to a data plane that is not connected, or that fails lookups.
+        """
+        if self.peer is None or self.breakers["lookup"].open or not keys:
+            return
+        request = pb.AnnounceRequest(
+            keys=keys, lasts_ms=int(seconds * 1000), timeout_ms=_milliseconds(self._connect_timeout)
+        )
+        try:
+            call = self._connection.stub.Announce.future(
+                request, timeout=self._connect_timeout, metadata=self._connection.metadata()
+            )
+        except ValueError:  # the channel is closed
+            return
+        self._let_go(call)
+
+    def _found(self, answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
         reason = _reason(answer.outcome)
         if reason != "complete":
             raise self._fail("lookup", reason, answer.detail)
         try:
-            present = [unpack(data, count) for data, count in zip(answer.present, counts, strict=True)]
+            present = _sets(answer.present, counts)
+            announced = _sets(answer.announced, counts) if answer.announced else None
         except ValueError as error:
             raise self._fail("lookup", "invalid_answer", str(error)) from error
         self._report("lookup", reason)
-        return present
+        return Found(present, announced)
 
     def register(self, shape: ChunkLayout, memory: MemoryMessage) -> Registration:
         """Make memory known to the data plane. The caller has asked the breaker.
@@ -395,17 +441,18 @@ class DataPlaneClient:
         try:
             answer = call.result()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
-            return FetchAnswer(nothing, *self._unanswered("fetch", error))
+            return FetchAnswer(nothing, wanted, *self._unanswered("fetch", error))
         reason = _reason(answer.outcome)
         try:
             delivered = _delivered(answer, wanted)
         except ValueError as error:
             self._report("fetch", "invalid_answer")
-            return FetchAnswer(nothing, "invalid_answer", str(error), quiet=False)
+            return FetchAnswer(nothing, wanted, "invalid_answer", str(error), quiet=False)
         # A deadline with some pieces is a slow fetch, not a peer at fault.
         slow = reason == "deadline" and any(each.any() for each in delivered)
         self._report("fetch", "complete" if slow else reason)
-        return FetchAnswer(delivered, reason, answer.detail, True, answer.fetched_bytes, answer.delivered_bytes)
+        moved = (answer.fetched_bytes, answer.delivered_bytes)
+        return FetchAnswer(delivered, wanted, reason, answer.detail, True, *moved)
 
     def store(
         self,
@@ -522,6 +569,10 @@ class DataPlaneClient:
             "is `shadowserve dpu` running there, and can it reach the storage server?",
             reason,
         )
+
+
+def _sets(packed: Sequence[bytes], counts: Sequence[int]) -> list[Flags]:
+    return [unpack(data, count) for data, count in zip(packed, counts, strict=True)]
 
 
 def _delivered(answer: pb.FetchResponse, wanted: Sequence[Flags]) -> list[Flags]:

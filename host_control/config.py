@@ -32,7 +32,8 @@ class HostConfig(Section):
 
     data_plane: str = Field("127.0.0.1:50151", min_length=1)
     """Address of the data plane's gRPC service, ``host:port`` or ``unix:/path``. With ``{rank}`` in it, each
-    tensor-parallel rank has a data plane of its own; a lookup asks all of them, and the fewest hits count."""
+    worker has a data plane of its own: tensor-parallel ranks, of one pipeline stage after the other. A lookup asks all
+    of them, and the fewest hits count."""
     tls_ca: str = ""
     """File of the authorities that must have signed the data plane's certificate, PEM; empty for no TLS. This and the
     two below are read again when a connection is made."""
@@ -60,13 +61,20 @@ class HostConfig(Section):
     """So many tokens share one scale of the ``binned`` quantizer. More than one pay where a rank has few KV heads: with
     vectors of 128 elements, 16 tokens to a scale save 0.23 bits an element."""
     chunk_tokens: int = Field(DEFAULT_CHUNK_TOKENS, ge=1, le=TOKENS_MAX)
-    """Tokens in a chunk: the unit of storing and fetching. A multiple of the engine's block size."""
+    """Tokens in a chunk: the unit of storing and fetching. Rounded up to whole blocks of the
+    engine's; where it keeps states (Mamba, GDN), a chunk is one block."""
     load_tokens_min: int = Field(64, ge=1)
     """A hit that would save fewer tokens than this beyond the local prefix is not worth a transfer."""
     lookup_timeout: float = Field(0.5, gt=0, le=60)
     """A request waits at most so long for its lookup, then counts as a miss."""
     lookup_threads: int = Field(2, ge=1, le=64)
     """Threads that hash prompts and ask the data plane."""
+    handover: Literal["none", "prefill", "decode"] = "none"
+    """This engine's place where one pool of engines computes prompts and another goes on with them (docs/handover.md).
+    ``prefill``: it announces what it is about to store, and stores prompts' tails. ``decode``: its lookups wait for
+    what is announced. With ``none`` requests are handed over whose ``kv_transfer_params`` say so."""
+    handover_timeout: float = Field(5.0, gt=0, le=60)
+    """A lookup waits at most so long for what is announced, and announcements of an engine that died last so long."""
     fetch_timeout: float = Field(10.0, gt=0, le=600)
     """From the hand-over of a fetch job to its outcome, queueing included. Recomputation follows."""
     store_timeout: float = Field(10.0, gt=0, le=600)
@@ -86,7 +94,8 @@ class HostConfig(Section):
     fetch_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)
     """Memory that fetched chunks arrive in, of each worker: the GPU's, where they are delivered to one (ShadowServe
     section 4.3: the DMA destination buffer), else the host's. Two rounds share it: one arrives while the other is
-    scattered. Raised to two chunks where it is smaller, lowered to 128 where it is larger."""
+    scattered. Raised to two chunks where it is smaller, lowered to 128 where it is larger. Records of engines of other
+    numbers of ranks or stages arrive in memory of their own, as much again, once there is a hit of them."""
     reshaping_buffer_bytes: ByteSize = Field(ByteSize(512 * _MIB), ge=4096, le=_BUFFER_MAX)
     """Most memory of the GPU that chunks are reordered in between that buffer and paged memory. With Triton, one chunk
     of it is used, for those that are to be stored; without it, as much as a round takes."""
@@ -149,7 +158,7 @@ class HostConfig(Section):
         return cls.load(flags=flags)
 
     def client(self, rank: int) -> DataPlaneClient:
-        """Return a client of the data plane that serves tensor-parallel rank ``rank``.
+        """Return a client of the data plane that serves worker ``rank``.
 
         Raises:
             ConfigurationError: a certificate or key cannot be used.
@@ -179,5 +188,5 @@ class HostConfig(Section):
         return is_loopback(self.data_plane.rpartition(":")[0].strip("[]"))
 
     def data_plane_address(self, rank: int) -> str:
-        """Return the address of the data plane that serves tensor-parallel rank ``rank``."""
+        """Return the address of the data plane that serves worker ``rank``."""
         return self.data_plane.replace("{rank}", str(rank))

@@ -7,7 +7,7 @@ business.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from host_control.client import DataPlaneClient, MemoryMessage
@@ -54,11 +54,13 @@ class Memory(Protocol):
 class Destination:
     """Memory that the data plane knows, made when first needed and again whenever it was given up.
 
+    It takes chunks of several parts, which differ in shape: the data plane knows it once for each.
+
     One thread calls :meth:`acquire`, :meth:`lost` and :meth:`retire`; any may read :attr:`current`.
 
     Args:
         client: of the data plane.
-        shape: of the chunks.
+        shapes: of each part's chunks.
         size: bytes of the memory.
         connect_timeout: seconds that :meth:`acquire` waits for a connection.
         make: makes memory of so many bytes.
@@ -70,20 +72,20 @@ class Destination:
     def __init__(
         self,
         client: DataPlaneClient,
-        shape: ChunkLayout,
+        shapes: Sequence[ChunkLayout],
         size: int,
         connect_timeout: float = 2.0,
         make: Callable[[int], Memory] = Segment.create,
     ) -> None:
-        self.shape = shape
+        self.shapes = tuple(shapes)
         self.size = size
         self._client = client
         self._make = make
         self._connect_timeout = connect_timeout
         self._lock = threading.Lock()
         self._memory: Memory | None = None
-        self._destination_id = 0
-        self._unreleased: tuple[int, Memory] | None = None
+        self._destination_ids: tuple[int, ...] = ()
+        self._unreleased: tuple[tuple[int, ...], Memory] | None = None
         self.retired = 0
 
     @property
@@ -93,10 +95,10 @@ class Destination:
             return self._memory
 
     @property
-    def destination_id(self) -> int:
-        """What the data plane calls :attr:`current`."""
+    def destination_ids(self) -> tuple[int, ...]:
+        """What the data plane calls :attr:`current`, for each part."""
         with self._lock:
-            return self._destination_id
+            return self._destination_ids
 
     def acquire(self, timeout: float) -> Memory:
         """Return the registered memory, making and registering some if there is none.
@@ -116,7 +118,7 @@ class Destination:
             )
         try:
             # Without a connection memory would be made, page by page, for nothing.
-            self._client.connect(min(timeout, self._connect_timeout), self.shape)
+            self._client.connect(min(timeout, self._connect_timeout), self.shapes[0])
             if not self._settle():
                 raise DataPlaneError(
                     f"no data plane answers at {self._client.address}, to release what was given up", "unreachable"
@@ -129,14 +131,18 @@ class Destination:
         except ConfigurationError:
             breaker.report(success=False)
             raise
+        known: list[int] = []
         try:
-            registration = self._client.register(self.shape, memory.message())
+            for shape in self.shapes:
+                known.append(self._client.register(shape, memory.message()).destination_id)
         except DataPlaneError:
+            for destination_id in known:
+                self._client.release(destination_id, wait=False)
             memory.close()  # even if it is known there: nothing is written into it but by a Fetch that names it
             raise
         memory.announced()
         with self._lock:
-            self._memory, self._destination_id = memory, registration.destination_id
+            self._memory, self._destination_ids = memory, tuple(known)
         return memory
 
     def retire(self, *, release: bool, wait: bool = False) -> None:
@@ -149,18 +155,19 @@ class Destination:
             wait: for its answer.
         """
         with self._lock:
-            memory, destination_id = self._memory, self._destination_id
+            memory, destination_ids = self._memory, self._destination_ids
             self._memory = None
         if memory is None:
             return
         self.retired += 1
         if release and not memory.outlives_us:
-            self._unreleased = (destination_id, memory)
+            self._unreleased = (destination_ids, memory)
             if wait:
                 self._settle()
             return
         if release:
-            self._client.release(destination_id, wait=wait)
+            for destination_id in destination_ids:
+                self._client.release(destination_id, wait=wait)
         memory.close()
 
     def lost(self, memory: Memory) -> None:
@@ -172,8 +179,8 @@ class Destination:
         """Have what was given up released; return whether there is nothing (more) to be released."""
         if self._unreleased is None:
             return True
-        destination_id, memory = self._unreleased
-        if not self._client.release(destination_id, wait=True):
+        destination_ids, memory = self._unreleased
+        if not all(self._client.release(destination_id, wait=True) for destination_id in destination_ids):
             return False
         self._unreleased = None
         memory.close()

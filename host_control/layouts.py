@@ -15,11 +15,14 @@ vLLM's layouts:
   [token / 16, dimension / 2, token % 16, dimension % 2], then V as [dimension / 16, token / 2, dimension % 16,
   token % 2].
 - ``latent``: MLA; logical [block, 1, token, latent].
+- ``cells``: whatever a page holds, moved as it is, whole pages; logical [block, head, token, content]. Of what has no K
+  and no V beside it, or holds its scales within: nothing but the same kind of page can take it.
 """
 
 import abc
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -27,11 +30,13 @@ import torch
 
 from shadowserve.chunk import DType
 
-__all__ = ["LayoutKind", "MoverKind", "PagedLayout", "element_type"]
+__all__ = ["NOWHERE", "LayoutKind", "MoverKind", "PagedLayout", "Place", "element_type"]
 
-LayoutKind = Literal["kv_cells", "cpu_pages", "cpu_tiles", "latent"]
+LayoutKind = Literal["kv_cells", "cpu_pages", "cpu_tiles", "latent", "cells"]
 MoverKind = Literal["native", "torch", "triton"]
 _MOVED_AS_BYTES: Final = {torch.float8_e4m3fn, torch.float8_e5m2}
+NOWHERE: Final = -1
+"""Stands for a block where a chunk's part goes nowhere: it is there already, or nobody will read it."""
 _TILE: Final = 16
 _PAIR: Final = 2
 
@@ -44,6 +49,23 @@ def element_type(dtype: Any) -> DType | None:
         return None
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where pages lie in chunks that have other layers or heads than they.
+
+    Attributes:
+        layers, heads: of a chunk.
+        first_layer, first_head: of the chunk: what the first of the caches, and of their heads that move, are there.
+        page_heads: of the caches that move: the first, and the one behind the last.
+    """
+
+    layers: int
+    heads: int
+    first_layer: int
+    first_head: int
+    page_heads: tuple[int, int]
+
+
 class PagedLayout:
     """The paged KV memory of one rank.
 
@@ -53,17 +75,23 @@ class PagedLayout:
         mover: what copies; by default ``native`` on CPUs, on devices ``triton`` where it is installed, else ``torch``.
         reshaping_bytes: of the device's memory that copies may take to reorder chunks in; one chunk is always taken.
             Kernels need it for nothing but chunks on their way to memory of the host.
+        place: where the caches lie in chunks; by default chunks hold all of them and nothing else.
 
     Raises:
         ValueError: tensors that do not fit the layout or each other; the message says which and why.
 
     Attributes:
-        layers, kinds, heads, head_size, block_tokens, blocks: counts.
+        layers, kinds, heads, head_size, block_tokens, blocks: counts; of layers and heads, a chunk's.
         dtype: of the elements; fp8 appears as ``torch.uint8``.
     """
 
     def __init__(
-        self, caches: Sequence[Any], kind: LayoutKind, mover: MoverKind | None = None, reshaping_bytes: int = 0
+        self,
+        caches: Sequence[Any],
+        kind: LayoutKind,
+        mover: MoverKind | None = None,
+        reshaping_bytes: int = 0,
+        place: Place | None = None,
     ) -> None:
         if not caches:
             raise ValueError("there is no KV cache")
@@ -74,17 +102,23 @@ class PagedLayout:
         if first.dim() != 4 or element_type(first.dtype) is None:
             raise ValueError(f"a KV cache of shape {tuple(first.shape)} and dtype {first.dtype} is not known")
         self.device = first.device
-        self.kinds = 1 if kind == "latent" else 2
-        self.layers = len(caches)
-        self.blocks, self.heads, self.block_tokens, content = first.shape
+        self.kinds = 1 if kind in ("latent", "cells") else 2
+        self.blocks, heads, self.block_tokens, content = first.shape
         if content % self.kinds:
             raise ValueError(f"a cell of {content} elements does not hold a K and a V of equal size")
         self.head_size = content // self.kinds
-        if kind == "latent" and self.heads != 1:
-            raise ValueError(f"a latent has one head, this cache {self.heads}")
+        if kind == "latent" and heads != 1:
+            raise ValueError(f"a latent has one head, this cache {heads}")
         views = [view for cache in caches for view in _views(_moved_as(cache), kind, self.head_size)]
         self.dtype = views[0].dtype
-        self._mover = _mover(mover, views, reshaping_bytes)
+        self._place = place or Place(len(caches), heads, 0, 0, (0, heads))
+        self.layers, self.heads = self._place.layers, self._place.heads
+        begin, end = self._place.page_heads
+        self._moved = (len(caches) * self.kinds, end - begin)
+        # Heads are in the middle of each view, whatever is before and behind them.
+        views = [view.narrow(view.dim() // 2, begin, end - begin) for view in views]
+        whole = self._moved == (self.layers * self.kinds, self.heads)
+        self._mover = _mover(mover, views, reshaping_bytes, self.heads, whole=whole)
 
     @property
     def vector_length(self) -> int:
@@ -95,21 +129,18 @@ class PagedLayout:
         """Bytes of a chunk of ``tokens`` tokens."""
         return int(self.layers * self.kinds * tokens * self.vector_length * self.dtype.itemsize)
 
-    def scatter(
-        self, chunks: Any, blocks: Sequence[int], skip_blocks: int = 0, chunk_blocks: int | None = None
-    ) -> None:
+    def scatter(self, chunks: Any, blocks: Sequence[int], chunk_blocks: int | None = None) -> None:
         """Copy the chunks of a round into paged memory.
 
         On a device: on the current stream, in one launch with Triton.
 
         Args:
             chunks: their bytes, one after the other: a buffer, or a tensor in the CPU's or the device's memory.
-            blocks: block numbers, one for each ``block_tokens`` tokens of all chunks.
-            skip_blocks: leading blocks that stay as they are.
+            blocks: block numbers, one for each ``block_tokens`` tokens of all chunks, or :data:`NOWHERE`.
             chunk_blocks: blocks that one chunk fills; by default all of them.
         """
-        if skip_blocks < len(blocks):
-            self._mover.scatter(self._chunk_view(chunks, len(blocks), chunk_blocks), list(blocks), skip_blocks)
+        if any(block != NOWHERE for block in blocks):
+            self._mover.scatter(self._chunk_view(chunks, len(blocks), chunk_blocks), list(blocks))
 
     def gather(self, chunk: Any, blocks: Sequence[int]) -> None:
         """Copy paged memory into one chunk.
@@ -118,17 +149,20 @@ class PagedLayout:
 
         Args:
             chunk: its bytes, to be written: a buffer, or a tensor in the CPU's or the device's memory.
-            blocks: block numbers.
+            blocks: block numbers, or :data:`NOWHERE` for zeros.
         """
         self._mover.gather(self._chunk_view(chunk, len(blocks), None), list(blocks))
 
     def _chunk_view(self, chunks: Any, blocks: int, chunk_blocks: int | None) -> Any:
-        """Return [chunk, layer x kind, block, token, head, dimension] over chunks' bytes."""
+        """Return [chunk, layer x kind, block, token, head, dimension] over what moves of chunks' bytes."""
         tensor = chunks if isinstance(chunks, torch.Tensor) else torch.frombuffer(chunks, dtype=torch.uint8)
         each = chunk_blocks or blocks
         parts = self.layers * self.kinds
         shape = (blocks // each, parts, each, self.block_tokens, self.heads, self.head_size)
-        return tensor.view(self.dtype).view(shape)
+        moved, heads = self._moved
+        first = self._place.first_layer * self.kinds
+        whole = tensor.view(self.dtype).view(shape)
+        return whole.narrow(1, first, moved).narrow(4, self._place.first_head, heads)
 
 
 class _NativeMover:
@@ -138,12 +172,11 @@ class _NativeMover:
     the same cores, waiting for each other at barriers.
     """
 
-    def __init__(self, views: Sequence[Any]) -> None:
+    def __init__(self, views: Sequence[Any], chunk_heads: int) -> None:
         from shadowserve import native  # an engine loads the C core only where it has to
 
         self._views = views  # hold the memory
         self._blocks = int(views[0].shape[0])
-        self._block_bytes = views[0][0].nbytes
         orders: dict[tuple[Any, Any], list[int]] = {}
         for part, view in enumerate(views):
             orders.setdefault((view.shape[1:], view.stride()), []).append(part)
@@ -151,29 +184,34 @@ class _NativeMover:
         for (sizes, elements), parts in orders.items():
             item = views[0].itemsize
             page_bytes, *strides = (each * item for each in elements)
-            packed = [math.prod(sizes[axis + 1 :]) * item for axis in range(len(sizes))]
+            held = [*sizes[: len(sizes) // 2], chunk_heads, *sizes[len(sizes) // 2 + 1 :]]
+            packed = [math.prod(held[axis + 1 :]) * item for axis in range(len(held))]
             scatter = native.StridedCopy(sizes, strides, packed, item)
             gather = native.StridedCopy(sizes, packed, strides, item)
             pages = np.array([views[part].data_ptr() for part in parts], np.uint64)
             self._plans.append((np.array(parts, np.uint64), pages, np.uint64(page_bytes), scatter, gather))
 
-    def scatter(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
-        for pages, held, scatter, _ in self._addresses(chunks, blocks, skip_blocks):
+    def scatter(self, chunks: Any, blocks: list[int]) -> None:
+        for pages, held, scatter, _ in self._addresses(chunks, blocks):
             scatter(pages, held)
 
     def gather(self, chunks: Any, blocks: list[int]) -> None:
-        for pages, held, _, gather in self._addresses(chunks, blocks, 0):
+        if NOWHERE in blocks:
+            chunks.zero_()
+        for pages, held, _, gather in self._addresses(chunks, blocks):
             gather(held, pages)
 
-    def _addresses(self, chunks: Any, blocks: list[int], skip: int) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def _addresses(self, chunks: Any, blocks: list[int]) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Yield, for each order of dimensions, where blocks are in pages and in chunks, and what copies them."""
-        if not 0 <= min(blocks) <= max(blocks) < self._blocks:
+        if not min(blocks) >= NOWHERE or not max(blocks) < self._blocks:
             raise IndexError(f"of blocks {blocks} some are not among the {self._blocks} that there are")
-        numbers = np.array(blocks[skip:], np.uint64)
-        chunk, place = np.divmod(np.arange(skip, len(blocks), dtype=np.uint64), np.uint64(chunks.shape[2]))
+        every = np.array(blocks, np.int64)
+        (meant,) = np.nonzero(every != NOWHERE)
+        numbers = every[meant].astype(np.uint64)
+        chunk, place = np.divmod(meant.astype(np.uint64), np.uint64(chunks.shape[2]))
+        of_chunk, of_part, of_block = (np.uint64(chunks.stride(axis) * chunks.itemsize) for axis in range(3))
         for parts, pages, page_bytes, scatter, gather in self._plans:
-            index = (chunk * np.uint64(len(self._views)) + parts[:, None]) * np.uint64(chunks.shape[2]) + place
-            held = np.uint64(chunks.data_ptr()) + index * np.uint64(self._block_bytes)
+            held = np.uint64(chunks.data_ptr()) + chunk * of_chunk + parts[:, None] * of_part + place * of_block
             yield (pages[:, None] + numbers * page_bytes).reshape(-1), held.reshape(-1), scatter, gather
 
 
@@ -193,7 +231,7 @@ class _DeviceMover(abc.ABC):
         self._gathered: Any = None
         self._scattered: Any = None
 
-    def scatter(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+    def scatter(self, chunks: Any, blocks: list[int]) -> None:
         group = self._group(chunks)
         each = chunks.shape[2]
         for first in range(0, len(chunks), group):
@@ -201,13 +239,14 @@ class _DeviceMover(abc.ABC):
             if part.device != self._device:
                 self._scattered, room = _room(self._scattered, part, self._device)
                 part = room.copy_(part, non_blocking=True)
-            begin, end = first * each, (first + len(part)) * each
-            self._to_pages(part, blocks[begin:end], min(max(skip_blocks - begin, 0), end - begin))
+            self._to_pages(part, blocks[first * each : (first + len(part)) * each])
 
     def gather(self, chunks: Any, blocks: list[int]) -> None:
         target = chunks
         if chunks.device != self._device:
             self._gathered, target = _room(self._gathered, chunks, self._device)
+        if NOWHERE in blocks:
+            target.zero_()
         self._from_pages(target, blocks)
         if target is not chunks:
             chunks.copy_(target, non_blocking=True)
@@ -218,7 +257,7 @@ class _DeviceMover(abc.ABC):
         return max(1, (self._reshaping_bytes - size) // size)
 
     @abc.abstractmethod
-    def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+    def _to_pages(self, chunks: Any, blocks: list[int]) -> None:
         """Copy chunks in the device's memory into pages."""
 
     @abc.abstractmethod
@@ -237,18 +276,28 @@ class _TorchMover(_DeviceMover):
         # What came from the host is there twice.
         return max(1, super()._group(chunks) // (1 if chunks.device == self._device else 2))
 
-    def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
+    def _to_pages(self, chunks: Any, blocks: list[int]) -> None:
         parts_first = chunks.transpose(0, 1)
         self._reshaped, room = _room(self._reshaped, parts_first, self._device)
         reshaped = room.copy_(parts_first)
-        index = torch.tensor(blocks[skip_blocks:], dtype=torch.long, device=self._device)
+        index, kept = self._meant(blocks)
         for part, view in zip(reshaped.flatten(1, 2), self._views, strict=True):
-            view[index] = part[skip_blocks:].reshape(-1, *view.shape[1:])
+            view[index] = (part if kept is None else part[kept]).reshape(-1, *view.shape[1:])
 
     def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
-        index = torch.tensor(blocks, dtype=torch.long, device=self._device)
+        index, kept = self._meant(blocks)
         for part, view in zip(chunks[0], self._views, strict=True):
-            part.copy_(view[index].reshape(part.shape))
+            if kept is None:
+                part.copy_(view[index].reshape(part.shape))
+            else:
+                part[kept] = view[index].reshape(-1, *part.shape[1:])
+
+    def _meant(self, blocks: list[int]) -> tuple[Any, Any]:
+        """Return the blocks that are meant, and their places among all; None where these are all."""
+        places = [place for place, block in enumerate(blocks) if block != NOWHERE]
+        index = torch.tensor([blocks[place] for place in places], dtype=torch.long, device=self._device)
+        kept = torch.tensor(places, dtype=torch.long, device=self._device) if len(places) < len(blocks) else None
+        return index, kept
 
 
 class _TritonMover(_DeviceMover):
@@ -260,16 +309,16 @@ class _TritonMover(_DeviceMover):
 
         self._kernels = Kernels(views)
 
-    def _to_pages(self, chunks: Any, blocks: list[int], skip_blocks: int) -> None:
-        self._kernels.scatter(chunks.flatten(2, 3), self._slots(blocks, skip_blocks))
+    def _to_pages(self, chunks: Any, blocks: list[int]) -> None:
+        self._kernels.scatter(chunks.flatten(2, 3), self._slots(blocks))
 
     def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
-        self._kernels.gather(chunks.flatten(2, 3), self._slots(blocks, 0))
+        self._kernels.gather(chunks.flatten(2, 3), self._slots(blocks))
 
-    def _slots(self, blocks: list[int], skip_blocks: int) -> Any:
+    def _slots(self, blocks: list[int]) -> Any:
         numbers = torch.tensor(blocks, dtype=torch.int64, device=self._device)
         slots = numbers[:, None] * self._block_tokens + torch.arange(self._block_tokens, device=self._device)
-        slots[:skip_blocks] = -1
+        slots[numbers == NOWHERE] = -1
         return slots.flatten()
 
 
@@ -280,10 +329,11 @@ def _room(room: Any, chunks: Any, device: Any) -> tuple[Any, Any]:
     return room, room[: chunks.numel()].view(chunks.shape)
 
 
-def _mover(kind: MoverKind | None, views: Sequence[Any], reshaping_bytes: int) -> Any:
+def _mover(kind: MoverKind | None, views: Sequence[Any], reshaping_bytes: int, chunk_heads: int, *, whole: bool) -> Any:
     if kind == "native" or (kind is None and views[0].device.type == "cpu"):
-        return _NativeMover(views)
-    if kind != "torch":
+        return _NativeMover(views, chunk_heads)
+    # The kernels take chunks whole: of those that hold other layers or heads, torch takes what is wanted, slower.
+    if kind != "torch" and whole:
         try:
             return _TritonMover(views, reshaping_bytes)
         except (ImportError, ValueError):  # no Triton, or strides that its kernels do not take: slower, the same bytes
@@ -298,7 +348,7 @@ def _moved_as(cache: Any) -> Any:
 
 def _views(cache: Any, kind: LayoutKind, head_size: int) -> list[Any]:
     """Return one view for each kind of a layer, [block, token, head, dimension]."""
-    if kind == "latent":
+    if kind in ("latent", "cells"):
         return [cache.permute(0, 2, 1, 3)]
     if kind == "kv_cells":
         cells = cache.permute(0, 2, 1, 3)

@@ -4,26 +4,33 @@ A lookup is submitted when a request arrives; hashing and the round trip happen 
 polls: ``None`` until there is an answer or the deadline has passed, then the same answer for the request's life.
 """
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from host_control.client import DataPlaneClient
+from host_control.client import DataPlaneClient, Found
+from host_control.handover import Coming, Handover
 from shadowserve.errors import DataPlaneError
-from shadowserve.keys import Extra, chain_links, record_keys
+from shadowserve.keys import Extra, chain_links, record_keys, tail_link
 from shadowserve.pieces import Flags, leading
 
-__all__ = ["LookupAnswer", "PrefixLookup"]
+__all__ = ["LookupAnswer", "PrefixLookup", "Rule"]
 
 _STRIDE_TOKENS: Final = 8192
 """Tokens hashed between two moments at which the engine's thread may take the interpreter: some 0.5 ms."""
 _NOTHING: Final = Extra()
+_STAYS: Final = Handover()
+
+
+Rule = Callable[[Sequence[Flags], int], int]
+"""Returns how many leading tokens of a prompt of so many can be loaded, from the chunks that each group has stored."""
 
 
 @dataclass(frozen=True)
@@ -31,27 +38,66 @@ class LookupAnswer:
     """What a lookup found.
 
     Attributes:
-        hits: leading chunks that storage holds for every rank.
-        reason: ``"complete"``, ``"short"`` (no full chunk), ``"deadline"``, ``"unnamed"`` (its KV cannot be named), or
-            why the data plane could not say.
+        tokens: leading tokens of the prompt that can be loaded, by the engine's own rule, for every rank.
+        cut: whose records they are: 0 for those that this engine makes.
+        reason: ``"complete"``, ``"short"`` (no full chunk), ``"deadline"``, ``"unnamed"`` (its KV cannot be named),
+            ``"announced_late"`` (chunks that were waited for are still only announced), ``"announced_gone"`` (they are
+            not coming), or why the data plane could not say.
         detail: a sentence about a failure, else empty.
+        present: which chunks of each group are there, of that cut's.
+        tail: whether the prompt's tail is there, too.
     """
 
-    hits: int
+    tokens: int
     reason: str
     detail: str = ""
+    cut: int = 0
+    present: Sequence[Flags] = field(default=(), compare=False)
+    tail: bool = False
+
+
+Groups = Sequence[Sequence[tuple[DataPlaneClient, bytes]]]
+"""Of each group what it is stored as: of each rank and part its data plane's client, the same one as often as it
+serves, and the namespace of the records."""
 
 
 @dataclass
 class _Lookup:
     tokens: Sequence[int]
+    length: int
     extra: Extra | Callable[[], Extra]
     deadline: float
+    handover: Handover = _STAYS
     answer: LookupAnswer | None = None
+    so_far: LookupAnswer = field(default_factory=lambda: LookupAnswer(0, "deadline"))
     links: list[bytes] | None = None
-    known: int = 0
+    tail: list[bytes] = field(default_factory=list)  # its link, if it is to have a record
+    waits_until: float = 0.0  # for what is announced
+    present: Sequence[Flags] | None = None
     asked: float = 0.0
     future: Future[None] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a question about some links has found of the records of one cut.
+
+    Attributes:
+        cut: whose.
+        present: of each group, which are there.
+        there: which of them every group that keeps every chunk has.
+        coming: which of the others are announced; ``None`` where nobody can say.
+    """
+
+    cut: int
+    present: list[Flags]
+    there: Flags
+    coming: Flags | None
+
+    @property
+    def extent(self) -> int:
+        """Leading chunks that are there or announced."""
+        return leading(self.there if self.coming is None else self.there | self.coming)
 
 
 class PrefixLookup:
@@ -59,7 +105,11 @@ class PrefixLookup:
 
     Args:
         model: digest of the ``ModelIdentity``.
-        ranks: of each rank its data plane's client, the same one as often as it serves, and its chunks' namespace.
+        groups: of the records that this engine makes.
+        rule: how long a hit may be.
+        others: cut -> of the records that an engine of another cut has made, and this one can read.
+        every: of each group, whether it keeps every chunk, so that one that is missing may be waited for; by default
+            all do.
         chunk_tokens: tokens in a chunk.
         timeout: seconds from :meth:`submit` to an answer.
         threads: that hash and ask.
@@ -69,28 +119,39 @@ class PrefixLookup:
     def __init__(
         self,
         model: bytes,
-        ranks: Sequence[tuple[DataPlaneClient, bytes]],
+        groups: Groups,
+        rule: Rule,
         *,
+        others: Mapping[int, Groups] | None = None,
+        every: Sequence[bool] | None = None,
         chunk_tokens: int,
         timeout: float,
         threads: int = 2,
         enabled: bool = True,
     ) -> None:
         self._model = model
-        # What each data plane is asked for; ranks that hold the same part of the KV need the same records.
-        self._namespaces = {client: list(dict.fromkeys(n for c, n in ranks if c is client)) for client, _ in ranks}
+        self._cuts: dict[int, Groups] = {0: groups, **(others or {})}
+        self._every = list(every or [True] * len(groups))
+        self._rule = rule
         self._chunk_tokens = chunk_tokens
         self._timeout = timeout
         self._enabled = enabled
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
+        self._coming = Coming(self._of_any_cut, self._announce, timeout)
         if enabled:
             # So that the first request's deadline does not pay for the connection.
-            for client in self._namespaces:
+            for client in dict.fromkeys(client for group in groups for client, _ in group):
                 self._pool.submit(client.wait_ready, timeout)
 
-    def submit(self, request_id: str, tokens: Sequence[int], extra: Extra | Callable[[], Extra] = _NOTHING) -> None:
+    def submit(
+        self,
+        request_id: str,
+        tokens: Sequence[int],
+        extra: Extra | Callable[[], Extra] = _NOTHING,
+        handover: Handover = _STAYS,
+    ) -> None:
         """Start looking a prompt up, or start over for a request that is known already.
 
         Args:
@@ -98,17 +159,18 @@ class PrefixLookup:
             tokens: of the prompt; must not change until :meth:`forget`, except by growing.
             extra: what else its KV depends on; or what returns that, called on a lookup thread. Where it raises, the
                 answer's reason is ``"unnamed"``, and there are no links.
+            handover: what is waited for and announced.
         """
-        lookup = _Lookup(tokens, extra, time.monotonic() + self._timeout)
-        count = len(tokens) // self._chunk_tokens
-        if count == 0:
+        lookup = _Lookup(tokens, len(tokens), extra, time.monotonic() + self._timeout, handover)
+        count = lookup.length // self._chunk_tokens
+        if count == 0 and not handover.tail_tokens:
             lookup.answer, lookup.links = LookupAnswer(0, "short"), []
         elif not self._enabled:
             lookup.answer = LookupAnswer(0, "disabled")
         with self._lock:
             self._lookups[request_id] = lookup
-        if count:
-            lookup.future = self._pool.submit(self._run, lookup, count)
+        if lookup.links is None:
+            lookup.future = self._pool.submit(self._run, request_id, lookup, count)
 
     def poll(self, request_id: str) -> LookupAnswer | None:
         """Return the answer, or ``None`` while there is none and time is left."""
@@ -118,7 +180,8 @@ class PrefixLookup:
         if lookup.answer is None and time.monotonic() >= lookup.deadline:
             with self._lock:
                 # The thread may have answered since; what was said first stays.
-                lookup.answer = lookup.answer or LookupAnswer(0, "deadline", "no answer in time")
+                late = "announced_late" if lookup.waits_until else "deadline"
+                lookup.answer = lookup.answer or replace(lookup.so_far, reason=late, detail="no answer in time")
         return lookup.answer
 
     def links(self, request_id: str) -> list[bytes] | None:
@@ -129,40 +192,48 @@ class PrefixLookup:
         lookup = self._lookups.get(request_id)
         return None if lookup is None else lookup.links
 
+    def tail(self, request_id: str) -> list[bytes]:
+        """Return the link of the prompt's tail, if it is to have a record; known with the links."""
+        lookup = self._lookups.get(request_id)
+        return [] if lookup is None else lookup.tail
+
     def extra(self, request_id: str) -> Extra:
         """Return what a request's links were made of beside its tokens; there are links."""
         extra = self._lookups[request_id].extra
         assert isinstance(extra, Extra), "links without a name"
         return extra
 
-    def known(self, request_id: str) -> int:
-        """Return how many leading chunks are known to be stored, even where the answer came too late to be used."""
+    def present(self, request_id: str) -> Sequence[Flags] | None:
+        """Return which chunks of each group are stored, even where the answer came too late to be used."""
         lookup = self._lookups.get(request_id)
-        return 0 if lookup is None else lookup.known
+        return None if lookup is None else lookup.present
 
     def asked(self, request_id: str) -> float:
-        """Return when (monotonic) the chunks behind :meth:`known` were found absent; 0 where nobody could say."""
+        """Return when (monotonic) the chunks that :meth:`present` lacks were absent; 0 where nobody could say."""
         lookup = self._lookups.get(request_id)
         return 0.0 if lookup is None else lookup.asked
 
-    def forget(self, request_id: str) -> None:
-        """Drop a request that has ended."""
+    def forget(self, request_id: str, stored: Sequence[bytes] = ()) -> None:
+        """Drop a request that has ended; the chunks of links that are ``stored`` are, or are on their way."""
         with self._lock:
             lookup = self._lookups.pop(request_id, None)
+        self._coming.settle(request_id, stored)
         if lookup is not None and lookup.future is not None:
             lookup.future.cancel()
 
     def close(self) -> None:
         """End the threads; a lookup that runs ends by its deadline."""
+        self._coming.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _run(self, lookup: _Lookup, count: int) -> None:
+    def _run(self, request_id: str, lookup: _Lookup, count: int) -> None:
         try:
             if self._named(lookup):
                 links = self._hash(lookup, count)
-                lookup.links = links
+                wanted = [*links, *lookup.tail]
+                lookup.links = links  # from now on others may extend them
                 if self._enabled:
-                    self._ask(lookup, links)
+                    self._ask(request_id, lookup, wanted)
         except Exception as error:  # a bug must not leave the request waiting for its deadline
             self._settle(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
 
@@ -192,44 +263,166 @@ class PrefixLookup:
             prefix = tokens[: min(end, count) * self._chunk_tokens]
             links = chain_links(self._model, prefix, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
             time.sleep(0)
+        if size := lookup.handover.tail_tokens:
+            before = self._model, lookup.tokens, size
+            lookup.tail = [tail_link(*before, chunk_tokens=self._chunk_tokens, extra=extra, after=links)]
         return links
 
-    def _ask(self, lookup: _Lookup, links: list[bytes]) -> None:
-        left = lookup.deadline - time.monotonic()
-        if left <= 0:
-            self._settle(lookup, LookupAnswer(0, "deadline", "no thread was free in time"))
-            return
+    def _ask(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
         asked = time.monotonic()
-        try:
-            hits = leading(self._common(links, left))
-        except DataPlaneError as error:
-            self._settle(lookup, LookupAnswer(0, error.outcome, str(error)))
+        left = (lookup.waits_until or lookup.deadline) - asked
+        if left <= 0:
+            late = "announced_late" if lookup.waits_until else "deadline"
+            self._settle(lookup, replace(lookup.so_far, reason=late, detail="no thread was free in time"))
             return
-        lookup.known, lookup.asked = hits, asked
-        self._settle(lookup, LookupAnswer(hits, "complete"))
+        try:
+            own, best = self._find(wanted, left, announced=lookup.handover.waits > 0)
+        except DataPlaneError as error:
+            self._settle(lookup, replace(lookup.so_far, reason=error.outcome, detail=str(error)))
+            return
+        whole, hits = len(wanted) - len(lookup.tail), leading(best.there)
+        lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
+        present = [flags[:whole] for flags in best.present]
+        tokens = self._rule(present, lookup.length) if whole else 0
+        lookup.so_far = LookupAnswer(tokens, "complete", cut=best.cut, present=present, tail=hits > whole)
+        if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
+            self._wait(request_id, lookup, wanted, hits)
+            return
+        gone = hits < len(wanted) and lookup.waits_until
+        reason, detail = ("announced_gone", "chunks that were announced are not stored") if gone else ("complete", "")
+        if seconds := lookup.handover.announces:  # before anybody can have computed and stored it
+            there = own.there | (np.arange(len(wanted)) < hits)
+            self._announce_absent(request_id, lookup, wanted, there, seconds)
+        self._settle(lookup, replace(lookup.so_far, reason=reason, detail=detail))
 
-    def _common(self, links: list[bytes], timeout: float) -> Flags:
-        """Return which chunks each rank finds, asking all data planes at once: KV that one rank lacks is of no use.
+    def _find(self, links: Sequence[bytes], timeout: float, *, announced: bool) -> tuple[_Seen, _Seen]:
+        """Return what there is of this engine's own records, and of those of which there is most, or is coming.
+
+        Of others' records the first chunk's are asked for: most prompts have none, and few have both.
+
+        Raises:
+            DataPlaneError: somebody could not say.
+        """
+        ends = time.monotonic() + timeout
+        counts = {cut: 1 if cut else len(links) for cut in self._cuts}
+        own, *probes = self._see(counts, links, timeout, announced=announced)
+        best = own
+        if not own.there.all():
+            for cut in [probe.cut for probe in probes if probe.extent]:
+                left = max(ends - time.monotonic(), 0.001)
+                (other,) = self._see({cut: len(links)}, links, left, announced=announced)
+                best = max(best, other, key=lambda seen: seen.extent)
+        return own, best
+
+    def _of_any_cut(self, links: Sequence[bytes], timeout: float) -> tuple[Flags, Flags | None]:
+        """Return which chunks are there, and which are announced, of whatever cut."""
+        seen = self._see(dict.fromkeys(self._cuts, len(links)), links, timeout, announced=True)
+        there = np.logical_or.reduce([each.there for each in seen])
+        known = [each.coming for each in seen if each.coming is not None]
+        return there, np.logical_or.reduce(known) & ~there if len(known) == len(seen) else None
+
+    def _is_coming(self, lookup: _Lookup, index: int, coming: Flags | None) -> bool:
+        """Return whether the first of a prompt's chunks, or its tail, that is not there is worth waiting for."""
+        if coming is not None:
+            return bool(coming[index])
+        return lookup.handover.waits > 0 and index * self._chunk_tokens < lookup.handover.expected_tokens
+
+    def _wait(self, request_id: str, lookup: _Lookup, wanted: list[bytes], hits: int) -> None:
+        """Ask again once the first chunk that is not there is, or is not coming."""
+        if not lookup.waits_until:
+            lookup.waits_until = lookup.deadline - self._timeout + lookup.handover.waits
+            lookup.deadline = lookup.waits_until
+
+        def again(late: bool) -> None:
+            if self._lookups.get(request_id) is lookup and lookup.answer is None:
+                if late:
+                    detail = f"still announced after {lookup.handover.waits:g} s"
+                    self._settle(lookup, replace(lookup.so_far, reason="announced_late", detail=detail))
+                else:
+                    with contextlib.suppress(RuntimeError):  # closed
+                        self._pool.submit(self._ask_again, request_id, lookup, wanted)
+
+        self._coming.wait(wanted[hits], lookup.waits_until, again)
+
+    def _ask_again(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
+        try:
+            self._ask(request_id, lookup, wanted)
+        except Exception as error:  # as in _run
+            self._settle(lookup, LookupAnswer(0, "internal", f"{type(error).__name__}: {error}"))
+
+    def _announce_absent(
+        self, request_id: str, lookup: _Lookup, wanted: list[bytes], there: Flags, seconds: float
+    ) -> None:
+        """Announce what this engine will compute and store, if the request still lives."""
+        ends = [(index + 1) * self._chunk_tokens for index in range(len(wanted))]
+        if lookup.tail:
+            ends[-1] -= self._chunk_tokens - lookup.handover.tail_tokens
+        mine = [
+            link
+            for link, stored, end in zip(wanted, there, ends, strict=True)
+            if not stored and lookup.handover.may_store(end)
+        ]
+        if mine:
+            self._coming.announce(request_id, mine, seconds)
+        if self._lookups.get(request_id) is not lookup:  # it has ended meanwhile, and that was not heard
+            self._coming.settle(request_id, ())
+
+    def _announce(self, links: Sequence[bytes], seconds: float) -> None:
+        """Announce all ranks' records of some chunks; 0 seconds: they will not be stored."""
+        held = dict.fromkeys(
+            each for group, every in zip(self._cuts[0], self._every, strict=True) if every for each in group
+        )
+        for client in dict.fromkeys(client for client, _ in held):
+            names = [name for each, name in held if each is client]
+            client.announce([key for name in names for key in record_keys(name, links)], seconds)
+
+    def _see(
+        self, counts: Mapping[int, int], links: Sequence[bytes], timeout: float, *, announced: bool
+    ) -> list[_Seen]:
+        """Return what there is of the first so many links of each cut, asking all data planes at once.
+
+        KV that one rank lacks is of no use, and so is a group's of which one part is missing.
 
         Raises:
             DataPlaneError: one of them could not say.
         """
-        calls, problem = [], None
-        present = np.ones(len(links), np.bool_)
-        keys = {name: record_keys(name, links) for name in set().union(*self._namespaces.values())}
-        for client, names in self._namespaces.items():
+        # Ranks that hold the same part of the KV need the same records.
+        asked = dict.fromkeys(
+            (*each, count) for cut, count in counts.items() for group in self._cuts[cut] for each in group
+        )
+        found: dict[tuple[DataPlaneClient, bytes, int], tuple[Flags, Flags | None]] = {}
+        calls: list[tuple[list[tuple[DataPlaneClient, bytes, int]], Callable[[], Found]]] = []
+        problem = None
+        for client in dict.fromkeys(client for client, _, _ in asked):
+            chains = [each for each in asked if each[0] is client]
             try:
-                calls.append(client.lookup([(name, keys[name]) for name in names], timeout))
+                keys = [(namespace, record_keys(namespace, links[:count])) for _, namespace, count in chains]
+                calls.append((chains, client.find(keys, timeout, announced=announced)))
             except DataPlaneError as error:
                 problem = problem or error
-        for call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
+        for chains, call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
             try:
-                present = np.logical_and.reduce([present, *call()])
+                present, soon = call()
             except DataPlaneError as error:
                 problem = problem or error
+                continue
+            for place, chain in enumerate(chains):
+                found[chain] = present[place], None if soon is None else soon[place]
         if problem is not None:
             raise problem
-        return present
+        return [self._seen(cut, count, found) for cut, count in counts.items()]
+
+    def _seen(
+        self, cut: int, count: int, found: Mapping[tuple[DataPlaneClient, bytes, int], tuple[Flags, Flags | None]]
+    ) -> _Seen:
+        answers = [[found[*each, count] for each in group] for group in self._cuts[cut]]
+        present = [np.logical_and.reduce([there for there, _ in group]) for group in answers]
+        waited = [group for group, every in zip(answers, self._every, strict=True) if every]
+        all_of = np.ones(count, np.bool_)  # where no group keeps every chunk, there is none to wait for
+        there = np.logical_and.reduce([all_of, *(here for group in waited for here, _ in group)])
+        usable = [all_of, *(here | soon for group in waited for here, soon in group if soon is not None)]
+        said = all(soon is not None for group in waited for _, soon in group)
+        return _Seen(cut, present, there, np.logical_and.reduce(usable) & ~there if said else None)
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
         with self._lock:

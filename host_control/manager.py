@@ -5,10 +5,11 @@ pluggable order. *Completion* holds jobs that have ended. The engine's scheduler
 :meth:`KVCacheManager.exchange`: it hands over the jobs it has intercepted and takes back those that have ended, in one
 atomic step, and is never blocked by either.
 
-A job runs in rounds: the data plane delivers chunks into one half of the destination, and while the next round arrives
-in the other half, the engine's ``scatter`` moves the first into paged KV memory. Each round takes half of what is left,
-for the last one's scattering is hidden behind nothing. Each job has exactly one outcome, by its deadline: how many
-leading chunks are in place, and the reason why not all.
+A job wants chunks of one or several *parts*: layers whose chunks have one shape. It runs in rounds: the data plane
+delivers chunks into one half of the destination, and while the next round arrives in the other half, the engine's
+``scatter`` moves the first into paged KV memory. Each round takes half of what is left, for the last one's scattering
+is hidden behind nothing. Each job has exactly one outcome, by its deadline: how many leading chunks of each part are in
+place, and the reason why not all.
 """
 
 import itertools
@@ -17,7 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
@@ -40,6 +41,8 @@ _CANCEL_INTERVAL: Final = 0.05
 """Seconds between two Cancel calls for one job: the first may overtake the Fetch that it is meant for."""
 _WAIT_INTERVAL: Final = 0.05
 """Seconds between two looks for queued jobs that are out of time, which nobody announces."""
+_PARTS_MAX: Final = 64
+"""Parts that one Fetch may name (proto/dataplane.proto)."""
 _ROUND_BYTES_MIN: Final = 32 << 20
 """A round costs some milliseconds, whatever it moves: less than scattering so much on a CPU takes."""
 
@@ -50,13 +53,18 @@ class FetchJob:
 
     Attributes:
         request_id: of the engine; one job of a request at a time.
-        keys: of the chunks, in prefix order.
+        keys: of the chunks of each part, in prefix order; none of a part that nothing is wanted of.
         target: whatever ``scatter`` needs to know; never looked at here.
     """
 
     request_id: str
-    keys: tuple[bytes, ...]
+    keys: tuple[tuple[bytes, ...], ...]
     target: Any = None
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of all parts together."""
+        return sum(map(len, self.keys))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +73,7 @@ class FetchResult:
 
     Attributes:
         job: what was asked for.
-        chunks: leading chunks that are in place.
+        chunks: leading chunks that are in place, of each part.
         reason: ``"complete"``, or why there are not more: an ``Outcome`` of the wire in lower case, or
             ``"unreachable"``, ``"refused"``, ``"invalid_answer"``, ``"breaker_open"``, ``"no_memory"``,
             ``"scatter_failed"``, ``"closed"``.
@@ -76,7 +84,7 @@ class FetchResult:
     """
 
     job: FetchJob
-    chunks: int
+    chunks: tuple[int, ...]
     reason: str
     detail: str = ""
     fetched_bytes: int = 0
@@ -86,14 +94,14 @@ class FetchResult:
     @property
     def complete(self) -> bool:
         """Whether every chunk is in place."""
-        return self.chunks == len(self.job.keys)
+        return sum(self.chunks) == self.job.chunks
 
 
 class Scatter(Protocol):
     """Moves chunks from the destination into an engine's paged KV memory; returns once they are in place."""
 
-    def __call__(self, job: FetchJob, first: int, chunks: Any) -> None:
-        """Place the chunks ``first``, ``first + 1``, ... of ``job``, which lie in ``chunks`` one after the other.
+    def __call__(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
+        """Place chunks ``first``, ``first + 1``, ... of a part of ``job``, which lie in ``chunks`` one after the other.
 
         ``chunks`` is what the destination's ``Memory.arrived`` gives: a memoryview, or a tensor on the GPU.
         """
@@ -106,7 +114,7 @@ class _Progress:
     job: FetchJob
     arrived: float
     deadline: float
-    chunks: int = 0  # in place
+    chunks: list[int]  # in place, of each part
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     cancelled: bool = False
@@ -115,15 +123,23 @@ class _Progress:
     scatter_error: str = ""
 
 
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive chunks of a part, and where they lie in the destination."""
+
+    part: int
+    first: int
+    count: int
+    offset: int
+
+
 @dataclass
 class _Landed:
-    """Chunks of a round that has arrived and is not yet scattered."""
+    """What has arrived in a round and is not yet scattered."""
 
     progress: _Progress
-    first: int
     memory: Memory = field(repr=False)
-    offset: int
-    count: int
+    runs: list[_Run]
 
 
 FetchOrder = Callable[[Sequence[FetchJob]], int]
@@ -141,7 +157,7 @@ def shortest_job_first(queue: Sequence[FetchJob]) -> int:
     It lowers the mean waiting time. A long job can be overtaken without end while shorter ones keep coming; it does
     not wait beyond its deadline, and is recomputed then.
     """
-    return min(range(len(queue)), key=lambda index: len(queue[index].keys))
+    return min(range(len(queue)), key=lambda index: queue[index].chunks)
 
 
 ORDERS: Final[dict[str, FetchOrder]] = {"fifo": first_in_first_out, "sjf": shortest_job_first}
@@ -152,8 +168,9 @@ class KVCacheManager:
 
     Args:
         client: of the data plane.
-        destination: that chunks arrive in; at least two chunks large. The manager owns it from now on.
+        destination: that chunks arrive in; at least two of its largest large. The manager owns it from now on.
         scatter: called in the manager's thread.
+        layers: of each part's chunks, that are wanted; by default all.
         order: of the fetching queue.
         fetch_timeout: seconds from hand-over to outcome.
         round_bytes_min: a round does not leave chunks for the next one to be smaller than this.
@@ -165,6 +182,7 @@ class KVCacheManager:
         destination: Destination,
         scatter: Scatter,
         *,
+        layers: Sequence[slice] | None = None,
         order: FetchOrder = first_in_first_out,
         fetch_timeout: float = 10.0,
         round_bytes_min: int = _ROUND_BYTES_MIN,
@@ -172,14 +190,16 @@ class KVCacheManager:
         self._client = client
         self._destination = destination
         self._scatter = scatter
+        self._layers = layers or [slice(None)] * len(destination.shapes)
         self._order = order
         self._fetch_timeout = fetch_timeout
-        self._round_chunks_max = destination.size // 2 // destination.shape.raw_bytes
-        self._round_chunks_min = max(1, round_bytes_min // destination.shape.raw_bytes)
-        if self._round_chunks_max < 1:
+        self._chunk_bytes = [shape.raw_bytes for shape in destination.shapes]
+        self._half_bytes = destination.size // 2
+        self._round_bytes_min = round_bytes_min
+        if self._half_bytes < max(self._chunk_bytes):
             raise ConfigurationError(
                 f"a destination of {destination.size} bytes does not hold two chunks of "
-                f"{destination.shape.raw_bytes}; raise host.fetch_buffer_bytes"
+                f"{max(self._chunk_bytes)}; raise host.fetch_buffer_bytes"
             )
         self._condition = threading.Condition()
         self._fetching: list[_Progress] = []
@@ -215,7 +235,7 @@ class KVCacheManager:
                 if job.request_id in self._outstanding:
                     raise ValueError(f"request {job.request_id} has a fetch job already")
             for job in new:
-                progress = _Progress(job, now, now + self._fetch_timeout)
+                progress = _Progress(job, now, now + self._fetch_timeout, [0] * len(job.keys))
                 self._outstanding[job.request_id] = progress
                 self._fetching.append(progress)
             for request_id in cancel:
@@ -301,17 +321,19 @@ class KVCacheManager:
 
     def _fetch(self, progress: _Progress) -> None:
         retried = False
-        landed = 0  # chunks that have arrived, in place or not
+        landed = [0] * len(progress.job.keys)  # chunks that have arrived, in place or not
         while True:
             left = progress.deadline - time.monotonic()
             if progress.cancelled or progress.scatter_error or left <= 0:
                 self._end(progress, "cancelled" if progress.cancelled else "deadline")
                 return
-            keys = progress.job.keys[landed : landed + self._round_chunks(len(progress.job.keys) - landed)]
+            if not (runs := self._round(progress.job, landed)):
+                self._end(progress, "complete")  # nothing was wanted
+                return
             try:
                 memory = self._destination.acquire(left)
                 left = progress.deadline - time.monotonic()
-                call, job_id, offset = self._start(keys, max(left, 0.001))
+                call, job_id = self._start(progress.job, runs, max(left, 0.001))
             except DataPlaneError as error:
                 self._end(progress, error.outcome, str(error))
                 return
@@ -322,33 +344,53 @@ class KVCacheManager:
             answer = self._wait(call, job_id, progress)
             if not answer.quiet or answer.reason == "unknown_destination":
                 self._destination.retire(release=not answer.quiet)
-            chunks = answer.chunks
-            if answer.reason == "unknown_destination" and chunks == 0 and not retried:
+            arrived = [replace(run, count=count) for run, count in zip(runs, answer.chunks, strict=True) if count]
+            if answer.reason == "unknown_destination" and not arrived and not retried:
                 retried = True  # the daemon has restarted: register again, once
                 continue
-            if chunks:
-                self._land(progress, landed, memory, offset, chunks, answer)
-                landed += chunks
+            if arrived:
+                self._land(progress, memory, arrived, answer)
+                for run in arrived:
+                    landed[run.part] += run.count
             elif answer.reason == "round_full":
                 self._end(
                     progress, "invalid_answer", "the buffers are said to be full, and the first chunk is not there"
                 )
                 return
-            if answer.reason == "round_full" or (answer.reason == "complete" and landed < len(progress.job.keys)):
+            if answer.reason == "round_full" or (answer.reason == "complete" and sum(landed) < progress.job.chunks):
                 continue
             self._end(progress, answer.reason, answer.detail)
             return
 
-    def _round_chunks(self, left: int) -> int:
-        return min(max(-(-left // 2), self._round_chunks_min), self._round_chunks_max)
+    def _round(self, job: FetchJob, landed: Sequence[int]) -> list[_Run]:
+        """Return what the next round fetches: part after part, half of what is left, as far as there is room."""
+        parts = list(zip(job.keys, landed, self._chunk_bytes, strict=True))
+        left = sum((len(keys) - done) * size for keys, done, size in parts)
+        aim = min(max(-(-left // 2), self._round_bytes_min), self._half_bytes)
+        runs: list[_Run] = []
+        begin, taken = self._half * self._half_bytes, 0
+        for part, (keys, done, size) in enumerate(parts):
+            room = (self._half_bytes if not taken else aim) - taken
+            count = min(len(keys) - done, max(-(-(aim - taken) // size), 0), room // size)
+            if count > 0 and len(runs) < _PARTS_MAX:
+                runs.append(_Run(part, done, count, begin + taken))
+                taken += count * size
+        return runs
 
-    def _start(self, keys: Sequence[bytes], timeout: float) -> tuple[FetchCall, str, int]:
-        shape = self._destination.shape
-        offset = self._half * self._round_chunks_max * shape.raw_bytes
+    def _start(self, job: FetchJob, runs: Sequence[_Run], timeout: float) -> tuple[FetchCall, str]:
+        shapes, destination_ids = self._destination.shapes, self._destination.destination_ids
         job_id = f"{self._job_prefix}-{next(self._job_numbers)}"
-        part = FetchPart.whole(shape, self._destination.destination_id, keys, offset)
-        call = self._client.start_fetch(job_id, [part], timeout)
-        return call, job_id, offset
+        parts = [
+            FetchPart.whole(
+                shapes[run.part],
+                destination_ids[run.part],
+                job.keys[run.part][run.first : run.first + run.count],
+                run.offset,
+                layers=self._layers[run.part],
+            )
+            for run in runs
+        ]
+        return self._client.start_fetch(job_id, parts, timeout), job_id
 
     def _wait(self, call: FetchCall, job_id: str, progress: _Progress) -> FetchAnswer:
         def wake() -> None:
@@ -365,12 +407,10 @@ class KVCacheManager:
                 self._condition.wait_for(call.done, _CANCEL_INTERVAL)
         return call.result()
 
-    def _land(
-        self, progress: _Progress, first: int, memory: Memory, offset: int, chunks: int, answer: FetchAnswer
-    ) -> None:
+    def _land(self, progress: _Progress, memory: Memory, runs: list[_Run], answer: FetchAnswer) -> None:
         progress.fetched_bytes += answer.fetched_bytes
         progress.delivered_bytes += answer.delivered_bytes
-        self._landed = _Landed(progress, first, memory, offset, chunks)
+        self._landed = _Landed(progress, memory, runs)
         self._half ^= 1
 
     def _flush(self) -> None:
@@ -379,12 +419,14 @@ class KVCacheManager:
         if landed is None:
             return
         progress = landed.progress
-        if not progress.cancelled and progress.chunks == landed.first:
+        if not progress.cancelled and not progress.scatter_error:
             try:
-                length = landed.count * self._destination.shape.raw_bytes
-                self._scatter(progress.job, landed.first, landed.memory.arrived(landed.offset, length))
+                for run in landed.runs:
+                    length = run.count * self._chunk_bytes[run.part]
+                    self._scatter(progress.job, run.part, run.first, landed.memory.arrived(run.offset, length))
                 if landed.memory.whole():
-                    progress.chunks += landed.count
+                    for run in landed.runs:
+                        progress.chunks[run.part] += run.count
                 else:
                     progress.scatter_error = "the memory that chunks arrive in was made shorter; it is given up"
                     _logger.error("shadowserve: %s", progress.scatter_error)
@@ -410,7 +452,7 @@ class KVCacheManager:
             reason = "closed" if self._closing else "cancelled"
         result = FetchResult(
             job=progress.job,
-            chunks=progress.chunks,
+            chunks=tuple(progress.chunks),
             reason=reason,
             detail=detail,
             fetched_bytes=progress.fetched_bytes,

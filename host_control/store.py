@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from host_control.client import DataPlaneClient, StoreAnswer
@@ -27,17 +27,21 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Staged:
-    """A chunk that waits in slot ``slot`` of ``segment``; its bytes are there once ``wait``, if any, returns ``""``."""
+    """A chunk that waits in ``segment``, in a slot of its part; its bytes are there once ``wait`` returns ``""``."""
 
+    part: int
     key: bytes
     parent: bytes  # the chunk before it in its prompt; empty for the first
     segment: Memory
     slot: int
     wait: Callable[[], str] | None = None
+    announced: bool = False
 
 
 class StoreQueue:
     """Chunks on their way to the store. :meth:`offer` is for the engine's thread; it never waits.
+
+    Chunks of each part, which have one shape, wait in as many slots as those of each other part.
 
     Args:
         client: of the data plane.
@@ -64,11 +68,12 @@ class StoreQueue:
     ) -> None:
         self._client = client
         self._destination = destination
-        self._chunk_bytes = destination.shape.raw_bytes
-        self._slots = destination.size // self._chunk_bytes
+        self._chunk_bytes = [shape.raw_bytes for shape in destination.shapes]
+        self._slots = destination.size // sum(self._chunk_bytes)
+        self._begins = [self._slots * sum(self._chunk_bytes[:part]) for part in range(len(self._chunk_bytes))]
         if self._slots < 1:
             raise ConfigurationError(
-                f"a chunk has {self._chunk_bytes} bytes, the store buffer {destination.size}; "
+                f"a chunk has {sum(self._chunk_bytes)} bytes, the store buffer {destination.size}; "
                 "raise host.store_buffer_bytes"
             )
         self._batch_chunks = batch_chunks
@@ -76,7 +81,7 @@ class StoreQueue:
         self._recent_max = recent_keys
         self._retry_interval = retry_interval
         self._condition = threading.Condition()
-        self._free: dict[Memory, list[int]] = {}
+        self._free: dict[Memory, list[list[int]]] = {}
         self._queue: collections.deque[_Staged] = collections.deque()
         self._recent: collections.OrderedDict[bytes, float] = collections.OrderedDict()
         self._busy = 0
@@ -97,31 +102,39 @@ class StoreQueue:
         keys: Sequence[bytes],
         gather: Callable[[int, Any], Callable[[], str] | None],
         *,
+        part: int = 0,
+        chained: bool = True,
         previous: bytes | None = None,
         anchored: bool = True,
         absent_since: float = float("-inf"),
+        announced: bool = False,
     ) -> int:
-        """Stage consecutive chunks of one prompt.
+        """Stage consecutive chunks of one prompt and part.
 
         Args:
             keys: of the chunks, in order.
             gather: copies chunk ``i`` of them into the memory it is given; or starts to, and returns what waits for
                 the copy's end in the queue's thread, and says why the chunk is not to be stored, if it is not.
+            part: whose they are.
+            chained: whether each is of use only where those before it are stored, too.
             previous: key of the chunk before the first, ``None`` at the start of a prompt.
             anchored: whether ``previous`` is known to be stored.
             absent_since: when (monotonic) a lookup found these chunks absent. One that was stored before that is gone
                 again: evicted, or its server restarted empty.
+            announced: whether others may wait for them: what is dropped is withdrawn then.
 
         Returns:
             How many chunks were staged now; known ones are not staged again.
         """
         with self._condition:
-            reachable = previous is None or anchored or previous in self._recent
+            reachable = not chained or previous is None or anchored or previous in self._recent
         staged = 0
-        parents = [previous or b"", *keys]
+        dropped: list[bytes] = []
+        parents = [previous or b"", *keys] if chained else [b""] * len(keys)
         for index, key in enumerate(keys):
             if not reachable:
                 self._count("dropped_gap", len(keys) - index)
+                dropped += keys[index:]
                 break
             with self._condition:
                 if self._recent.get(key, float("-inf")) > absent_since:
@@ -129,26 +142,28 @@ class StoreQueue:
                     continue
                 segment = self._destination.current
                 free = self._free.get(segment) if segment is not None else None
-                slot = free.pop(0) if free else None
+                slot = free[part].pop(0) if free and free[part] else None
             if segment is None or slot is None:
                 self._count("dropped_full" if segment is not None else f"dropped_{self.last_error}", 1)
-                reachable = False
+                reachable = not chained
+                dropped.append(key)
                 continue
-            # Outside the lock: only this slot's owner touches it.
-            begin = slot * self._chunk_bytes
-            try:
-                wait = gather(index, segment.memory[begin : begin + self._chunk_bytes])
+            try:  # Outside the lock: only this slot's owner touches it.
+                wait = gather(index, segment.memory[self._place(part, slot)])
             except Exception as error:  # of the engine's making; it must not end the engine's step
                 self.details["gather_failed"] = f"{type(error).__name__}: {error}"
                 self._count("dropped_gather_failed", 1)
-                self._give_back([_Staged(key, parents[index], segment, slot)])
-                reachable = False
+                self._give_back([_Staged(part, key, parents[index], segment, slot)])
+                reachable = not chained
+                dropped.append(key)
                 continue
             with self._condition:
-                self._queue.append(_Staged(key, parents[index], segment, slot, wait))
+                self._queue.append(_Staged(part, key, parents[index], segment, slot, wait, announced))
                 self._remember(key)
                 self._condition.notify_all()
             staged += 1
+        if announced:
+            self._client.announce(dropped, 0)
         return staged
 
     def remember(self, keys: Sequence[bytes]) -> None:
@@ -193,6 +208,10 @@ class StoreQueue:
             self._condition.notify_all()
         self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
         self._destination.close()
+
+    def _place(self, part: int, slot: int) -> slice:
+        begin = self._begins[part] + slot * self._chunk_bytes[part]
+        return slice(begin, begin + self._chunk_bytes[part])
 
     def _remember(self, key: bytes) -> None:
         self._recent[key] = time.monotonic()
@@ -241,13 +260,13 @@ class StoreQueue:
             self.last_error = "no_memory"
             return None
         with self._condition:
-            self._free[segment] = list(range(self._slots))
+            self._free[segment] = [list(range(self._slots)) for _ in self._chunk_bytes]
             kept = {staged.segment for staged in self._queue} | {segment}
             self._free = {owner: free for owner, free in self._free.items() if owner in kept}
         return segment
 
     def _next(self) -> list[_Staged] | None:
-        """Return the next batch: neighbours in one segment; an empty one now and then while not connected."""
+        """Return the next batch: neighbours of one part in one segment; an empty one now and then without any."""
         with self._condition:
             while not self._queue or self._destination.current is None:
                 if self._closing:
@@ -259,7 +278,8 @@ class StoreQueue:
             batch = [self._queue.popleft()]
             while self._queue and len(batch) < self._batch_chunks:
                 last, following = batch[-1], self._queue[0]
-                if following.segment is not last.segment or following.slot != last.slot + 1:
+                neighbours = following.part == last.part and following.slot == last.slot + 1
+                if following.segment is not last.segment or not neighbours:
                     break
                 batch.append(self._queue.popleft())
             self._busy = len(batch)
@@ -297,10 +317,11 @@ class StoreQueue:
 
     def _call(self, batch: list[_Staged]) -> StoreAnswer:
         self._job_number += 1
+        part = batch[0].part
         return self._client.store(
             f"{self._job_prefix}-{self._job_number}",
-            self._destination.destination_id,
-            batch[0].slot * self._chunk_bytes,
+            self._destination.destination_ids[part],
+            self._place(part, batch[0].slot).start,
             [staged.key for staged in batch],
             [staged.parent for staged in batch],
             self._timeout,
@@ -321,17 +342,15 @@ class StoreQueue:
         moved: list[_Staged] = []
         for position, staged in enumerate(batch):
             with self._condition:
-                free = self._free[segment]
+                free = self._free[segment][staged.part]
                 fits = bool(free) and (not moved or free[0] == moved[-1].slot + 1)
                 slot = free.pop(0) if fits else None
             if slot is None:
                 self._drop(batch[position:], "full")
                 break
-            source, target = staged.slot * self._chunk_bytes, slot * self._chunk_bytes
-            segment.memory[target : target + self._chunk_bytes] = staged.segment.memory[
-                source : source + self._chunk_bytes
-            ]
-            moved.append(_Staged(staged.key, staged.parent, segment, slot))
+            source, target = self._place(staged.part, staged.slot), self._place(staged.part, slot)
+            segment.memory[target] = staged.segment.memory[source]
+            moved.append(replace(staged, segment=segment, slot=slot, wait=None))
         self._give_back(batch)
         return moved
 
@@ -341,6 +360,7 @@ class StoreQueue:
         if detail:
             self.details[reason] = detail
         self.forget([staged.key for staged in batch])
+        self._client.announce([staged.key for staged in batch if staged.announced], 0)
         self._count(f"dropped_{reason}", len(batch))
         self._give_back(batch)
 
@@ -349,4 +369,4 @@ class StoreQueue:
             for staged in batch:
                 free = self._free.get(staged.segment)
                 if free is not None:
-                    free.append(staged.slot)
+                    free[staged.part].append(staged.slot)

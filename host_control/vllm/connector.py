@@ -5,13 +5,13 @@ In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_token
 ``get_handshake_metadata``, then in each step ``start_load_kv``, ``wait_for_save``, ``get_finished``,
 ``get_block_ids_with_load_errors``, ``get_kv_connector_stats``, ``build_connector_worker_meta``.
 
-Loads are asynchronous (a request waits for its KV outside the running batch), or, without ``asynchronous_fetch``,
-complete before the step's forward pass begins; either way the per-layer hooks do nothing.
+Loads are asynchronous (a request waits for its KV outside the running batch), or, without ``asynchronous_fetch`` and
+with one KV cache group, complete before the step's forward pass begins; either way the per-layer hooks do nothing.
 
-What is stored is one KV cache group of full attention. ``SupportsHMA`` all the same: without it vLLM would give each
-model a single group, whose windows keep the whole context, or not start at all where that cannot be. With several
-groups, and wherever else ``support.py`` finds a reason, both halves are off: no request is hashed or looked up, nothing
-is matched, metadata is empty, and nobody is called, so that the engine is as without the plugin.
+What is stored is what vLLM's own prefix cache has, of every KV cache group (:mod:`host_control.vllm.groups`). Without
+``SupportsHMA`` vLLM would give each model a single group, whose windows keep the whole context, or not start at all
+where that cannot be. Wherever ``support.py`` finds a reason, both halves are off: no request is hashed or looked up,
+nothing is matched, metadata is empty, and nobody is called, so that the engine is as without the plugin.
 """
 
 from typing import Any
@@ -21,19 +21,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.logger import init_logger
 
 from host_control.config import HostConfig
+from host_control.vllm.groups import Groups
 from host_control.vllm.identity.adapters import Adapters
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import ShadowServePromMetrics, ShadowServeStats
+from host_control.vllm.parts import Rank
 from host_control.vllm.scheduler_side import SchedulerSide
-from host_control.vllm.support import uncacheable
+from host_control.vllm.support import UncacheableError, uncacheable
 from host_control.vllm.worker_side import WorkerSide
 
 __all__ = ["ShadowServeConnector"]
@@ -49,10 +52,10 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         config = HostConfig.from_engine(transfer.kv_connector_extra_config)
-        problem = _problem(vllm_config, kv_cache_config, config)
+        groups, problem = _groups(vllm_config, kv_cache_config, config)
         fetch = config.fetch and transfer.is_kv_consumer
         store = config.store and transfer.is_kv_producer
-        self._asynchronous = config.asynchronous_fetch
+        self._groups = groups
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -60,8 +63,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             lora = vllm_config.lora_config
             self._scheduler = SchedulerSide(
                 config,
-                # Off, it counts no blocks, and there may be no one size of them.
-                1 if problem else kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size,
+                groups,
                 fetch=fetch,
                 store=store,
                 problem=problem,
@@ -69,13 +71,12 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 inputs=RequestInputs(Adapters(lora, content_hashes(config, _logger)) if lora is not None else None),
             )
         else:
-            from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
             self._worker = WorkerSide(
                 config,
                 vllm_config,
                 kv_cache_config,
-                get_tensor_model_parallel_rank(),
+                groups,
+                _rank(vllm_config),
                 fetch=fetch,
                 store=store,
                 problem=problem,
@@ -105,17 +106,24 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     ) -> None:
         """Take the workers' namespaces, keyed by pipeline stage and tensor-parallel rank.
 
-        vLLM's own takes those of later stages for a mistake and ends the start. Here they say that they are off.
+        vLLM's own takes those of later stages for a mistake and ends the start.
         """
         assert self._scheduler is not None
         # Among several connectors (MultiConnector) vLLM passes on the handshake of the first that has one.
         silent = "a worker's handshake is missing; beside other connectors, name ShadowServe first"
-        ranks = range(self._vllm_config.parallel_config.tensor_parallel_size)
-        shakes = {rank: WorkerHandshake(b"", b"", silent) for rank in ranks}
-        # Of all stages of a rank, one that is off speaks for them.
-        stages = [(rank, shake) for (_, rank), shake in sorted(metadata.items()) if isinstance(shake, WorkerHandshake)]
-        shakes.update(sorted(stages, key=lambda stage: bool(stage[1].problem)))
+        parallel = self._vllm_config.parallel_config
+        ranks = parallel.tensor_parallel_size
+        shakes = {number: WorkerHandshake(b"", (), silent) for number in range(ranks * parallel.pipeline_parallel_size)}
+        for (stage, rank), shake in metadata.items():
+            if isinstance(shake, WorkerHandshake):
+                shakes[stage * ranks + rank] = shake
         self._scheduler.start(shakes)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        """Take the engine's own rules of how long a hit may be."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._groups is not None:
+            self._groups.bind(kv_cache_manager)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Take the engine's blocks."""
@@ -131,14 +139,13 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Return how many tokens beyond the local prefix can be loaded, and whether that is asynchronous."""
         assert self._scheduler is not None
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens) and self._asynchronous
+        return tokens, bool(tokens) and self._scheduler.asynchronous
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks that a request's KV is to be loaded into."""
         assert self._scheduler is not None
         if num_external_tokens:
-            (block_ids,) = blocks.get_block_ids()  # we have matched, so there is one group
-            self._scheduler.allocated(request, block_ids, num_external_tokens)
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return what the workers have to do in this step."""
@@ -156,10 +163,13 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request; its blocks may be freed (by vLLM, after the load of an aborted one has ended)."""
+        """Forget a request; its blocks may be freed (by vLLM, after the load of an aborted one has ended).
+
+        Returns:
+            False, and what is put into the answer as ``kv_transfer_params``.
+        """
         assert self._scheduler is not None
-        self._scheduler.finished(request)
-        return False, None
+        return False, self._scheduler.finished(request)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """The same, from a ``MultiConnector`` of which another part keeps vLLM to one group."""
@@ -180,6 +190,16 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             _logger.exception("ShadowServe: the KV caches cannot be taken")
             self._worker.close()
             self._worker.problem = _unexpected(error)
+
+    def unregister_kv_caches(self) -> None:
+        """Touch the caches no more, and give up what memory is ours: the engine goes to sleep. (vLLM 0.33)."""
+        assert self._worker is not None
+        self._worker.close()
+
+    def restore_kv_caches(self) -> None:
+        """Go on: the engine has woken, with caches where they were. (vLLM 0.33)."""
+        assert self._worker is not None
+        self._worker.connect()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return this rank's namespace for the scheduler's half."""
@@ -204,8 +224,14 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose load has ended."""
+        results = self.get_transfer_results(finished_req_ids)
+        return None, results.finished_recving or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose load has ended, and those of them that have to be computed from the start."""
         assert self._worker is not None
-        return None, self._worker.take_finished() or None
+        finished, failed = self._worker.take_finished()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that have to be computed after all."""
@@ -256,13 +282,25 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
             self._scheduler.close()
 
 
-def _problem(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> str:
-    """Return why this engine is served without the cache, or nothing."""
+def _groups(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> tuple[Groups | None, str]:
+    """Return what is stored of this engine, or why it is served without the cache."""
     try:
-        return uncacheable(vllm_config, kv_cache_config, config) or ""
+        if problem := uncacheable(vllm_config, kv_cache_config):
+            return None, problem
+        return Groups(vllm_config, kv_cache_config, config), ""
+    except UncacheableError as error:
+        return None, str(error)
     except Exception as error:  # of an engine that is like none that we know
         _logger.exception("ShadowServe: this engine's configuration cannot be read")
-        return _unexpected(error)
+        return None, _unexpected(error)
+
+
+def _rank(vllm_config: Any) -> Rank:
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+
+    parallel = vllm_config.parallel_config
+    stage = get_pp_group().rank_in_group
+    return Rank(get_tensor_model_parallel_rank(), parallel.tensor_parallel_size, stage, parallel.pipeline_parallel_size)
 
 
 def _unexpected(error: Exception) -> str:

@@ -8,46 +8,62 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-__all__ = ["LoadOperation", "ShadowServeMetadata", "StoreOperation", "WorkerHandshake", "WorkerReport"]
+__all__ = ["GroupLoad", "LoadOperation", "ShadowServeMetadata", "StoreOperation", "WorkerHandshake", "WorkerReport"]
+
+
+@dataclass
+class GroupLoad:
+    """What a load takes of one group.
+
+    Attributes:
+        links: of the chunks, in order, which name them for all ranks.
+        blocks: that their records go to, chunk after chunk; NOWHERE for those that hold the right KV already and may be
+            shared, and for what vLLM keeps no block for.
+    """
+
+    links: list[bytes]
+    blocks: list[int]
 
 
 @dataclass
 class LoadOperation:
-    """Load consecutive chunks of a request.
+    """Load chunks of a request.
 
     Attributes:
         request_id: of the request.
         epoch: that the keys belong to.
-        links: of the chunks, which name them for all ranks.
-        blocks: the request's blocks from the first chunk's first on, as many as the chunks cover.
-        skip_blocks: leading ones that hold the right KV already and may be shared: never written.
+        cut: whose records they are (:class:`host_control.vllm.parts.Part`).
+        groups: what of each, by its index; none where the load is one that cannot be.
     """
 
     request_id: str
     epoch: str
-    links: list[bytes]
-    blocks: list[int]
-    skip_blocks: int
+    cut: int
+    groups: dict[int, GroupLoad]
 
 
 @dataclass
 class StoreOperation:
-    """Store consecutive chunks of a request, whose KV is complete after this step.
+    """Store consecutive chunks of a request and group, whose KV is complete after this step.
 
     Attributes:
         request_id: of the request.
+        group: index of the group.
         links: of the chunks, which name them for all ranks.
         previous: link of the chunk before the first; ``None`` at the start of a prompt.
         anchored: whether that chunk is known to be stored.
-        blocks: of the chunks.
+        blocks: of the chunks' records, chunk after chunk; NOWHERE behind a prompt's tail, which is the last.
+        announced: others may wait for them.
         absent_seconds: so long ago the chunks were found absent; ``None`` where they were not looked up.
     """
 
     request_id: str
+    group: int
     links: list[bytes]
     previous: bytes | None
     anchored: bool
     blocks: list[int]
+    announced: bool = False
     absent_seconds: float | None = None
 
 
@@ -74,12 +90,12 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     Attributes:
         model: digest of the ``ModelIdentity``, that links begin with; empty where transfers are off.
-        namespace: of the chunks that this rank holds; likewise.
+        namespaces: of the records that this rank makes or can read, of each part cut, group and digest; likewise.
         problem: why they are off; empty where they are on.
     """
 
     model: bytes
-    namespace: bytes
+    namespaces: tuple[tuple[int, int, bytes], ...]
     problem: str
 
 

@@ -6,16 +6,21 @@ no request completes a chunk costs one comparison for each running request.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.lookup import PrefixLookup
+from host_control.handover import Handover
+from host_control.layouts import NOWHERE
+from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.vllm.epochs import Epochs
+from host_control.vllm.groups import NULL_BLOCK, Group, Groups
+from host_control.vllm.handover import handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import (
+    GroupLoad,
     LoadOperation,
     ShadowServeMetadata,
     StoreOperation,
@@ -23,9 +28,11 @@ from host_control.vllm.metadata import (
     WorkerReport,
 )
 from host_control.vllm.metrics import Counts, FailureLog
+from host_control.vllm.parts import CUTS
 from host_control.vllm.support import request_problem
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import Extra, chain_links
+from shadowserve.pieces import Flags, leading
 
 __all__ = ["SchedulerSide"]
 
@@ -45,9 +52,13 @@ class _Tracked:
     stored_chunks: int = 0  # leading chunks that are stored or on their way
     local_tokens: int = 0  # the engine's own prefix, when the last offer was made
     offered: list[bytes] | None = None  # links of the chunks that it could load
+    handover: Handover = field(default_factory=Handover)
+    tail_end: int = 0  # tokens up to the end of the prompt's tail, which has a record of its own; 0 where it has none
+    tail_stored: bool = False  # or on its way
     offered_epoch: str = ""
+    offered_cut: int = 0
     first_chunk: int = 0  # of the load that is under way
-    load_chunks: int = 0  # of the same
+    load_chunks: int = 0  # of the same, of the first group
 
 
 class SchedulerSide:
@@ -55,7 +66,7 @@ class SchedulerSide:
 
     Args:
         config: of the host.
-        block_size: tokens in a block.
+        groups: whose KV it is; ``None`` where there is a problem.
         fetch, store: whether this engine does either at all (``kv_role``, configuration).
         problem: why this engine is served without the cache, or empty.
         logger: where failures are logged.
@@ -65,7 +76,7 @@ class SchedulerSide:
     def __init__(
         self,
         config: HostConfig,
-        block_size: int,
+        groups: Groups | None,
         *,
         fetch: bool,
         store: bool,
@@ -74,9 +85,12 @@ class SchedulerSide:
         inputs: RequestInputs | None = None,
     ) -> None:
         self._config = config
-        self._block_size = block_size
-        self._chunk_tokens = config.chunk_tokens
-        self._chunk_blocks = max(config.chunk_tokens // block_size, 1)
+        self._groups = groups.groups if groups is not None else ()
+        self._rules = groups
+        self._chunk_tokens = groups.chunk_tokens if groups is not None else config.chunk_tokens
+        self._states = {group.index for group in self._groups if group.kind == "state"}
+        # vLLM is told of a load's end at once only where it is told of single blocks that fell short.
+        self.asynchronous = config.asynchronous_fetch or groups is None or not groups.one
         self._fetch = fetch
         self._store = store
         self._logger = logger
@@ -99,7 +113,7 @@ class SchedulerSide:
 
     def start(self, handshakes: dict[int, WorkerHandshake]) -> None:
         """Take what the workers, one for each tensor-parallel rank, call the model and what they hold, and begin."""
-        if self.problem:
+        if self.problem or self._rules is None:
             return  # the connector has said so
         if problem := next((shake.problem for shake in handshakes.values() if shake.problem), ""):
             self._turn_off(problem)
@@ -108,6 +122,10 @@ class SchedulerSide:
         self._model = shakes[0].model
         if any(shake.model != self._model for shake in shakes):
             self._turn_off("the ranks do not agree on what they compute: have they the same files and options?")
+            return
+        held = [[index for cut, index, _ in shake.namespaces if cut == 0] for shake in shakes]
+        if any(each != held[0] for each in held) or set(held[0]) != {group.index for group in self._groups}:
+            self._turn_off("the ranks do not agree on what they keep: have they the same options?")
             return
         addresses = [self._config.data_plane_address(rank) for rank in range(len(shakes))]
         first_rank = {address: rank for rank, address in reversed(list(enumerate(addresses)))}
@@ -118,9 +136,28 @@ class SchedulerSide:
             self._turn_off(str(error))
             return
         self._clients = list(clients.values())
+        every = {group.index for group in self._groups}
+        named = [{(cut, index) for cut, index, _ in shake.namespaces} for shake in shakes]
+        # Another cut's records are of use where each worker can read some of each group.
+        cuts = [cut for cut in range(len(CUTS) + 1) if all({(cut, index) for index in every} <= each for each in named)]
+        records = {
+            cut: [
+                [
+                    (clients[address], namespace)
+                    for address, shake in zip(addresses, shakes, strict=True)
+                    for number, index, namespace in shake.namespaces
+                    if (number, index) == (cut, group.index)
+                ]
+                for group in self._groups
+            ]
+            for cut in cuts
+        }
         self._lookup = PrefixLookup(
             self._model,
-            [(clients[address], shake.namespace) for address, shake in zip(addresses, shakes, strict=True)],
+            records.pop(0),
+            self._rules.hit_tokens,
+            others=records,
+            every=[group.kind == "full" for group in self._groups],
             chunk_tokens=self._chunk_tokens,
             timeout=self._config.lookup_timeout,
             threads=self._config.lookup_threads,
@@ -146,9 +183,27 @@ class SchedulerSide:
         if not named:
             return
         self._tracked[request.request_id] = tracked
+        assert self._rules is not None
+        tracked.handover = handover_of(
+            request,
+            self._config,
+            self._chunk_tokens,
+            self._rules.tail_block_tokens,
+            fetch=self._fetch,
+            store=self._store,
+        )
         # The list is vLLM's own and only grows; lookups read its head.
-        self._lookup.submit(request.request_id, request.prompt_token_ids, tracked.extra)
+        self._look_up(tracked, request.prompt_token_ids)
         self._set_boundary(tracked)
+
+    def _look_up(self, tracked: _Tracked, tokens: list[int]) -> None:
+        assert self._lookup is not None
+        request, handover, size = tracked.request, tracked.handover, tracked.handover.tail_tokens
+        if len(tokens) != request.num_prompt_tokens:
+            handover, size = Handover(), 0  # it goes on here
+        tracked.tail_stored = False
+        tracked.tail_end = len(tokens) // self._chunk_tokens * self._chunk_tokens + size if size else 0
+        self._lookup.submit(request.request_id, tokens, tracked.extra, handover)
 
     def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
         """Return how many tokens beyond the local prefix can be loaded; ``None``: ask again."""
@@ -159,7 +214,7 @@ class SchedulerSide:
         if request.num_preemptions != tracked.preemptions:
             # It comes back after a preemption: by now chunks of its own may be stored, generated tokens too.
             tracked.preemptions = request.num_preemptions
-            self._lookup.submit(request.request_id, list(request.all_token_ids), tracked.extra)
+            self._look_up(tracked, list(request.all_token_ids))
         # vLLM asks for requests that hold nothing: all they will have is behind this prefix of the engine's own.
         tracked.mixed = local_tokens > 0 and self.epochs.own_cache_is_old
         self._set_boundary(tracked)
@@ -170,21 +225,39 @@ class SchedulerSide:
             return None
         if not tracked.counted:
             tracked.counted = True
-            self._count_lookup(request, answer.hits, answer.reason, answer.detail)
-        tracked.stored_chunks = max(tracked.stored_chunks, answer.hits)
-        # The last token is left to prefill: the first output token is sampled from its hidden state.
-        usable = min(answer.hits * self._chunk_tokens, int(request.num_tokens) - 1) - local_tokens
+            self._count_lookup(request, answer.tokens, answer.reason, answer.detail)
+        tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
+        tracked.tail_stored |= answer.tail
+        usable = self._usable(tracked, answer)
         if usable < min(self._config.load_tokens_min, self._chunk_tokens - 1):
             return 0
-        tracked.offered, tracked.offered_epoch = self._lookup.links(request.request_id), self.epochs.current
+        links = self._lookup.links(request.request_id)
+        if answer.tail and links is not None:
+            links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
+        tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
         return usable
 
-    def _count_lookup(self, request: Any, hits: int, reason: str, detail: str) -> None:
+    def _usable(self, tracked: _Tracked, answer: LookupAnswer) -> int:
+        """Return how many tokens beyond the local prefix are to be loaded of those that can."""
+        assert self._rules is not None
+        # The last token is left to prefill: the first output token is sampled from its hidden state.
+        tokens = min(tracked.tail_end, int(tracked.request.num_tokens) - 1) if answer.tail else answer.tokens
+        most = tracked.handover.load_tokens_max
+        if most is not None and tokens - tracked.local_tokens > most:
+            end = (tracked.local_tokens + most) // self._chunk_tokens * self._chunk_tokens
+            tokens = self._rules.hit_tokens(answer.present, end + 1) if answer.present else 0
+        return tokens - tracked.local_tokens
+
+    def _chunks(self, tokens: int) -> int:
+        """Return how many chunks so many tokens take."""
+        return -(-tokens // self._chunk_tokens)
+
+    def _count_lookup(self, request: Any, tokens: int, reason: str, detail: str) -> None:
         if reason == "short":
             return
         self.counts.add("lookup_requests")
         self.counts.add("lookup_tokens", request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
-        self.counts.add("hit_tokens", hits * self._chunk_tokens)
+        self.counts.add("hit_tokens", self._chunks(tokens) * self._chunk_tokens)
         if reason != "complete":
             self.counts.add("lookup_failures", reason=reason)
             unnamed = reason == "unnamed"
@@ -193,26 +266,26 @@ class SchedulerSide:
 
     # ------------------------------------------------------------------ loads
 
-    def allocated(self, request: Any, blocks: list[int], external_tokens: int) -> None:
-        """Blocks exist for a request's tokens; load ``external_tokens`` of them, if any."""
+    def allocated(self, request: Any, tables: Sequence[list[int]], external_tokens: int) -> None:
+        """Blocks exist for a request's tokens, in each group's table; load ``external_tokens`` of them, if any."""
         tracked = self._tracked.get(request.request_id)
         if not external_tokens or tracked is None or self._lookup is None:
             return
         assert tracked.offered is not None, "blocks for a load that was not offered"
         end_tokens = tracked.local_tokens + external_tokens
-        first = tracked.local_tokens // self._chunk_tokens
-        end = -(-end_tokens // self._chunk_tokens)
-        # Whole chunks: the last may hold the token that is left to prefill, whose block exists.
-        operation = LoadOperation(
-            request_id=request.request_id,
-            epoch=tracked.offered_epoch,
-            links=tracked.offered[first:end],
-            blocks=blocks[first * self._chunk_blocks : end * self._chunk_blocks],
-            skip_blocks=tracked.local_tokens // self._block_size - first * self._chunk_blocks,
-        )
-        tracked.first_chunk, tracked.load_chunks = first, end - first
+        operation = LoadOperation(request.request_id, tracked.offered_epoch, tracked.offered_cut, {})
+        try:
+            for group in self._groups:
+                chunks, blocks = group.wanted(tables[group.index], tracked.local_tokens, end_tokens)
+                links = [tracked.offered[chunk] for chunk in chunks.tolist()]
+                operation.groups[group.index] = GroupLoad(links, blocks.reshape(-1).tolist())
+        except ValueError as error:  # a rule of vLLM's that is not known here: the load falls short, nothing is read
+            self._failures.warn("a prompt cannot be loaded", "unknown_rule", str(error))
+            operation.groups = {}
+        tracked.first_chunk = tracked.local_tokens // self._chunk_tokens
+        tracked.load_chunks = self._chunks(end_tokens) - tracked.first_chunk
         self._new_loads[request.request_id] = operation
-        if self._config.asynchronous_fetch:
+        if self.asynchronous:
             self._loading[request.request_id] = operation
         else:
             self._unconfirmed.add(request.request_id)
@@ -228,6 +301,7 @@ class SchedulerSide:
             tracked.refused = True
             # What could not be loaded is computed, and then stored again.
             tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
+            tracked.tail_stored = False
             self._set_boundary(tracked)
         for request_id in finished or ():
             self._loading.pop(request_id, None)
@@ -241,18 +315,24 @@ class SchedulerSide:
             )
             self._begin_epoch()
 
-    def finished(self, request: Any) -> None:
-        """A request has ended or was aborted, perhaps while it was being loaded."""
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """A request has ended or was aborted, perhaps while it was being loaded; return what its proxy is told."""
         request_id = request.request_id
-        if self._tracked.pop(request_id, None) is None:
-            return
+        if (tracked := self._tracked.pop(request_id, None)) is None:
+            return None
         self._boundary.pop(request_id, None)
         self._unconfirmed.discard(request_id)
         if self._lookup is not None:
-            self._lookup.forget(request_id)
+            stored: list[bytes] = []
+            if tracked.handover.announces:
+                stored += (self._lookup.links(request_id) or [])[: tracked.stored_chunks]
+                stored += self._lookup.tail(request_id) if tracked.tail_stored else []
+            self._lookup.forget(request_id, stored)
         if request_id in self._loading:
             # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
             self._cancels.append(request_id)
+        tokens = tracked.tail_end if tracked.tail_stored else tracked.stored_chunks * self._chunk_tokens
+        return reply_of(request, self._config, 0 if tracked.mixed else tokens)
 
     # ------------------------------------------------------------------ each step
 
@@ -266,6 +346,10 @@ class SchedulerSide:
             metadata.cancels, self._cancels = self._cancels, []
         if not self._store or self._lookup is None or self._unconfirmed:
             return metadata  # what is complete now is stored after a later step
+        if self._states:
+            for request_id, offered in output.kv_connector_block_state.boundary_state_offloads.items():
+                if (tracked := self._tracked.get(request_id)) is not None and not tracked.mixed:
+                    metadata.stores.extend(self._kept_states(tracked, offered))
         scheduled, boundary = output.num_scheduled_tokens, self._boundary
         for new in output.scheduled_new_reqs:
             request_id = new.req_id
@@ -278,6 +362,30 @@ class SchedulerSide:
                 self._complete(output, metadata, request_id, computed + scheduled[request_id])
         return metadata
 
+    def _kept_states(self, tracked: _Tracked, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
+        """Have states stored that this step leaves in blocks, (group, block, tokens), before they can change."""
+        assert self._lookup is not None
+        request_id = tracked.request.request_id
+        links, present = self._lookup.links(request_id), self._lookup.present(request_id)
+        places = {group.index: place for place, group in enumerate(self._groups)}
+        for group, block, tokens in offered:
+            if group not in self._states or tokens % self._chunk_tokens or block == NULL_BLOCK or links is None:
+                continue
+            end = tokens // self._chunk_tokens
+            if present is not None and not tracked.refused and end <= len(present[places[group]]):
+                if present[places[group]][end - 1]:
+                    continue
+            self._extend(links, tracked, end)
+            yield StoreOperation(
+                request_id=request_id,
+                group=group,
+                links=links[end - 1 : end],
+                previous=None,
+                anchored=True,
+                blocks=[block],
+                absent_seconds=self._absent_seconds(request_id),
+            )
+
     def _complete(self, output: Any, metadata: ShadowServeMetadata, request_id: str, computed: int) -> None:
         """Have the chunks stored that a request completes in this step."""
         assert self._lookup is not None
@@ -289,25 +397,88 @@ class SchedulerSide:
                 self._boundary.pop(request_id, None)
             return  # still being hashed; ask again with the next step
         # Tokens that are drafts, or still being sampled, have no identity yet.
-        end = min(computed, tracked.request.num_tokens) // self._chunk_tokens
-        known = max(tracked.stored_chunks, 0 if tracked.refused else self._lookup.known(request_id))
+        computed = min(computed, tracked.request.num_tokens)
+        if (most := tracked.handover.store_tokens_max) is not None:
+            computed = min(computed, most)
+        end = computed // self._chunk_tokens
+        present = self._lookup.present(request_id)
+        known = max(tracked.stored_chunks, 0 if present is None or tracked.refused else self._stored(present))
         tracked.stored_chunks = max(known, end)
+        tail = not tracked.tail_stored and 0 < tracked.tail_end <= computed
+        tracked.tail_stored |= tail
         self._set_boundary(tracked)
-        table = output.kv_connector_block_state.get_block_ids(request_id)
-        if end <= known or table is None or len(table[0]) < end * self._chunk_blocks:
+        tables = output.kv_connector_block_state.get_block_ids(request_id)
+        if (end <= known and not tail) or tables is None:
             return
         self._extend(links, tracked, end)
-        asked = self._lookup.asked(request_id)
-        metadata.stores.append(
-            StoreOperation(
-                request_id=request_id,
-                links=links[known:end],
-                previous=links[known - 1] if known else None,
-                anchored=known <= self._lookup.known(request_id),
-                blocks=list(table[0][known * self._chunk_blocks : end * self._chunk_blocks]),
-                absent_seconds=time.monotonic() - asked if asked else None,
-            )
+        # What is kept of every chunk is stored last: where others see that, they can have the rest.
+        for place, group in sorted(enumerate(self._groups), key=lambda placed: placed[1].kind == "full"):
+            if group.kind != "state":
+                held = None if present is None else present[place]
+                metadata.stores.extend(self._stores(tracked, group, tables[group.index], links, (known, end), held))
+        if tail:
+            metadata.stores.append(self._tail(tracked, tables[self._groups[0].index]))
+
+    def _stores(
+        self,
+        tracked: _Tracked,
+        group: Group,
+        table: Sequence[int],
+        links: Sequence[bytes],
+        chunks: tuple[int, int],
+        present: Flags | None,
+    ) -> Iterator[StoreOperation]:
+        """Have those of the chunks stored that the engine keeps whole and that storage was not seen to hold."""
+        known, end = chunks
+        rows = group.rows(table, known, end)
+        ready = (rows != NULL_BLOCK).all(axis=1)
+        if present is not None and not tracked.refused:
+            ready[: max(len(present) - known, 0)] &= ~present[known:end]
+        request_id = tracked.request.request_id
+        place = 0
+        while place < len(ready):
+            count = leading(ready[place:])
+            if count:
+                begin = known + place
+                yield StoreOperation(
+                    request_id=request_id,
+                    group=group.index,
+                    links=list(links[begin : begin + count]),
+                    previous=links[begin - 1] if begin else None,
+                    anchored=begin <= (0 if present is None else leading(present)),
+                    blocks=rows[place : place + count].reshape(-1).tolist(),
+                    announced=tracked.handover.announces > 0,
+                    absent_seconds=self._absent_seconds(request_id),
+                )
+            place += count + 1
+
+    def _tail(self, tracked: _Tracked, table: Sequence[int]) -> StoreOperation:
+        """Have the whole blocks stored behind a prompt's last chunk: a chunk's record, with nothing behind them."""
+        assert self._lookup is not None
+        (group,) = self._groups
+        request_id, before = tracked.request.request_id, tracked.tail_end // self._chunk_tokens
+        there = list(table[before * group.chunk_blocks : tracked.tail_end // group.block_tokens])
+        links, present = self._lookup.links(request_id) or [], self._lookup.present(request_id)
+        return StoreOperation(
+            request_id=request_id,
+            group=group.index,
+            links=self._lookup.tail(request_id),
+            previous=links[before - 1] if before else None,
+            anchored=present is not None and before <= leading(present[0]),
+            blocks=there + [NOWHERE] * (group.chunk_blocks - len(there)),
+            announced=tracked.handover.announces > 0,
+            absent_seconds=self._absent_seconds(request_id),
         )
+
+    def _stored(self, present: Sequence[Flags]) -> int:
+        """Return how many leading chunks lack nothing that is kept of every chunk: states are kept of some."""
+        groups = zip(self._groups, present, strict=True)
+        return min((leading(flags) for group, flags in groups if group.kind != "state"), default=0)
+
+    def _absent_seconds(self, request_id: str) -> float | None:
+        assert self._lookup is not None
+        asked = self._lookup.asked(request_id)
+        return time.monotonic() - asked if asked else None
 
     def _extend(self, links: list[bytes], tracked: _Tracked, end: int) -> None:
         """Add the links of chunks that end in generated tokens."""
@@ -344,8 +515,7 @@ class SchedulerSide:
                 del self._tracked[request_id], self._boundary[request_id]
                 self._lookup.forget(request_id)
                 continue
-            tokens = list(request.all_token_ids) if request.num_preemptions else request.prompt_token_ids
-            self._lookup.submit(request_id, tokens, tracked.extra)
+            self._look_up(tracked, list(request.all_token_ids) if request.num_preemptions else request.prompt_token_ids)
 
     def _name(self, tracked: _Tracked) -> bool:
         """Give a request its name in this epoch; return whether it has one."""
@@ -358,10 +528,11 @@ class SchedulerSide:
 
     def _set_boundary(self, tracked: _Tracked) -> None:
         """Note how many computed tokens make a request's next chunk complete."""
-        wanted = self._store and not tracked.mixed
-        self._boundary[tracked.request.request_id] = (
-            (tracked.stored_chunks + 1) * self._chunk_tokens if wanted else _NEVER
-        )
+        end = (tracked.stored_chunks + 1) * self._chunk_tokens
+        if tracked.tail_end and not tracked.tail_stored:
+            end = min(end, tracked.tail_end)
+        wanted = self._store and not tracked.mixed and tracked.handover.may_store(end)
+        self._boundary[tracked.request.request_id] = end if wanted else _NEVER
 
     def close(self) -> None:
         """End lookups."""

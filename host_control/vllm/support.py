@@ -1,26 +1,36 @@
 """What speaks against caching what a vLLM engine computes, or one of its requests."""
 
+import math
 from typing import Any, Final
 
-from host_control.config import HostConfig
 from host_control.layouts import element_type
+from shadowserve.chunk import TOKENS_MAX
 
-__all__ = ["UncacheableError", "request_problem", "uncacheable"]
+__all__ = ["UncacheableError", "layer_specs", "request_problem", "uncacheable"]
 
 _DRAFTLESS: Final = {"ngram", "ngram_gpu", "suffix"}
-_WINDOWS: Final = {"SlidingWindowSpec", "ChunkedLocalAttentionSpec"}
+_ALL_TOKENS: Final = {"FullAttentionSpec", "MLAAttentionSpec"}
+_KNOWN: Final = {
+    *_ALL_TOKENS, "SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec", "MambaSpec",
+}  # fmt: skip
 
 
 class UncacheableError(Exception):
     """This engine's KV cannot be cached; the message says why and, where there is one, what to change."""
 
 
-def uncacheable(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> str | None:
+def layer_specs(spec: Any) -> list[Any]:
+    """Return the specs of the layers of a group, one where they are all alike.
+
+    vLLM keeps those of layers that differ (of heads, say) in the workers; its scheduler is shown the first one alone.
+    """
+    several = getattr(spec, "kv_cache_specs", None)
+    return [spec] if several is None else list(several.values())
+
+
+def uncacheable(vllm_config: Any, kv_cache_config: Any) -> str | None:
     """Return why this engine is served without the cache, ``None`` where nothing speaks against it."""
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
-    groups = kv_cache_config.kv_cache_groups
-    if parallel.pipeline_parallel_size > 1:
-        return "pipeline parallelism is not supported"
     if (
         getattr(parallel, "decode_context_parallel_size", 1) > 1
         or getattr(parallel, "prefill_context_parallel_size", 1) > 1
@@ -28,30 +38,31 @@ def uncacheable(vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> s
         return "context parallelism is not supported"
     if model.runner_type != "generate" or model.is_encoder_decoder:
         return f"only decoders that generate are supported, not runner '{model.runner_type}' or encoder-decoders"
-    if (problem := _groups_problem([group.kv_cache_spec for group in groups])) is not None:
-        return problem
     if (problem := _prefix_problem(vllm_config)) is not None:
         return problem
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in _DRAFTLESS:
-        return f"speculative decoding by '{speculative.method}' has KV that depends on later tokens"
+    if speculative is not None and speculative.method not in _DRAFTLESS and not speculative.use_eagle_block_drop():
+        return f"speculative decoding by '{speculative.method}' has KV of a draft model that is not known here"
     if getattr(cache, "calculate_kv_scales", False):
         return "KV scales computed at run time differ between engines; give them in the checkpoint"
-    return _uncacheable_spec(groups[0].kv_cache_spec, config)
+    return _groups_problem(kv_cache_config.kv_cache_groups, cache)
 
 
-def _groups_problem(specs: list[Any]) -> str | None:
-    if len(specs) == 1:
-        return None
-    kinds = {type(spec).__name__ for spec in specs}
-    problem = f"the model has {len(specs)} KV cache groups ({', '.join(sorted(kinds))}); one is supported"
-    cells = {(spec.num_kv_heads, spec.head_size, spec.dtype) for spec in specs if hasattr(spec, "num_kv_heads")}
-    if kinds & _WINDOWS and kinds <= _WINDOWS | {"FullAttentionSpec"} and len(cells) == 1:
-        problem += (
-            ". With --disable-hybrid-kv-cache-manager vLLM makes it one, which is cached; layers with a window then "
-            "keep the whole context, so that fewer tokens fit"
-        )
-    return problem
+def _groups_problem(groups: list[Any], cache: Any) -> str | None:
+    kept = [group for group in groups if group.kv_cache_spec.prefix_cacheable]
+    if not kept:
+        return "no layer keeps anything that vLLM could continue behind"
+    for group in kept:
+        for spec in layer_specs(group.kv_cache_spec):
+            if (problem := _uncacheable_spec(spec)) is not None:
+                return problem
+    common = math.lcm(*(group.kv_cache_spec.block_size for group in kept))
+    if common > TOKENS_MAX:
+        return f"blocks of all groups have {common} tokens in common; a chunk has at most {TOKENS_MAX}"
+    plain = all(type(spec).__name__ in _ALL_TOKENS for group in kept for spec in layer_specs(group.kv_cache_spec))
+    if not plain and not cache.enable_prefix_caching:
+        return "of windows and states vLLM itself says how long a hit may be, with prefix caching on; it is off"
+    return None
 
 
 def _prefix_problem(vllm_config: Any) -> str | None:
@@ -81,26 +92,17 @@ def _prefix_problem(vllm_config: Any) -> str | None:
     return None
 
 
-def _uncacheable_spec(spec: Any, config: HostConfig) -> str | None:
+def _uncacheable_spec(spec: Any) -> str | None:
     kind = type(spec).__name__
-    if kind not in ("FullAttentionSpec", "MLAAttentionSpec"):
+    if kind not in _KNOWN:
         return f"KV caches of kind {kind} are not supported"
-    if config.chunk_tokens % spec.block_size:
-        return (
-            f"chunk_tokens ({config.chunk_tokens}) is no multiple of the block size ({spec.block_size}); "
-            "change one of them"
-        )
-    if spec.page_size_bytes != spec.unpadded_page_size_bytes or spec.tokens_per_state != 1:
-        return "padded or compressed KV pages are not supported"
-    if kind == "FullAttentionSpec" and (
-        spec.head_size_v != spec.head_size
-        or spec.state_content_bytes is not None
-        or spec.num_heads != spec.num_kv_heads
-        or spec.non_causal
-    ):
-        return "only causal attention with a K and a V of equal size in each cell is supported"
-    if element_type(spec.dtype) is None:
-        return f"KV caches of dtype {spec.dtype} are not supported"
+    if getattr(spec, "non_causal", False):
+        return "only causal attention is supported: other KV depends on later tokens"
+    if kind == "MambaSpec":
+        if spec.mamba_cache_mode != "align":
+            return f"states of mode '{spec.mamba_cache_mode}' are not kept at the ends of blocks; it has to be 'align'"
+        if unknown := [dtype for dtype in spec.dtypes if element_type(dtype) is None]:
+            return f"states of dtype {unknown[0]} are not supported"
     return None
 
 

@@ -11,13 +11,14 @@ import torch
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.delivery import SideStream, choose
+from host_control.delivery import Delivery, SideStream, choose
 from host_control.destination import Destination, Memory
-from host_control.layouts import LayoutKind, PagedLayout
+from host_control.layouts import NOWHERE
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.store import StoreQueue
+from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
-from host_control.vllm.identity.namespace import chunk_layout, rank_namespace
+from host_control.vllm.identity.namespace import model_identity
 from host_control.vllm.loaded_weights import LoadedWeights, WeightsWatch
 from host_control.vllm.metadata import (
     LoadOperation,
@@ -27,7 +28,7 @@ from host_control.vllm.metadata import (
     WorkerReport,
 )
 from host_control.vllm.metrics import Counts, FailureLog
-from host_control.vllm.probe import find_layout
+from host_control.vllm.parts import Part, Rank, find_parts
 from host_control.vllm.support import UncacheableError
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError
@@ -45,7 +46,8 @@ class WorkerSide:
     Args:
         config: of the host.
         vllm_config, kv_cache_config: of vLLM.
-        tp_rank: tensor-parallel rank.
+        groups: that are stored; ``None`` where there is a problem.
+        rank: this worker's.
         fetch, store: whether this engine does either at all.
         problem: why this engine is served without the cache, or empty.
         logger: where failures are logged.
@@ -56,7 +58,8 @@ class WorkerSide:
         config: HostConfig,
         vllm_config: Any,
         kv_cache_config: Any,
-        tp_rank: int,
+        groups: Groups | None,
+        rank: Rank,
         *,
         fetch: bool,
         store: bool,
@@ -66,22 +69,25 @@ class WorkerSide:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
-        self._tp_rank = tp_rank
+        self._groups = groups
+        self._rank = rank
         self._fetch = fetch
         self._store_enabled = store
         self._logger = logger
         self._failures = FailureLog(logger)
-        self._model = self._namespace = b""
+        self._model = b""
+        self._parts: dict[int, list[Part]] = {}
+        self._shapes: dict[int, list[ChunkLayout]] = {}
         self._client: DataPlaneClient | None = None
-        self._layout: PagedLayout | None = None
+        self._device = torch.device("cpu")
+        self._delivery: Delivery
         self._stream = SideStream(torch.device("cpu"), None)
-        self._manager: KVCacheManager | None = None
+        self._managers: dict[int, KVCacheManager] = {}
         self._store: StoreQueue | None = None
-        self._chunk_blocks = 0
-        self._block_ratio = 1
         self._results: list[FetchResult] = []
         self._synchronous: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._failed_loads: set[str] = set()
         self._ended: dict[str, int] = {}
         self._watch = WeightsWatch(None)
         self.counts = Counts()
@@ -91,37 +97,40 @@ class WorkerSide:
 
     def register(self, caches: dict[str, Any]) -> None:
         """Take the KV caches, make sure that their layout is understood, and connect."""
-        if self.problem:
+        if self.problem or self._groups is None:
             return
         try:
-            self._layout = self._understand(caches)
-            delivery = choose(self._config, self._layout.device)
+            parts = find_parts(self._vllm_config, self._kv_cache_config, self._groups, caches, self._config, self._rank)
+            self._device = parts[0].layout.device
+            self._delivery = choose(self._config, self._device)
             hashes = content_hashes(self._config, self._logger)
-            namespace = rank_namespace(self._vllm_config, self._kv_cache_config, self._config, self._tp_rank, hashes)
-            shape = chunk_layout(namespace, self._layout, self._config)
+            model = model_identity(self._vllm_config, self._kv_cache_config, self._groups.chunk_tokens, hashes)
+            for part in parts:
+                self._parts.setdefault(part.cut, []).append(part)
+                self._shapes.setdefault(part.cut, []).append(part.described(model, self._config))
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
-        self._stream = SideStream(self._layout.device, delivery.gpu)
+        self._stream = SideStream(self._device, self._delivery.gpu)
         self._watch = WeightsWatch(self._loaded_weights())
-        self._model, self._namespace = namespace.model.digest(), shape.namespace
+        self._model = model.digest()
+        self.connect()
+
+    def connect(self) -> None:
+        """Begin to move chunks: after the start, and again after :meth:`close`, with the same caches and names."""
+        if not self._model or self._client is not None or self.problem:
+            return
         try:
-            self._client = self._config.client(self._tp_rank)
+            self._client = self._config.client(self._rank.number)
         except ConfigurationError as error:
             self.problem = str(error)  # the scheduler's half hears of it, and says so
             return
         if self._fetch:
-            self._manager = KVCacheManager(
-                self._client,
-                self._destination(shape, self._config.fetch_buffer_bytes, 2, delivery.fetch),
-                self._scatter,
-                order=ORDERS[self._config.order],
-                fetch_timeout=self._config.fetch_timeout,
-            )
+            self._managers[0] = self._make_manager(0)
         if self._store_enabled:
             self._store = StoreQueue(
                 self._client,
-                self._destination(shape, self._config.store_buffer_bytes, 1, delivery.store),
+                self._destination(0, self._config.store_buffer_bytes, self._delivery.store),
                 batch_chunks=self._config.store_batch_chunks,
                 timeout=self._config.store_timeout,
                 recent_keys=self._config.recent_keys,
@@ -131,55 +140,46 @@ class WorkerSide:
                 reason = self._store.last_error
                 detail = self._store.details.get(reason, self._client.address)
                 self._failures.warn("not connected at start, trying on", reason, detail)
+        self._log_start()
+
+    def _log_start(self) -> None:
+        assert self._client is not None and self._groups is not None
         self._logger.info(
-            "ShadowServe: data plane %s, rank %d, %d layers x %d heads x %d, %d-byte chunks of %d tokens, %s, by %s",
+            "ShadowServe: data plane %s, rank %d, chunks of %d tokens by %s: %s",
             self._client.address,
-            self._tp_rank,
-            self._layout.layers,
-            self._layout.heads,
-            self._layout.head_size,
-            shape.raw_bytes,
-            shape.tokens,
-            shape.quantizer.label,
-            delivery.kind,
+            self._rank.number,
+            self._groups.chunk_tokens,
+            self._delivery.kind,
+            ", ".join(
+                f"{part.group.kind} group {part.group.index} ({part.layout.layers} layers x {part.layout.heads} x "
+                f"{part.layout.head_size}, {shape.raw_bytes} bytes of {shape.tokens} rows, {shape.quantizer.label})"
+                for part, shape in zip(self._parts[0], self._shapes[0], strict=True)
+            ),
         )
 
-    def _destination(
-        self, shape: ChunkLayout, configured: int, chunks_min: int, make: Callable[[int], Memory]
-    ) -> Destination:
+    def _make_manager(self, cut: int) -> KVCacheManager:
+        """Return what fetches the records of one cut: each has memory of its own, made when first needed."""
         assert self._client is not None
-        chunks = min(max(configured // shape.raw_bytes, chunks_min), _BUFFER_CHUNKS_MAX)
-        return Destination(self._client, shape, chunks * shape.raw_bytes, self._config.connect_timeout, make=make)
+        return KVCacheManager(
+            self._client,
+            self._destination(cut, self._config.fetch_buffer_bytes, self._delivery.fetch),
+            self._scatter,
+            layers=[part.wanted for part in self._parts[cut]],
+            order=ORDERS[self._config.order],
+            fetch_timeout=self._config.fetch_timeout,
+        )
 
-    def _understand(self, caches: dict[str, Any]) -> PagedLayout:
-        group = self._kv_cache_config.kv_cache_groups[0]
-        names = list(group.layer_names)
-        missing = [name for name in names if name not in caches]
-        if missing:
-            raise UncacheableError(f"layer {missing[0]} has no KV cache of its own")
-        tensors = [caches[name] for name in names]
-        latent = type(group.kv_cache_spec).__name__ == "MLAAttentionSpec"
-        kinds: tuple[LayoutKind, ...] = ("kv_cells",)
-        if latent:
-            kinds = ("latent",)
-        elif tensors[0].device.type == "cpu":
-            kinds = ("cpu_pages", "cpu_tiles")
-        kind = find_layout(self._vllm_config, names[0], tensors[0], kinds)
-        try:
-            layout = PagedLayout(tensors, kind, reshaping_bytes=int(self._config.reshaping_buffer_bytes))
-        except ValueError as error:
-            raise UncacheableError(f"the KV cache's layout is not known: {error}") from error
-        block_size = group.kv_cache_spec.block_size
-        if block_size % layout.block_tokens:
-            raise UncacheableError(f"blocks of {block_size} tokens do not divide into {layout.block_tokens}")
-        self._block_ratio = block_size // layout.block_tokens
-        self._chunk_blocks = self._config.chunk_tokens // layout.block_tokens
-        return layout
+    def _destination(self, cut: int, configured: int, make: Callable[[int], Memory]) -> Destination:
+        assert self._client is not None
+        shapes = self._shapes[cut]
+        chunk_bytes = sum(shape.raw_bytes for shape in shapes)
+        chunks = min(max(configured // chunk_bytes, 2), _BUFFER_CHUNKS_MAX)
+        return Destination(self._client, shapes, chunks * chunk_bytes, self._config.connect_timeout, make=make)
 
     def _loaded_weights(self) -> LoadedWeights | None:
         if getattr(self._vllm_config.parallel_config, "enable_eplb", False):
             return None  # experts change places all the time, and compute the same
-        name = self._kv_cache_config.kv_cache_groups[0].layer_names[0]
+        name = self._kv_cache_config.kv_cache_groups[self._parts[0][0].group.index].layer_names[0]
         layer = self._vllm_config.compilation_config.static_forward_context.get(name)
         weights = LoadedWeights.of_engine(layer)
         if weights is None:
@@ -191,7 +191,12 @@ class WorkerSide:
 
     def handshake(self) -> WorkerHandshake:
         """Return what the scheduler's half needs to know."""
-        return WorkerHandshake(self._model, self._namespace, self.problem)
+        namespaces = tuple(
+            (cut, part.group.index, shape.namespace)
+            for cut, parts in self._parts.items()
+            for part, shape in zip(parts, self._shapes[cut], strict=True)
+        )
+        return WorkerHandshake(self._model, namespaces, self.problem)
 
     # ------------------------------------------------------------------ each step
 
@@ -202,93 +207,134 @@ class WorkerSide:
             self._stream.follow()
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
-        if self._manager is None:
+        if not self._managers:
             self._results += [self._failed(load, "disabled") for load in metadata.loads]
             return
-        jobs = [self._job(load) for load in metadata.loads]
-        try:
-            self._results += self._manager.exchange(jobs, metadata.cancels)
-            if self._synchronous:
-                self._manager.wait(self._synchronous)
-                self._results += self._manager.exchange()
-        except ValueError as error:  # vLLM handed over a request twice; computing it is always right
-            self._results += [self._failed(load, "internal", str(error)) for load in metadata.loads]
+        for cut in {load.cut for load in metadata.loads} - self._managers.keys():
+            self._managers[cut] = self._make_manager(cut)
+        for cut, manager in self._managers.items():
+            loads = [load for load in metadata.loads if load.cut == cut]
+            try:
+                self._results += manager.exchange([self._job(load) for load in loads], metadata.cancels)
+                if self._synchronous:
+                    manager.wait(self._synchronous)
+                    self._results += manager.exchange()
+            except ValueError as error:  # vLLM handed over a request twice; computing it is always right
+                self._results += [self._failed(load, "internal", str(error)) for load in loads]
 
     def _job(self, load: LoadOperation) -> FetchJob:
-        keys = tuple(record_keys(self._namespace, load.links))
+        keys = tuple(
+            tuple(record_keys(shape.namespace, load.groups[part.group.index].links)) if load.groups else ()
+            for part, shape in zip(self._parts[load.cut], self._shapes[load.cut], strict=True)
+        )
         return FetchJob(request_id=load.request_id, keys=keys, target=load)
 
     def _failed(self, load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
-        return FetchResult(job=self._job(load), chunks=0, reason=reason, detail=detail)
+        job = self._job(load)
+        return FetchResult(job=job, chunks=(0,) * len(job.keys), reason=reason, detail=detail)
 
     def gather(self, operations: Sequence[StoreOperation]) -> None:
         """Copy finished chunks to where they wait to be stored, before their blocks can change."""
         if self._store is None or not operations:
             return
-        assert self._layout is not None
         epoch, sample = self._watch.epoch, cache(self._watch.sample)
-        if self._layout.device.type == "cuda":
+        if self._device.type == "cuda":
             sample()  # in the order of the step's kernels; on a CPU the storing thread is soon enough
 
         def lasts() -> str:
             return "" if self._watch.check(epoch, sample()) else "weights_changed"
 
         for operation in operations:
-            blocks = self._kernel_blocks(operation.blocks)
-            previous = record_keys(self._namespace, [operation.previous])[0] if operation.previous is not None else None
+            for place, part in enumerate(self._parts[0]):
+                if part.group.index == operation.group and not self._another_stores(part):
+                    self._offer(operation, place, lasts)
 
-            def copy(index: int, chunk: Any, blocks: list[int] = blocks) -> Callable[[], str]:
-                assert self._layout is not None
-                self._layout.gather(chunk, blocks[index * self._chunk_blocks : (index + 1) * self._chunk_blocks])
-                return _finished(self._layout.device, lasts)
+    def _another_stores(self, part: Part) -> bool:
+        """Return whether another rank stores what all of them hold: they have one data plane, so one is enough."""
+        return part.whole and self._rank.tp_rank > 0 and self._config.data_plane_address(0) == self._config.data_plane
 
-            absent = operation.absent_seconds
-            self._store.offer(
-                record_keys(self._namespace, operation.links),
-                copy,
-                previous=previous,
-                anchored=operation.anchored,
-                absent_since=float("-inf") if absent is None else time.monotonic() - absent,
-            )
+    def _offer(self, operation: StoreOperation, place: int, lasts: Callable[[], str]) -> None:
+        assert self._store is not None
+        part, namespace = self._parts[0][place], self._shapes[0][place].namespace
+        blocks = part.kernel_blocks(operation.blocks)
+        each = part.record_blocks
 
-    def take_finished(self) -> set[str]:
-        """Return the requests whose load has ended, one way or the other, since the last call.
+        def copy(index: int, chunk: Any) -> Callable[[], str]:
+            part.layout.gather(chunk, blocks[index * each : (index + 1) * each])
+            return _finished(self._device, lasts)
 
-        Without those that were loaded synchronously: vLLM never took them for waiting.
+        absent = operation.absent_seconds
+        self._store.offer(
+            record_keys(namespace, operation.links),
+            copy,
+            part=place,
+            chained=part.group.kind == "full",
+            previous=record_keys(namespace, [operation.previous])[0] if operation.previous is not None else None,
+            anchored=operation.anchored,
+            announced=operation.announced,
+            absent_since=float("-inf") if absent is None else time.monotonic() - absent,
+        )
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose load has ended since the last call, and those of them that got nothing of it.
+
+        Without those that were loaded synchronously: vLLM never took them for waiting. With one group, what a load has
+        brought can be used though it fell short, and vLLM is told of the blocks that have to be computed
+        (:meth:`take_bad_blocks`); with several it takes all of them.
         """
         results, self._results = self._results, []
         for result in results:
             self._account(result)
         synchronous, self._synchronous = self._synchronous, set()
-        return {result.job.request_id for result in results} - synchronous
+        failed, self._failed_loads = self._failed_loads, set()
+        return {result.job.request_id for result in results} - synchronous, failed
 
     def _account(self, result: FetchResult) -> None:
         load: LoadOperation = result.job.target
-        if result.chunks and not self._watch.lasts(load.epoch):
+        if any(result.chunks) and not self._watch.lasts(load.epoch):
+            nothing = (0,) * len(result.chunks)
             result = replace(
-                result, chunks=0, reason="weights_changed", detail="the engine computes with other weights"
+                result, chunks=nothing, reason="weights_changed", detail="the engine computes with other weights"
             )
-        loaded = result.chunks
+        assert self._groups is not None
+        complete = result.complete and bool(load.groups)
+        # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
+        chunks = min(result.chunks) if self._groups.one else max(result.chunks) if complete else 0
         self.counts.add("load_seconds", result.seconds)
         self.counts.add("fetched_bytes", result.fetched_bytes)
         self.counts.add("delivered_bytes", result.delivered_bytes)
-        self.counts.add("loaded_tokens", loaded * self._config.chunk_tokens)
-        self.counts.add("load_requests", 1 if loaded else 0)
+        self.counts.add("loaded_tokens", self._placed(load, chunks))
+        self.counts.add("load_requests", 1 if chunks else 0)
         if self._store is not None:
-            self._store.remember(result.job.keys[:loaded])
-        if result.complete:
+            for keys, there in zip(result.job.keys, result.chunks, strict=True):
+                self._store.remember(keys[:there])
+        if complete:
             if load.request_id in self._synchronous:
-                self._ended[load.request_id] = loaded
+                self._ended[load.request_id] = chunks
             return
         self.counts.add("load_failures", reason=result.reason)
         if result.reason == "cancelled":
             return  # aborted: nobody waits for these blocks
         self._failures.warn("a prompt was not loaded in full, the rest is computed", result.reason, result.detail)
         if self._store is not None:
-            self._store.forget(result.job.keys[loaded:])
-        self._ended[load.request_id] = loaded
-        intact = max(loaded * self._chunk_blocks // self._block_ratio, load.skip_blocks)
-        self._bad_blocks.update(load.blocks[intact:])
+            for keys, there in zip(result.job.keys, result.chunks, strict=True):
+                self._store.forget(keys[there:])
+        self._ended[load.request_id] = chunks
+        if not self._groups.one or not load.groups:
+            self._failed_loads.add(load.request_id)
+            return
+        (group,) = self._groups.groups
+        blocks = load.groups[group.index].blocks[chunks * group.record_blocks :]
+        self._bad_blocks.update(block for block in blocks if block != NOWHERE)
+
+    def _placed(self, load: LoadOperation, chunks: int) -> int:
+        """Return how many tokens a load has brought that were not there: of the group that keeps most of them."""
+        assert self._groups is not None
+        tokens = 0
+        for group in self._groups.groups if chunks else ():
+            placed = load.groups[group.index].blocks[: chunks * group.record_blocks]
+            tokens = max(tokens, group.block_tokens * sum(block != NOWHERE for block in placed))
+        return tokens
 
     def take_bad_blocks(self) -> set[int]:
         """Return the blocks that loads left without valid KV, since the last call."""
@@ -314,36 +360,30 @@ class WorkerSide:
                 self.counts.add("stored_chunks" if name == "stored" else name, count)
 
     def close(self) -> None:
-        """Store what waits, end what runs; at most ``close_timeout`` seconds."""
+        """Store what waits, end what runs, give memory back; at most ``close_timeout`` seconds."""
         ends = time.monotonic() + self._config.close_timeout
         if self._store is not None:
             self._store.close(self._config.close_timeout)
-        if self._manager is not None:
-            self._manager.close(max(0.1, ends - time.monotonic()))
+            self.take_store_counts()
+        for manager in self._managers.values():
+            self._results += manager.close(max(0.1, ends - time.monotonic()))
         if self._client is not None:
             self._client.close()
-        self._store = self._manager = self._client = None
+        self._store = self._client = None
+        self._managers = {}
 
     # ------------------------------------------------------------------ in the manager's thread
 
-    def _scatter(self, job: FetchJob, first: int, chunks: Any) -> None:
-        layout, load = self._layout, job.target
-        assert layout is not None
-        blocks = self._kernel_blocks(load.blocks)
-        begin = first * self._chunk_blocks
-        end = begin + len(chunks) // layout.chunk_bytes(self._config.chunk_tokens) * self._chunk_blocks
-        skip = min(max(load.skip_blocks * self._block_ratio - begin, 0), end - begin)
+    def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
+        load = job.target
+        made, chunk_bytes = self._parts[load.cut][part], self._shapes[load.cut][part].raw_bytes
+        each = made.group.record_blocks
+        count = len(chunks) // chunk_bytes
+        blocks = load.groups[made.group.index].blocks[first * each : (first + count) * each]
         with torch.inference_mode(), self._stream:
-            layout.scatter(chunks, blocks[begin:end], skip, self._chunk_blocks)
+            made.layout.scatter(chunks, made.kernel_blocks(blocks), made.record_blocks)
             sample = self._watch.sample()
         self._watch.check(load.epoch, sample)
-
-    def _kernel_blocks(self, blocks: Sequence[int]) -> list[int]:
-        """Return the numbers of the blocks that the kernels use, which may be parts of the manager's."""
-        ratio = self._block_ratio
-        if ratio == 1:
-            return list(blocks)
-        return [block * ratio + part for block in blocks for part in range(ratio)]
 
 
 def _finished(device: Any, then: Callable[[], str]) -> Callable[[], str]:

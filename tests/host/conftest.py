@@ -17,7 +17,7 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_support import build_driver  # noqa: E402
-from scheduler_support import BLOCK, CHUNK, MODEL, NAMESPACES  # noqa: E402
+from scheduler_support import CHUNK, groups_of, handshake  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 
 from host_control.client import DataPlaneClient  # noqa: E402
@@ -65,7 +65,7 @@ def client(plane: ScriptedDataPlane) -> Iterator[DataPlaneClient]:
 
 @pytest.fixture
 def destination(client: DataPlaneClient, shape: ChunkLayout) -> Destination:
-    return Destination(client, shape, 8 * shape.raw_bytes, connect_timeout=PATIENCE_S)
+    return Destination(client, [shape], 8 * shape.raw_bytes, connect_timeout=PATIENCE_S)
 
 
 @pytest.fixture
@@ -99,16 +99,16 @@ def wait() -> Callable[..., Any]:
 
 @pytest.fixture
 def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
-    from host_control.vllm.metadata import WorkerHandshake
     from host_control.vllm.scheduler_side import SchedulerSide
 
     sides = []
 
-    def make(ranks: int = 1, fetch: bool = True, store: bool = True, **config: Any) -> Any:
+    def make(ranks: int = 1, fetch: bool = True, store: bool = True, groups: Any = None, **config: Any) -> Any:
+        groups = groups or groups_of()
         patient = dict.fromkeys(("lookup_timeout", "connect_timeout"), PATIENCE_S)
         settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, **(patient | config))
-        side = SchedulerSide(settings, BLOCK, fetch=fetch, store=store, problem="", logger=logging.getLogger("test"))
-        side.start({rank: WorkerHandshake(MODEL, NAMESPACES[rank], "") for rank in range(ranks)})
+        side = SchedulerSide(settings, groups, fetch=fetch, store=store, problem="", logger=logging.getLogger("test"))
+        side.start({rank: handshake(rank, groups) for rank in range(ranks)})
         sides.append(side)
         for client in side._clients:  # an attempt to connect may fail where the machine stands still, so it has several
             assert client.wait_ready(PATIENCE_S)

@@ -1,5 +1,6 @@
 """Real configurations of vLLM over folders of tiny models, and the names that identity gives them."""
 
+import copy
 import json
 import logging
 import os
@@ -10,11 +11,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from host_control.config import HostConfig
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
+BLOCKS = 3
 ASSET = Path(__file__).parents[1] / "assets" / "model"
 LOGGER = logging.getLogger("identity")
 ROPES: dict[str, dict[str, Any]] = {
@@ -85,7 +89,7 @@ def spec(**options: Any) -> Any:
 
 def kv_cache_config(*specs: Any) -> Any:
     groups = [SimpleNamespace(layer_names=["a", "b", "c"], kv_cache_spec=one) for one in specs or (spec(),)]
-    return SimpleNamespace(kv_cache_groups=groups)
+    return SimpleNamespace(kv_cache_groups=groups, num_blocks=BLOCKS)
 
 
 def hashes(path: Path | None = None, **options: Any) -> Any:
@@ -94,26 +98,39 @@ def hashes(path: Path | None = None, **options: Any) -> Any:
     return ContentHashes(path, LOGGER, **options)
 
 
-def namespace(config: Any, caches: Any = None, host: HostConfig | None = None, rank: int = 0) -> Any:
-    """Return the namespace that an engine of this configuration has."""
-    from host_control.vllm.identity.namespace import rank_namespace
+def model_of(config: Any, caches: Any = None, host: HostConfig | None = None) -> Any:
+    """Return what an engine of this configuration computes."""
+    from host_control.vllm.identity.namespace import model_identity
 
-    return rank_namespace(config, caches or kv_cache_config(), host or HostConfig(), rank, hashes())
+    return model_identity(config, caches or kv_cache_config(), (host or HostConfig()).chunk_tokens, hashes())
+
+
+def part_of(config: Any, caches: Any = None, host: HostConfig | None = None, rank: int = 0) -> Any:
+    """Return what a rank holds, as it makes records of it, of memory that is laid out as CUDA backends do."""
+    import torch
+
+    from host_control.vllm import parts
+    from host_control.vllm.groups import Groups
+
+    caches, host = caches or kv_cache_config(), host or HostConfig()
+    (group,) = caches.kv_cache_groups
+    cell = group.kv_cache_spec
+    latent = type(cell).__name__ == "MLAAttentionSpec"
+    shape = (BLOCKS, cell.num_heads, cell.block_size, cell.state_content_size_bytes // cell.dtype.itemsize)
+    memory = {name: torch.empty(shape, dtype=cell.dtype, device="meta") for name in group.layer_names}
+    place = parts.Rank(rank, config.parallel_config.tensor_parallel_size)
+    plain = copy.copy(config)
+    plain.speculative_config = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "find_layout", lambda *_: "latent" if latent else "kv_cells")
+        patch.setattr(parts.Rank, "layers", lambda *_: (0, len(group.layer_names)))
+        own, *_ = parts.find_parts(config, caches, Groups(plain, caches, host), memory, host, place)
+    return own
 
 
 def layout_of(config: Any, caches: Any = None, host: HostConfig | None = None, rank: int = 0) -> Any:
     """Return the description of its chunks, which carries the name under which they are stored."""
-    from host_control.vllm.identity.namespace import chunk_layout
-
-    made = namespace(config, caches, host, rank)
-    group = (caches or kv_cache_config()).kv_cache_groups[0]
-    cell = group.kv_cache_spec
-    latent = type(cell).__name__ == "MLAAttentionSpec"
-    memory = SimpleNamespace(
-        dtype=cell.dtype, layers=len(group.layer_names), kinds=1 if latent else 2,
-        vector_length=cell.num_kv_heads * cell.head_size,
-    )  # fmt: skip
-    return chunk_layout(made, memory, host or HostConfig())
+    return part_of(config, caches, host, rank).described(model_of(config, caches, host), host or HostConfig())
 
 
 def digest(config: Any, *arguments: Any, **options: Any) -> bytes:

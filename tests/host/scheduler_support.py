@@ -1,5 +1,7 @@
 """Scripted requests and steps for the connector's scheduler half."""
 
+import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,87 @@ from shadowserve.keys import Extra, chain_links, record_keys
 
 BLOCK, CHUNK = 16, 64
 MODEL = b"m" * 32
-NAMESPACES = {0: b"0" * 32, 1: b"1" * 32}
+NAMESPACES = {rank: bytes([rank]) * 32 for rank in (0, 1)}
+
+
+def namespace_of(rank: int, group: int) -> bytes:
+    """Return what a rank's records of a group are stored as."""
+    return bytes([rank]) * 31 + bytes([rank + group])
+
+
+def groups_of(*specs: Any, drafts: bool = False, chunk_tokens: int = CHUNK) -> Any:
+    """Return the groups of an engine, by default of full attention alone."""
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+
+    from host_control.config import HostConfig
+    from host_control.vllm.groups import Groups
+
+    register_all_kvcache_specs(None)
+    described = [KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs or (full(),))]
+    return Groups(
+        SimpleNamespace(speculative_config=SimpleNamespace(use_eagle_block_drop=lambda: True) if drafts else None),
+        SimpleNamespace(kv_cache_groups=described),
+        HostConfig(chunk_tokens=chunk_tokens),
+    )
+
+
+def full(**options: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    given = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+    return FullAttentionSpec(**{**given, **options})
+
+
+def window(tokens: int, **options: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    given = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+    return SlidingWindowSpec(**{**given, "sliding_window": tokens, **options})
+
+
+def local(tokens: int, **options: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    given = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+    return ChunkedLocalAttentionSpec(**{**given, "attention_chunk_size": tokens, **options})
+
+
+def state(**options: Any) -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    given = {"block_size": BLOCK, "shapes": ((4, 4),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+    return MambaSpec(**{**given, **options})
+
+
+def kv_cache_manager(*specs: Any, eagle: Sequence[int] = (), drafts: bool = False, hash_block: int = 0) -> Any:
+    """Return vLLM's own manager of blocks; ``eagle``: the groups of draft layers that are marked as such."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    register_all_kvcache_specs(None)
+    sizes = [spec.block_size for spec in specs]
+    described = [KVCacheGroupSpec([f"{index}"], spec, index in eagle) for index, spec in enumerate(specs)]
+    return KVCacheManager(
+        KVCacheConfig(2000, [], described),
+        max_model_len=1 << 14,
+        scheduler_block_size=math.lcm(*sizes),
+        hash_block_size=hash_block or math.gcd(*sizes),
+        use_eagle=drafts,
+    )
+
+
+def handshake(rank: int, groups: Any) -> Any:
+    """Return what the worker of a rank says that holds one part of each group."""
+    from host_control.vllm.metadata import WorkerHandshake
+
+    names = tuple((0, group.index, namespace_of(rank, group.index)) for group in groups.groups)
+    return WorkerHandshake(MODEL, names, "")
 
 
 class Request(SimpleNamespace):
@@ -22,6 +104,7 @@ class Request(SimpleNamespace):
             prompt_token_ids=tokens,
             all_token_ids=list(tokens),
             prompt_embeds=None,
+            kv_transfer_params=None,
             pooling_params=None,
             lora_request=None,
             mm_features=[],
@@ -45,9 +128,13 @@ class Request(SimpleNamespace):
 def step(
     new: dict[str, tuple[int, int]] | None = None,
     cached: dict[str, tuple[int, int]] | None = None,
-    tables: dict[str, list[int]] | None = None,
+    tables: dict[str, Sequence[list[int]]] | None = None,
+    states: dict[str, list[tuple[int, int, int]]] | None = None,
 ) -> Any:
-    """Return a scheduler output: request -> (computed, scheduled) tokens; block tables by default 1000, 1001, ..."""
+    """Return a scheduler output: request -> (computed, scheduled) tokens.
+
+    Tables of blocks, one for each group, are by default one of 1000, 1001, ...; states are (group, block, tokens).
+    """
     new, cached = new or {}, cached or {}
     return SimpleNamespace(
         num_scheduled_tokens={name: scheduled for name, (_, scheduled) in {**new, **cached}.items()},
@@ -58,7 +145,8 @@ def step(
             req_ids=list(cached), num_computed_tokens=[computed for computed, _ in cached.values()]
         ),
         kv_connector_block_state=SimpleNamespace(
-            get_block_ids=lambda name: ((tables or {}).get(name, list(range(1000, 1100))),)
+            get_block_ids=lambda name: tuple((tables or {}).get(name, (list(range(1000, 1100)),))),
+            boundary_state_offloads=states or {},
         ),
     )
 
@@ -67,8 +155,8 @@ def links(tokens: list[int], extra: Extra | None = None) -> list[bytes]:
     return chain_links(MODEL, tokens, chunk_tokens=CHUNK, extra=extra)
 
 
-def keys(rank: int, tokens: list[int]) -> list[bytes]:
-    return record_keys(NAMESPACES[rank], links(tokens))
+def keys(rank: int, tokens: list[int], group: int = 0) -> list[bytes]:
+    return record_keys(namespace_of(rank, group), links(tokens))
 
 
 def matched(side: Any, request: Request, local: int = 0) -> int:

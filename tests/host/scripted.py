@@ -15,7 +15,7 @@ from machine import PATIENCE_S, free_port
 
 from shadowserve import native
 from shadowserve.chunk import DType
-from shadowserve.pieces import leading, pack
+from shadowserve.pieces import leading, pack, unpack
 from shadowserve.proto import HELLO_KEY, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto import dataplane_pb2_grpc as rpc
@@ -89,6 +89,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.fetches: list[pb.FetchPart] = []
         self.stores: list[pb.StoreRequest] = []
         self.cancelled: set[str] = set()
+        self.announced: dict[bytes, int] | None = {}  # key -> for how long, in milliseconds; None: takes none
         self.entered = threading.Condition()
         self.session = os.urandom(16)
         self._destinations: dict[int, _Memory] = {}
@@ -161,7 +162,21 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             lies = self.script.lookup_hits([leading(flags) for flags in present])
             counts = [len(flags) for flags in present] + [0] * len(lies)
             sets = [first(lie, count) for lie, count in zip(lies, counts, strict=False)]
-        return pb.LookupResponse(present=sets, outcome=pb.OUTCOME_COMPLETE)
+        coming = [
+            pack(np.array([key in (self.announced or {}) and key not in self.records for key in chain.keys], np.bool_))
+            for chain in request.chains
+        ]
+        told = coming if request.announced and self.announced is not None else []
+        return pb.LookupResponse(present=sets, announced=told, outcome=pb.OUTCOME_COMPLETE)
+
+    def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:
+        self._enter("Announce", context)
+        for key in request.keys if self.announced is not None else ():
+            if request.lasts_ms:
+                self.announced[key] = request.lasts_ms  # type: ignore[index]
+            else:
+                self.announced.pop(key, None)  # type: ignore[union-attr]
+        return pb.AnnounceResponse(outcome=pb.OUTCOME_COMPLETE)
 
     def RegisterDestination(
         self, request: pb.RegisterDestinationRequest, context: Any
@@ -188,50 +203,53 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         return pb.ReleaseDestinationResponse()
 
     def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:
-        (part,) = request.parts
-        memory = self._destinations.get(part.destination_id)
-        self.fetches.append(part)
+        memories = [self._destinations.get(part.destination_id) for part in request.parts]
+        self.fetches.extend(request.parts)
         self._enter("Fetch", context)
-        if memory is None:
+        known = [memory for memory in memories if memory is not None]
+        if len(known) < len(memories):
             return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
         if "Fetch" in self.script.stall and self.script.write_after_stall:
-            memory.mapping[part.offset : part.offset + part.length] = b"\xee" * part.length
+            for part, memory in zip(request.parts, known, strict=True):
+                memory.mapping[part.offset : part.offset + part.length] = b"\xee" * part.length
         ends = time.monotonic() + min(self.script.fetch_delay, request.timeout_ms / 1000)
         while time.monotonic() < ends and request.job_id not in self.cancelled:
             time.sleep(0.002)
-        answer = self._deliver(request, memory)
+        answer = self._deliver(request, known)
         if self.script.fetch_answer is not None:
             answer = self.script.fetch_answer(answer, request)
         return answer
 
-    def _deliver(self, request: pb.FetchRequest, memory: _Memory) -> pb.FetchResponse:
-        chunks, outcome = 0, pb.OUTCOME_COMPLETE
+    def _deliver(self, request: pb.FetchRequest, memories: list[_Memory]) -> pb.FetchResponse:
         if request.job_id in self.cancelled:
             return pb.FetchResponse(outcome=pb.OUTCOME_CANCELLED)
         if self.script.fetch_delay > request.timeout_ms / 1000:
             return pb.FetchResponse(outcome=pb.OUTCOME_DEADLINE)
-        (part,) = request.parts
-        for index, key in enumerate(part.keys):
-            begin = part.offset + index * memory.chunk_bytes
-            if self.script.fail_fetch_at == index:
-                memory.mapping[begin : begin + memory.chunk_bytes] = b"\x7f" * memory.chunk_bytes
-                outcome = self.script.fail_outcome
-                break
-            if key not in self.records:
-                outcome = pb.OUTCOME_ABSENT
-                break
-            if index >= self.script.round_chunks or begin + memory.chunk_bytes > part.offset + part.length:
-                outcome = pb.OUTCOME_ROUND_FULL
-                break
-            memory.mapping[begin : begin + memory.chunk_bytes] = self.records[key]
-            chunks += 1
-        delivered = chunks * memory.chunk_bytes
-        return pb.FetchResponse(
-            delivered=[pieces(memory.layers, chunks, len(part.keys))],
-            outcome=outcome,
-            fetched_bytes=delivered // 2,
-            delivered_bytes=delivered,
-        )
+        answer = pb.FetchResponse(outcome=pb.OUTCOME_COMPLETE)
+        number = 0  # of the chunk, over all parts
+        for part, memory in zip(request.parts, memories, strict=True):
+            chunks = 0
+            for index, key in enumerate(part.keys):
+                begin = part.offset + index * memory.chunk_bytes
+                if self.script.fail_fetch_at == number:
+                    memory.mapping[begin : begin + memory.chunk_bytes] = b"\x7f" * memory.chunk_bytes
+                    answer.outcome = self.script.fail_outcome
+                elif key not in self.records:
+                    answer.outcome = pb.OUTCOME_ABSENT
+                elif number >= self.script.round_chunks or begin + memory.chunk_bytes > part.offset + part.length:
+                    answer.outcome = pb.OUTCOME_ROUND_FULL
+                if answer.outcome != pb.OUTCOME_COMPLETE:
+                    break
+                memory.mapping[begin : begin + memory.chunk_bytes] = self.records[key]
+                chunks, number = chunks + 1, number + 1
+            delivered = pieces(memory.layers, chunks, len(part.keys))
+            if part.wanted:
+                shape = memory.layers, len(part.keys)
+                delivered = pack(unpack(delivered, *shape) & unpack(part.wanted, *shape))
+            answer.delivered.append(delivered)
+            answer.delivered_bytes += chunks * memory.chunk_bytes
+        answer.fetched_bytes = answer.delivered_bytes // 2
+        return answer
 
     def Store(self, request: pb.StoreRequest, context: Any) -> pb.StoreResponse:
         memory = self._destinations.get(request.destination_id)

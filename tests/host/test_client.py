@@ -102,8 +102,8 @@ def test_absent_daemon_opens_the_breaker_and_is_found_again() -> None:
 
 def fetch(client: DataPlaneClient, destination: Destination, timeout: float = PATIENCE_S) -> FetchAnswer:
     destination.acquire(PATIENCE_S)
-    call = client.start_fetch("job", [FetchPart.whole(destination.shape, destination.destination_id, KEYS)], timeout)
-    return call.result()
+    (shape,), (destination_id,) = destination.shapes, destination.destination_ids
+    return client.start_fetch("job", [FetchPart.whole(shape, destination_id, KEYS)], timeout).result()
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_fetch_answer_that_cannot_be_true_is_not_believed_and_not_quiet(
     client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination, chunks: int, outcome: int
 ) -> None:
     plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(
-        delivered=[pieces(destination.shape.layers, chunks, len(KEYS))], outcome=outcome
+        delivered=[pieces(destination.shapes[0].layers, chunks, len(KEYS))], outcome=outcome
     )
     answer = fetch(client, destination)
-    assert (answer.chunks, answer.reason, answer.quiet) == (0, "invalid_answer", False)
+    assert (answer.chunks, answer.reason, answer.quiet) == ([0], "invalid_answer", False)
 
 
 def test_fetch_without_an_answer_is_not_quiet(
@@ -132,13 +132,13 @@ def test_fetch_without_an_answer_is_not_quiet(
 ) -> None:
     plane.script.stall.add("Fetch")
     answer = fetch(client, destination, 0.05)
-    assert (answer.chunks, answer.reason, answer.quiet) == (0, "deadline", False)
+    assert (answer.chunks, answer.reason, answer.quiet) == ([0], "deadline", False)
 
 
 def test_refused_fetch_is_quiet(client: DataPlaneClient, plane: ScriptedDataPlane, destination: Destination) -> None:
     plane.script.abort["Fetch"] = grpc.StatusCode.RESOURCE_EXHAUSTED
     answer = fetch(client, destination)
-    assert (answer.chunks, answer.reason, answer.quiet) == (0, "refused", True)
+    assert (answer.chunks, answer.reason, answer.quiet) == ([0], "refused", True)
 
 
 def test_disagreement_about_the_chunk_size_is_found_at_registration(
@@ -146,7 +146,7 @@ def test_disagreement_about_the_chunk_size_is_found_at_registration(
 ) -> None:
     monkeypatch.setattr(ChunkLayout, "raw_bytes", property(lambda self: 1234))
     with pytest.raises(DataPlaneError, match="1234"):
-        Destination(client, shape, 1 << 16, PATIENCE_S).acquire(PATIENCE_S)
+        Destination(client, [shape], 1 << 16, PATIENCE_S).acquire(PATIENCE_S)
 
 
 def test_statistics(client: DataPlaneClient) -> None:

@@ -21,6 +21,7 @@ from host_control.lookup import PrefixLookup
 from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.pieces import leading
 from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto.convert import layout_message
 from shadowserve.tls import Credentials, KeyPair
@@ -40,7 +41,7 @@ def test_hello_comes_first_and_says_who_we_are(plane: ScriptedDataPlane, shape: 
         assert not client.lookup(CHAINS, PATIENCE_S)()[0].any()
         assert plane.calls == ["Hello", "Lookup", "Lookup"], "once for a connection"
         assert client.peer is not None and client.peer.memory_kinds == ("shared_memory",)
-        Destination(client, shape, 1 << 16).acquire(PATIENCE_S)
+        Destination(client, [shape], 1 << 16).acquire(PATIENCE_S)
     first, second = plane.hellos
     assert (first.protocol_version, first.version) == (PROTOCOL_VERSION, __version__)
     assert first.host == second.host and len(first.host) == 32, "all processes of a machine say the same"
@@ -64,15 +65,16 @@ def test_a_fetch_and_a_store_of_an_unknown_host_have_an_unknown_destination(
 ) -> None:
     destination.acquire(PATIENCE_S)
     plane.forget_hosts()
-    part = FetchPart.whole(destination.shape, destination.destination_id, KEYS)
+    (shape,), (destination_id,) = destination.shapes, destination.destination_ids
+    part = FetchPart.whole(shape, destination_id, KEYS)
     answer = client.start_fetch("job", [part], PATIENCE_S).result()
     assert (answer.reason, answer.quiet) == ("unknown_destination", True)
-    stored = client.store("job", destination.destination_id, 0, KEYS, [b""] * len(KEYS), PATIENCE_S)
+    stored = client.store("job", destination_id, 0, KEYS, [b""] * len(KEYS), PATIENCE_S)
     assert (stored.reason, stored.quiet) == ("unknown_destination", True)
     destination.retire(release=False)
     destination.acquire(PATIENCE_S)
     assert plane.calls[-2:] == ["Hello", "RegisterDestination"]
-    part = FetchPart.whole(destination.shape, destination.destination_id, KEYS)
+    part = FetchPart.whole(shape, *destination.destination_ids, KEYS)
     assert client.start_fetch("job", [part], PATIENCE_S).result().reason == "absent"
 
 
@@ -85,7 +87,7 @@ def test_a_refused_hello_is_a_reason_with_what_the_data_plane_says(
         assert not client.wait_ready(PATIENCE_S)
         for call in (
             lambda: client.lookup(CHAINS, PATIENCE_S)(),
-            lambda: Destination(client, shape, 1 << 16, PATIENCE_S).acquire(PATIENCE_S),
+            lambda: Destination(client, [shape], 1 << 16, PATIENCE_S).acquire(PATIENCE_S),
         ):
             with pytest.raises(DataPlaneError, match="as the script says") as error:
                 call()
@@ -254,13 +256,14 @@ def second() -> Iterator[ScriptedDataPlane]:
 def lookup_of(
     clients: list[DataPlaneClient], wait: Callable[..., Any], tokens: int = 12, timeout: float = PATIENCE_S
 ) -> tuple[int, str]:
+    held = list(zip(clients, [b"a" * 32, b"b" * 32], strict=True))
     lookup = PrefixLookup(
-        b"m" * 32, list(zip(clients, [b"a" * 32, b"b" * 32], strict=True)), chunk_tokens=4, timeout=timeout
+        b"m" * 32, [held], lambda present, _: 4 * min(map(leading, present)), chunk_tokens=4, timeout=timeout
     )
     try:
         lookup.submit("request", list(range(tokens)))
         answer = wait(lambda: lookup.poll("request"), PATIENCE_S)
-        return answer.hits, answer.reason
+        return answer.tokens // 4, answer.reason
     finally:
         lookup.close()
 

@@ -160,18 +160,18 @@ class Engine:
         links = chain_links(model.digest(), list(range(BLOCKS * BLOCK)), chunk_tokens=CHUNK_TOKENS)
         self.keys = record_keys(shape.namespace, links)
         self.client = DataPlaneClient(address, connect_timeout=PATIENCE_S)
-        self.fetched = Destination(self.client, shape, 2 * chunks * shape.raw_bytes, PATIENCE_S, delivery.fetch)
+        self.fetched = Destination(self.client, [shape], 2 * chunks * shape.raw_bytes, PATIENCE_S, delivery.fetch)
         self.manager = KVCacheManager(self.client, self.fetched, self._scatter, fetch_timeout=PATIENCE_S)
-        stored = Destination(self.client, shape, 8 * shape.raw_bytes, PATIENCE_S, delivery.store)
+        stored = Destination(self.client, [shape], 8 * shape.raw_bytes, PATIENCE_S, delivery.store)
         self.queue = StoreQueue(self.client, stored, timeout=PATIENCE_S)
 
-    def _scatter(self, job: FetchJob, first: int, chunks: Any) -> None:
+    def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
         count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
         blocks = job.target[first * CHUNK_BLOCKS :][:count]
         if self.delivery.gpu is not None:
             # What is a kernel behind them on a GPU is a CPU's code here, which waits for copies by itself.
             self.delivery.gpu.stream.synchronize()
-        self.layout.scatter(chunks, blocks, 0, CHUNK_BLOCKS)
+        self.layout.scatter(chunks, blocks, CHUNK_BLOCKS)
 
     def store(self) -> None:
         """Fill the paged memory with numbers, and have all of it stored."""
@@ -188,7 +188,7 @@ class Engine:
 
     def fetch(self, blocks: list[int]) -> FetchResult:
         """Fetch everything into these blocks."""
-        job = FetchJob(request_id=f"request {time.monotonic_ns()}", keys=tuple(self.keys), target=blocks)
+        job = FetchJob(request_id=f"request {time.monotonic_ns()}", keys=(tuple(self.keys),), target=blocks)
         results = self.manager.exchange([job])
         self.manager.wait([job.request_id])
         (result,) = results + self.manager.exchange()
@@ -262,7 +262,7 @@ def test_kv_that_one_engine_stored_is_delivered_to_another(
     writer.store()
     blocks = list(reversed(range(BLOCKS)))
     result = reader.fetch(blocks)
-    assert (result.complete, result.reason, result.chunks) == (True, "complete", len(reader.keys)), result.detail
+    assert (result.complete, result.reason, result.chunks) == (True, "complete", (len(reader.keys),)), result.detail
     for wrote, read in zip(writer.caches, reader.caches, strict=True):
         assert torch.equal(read[blocks], wrote)
     in_gpu = isinstance(reader.fetched.acquire(1).memory, torch.Tensor)
@@ -327,7 +327,7 @@ def test_an_export_that_has_ended_is_a_miss_and_is_made_anew(
     memory: Any = reader.fetched.acquire(30)
     memory._export.close()
     result = reader.fetch(list(range(BLOCKS)))
-    assert (result.reason, result.chunks) == ("device", 0), result.detail
+    assert (result.reason, result.chunks) == ("device", (0,)), result.detail
     assert reader.fetch(list(range(BLOCKS))).complete, "registered again"
     assert reader.fetched.current is not memory
 
@@ -340,7 +340,7 @@ def test_a_copy_into_the_gpu_that_fails_is_a_miss_with_its_reason(
     writer, reader = make(address, on_gpu("pinned", gpu, "")), make(address, on_gpu("cuda_ipc", gpu, ""))
     writer.store()
     first = reader.fetch(list(range(BLOCKS)))
-    assert first.reason == "device" and first.chunks < len(reader.keys)
+    assert first.reason == "device" and first.chunks < (len(reader.keys),)
     assert "accelerator failed" in first.detail
     # The daemon has dropped the memory; a host that lives registers it again, and fails again as the driver does.
     assert reader.fetch(list(range(BLOCKS))).reason == "device"
@@ -350,7 +350,7 @@ def test_a_data_plane_says_which_memory_it_takes(start: Any, make: Callable[...,
     address = start().address  # fused: the CPU writes elements itself, which a GPU's memory does not allow
     engine = make(address, on_gpu("cuda_ipc", fake_gpu(fake_driver), ""))
     result = engine.fetch(list(range(BLOCKS)))
-    assert result.reason == "refused" and result.chunks == 0
+    assert result.reason == "refused" and result.chunks == (0,)
     assert "takes shared_memory; cuda_ipc needs a CUDA driver and fused: false" in result.detail
 
 
@@ -381,7 +381,7 @@ class Borrowed(Segment):
 @pytest.fixture
 def borrowed(client: DataPlaneClient, shape: ChunkLayout) -> Destination:
     make: Callable[[int], Memory] = Borrowed.create
-    return Destination(client, shape, 8 * shape.raw_bytes, make=make)
+    return Destination(client, [shape], 8 * shape.raw_bytes, make=make)
 
 
 def test_memory_stays_until_its_release_was_answered(

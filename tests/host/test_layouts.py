@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from machine import NEVER_S
 
-from host_control.layouts import LayoutKind, PagedLayout, element_type
+from host_control.layouts import NOWHERE, LayoutKind, PagedLayout, element_type
 from shadowserve.chunk import DType
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 11, 2, 4, 6
@@ -31,14 +32,14 @@ def cells(order: str, dtype: Any) -> list[Any]:
 def naive_address(kind: LayoutKind, cache: Any, which: int, block: int, token: int, head: int, dim: int) -> Any:
     if kind == "kv_cells":
         return cache[block, head, token], which * SIZE + dim
-    if kind == "latent":
-        return cache[block, 0, token], dim
+    if kind in ("latent", "cells"):
+        return cache[block, head, token], dim
     page = cache[block, head].reshape(-1)  # K as [dimension, token], then V as [token, dimension]
     return page, (dim * BLOCK + token if which == 0 else BLOCK * SIZE + token * SIZE + dim)
 
 
 def naive_read(kind: LayoutKind, caches: list[Any], blocks: list[int]) -> Any:
-    kinds, heads = (1, 1) if kind == "latent" else (2, HEADS)
+    kinds, heads = 1 if kind in ("latent", "cells") else 2, caches[0].shape[1]
     size = caches[0].shape[-1] // kinds
     out = torch.empty(len(caches), kinds, len(blocks) * BLOCK, heads, size, dtype=caches[0].dtype)
     for layer, which, token, head, dim in itertools.product(*map(range, out.shape)):
@@ -51,6 +52,8 @@ def naive_read(kind: LayoutKind, caches: list[Any], blocks: list[int]) -> Any:
 def caches_of(kind: LayoutKind, order: str, dtype: Any) -> list[Any]:
     if kind == "latent":
         return [torch.zeros(BLOCKS, 1, BLOCK, 7, dtype=dtype) for _ in range(LAYERS)]
+    if kind == "cells" and order == "padded":  # as a state has it: other bytes of a page follow
+        return [torch.zeros(BLOCKS, HEADS, BLOCK, 16, dtype=dtype)[..., 3:8] for _ in range(LAYERS)]
     return cells(order, dtype)
 
 
@@ -63,50 +66,64 @@ CASES = [
     ("kv_cells", "BLNHC"),
     ("kv_cells", "BHLNC"),
     ("latent", ""),
+    ("cells", "LBHNC"),
+    ("cells", "LBNHC"),
+    ("cells", "BLNHC"),
+    ("cells", "padded"),
 ]
+WAYS = {
+    "all": [7, 2, 9],
+    "not the first": [NOWHERE, 2, 9],
+    "not the last": [7, 2, NOWHERE],
+    "neither": [NOWHERE, 2, NOWHERE],
+    "not the one between": [7, NOWHERE, 9],
+    "none": [NOWHERE] * 3,
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
 @pytest.mark.parametrize(("kind", "order"), CASES)
-@pytest.mark.parametrize("skip", [0, 1, 3])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mover", ["native", "torch"])
 def test_scatter_puts_every_element_where_the_engine_reads_it(
-    kind: LayoutKind, order: str, dtype: Any, skip: int, mover: Any
+    kind: LayoutKind, order: str, dtype: Any, way: str, mover: Any
 ) -> None:
     caches = caches_of(kind, order, dtype)
     layout = PagedLayout(caches, kind, mover)
-    blocks = [7, 2, 9]
+    blocks = WAYS[way]
     generator = torch.Generator().manual_seed(5)
     count = layout.chunk_bytes(len(blocks) * BLOCK) // dtype.itemsize
     chunk = torch.randint(1, 120, (count,), generator=generator).to(dtype)
-    layout.scatter(chunk.view(torch.uint8).numpy(), blocks, skip)
-    found = naive_read(kind, caches, blocks)
-    expected = chunk.view(found.shape)
-    assert torch.equal(found[:, :, skip * BLOCK :], expected[:, :, skip * BLOCK :])
-    assert not found[:, :, : skip * BLOCK].any(), "skipped blocks stay as they are"
+    layout.scatter(chunk.view(torch.uint8).numpy(), blocks)
+    meant = [place for place, block in enumerate(blocks) if block != NOWHERE]
+    found = naive_read(kind, caches, [blocks[place] for place in meant])
+    tokens = [place * BLOCK + token for place in meant for token in range(BLOCK)]
+    expected = chunk.view(*found.shape[:2], len(blocks) * BLOCK, *found.shape[3:])[:, :, tokens]
+    assert torch.equal(found, expected)
     others = [block for block in range(BLOCKS) if block not in blocks]
     assert not any(cache[others].any() for cache in caches), "other blocks stay as they are"
 
 
 @pytest.mark.parametrize(("kind", "order"), CASES)
-@pytest.mark.parametrize("skip", [0, 1, 3, 6])
+@pytest.mark.parametrize("nowhere", [(), (0,), (0, 1, 2), (5,), (1, 4), (2, 3), range(6)], ids=str)
 @pytest.mark.parametrize(("mover", "reshaping_chunks"), [("native", 0), ("torch", 0), ("torch", 3), ("torch", 9)])
 def test_a_round_of_chunks_is_scattered_as_one_chunk_after_the_other(
-    kind: LayoutKind, order: str, skip: int, mover: Any, reshaping_chunks: int
+    kind: LayoutKind, order: str, nowhere: Sequence[int], mover: Any, reshaping_chunks: int
 ) -> None:
     """However much of the device's memory there is to reorder it in."""
     caches, expected = caches_of(kind, order, torch.float32), caches_of(kind, order, torch.float32)
     one_by_one = PagedLayout(expected, kind, mover)
     chunk_bytes = one_by_one.chunk_bytes(2 * BLOCK)
     layout = PagedLayout(caches, kind, mover, reshaping_chunks * chunk_bytes)
-    blocks = [7, 2, 9, 0, 5, 1]
+    blocks = [NOWHERE if place in nowhere else block for place, block in enumerate([7, 2, 9, 0, 5, 1])]
     chunks = torch.randint(0, 255, (3 * chunk_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
     for index, chunk in enumerate(chunks.split(chunk_bytes)):
-        one_by_one.scatter(chunk, blocks[2 * index : 2 * index + 2], min(max(skip - 2 * index, 0), 2))
-    layout.scatter(chunks, blocks, skip, 2)
+        one_by_one.scatter(chunk, blocks[2 * index : 2 * index + 2])
+    layout.scatter(chunks, blocks, 2)
     as_bytes = [(torch.stack([*pair]).view(torch.uint8)) for pair in zip(caches, expected, strict=True)]
     assert all(torch.equal(found, wanted) for found, wanted in as_bytes)
-    assert skip == 6 or any(wanted.any() for _, wanted in as_bytes)
+    for place, block in enumerate([7, 2, 9, 0, 5, 1]):
+        assert bool(expected[0][block].any()) == (place not in nowhere)
 
 
 @pytest.mark.parametrize(("kind", "order"), CASES)
@@ -147,21 +164,21 @@ def tiled_addresses() -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("skip", [0, 1, 3])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mover", ["native", "torch"])
-def test_tiles_are_scattered_to_where_amx_reads_them_and_gathered_back(dtype: Any, skip: int, mover: Any) -> None:
+def test_tiles_are_scattered_to_where_amx_reads_them_and_gathered_back(dtype: Any, way: str, mover: Any) -> None:
     caches = [torch.zeros(BLOCKS, HEADS, TILED_BLOCK, 2 * TILED_SIZE, dtype=dtype) for _ in range(LAYERS)]
     layout = PagedLayout(caches, "cpu_tiles", mover)
     blocks = [7, 2, 9]
     shape = (LAYERS, 2, len(blocks), TILED_BLOCK, HEADS, TILED_SIZE)
     chunk = torch.randint(1, 120, shape, generator=torch.Generator().manual_seed(8)).to(dtype)
     raw = chunk.view(torch.uint8).reshape(-1)
-    layout.scatter(raw.numpy(), blocks, skip)
+    layout.scatter(raw.numpy(), WAYS[way])
     pages = torch.stack(caches).reshape(LAYERS, BLOCKS, HEADS, -1)
     for place, block in enumerate(blocks):
         found = pages[:, block][:, :, tiled_addresses()]
         expected = chunk[:, :, place].permute(0, 3, 1, 2, 4)
-        assert torch.equal(found, expected if place >= skip else torch.zeros_like(expected))
+        assert torch.equal(found, expected if WAYS[way][place] == block else torch.zeros_like(expected))
     assert not pages[:, [block for block in range(BLOCKS) if block not in blocks]].any()
     layout.scatter(raw, blocks)
     back = torch.zeros_like(raw)
@@ -198,7 +215,7 @@ def test_caches_that_do_not_fit_are_refused(caches: list[Any], kind: LayoutKind,
         PagedLayout(caches, kind)
 
 
-@pytest.mark.parametrize("number", [-1, BLOCKS])
+@pytest.mark.parametrize("number", [-2, BLOCKS])
 def test_a_block_that_is_not_there_is_refused(number: int) -> None:
     layout = PagedLayout(cells("LBHNC", torch.float32), "cpu_pages")
     chunk = torch.zeros(layout.chunk_bytes(2 * BLOCK), dtype=torch.uint8)
@@ -206,6 +223,21 @@ def test_a_block_that_is_not_there_is_refused(number: int) -> None:
         layout.scatter(chunk, [3, number])
     with pytest.raises(IndexError):
         layout.gather(chunk, [number, 3])
+
+
+@pytest.mark.parametrize("mover", ["native", "torch"])
+def test_what_is_gathered_from_nowhere_is_zeros(mover: Any) -> None:
+    """The symptom would be a record that holds what another chunk left in its slot, or the last block's KV."""
+    caches = caches_of("cpu_pages", "LBHNC", torch.float32)
+    for cache in caches:
+        cache.copy_(torch.randn(cache.shape, generator=torch.Generator().manual_seed(6)))
+    layout = PagedLayout(caches, "cpu_pages", mover)
+    chunk = torch.full((layout.chunk_bytes(2 * BLOCK),), 7, dtype=torch.uint8)
+    layout.gather(chunk, [NOWHERE, 3])
+    there = torch.zeros_like(chunk)
+    layout.gather(there, [5, 3])
+    found, both = (each.view(torch.float32).view(len(caches) * 2, 2, -1) for each in (chunk, there))
+    assert not found[:, 0].any() and torch.equal(found[:, 1], both[:, 1]) and both[:, 0].any()
 
 
 @pytest.mark.parametrize("kind", ["cpu_pages", "cpu_tiles"])

@@ -11,7 +11,7 @@ if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 pytest.importorskip("triton", reason="Triton is not installed here; test_layouts.py runs these tests where it is")
 
-from host_control.layouts import PagedLayout  # noqa: E402
+from host_control.layouts import NOWHERE, PagedLayout  # noqa: E402
 from shadowserve_tools.bench.parts import gpu_kernels  # noqa: E402
 
 LAYERS, BLOCKS, HEADS, BLOCK, SIZE = 3, 11, 2, 4, 6
@@ -22,6 +22,8 @@ def caches(order: str, dtype: Any) -> tuple[list[Any], Any]:
     """Return zeroed caches, logical [block, head, token, content], in one allocation; MLA's where order is latent."""
     if order == "latent":
         return [torch.zeros(BLOCKS, 1, BLOCK, 9, dtype=dtype, device=DEVICE) for _ in range(LAYERS)], "latent"
+    if order == "cells":
+        return [torch.zeros(BLOCKS, HEADS, BLOCK, 9, dtype=dtype, device=DEVICE) for _ in range(LAYERS)], "cells"
     extent = {"L": LAYERS, "B": BLOCKS, "H": HEADS, "N": BLOCK, "C": 2 * SIZE}
     memory = torch.zeros([extent[name] for name in order], dtype=dtype, device=DEVICE)
     return list(memory.permute([order.index(name) for name in "LBHNC"]).unbind(0)), "kv_cells"
@@ -31,23 +33,26 @@ def bytes_of(tensors: list[Any]) -> Any:
     return torch.stack([tensor.contiguous() for tensor in tensors]).view(torch.uint8)
 
 
-@pytest.mark.parametrize(("dtype", "skip"), [(torch.float32, 0), (torch.bfloat16, 3), (torch.uint8, 0)])
-@pytest.mark.parametrize("order", [*ORDERS, "latent"])
-def test_kernels_move_what_indexing_moves(order: str, dtype: Any, skip: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "nowhere"), [(torch.float32, ()), (torch.bfloat16, (0, 1, 2)), (torch.float16, (1, 3)), (torch.uint8, ())]
+)
+@pytest.mark.parametrize("order", [*ORDERS, "latent", "cells"])
+def test_kernels_move_what_indexing_moves(order: str, dtype: Any, nowhere: tuple[int, ...]) -> None:
     found, kind = caches(order, dtype)
     wanted, _ = caches(order, dtype)
     kernels, indexing = PagedLayout(found, kind, "triton"), PagedLayout(wanted, kind, "torch")
-    blocks = [7, 2, 9, 0]
+    blocks = [NOWHERE if place in nowhere else block for place, block in enumerate([7, 2, 9, 0])]
     # Numbers, not any bits: torch's copies may quiet a NaN.
     count = 2 * kernels.chunk_bytes(2 * BLOCK) // dtype.itemsize
     chunks = torch.randint(1, 100, (count,)).to(dtype).to(DEVICE).view(torch.uint8)
-    kernels.scatter(chunks, blocks, skip, 2)
-    indexing.scatter(chunks, blocks, skip, 2)
+    kernels.scatter(chunks, blocks, 2)
+    indexing.scatter(chunks, blocks, 2)
     assert torch.equal(bytes_of(found), bytes_of(wanted))
-    assert sum(bool(cache[blocks[skip:]].any()) for cache in found) == LAYERS
+    for place, block in enumerate([7, 2, 9, 0]):
+        assert [bool(cache[block].any()) for cache in found] == [place not in nowhere] * LAYERS
     gathered = torch.zeros(kernels.chunk_bytes(2 * BLOCK), dtype=torch.uint8, device=DEVICE)
     kernels.gather(gathered, [9, 0])
-    if skip == 0:
+    if not nowhere:
         assert torch.equal(gathered, chunks[len(gathered) :])
     there = torch.zeros(len(gathered), dtype=torch.uint8)
     kernels.gather(there, [9, 0])

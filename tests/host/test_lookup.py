@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,15 +13,27 @@ from scripted import ScriptedDataPlane
 from host_control.client import DataPlaneClient
 from host_control.lookup import LookupAnswer, PrefixLookup
 from shadowserve.keys import Extra, chain_links, record_keys
+from shadowserve.pieces import Flags, leading
 
 MODEL = b"m" * 32
 NAMESPACES = [b"a" * 32, b"b" * 32]
 CHUNK = 4
 
 
+def shortest(present: Sequence[Flags], tokens: int) -> int:
+    """As much as every group has from the start on."""
+    return min(min(map(leading, present)) * CHUNK, tokens - 1)
+
+
+def lookup_of(client: DataPlaneClient, *names: bytes, **options: Any) -> PrefixLookup:
+    """Return the lookups of an engine with one group, of ranks that hold these."""
+    held = [(client, name) for name in names or NAMESPACES]
+    return PrefixLookup(MODEL, [held], shortest, **{"chunk_tokens": CHUNK, "timeout": PATIENCE_S, **options})
+
+
 @pytest.fixture
 def lookup(client: DataPlaneClient) -> Iterator[PrefixLookup]:
-    lookup = PrefixLookup(MODEL, [(client, name) for name in NAMESPACES], chunk_tokens=CHUNK, timeout=PATIENCE_S)
+    lookup = lookup_of(client)
     yield lookup
     lookup.close()
 
@@ -34,9 +46,10 @@ def test_answer_is_the_fewest_hits_of_any_rank(
     first, second = (record_keys(namespace, links) for namespace in NAMESPACES)
     plane.records.update(dict.fromkeys([*first[:4], *second[:3]], b""))
     lookup.submit("r", tokens)
-    assert wait(lambda: lookup.poll("r")) == LookupAnswer(3, "complete")
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(3 * CHUNK, "complete")
     assert lookup.links("r") == links
-    assert lookup.known("r") == 3
+    (present,) = lookup.present("r") or []
+    assert present.tolist() == [True, True, True, False, False]
     assert plane.calls.count("Lookup") == 1, "one round trip for all ranks"
 
 
@@ -47,20 +60,68 @@ def test_chunks_that_different_ranks_lack_are_no_hits_together(
     first, second = (record_keys(namespace, links) for namespace in NAMESPACES)
     plane.records.update(dict.fromkeys([*first[:1], *first[2:], *second[:3], *second[4:]], b""))
     lookup.submit("r", range(22))
-    assert wait(lambda: lookup.poll("r")) == LookupAnswer(1, "complete"), "the rest lies behind a gap"
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(CHUNK, "complete"), "the rest lies behind a gap"
+    (present,) = lookup.present("r") or []
+    assert present.tolist() == [True, False, True, False, True]
 
 
 def test_ranks_that_hold_the_same_part_are_asked_for_once(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     """Of a latent, say, or of heads that several ranks share."""
-    lookup = PrefixLookup(MODEL, [(client, NAMESPACES[0])] * 4, chunk_tokens=CHUNK, timeout=PATIENCE_S)
+    lookup = lookup_of(client, *[NAMESPACES[0]] * 4)
     try:
         keys = record_keys(NAMESPACES[0], chain_links(MODEL, range(22), chunk_tokens=CHUNK))
         plane.records.update(dict.fromkeys(keys[:3], b""))
         lookup.submit("r", range(22))
-        assert wait(lambda: lookup.poll("r")) == LookupAnswer(3, "complete")
+        assert wait(lambda: lookup.poll("r")) == LookupAnswer(3 * CHUNK, "complete")
         assert plane.asked_keys == [keys]
+    finally:
+        lookup.close()
+
+
+def test_each_group_is_asked_for_in_one_round_trip_and_the_rule_is_told_of_each(
+    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    """A group's chunk is there if all of its parts are, of all ranks; what that makes a hit is the rule's to say."""
+    parts = [bytes([65 + number]) * 32 for number in range(5)]
+    groups = [[(client, parts[0]), (client, parts[1])], [(client, parts[2])], [(client, parts[3]), (client, parts[4])]]
+    told: list[Any] = []
+
+    def rule(present: Sequence[Flags], tokens: int) -> int:
+        told.append(([flags.tolist() for flags in present], tokens))
+        return 7
+
+    lookup = PrefixLookup(MODEL, groups, rule, chunk_tokens=CHUNK, timeout=PATIENCE_S)
+    try:
+        links = chain_links(MODEL, range(14), chunk_tokens=CHUNK)
+        stored = [[0, 1], [1, 2], [0, 2], [2], [1, 2]]
+        for name, chunks in zip(parts, stored, strict=True):
+            plane.records.update(dict.fromkeys(record_keys(name, [links[chunk] for chunk in chunks]), b""))
+        lookup.submit("r", range(14))
+        assert wait(lambda: lookup.poll("r")) == LookupAnswer(7, "complete")
+        present = [[False, True, False], [True, False, True], [False, False, True]]
+        assert told == [(present, 14)]
+        assert [flags.tolist() for flags in lookup.present("r") or []] == present
+        assert plane.calls.count("Lookup") == 1 and len(plane.asked_keys) == len(parts)
+    finally:
+        lookup.close()
+
+
+def test_a_rule_that_fails_is_a_miss_that_says_so(
+    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    """It is another project's code, and changes with it."""
+
+    def rule(present: Sequence[Flags], tokens: int) -> int:
+        raise AttributeError("no such attention group")
+
+    lookup = PrefixLookup(MODEL, [[(client, NAMESPACES[0])]], rule, chunk_tokens=CHUNK, timeout=PATIENCE_S)
+    try:
+        lookup.submit("r", range(8))
+        answer = wait(lambda: lookup.poll("r"))
+        assert (answer.tokens, answer.reason) == (0, "internal") and "attention group" in answer.detail
+        assert len(lookup.links("r") or []) == 2, "it can still be stored"
     finally:
         lookup.close()
 
@@ -76,13 +137,13 @@ def test_silence_becomes_a_miss_at_the_deadline_and_stays_one(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
     plane.script.stall.add("Lookup")
-    lookup = PrefixLookup(MODEL, [(client, name) for name in NAMESPACES], chunk_tokens=CHUNK, timeout=0.1)
+    lookup = lookup_of(client, timeout=0.1)
     try:
         begin = time.monotonic()
         lookup.submit("r", list(range(8)))
         assert lookup.poll("r") is None or time.monotonic() - begin >= 0.1
         answer = wait(lambda: lookup.poll("r"))
-        assert answer.hits == 0 and answer.reason == "deadline"
+        assert answer.tokens == 0 and answer.reason == "deadline"
         assert lookup.poll("r") == answer
     finally:
         lookup.close()
@@ -99,9 +160,7 @@ def test_what_holds_for_a_request_separates_it(lookup: PrefixLookup, wait: Calla
 def test_disabled_lookup_still_makes_links(
     client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
-    lookup = PrefixLookup(
-        MODEL, [(client, name) for name in NAMESPACES], chunk_tokens=CHUNK, timeout=PATIENCE_S, enabled=False
-    )
+    lookup = lookup_of(client, enabled=False)
     try:
         lookup.submit("r", list(range(8)))
         assert lookup.poll("r") == LookupAnswer(0, "disabled")
@@ -129,7 +188,7 @@ def test_long_prompt_does_not_hold_the_engine(
             assert returned.wait(PATIENCE_S)
             return super().__getitem__(index)
 
-    lookup = PrefixLookup(MODEL, [(client, NAMESPACES[0])], chunk_tokens=256, timeout=PATIENCE_S)
+    lookup = lookup_of(client, NAMESPACES[0], chunk_tokens=256)
     try:
         tokens = np.random.default_rng(1).integers(0, 128000, 131072).tolist()
         lookup.submit("r", Prompt(tokens))
@@ -138,5 +197,23 @@ def test_long_prompt_does_not_hold_the_engine(
         assert wait(lambda: lookup.poll("r")) == LookupAnswer(0, "complete")
         assert lookup.links("r") == chain_links(MODEL, tokens)
         assert plane.calls.count("Lookup") == 1
+    finally:
+        lookup.close()
+
+
+def test_a_model_whose_every_group_forgets_has_hits(
+    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    """The symptom was reason "internal" for each prompt of a model of windows alone."""
+    namespace, tokens = b"w" * 32, list(range(12))
+    plane.records.update(dict.fromkeys(record_keys(namespace, chain_links(b"m" * 32, tokens, chunk_tokens=4)), b""))
+    lookup = PrefixLookup(
+        b"m" * 32, [[(client, namespace)]], lambda present, _: 4 * int(present[0].sum()),
+        every=[False], chunk_tokens=4, timeout=PATIENCE_S,
+    )  # fmt: skip
+    try:
+        lookup.submit("r", tokens)
+        answer = wait(lambda: lookup.poll("r"))
+        assert (answer.tokens, answer.reason) == (12, "complete")
     finally:
         lookup.close()

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from host_control.manager import (
 )
 from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
-from shadowserve.errors import DataPlaneError
+from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.keys import chain_links, record_keys
 from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
@@ -44,7 +44,7 @@ class Paged:
     gate: threading.Event = field(default_factory=threading.Event)
     waiting: bool = False
 
-    def __call__(self, job: FetchJob, first: int, chunks: memoryview) -> None:
+    def __call__(self, job: FetchJob, part: int, first: int, chunks: memoryview) -> None:
         self.waiting = True
         assert self.gate.wait(PATIENCE_S)
         if self.failure is not None:
@@ -99,7 +99,7 @@ def job(name: str, count: int, fill: Callable[[list[bytes]], None] | None = None
     keys = keys_of(prompt(count * CHUNK, sum(name.encode())))
     if fill is not None:
         fill(keys)
-    return FetchJob(request_id=name, keys=tuple(keys))
+    return FetchJob(request_id=name, keys=(tuple(keys),))
 
 
 def collect(manager: KVCacheManager, count: int, timeout: float = PATIENCE_S) -> list[FetchResult]:
@@ -133,11 +133,11 @@ def test_waiting_for_jobs_ends_with_them_and_not_with_others(
     keys = {name: keys_of(prompt(9, seed)) for seed, name in enumerate("abc")}
     for name in keys:
         fill(keys[name])
-    manager.exchange([FetchJob(request_id=name, keys=tuple(keys[name])) for name in "ab"])
+    manager.exchange([FetchJob(request_id=name, keys=(tuple(keys[name]),)) for name in "ab"])
     manager.wait("ab")
     assert paged.order == ["a", "b"], "in place once waiting has ended"
     plane.script.stall.add("Fetch")
-    ended = manager.exchange([FetchJob(request_id="c", keys=tuple(keys["c"]))])
+    ended = manager.exchange([FetchJob(request_id="c", keys=(tuple(keys["c"]),))])
     assert [result.job.request_id for result in ended] == ["a", "b"]
     manager.wait("ab")
     assert manager.exchange() == []
@@ -153,7 +153,7 @@ def test_waiting_ends_by_the_deadline(
     keys = keys_of(prompt(9, 0))
     fill(keys)
     plane.script.stall.add("Fetch")
-    manager.exchange([FetchJob(request_id=name, keys=tuple(keys)) for name in "ab"])
+    manager.exchange([FetchJob(request_id=name, keys=(tuple(keys),)) for name in "ab"])
     manager.wait("ab")
     assert {result.reason for result in manager.exchange()} == {"deadline"}
 
@@ -210,8 +210,8 @@ def test_long_job_that_is_overtaken_ends_by_its_deadline(
     overtaking = 0
     while not overtaking:  # a machine that stands still just then lets all of them run out of time
         manager.exchange([job("long", 4, fill), *(job(f"short{number}", 1, fill) for number in range(50))])
-        *shorter, result = sorted(collect(manager, 51), key=lambda result: len(result.job.keys))
-        assert (result.job.request_id, result.chunks, result.reason) == ("long", 0, "deadline")
+        *shorter, result = sorted(collect(manager, 51), key=lambda result: result.job.chunks)
+        assert (result.job.request_id, result.chunks, result.reason) == ("long", (0,), "deadline")
         overtaking = sum(short.complete for short in shorter)
         assert time.monotonic() < ends
 
@@ -239,8 +239,8 @@ def test_job_larger_than_the_buffers_runs_in_rounds(
     big = job("big", 11, fill)
     manager.exchange([big])
     (result,) = collect(manager, 1)
-    assert (result.chunks, result.reason) == (11, "complete")
-    for index, key in enumerate(big.keys):
+    assert (result.chunks, result.reason) == ((11,), "complete")
+    for index, key in enumerate(big.keys[0]):
         assert paged.chunks["big", index] == plane.records[key]
     halves = {fetch.offset for fetch in plane.fetches}
     assert len(halves) == 2, "rounds alternate between the halves of the destination"
@@ -265,7 +265,7 @@ def test_a_prompt_that_fits_into_one_round_is_scattered_while_the_rest_of_it_arr
     plane: ScriptedDataPlane,
     paged: Paged,
 ) -> None:
-    destination = Destination(client, shape, 32 * shape.raw_bytes, connect_timeout=PATIENCE_S)
+    destination = Destination(client, [shape], 32 * shape.raw_bytes, connect_timeout=PATIENCE_S)
     manager = KVCacheManager(client, destination, paged, round_bytes_min=2 * shape.raw_bytes)
     paged.gate.clear()
     manager.exchange([job("a", 12, fill)])
@@ -289,6 +289,185 @@ def test_next_job_arrives_while_the_last_is_scattered(
     assert [result.job.request_id for result in collect(manager, 2)] == ["a", "b"]
 
 
+# ---------------------------------------------------------------------- parts
+
+
+@dataclass
+class Pages:
+    """What was scattered of chunks of several shapes, by request, part and chunk, and in which order."""
+
+    chunk_bytes: list[int]
+    chunks: dict[tuple[str, int, int], bytes] = field(default_factory=dict)
+    order: list[tuple[int, int]] = field(default_factory=list)
+    gate: threading.Event = field(default_factory=threading.Event)
+    fails_at: int | None = None
+
+    def __call__(self, job: FetchJob, part: int, first: int, chunks: memoryview) -> None:
+        assert self.gate.wait(PATIENCE_S)
+        if part == self.fails_at:
+            raise RuntimeError("no such block")
+        size = self.chunk_bytes[part]
+        assert len(chunks) % size == 0
+        for index in range(len(chunks) // size):
+            place = (job.request_id, part, first + index)
+            assert place not in self.chunks, "scattered twice"
+            self.chunks[place] = bytes(chunks[index * size : (index + 1) * size])
+            self.order.append(place[1:])
+
+
+class Parts:
+    """A manager of parts of these shapes, and jobs for it."""
+
+    def __init__(
+        self, client: DataPlaneClient, plane: Any, shapes: list[ChunkLayout], size: int, least: int = 1
+    ) -> None:
+        self.plane, self.shapes = plane, shapes
+        self.pages = Pages([shape.raw_bytes for shape in shapes])
+        self.pages.gate.set()
+        self.destination = Destination(client, shapes, size, connect_timeout=PATIENCE_S)
+        self.manager = KVCacheManager(
+            client, self.destination, self.pages, fetch_timeout=PATIENCE_S, round_bytes_min=least
+        )
+
+    def job(self, name: str, *counts: int) -> FetchJob:
+        """Return a job for so many chunks of each part, all of which are stored."""
+        keys = tuple(
+            tuple(bytes([sum(name.encode()) % 256, part, chunk]) + bytes(29) for chunk in range(count))
+            for part, count in enumerate(counts)
+        )
+        for part, (shape, names) in enumerate(zip(self.shapes, keys, strict=True)):
+            for chunk, key in enumerate(names):
+                self.plane.records[key] = bytes([(1 + part * 50 + chunk) % 251]) * shape.raw_bytes
+        return FetchJob(request_id=name, keys=keys)
+
+    def fetched(self, job: FetchJob) -> FetchResult:
+        self.manager.exchange([job])
+        (result,) = collect(self.manager, 1)
+        there = {place[1:]: data for place, data in self.pages.chunks.items() if place[0] == job.request_id}
+        if result.reason != "scatter_failed":
+            assert set(there) == {(part, chunk) for part, count in enumerate(result.chunks) for chunk in range(count)}
+        assert all(data == self.plane.records[job.keys[part][chunk]] for (part, chunk), data in there.items())
+        return result
+
+
+@pytest.fixture
+def parts(client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout) -> Iterator[Parts]:
+    """Two parts, of which one's chunks are four times as large as the other's, and room for three of both a round."""
+    small = replace(shape, namespace=b"s" * 32, vector_length=shape.vector_length // 4)
+    parts = Parts(client, plane, [shape, small], 2 * 3 * (shape.raw_bytes + small.raw_bytes))
+    yield parts
+    parts.manager.close(PATIENCE_S)
+
+
+def asked(plane: ScriptedDataPlane, parts: Parts) -> list[tuple[int, int]]:
+    """Return part and number of chunks of each part of each Fetch."""
+    ids = list(parts.destination.destination_ids)
+    return [(ids.index(each.destination_id), len(each.keys)) for each in plane.fetches]
+
+
+@pytest.mark.parametrize("counts", [(7, 7), (9, 1), (0, 11), (5, 0), (1, 1), (2, 30)], ids=str)
+def test_chunks_of_every_part_arrive_in_order_whatever_their_number(parts: Parts, counts: tuple[int, int]) -> None:
+    result = parts.fetched(parts.job("a", *counts))
+    assert (result.chunks, result.reason) == (counts, "complete")
+    assert result.delivered_bytes == sum(
+        count * size for count, size in zip(counts, parts.pages.chunk_bytes, strict=True)
+    )
+    for part, count in enumerate(counts):
+        assert [chunk for each, chunk in parts.pages.order if each == part] == list(range(count))
+
+
+def test_parts_that_fit_into_a_round_come_with_one_fetch_side_by_side(parts: Parts, plane: ScriptedDataPlane) -> None:
+    large, small = parts.pages.chunk_bytes
+    assert parts.fetched(parts.job("a", 1, 12)).complete
+    first, second, *_ = plane.fetches
+    assert plane.calls.count("Fetch") < len(plane.fetches), "one of them named both"
+    half = parts.destination.size // 2
+    for each, size in zip(
+        plane.fetches, [parts.pages.chunk_bytes[part] for part, _ in asked(plane, parts)], strict=True
+    ):
+        assert each.length == len(each.keys) * size
+        assert each.offset // half == (each.offset + each.length - 1) // half, "within one half"
+    assert (first.offset, first.length) == (0, large) and (second.offset, second.length) == (large, 4 * small)
+
+
+def test_each_round_takes_half_of_the_bytes_that_are_left(parts: Parts, plane: ScriptedDataPlane) -> None:
+    """Of all parts together; a chunk of the first has four times the bytes."""
+    assert parts.fetched(parts.job("a", 2, 8)).complete
+    assert asked(plane, parts) == [(0, 2), (1, 4), (1, 2), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("good", [(0, 3), (2, 0), (3, 2), (1, 3)], ids=str)
+def test_what_is_missing_of_one_part_is_the_outcome_of_all(
+    parts: Parts, plane: ScriptedDataPlane, good: tuple[int, int]
+) -> None:
+    job = parts.job("a", 3, 3)
+    for keys, count in zip(job.keys, good, strict=True):
+        for key in keys[count:]:
+            del plane.records[key]
+    result = parts.fetched(job)
+    assert result.reason == "absent" and not result.complete
+    assert all(there <= count for there, count in zip(result.chunks, good, strict=True))
+    assert result.chunks[0] == good[0], "the first is before the gap"
+    assert parts.fetched(parts.job("b", 2, 2)).complete, "the next one is not concerned"
+
+
+@pytest.mark.parametrize("round_chunks", [1, 2, 3, 4])
+def test_buffers_that_are_full_in_the_middle_of_the_second_part_make_another_round(
+    parts: Parts, plane: ScriptedDataPlane, round_chunks: int
+) -> None:
+    plane.script.round_chunks = round_chunks
+    result = parts.fetched(parts.job("a", 2, 9))
+    assert (result.chunks, result.reason) == ((2, 9), "complete")
+
+
+def test_a_scatter_that_fails_for_one_part_counts_for_none_of_its_round(parts: Parts) -> None:
+    parts.pages.fails_at = 1
+    result = parts.fetched(parts.job("a", 1, 3))
+    assert (result.reason, result.complete) == ("scatter_failed", False)
+    assert result.chunks[1] == 0
+
+
+def test_a_daemon_that_has_restarted_is_registered_with_again_for_every_part(
+    parts: Parts, plane: ScriptedDataPlane
+) -> None:
+    assert parts.fetched(parts.job("a", 1, 1)).complete
+    before = parts.destination.destination_ids
+    plane.forget_destinations()
+    assert parts.fetched(parts.job("b", 2, 2)).complete
+    assert set(before).isdisjoint(parts.destination.destination_ids) and plane.destinations == 2
+
+
+def test_more_parts_than_a_fetch_may_name_come_with_several(
+    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout
+) -> None:
+    count = 70
+    shapes = [replace(shape, namespace=bytes([number]) * 32) for number in range(count)]
+    parts = Parts(client, plane, shapes, 4 * count * shape.raw_bytes, least=1 << 30)
+    named: list[int] = []
+    plane.script.fetch_answer = lambda answer, request: (named.append(len(request.parts)), answer)[1]
+    try:
+        result = parts.fetched(parts.job("a", *[1] * count))
+        assert (result.chunks, result.reason) == ((1,) * count, "complete")
+        assert named == [64, 6]
+    finally:
+        parts.manager.close(PATIENCE_S)
+
+
+def test_a_job_that_wants_nothing_is_complete_without_a_fetch(parts: Parts, plane: ScriptedDataPlane) -> None:
+    result = parts.fetched(FetchJob(request_id="a", keys=((), ())))
+    assert (result.chunks, result.reason, result.complete) == ((0, 0), "complete", True)
+    assert "Fetch" not in plane.calls
+
+
+def test_a_destination_that_does_not_hold_two_of_the_largest_chunks_is_refused(
+    client: DataPlaneClient, shape: ChunkLayout
+) -> None:
+    small = replace(shape, namespace=b"s" * 32, vector_length=2)
+    destination = Destination(client, [small, shape], 2 * shape.raw_bytes - 1)
+    with pytest.raises(ConfigurationError, match="fetch_buffer_bytes"):
+        KVCacheManager(client, destination, Pages([]))
+
+
 # ---------------------------------------------------------------------- one outcome, by the deadline
 
 
@@ -301,10 +480,10 @@ def test_chunks_before_the_failure_are_in_place(
     good: int,
 ) -> None:
     one = job("a", 6)
-    fill(list(one.keys[:good]))
+    fill(list(one.keys[0][:good]))
     manager.exchange([one])
     (result,) = collect(manager, 1)
-    assert (result.chunks, result.reason) == (good, "absent")
+    assert (result.chunks, result.reason) == ((good,), "absent")
     assert set(paged.chunks) == {("a", index) for index in range(good)}
 
 
@@ -339,7 +518,7 @@ def test_memory_in_doubt_is_given_up(
     manager.exchange([second])
     (result,) = collect(manager, 1)
     assert result.complete
-    assert [paged.chunks["b", index] for index in range(2)] == [plane.records[key] for key in second.keys]
+    assert [paged.chunks["b", index] for index in range(2)] == [plane.records[key] for key in second.keys[0]]
     first, *_, last = plane.fetches
     assert first.destination_id != last.destination_id
     assert destination.retired == 1
@@ -362,7 +541,7 @@ def test_daemon_that_never_knows_us_is_not_asked_forever(
     plane.script.fetch_answer = lambda answer, request: pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION)
     manager.exchange([job("a", 2, fill)])
     (result,) = collect(manager, 1)
-    assert (result.chunks, result.reason) == (0, "unknown_destination")
+    assert (result.chunks, result.reason) == ((0,), "unknown_destination")
     assert plane.calls.count("Fetch") == 2
 
 
@@ -376,7 +555,7 @@ def test_daemon_that_brings_only_what_is_behind_a_gap_is_not_asked_forever(
     )
     manager.exchange([job("a", 2, fill)])
     (result,) = collect(manager, 1)
-    assert (result.chunks, result.reason) == (0, "invalid_answer")
+    assert (result.chunks, result.reason) == ((0,), "invalid_answer")
     assert plane.calls.count("Fetch") == 1
 
 
@@ -419,7 +598,7 @@ def test_absent_daemon_fails_jobs_at_once_after_a_while(
         raise DataPlaneError("nobody is there", "unreachable")
 
     monkeypatch.setattr(client, "connect", absent)
-    manager = KVCacheManager(client, Destination(client, shape, 8 * shape.raw_bytes, 0.1), paged)
+    manager = KVCacheManager(client, Destination(client, [shape], 8 * shape.raw_bytes, 0.1), paged)
     try:
         manager.exchange([job(name, 2) for name in "abcdefgh"])
         assert {result.reason for result in collect(manager, 8)} <= {"unreachable", "breaker_open"}
@@ -436,7 +615,7 @@ def test_scatter_that_fails_is_an_outcome(
     paged.failure = RuntimeError("no such block")
     manager.exchange([job("a", 6, fill)])
     (result,) = collect(manager, 1)
-    assert (result.chunks, result.reason) == (0, "scatter_failed")
+    assert (result.chunks, result.reason) == ((0,), "scatter_failed")
     assert "no such block" in result.detail
     paged.failure = None
     manager.exchange([job("b", 2, fill)])
@@ -469,7 +648,7 @@ def test_cancel_mid_fetch_writes_nothing_and_ends_promptly(
     plane.wait_for_call("Fetch")
     assert manager.exchange(cancel=["a"]) == []
     (result,) = collect(manager, 1)
-    assert (result.chunks, result.reason) == (0, "cancelled")
+    assert (result.chunks, result.reason) == ((0,), "cancelled")
     assert paged.chunks == {}
 
 
@@ -512,10 +691,10 @@ def test_memory_that_is_made_shorter_while_it_is_scattered_is_an_outcome_and_giv
     os.ftruncate(memory._descriptor, 0)
     paged.gate.set()
     (result,) = collect(manager, 1)
-    assert (result.chunks, result.reason) == (0, "scatter_failed")
+    assert (result.chunks, result.reason) == ((0,), "scatter_failed")
     assert "made shorter" in result.detail
     paged.chunks.clear()
     manager.exchange([job("b", 6, fill)])
     (result,) = collect(manager, 1)
-    assert (result.chunks, result.reason) == (6, "complete"), result.detail
+    assert (result.chunks, result.reason) == ((6,), "complete"), result.detail
     assert destination.current is not memory and destination.retired == 1

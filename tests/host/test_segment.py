@@ -8,15 +8,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from machine import wait_for
 from scripted import ScriptedDataPlane
 
 from host_control import segment as module
 from host_control.client import DataPlaneClient
 from host_control.destination import Destination
 from host_control.segment import Segment
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 
@@ -44,19 +48,96 @@ def test_the_engine_does_not_wait_for_pages_when_it_first_copies_there() -> None
 def test_retired_memory_is_not_handed_out_again(plane: ScriptedDataPlane, destination: Destination) -> None:
     first = destination.acquire(5)
     view = first.memory[:16]
-    first_id = destination.destination_id
+    first_id = destination.destination_ids
     destination.retire(release=True, wait=True)
     second = destination.acquire(5)
-    assert second is not first and destination.destination_id != first_id
+    assert second is not first and destination.destination_ids != first_id
     second.memory[:16] = b"\1" * 16
     assert bytes(view) == bytes(16), "a view of retired memory stays what it was"
     assert plane.destinations == 1
 
 
+@pytest.fixture
+def two(client: DataPlaneClient, shape: ChunkLayout) -> Destination:
+    """Memory for chunks of two shapes."""
+    return Destination(client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16)
+
+
+def test_memory_is_registered_once_for_each_shape_and_released_so(plane: ScriptedDataPlane, two: Destination) -> None:
+    segment = two.acquire(5)
+    first, second = two.destination_ids
+    assert first != second and plane.destinations == plane.calls.count("RegisterDestination") == 2
+    assert two.acquire(5) is segment and plane.destinations == 2
+    two.retire(release=True, wait=True)
+    assert two.current is None and plane.destinations == 0 and plane.calls.count("ReleaseDestination") == 2
+    two.acquire(5)
+    assert plane.destinations == 2 and {first, second}.isdisjoint(two.destination_ids)
+    two.close()
+    assert plane.destinations == 0
+
+
+def test_a_shape_that_is_refused_leaves_nothing_of_the_other(
+    client: DataPlaneClient,
+    plane: ScriptedDataPlane,
+    two: Destination,
+    leftovers: Callable[[], set[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register = client.register
+
+    def refused(shape: ChunkLayout, *arguments: Any) -> Any:
+        if shape.layers == 1:
+            assert plane.destinations == 1
+            raise DataPlaneError("as the test says", "refused")
+        return register(shape, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "register", refused)
+        with pytest.raises(DataPlaneError, match="as the test says"):
+            two.acquire(5)
+    assert two.current is None
+    wait_for(lambda: plane.destinations == 0)
+    assert leftovers() == set()
+    two.acquire(5)
+    assert plane.destinations == 2
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_memory_without_a_hold_stays_until_every_shape_was_released(
+    client: DataPlaneClient, plane: ScriptedDataPlane, shape: ChunkLayout, answered: int
+) -> None:
+    """What is written there after it was closed would hit whoever has that memory then."""
+    two = Destination(client, [shape, replace(shape, namespace=b"s" * 32, layers=1)], 1 << 16, make=Borrowed.create)
+    first: Any = two.acquire(5)
+    answers = [True] * answered
+    release = client.release
+    client.release = (  # type: ignore[method-assign]
+        lambda number, wait: bool(answers) and answers.pop() and release(number, wait=wait)
+    )
+    two.retire(release=True)
+    with pytest.raises(DataPlaneError, match="no data plane answers"):
+        two.acquire(5)
+    assert not first.closed
+    client.release = release  # type: ignore[method-assign]
+    assert two.acquire(5) is not first and first.closed
+    two.close()
+
+
+class Borrowed(Segment):
+    """Memory on which the data plane has no hold of its own."""
+
+    outlives_us = False
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        super().close()
+
+
 def test_no_data_plane_makes_no_segment(shape: object, leftovers: Callable[[], set[str]]) -> None:
     client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=9, backoff_max=9)
     try:
-        destination = Destination(client, shape, 1 << 16, connect_timeout=0.1)  # type: ignore[arg-type]
+        destination = Destination(client, [shape], 1 << 16, connect_timeout=0.1)  # type: ignore[arg-type]
         with pytest.raises(DataPlaneError) as error:
             destination.acquire(1)
         assert error.value.outcome == "unreachable"

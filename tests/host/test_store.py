@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,19 +186,102 @@ def test_memory_that_is_made_shorter_costs_what_waits_in_it_and_nothing_else(
         os.ftruncate(memory._descriptor, 0)
         gather(index, chunk)
 
-    assert queue.offer(keys(2), shrinking) == 2
+    assert queue.offer(keys(1), shrinking) == 1
     assert queue.flush(PATIENCE_S)
     assert plane.records == {}, "zeros are no KV"
-    assert queue.take_counts()["dropped_no_memory"] == 2
+    assert queue.take_counts()["dropped_no_memory"] == 1
     wait_for(lambda: destination.current not in (None, memory))
     assert queue.offer(keys(2), gather) == 2
     assert queue.flush(PATIENCE_S)
     assert [plane.records[key][0] for key in keys(2)] == [100, 101]
 
 
+# ---- Parts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parts(client: DataPlaneClient, shape: ChunkLayout) -> Iterator[StoreQueue]:
+    """Room for four chunks of each of two parts, of which one's are half as large."""
+    small = replace(shape, namespace=b"s" * 32, vector_length=shape.vector_length // 2)
+    destination = Destination(client, [shape, small], 4 * (shape.raw_bytes + small.raw_bytes))
+    queue = StoreQueue(client, destination, batch_chunks=3, timeout=PATIENCE_S, retry_interval=0.02)
+    assert queue.wait_tried(PATIENCE_S)
+    yield queue
+    queue.close(PATIENCE_S)
+
+
+def test_chunks_of_two_parts_wait_apart_and_are_stored_as_their_own(
+    parts: StoreQueue, plane: ScriptedDataPlane, shape: ChunkLayout
+) -> None:
+    plane.script.stall.add("Store")
+    assert parts.offer(keys(4), gather) == 4
+    assert parts.offer(keys(4, 50), lambda index, chunk: gather(50 + index, chunk), part=1) == 4
+    assert parts.offer(keys(1, 20), gather) == 0 == parts.offer(keys(1, 70), gather, part=1)
+    assert parts.take_counts() == {"dropped_full": 2}
+    plane.script.unstall.set()
+    assert parts.flush(PATIENCE_S)
+    for number, part in ((0, 0), (50, 1)):
+        for index, key in enumerate(keys(4, number)):
+            assert plane.records[key] == bytes([100 + number + index]) * (shape.raw_bytes >> part)
+    first, second = parts._destination.destination_ids
+    named = {request.destination_id: [] for request in plane.stores}  # type: ignore[var-annotated]
+    for request in plane.stores:
+        named[request.destination_id] += list(request.keys)
+    assert named == {first: keys(4), second: keys(4, 50)}, "a batch is of one part"
+    spans = sorted(
+        (request.offset, request.offset + len(request.keys) * shape.raw_bytes)
+        for request in plane.stores
+        if request.destination_id == first
+    )
+    assert spans[-1][1] <= min(request.offset for request in plane.stores if request.destination_id == second)
+
+
+def test_a_part_that_is_full_leaves_the_other_its_room(parts: StoreQueue, plane: ScriptedDataPlane) -> None:
+    plane.script.stall.add("Store")
+    assert parts.offer(keys(6), gather) == 4
+    assert parts.offer(keys(4, 50), gather, part=1) == 4
+    plane.script.unstall.set()
+    assert parts.flush(PATIENCE_S)
+    assert parts.offer(keys(6)[4:], gather, previous=keys(4)[-1]) == 2, "slots of the part are used again"
+    assert parts.flush(PATIENCE_S)
+    assert len(plane.records) == 10
+
+
+def test_chunks_that_need_none_before_them_have_no_gap(parts: StoreQueue, plane: ScriptedDataPlane) -> None:
+    """Of a window or a state each is of use alone: what is dropped of them, or unknown before them, is no matter."""
+    unknown = keys(1, 90)[0]
+    assert parts.offer(keys(1, 50), gather, part=1, chained=False, previous=unknown, anchored=False) == 1
+    assert parts.flush(PATIENCE_S)
+    (request,) = plane.stores
+    assert list(request.parents) == [b""]
+
+    def failing(index: int, chunk: memoryview) -> None:
+        if index == 1:
+            raise RuntimeError("no such block")
+        gather(index, chunk)
+
+    assert parts.offer(keys(3, 60), failing, part=1, chained=False) == 2
+    assert parts.flush(PATIENCE_S)
+    assert set(plane.records) == {*keys(1, 50), keys(3, 60)[0], keys(3, 60)[2]}
+    counts = parts.take_counts()
+    assert counts["dropped_gather_failed"] == 1 and "dropped_gap" not in counts
+    assert parts.offer(keys(3, 70), failing, previous=unknown, anchored=False) == 0, "of others it is"
+    assert parts.take_counts() == {"dropped_gap": 3}
+
+
+def test_chunks_of_two_parts_survive_a_daemon_that_restarts(
+    parts: StoreQueue, plane: ScriptedDataPlane, shape: ChunkLayout
+) -> None:
+    plane.forget_destinations()
+    assert parts.offer(keys(3), gather) == 3 == parts.offer(keys(3, 50), gather, part=1)
+    assert parts.flush(PATIENCE_S)
+    assert [plane.records[key] for key in keys(3)] == [bytes([100 + index]) * shape.raw_bytes for index in range(3)]
+    assert {len(plane.records[key]) for key in keys(3, 50)} == {shape.raw_bytes // 2}
+
+
 def test_absent_daemon_costs_the_engine_nothing(shape: ChunkLayout) -> None:
     client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=NEVER_S, backoff_max=NEVER_S)
-    destination = Destination(client, shape, 8 * shape.raw_bytes, connect_timeout=0.05)
+    destination = Destination(client, [shape], 8 * shape.raw_bytes, connect_timeout=0.05)
     queue = StoreQueue(client, destination, retry_interval=0.02)
     gathered = []
     try:
@@ -246,3 +330,22 @@ def test_offers_from_the_engine_while_storing(
     thread.join(PATIENCE_S)
     assert not thread.is_alive() and queue.flush(PATIENCE_S)
     assert {key[0]: record[0] for key, record in plane.records.items()} == {number: number for number in range(200)}
+
+
+def test_what_is_dropped_is_withdrawn_where_others_wait_for_it(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
+    """The symptom would be engines that wait for their deadline for a chunk that nobody stores."""
+    assert plane.announced is not None
+    plane.announced.update(dict.fromkeys(keys(12), 60_000))
+    plane.script.not_storable = {keys(12)[1]}
+    plane.script.stall.add("Store")
+    assert queue.offer(keys(10), gather, announced=True) == 8
+    wait_for(lambda: list(plane.announced or ()) == [*keys(8), *keys(2, 10)])
+    plane.script.unstall.set()
+    assert queue.flush(PATIENCE_S)
+    wait_for(lambda: keys(12)[1] not in (plane.announced or ()))
+    assert keys(12)[0] in plane.announced, "what is stored needs no word of ours"
+    before = plane.calls.count("Announce")
+    assert queue.offer(keys(2, 20), lambda index, chunk: 1 // 0, previous=keys(1)[0]) == 0
+    assert queue.offer(keys(2, 10), lambda index, chunk: 1 // 0, previous=keys(1)[0], announced=True) == 0
+    wait_for(lambda: not set(keys(2, 10)) & set(plane.announced or ()))
+    assert plane.calls.count("Announce") == before + 1, "whoever waits for nothing is told nothing"

@@ -1,21 +1,21 @@
-"""The namespace of what an engine computes: everything that is the same for all of its requests."""
+"""The identity of what an engine computes: everything that is the same for all of its requests."""
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from host_control.config import HostConfig
 from host_control.layouts import element_type
 from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.identity.content import ContentHashes
 from host_control.vllm.identity.positions import positions
 from host_control.vllm.identity.table import options
 from host_control.vllm.identity.weights import code_digests, model_class, model_folder, weight_digests
-from host_control.vllm.support import UncacheableError
-from shadowserve.chunk import ChunkLayout, DType, Quantizer
-from shadowserve.keys import KVNamespace, ModelIdentity
+from host_control.vllm.support import UncacheableError, layer_specs
+from shadowserve.chunk import DType
+from shadowserve.keys import ModelIdentity
 
-__all__ = ["chunk_layout", "rank_namespace"]
+__all__ = ["computation", "model_identity"]
 
 # Of a model's configuration: names, versions, tokens that mean something to whoever samples, and training. The
 # context's length is here because some models write it into their configuration; :mod:`positions` says what it does.
@@ -27,51 +27,57 @@ _MEANINGLESS: Final = {
 }  # fmt: skip
 
 
-def rank_namespace(
-    vllm_config: Any, kv_cache_config: Any, config: HostConfig, tp_rank: int, hashes: ContentHashes
-) -> KVNamespace:
-    """Return what one rank computes and holds, once its weights are loaded. ``uncacheable`` has said ``None``.
+def model_identity(vllm_config: Any, kv_cache_config: Any, chunk_tokens: int, hashes: ContentHashes) -> ModelIdentity:
+    """Return what an engine computes, once its weights are loaded. ``uncacheable`` has said ``None``.
 
     Raises:
         UncacheableError: what is computed cannot be named.
     """
     try:
-        return _named(vllm_config, kv_cache_config, config, tp_rank, hashes)
+        computed: dict[str, Any] = computation(vllm_config, hashes)
+        if (draft := _draft(vllm_config, hashes)) is not None:
+            computed["draft"] = draft
+        return ModelIdentity(
+            model=digest(computed),
+            weights=digest(weight_digests(vllm_config, hashes)),
+            dtype=_cache_dtype(vllm_config, _element(vllm_config, kv_cache_config)),
+            chunk_tokens=chunk_tokens,
+        )
     except UncacheableError:
         raise
     except Exception as error:  # of a vLLM that is not as it was: an engine must start all the same
         raise UncacheableError(f"what this engine computes cannot be named: {error!r}") from error
 
 
-def _named(
-    vllm_config: Any, kv_cache_config: Any, config: HostConfig, tp_rank: int, hashes: ContentHashes
-) -> KVNamespace:
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    latent = type(spec).__name__ == "MLAAttentionSpec"
-    layers = (0, len(kv_cache_config.kv_cache_groups[0].layer_names))
-    model = ModelIdentity(
-        model=digest(computation(vllm_config, hashes)),
-        weights=digest(weight_digests(vllm_config, hashes)),
-        dtype=_cache_dtype(vllm_config, spec.dtype),
-        chunk_tokens=config.chunk_tokens,
-    )
-    if latent:
-        return KVNamespace(model=model, group="latent", layers=layers, heads=(0, 1))
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    total = vllm_config.model_config.get_total_num_kv_heads()
-    first = tp_rank * total // ranks  # where there are more ranks than heads, neighbours hold the same one
-    if spec.num_kv_heads == max(1, total // ranks):
-        return KVNamespace(model=model, layers=layers, heads=(first, first + spec.num_kv_heads))
-    # A model that divides its heads in a way of its own: who holds what is known only by the rank.
-    group = f"full, rank {tp_rank} of {ranks}"
-    return KVNamespace(model=model, group=group, layers=layers, heads=(0, spec.num_kv_heads))
+def _element(vllm_config: Any, kv_cache_config: Any) -> Any:
+    """Return the dtype of what attention keeps, of the model where it keeps nothing."""
+    for group in kv_cache_config.kv_cache_groups:
+        for spec in layer_specs(group.kv_cache_spec):
+            if (dtype := getattr(spec, "dtype", None)) is not None:
+                return dtype
+    return vllm_config.model_config.dtype
+
+
+def _draft(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any] | None:
+    """Return what computes the KV of draft layers, which is stored beside the model's; nothing where there are none."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or not speculative.use_eagle():
+        return None
+    draft = copy.copy(vllm_config)
+    draft.model_config = speculative.draft_model_config
+    draft.speculative_config = None
+    return {
+        "method": speculative.method,
+        "hf_config": _meaningful(canonical(draft.model_config.hf_config)),
+        "weights": weight_digests(draft, hashes),
+    }
 
 
 def computation(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
     """Return what turns tokens and weights into KV, by name: the model's class, configuration, code and options.
 
     Raises:
-        UncacheableError: see :func:`rank_namespace`.
+        UncacheableError: see :func:`model_identity`.
     """
     model = vllm_config.model_config
     if getattr(vllm_config, "diffusion_config", None) is not None:
@@ -137,43 +143,3 @@ def _cache_dtype(vllm_config: Any, dtype: Any) -> str:
     if asked in ("fp8", "fp8_e4m3"):
         asked = f"fp8_e4m3 as {str(current_platform.fp8_dtype()).removeprefix('torch.')}"
     return f"{asked}/{named}"
-
-
-def _is_float8_e4m3(cache_dtype: str) -> bool:
-    """Return whether what :func:`_cache_dtype` has named is OCP's E4M3: some AMD GPUs have another."""
-    asked, _, element = cache_dtype.partition("/")
-    return element == "float8_e4m3fn" or (element == "uint8" and asked == "fp8_e4m3 as float8_e4m3fn")
-
-
-def chunk_layout(namespace: KVNamespace, layout: Any, config: HostConfig) -> ChunkLayout:
-    """Return how this rank's chunks lie in shared memory, and what becomes of them; ``layout`` is its ``PagedLayout``.
-
-    Caches of 8 bits are stored as they are, but for E4M3 where it shall be binned.
-
-    Raises:
-        UncacheableError: no record holds such a chunk.
-    """
-    dtype, quantizer = element_type(layout.dtype), Quantizer.from_label(config.quantizer)
-    assert dtype is not None, "a cache that the layout took"
-    if dtype is DType.UINT8 and quantizer is Quantizer.BINNED and _is_float8_e4m3(namespace.model.dtype):
-        dtype = DType.FLOAT8_E4M3
-    elif dtype is DType.UINT8:
-        quantizer = Quantizer.PASSTHROUGH
-    binned: dict[str, Any] = {}
-    if quantizer is Quantizer.BINNED:
-        other = config.value_bins if config.value_bins != config.bins and layout.kinds == 2 else 0
-        binned = {"bins": config.bins, "value_bins": other, "scale_tokens": config.scale_tokens}
-    try:
-        return namespace.name(
-            ChunkLayout(
-                dtype=dtype,
-                layers=layout.layers,
-                kinds=layout.kinds,
-                vector_length=layout.vector_length,
-                tokens=config.chunk_tokens,
-                quantizer=quantizer,
-                **binned,
-            )
-        )
-    except ValueError as error:
-        raise UncacheableError(f"its chunks cannot be stored: {error}") from error

@@ -199,9 +199,9 @@ TABLE: Final = (
     Input(
         "speculative_config",
         "*",
-        _N,
-        "drafts are verified, and only verified tokens have keys; methods whose draft layers have KV of "
-        "their own are served without the cache",
+        _D,
+        "drafts are verified, and only verified tokens have keys; where draft layers have KV of their own, the "
+        "method, their configuration and their weights are in the key",
     ),
     Input("lora_config", "*", _D, "see the request's adapter: requests without one are not touched by it"),
     Input("watermark_config", "*", _N, "of sampling"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from identity_support import ASSET, digest, engine_config, kv_cache_config, model_folder, namespace, rope, spec
+from identity_support import ASSET, digest, engine_config, kv_cache_config, model_folder, model_of, part_of, rope, spec
 from machine import NEVER_S
 
 from host_control.config import HostConfig
@@ -238,7 +238,7 @@ def test_transformers_own_rotation_by_a_batch_s_longest_is_served_without_the_ca
 
     folder = model_folder(tmp_path / "m", max_position_embeddings=4096, **rope("dynamic"))
     with pytest.raises(UncacheableError, match="longest in a batch"):
-        namespace(engine_config(folder, model_impl="transformers"))
+        model_of(engine_config(folder, model_impl="transformers"))
 
 
 @pytest.mark.parametrize(
@@ -279,10 +279,10 @@ def test_a_rank_is_named_by_the_heads_that_it_holds(
 ) -> None:
     config = shared_by(base, ranks, monkeypatch)
     caches = kv_cache_config(spec(num_kv_heads=max(1, 4 // ranks)))
-    named = [namespace(config, caches, rank=rank) for rank in range(ranks)]
+    named = [part_of(config, caches, rank=rank) for rank in range(ranks)]
     assert [each.heads for each in named] == expected
-    assert {(each.group, each.layers) for each in named} == {("full", (0, 3))}
-    assert len({each.model.digest() for each in named} | {namespace(base).model.digest()}) == 1, "one chain for all"
+    assert {(each.label, each.layers) for each in named} == {("full", (0, 3))}
+    assert model_of(config, caches).digest() == model_of(base).digest(), "one chain for all"
     digests = [digest(config, caches, rank=rank) for rank in range(ranks)]
     assert len(set(digests)) == len(set(expected)), "ranks that hold the same heads share their records"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from identity_support import ASSET, digest, engine_config, model_folder, namespace, tensors, tick
+from identity_support import ASSET, digest, engine_config, model_folder, model_of, tensors, tick
 
 from host_control.vllm.support import UncacheableError
 
@@ -90,7 +90,7 @@ def test_weights_whose_content_is_not_known_are_served_without_the_cache(change:
         part = config.model_config if hasattr(config.model_config, name) else config.load_config
         object.__setattr__(part, name, value)
     with pytest.raises(UncacheableError, match=why):
-        namespace(config)
+        model_of(config)
 
 
 def test_weights_of_further_models_are_served_without_the_cache() -> None:
@@ -112,12 +112,12 @@ def test_weights_of_further_models_are_served_without_the_cache() -> None:
 def test_weights_that_changed_while_the_engine_started_are_served_without_the_cache(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "m")
     config = engine_config(folder)
-    namespace(config)
+    model_of(config)
     (folder / "model.safetensors").write_bytes(OTHER)
     os.utime(folder / "model.safetensors", (0, 0))
     with pytest.raises(UncacheableError, match="changed since this engine was configured"):
-        namespace(config)
-    namespace(engine_config(folder))
+        model_of(config)
+    model_of(engine_config(folder))
 
 
 def snapshot(cache: Path, commit: str, weights: bytes, name: str | None = None) -> Path:
@@ -163,10 +163,10 @@ def test_a_hub_s_branch_that_moved_while_the_engine_started_is_noticed(hub_cache
     config = engine_config(ASSET)
     config.model_config.model = "a/model"
     config.model_config.hf_config._commit_hash = "a" * 40
-    namespace(config)
+    model_of(config)
     snapshot(hub_cache, "b" * 40, OTHER)
     with pytest.raises(UncacheableError, match="commit"):
-        namespace(config)
+        model_of(config)
 
 
 def test_code_beside_the_model_counts_where_it_is_trusted(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_code_of_another_repository_that_is_not_here_is_served_without_the_cache
     config.model_config.trust_remote_code = True
     config.model_config.hf_config.auto_map = {"AutoModelForCausalLM": "other/code--modeling.Model"}
     with pytest.raises(UncacheableError, match="other/code"):
-        namespace(config)
+        model_of(config)
 
 
 def test_a_quantization_s_own_file_counts(tmp_path: Path) -> None:
@@ -212,4 +212,4 @@ def test_an_engine_that_cannot_be_asked_is_served_without_the_cache(monkeypatch:
 
     monkeypatch.delattr(DefaultModelLoader, "_prepare_weights")
     with pytest.raises(UncacheableError, match="cannot be named"):
-        namespace(engine_config(ASSET))
+        model_of(engine_config(ASSET))

@@ -20,21 +20,27 @@ def plane() -> Iterator[ScriptedDataPlane]:
 @pytest.fixture
 def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Any]]:
     """Return a function that makes the connector of a role, off for a reason or, without one, on."""
+    import torch
     import vllm.distributed.parallel_state as parallel_state
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
     import host_control.vllm.connector as connector
 
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parallel_state, "get_pp_group", lambda: SimpleNamespace(rank_in_group=0))
     transfer = SimpleNamespace(
         kv_connector_extra_config={"data_plane": plane.address},
         is_kv_consumer=True,
         is_kv_producer=True,
         kv_load_failure_policy="recompute",
     )
-    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=32), layer_names=["a"])]
-    parallel = SimpleNamespace(tensor_parallel_size=2)
-    config = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel, lora_config=None)
+    full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    groups = [KVCacheGroupSpec(["a"], full)]
+    parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
+    config = SimpleNamespace(
+        kv_transfer_config=transfer, parallel_config=parallel, lora_config=None, speculative_config=None
+    )
     made = []
 
     def make(role: str, problem: str) -> Any:
@@ -114,7 +120,7 @@ def test_a_later_stage_that_is_off_turns_the_engine_off(make: Callable[[str, str
     from host_control.vllm.metadata import WorkerHandshake
 
     scheduler = make("SCHEDULER", "")
-    on, off = WorkerHandshake(b"m" * 32, b"n" * 32, ""), WorkerHandshake(b"", b"", "this stage")
+    on, off = WorkerHandshake(b"m" * 32, ((0, 0, b"n" * 32),), ""), WorkerHandshake(b"", (), "this stage")
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): on, (0, 1): on, (1, 0): off, (1, 1): on})
     assert scheduler._scheduler.problem == "this stage"
     assert scheduler.get_num_new_matched_tokens(Request(), 0) == (0, False)
@@ -125,7 +131,8 @@ def test_handshakes_that_are_another_connectors_turn_the_engine_off(make: Callab
 
     from host_control.vllm.metadata import WorkerHandshake
 
-    for others in ({(0, 0): KVConnectorHandshakeMetadata()}, {(0, 0): WorkerHandshake(b"m" * 32, b"n" * 32, "")}):
+    alone = WorkerHandshake(b"m" * 32, ((0, 0, b"n" * 32),), "")
+    for others in ({(0, 0): KVConnectorHandshakeMetadata()}, {(0, 0): alone}):
         scheduler = make("SCHEDULER", "")
         scheduler.set_xfer_handshake_metadata_pp_aware(others)
         assert "handshake is missing" in scheduler._scheduler.problem

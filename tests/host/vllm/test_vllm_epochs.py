@@ -122,7 +122,7 @@ def test_load_of_an_earlier_epoch_says_so(make_side: Any, plane: Any) -> None:
     side = make_side()
     request = arrive(side, plane, TOKENS, stored=3)
     assert matched(side, request) == 3 * CHUNK
-    side.allocated(request, list(range(100, 140)), 3 * CHUNK)
+    side.allocated(request, [list(range(100, 140))], 3 * CHUNK)
     side.reset()
     metadata = side.step(step())
     assert metadata.epoch == side.epochs.current != ""

@@ -33,7 +33,7 @@ def test_fp8_caches_are_stored_as_they_are_but_for_e4m3_in_bins(
     config, host = engine_config(ASSET), HostConfig(quantizer=quantizer, scale_tokens=4)
     object.__setattr__(config.cache_config, "cache_dtype", cache_dtype)
     caches = kv_cache_config(spec(dtype=getattr(torch, element)))
-    assert cache_dtype in identity_support.namespace(config, caches, host).model.dtype
+    assert cache_dtype in identity_support.model_of(config, caches, host).dtype
     shape = identity_support.layout_of(config, caches, host)
     assert (shape.dtype.label, shape.quantizer.label, shape.raw_bytes) == (wire, stored, 3 * 2 * 128 * 256)
     treatment = (shape.bins, shape.value_bins, shape.scale_tokens)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,11 @@ from machine import wait_for
 from scheduler_support import (
     BLOCK,
     CHUNK,
-    MODEL,
-    NAMESPACES,
     TOKENS,
     Request,
     arrive,
+    groups_of,
+    handshake,
     keys,
     links,
     matched,
@@ -26,6 +27,7 @@ from scheduler_support import (
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
+from host_control.layouts import NOWHERE
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -60,16 +62,27 @@ def test_tokens_offered(
     assert matched(side, request, local) == expected
 
 
-def test_text_before_an_image_is_offered_from_a_prompt_without_one(make_side: Any, plane: ScriptedDataPlane) -> None:
+@pytest.mark.parametrize(
+    ("offset", "chunks"), [(2 * CHUNK + 10, 2), (2 * CHUNK, 2), (2 * CHUNK - 1, 1), (0, 0), (5 * CHUNK, 5)]
+)
+def test_text_before_an_image_is_offered_from_a_prompt_without_one(
+    make_side: Any, plane: ScriptedDataPlane, offset: int, chunks: int
+) -> None:
     side = make_side()
     image = SimpleNamespace(
         data={"pixels": torch.ones(4)},
         modality="image",
         identifier="cat",
-        mm_position=SimpleNamespace(offset=2 * CHUNK + 10, length=20, is_embed=None),
+        mm_position=SimpleNamespace(offset=offset, length=10, is_embed=None),
     )
     request = arrive(side, plane, TOKENS, stored=5, mm_features=[image])
-    assert matched(side, request) == 2 * CHUNK
+    assert matched(side, request) == chunks * CHUNK
+
+
+def test_a_salt_changes_every_chunk(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    assert matched(side, arrive(side, plane, TOKENS, stored=5, cache_salt="mine")) == 0
+    assert matched(side, arrive(side, plane, TOKENS, stored=5, name="other")) == 5 * CHUNK
 
 
 def test_load_covers_whole_chunks_and_leaves_local_blocks_alone(make_side: Any, plane: ScriptedDataPlane) -> None:
@@ -77,11 +90,11 @@ def test_load_covers_whole_chunks_and_leaves_local_blocks_alone(make_side: Any, 
     request = arrive(side, plane, TOKENS, stored=4)
     local = CHUNK + 2 * BLOCK
     assert matched(side, request, local) == 4 * CHUNK - local
-    side.allocated(request, list(range(100, 140)), 4 * CHUNK - local)
+    side.allocated(request, [list(range(100, 140))], 4 * CHUNK - local)
     (load,) = side.step(step()).loads
-    assert load.links == links(TOKENS)[1:4]
-    assert load.blocks == list(range(104, 116))
-    assert load.skip_blocks == 2
+    assert list(load.groups) == [0]
+    assert load.groups[0].links == links(TOKENS)[1:4]
+    assert load.groups[0].blocks == [NOWHERE, NOWHERE, *range(106, 116)]
     assert side.step(step()).loads == [], "handed over once"
 
 
@@ -97,7 +110,7 @@ def test_fewest_hits_of_any_rank_count(make_side: Any, plane: ScriptedDataPlane)
 def test_failed_load_is_not_offered_again_and_stored_anew(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
     request = arrive(side, plane, TOKENS, stored=4)
-    side.allocated(request, list(range(100, 140)), matched(side, request))
+    side.allocated(request, [list(range(100, 140))], matched(side, request))
     side.step(step())
     side.worker_output({"r"}, report({"r": 1}))
     assert side.matched_tokens(request, CHUNK) == 0
@@ -110,7 +123,7 @@ def test_failed_load_is_not_offered_again_and_stored_anew(make_side: Any, plane:
 def test_abort_while_loading_cancels_at_the_workers(make_side: Any, plane: ScriptedDataPlane) -> None:
     side = make_side()
     request = arrive(side, plane, TOKENS, stored=4)
-    side.allocated(request, list(range(100, 140)), matched(side, request))
+    side.allocated(request, [list(range(100, 140))], matched(side, request))
     side.step(step())
     side.finished(request)
     assert side.step(step()).cancels == ["r"]
@@ -123,7 +136,7 @@ def test_abort_between_allocation_and_step_still_reaches_the_workers(make_side: 
     """Without the load the workers would never report the request, and its blocks would stay taken for good."""
     side = make_side()
     request = arrive(side, plane, TOKENS, stored=4)
-    side.allocated(request, list(range(100, 140)), matched(side, request))
+    side.allocated(request, [list(range(100, 140))], matched(side, request))
     side.finished(request)
     metadata = side.step(step())
     assert [load.request_id for load in metadata.loads] == metadata.cancels == ["r"]
@@ -212,14 +225,20 @@ def test_request_whose_inputs_cannot_be_named_is_computed_and_not_stored(
     side.finished(request)
 
 
-def test_one_worker_that_is_off_turns_all_off(make_side: Any, plane: ScriptedDataPlane) -> None:
-    from host_control.vllm.metadata import WorkerHandshake
+def unstarted(plane: ScriptedDataPlane) -> tuple[Any, Any]:
+    """Return a scheduler's half that has not heard of its workers, and its groups."""
     from host_control.vllm.scheduler_side import SchedulerSide
 
-    side = SchedulerSide(
-        HostConfig(data_plane=plane.address), BLOCK, fetch=True, store=True, problem="", logger=logging.getLogger("t")
-    )
-    side.start({0: WorkerHandshake(MODEL, NAMESPACES[0], ""), 1: WorkerHandshake(b"", b"", "unknown layout")})
+    config, groups = HostConfig(data_plane=plane.address), groups_of()
+    side = SchedulerSide(config, groups, fetch=True, store=True, problem="", logger=logging.getLogger("t"))
+    return side, groups
+
+
+def test_one_worker_that_is_off_turns_all_off(make_side: Any, plane: ScriptedDataPlane) -> None:
+    from host_control.vllm.metadata import WorkerHandshake
+
+    side, groups = unstarted(plane)
+    side.start({0: handshake(0, groups), 1: WorkerHandshake(b"", (), "unknown layout")})
     request = Request("r", TOKENS)
     side.on_new_request(request)
     assert side.matched_tokens(request, 0) == 0
@@ -230,17 +249,23 @@ def test_one_worker_that_is_off_turns_all_off(make_side: Any, plane: ScriptedDat
 
 def test_ranks_that_compute_with_different_files_turn_the_cache_off(plane: ScriptedDataPlane) -> None:
     """Their KV would lie under one name."""
-    from host_control.vllm.metadata import WorkerHandshake
-    from host_control.vllm.scheduler_side import SchedulerSide
-
-    side = SchedulerSide(
-        HostConfig(data_plane=plane.address), BLOCK, fetch=True, store=True, problem="", logger=logging.getLogger("t")
-    )
-    side.start({rank: WorkerHandshake(bytes([rank]) * 32, NAMESPACES[rank], "") for rank in (0, 1)})
+    side, groups = unstarted(plane)
+    side.start({rank: replace(handshake(rank, groups), model=bytes([rank]) * 32) for rank in (0, 1)})
     assert "do not agree" in side.problem
     request = Request("r", TOKENS)
     side.on_new_request(request)
     assert side.matched_tokens(request, 0) == 0
+    assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
+    side.close()
+
+
+@pytest.mark.parametrize("held", [(), ((0, 0, b"a" * 32), (0, 1, b"b" * 32)), ((0, 1, b"a" * 32),)])
+def test_ranks_that_keep_other_groups_turn_the_cache_off(plane: ScriptedDataPlane, held: Any) -> None:
+    """Nobody would ask for what one of them lacks."""
+    side, groups = unstarted(plane)
+    side.start({0: handshake(0, groups), 1: replace(handshake(1, groups), namespaces=held)})
+    assert "do not agree on what they keep" in side.problem
+    side.on_new_request(Request("r", TOKENS))
     assert side.step(step(new={"r": (0, len(TOKENS))})).stores == []
     side.close()
 

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-from host_control.config import HostConfig
-
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
@@ -28,11 +26,24 @@ def window(**changed: Any) -> Any:
     return SlidingWindowSpec(**options(sliding_window=64, **changed))
 
 
-def state() -> Any:
+def state(**changed: Any) -> Any:
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    return MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
+    given = {"shapes": ((4, 4),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+    return MambaSpec(**{"block_size": 32, **given, **changed})
+
+
+def local() -> Any:
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    return ChunkedLocalAttentionSpec(**options(attention_chunk_size=64))
+
+
+DRAFTS = {
+    name: SimpleNamespace(method=name, use_eagle_block_drop=lambda name=name: name == "eagle")
+    for name in ("eagle", "medusa")
+}
 
 
 def differing() -> Any:
@@ -63,7 +74,7 @@ def problem(*specs: Any, **changed: Any) -> str:
         part, _, name = place.partition("__")
         setattr(getattr(config, part) if name else config, name or part, value)
     groups = [SimpleNamespace(layer_names=["a", "b"], kv_cache_spec=spec) for spec in specs]
-    return uncacheable(config, SimpleNamespace(kv_cache_groups=groups), HostConfig()) or ""
+    return uncacheable(config, SimpleNamespace(kv_cache_groups=groups)) or ""
 
 
 def test_common_engine_is_cacheable() -> None:
@@ -78,12 +89,11 @@ def test_speculation_without_a_draft_model_is_cacheable(method: str) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
-        ("parallel_config__pipeline_parallel_size", 2, "pipeline"),
         ("parallel_config__decode_context_parallel_size", 2, "context"),
         ("model_config__runner_type", "pooling", "pooling"),
         ("model_config__is_encoder_decoder", True, "encoder"),
         ("model_config__is_prefix_caching_supported", False, "supports no prefix caching"),
-        ("speculative_config", SimpleNamespace(method="mtp"), "mtp"),
+        ("speculative_config", DRAFTS["medusa"], "medusa"),
         ("cache_config__calculate_kv_scales", True, "scales"),
     ],
 )
@@ -91,37 +101,54 @@ def test_engine_that_cannot_be_cached_says_why(place: str, value: Any, message: 
     assert message in problem(full(), **{place: value})
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"block_size": 48}, "chunk_tokens"),
-        ({"head_size_v": 32}, "equal size"),
-        ({"page_size_padded": 1 << 16}, "padded"),
-        ({"non_causal": True}, "causal"),
-    ],
-)
-def test_cache_of_an_unknown_form_says_why(changed: dict[str, Any], message: str) -> None:
-    assert message in problem(full(**changed))
+def test_draft_layers_whose_last_block_vllm_drops_are_cacheable() -> None:
+    assert problem(full(), speculative_config=DRAFTS["eagle"]) == ""
 
 
-def test_windows_that_keep_every_token_are_cacheable() -> None:
+def test_cache_of_an_unknown_form_says_why() -> None:
+    import torch
+
+    assert "causal" in problem(full(non_causal=True))
+    assert "'all'" in problem(full(), state(mamba_cache_mode="all")) and "align" in problem(
+        state(mamba_cache_mode="none")
+    )
+    assert "complex64" in problem(full(), state(dtypes=(torch.float32, torch.complex64)))
+    assert "MambaSpec" not in problem(full(), state())
+
+
+def test_blocks_of_any_size_make_chunks_up_to_what_a_record_holds() -> None:
+    for size in (48, 272, 1056):
+        assert problem(full(block_size=size)) == "", "chunks are as long as blocks make them"
+    assert "common" in problem(full(block_size=1 << 16), state(block_size=(1 << 16) - 32))
+
+
+@pytest.mark.parametrize("kept", [{"sliding_window": 64}, {"attention_chunk_size": 64}])
+def test_windows_that_keep_every_token_are_cacheable(kept: dict[str, int]) -> None:
     """What vLLM makes of windows beside full attention, where it is to keep one group."""
-    assert problem(full(sliding_window=64)) == "" == problem(full(attention_chunk_size=64))
-    assert "SlidingWindowSpec" in problem(window()), "windows alone forget tokens"
+    assert problem(full(**kept)) == ""
 
 
-def test_a_group_whose_layers_differ_is_not_cached() -> None:
-    assert "UniformTypeKVCacheSpecs" in problem(differing())
+def test_groups_that_vllm_says_the_hits_of_are_cacheable_where_it_looks_for_hits() -> None:
+    for others in ([window()], [window(), window(num_kv_heads=4)], [state()], [differing()], [local()]):
+        assert problem(full(), *others) == "" == problem(*others)
+        plain = all(type(each).__name__ == "UniformTypeKVCacheSpecs" for each in others)
+        said = problem(full(), *others, cache_config__enable_prefix_caching=False)
+        assert (said == "") == plain and ("prefix caching on" in said) != plain
 
 
-def test_several_groups_say_what_would_make_one_of_them() -> None:
-    flag = "--disable-hybrid-kv-cache-manager"
-    said = problem(full(), window(), window())
-    assert "3 KV cache groups (FullAttentionSpec, SlidingWindowSpec)" in said and flag in said
-    for other in (state(), window(num_kv_heads=4), differing()):
-        said = problem(full(), other)
-        assert "2 KV cache groups" in said and flag not in said, "with the flag vLLM does not start"
-    assert "0 KV cache groups" in problem()
+def test_what_is_scratch_does_not_keep_the_rest_from_being_cached() -> None:
+    from vllm.v1.kv_cache_interface import CircularBufferSpec
+
+    scratch = CircularBufferSpec.__new__(CircularBufferSpec)
+    assert not scratch.prefix_cacheable
+    assert problem(full(), scratch) == ""
+    assert "no layer keeps anything" in problem(scratch) and "no layer keeps anything" in problem()
+
+
+def test_a_group_that_is_not_known_is_named() -> None:
+    from vllm.v1.kv_cache_interface import SinkFullAttentionSpec
+
+    assert "SinkFullAttentionSpec" in problem(full(), SinkFullAttentionSpec(**options(sink_len=4)))
 
 
 def test_an_engine_is_cached_if_it_continues_behind_kv_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,184 @@
+"""Prompts that one engine computes and another one goes on with: what is about to be stored is waited for.
+
+The engine that computes *announces* the chunks that it found absent, says so again while the request lives, and
+withdraws what it will not store after all. The one that goes on finds chunks that are announced and not there; its
+lookup waits for them, in turns that ask for all lookups together, until it must answer.
+
+A prompt seldom ends with a chunk. Where it is handed over, the whole blocks behind its last chunk, its *tail*, have a
+record of their own: a chunk's, with zeros behind the tail, which cost next to nothing once they are compressed. So
+there is one kind of record, and one destination, whatever the tail's length; the key names that.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from shadowserve.pieces import Flags
+
+__all__ = ["Ask", "Coming", "Handover"]
+
+POLL_INTERVAL: Final = 0.01
+"""Least seconds between two questions for what is announced: one Lookup for all requests that wait, one key for each.
+
+A question costs host, data plane and storage some milliseconds of CPU time together. So one who has waited longer asks
+less often, and is late by a tenth of its wait at most."""
+_POLL_INTERVAL_MAX: Final = 0.1
+_POLL_SHARE: Final = 0.1
+"""Of what has been waited."""
+
+Ask = Callable[[Sequence[bytes], float], tuple[Flags, Flags | None]]
+"""From links and seconds to which are there for all ranks, and which are announced; None where nobody can say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handover:
+    """What is asked for one request beside its prompt.
+
+    Attributes:
+        announces: seconds for which the chunks that its lookup finds absent are announced; 0 for not at all.
+        waits: seconds that its lookup waits, from its beginning, for chunks that are announced; 0 for not at all.
+        expected_tokens: leading tokens of the prompt that somebody has said to store: waited for, too, where storage
+            takes no announcements.
+        tail_tokens: that the prompt's tail has; 0 where it has no record of its own.
+        load_tokens_max: so many tokens are loaded at most.
+        store_tokens_max: of so many leading tokens chunks are stored at most.
+    """
+
+    announces: float = 0.0
+    waits: float = 0.0
+    expected_tokens: int = 0
+    tail_tokens: int = 0
+    load_tokens_max: int | None = None
+    store_tokens_max: int | None = None
+
+    def may_store(self, tokens: int) -> bool:
+        """Return whether a chunk may be stored that ends behind so many tokens."""
+        return self.store_tokens_max is None or tokens <= self.store_tokens_max
+
+
+@dataclass(eq=False)
+class _Waiting:
+    link: bytes
+    since: float
+    until: float
+    then: Callable[[bool], None]
+
+
+@dataclass(eq=False)
+class _Announced:
+    links: list[bytes]
+    seconds: float
+    renewed_at: float
+
+
+class Coming:
+    """What this engine waits for, and what it has announced; in the background.
+
+    Args:
+        ask: for links.
+        announce: links, for so many seconds; 0 withdraws. Does not wait.
+        timeout: seconds for a question.
+    """
+
+    def __init__(self, ask: Ask, announce: Callable[[Sequence[bytes], float], None], timeout: float) -> None:
+        self._ask = ask
+        self._announce = announce
+        self._timeout = timeout
+        self._condition = threading.Condition()
+        self._waiting: list[_Waiting] = []
+        self._announced: dict[str, _Announced] = {}
+        self._ended: list[tuple[_Announced, frozenset[bytes]]] = []
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    def wait(self, link: bytes, until: float, then: Callable[[bool], None]) -> None:
+        """Call ``then``, in any thread, once a link is there or announced no more; with True, at ``until``."""
+        with self._condition:
+            self._waiting.append(_Waiting(link, time.monotonic(), until, then))
+            self._wake()
+
+    def announce(self, request_id: str, links: Sequence[bytes], seconds: float) -> None:
+        """Announce links for so long, and again until :meth:`settle`."""
+        with self._condition:
+            self._announced[request_id] = _Announced(list(links), seconds, time.monotonic() + seconds / 2)
+            self._wake()
+        self._announce(links, seconds)
+
+    def settle(self, request_id: str, stored: Sequence[bytes]) -> None:
+        """A request has ended: what is ``stored`` or on its way stays announced for as long again, the rest does not.
+
+        Cheap, and nothing at all for a request that has announced nothing.
+        """
+        if request_id in self._announced:
+            with self._condition:
+                self._ended.append((self._announced.pop(request_id), frozenset(stored)))
+                self._wake()
+
+    def close(self) -> None:
+        """End the thread; who waits is told nothing."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+
+    def _wake(self) -> None:
+        if self._thread is None:  # of most engines never
+            self._thread = threading.Thread(target=self._run, name="shadowserve-handover", daemon=True)
+            self._thread.start()
+        self._condition.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not (self._closing or self._waiting or self._ended or self._is_due()):
+                    renewals = [each.renewed_at for each in self._announced.values()]
+                    self._condition.wait(max(0.0, min(renewals) - time.monotonic()) if renewals else None)
+                if self._closing:
+                    return
+                ended, self._ended = self._ended, []
+            for announced, kept in ended:
+                self._announce([link for link in announced.links if link in kept], announced.seconds)
+                self._announce([link for link in announced.links if link not in kept], 0)
+            self._renew()
+            if self._waiting:
+                time.sleep(self._interval())
+                self._look()
+
+    def _interval(self) -> float:
+        """Return the seconds until the next question; whoever has come last wants it soonest."""
+        waited = time.monotonic() - max(each.since for each in self._waiting)
+        return min(max(POLL_INTERVAL, _POLL_SHARE * waited), _POLL_INTERVAL_MAX)
+
+    def _is_due(self) -> bool:
+        now = time.monotonic()
+        return any(each.renewed_at <= now for each in self._announced.values())
+
+    def _renew(self) -> None:
+        now = time.monotonic()
+        with self._condition:
+            due = [each for each in self._announced.values() if each.renewed_at <= now]
+            for each in due:
+                each.renewed_at = now + each.seconds / 2
+        for each in due:
+            self._announce(each.links, each.seconds)
+
+    def _look(self) -> None:
+        """Ask once for all that wait, and tell those whose wait is over."""
+        with self._condition:
+            waiting = list(self._waiting)
+        now = time.monotonic()
+        over = np.array([each.until <= now for each in waiting], np.bool_)
+        try:
+            present, coming = self._ask([each.link for each in waiting], self._timeout)
+            ended = over | present | (~coming if coming is not None else np.False_)
+        except Exception:  # no answer, or closed, or a bug: whoever asks again hears why
+            ended = np.ones(len(waiting), np.bool_)
+        done = [each for each, end in zip(waiting, ended, strict=True) if end]
+        with self._condition:
+            for each in done:
+                self._waiting.remove(each)
+        for each in done:
+            each.then(each.until <= now)

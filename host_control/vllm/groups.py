@@ -1,0 +1,235 @@
+"""KV cache groups: what a model's layers keep of a prompt, and how much of it a hit needs.
+
+vLLM gives layers that keep the same of a prompt a table of blocks of their own: all of it (full attention, latents),
+the last tokens (windows), or one state (Mamba, GDN, KDA), which stands for all tokens up to where it was taken. A
+record holds what one group keeps of one chunk:
+
+- full: all tokens of the chunk;
+- a window: as many of its last tokens as a hit that ends with the chunk can need, all where the window is longer;
+- a state: the one at the chunk's end.
+
+How long a hit may be is not ours to guess. vLLM's own coordinator is asked, over blocks of which it is only known that
+they exist: to a fixed point over all groups, aligned as it aligns, one block less where a draft layer's KV depends on
+the token behind it (:meth:`Groups.hit_tokens`).
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from host_control.config import HostConfig
+from host_control.layouts import NOWHERE
+from host_control.vllm.support import UncacheableError, layer_specs
+from shadowserve.pieces import Flags, leading
+
+__all__ = ["NULL_BLOCK", "Group", "Groups", "Kind"]
+
+Kind = Literal["full", "window", "state"]
+NULL_BLOCK: Final = 0
+"""Stands in vLLM's tables for what is not kept; never read, never written."""
+_FULL: Final = {"FullAttentionSpec", "MLAAttentionSpec"}
+
+
+@dataclass(frozen=True)
+class Group:
+    """What the layers of one KV cache group keep.
+
+    Attributes:
+        index: of the group in vLLM's configuration, and of its table of blocks.
+        kind: of what is kept.
+        block_tokens: tokens in a block; of a state, between two that may be kept.
+        chunk_blocks: blocks of a chunk.
+        record_blocks: of them, the last that a record holds: 1 for a state.
+    """
+
+    index: int
+    kind: Kind
+    block_tokens: int
+    chunk_blocks: int
+    record_blocks: int
+
+    def rows(self, table: Sequence[int], first: int, end: int) -> npt.NDArray[np.int64]:
+        """Return the blocks of the records of chunks ``first`` up to ``end``: [chunk, block], as the table has them.
+
+        What the table has not (yet) is the null block.
+        """
+        begin = first * self.chunk_blocks
+        blocks = np.full((end - first) * self.chunk_blocks, NULL_BLOCK, np.int64)
+        there = np.asarray(table[begin : end * self.chunk_blocks], np.int64)
+        blocks[: len(there)] = there
+        return blocks.reshape(end - first, self.chunk_blocks)[:, -self.record_blocks :]
+
+    def wanted(
+        self, table: Sequence[int], local_tokens: int, end_tokens: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return what a load up to ``end_tokens`` takes of this group: chunks, and where their blocks go.
+
+        Args:
+            table: the request's blocks of this group.
+            local_tokens: that the engine has in its own prefix cache, whose blocks may be shared.
+            end_tokens: of the hit.
+
+        Returns:
+            The chunks' numbers, and [chunk, block] of block numbers or :data:`~host_control.layouts.NOWHERE`.
+
+        Raises:
+            ValueError: a block that the engine expects to be filled is in no record.
+        """
+        chunk_tokens = self.chunk_blocks * self.block_tokens
+        first, end = local_tokens // chunk_tokens, -(-end_tokens // chunk_tokens)
+        target = np.asarray(table[: -(-end_tokens // self.block_tokens)], np.int64)
+        target = np.where(target == NULL_BLOCK, NOWHERE, target)
+        # The state at the hit's end is one block, whatever came before it.
+        target[: local_tokens // self.block_tokens if self.kind != "state" else 0] = NOWHERE
+        blocks = np.full(end * self.chunk_blocks, NOWHERE, np.int64)
+        blocks[: len(target)] = target
+        chunks = blocks.reshape(end, self.chunk_blocks)[first:]
+        outside = chunks[:, : self.chunk_blocks - self.record_blocks]
+        if (outside != NOWHERE).any():
+            raise ValueError(f"group {self.index} wants blocks that no record of {self.record_blocks} blocks holds")
+        rows = chunks[:, -self.record_blocks :]
+        (needed,) = np.nonzero((rows != NOWHERE).any(axis=1))
+        return first + needed, rows[needed]
+
+
+class Groups:
+    """The groups of one engine that are stored, and the length of their chunks.
+
+    Args:
+        vllm_config, kv_cache_config: of vLLM.
+        config: of the host.
+
+    Raises:
+        UncacheableError: their blocks make no chunks.
+
+    Attributes:
+        groups: those that vLLM's own prefix cache has, too.
+        chunk_tokens: tokens in a chunk: those configured, or as few more as make whole blocks of every group. Where
+            there are states, those of a block: states are kept at the ends of blocks, and only a chunk's end is named.
+    """
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, config: HostConfig) -> None:
+        chosen = [
+            (index, group)
+            for index, group in enumerate(kv_cache_config.kv_cache_groups)
+            if getattr(group, "enable_kv_transfer", True) and group.kv_cache_spec.prefix_cacheable
+        ]
+        specs = [_first(group.kv_cache_spec) for _, group in chosen]
+        common = math.lcm(*(spec.block_size for spec in specs))
+        states = any(type(spec).__name__ == "MambaSpec" for spec in specs)
+        self.chunk_tokens = common if states else -(-config.chunk_tokens // common) * common
+        speculative = vllm_config.speculative_config
+        drafts = speculative is not None and speculative.use_eagle_block_drop()
+        self.groups = tuple(
+            _group(index, spec, self.chunk_tokens, drafts) for (index, _), spec in zip(chosen, specs, strict=True)
+        )
+        # Of these every leading token is as good as any other, so that all but the last need no computing.
+        self._plain = not drafts and all(group.kind == "full" for group in self.groups)
+        self._block_tokens = math.gcd(*(group.block_tokens for group in self.groups))
+        self._coordinator: Any = None
+
+    @property
+    def one(self) -> bool:
+        """Whether there is one group, whose blocks vLLM can be told of singly where a load falls short."""
+        return len(self.groups) == 1 and self._plain
+
+    @property
+    def tail_block_tokens(self) -> int:
+        """Tokens in a block where a prompt's last chunk may have a record though it is not whole; 0 where not.
+
+        It may where every leading token is as good as any other: of windows and states only a chunk's end has one.
+        """
+        return self._block_tokens if self.one else 0
+
+    def bind(self, kv_cache_manager: Any) -> None:
+        """Take the engine's own rules."""
+        self._coordinator = kv_cache_manager.coordinator
+
+    def hit_tokens(self, present: Sequence[Flags], tokens: int) -> int:
+        """Return how many leading tokens can be loaded of a prompt; the last token is always left to be computed.
+
+        Args:
+            present: of each group, which chunks are stored.
+            tokens: of the prompt.
+        """
+        if self._plain:
+            return min(min(map(leading, present)) * self.chunk_tokens, tokens - 1)
+        if self._coordinator is None:
+            return 0
+        ends = {group.index: self._ends(group, flags) for group, flags in zip(self.groups, present, strict=True)}
+        rule = copy.copy(self._coordinator)
+        # vLLM hashes a prompt in steps of its own, which may be shorter than every block.
+        step = int(getattr(rule, "hash_block_size", self._block_tokens))
+        pool = _StoredBlocks(step, ends)
+        rule.block_pool = pool
+        rule.single_type_managers = tuple(copy.copy(manager) for manager in rule.single_type_managers)
+        for manager in rule.single_type_managers:
+            manager.block_pool = pool
+        # A block is known by the tokens up to its end, which is all that vLLM asks of a hash here.
+        hashes = range(step, tokens + 1, step)
+        return int(rule.find_longest_cache_hit(hashes, tokens - 1)[1])
+
+    def _ends(self, group: Group, present: Flags) -> set[int]:
+        """Return the ends, in tokens, of a group's blocks that are stored."""
+        blocks = np.zeros((len(present), group.chunk_blocks), np.bool_)
+        blocks[:, -group.record_blocks :] = present[:, None]
+        return set(((np.flatnonzero(blocks) + 1) * group.block_tokens).tolist())
+
+
+class _StoredBlocks:
+    """What vLLM's rules ask of a pool of blocks: which of them there are."""
+
+    def __init__(self, hash_block_size: int, ends: dict[int, set[int]]) -> None:
+        self.hash_block_size = hash_block_size
+        self.null_block = object()
+        self._block = object()
+        self._ends = ends
+
+    def get_cached_block(self, end: int, groups: Sequence[int]) -> list[object] | None:
+        """Return a block for each group, ``None`` where one of them has none that ends there."""
+        if all(end in self._ends.get(group, ()) for group in groups):
+            return [self._block] * len(groups)
+        return None
+
+
+def _first(spec: Any) -> Any:
+    return next(iter(layer_specs(spec)))
+
+
+def _group(index: int, spec: Any, chunk_tokens: int, drafts: bool) -> Group:
+    blocks = chunk_tokens // spec.block_size
+    name = type(spec).__name__
+    if name == "MambaSpec":
+        return Group(index, "state", spec.block_size, blocks, 1)
+    if name in _FULL:
+        return Group(index, "full", spec.block_size, blocks, blocks)
+    # vLLM may take any group for the draft's, and then asks for a block behind what a hit needs, and drops it.
+    return Group(index, "window", spec.block_size, blocks, blocks if drafts else _reachable(spec, chunk_tokens))
+
+
+def _reachable(spec: Any, chunk_tokens: int) -> int:
+    """Return how many of a chunk's last blocks a hit can need that ends with a chunk, as vLLM's own rule has it.
+
+    Raises:
+        UncacheableError: they are not its last ones.
+    """
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    blocks = chunk_tokens // spec.block_size
+    # Of a chunk in the middle, so that those before and behind it count.
+    mask = KVCacheSpecRegistry.get_manager_class(spec).reachable_block_mask(
+        start_block=blocks, end_block=2 * blocks, alignment_tokens=chunk_tokens, kv_cache_spec=spec, use_eagle=False
+    )
+    if mask is None:
+        return int(blocks)
+    kept = sum(mask)
+    if not kept or not all(mask[-kept:]):
+        raise UncacheableError(f"a hit needs other blocks of a {type(spec).__name__} than the last of a chunk")
+    more = getattr(spec, "extra_retained_tokens", 0)
+    window = int(getattr(spec, "sliding_window", 0))
+    return int(min(max(kept, -(-(window - 1 + more) // spec.block_size)), blocks))

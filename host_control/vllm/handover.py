@@ -1,0 +1,78 @@
+"""What a request, and this engine's place among others, say of handing prompts over: ``kv_transfer_params``.
+
+A proxy in front of two pools has a prompt computed by an engine of the one and sends the same request to the other.
+Proxies after vLLM's own example say so in the request (``do_remote_decode``, then ``do_remote_prefill``) and carry what
+the first engine answers to the second one. Those for shared storage, llm-d's, say nothing: there the configuration does
+(``host.handover``). Whatever a proxy has put there besides is passed over, and what makes no sense counts as absent.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from host_control.config import HostConfig
+from host_control.handover import Handover
+
+__all__ = ["VERSION", "handover_of", "reply_of"]
+
+VERSION: Final = 1
+"""Of what is under ``shadowserve``."""
+
+
+def handover_of(
+    request: Any, config: HostConfig, chunk_tokens: int, block_tokens: int, *, fetch: bool, store: bool
+) -> Handover:
+    """Return what a request that arrives is to be handed over with.
+
+    Args:
+        request: of vLLM.
+        config: of the host.
+        chunk_tokens, block_tokens: tokens in a chunk, and in a block; 0 of an engine whose chunks have no tails.
+        fetch, store: whether this engine does either at all.
+    """
+    params = _mapping(request.kv_transfer_params)
+    load_most, store_most = _count(params.get("max_load_tokens")), _count(params.get("max_offload_tokens"))
+    gives = store and store_most != 0 and (config.handover == "prefill" or params.get("do_remote_decode") is True)
+    takes = fetch and load_most != 0 and (config.handover == "decode" or params.get("do_remote_prefill") is True)
+    if not (params or gives or takes):
+        return _PLAIN
+    told = _mapping(params.get("shadowserve"))
+    if told.get("v") != VERSION:
+        told = {}
+    expected = min(_count(told.get("tokens")) or 0, request.num_prompt_tokens)
+    deadline_ms = _count(told.get("deadline_ms"))
+    whole = request.num_prompt_tokens // chunk_tokens * chunk_tokens
+    end = expected if expected > whole and block_tokens and expected % block_tokens == 0 else request.num_prompt_tokens
+    tail = (end - whole) // block_tokens * block_tokens if block_tokens and (gives or takes) else 0
+    return Handover(
+        announces=config.handover_timeout if gives else 0.0,
+        waits=min(config.handover_timeout, deadline_ms / 1000 if deadline_ms else 60.0) if takes else 0.0,
+        expected_tokens=expected if takes else 0,
+        tail_tokens=tail,
+        load_tokens_max=load_most,
+        store_tokens_max=store_most,
+    )
+
+
+def reply_of(request: Any, config: HostConfig, stored_tokens: int) -> dict[str, Any] | None:
+    """Return what the proxy is told for the engine that goes on; ``None`` where it has not asked, or nothing is stored.
+
+    Args:
+        request: that has ended.
+        config: of the host.
+        stored_tokens: leading tokens that are stored, or on their way.
+    """
+    if _mapping(request.kv_transfer_params).get("do_remote_decode") is not True or not stored_tokens:
+        return None
+    told = {"v": VERSION, "tokens": stored_tokens, "deadline_ms": int(1000 * config.handover_timeout)}
+    return {"do_remote_prefill": True, "do_remote_decode": False, "shadowserve": told}
+
+
+_PLAIN: Final = Handover()
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and value >= 0 else None

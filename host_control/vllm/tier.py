@@ -1,0 +1,432 @@
+"""``ShadowServeTier``: a secondary tier of vLLM's own offloading, for engines that run ``OffloadingConnector``.
+
+vLLM copies KV between the GPU and rows of a CPU tier, one row for each chunk, and asks this class, in its scheduler's
+process, to keep rows and to bring them back. A row goes through the same data plane as the chunks of our own connector,
+whole, as one record: its bytes are those that vLLM's worker wrote, of all ranks, in whatever order that has.
+
+Nothing here blocks the scheduler. Lookups are asked by a thread of their own, once in each step; rows are fetched by
+the KV cache manager, and stored by a thread (:mod:`host_control.vllm.tier_work`). Each lookup, load and store ends by a
+deadline, and a row that cannot be had is a miss.
+docs/offloading-tier.md says how to configure it, and what its keys can know.
+"""
+
+import math
+import os
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.file_mapper import FileMapper
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from host_control.client import DataPlaneClient
+from host_control.config import HostConfig
+from host_control.destination import Destination
+from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
+from host_control.vllm.identity.canonical import canonical, digest
+from host_control.vllm.identity.content import content_hashes
+from host_control.vllm.identity.namespace import computation
+from host_control.vllm.identity.weights import weight_digests
+from host_control.vllm.metrics import FailureLog
+from host_control.vllm.support import UncacheableError
+from host_control.vllm.tier_work import RowLookups, Rows, RowStores
+from shadowserve.chunk import TOKENS_MAX, ChunkLayout, DType, Quantizer
+from shadowserve.errors import ConfigurationError
+from shadowserve.keys import ModelIdentity, record_keys
+
+__all__ = ["ShadowServeTier"]
+
+_logger = init_logger("vllm.shadowserve")
+_LOSSLESS: Final = {"float16", "bfloat16", "float32"}
+_PAGE: Final = 4096
+_OF_PAGES: Final = ("VLLM_ATTENTION", "VLLM_FLASH", "VLLM_KV_CACHE", "VLLM_ROCM")
+"""What variables begin with that choose among backends' orders of a page."""
+_BUFFER_ROWS_MAX: Final = 128
+_PREFIX: Final = "vllm:shadowserve_tier_"
+_COUNTERS: Final = {
+    "fetched_bytes": "Bytes that the data plane received from the store for rows that were loaded.",
+    "stored_raw_bytes": "Bytes of rows that were stored.",
+    "stored_bytes": "Bytes of those rows as records.",
+}
+_BY_REASON: Final = {
+    "lookup_failures": "Rows whose lookup had no answer, by reason.",
+    "load_failures": "Rows that were not loaded, by reason.",
+    "store_failures": "Rows that were not stored, by reason.",
+}
+
+
+class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
+    """Keeps rows of vLLM's CPU tier in the store behind a data plane.
+
+    Args:
+        offloading_spec: of vLLM.
+        primary_kv_view: rows of the CPU tier, ``[chunks, bytes]``.
+        tier_type, backpressure_detector: of vLLM.
+        locality: ``LOCAL`` or ``REMOTE``, as requests may ask for.
+        enable_kv_events: tell vLLM's subscribers which rows have been stored.
+        trust_names: serve engines that take adapters or images, too: vLLM's hashes name those by words.
+        **config: keys of section ``host``; those of chunks, layouts and lossy quantizers have no meaning here.
+
+    Attributes:
+        problem: why this engine is served without the tier; empty where it is not.
+
+    Raises:
+        ConfigurationError: an unknown key, or a value that does not fit.
+    """
+
+    medium: ClassVar[Medium] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        locality: str | None = None,
+        enable_kv_events: bool = False,
+        trust_names: bool = False,
+        **config: Any,
+    ) -> None:
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        self.locality = Locality(locality) if locality is not None else None
+        settings = HostConfig.from_engine(config)
+        self._close_timeout = settings.close_timeout
+        self._events: list[OffloadingEvent] = []
+        self._announces = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
+        self._lock = threading.Lock()
+        self._finished: list[JobResult] = []
+        self._stats = OffloadingConnectorStats()
+        self._failures = FailureLog(_logger)
+        self._epoch = b""
+        self._loading: set[str] = set()
+        self._client: DataPlaneClient | None = None
+        self._lookups: RowLookups | None = None
+        self._loads: KVCacheManager | None = None
+        self._stores: RowStores | None = None
+        self.problem = ""
+        try:
+            engine = _engine_config()
+            shape = _shape(offloading_spec, self.block_size_bytes, engine, settings, trust_names=trust_names)
+            self._start(shape, settings, engine.kv_transfer_config)
+        except (UncacheableError, ConfigurationError) as error:
+            self.problem = str(error)
+        except Exception as error:  # of an engine that is like none that we know: a cache must not stop a service
+            _logger.exception("ShadowServe: this engine's offloading cannot be understood")
+            self.problem = f"it failed at the start with {error!r}; please report it with the log"
+        if self.problem:
+            _logger.error("ShadowServe's tier is off, nothing is kept in it: %s", self.problem)
+
+    def _start(self, shape: ChunkLayout, settings: HostConfig, transfer: Any) -> None:
+        self._client = client = settings.client(0)
+        self._namespace = shape.namespace
+
+        def destination(configured: int, rows_min: int) -> Destination:
+            rows = min(max(configured // shape.raw_bytes, rows_min), _BUFFER_ROWS_MAX)
+            return Destination(client, [shape], rows * shape.raw_bytes, settings.connect_timeout)
+
+        if settings.fetch and transfer.is_kv_consumer:
+            self._lookups = RowLookups(client, shape.namespace, self._key, settings.lookup_timeout, self._failed)
+            self._loads = KVCacheManager(
+                client,
+                destination(settings.fetch_buffer_bytes, 2),
+                self._scatter,
+                order=ORDERS[settings.order],
+                fetch_timeout=settings.fetch_timeout,
+            )
+        if settings.store and transfer.is_kv_producer:
+            self._stores = RowStores(
+                client, destination(settings.store_buffer_bytes, 1), self._row, self._stored, self._count, settings
+            )
+        _logger.info(
+            "ShadowServe's tier: data plane %s, rows of %d bytes, %s %s",
+            client.address, shape.raw_bytes, shape.dtype.label, shape.quantizer.label,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------------ what vLLM asks, in its scheduler's thread
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """Offload what is computed, chunk by chunk, as vLLM does by default."""
+        return RequestOffloadingContext()
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """Return whether a row is stored; ``RETRY`` until that is known, at most for ``lookup_timeout``."""
+        if self._lookups is None:
+            return LookupResult.MISS
+        found = self._lookups.look(key, req_context.req_id)
+        return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
+
+    def on_schedule_end(self, context: Any) -> None:
+        """Ask for what this step has looked up."""
+        if self._lookups is not None:
+            self._lookups.ask()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget what a request has looked up."""
+        if self._lookups is not None:
+            self._lookups.forget(req_context.req_id)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Bring rows back, in the background."""
+        rows = Rows.of(job_metadata, self._key)
+        if self._loads is None:
+            self._end_load(rows, 0, "disabled", self.problem)
+            return
+        job = FetchJob(request_id=str(rows.job_id), keys=(rows.records,), target=rows)
+        self._loading.add(job.request_id)
+        for result in self._loads.exchange([job]):
+            self._loaded(result)
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Keep rows, in the background."""
+        rows = Rows.of(job_metadata, self._key)
+        if self._stores is None:
+            self._stored(rows, (), "disabled", self.problem)
+            return
+        self._stores.submit(rows)
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Return the outcomes since the last call."""
+        for result in self._loads.exchange() if self._loads is not None else ():
+            self._loaded(result)
+        with self._lock:
+            finished, self._finished = self._finished, []
+        return finished
+
+    def drain_jobs(self) -> None:
+        """Wait until nothing touches vLLM's rows; what has not begun fails.
+
+        vLLM calls it where its caches are reset, as after a change of weights. So nothing that was stored before is
+        found afterwards, by a name that is this engine's alone.
+        """
+        self._epoch = secrets.token_bytes(16)
+        if self._lookups is not None:
+            self._lookups.reset()
+        if self._stores is not None:
+            self._stores.drain()
+        if self._loads is not None:
+            for result in self._loads.exchange(cancel=self._loading):
+                self._loaded(result)
+            self._loads.wait(self._loading)
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Return what has been stored since the last call."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def shutdown(self) -> None:
+        """End the threads; at most ``close_timeout`` seconds."""
+        ends = time.monotonic() + self._close_timeout
+        if self._lookups is not None:
+            self._lookups.close()
+        if self._stores is not None:
+            self._stores.close(self._close_timeout)
+        if self._loads is not None:
+            for result in self._loads.close(max(0.1, ends - time.monotonic())):
+                self._loaded(result)
+        if self._client is not None:
+            self._client.close()
+        self._lookups = self._stores = self._loads = self._client = None
+
+    # ------------------------------------------------------------------ metrics
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Return what ``/metrics`` shows of this tier."""
+        plain = {f"{_PREFIX}{name}": OffloadingCounterMetadata(text) for name, text in _COUNTERS.items()}
+        reasons = {
+            f"{_PREFIX}{name}": OffloadingCounterMetadata(text, labelnames=("reason",))
+            for name, text in _BY_REASON.items()
+        }
+        return plain | reasons
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return the counts since the last call, ``None`` if there are none."""
+        with self._lock:
+            stats, self._stats = self._stats, OffloadingConnectorStats()
+        return None if stats.is_empty() else stats
+
+    def _count(self, name: str, count: int, *reason: str) -> None:
+        if count:
+            with self._lock:
+                self._stats.increase_counter(_PREFIX + name, count, reason)
+
+    def _failed(self, what: str, rows: int, reason: str, detail: str) -> None:
+        self._count(f"{what}_failures", rows, reason)
+        if rows and reason not in ("cancelled", "closed", "disabled"):
+            self._failures.warn(f"rows of the CPU tier: {what}", reason, detail)
+
+    # ------------------------------------------------------------------ rows
+
+    def _key(self, key: bytes) -> bytes:
+        """Return the record's key of a block hash and group."""
+        return record_keys(self._namespace, [self._epoch + key])[0] if self._client is not None else b""
+
+    def _row(self, chunk_id: int) -> npt.NDArray[np.uint8]:
+        row: npt.NDArray[np.uint8] = np.asarray(self._primary_kv_view)[chunk_id].view(np.uint8)
+        return row
+
+    def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
+        """Copy what has arrived into vLLM's rows; in the manager's thread."""
+        arrived = np.frombuffer(chunks, np.uint8).reshape(-1, self.block_size_bytes)
+        for chunk_id, row in zip(job.target.chunk_ids[first:], arrived, strict=False):
+            np.copyto(self._row(chunk_id), row)  # without the interpreter's lock, as a memoryview would not
+
+    def _loaded(self, result: FetchResult) -> None:
+        self._loading.discard(result.job.request_id)
+        self._count("fetched_bytes", result.fetched_bytes)
+        self._end_load(result.job.target, result.chunks[0], result.reason, result.detail, result.seconds)
+
+    def _end_load(self, rows: Rows, count: int, reason: str, detail: str, seconds: float | None = None) -> None:
+        there, missing = rows.keys[:count], rows.keys[count:]
+        self._failed("load", len(missing), reason, detail)
+        if self._lookups is not None:
+            self._lookups.missed(missing)  # or vLLM would ask for the same again, without end
+        self._end(rows.job_id, not missing, count, seconds, successful_keys=there if there and missing else None)
+
+    def _stored(
+        self, rows: Rows, stored: Sequence[bytes], reason: str, detail: str, seconds: float | None = None
+    ) -> None:
+        missing = len(rows.keys) - len(stored)
+        self._failed("store", missing, reason, detail)
+        if stored and self._announces:
+            event = OffloadingEvent(keys=list(stored), medium=self.medium, removed=False, locality=self.locality)
+            with self._lock:
+                self._events.append(event)
+        self._end(rows.job_id, not missing, len(stored), seconds)
+
+    def _end(self, job_id: int, success: bool, rows: int, seconds: float | None, **more: Any) -> None:
+        moved = rows * self.block_size_bytes
+        result = JobResult(job_id=job_id, success=success, transfer_time=seconds, transfer_bytes=moved, **more)
+        with self._lock:
+            self._finished.append(result)
+
+
+# ---------------------------------------------------------------------- identity
+
+
+def _engine_config() -> Any:
+    """Return the configuration of the engine that is being made.
+
+    vLLM makes a tier within its connector's constructor and hands it no configuration of the engine, nor does it keep
+    one for all to see. The constructor's own arguments are on the stack.
+
+    Raises:
+        UncacheableError: they are not.
+    """
+    from vllm.config import VllmConfig
+
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(found := frame.f_locals.get("vllm_config"), VllmConfig):
+            return found
+    raise UncacheableError("the tier was not made by a connector of vLLM's, so what the engine computes is not known")
+
+
+def _shape(spec: Any, row_bytes: int, vllm_config: Any, config: HostConfig, *, trust_names: bool) -> ChunkLayout:
+    """Return how rows are stored, and the namespace of what this engine keeps in them.
+
+    Raises:
+        UncacheableError: what is computed cannot be named, or a row cannot be stored.
+    """
+    _check(vllm_config, trust_names=trust_names)
+    hashes = content_hashes(config, _logger)
+    model = ModelIdentity(
+        model=digest(computation(vllm_config, hashes)),
+        weights=digest(weight_digests(vllm_config, hashes)),
+        dtype=spec.config.model.dtype,
+        chunk_tokens=spec.tokens_per_hash * spec.blocks_per_chunk,
+    )
+    # vLLM takes rows of one group of full attention for the same from any ranks. But each rank writes all its layers
+    # and blocks, one rank after the other: only canonical rows, and one copy for all ranks, are.
+    same_from_any = spec.config.canonical_layout or spec.replicated_layout
+    rows = FileMapper.from_offloading_spec("", spec, spec.blocks_per_chunk, parallel_agnostic=same_from_any)
+    layout = _row_layout(row_bytes, spec.config.model.dtype, config.quantizer)
+    named = {
+        "tier": 1,
+        "model": model.digest().hex(),
+        # The model's name is a word for what its content names.
+        "rows": {name: value for name, value in rows.get_run_config().items() if name != "model_name"},
+        "pages": _pages(spec, vllm_config),
+        "layout": layout.described(),
+    }
+    return replace(layout, namespace=bytes.fromhex(digest(named)))
+
+
+def _check(vllm_config: Any, *, trust_names: bool) -> None:
+    """Raise where vLLM's block hashes do not say what its pages hold."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if model.runner_type != "generate":
+        raise UncacheableError(f"only models that generate are supported, not runner '{model.runner_type}'")
+    if str(cache.prefix_caching_hash_algo).startswith("xxhash"):
+        raise UncacheableError(
+            f"block hashes by {cache.prefix_caching_hash_algo} are not cryptographic; use --prefix-caching-hash-algo "
+            "sha256"
+        )
+    named = "adapters" if vllm_config.lora_config is not None else "images" if model.is_multimodal_model else ""
+    if named and not trust_names:
+        raise UncacheableError(
+            f"the engine takes {named}, which vLLM's block hashes know by name. Where a name stands for one content "
+            'for ever, in all engines that share the store, say "trust_names": true for this tier'
+        )
+
+
+def _pages(spec: Any, vllm_config: Any) -> dict[str, Any]:
+    """Return what the order of bytes in a row may depend on: they are moved as they lie."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    speculative = vllm_config.speculative_config
+    return {
+        "vllm": vllm.__version__,
+        "device": current_platform.get_device_name(),
+        "attention": canonical(vllm_config.attention_config),
+        "fusions": canonical(vllm_config.compilation_config.pass_config),  # some of ROCm's write pages of their own
+        "environment": {name: value for name, value in os.environ.items() if name.startswith(_OF_PAGES)},
+        "layout": spec.config.kv_cache_layout,
+        # Layers of a draft model are in the rows; what they hold is only ever a guess that the model verifies.
+        "draft": None if speculative is None else [str(speculative.method), str(speculative.model)],
+    }
+
+
+def _row_layout(row_bytes: int, dtype: str, quantizer: str) -> ChunkLayout:
+    """Return a row as one layer of "tokens": what is compressed is in the order that it lies in, by slices of 2 MiB.
+
+    As elements of the cache's own type, where it has one: their exponents compress, whichever page they are of. Bytes
+    of another type in some of its layers are as exact, and only compress less.
+    """
+    kind, how = DType.UINT8, Quantizer.PASSTHROUGH
+    if dtype in _LOSSLESS and quantizer != Quantizer.PASSTHROUGH.label:
+        kind, how = DType.from_label(dtype), Quantizer.LOSSLESS
+    piece = math.gcd(row_bytes, _PAGE)
+    while row_bytes // piece > TOKENS_MAX and row_bytes % (2 * piece) == 0:
+        piece *= 2
+    try:
+        return ChunkLayout(
+            dtype=kind,
+            layers=1,
+            kinds=1,
+            vector_length=piece // kind.itemsize,
+            tokens=row_bytes // piece,
+            quantizer=how,
+        )
+    except ValueError as error:
+        raise UncacheableError(f"rows of {row_bytes} bytes cannot be stored: {error}") from error

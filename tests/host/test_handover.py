@@ -1,0 +1,234 @@
+"""Chunks that another engine is about to store: lookups wait for them, without haste and not for ever."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+from machine import PATIENCE_S, wait_for
+from scripted import ScriptedDataPlane
+
+from host_control.client import DataPlaneClient
+from host_control.handover import POLL_INTERVAL, Handover
+from host_control.lookup import LookupAnswer, PrefixLookup
+from shadowserve.keys import chain_links, record_keys, tail_link
+from shadowserve.pieces import Flags, leading
+
+MODEL = b"m" * 32
+NAMESPACES = [b"a" * 32, b"b" * 32]
+CHUNK = 4
+TOKENS = list(range(4 * CHUNK + 3))
+LINKS = chain_links(MODEL, TOKENS, chunk_tokens=CHUNK)
+TAIL = tail_link(MODEL, TOKENS, 2, chunk_tokens=CHUNK, after=LINKS)
+WAITS = Handover(waits=PATIENCE_S)
+MINUTE_MS = 60_000
+
+
+def leading_tokens(present: Sequence[Flags], tokens: int) -> int:
+    return min(leading(present[0]) * CHUNK, tokens)
+
+
+def make(client: DataPlaneClient, timeout: float = PATIENCE_S) -> PrefixLookup:
+    group = [(client, name) for name in NAMESPACES]
+    return PrefixLookup(MODEL, [group], leading_tokens, chunk_tokens=CHUNK, timeout=timeout)
+
+
+def known(lookup: PrefixLookup, request_id: str) -> int:
+    present = lookup.present(request_id)
+    assert present is not None
+    return leading(present[0])
+
+
+@pytest.fixture
+def lookup(client: DataPlaneClient) -> Iterator[PrefixLookup]:
+    lookup = make(client)
+    yield lookup
+    lookup.close()
+
+
+def keys(*links: bytes, ranks: int = 2) -> list[bytes]:
+    return [key for namespace in NAMESPACES[:ranks] for key in record_keys(namespace, links)]
+
+
+def announce(plane: ScriptedDataPlane, *links: bytes, ranks: int = 2) -> None:
+    assert plane.announced is not None
+    plane.announced.update(dict.fromkeys(keys(*links, ranks=ranks), MINUTE_MS))
+
+
+def store(plane: ScriptedDataPlane, *links: bytes, ranks: int = 2) -> None:
+    plane.records.update(dict.fromkeys(keys(*links, ranks=ranks), b""))
+
+
+def polls(plane: ScriptedDataPlane, more: int = 2) -> None:
+    """Await so many more lookups."""
+    plane.wait_for_call("Lookup", plane.calls.count("Lookup") + more)
+
+
+def test_a_cold_prompt_is_answered_at_once_also_by_who_would_wait(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    lookup.submit("r", TOKENS, handover=WAITS)
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(0, "complete")
+    assert plane.calls.count("Lookup") == 1
+
+
+def test_a_prompt_that_is_being_computed_elsewhere_is_a_hit_once_it_is_stored(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    announce(plane, *LINKS)
+    lookup.submit("r", TOKENS, handover=WAITS)
+    for count in range(4):
+        polls(plane)
+        assert lookup.poll("r") is None
+        store(plane, LINKS[count], ranks=1)
+        polls(plane)
+        assert lookup.poll("r") is None, "one rank of two has stored it"
+        store(plane, LINKS[count])
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete")
+    assert known(lookup, "r") == 4
+
+
+def test_who_does_not_hand_over_waits_for_nobody(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    announce(plane, *LINKS)
+    lookup.submit("r", TOKENS)
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(0, "complete")
+
+
+def test_chunks_that_one_rank_will_not_store_are_not_waited_for(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    announce(plane, *LINKS, ranks=1)
+    lookup.submit("r", TOKENS, handover=WAITS)
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(0, "complete")
+
+
+def test_a_store_that_is_dropped_ends_the_wait_with_what_is_there(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    store(plane, *LINKS[:2])
+    announce(plane, *LINKS[2:])
+    lookup.submit("r", TOKENS, handover=WAITS)
+    polls(plane)
+    assert lookup.poll("r") is None
+    assert plane.announced is not None
+    plane.announced.clear()
+    answer = wait(lambda: lookup.poll("r"))
+    assert (answer.tokens, answer.reason) == (2 * CHUNK, "announced_gone")
+
+
+def test_an_announcement_that_is_kept_up_and_never_kept_is_given_up_in_time(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    store(plane, *LINKS[:2])
+    announce(plane, *LINKS[2:])
+    lookup.submit("r", TOKENS, handover=Handover(waits=0.2))
+    answer = wait(lambda: lookup.poll("r"))
+    assert answer.reason == "announced_late" and answer.tokens in (
+        0,
+        2 * CHUNK,
+    )  # 0 where the machine stood still meanwhile
+    assert lookup.poll("r") == answer
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
+def test_a_data_plane_that_dies_while_one_waits_ends_the_wait(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any], status: grpc.StatusCode
+) -> None:
+    announce(plane, *LINKS)
+    lookup.submit("r", TOKENS, handover=WAITS)
+    polls(plane)
+    plane.script.abort["Lookup"] = status
+    answer = wait(lambda: lookup.poll("r"))
+    assert answer.tokens == 0 * CHUNK and answer.reason not in ("complete", "announced_late", "announced_gone")
+
+
+def test_many_that_wait_ask_together_and_at_intervals(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    prompts = [[index, *TOKENS[1:]] for index in range(50)]
+    all_links = [chain_links(MODEL, prompt, chunk_tokens=CHUNK) for prompt in prompts]
+    announce(plane, *(link for links in all_links for link in links))
+    for index, prompt in enumerate(prompts):
+        lookup.submit(f"{index}", prompt, handover=WAITS)
+    plane.wait_for_call("Lookup", len(prompts))
+    wait_for(lambda: len(plane.asked_keys[0]) == len(prompts))
+    began, before = time.monotonic(), plane.calls.count("Lookup")
+    polls(plane, 20)
+    calls = plane.calls.count("Lookup") - before
+    assert (calls - 2) * POLL_INTERVAL <= time.monotonic() - began
+    assert [len(chain) for chain in plane.asked_keys] == [50, 50], "of each prompt, the first chunk that is missing"
+    for links in all_links:
+        store(plane, *links)
+    for index in range(len(prompts)):
+        assert wait(lambda index=index: lookup.poll(f"{index}")) == LookupAnswer(4 * CHUNK, "complete")
+
+
+def test_without_announcements_what_the_other_engine_has_told_of_is_waited_for(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.announced = None
+    store(plane, *LINKS[:1])
+    told = Handover(waits=PATIENCE_S, expected_tokens=2 * CHUNK)
+    lookup.submit("cold", [9, *TOKENS[1:]], handover=Handover(waits=PATIENCE_S))
+    assert wait(lambda: lookup.poll("cold")) == LookupAnswer(0, "complete")
+    lookup.submit("r", TOKENS, handover=told)
+    polls(plane)
+    assert lookup.poll("r") is None
+    store(plane, LINKS[1])
+    answer = wait(lambda: lookup.poll("r"))
+    assert answer.tokens == 2 * CHUNK, "behind what it was told of it waits for nothing"
+
+
+def test_what_is_absent_is_announced_again_and_again_and_withdrawn_at_the_end(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    store(plane, *LINKS[:1])
+    lookup.submit("r", TOKENS, handover=Handover(announces=0.1))
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(1 * CHUNK, "complete")
+    plane.wait_for_call("Announce", 4)
+    assert plane.announced is not None and set(plane.announced) == set(keys(*LINKS[1:]))
+    lookup.forget("r", LINKS[:3])
+    wait_for(lambda: set(plane.announced or ()) == set(keys(*LINKS[1:3])))
+    lookup.submit("again", TOKENS, handover=Handover(announces=PATIENCE_S))
+    wait_for(lambda: set(plane.announced or ()) == set(keys(*LINKS[1:])))
+    before = plane.calls.count("Announce")
+    lookup.forget("again")
+    wait_for(lambda: not plane.announced)
+    assert plane.calls.count("Announce") == before + 1, "nothing is said of a request that has ended"
+
+
+def test_what_the_cap_lets_nobody_store_is_not_announced(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    lookup.submit("r", TOKENS, handover=Handover(announces=PATIENCE_S, tail_tokens=2, store_tokens_max=3 * CHUNK + 1))
+    wait(lambda: lookup.poll("r"))
+    wait_for(lambda: set(plane.announced or ()) == set(keys(*LINKS[:3])))
+
+
+def test_a_lookup_that_failed_announces_nothing(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    plane.script.abort["Lookup"] = grpc.StatusCode.INTERNAL
+    lookup.submit("r", TOKENS, handover=Handover(announces=PATIENCE_S))
+    assert wait(lambda: lookup.poll("r")).reason != "complete"
+    assert "Announce" not in plane.calls
+
+
+def test_a_tail_is_a_hit_behind_the_last_chunk_alone(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    handover = Handover(tail_tokens=2)
+    store(plane, *LINKS[:3], TAIL)
+    lookup.submit("gap", TOKENS, handover=handover)
+    assert wait(lambda: lookup.poll("gap")) == LookupAnswer(3 * CHUNK, "complete")
+    store(plane, *LINKS)
+    lookup.submit("whole", TOKENS, handover=handover)
+    assert wait(lambda: lookup.poll("whole")) == LookupAnswer(4 * CHUNK, "complete", tail=True)
+    assert (known(lookup, "whole"), lookup.links("whole"), lookup.tail("whole")) == (4, LINKS, [TAIL])
+    short = tail_link(MODEL, TOKENS[:3], 2, chunk_tokens=CHUNK)
+    store(plane, short)
+    lookup.submit("short", TOKENS[:3], handover=handover)
+    assert wait(lambda: lookup.poll("short")) == LookupAnswer(0, "complete", tail=True)

@@ -1,0 +1,239 @@
+"""What groups keep and what a hit needs of them, against vLLM's own specs, rules and tables of blocks."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler_support import full, groups_of, kv_cache_manager, local, state, window
+
+from host_control.layouts import NOWHERE
+from shadowserve.pieces import Flags
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+BLOCK, CHUNK, CHUNKS = 32, 256, 6
+
+
+@dataclass(frozen=True)
+class Model:
+    """Kinds of groups: name and what makes the spec."""
+
+    kinds: Sequence[tuple[str, int]]
+    eagle: Sequence[int] = ()
+    drafts: bool = False
+    hash_block: int = 0
+
+    def specs(self) -> list[Any]:
+        def spec(index: int, kind: str, size: int) -> Any:
+            if kind == "full":
+                return full(block_size=size, head_size=8 * (1 + index))
+            if kind == "state":
+                return state(block_size=size)
+            return (window if kind == "window" else local)(size, block_size=BLOCK)
+
+        return [spec(index, *kind) for index, kind in enumerate(self.kinds)]
+
+    def groups(self) -> Any:
+        return groups_of(*self.specs(), drafts=self.drafts, chunk_tokens=CHUNK)
+
+    def manager(self) -> Any:
+        return kv_cache_manager(*self.specs(), eagle=self.eagle, drafts=self.drafts, hash_block=self.hash_block)
+
+
+FULL = ("full", BLOCK)
+MODELS = {
+    **{f"full and a window of {tokens}": Model([FULL, ("window", tokens)]) for tokens in (32, 128, 512, 1000)},
+    "full and two windows": Model([FULL, ("window", 100), ("window", 700)]),
+    "full and states": Model([FULL, ("state", BLOCK)]),
+    "full, a window and states": Model([FULL, ("window", 70), ("state", BLOCK)]),
+    "full of two head sizes": Model([FULL, FULL]),
+    "full of two block sizes": Model([FULL, ("full", 64)]),
+    "full and chunked local": Model([FULL, ("local", 128)]),
+    "a window alone": Model([("window", 128)]),
+    "two windows": Model([("window", 128), ("window", 300)]),
+    "states alone": Model([("state", BLOCK)]),
+    "states with shorter hashes": Model([FULL, ("state", BLOCK)], hash_block=16),
+    "a draft's full alone": Model([FULL], eagle=[0], drafts=True),
+    "full, a window, a draft's full": Model([FULL, ("window", 128), FULL], eagle=[2], drafts=True),
+    "full, a draft's window": Model([FULL, ("window", 100)], eagle=[1], drafts=True),
+    "full, a window, a draft nobody has marked": Model([FULL, ("window", 128)], drafts=True),
+    "full, states, a draft's full": Model([FULL, ("state", BLOCK), FULL], eagle=[2], drafts=True),
+}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
+
+
+def request(manager: Any, tokens: int, name: str = "r") -> Any:
+    """Return vLLM's own request of a prompt that is the same up to any length."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(manager.coordinator.block_pool.hash_block_size, sha256)
+    prompt = [number * 7919 % 50000 for number in range(tokens)]
+    return Request(name, prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+
+
+def cache(manager: Any, one: Any, groups: Any, present: Sequence[Flags]) -> None:
+    """Put exactly the blocks that these chunks' records hold into vLLM's own pool."""
+    pool = manager.block_pool
+    for group, flags in zip(groups.groups, present, strict=True):
+        for chunk in np.flatnonzero(flags).tolist():
+            end = (chunk + 1) * group.chunk_blocks
+            for place in range(end - group.record_blocks, end):
+                blocks = [pool.null_block] * place + pool.get_new_blocks(1)
+                pool.cache_full_blocks(one, blocks, place, place + 1, group.block_tokens, group.index)
+
+
+def drawn(draw: random.Random, groups: Any) -> tuple[int, list[Flags]]:
+    """Return a prompt's length and which chunks of each group are there: many, few, or all."""
+    tokens = CHUNKS * CHUNK + draw.choice([0, 1, BLOCK, BLOCK + 1, 5 * BLOCK, draw.randrange(CHUNK)])
+    count = tokens // groups.chunk_tokens
+    share = draw.choice([0.3, 0.8, 0.95, 1.0])
+    return tokens, [np.array([draw.random() < share for _ in range(count)], np.bool_) for _ in groups.groups]
+
+
+def allowed(model: Model, groups: Any, present: Sequence[Flags], hit: int) -> bool:
+    """Whether a hit of so many tokens finds, token by token, all that attention and states would read behind it."""
+    for (kind, size), group, flags in zip(model.kinds, groups.groups, present, strict=True):
+        if kind == "state":
+            if hit % group.block_tokens or not flags[hit // groups.chunk_tokens - 1]:
+                return False
+            continue
+        first = {"full": 0, "window": max(0, hit - size + 1), "local": hit // size * size}[kind]
+        for token in range(first, hit):
+            chunk, behind = divmod(token, groups.chunk_tokens)
+            held = behind >= groups.chunk_tokens - group.record_blocks * group.block_tokens
+            if chunk >= len(flags) or not flags[chunk] or not held:
+                return False
+    return True
+
+
+@every_model
+def test_a_hit_is_as_long_as_vllm_s_own_pool_of_these_blocks_makes_it(model: Model) -> None:
+    draw = random.Random(5)
+    groups, hits = model.groups(), []
+    for _ in range(25):
+        tokens, present = drawn(draw, groups)
+        manager = model.manager()
+        groups.bind(manager)
+        one = request(manager, tokens)
+        cache(manager, one, groups, present)
+        hit = groups.hit_tokens(present, tokens)
+        _, expected, _ = manager.get_computed_blocks(one)
+        if groups._plain:  # all tokens but the last one are taken, where vLLM takes whole blocks
+            hit -= hit % math.lcm(*(group.block_tokens for group in groups.groups))
+        assert hit == expected, (tokens, [flags.tolist() for flags in present])
+        hits.append(hit)
+    assert len(set(hits)) > 2 and max(hits) > 500, "a rule that always says the same shows nothing"
+
+
+@every_model
+def test_no_hit_is_longer_than_what_is_stored_allows(model: Model) -> None:
+    draw = random.Random(6)
+    groups = model.groups()
+    groups.bind(model.manager())
+    found = 0
+    for _ in range(120):
+        tokens, present = drawn(draw, groups)
+        hit = groups.hit_tokens(present, tokens)
+        assert 0 <= hit < tokens
+        assert hit == 0 or allowed(model, groups, present, hit), (tokens, hit, [flags.tolist() for flags in present])
+        found += hit > 0
+    assert found > 30
+
+
+def test_without_the_engine_s_rules_only_what_needs_none_is_a_hit() -> None:
+    everything = [np.ones(4, np.bool_)] * 2
+    assert Model([FULL, ("window", 100)]).groups().hit_tokens(everything, 4 * CHUNK) == 0
+    assert Model([FULL, FULL]).groups().hit_tokens(everything, 4 * CHUNK) == 4 * CHUNK - 1
+
+
+@every_model
+@pytest.mark.parametrize("computed", [0, 300, 700])
+def test_a_load_fills_every_block_that_vllm_expects_to_be_filled_and_no_other(model: Model, computed: int) -> None:
+    """None that is shared with others, none that stands for nothing."""
+    draw = random.Random(7)
+    groups, loads = model.groups(), 0
+    for _ in range(12):
+        tokens, present = drawn(draw, groups)
+        manager = model.manager()
+        groups.bind(manager)
+        if computed:  # by somebody else, and left in the engine's own prefix cache
+            other = request(manager, computed, "other")
+            assert manager.allocate_slots(other, computed) is not None
+            manager.free(other)
+        one = request(manager, tokens)
+        blocks, own, _ = manager.get_computed_blocks(one)
+        hit = groups.hit_tokens(present, tokens)
+        if hit <= own:
+            continue
+        loads += 1
+        shared = {block.block_id for held in blocks.blocks for block in held}
+        assert manager.allocate_slots(
+            one, 0, own, blocks, num_external_computed_tokens=hit - own, delay_cache_blocks=True
+        )
+        tables = manager.get_block_ids("r")
+        for group in groups.groups:
+            table = tables[group.index][: -(-hit // group.block_tokens)]
+            expected = {place: block for place, block in enumerate(table) if block and block not in shared}
+            chunks, rows = group.wanted(tables[group.index], own, hit)
+            places = (chunks[:, None] + 1) * group.chunk_blocks - group.record_blocks + np.arange(group.record_blocks)
+            pairs = zip(places.reshape(-1).tolist(), rows.reshape(-1).tolist(), strict=True)
+            assert {place: block for place, block in pairs if block != NOWHERE} == expected
+            assert (rows != NOWHERE).any(axis=1).all(), "no chunk is fetched for nothing"
+            flags = dict(zip(groups.groups, present, strict=True))[group]
+            assert flags[chunks].all(), "what is loaded was there at lookup"
+    assert loads > 2
+
+
+def test_a_block_that_no_record_holds_fails_the_load() -> None:
+    (_, group) = Model([FULL, ("window", 64)]).groups().groups
+    assert group.record_blocks == 2
+    table = list(range(1, 17))
+    with pytest.raises(ValueError, match="group 1 wants blocks"):
+        group.wanted(table, 0, 2 * CHUNK)
+    chunks, rows = group.wanted([0] * 14 + [15, 16], 0, 2 * CHUNK)
+    assert (chunks.tolist(), rows.tolist()) == ([1], [[15, 16]])
+
+
+@pytest.mark.parametrize("tokens", [32, 128, 512, 1000])
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("chunk", [256, 512, 1024])
+def test_a_window_s_records_hold_what_hits_can_need_and_no_more(tokens: int, block: int, chunk: int) -> None:
+    groups = groups_of(full(block_size=block), window(tokens, block_size=block), chunk_tokens=chunk)
+    _, group = groups.groups
+    needed = min(-(-(tokens - 1) // block) * block, chunk)
+    assert needed <= group.record_blocks * block <= 1.05 * needed
+
+
+def test_what_a_draft_shifts_is_in_the_records() -> None:
+    """vLLM asks for a block behind the hit, and drops it: the window in front of it ends a block earlier."""
+    _, group = groups_of(full(), window(64), drafts=True, chunk_tokens=CHUNK).groups
+    assert group.record_blocks == group.chunk_blocks == CHUNK // 16
+
+
+@pytest.mark.parametrize(
+    ("sizes", "configured", "expected"),
+    [((16,), 256, 256), ((48,), 256, 288), ((32, 48), 256, 288), ((272,), 256, 272)],
+)
+def test_chunks_are_whole_blocks_of_every_group(sizes: Sequence[int], configured: int, expected: int) -> None:
+    groups = groups_of(*(full(block_size=size) for size in sizes), chunk_tokens=configured)
+    assert groups.chunk_tokens == expected
+    assert [group.chunk_blocks * group.block_tokens for group in groups.groups] == [expected] * len(sizes)
+
+
+def test_with_states_a_chunk_is_a_block() -> None:
+    groups = groups_of(full(block_size=16), state(block_size=528), chunk_tokens=CHUNK)
+    assert groups.chunk_tokens == 528 and [group.record_blocks for group in groups.groups] == [33, 1]
+
+
+def test_rows_of_a_table_that_ends_early_are_null() -> None:
+    (group,) = groups_of(chunk_tokens=64).groups
+    assert group.rows(list(range(1, 7)), 0, 2).tolist() == [[1, 2, 3, 4], [5, 6, 0, 0]]
+    assert group.rows([], 1, 2).tolist() == [[0, 0, 0, 0]]

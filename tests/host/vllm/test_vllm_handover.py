@@ -1,0 +1,319 @@
+"""Prompts that are handed over: what proxies say and are told, tails and caps, in the connector's scheduler half."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from machine import PATIENCE_S, wait_for
+from scheduler_support import BLOCK, CHUNK, MODEL, NAMESPACES, Request, keys, links, matched, report, step
+from scripted import ScriptedDataPlane
+
+from host_control.layouts import NOWHERE
+from shadowserve.keys import record_keys, tail_link
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+TOKENS = list(range(3 * CHUNK + 2 * BLOCK + 5))
+WHOLE, TAIL = 3 * CHUNK, 2 * BLOCK
+GIVES = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_host": None}
+TAKES = {"do_remote_prefill": True, "do_remote_decode": False}
+BLOCKS = list(range(1000, 1100))
+
+
+def tail_of(tokens: list[int], size: int = TAIL) -> bytes:
+    return tail_link(MODEL, tokens, size, chunk_tokens=CHUNK, after=links(tokens))
+
+
+def tail_key(tokens: list[int], size: int = TAIL, rank: int = 0) -> bytes:
+    return record_keys(NAMESPACES[rank], [tail_of(tokens, size)])[0]
+
+
+def arrive(side: Any, params: Any = None, tokens: list[int] = TOKENS, name: str = "r") -> Request:
+    request = Request(name, tokens, kv_transfer_params=params)
+    side.on_new_request(request)
+    return request
+
+
+def padded(blocks: list[int], before: int = 0) -> list[int]:
+    """Return the blocks of records: nothing goes to those that are there already, and to what is behind a tail."""
+    chunk = CHUNK // BLOCK
+    return [NOWHERE] * before + blocks + [NOWHERE] * (-(before + len(blocks)) % chunk)
+
+
+def part(load: Any) -> Any:
+    """Return what a load takes of the only group."""
+    (only,) = load.groups.values()
+    return only
+
+
+def hold(plane: ScriptedDataPlane, *, chunks: int = 3, tail: bool = True, tokens: list[int] = TOKENS) -> None:
+    plane.records.update(dict.fromkeys(keys(0, tokens)[:chunks], b""))
+    if tail:
+        plane.records[tail_key(tokens)] = b""
+
+
+def test_a_prompt_that_is_to_be_handed_over_is_stored_to_its_last_block(make_side: Any) -> None:
+    side = make_side()
+    request = arrive(side, GIVES)
+    assert matched(side, request) == 0
+    store, tail = side.step(step({"r": (0, len(TOKENS))})).stores
+    assert store.links == links(TOKENS) and store.announced
+    assert store.blocks == BLOCKS[: WHOLE // BLOCK]
+    assert tail.links == [tail_of(TOKENS)] and tail.previous == links(TOKENS)[-1] and tail.announced
+    assert tail.blocks == padded(BLOCKS[WHOLE // BLOCK : (WHOLE + TAIL) // BLOCK])
+    assert side.finished(request) == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "shadowserve": {"v": 1, "tokens": WHOLE + TAIL, "deadline_ms": 5000},
+    }
+
+
+def test_a_prompt_that_is_computed_in_parts_stores_each_part_and_the_tail_once(make_side: Any) -> None:
+    side = make_side()
+    request = arrive(side, GIVES)
+    assert matched(side, request) == 0
+    stored = []
+    for begin in range(0, len(TOKENS), CHUNK // 2):
+        size = min(CHUNK // 2, len(TOKENS) - begin)
+        steps = step({"r": (begin, size)}) if begin == 0 else step(cached={"r": (begin, size)})
+        stored += [(each.links, each.previous) for each in side.step(steps).stores]
+    one, two, three = links(TOKENS)
+    assert stored == [([one], None), ([two], one), ([three], two), ([tail_of(TOKENS)], three)]
+    request.all_token_ids += range(CHUNK)
+    (store,) = side.step(step(cached={"r": (len(TOKENS), CHUNK)})).stores
+    assert store.links == links(request.all_token_ids)[3:], "what is generated goes on behind the last chunk"
+
+
+def test_a_prompt_shorter_than_a_chunk_is_a_tail(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side, tokens = make_side(load_tokens_min=1), TOKENS[: 3 * BLOCK + 3]
+    giving = arrive(side, GIVES, tokens)
+    assert matched(side, giving) == 0
+    (store,) = side.step(step({"r": (0, len(tokens))})).stores
+    assert store.links == [tail_of(tokens, 3 * BLOCK)] and store.previous is None
+    assert store.blocks == padded(BLOCKS[:3])
+    plane.records[tail_key(tokens, 3 * BLOCK)] = b""
+    taking = arrive(side, TAKES, tokens, "taking")
+    assert matched(side, taking) == 3 * BLOCK
+    side.allocated(taking, [BLOCKS[:4]], 3 * BLOCK)
+    (load,) = side.step(step()).loads
+    assert part(load).links == [tail_of(tokens, 3 * BLOCK)] and part(load).blocks == padded(BLOCKS[:3])
+
+
+def test_who_takes_a_prompt_over_computes_its_last_block_alone(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    hold(plane)
+    request = arrive(side, TAKES)
+    assert matched(side, request) == WHOLE + TAIL
+    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], WHOLE + TAIL)
+    (load,) = side.step(step()).loads
+    assert part(load).links == [*links(TOKENS), tail_of(TOKENS)]
+    assert part(load).blocks == padded(BLOCKS[: (WHOLE + TAIL) // BLOCK])
+    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
+
+
+def test_of_a_prompt_of_whole_blocks_the_last_token_is_computed(make_side: Any, plane: ScriptedDataPlane) -> None:
+    tokens = TOKENS[: WHOLE + TAIL]
+    hold(plane, tokens=tokens)
+    side = make_side()
+    request = arrive(side, TAKES, tokens)
+    assert matched(side, request) == WHOLE + TAIL - 1
+    side.allocated(request, [BLOCKS[: (WHOLE + TAIL) // BLOCK]], WHOLE + TAIL - 1)
+    (load,) = side.step(step()).loads
+    assert part(load).blocks == padded(BLOCKS[: (WHOLE + TAIL) // BLOCK])
+
+
+def test_a_tail_behind_the_engines_own_prefix_is_loaded_alone(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(load_tokens_min=1)
+    hold(plane)
+    request = arrive(side, TAKES)
+    assert matched(side, request, local=WHOLE + BLOCK) == BLOCK
+    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], BLOCK)
+    (load,) = side.step(step()).loads
+    assert part(load).links == [tail_of(TOKENS)]
+    assert part(load).blocks == padded(BLOCKS[WHOLE // BLOCK + 1 : (WHOLE + TAIL) // BLOCK], before=1)
+
+
+def test_who_says_nothing_stores_whole_chunks_and_is_told_nothing(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    request = arrive(side)
+    assert matched(side, request) == 0
+    (store,) = side.step(step({"r": (0, len(TOKENS))})).stores
+    assert store.links == links(TOKENS) and not store.announced
+    assert side.finished(request) is None and "Announce" not in plane.calls
+
+
+@pytest.mark.parametrize("handover", ["prefill", "decode"])
+def test_behind_a_proxy_that_says_nothing_the_configuration_does(
+    make_side: Any, plane: ScriptedDataPlane, handover: str
+) -> None:
+    side = make_side(handover=handover)
+    if handover == "decode":
+        hold(plane)
+    request = arrive(side)
+    assert matched(side, request) == (WHOLE + TAIL if handover == "decode" else 0)
+    stores = side.step(step({"r": (0, len(TOKENS))})).stores
+    if handover == "prefill":
+        assert stores[-1].links[-1] == tail_of(TOKENS)
+        wait_for(lambda: set(plane.announced or ()) == {*keys(0, TOKENS), tail_key(TOKENS)})
+    assert side.finished(request) is None
+
+
+def test_a_request_waits_for_what_its_other_engine_stores(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(handover_timeout=PATIENCE_S)
+    assert plane.announced is not None
+    plane.announced.update(dict.fromkeys([*keys(0, TOKENS), tail_key(TOKENS)], 60_000))
+    request = arrive(side, TAKES)
+    plane.wait_for_call("Lookup", 3)
+    assert side.matched_tokens(request, 0) is None
+    hold(plane)
+    assert matched(side, request) == WHOLE + TAIL
+    assert side.counts.take().data.get("lookup_failures/announced_late") is None
+
+
+def test_what_is_announced_and_never_stored_is_computed_and_counted(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(handover_timeout=0.2)
+    assert plane.announced is not None
+    plane.announced.update(dict.fromkeys(keys(0, TOKENS), 60_000))
+    request = arrive(side, TAKES)
+    assert matched(side, request) == 0
+    assert side.counts.take().data["lookup_failures/announced_late"] == 1
+
+
+def test_what_an_aborted_request_has_announced_is_withdrawn(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(handover_timeout=PATIENCE_S)
+    request = arrive(side, GIVES)
+    matched(side, request)
+    wait_for(lambda: len(plane.announced or ()) == 4)
+    side.step(step({"r": (0, CHUNK)}))
+    assert side.finished(request) == {
+        **{"do_remote_prefill": True, "do_remote_decode": False},
+        "shadowserve": {"v": 1, "tokens": CHUNK, "deadline_ms": int(1000 * PATIENCE_S)},
+    }
+    wait_for(lambda: set(plane.announced or ()) == set(keys(0, TOKENS)[:1]))
+
+
+@pytest.mark.parametrize(
+    ("most", "tokens"),
+    [(0, 0), (CHUNK - 1, 0), (2 * CHUNK + 7, 2 * CHUNK), (WHOLE + TAIL - 1, WHOLE), (WHOLE + TAIL, WHOLE + TAIL)],
+)
+def test_no_more_is_loaded_than_the_cap(make_side: Any, plane: ScriptedDataPlane, most: int, tokens: int) -> None:
+    side = make_side()
+    hold(plane)
+    request = arrive(side, TAKES | {"max_load_tokens": most})
+    assert matched(side, request) == tokens
+    if tokens:
+        side.allocated(request, [BLOCKS[: -(-tokens // BLOCK)]], tokens)
+        (load,) = side.step(step()).loads
+        assert len([block for block in part(load).blocks if block != NOWHERE]) == tokens // BLOCK
+
+
+def test_the_cap_on_loads_counts_from_the_engines_own_prefix(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(load_tokens_min=1)
+    hold(plane)
+    request = arrive(side, {"max_load_tokens": CHUNK})
+    assert matched(side, request, local=CHUNK) == CHUNK
+    assert matched(side, request, local=CHUNK + BLOCK) == CHUNK - BLOCK
+
+
+@pytest.mark.parametrize(
+    ("most", "chunks", "tail"),
+    [
+        (0, 0, False),
+        (CHUNK, 1, False),
+        (3 * CHUNK - 1, 2, False),
+        (WHOLE + TAIL - 1, 3, False),
+        (WHOLE + TAIL, 3, True),
+    ],
+)
+def test_no_more_is_stored_or_announced_than_the_cap(
+    make_side: Any, plane: ScriptedDataPlane, most: int, chunks: int, tail: bool
+) -> None:
+    side = make_side()
+    request = arrive(side, GIVES | {"max_offload_tokens": most})
+    assert matched(side, request) == 0
+    stored = [link for store in side.step(step({"r": (0, len(TOKENS))})).stores for link in store.links]
+    assert stored == [*links(TOKENS)[:chunks], *([tail_of(TOKENS)] if tail else [])]
+    wait_for(lambda: len(plane.announced or ()) == len(stored))
+    told = side.finished(request)
+    assert (told or {}).get("shadowserve", {}).get("tokens", 0) == chunks * CHUNK + tail * TAIL
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        "do_remote_decode",
+        ["do_remote_decode"],
+        {"do_remote_decode": "true", "do_remote_prefill": 1},
+        {"shadowserve": 7, "max_load_tokens": "many", "max_offload_tokens": -1, "anything": {"else": None}},
+        {"shadowserve": {"v": 2, "tokens": WHOLE}, "max_load_tokens": True},
+        {"shadowserve": {"v": 1, "tokens": 1 << 70, "deadline_ms": 1e9}},
+        {},
+    ],
+)
+def test_params_that_make_no_sense_are_passed_over(make_side: Any, plane: ScriptedDataPlane, params: Any) -> None:
+    side = make_side()
+    hold(plane)
+    request = arrive(side, params)
+    assert matched(side, request) == WHOLE
+    assert side.finished(request) is None and "Announce" not in plane.calls
+
+
+def test_without_announcements_the_other_engines_word_is_waited_for(make_side: Any, plane: ScriptedDataPlane) -> None:
+    plane.announced = None
+    side = make_side(handover_timeout=PATIENCE_S)
+    told = TAKES | {"shadowserve": {"v": 1, "tokens": WHOLE + TAIL, "deadline_ms": int(1000 * PATIENCE_S)}}
+    request = arrive(side, told)
+    plane.wait_for_call("Lookup", 3)
+    assert side.matched_tokens(request, 0) is None
+    hold(plane)
+    assert matched(side, request) == WHOLE + TAIL
+    assert matched(side, arrive(side, TAKES, [9, *TOKENS], "cold")) == 0
+
+
+def test_a_tail_that_could_not_be_loaded_is_stored_again(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side()
+    hold(plane)
+    request = arrive(side, TAKES)
+    assert matched(side, request) == WHOLE + TAIL
+    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], WHOLE + TAIL)
+    side.step(step())
+    side.worker_output({"r"}, report({"r": 3}))
+    (store,) = side.step(step({"r": (WHOLE, TAIL + 5)})).stores
+    assert store.links == [tail_of(TOKENS)] and store.previous == links(TOKENS)[-1]
+
+
+def test_new_weights_hand_nothing_old_over(make_side: Any) -> None:
+    side = make_side()
+    request = arrive(side, GIVES)
+    assert matched(side, request) == 0
+    request.num_computed_tokens = CHUNK
+    side.reset()
+    assert not side.step(step({"r": (0, len(TOKENS))})).stores
+    assert side.finished(request) is None
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 4, 5, 8, 10])
+@pytest.mark.parametrize("skip", [0, 1, 5])
+def test_a_tails_blocks_come_back_and_nothing_behind_them_is_touched(blocks: int, skip: int) -> None:
+    from host_control.layouts import NOWHERE, PagedLayout
+
+    each = 4
+    generator = torch.Generator().manual_seed(blocks)
+    caches = [torch.rand((12, 2, 16, 2 * 32), generator=generator) for _ in range(3)]
+    there = [cache.clone() for cache in caches]
+    layout = PagedLayout(caches, "cpu_pages")
+    size = layout.chunk_bytes(each * layout.block_tokens)
+    held = bytearray(b"\x07" * (size * -(-blocks // each)))
+    for first in range(0, blocks, each):
+        mine = [block if block < blocks else NOWHERE for block in range(first, first + each)]
+        layout.gather(memoryview(held)[first // each * size :][:size], mine)
+    last = np.frombuffer(held, np.uint8)[-size:].reshape(3 * 2, each, -1)
+    assert not last[:, (blocks - 1) % each + 1 :].any(), "zeros behind the tail"
+    for cache in caches:
+        cache.zero_()
+    padded = -(-blocks // each) * each
+    layout.scatter(memoryview(held), [block if skip <= block < blocks else NOWHERE for block in range(padded)], each)
+    for cache, before in zip(caches, there, strict=True):
+        assert torch.equal(cache[min(skip, blocks) : blocks], before[min(skip, blocks) : blocks])
+        assert not cache[blocks:].any() and not cache[: min(skip, blocks)].any()

@@ -1,0 +1,110 @@
+"""Pages of quantized caches: as vLLM's own backends divide them, stored as bytes, each format under its own name."""
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from identity_support import engine_config, kv_cache_config, layout_of, model_folder, model_of, part_of
+
+from host_control.config import HostConfig
+from shadowserve.chunk import DType, Quantizer
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "identity.md"
+BACKENDS = {
+    "Triton": "v1.attention.backends.triton_attn.TritonAttentionBackend",
+    "TurboQuant": "v1.attention.backends.turboquant_attn.TurboQuantAttentionBackend",
+    "ROCm": "v1.attention.backends.rocm_attn.RocmAttentionBackend",
+    "b12x": "v1.attention.backends.b12x.B12xPagedAttentionBackend",
+    "MLA": "model_executor.layers.attention.mla_attention.MLACommonBackend",
+}
+ROWS = [
+    [cell.strip().strip("`") for cell in line.strip("|\n").split("|")]
+    for line in DOCUMENT.read_text().partition("<!-- begin pages -->\n")[2].partition("<!-- end")[0].splitlines()[2:]
+]
+PAGES = [(row[0], row[1]) for row in ROWS]
+INLINE = [page for page in PAGES if page[0] not in ("bfloat16", "fp8")]
+
+
+def page(dtype: str, backend: str) -> Any:
+    """Return the spec that a layer has with this cache and backend."""
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, get_kv_quant_mode
+
+    module, _, name = BACKENDS[backend].rpartition(".")
+    shape: dict[str, Any] = {"dtype": STR_DTYPE_TO_TORCH_DTYPE[dtype], "kv_quant_mode": get_kv_quant_mode(dtype)}
+    plain: Any
+    if backend == "MLA":
+        packed = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}.get(dtype)  # vLLM's MLAAttention has these numbers
+        shape |= {"num_kv_heads": 1, "head_size": 576, "cache_dtype_str": dtype, "state_content_bytes": packed}
+        plain = MLAAttentionSpec(block_size=64, **shape)
+    else:
+        plain = FullAttentionSpec(block_size=32, num_kv_heads=8, head_size=128, **shape)
+    return getattr(importlib.import_module(f"vllm.{module}"), name).customize_spec(plain)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return engine_config(model_folder(tmp_path_factory.mktemp("pages") / "model"))
+
+
+def problem(config: Any, spec: Any) -> str:
+    from host_control.vllm.support import uncacheable
+
+    groups = [SimpleNamespace(layer_names=["a", "b", "c"], kv_cache_spec=spec)]
+    return uncacheable(config, SimpleNamespace(kv_cache_groups=groups)) or ""
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(row[:2]))
+def test_pages_are_as_the_document_has_them(row: list[str]) -> None:
+    spec = page(row[0], row[1])
+    found = [str(spec.num_heads), str(spec.state_content_size_bytes), str(spec.dtype).removeprefix("torch.")]
+    assert found == row[2:5]
+    assert spec.page_size_bytes == spec.block_size * spec.num_heads * spec.state_content_size_bytes
+
+
+@pytest.mark.parametrize(("dtype", "backend"), INLINE)
+def test_pages_with_their_scales_inside_are_bytes_whatever_is_asked_for(
+    config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: str
+) -> None:
+    spec = page(dtype, backend)
+    monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
+    if said := problem(config, spec):
+        assert len(said) > 20, "it is served without the cache, and the log says why"
+        return
+    shape = layout_of(config, kv_cache_config(spec), HostConfig(quantizer="binned"))
+    assert (shape.dtype, shape.quantizer) == (DType.UINT8, Quantizer.PASSTHROUGH)
+
+
+@pytest.mark.parametrize("quantizer", ["lossless", "passthrough"])
+def test_pages_of_fp8_are_stored_as_they_are(config: Any, monkeypatch: pytest.MonkeyPatch, quantizer: Any) -> None:
+    monkeypatch.setattr(config.cache_config, "cache_dtype", "fp8")
+    spec = page("fp8", "Triton")
+    assert problem(config, spec) == ""
+    shape = layout_of(config, kv_cache_config(spec), HostConfig(quantizer=quantizer))
+    assert (shape.dtype, shape.quantizer) == (DType.UINT8, Quantizer.PASSTHROUGH)
+
+
+def test_formats_of_one_element_type_share_nothing(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    formats = [dtype for dtype, backend in PAGES if backend == "MLA"]
+    for dtype in formats:
+        monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
+        names.add(model_of(config, kv_cache_config(page(dtype, "MLA"))).digest())
+    assert len(names) == len(formats)
+
+
+@pytest.mark.parametrize(("dtype", "backend"), [(row[0], row[1]) for row in ROWS if row[6] == "no"])
+def test_pages_that_cannot_be_parted_by_heads_do_not_pretend_to_be(
+    config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: str
+) -> None:
+    """K of all heads and V of all heads: as many slots as heads where a rank has two of them, and not one slot each."""
+    from dataclasses import replace
+
+    monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
+    for heads in (8, 2):
+        spec = replace(page(dtype, backend), num_kv_heads=heads)
+        assert problem(config, spec) or "rank" in part_of(config, kv_cache_config(spec)).label
