@@ -1,9 +1,10 @@
-"""Our programs as child processes that begin with everything imported: half a second of each start is imports.
+"""Our programs as child processes that begin with everything imported: half a second of each start is imports, and
+eleven of that of a benchmark's engine.
 
-``Preloaded`` is ``subprocess.Popen`` of ``python -m shadowserve_tools PROGRAM ...``. A process that has imported the
-program, and done nothing else, forks; what it forks becomes a child of the tests by way of a parent that ends at once.
-Programs whose process or environment must be their own from the first instruction start as everywhere else; so do those
-of ``deploy``, ``e2e``, ``host`` and ``tools``, whichever way a user would.
+``Preloaded`` is ``subprocess.Popen`` of ``python -m shadowserve_tools PROGRAM ...``, and of the benchmarks' engine. A
+process that has imported the program, and done nothing else, forks; what it forks becomes a child of the tests by way
+of a parent that ends at once. Programs whose process or environment must be their own from the first instruction start
+as everywhere else; so do those of ``deploy``, ``e2e`` and ``host``, whichever way a user would.
 """
 
 import ctypes
@@ -24,13 +25,29 @@ __all__ = ["Preloaded"]
 
 REQUEST_BYTES_MAX: Final = 1 << 20
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_CLONE_NEWNET: Final = 0x40000000
+_NETWORK: Final = "/proc/thread-self/ns/net"
 _OURS: Final = [sys.executable, "-m", "shadowserve_tools"]
-_SERVERS: Final = {"storage": "storage_kv.server", "dpu": "dpu_dataplane.server"}
+_ENGINE: Final = [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"]
+_IMPORTS: Final = {
+    "storage": ("shadowserve_tools.programs.storage", "storage_kv.server"),
+    "dpu": ("shadowserve_tools.programs.dpu", "dpu_dataplane.server"),
+    "engine": (
+        "shadowserve_tools.bench.parts.engine",
+        "vllm.entrypoints.llm",
+        "vllm.model_executor.models.llama",
+        "vllm.v1.executor.uniproc_executor",
+        "vllm.v1.worker.cpu_worker",
+        "host_control.vllm.connector",
+    ),
+}
 _AT_ONCE: Final = ("SHADOWSERVE_NATIVE_LIBRARY", "SHADOWSERVE_TEST")
 """What is looked at while a program is imported."""
+_OF_ENGINES: Final = ("HF_", "OMP_", "VLLM_")
+"""Likewise, by what an engine imports: engines for which it is the same are forked from the same process."""
 
 _lock = threading.Lock()
-_forkers: dict[str, tuple[subprocess.Popen[bytes], socket.socket]] = {}
+_forkers: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
 
 class Preloaded(subprocess.Popen[Any]):
@@ -40,30 +57,41 @@ class Preloaded(subprocess.Popen[Any]):
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, *rest: Any
     ) -> None:
         cwd, environment, _, _, _, standard_in, in_end, out_end, standard_out, error_end, standard_error, *_ = rest
-        plain = preexec_fn is None and not pass_fds and rest[-1] == -1 and not rest[-2]
-        command = list(map(str, args))
+        new_session, group = rest[-2:]
         environment = dict(os.environ if environment is None else environment)
-        changed = {name for name, _ in environment.items() ^ dict(os.environ).items()}
-        shared = all(name.startswith("SHADOWSERVE_") and not name.startswith(_AT_ONCE) for name in changed)
-        if not (plain and shared and command[:3] == _OURS and command[3] in _SERVERS):
+        command = list(map(str, args))
+        program = _program_of(command, environment)
+        if not program or preexec_fn is not None or pass_fds or new_session or group not in (-1, 0):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)  # type: ignore[misc]
             return
         files = [0 if standard_in == -1 else standard_in, 1 if standard_out == -1 else standard_out]
         files.append(2 if standard_error == -1 else standard_error)
         ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        request = [command[3:], environment, str(cwd or os.getcwd()), ignored]
-        with _lock:
-            self.pid = _fork(command[3], json.dumps(request).encode(), files)
+        place = [str(cwd or os.getcwd()), sorted(os.sched_getaffinity(0)), group == 0, ignored]
+        with _lock, open(_NETWORK, "rb") as network:
+            files.append(network.fileno())
+            self.pid = _fork(program, environment, json.dumps([command[3:], environment, *place]).encode(), files)
         self._child_created = True
         self._close_pipe_fds(standard_in, in_end, out_end, standard_out, error_end, standard_error)  # type: ignore[attr-defined]
 
 
-def _fork(program: str, request: bytes, files: list[int]) -> int:
+def _program_of(command: list[str], environment: dict[str, str]) -> tuple[str, ...]:
+    """Return the program, and what of the environment it was imported in; nothing where it is to be imported anew."""
+    changed = {name for name, _ in environment.items() ^ dict(os.environ).items()}
+    if command == _ENGINE:
+        seen = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_OF_ENGINES)]
+        return ("engine", *seen) if all(name.startswith(_OF_ENGINES) for name in changed) else ()
+    shared = all(name.startswith("SHADOWSERVE_") and not name.startswith(_AT_ONCE) for name in changed)
+    return (command[3],) if command[:3] == _OURS and command[3] in _IMPORTS and shared else ()
+
+
+def _fork(program: tuple[str, ...], environment: dict[str, str], request: bytes, files: list[int]) -> int:
     if program not in _forkers:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(PATIENCE_S)  # importing the program is what it may wait for
-        command = [sys.executable, __file__, program, str(theirs.fileno())]
-        _forkers[program] = subprocess.Popen(command, pass_fds=[theirs.fileno()]), ours
+        command = [sys.executable, __file__, program[0], str(theirs.fileno())]
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        _forkers[program] = process, ours
         theirs.close()
     forker = _forkers[program][1]
     prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -73,16 +101,17 @@ def _fork(program: str, request: bytes, files: list[int]) -> int:
         answer = forker.recv(64)
     finally:
         prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-    assert answer, f"what forks 'shadowserve {program}' has ended"
+    assert answer, f"what forks '{program[0]}' has ended"
     return int(answer)
 
 
 def _serve(connection: socket.socket) -> list[str]:
     """Fork whenever asked to; returns in what was forked, with its arguments."""
     while True:
-        request, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, 3)
+        request, files, _, _ = socket.recv_fds(connection, REQUEST_BYTES_MAX, 4)
         if not request:
             sys.exit()
+        arguments, environment, folder, cores, alone, ignored = json.loads(request)
         reader, writer = os.pipe()
         between = os.fork()
         if between == 0:
@@ -91,6 +120,8 @@ def _serve(connection: socket.socket) -> list[str]:
                 os.close(reader)
                 os.close(writer)
                 break
+            if alone:
+                os.setpgid(child, 0)
             os.write(writer, b"%d" % child)
             os._exit(0)
         os.waitpid(between, 0)
@@ -98,22 +129,32 @@ def _serve(connection: socket.socket) -> list[str]:
         for each in (reader, writer, *files):
             os.close(each)
     connection.close()
-    arguments, environment, folder, ignored = json.loads(request)
+    network = files.pop()
+    if not os.path.samestat(os.fstat(network), os.stat(_NETWORK)):
+        assert ctypes.CDLL(None).setns(network, _CLONE_NEWNET) == 0
+    os.close(network)
     for number, each in enumerate(files):
         os.dup2(each, number)
         os.close(each)
     os.chdir(folder)
+    os.sched_setaffinity(0, cores)
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
     return list(map(str, arguments))
 
 
+def _main(program: str, connection: int) -> None:
+    for module in _IMPORTS[program]:
+        importlib.import_module(module)
+    gc.freeze()
+    arguments = _serve(socket.socket(fileno=connection))
+    if program == "engine":
+        importlib.import_module(_ENGINE[-1]).main()
+    else:
+        importlib.import_module("shadowserve_tools").main(prog_name="shadowserve", args=arguments)
+
+
 if __name__ == "__main__":
     del sys.path[0]  # this folder
-    from shadowserve_tools import main
-
-    importlib.import_module(f"shadowserve_tools.programs.{sys.argv[1]}")
-    importlib.import_module(_SERVERS[sys.argv[1]])
-    gc.freeze()
-    main(prog_name="shadowserve", args=_serve(socket.socket(fileno=int(sys.argv[2]))))
+    _main(sys.argv[1], int(sys.argv[2]))

@@ -3,7 +3,8 @@
 A process takes a whole file, so that what its tests share is made once. The tests of the files in ``APART`` share
 nothing and take minutes: they are taken one by one. Of each of the ``LINES`` one process takes all files, one after the
 other. Those whose tests import vLLM, or start it, stand in two of them: the import costs seconds, an engine gigabytes,
-and two at once are enough. Those that install into a system to be thrown away share the wheels that they install.
+and two at once are enough; with them those that import half of it for a model. Those that install into a system to be
+thrown away share the wheels that they install.
 """
 
 import os
@@ -19,22 +20,27 @@ PROCESSES_MAX: Final = 8
 
 LINES: Final = (
     (
-        "e2e/test_core_partition e2e/test_demo e2e/test_identity e2e/test_vllm_families e2e/test_vllm_models "
-        "e2e/test_vllm_ranks e2e/test_vllm_serve"
+        "e2e/test_core_partition e2e/test_demo e2e/test_identity e2e/test_vllm_families e2e/test_vllm_groups "
+        "e2e/test_vllm_handover e2e/test_vllm_models e2e/test_vllm_ranks e2e/test_vllm_serve "
+        "e2e/test_vllm_topologies models/test_models scripts/test_measure_quality scripts/test_model_asset"
     ).split(),
     (
         "e2e/test_vllm_cache e2e/test_vllm_delivery e2e/test_vllm_new_weights e2e/test_vllm_scheduling "
-        "e2e/test_vllm_slow_data_plane e2e/test_vllm_synchronous e2e/test_whole_stack "
+        "e2e/test_vllm_slow_data_plane e2e/test_vllm_synchronous e2e/test_vllm_tier e2e/test_whole_stack "
         "host/vllm/test_identity_requests host/vllm/test_identity_table host/vllm/test_identity_weights "
-        "host/vllm/test_vllm_connector host/vllm/test_vllm_epochs host/vllm/test_vllm_identity "
-        "host/vllm/test_vllm_scheduler_side host/vllm/test_vllm_support tools/test_bench"
+        "host/vllm/test_vllm_connector host/vllm/test_vllm_epochs host/vllm/test_vllm_groups "
+        "host/vllm/test_vllm_handover host/vllm/test_vllm_identity host/vllm/test_vllm_quantized_pages "
+        "host/vllm/test_vllm_scheduler_groups host/vllm/test_vllm_scheduler_side host/vllm/test_vllm_support "
+        "tools/test_bench"
     ).split(),
     "deploy/test_install deploy/test_storage_node".split(),
 )
 APART: Final = ("native/test_build",)
 LONGEST: Final = (
-    "failures/test_failures pool/test_conformance pool/volume/test_volume_crash failures/test_crash_loop "
-    "storage/test_lifecycle storage/test_tls dataplane/test_process dataplane/test_lost_memory simulation/test_seeds"
+    "failures/test_failures native/test_instructions pool/test_conformance test_docs storage/test_client_memory "
+    "simulation/test_seeds storage/test_many_keys native/test_wheel host/test_delivery dataplane/test_process "
+    "pool/volume/test_volume_crash failures/test_crash_loop storage/test_lifecycle storage/test_tls "
+    "dataplane/test_lost_memory e2e/test_handover_faults"
 ).split()
 """Those that take more than half a minute, beside the lines and what is apart, the longest first."""
 

@@ -43,11 +43,11 @@ class Host:
         self.client = client
         self.placed: dict[int, bytes] = {}
         size = 8 * SHAPE.raw_bytes
-        self.destination = Destination(client, SHAPE, size)
+        self.destination = Destination(client, [SHAPE], size)
         self.manager = KVCacheManager(client, self.destination, self.scatter, fetch_timeout=timeout)
-        self.queue = StoreQueue(client, Destination(client, SHAPE, size), timeout=timeout, retry_interval=0.2)
+        self.queue = StoreQueue(client, Destination(client, [SHAPE], size), timeout=timeout, retry_interval=0.2)
 
-    def scatter(self, job: FetchJob, first: int, chunks: memoryview) -> None:
+    def scatter(self, job: FetchJob, part: int, first: int, chunks: memoryview) -> None:
         for index in range(len(chunks) // SHAPE.raw_bytes):
             self.placed[first + index] = bytes(chunks[index * SHAPE.raw_bytes : (index + 1) * SHAPE.raw_bytes])
 
@@ -74,14 +74,14 @@ class Host:
 
     def fetch(self, seeds: list[int]) -> dict[str, Any]:
         self.placed.clear()
-        self.manager.exchange([FetchJob(request_id="request", keys=tuple(key(seed) for seed in seeds))])
+        self.manager.exchange([FetchJob(request_id="request", keys=(tuple(key(seed) for seed in seeds),))])
         self.manager.wait({"request"})
         (result,) = self.manager.exchange()
-        exact = [self.placed[index] == chunk(seeds[index]) for index in range(result.chunks)]
+        exact = [self.placed[index] == chunk(seeds[index]) for index in range(result.chunks[0])]
         return {
-            "chunks": result.chunks,
+            "chunks": result.chunks[0],
             "reason": result.reason,
-            "exact": all(exact) and len(self.placed) == result.chunks,
+            "exact": all(exact) and len(self.placed) == result.chunks[0],
             "retired": self.destination.retired,
         }
 

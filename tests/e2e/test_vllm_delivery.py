@@ -30,7 +30,7 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
                 (output,) = engine.generate([tokens])
                 assert [list(output.outputs[0].token_ids)] == reference([tokens])
                 assert output.num_cached_tokens == 512
-            for part in (engine.worker._manager, engine.worker._store):  # to fetch into, and to store from
+            for part in (engine.worker._managers[0], engine.worker._store):  # to fetch into, and to store from
                 assert isinstance(part._destination.current, ExportedHostMemory)
         finally:
             engine.close()

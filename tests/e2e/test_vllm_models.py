@@ -67,7 +67,7 @@ def test_latents_are_found_in_the_engines_cache_and_moved(family: Any, make_engi
         chunk = torch.empty(layout.chunk_bytes(16 * layout.block_tokens), dtype=torch.uint8)
         layout.gather(chunk, used)
         with torch.inference_mode():
-            layout.scatter(chunk, free, 0, 16)
+            layout.scatter(chunk, free)
         for cache in tensors:
             assert torch.equal(cache[free], cache[used])
             assert len({tuple(cache[block].flatten().tolist()) for block in used}) == 16, "each block differs"

@@ -141,7 +141,7 @@ def naming(serving: Serving, request_id: str) -> Callable[[list[int]], set[bytes
 
     scheduler = serving.engine.connector._scheduler
     (tracked,) = [one for name, one in scheduler._tracked.items() if name.startswith(request_id)]
-    ((namespace,),) = scheduler._lookup._namespaces.values()
+    (((_, namespace),),) = scheduler._lookup._cuts[0]
     model, extra = scheduler._model, tracked.extra
     return lambda tokens: set(record_keys(namespace, chain_links(model, tokens, chunk_tokens=CHUNK, extra=extra)))
 

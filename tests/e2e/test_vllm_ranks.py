@@ -16,12 +16,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.m
 
 
 def test_two_ranks_store_load_and_recompute(
-    make_engine: Any, data_plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch, request: Any
+    make_engine: Any, data_plane: Any, reference: Any, prompt: Any, several_workers: None
 ) -> None:
     prompts = [prompt(length) for length in (300, 512, 700)]
     expected = reference(prompts)
-    # The workers are processes of their own; they import from the checkout.
-    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath))
     engine = make_engine(data_plane.address, tensor_parallel_size=2)
     try:
         assert engine.outputs(prompts) == expected
@@ -33,7 +31,7 @@ def test_two_ranks_store_load_and_recompute(
         assert data_plane.destinations == 4
 
         # One rank's copy of the second chunk is gone after the lookup has seen it: both ranks recompute it.
-        data_plane.script.lookup_hits = lambda hits: [2 for _ in hits]
+        data_plane.script.lookup_hits = lambda hits: [2, 2, *hits[2:]]
         data_plane.records.pop(data_plane.fetches[-1].keys[-1])
         engine.forget()
         data_plane.fetches.clear()
@@ -46,11 +44,10 @@ def test_two_ranks_store_load_and_recompute(
 
 
 def test_each_rank_has_a_data_plane_of_its_own(
-    make_engine: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch, request: Any, tmp_path: Path
+    make_engine: Any, reference: Any, prompt: Any, several_workers: None, tmp_path: Path
 ) -> None:
     prompts = [prompt(700)]
     expected = reference(prompts)
-    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath))
 
     def data_plane(rank: int, storage: Child) -> AbstractContextManager[Child]:
         logs = tmp_path / f"{rank}"

@@ -2,78 +2,19 @@
 
 import contextlib
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import machine
 import pytest
-from machine import PATIENCE_S, PATIENT, free_port, wait_for
+from machine import PATIENCE_S, free_port, wait_for
+from stack import Process, data_plane
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
-ROOT = Path(__file__).parents[2]
 LENGTHS = (240, 256, 300, 512, 700, 1000)
-
-
-class Process:
-    """A program of ours that says ``ready ADDRESS`` on its standard output."""
-
-    def __init__(self, program: str, *arguments: str) -> None:
-        self._command = [sys.executable, "-m", "shadowserve_tools", program]
-        self._arguments = arguments
-        self.address = ""
-        self.start()
-
-    def start(self) -> None:
-        # scripts/test-dpu gives the daemon, and it alone, a C core with sanitizers.
-        special = os.environ.get("TEST_DPU_ENVIRONMENT", "") if self._command[-1] == "dpu" else ""
-        self._process = subprocess.Popen(
-            [*self._command, *self._arguments],
-            cwd=ROOT,
-            env=os.environ | dict(setting.split("=", 1) for setting in special.split()),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        word, _, address = self._process.stdout.readline().strip().partition(" ")
-        assert word == "ready"
-        self.address = address
-
-    def kill(self) -> None:
-        """End it as the machine's power switch would."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-
-    def restart(self) -> None:
-        """Start it again at its old address."""
-        option = "--listen" if "--listen" in self._arguments else "--port"
-        value = self.address if option == "--listen" else self.address.rpartition(":")[2]
-        arguments = list(self._arguments)
-        arguments[arguments.index(option) + 1] = value
-        self._arguments = tuple(arguments)
-        self.start()
-
-    def freeze(self, frozen: bool) -> None:
-        """Stop its threads where they are, connections open; or let them go on."""
-        self._process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
-        if frozen:
-            wait_for(lambda: machine.frozen(self._process.pid))
-
-    def stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.send_signal(signal.SIGTERM)
-            assert self._process.wait(PATIENCE_S) == 0
-
-
-def data_plane(storage: str) -> Process:
-    return Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--storage", storage, *PATIENT)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +105,8 @@ def test_daemon_is_killed_while_it_loads(engine: Any, daemon: Process, reference
     ends = time.monotonic() + PATIENCE_S
     while not any(str(request.status).endswith("WAITING_FOR_REMOTE_KVS") for request in _requests(engine)):
         if not engine.connector._scheduler._loading:
-            daemon.freeze(frozen=bool(engine.connector._scheduler._lookup.known(_id(engine))))
+            present = engine.connector._scheduler._lookup.present(_id(engine))
+            daemon.freeze(frozen=present is not None and bool(present[0].any()))
         llm_engine.step()
         assert time.monotonic() < ends
     daemon.freeze(frozen=False)
@@ -242,12 +184,13 @@ def test_value_that_is_no_record_is_recomputed_and_replaced(
 def test_wrong_kv_would_be_seen(engine: Any, reference: Any, prompt: Any) -> None:
     """The other tests compare outputs; this one shows that outputs do tell right KV from wrong."""
     worker = engine.worker
-    scatter, worker._manager._scatter = worker._manager._scatter, lambda job, first, chunks: None
+    manager = worker._managers[0]
+    scatter, manager._scatter = manager._scatter, lambda job, part, first, chunks: None
     try:
         prompts = [prompt(length) for length in LENGTHS]
         assert engine.outputs(prompts) != reference(prompts)
     finally:
-        worker._manager._scatter = scatter
+        manager._scatter = scatter
 
 
 def test_absent_daemon_is_no_error(engine: Any, make_engine: Any, reference: Any, prompt: Any) -> None:

@@ -225,7 +225,7 @@ class Host:
     def __init__(self, address: str, tally: Tally, *, deadline_s: float = 3.0, chunks: int = 8) -> None:
         self.tally, self._deadline_s, self._chunks = tally, deadline_s, chunks
         self.client = DataPlaneClient(address, connect_timeout=deadline_s, backoff=0.02, backoff_max=0.2)
-        self._destination = Destination(self.client, SHAPE, chunks * SHAPE.raw_bytes, connect_timeout=deadline_s)
+        self._destination = Destination(self.client, [SHAPE], chunks * SHAPE.raw_bytes, connect_timeout=deadline_s)
         self._jobs = 0
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class Host:
             memory[number * len(data) : (number + 1) * len(data)] = data
         began = time.monotonic()
         answer = self.client.store(
-            self._next_job(), self._destination.destination_id, 0, prompt.keys, prompt.parents, self._deadline_s
+            self._next_job(), self._destination.destination_ids[0], 0, prompt.keys, prompt.parents, self._deadline_s
         )
         self._check_time("store", began)
         self._settle(answer.reason, answer.quiet)
@@ -291,7 +291,7 @@ class Host:
         memory[:] = b"\xee" * len(memory)
         began = time.monotonic()
         try:
-            part = FetchPart.whole(SHAPE, self._destination.destination_id, prompt.keys)
+            part = FetchPart.whole(SHAPE, self._destination.destination_ids[0], prompt.keys)
             call = self.client.start_fetch(self._next_job(), [part], self._deadline_s)
             answer = call.result()
         except DataPlaneError as error:
@@ -300,20 +300,21 @@ class Host:
             return 0
         self._check_time("fetch", began)
         size = SHAPE.raw_bytes
-        for number in range(answer.chunks):
+        (arrived,) = answer.chunks
+        for number in range(arrived):
             if bytes(memory[number * size : (number + 1) * size]) != prompt.chunks[number]:
-                self.tally.note(Outcome.WRONG, f"fetch: chunk {number} of {answer.chunks} has other bytes")
+                self.tally.note(Outcome.WRONG, f"fetch: chunk {number} of {arrived} has other bytes")
                 break
         else:
-            if answer.chunks:
+            if arrived:
                 self.tally.note(Outcome.RIGHT)
-        if answer.chunks < len(prompt.keys):
-            if answer.reason == "absent" and answer.chunks < stored and not losable:
-                self.tally.note(Outcome.WRONG, f"fetch: {stored} chunks were acknowledged, {answer.chunks} are there")
+        if arrived < len(prompt.keys):
+            if answer.reason == "absent" and arrived < stored and not losable:
+                self.tally.note(Outcome.WRONG, f"fetch: {stored} chunks were acknowledged, {arrived} are there")
             else:
                 self.tally.note(Outcome.MISSED, f"fetch: {answer.reason}{f': {losable}' if losable else ''}")
         self._settle(answer.reason, answer.quiet)
-        return answer.chunks
+        return arrived
 
     def _settle(self, reason: str, quiet: bool) -> None:
         if not quiet or reason == "unknown_destination":

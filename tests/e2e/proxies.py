@@ -1,0 +1,91 @@
+"""Two proxies in front of a prefill engine and a decode engine, as small as they can be and do what others do.
+
+:class:`SharedStorage` does what llm-d's sidecar does with ``--kv-connector=shared-storage``, :class:`CarriesParams`
+what vLLM's toy proxy does for NIXL.
+"""
+
+import json
+import urllib.error
+import urllib.request
+from abc import ABC, abstractmethod
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+from machine import PATIENCE_S
+
+__all__ = ["CarriesParams", "Proxy", "SharedStorage", "post"]
+
+
+def post(url: str, body: dict[str, Any], timeout: float = PATIENCE_S) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return dict(json.load(answer))
+
+
+class Proxy(ABC):
+    """A proxy on a port of its own.
+
+    Attributes:
+        url: of it.
+        told: what the prefill engine answered as ``kv_transfer_params`` last.
+    """
+
+    def __init__(self, prefill: str, decode: str) -> None:
+        self.prefill, self.decode = prefill, decode
+        self.told: Any = None
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                answer = json.dumps(proxy.answer(self.path, body)).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    @abstractmethod
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Return what a client gets."""
+
+    def first(self, path: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """Have the prompt computed; what comes of it is nobody's business where the engine is away."""
+        short = body | {"max_tokens": 1, "stream": False} | more
+        short.pop("stream_options", None)
+        try:
+            return post(self.prefill + path, short)
+        except (urllib.error.URLError, OSError):
+            return {}
+
+
+class SharedStorage(Proxy):
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.told = self.first(path, body, max_completion_tokens=1, cache_hit_threshold=0).get("kv_transfer_params")
+        return post(self.decode + path, body)
+
+
+class CarriesParams(Proxy):
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        params = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "remote_host": None,
+            "remote_port": None,
+        }
+        self.told = self.first(path, body, kv_transfer_params=params).get("kv_transfer_params")
+        return post(self.decode + path, body | ({"kv_transfer_params": self.told} if self.told else {}))

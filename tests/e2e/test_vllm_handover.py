@@ -1,0 +1,134 @@
+"""A prefill and a decode engine, each ``vllm serve`` with a data plane of its own; one store; a proxy before them."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import PATIENCE_S, free_port, wait_for
+from proxies import CarriesParams, Proxy, SharedStorage, post
+from stack import Process, Server, data_plane
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(1800)]
+
+STARTS_S = 600
+BLOCK, CHUNK = 32, 256
+SEEDS = (1, 2, 3, 4, 5)
+TOKENS = 600
+HELD = TOKENS // BLOCK * BLOCK
+SIZES = {SharedStorage: (1, 1), CarriesParams: (1, 2)}
+"""Ranks of the prefill engine and of the decode engine, behind each proxy."""
+
+
+class Pools:
+    """Both engines and all that they need.
+
+    Args:
+        model: folder.
+        folder: for logs.
+        kind: of proxy.
+        patient: configuration of hosts.
+        sizes: tensor-parallel, of the prefill engine and of the decode engine.
+    """
+
+    def __init__(
+        self, model: Path, folder: Path, kind: type[Proxy], patient: dict[str, float], sizes: tuple[int, int]
+    ) -> None:
+        self.storage = Process("storage", "--port", str(free_port()))
+        self.planes = [data_plane(self.storage.address) for _ in sizes]
+        self.engines = []
+        for place, plane, size in zip(("prefill", "decode"), self.planes, sizes, strict=True):
+            told = {"handover": place} if kind is SharedStorage else {}
+            transfer = {"data_plane": plane.address, "handover_timeout": PATIENCE_S, **patient, **told}
+            options = ("--tensor-parallel-size", str(size))
+            self.engines.append(Server(model, transfer, folder / f"{place}.log", *options))
+        self.prefill, self.decode = self.engines
+        self._ranks = sizes[1]
+        for engine in self.engines:
+            engine.wait_ready(STARTS_S)
+        self.proxy = kind(self.prefill.url, self.decode.url)
+
+    def close(self) -> None:
+        self.proxy.close()
+        for engine in self.engines:
+            engine.kill()
+        for process in (*self.planes, self.storage):
+            process.stop()
+
+    def ask(self, prompt: list[int], url: str = "") -> list[int]:
+        """Return the tokens of an answer, by default of the proxy."""
+        body = {"model": "small", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        answer = post((url or self.proxy.url) + "/v1/completions", body | {"return_token_ids": True}, STARTS_S)
+        return list(answer["choices"][0]["token_ids"])
+
+    def counted(self) -> dict[str, int]:
+        """Return what the decode engine has loaded and computed since it started, in tokens."""
+        names = {"loaded": "vllm:shadowserve_loaded_tokens_total", "failed": "vllm:shadowserve_lookup_failures_total"}
+        counts = {name: int(self.decode.metric(metric)) for name, metric in names.items()}
+        return counts | {"loaded": counts["loaded"] // self._ranks}  # each rank counts what it has loaded
+
+    def restart(self, engine: Server) -> None:
+        engine.kill()
+        engine.start()
+        engine.wait_ready(STARTS_S)
+
+
+@pytest.fixture(scope="module", params=[SharedStorage, CarriesParams], ids=["llm-d", "toy"])
+def kind(request: pytest.FixtureRequest) -> type[Proxy]:
+    found: type[Proxy] = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def pools(
+    kind: type[Proxy],
+    model: Path,
+    patient: dict[str, float],
+    reference: Any,  # first, for one engine at a time fits
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Pools]:
+    pools = Pools(model, tmp_path_factory.mktemp("pools"), kind, patient, SIZES[kind])
+    yield pools
+    pools.close()
+
+
+def test_the_decode_engine_goes_on_with_what_the_other_has_computed_and_computes_the_last_block_alone(
+    pools: Pools, kind: type[Proxy], prompt: Callable[..., list[int]], reference: Any
+) -> None:
+    prompts = [prompt(TOKENS, seed) for seed in SEEDS[:3]] + [prompt(240)]
+    for each, expected in zip(prompts, reference(prompts), strict=True):
+        held = len(each) // BLOCK * BLOCK
+        before = pools.counted()
+        assert pools.ask(each) == expected
+        after = pools.counted()
+        assert after["loaded"] - before["loaded"] == held, "whole blocks of the prompt are loaded, and nothing else"
+        assert after["failed"] == before["failed"]
+        if kind is CarriesParams:
+            assert pools.proxy.told["shadowserve"]["tokens"] == held
+        else:
+            assert pools.proxy.told is None
+
+
+def test_with_the_prefill_engine_killed_the_other_answers_alone_and_with_it_back_as_before(
+    pools: Pools, prompt: Callable[..., list[int]], reference: Any
+) -> None:
+    cold, warm = prompt(TOKENS, SEEDS[3]), prompt(TOKENS, SEEDS[4])
+    expected = reference([cold, warm])
+    pools.prefill.kill()
+    before = pools.counted()
+    assert pools.ask(cold) == expected[0]
+    assert pools.counted() == before, "what nobody has announced is computed at once"
+    pools.restart(pools.prefill)
+    assert pools.ask(warm) == expected[1]
+    assert pools.counted()["loaded"] - before["loaded"] == HELD
+
+
+def test_a_decode_engine_that_was_killed_finds_all_there_that_was_handed_to_it(
+    pools: Pools, kind: type[Proxy], prompt: Callable[..., list[int]], reference: Any
+) -> None:
+    mine = prompt(TOKENS, SEEDS[0])
+    pools.ask(mine)
+    pools.restart(pools.decode)
+    wait_for(lambda: pools.counted() == {"loaded": 0, "failed": 0})
+    assert pools.ask(mine) == reference([mine])[0]
+    assert pools.counted()["loaded"] == HELD

@@ -1,0 +1,490 @@
+"""The tier of vLLM's own offloading: vLLM's scheduler and tiering code, a real data plane and a real storage server."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "dataplane"))
+
+from dataplane_support import DaemonProcess, Server  # noqa: E402
+from identity_support import model_folder, tensors  # noqa: E402
+from machine import PATIENCE_S, free_port, wait_for  # noqa: E402
+
+from host_control.config import HostConfig  # noqa: E402
+from shadowserve.keys import storage_key  # noqa: E402
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+BUFFERS = {
+    "decompression_buffer_bytes": "16MiB",
+    "dequantization_buffer_bytes": "32MiB",
+    "dma_source_buffer_bytes": "32MiB",
+    "store_buffer_bytes": "16MiB",
+}
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[Server]:
+    server = Server("storage_kv", tmp_path).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def plane(storage: Server, tmp_path: Path) -> Iterator[DaemonProcess]:
+    daemon = DaemonProcess(storage, tmp_path, **BUFFERS)
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_folder(tmp_path_factory.mktemp("tier") / "model")
+
+
+@pytest.fixture
+def make(plane: DaemonProcess, folder: Path) -> Iterator[Callable[..., Any]]:
+    from tiering import OffloadingEngine
+
+    engines = []
+
+    def start(**options: Any) -> Any:
+        engine = OffloadingEngine(options.pop("model", folder), options.pop("address", plane.address), **options)
+        engines.append(engine)
+        return engine
+
+    yield start
+    for engine in engines:
+        if hasattr(engine, "worker"):
+            engine.close()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [(seed * 7919 + 31 * index) % 997 + 1 for index in range(length)]
+
+
+def keys_of(engine: Any, tokens: list[int]) -> list[bytes]:
+    """Return the keys that vLLM gives the chunks of a prompt, in the first group."""
+    from tiering import BLOCK, CHUNK
+    from vllm.v1.kv_offload.base import make_offload_key
+
+    hashes = engine.request(tokens).block_hashes
+    step = CHUNK // BLOCK
+    return [make_offload_key(each, 0) for each in hashes[step - 1 :: step]]
+
+
+def context(name: str = "asked") -> Any:
+    from vllm.v1.kv_offload.base import ReqContext
+
+    return ReqContext(req_id=name)
+
+
+def look(tier: Any, key: bytes, name: str = "asked") -> str:
+    """Look a row up as vLLM does, once in each step, until the tier knows."""
+
+    def known() -> str:
+        answer = tier.lookup(key, context(name))
+        tier.on_schedule_end(None)
+        return "" if answer.name == "RETRY" else str(answer.name)
+
+    return str(wait_for(known))
+
+
+def job(number: int, keys: list[bytes], rows: list[int], load: bool = True) -> Any:
+    import numpy as np
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+    return TransferJob(number, keys, np.array(rows, np.int32), load, context())
+
+
+def outcome(tier: Any) -> Any:
+    """Return the outcome of the one job that is on its way."""
+    (found,) = wait_for(lambda: list(tier.get_finished_jobs()))
+    return found
+
+
+def counts(engine: Any) -> dict[str, float]:
+    """Return what ``/metrics`` shows of the tier, summed over the life of an engine."""
+    if (last := engine.tier.get_stats()) is not None:
+        engine.stats.aggregate(last)
+    return {name.removeprefix("vllm:shadowserve_tier_"): n for name, n in engine.stats.reduce().items()}
+
+
+def records(storage: Server) -> list[bytes]:
+    from redis import Redis
+
+    with Redis(port=storage.port) as connection:
+        return list(connection.scan_iter(count=1000))
+
+
+def test_another_engine_has_what_one_has_computed(make: Callable[..., Any], storage: Server) -> None:
+    first = make()
+    assert first.serve(prompt(300)) == 0
+    first.settle()
+    assert len(records(storage)) == 4
+    stored = counts(first)
+    assert stored["stored_raw_bytes"] == 4 * first.tier.block_size_bytes
+    assert stored["stored_bytes"] < 0.95 * stored["stored_raw_bytes"], "its exponents compress"
+    second = make()
+    assert second.tier.problem == ""
+    assert second.serve(prompt(300)) == 256
+    assert second.serve(prompt(300, seed=1)) == 0, "another prompt"
+    assert counts(second)["fetched_bytes"] > 0.9 * stored["stored_bytes"]
+
+
+@pytest.mark.parametrize("announces", [True, False])
+def test_subscribers_hear_what_is_stored(make: Callable[..., Any], announces: bool) -> None:
+    tier = (engine := make(enable_kv_events=announces, locality="REMOTE")).tier
+    keys = keys_of(engine, prompt(300))
+    tier.submit_store(job(1, keys, [0, 1, 2, 3], load=False))
+    assert outcome(tier).success
+    heard = [(event.keys, event.medium.name, event.locality.name, event.removed) for event in tier.take_events()]
+    assert heard == ([(keys, "STORAGE", "REMOTE", False)] if announces else [])
+
+
+def test_what_one_engine_forgets_comes_back_from_the_tier(make: Callable[..., Any]) -> None:
+    """The CPU tier has room for two prompts; the third and fourth drive the first out of it."""
+    engine = make(rows=10)
+    for seed in range(4):
+        engine.serve(prompt(300, seed))
+        engine.settle()  # rows that are being stored are not given up
+    engine.forget()
+    for seed in range(4):
+        assert engine.serve(prompt(300, seed)) == 256
+        engine.settle()
+
+
+def test_windows_load_their_trailing_part(make: Callable[..., Any], storage: Server) -> None:
+    from tiering import specs
+
+    first = make(groups=specs(windows=True))
+    first.serve(prompt(300))
+    first.settle()
+    assert len(records(storage)) > 4, "of both groups"
+    assert make(groups=specs(windows=True)).serve(prompt(300)) == 256
+
+
+def test_a_row_larger_than_a_slice_comes_back(make: Callable[..., Any]) -> None:
+    from tiering import specs
+
+    wide = {"num_kv_heads": 32, "head_size": 160}
+    first = make(groups=specs(**wide), rows=8)
+    assert first.tier.block_size_bytes > 2 << 20
+    first.serve(prompt(200))
+    first.settle()
+    assert make(groups=specs(**wide), rows=8).serve(prompt(200)) == 192
+
+
+def test_rows_hold_any_bits(make: Callable[..., Any]) -> None:
+    """What a page holds of another type, or a row behind its page, may look like NaNs of the cache's type."""
+    import numpy as np
+
+    tier = (engine := make()).tier
+    rows = np.asarray(tier._primary_kv_view).view(np.uint8)
+    rows[0], rows[1] = 0xFF, np.random.default_rng(1).integers(0, 256, rows.shape[1], np.uint8)
+    keys, kept = keys_of(engine, prompt(300)), rows[:2].copy()
+    tier.submit_store(job(1, keys[:2], [0, 1], load=False))
+    assert outcome(tier).success
+    tier.submit_load(job(2, keys[:2], [8, 9]))
+    assert outcome(tier).success
+    assert (rows[8:10] == kept).all()
+
+
+def test_pages_of_bytes_are_kept_as_bytes(make: Callable[..., Any]) -> None:
+    import torch
+    from tiering import specs
+
+    options: dict[str, Any] = {"groups": specs(torch.uint8), "engine": {"kv_cache_dtype": "fp8"}}
+    first = make(**options)
+    first.serve(prompt(300))
+    first.settle()
+    assert make(**options).serve(prompt(300)) == 256
+    assert make().serve(prompt(300)) == 0
+
+
+@pytest.mark.parametrize("what", ["weights", "option", "pages"])
+def test_an_engine_that_computes_otherwise_shares_nothing(
+    make: Callable[..., Any], tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make()
+    first.serve(prompt(300))
+    first.settle()
+    other: dict[str, Any] = {"engine": {"hf_overrides": {"rope_theta": 5000.0}}} if what == "option" else {}
+    if what == "pages":
+        monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    if what == "weights":
+        other = {"model": model_folder(tmp_path / "model", weights=tensors(bytes(4096)))}
+    assert make(**other).serve(prompt(300)) == 0
+    monkeypatch.undo()
+    assert make().serve(prompt(300)) == 256
+
+
+def test_rows_of_another_number_of_blocks_share_nothing(make: Callable[..., Any], monkeypatch: Any) -> None:
+    import tiering
+
+    first = make()
+    first.serve(prompt(300))
+    first.settle()
+    monkeypatch.setattr(tiering, "CHUNK", 2 * tiering.BLOCK)
+    assert make(rows=128).serve(prompt(300)) == 0
+
+
+def test_a_row_that_vanished_between_lookup_and_load_is_computed(make: Callable[..., Any], storage: Server) -> None:
+    engine = make()
+    engine.serve(prompt(300))
+    engine.settle()
+    keys = keys_of(engine, prompt(300))
+    assert [look(engine.tier, key) for key in keys] == ["HIT"] * 4
+    storage.command(b"DEL", storage_key(engine.tier._key(keys[2])))
+    engine.tier.submit_load(job(1, keys, [40, 41, 42, 43]))
+    found = outcome(engine.tier)
+    assert not found.success and found.successful_keys == tuple(keys[:2])
+    assert [look(engine.tier, key) for key in keys] == ["HIT", "HIT", "MISS", "MISS"], "else vLLM asks without end"
+    assert counts(engine)["load_failures:('absent',)"] == 2
+    engine.tier.on_request_finished(context())
+    assert [look(engine.tier, key, "later") for key in keys] == ["HIT", "HIT", "MISS", "HIT"]
+
+
+def test_a_damaged_row_is_computed(make: Callable[..., Any], storage: Server) -> None:
+    from redis import Redis
+
+    engine = make()
+    engine.serve(prompt(300))
+    engine.settle()
+    key = storage_key(engine.tier._key(keys_of(engine, prompt(300))[1]))
+    with Redis(port=storage.port) as connection:
+        value = bytearray(connection.get(key))
+        value[-100] ^= 1
+    storage.command(b"DEL", key)
+    storage.command(b"SET", key, bytes(value))  # refused, or found out by whoever reads it
+    assert make().serve(prompt(300)) in (0, 64)
+
+
+def test_an_engine_without_a_data_plane_computes(make: Callable[..., Any]) -> None:
+    engine = make(address="127.0.0.1:1", connect_timeout=0.2, lookup_timeout=0.2, store_timeout=0.2)
+    assert [engine.serve(prompt(300, seed)) for seed in range(3)] == [0, 0, 0]
+    engine.settle()
+    failed = counts(engine)
+    assert any(name.startswith("store_failures") for name in failed)
+    assert any(name.startswith("lookup_failures") for name in failed)
+
+
+def test_a_store_that_does_not_answer_costs_a_lookup_its_deadline(make: Callable[..., Any], storage: Server) -> None:
+    first = make()
+    first.serve(prompt(300))
+    first.settle()
+    engine = make(lookup_timeout=0.3, fetch_timeout=0.3, store_timeout=0.3)
+    storage.freeze()
+    assert engine.serve(prompt(300)) == 0
+    engine.settle()
+    storage.thaw()
+    assert wait_for(lambda: engine.serve(prompt(300)) or (engine.forget(), 0)[1]) == 256, "and it is found again"
+
+
+def test_a_load_that_does_not_end_fails_by_its_deadline(make: Callable[..., Any], storage: Server) -> None:
+    engine = make(fetch_timeout=0.5)
+    engine.serve(prompt(300))
+    engine.settle()
+    keys = keys_of(engine, prompt(300))
+    assert {look(engine.tier, key) for key in keys} == {"HIT"}
+    storage.freeze()
+    engine.tier.submit_load(job(1, keys, [40, 41, 42, 43]))
+    found = outcome(engine.tier)
+    assert (found.job_id, found.success, found.successful_keys) == (1, False, None)
+    storage.thaw()
+
+
+def test_stores_behind_one_that_takes_too_long_are_given_up(
+    make: Callable[..., Any], storage: Server, plane: DaemonProcess
+) -> None:
+    """vLLM keeps the rows of a job until its outcome: a slow store must not hold its CPU tier."""
+    engine = make(store_timeout=0.3)
+    keys = keys_of(engine, prompt(300))
+    storage.freeze()
+    for number in range(6):
+        engine.tier.submit_store(job(number, keys, [0, 1, 2, 3], load=False))
+    ended: list[Any] = []
+    wait_for(lambda: (ended.extend(engine.tier.get_finished_jobs()), len(ended) == 6)[1])
+    assert [each.job_id for each in ended] == list(range(6)) and not any(each.success for each in ended)
+    storage.thaw()
+    client = HostConfig(data_plane=plane.address).client(0)
+    assert sum(client.statistics().store_outcomes.values()) <= 1, "each of them was tried, one after the other"
+    client.close()
+
+
+def test_a_data_plane_that_was_restarted_is_found_again(
+    make: Callable[..., Any], storage: Server, tmp_path: Path
+) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    daemon = DaemonProcess(storage, tmp_path, **BUFFERS, listen=address)
+    engine = make(address=address)
+    engine.serve(prompt(300))
+    engine.settle()
+    daemon.close()
+    daemon = DaemonProcess(storage, tmp_path, **BUFFERS, listen=address)
+    try:
+        engine.forget()
+        assert wait_for(lambda: engine.serve(prompt(300)) or (engine.forget(), 0)[1]) == 256
+        engine.serve(prompt(300, seed=5))
+        engine.settle()
+        engine.forget()
+        assert engine.serve(prompt(300, seed=5)) in (0, 256)
+    finally:
+        daemon.close()
+
+
+def test_after_a_reset_nothing_is_found_that_was_stored_before(make: Callable[..., Any]) -> None:
+    """Weights may have been changed: vLLM resets its caches, and says no more."""
+    engine = make()
+    engine.serve(prompt(300))
+    engine.settle()
+    engine.scheduler.reset_prefix_cache(reset_connector=True)
+    engine.worker.gpu[:] = 0
+    assert engine.serve(prompt(300)) == 0
+    engine.settle()
+    engine.forget()
+    assert engine.serve(prompt(300)) == 256, "of its own"
+    assert make().serve(prompt(300)) == 256, "of those that have not been reset"
+
+
+def test_draining_ends_what_waits_and_what_runs(make: Callable[..., Any], storage: Server) -> None:
+    engine = make(store_timeout=1.0, fetch_timeout=PATIENCE_S)
+    engine.serve(prompt(300))
+    engine.settle()
+    keys, others = keys_of(engine, prompt(300)), keys_of(engine, prompt(300, seed=1))
+    storage.freeze()
+    for number in range(4):
+        engine.tier.submit_store(job(number, others, [0, 1, 2, 3], load=False))
+    engine.tier.submit_load(job(4, keys, [40, 41, 42, 43]))
+    engine.tier.drain_jobs()
+    ended = {each.job_id: each.success for each in engine.tier.get_finished_jobs()}
+    assert ended == dict.fromkeys(range(5), False)
+    storage.thaw()
+
+
+def test_it_gives_everything_back(make: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+
+    before = set(threading.enumerate())
+    engine = make()
+    engine.serve(prompt(300))
+    engine.close()
+    assert "Failed to close" not in caplog.text, "somebody has a view of vLLM's memory"
+    assert not list(Path("/dev/shm").glob(f"shadowserve-05e1f00d{os.getpid():08x}*"))
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("shadowserve")]
+    wait_for(lambda: not [thread for thread in ours if thread.is_alive() and thread not in before])
+
+
+def test_a_shutdown_waits_no_longer_than_it_may(make: Callable[..., Any], storage: Server) -> None:
+    engine = make(close_timeout=0.3, store_timeout=PATIENCE_S, fetch_timeout=PATIENCE_S)
+    engine.serve(prompt(300))
+    engine.settle()
+    keys = keys_of(engine, prompt(300))
+    storage.freeze()
+    engine.tier.submit_store(job(1, keys_of(engine, prompt(300, seed=1)), [0, 1, 2, 3], load=False))
+    engine.tier.submit_load(job(2, keys, [40, 41, 42, 43]))
+    wait_for(storage.asked)
+    engine.tier.shutdown()
+    assert wait_for(storage.asked), "nothing has been answered"
+    storage.thaw()
+
+
+@pytest.mark.parametrize(("canonical", "found"), [(False, "MISS"), (True, "HIT")])
+def test_engines_of_another_number_of_ranks_share_rows_in_canonical_order_alone(
+    make: Callable[..., Any], canonical: bool, found: str
+) -> None:
+    """vLLM takes rows of one group for the same from any ranks; but ranks write all their layers, one rank after
+    the other, so that only its canonical order is.
+    """
+    from tiering import specs
+
+    offload = {"canonical_layout": canonical}
+    one = make(groups=specs(num_kv_heads=2), offload=offload)
+    one.serve(prompt(300))
+    one.settle()
+    two = make(groups=specs(num_kv_heads=1), engine={"tensor_parallel_size": 2}, offload=offload)
+    assert two.tier.block_size_bytes == one.tier.block_size_bytes and two.tier.problem == ""
+    assert look(two.tier, keys_of(two, prompt(300))[0]) == found
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"engine": {"enable_lora": True}}, "adapters"),
+        ({"engine": {"prefix_caching_hash_algo": "xxhash"}}, "cryptographic"),
+        ({"engine": {"load_format": "ipc_cache"}}, "another process's memory"),
+    ],
+)
+def test_what_vllm_s_hashes_do_not_name_is_not_kept(
+    make: Callable[..., Any], storage: Server, options: dict[str, Any], said: str
+) -> None:
+    engine = make(**options)
+    assert said in engine.tier.problem
+    assert engine.serve(prompt(300)) == 0
+    engine.settle()
+    assert records(storage) == []
+
+
+def test_names_may_be_trusted(make: Callable[..., Any]) -> None:
+    engine = make(engine={"enable_lora": True}, trust_names=True)
+    assert engine.tier.problem == ""
+
+
+def test_a_tier_that_no_connector_has_made_is_off(make: Callable[..., Any], plane: DaemonProcess) -> None:
+    from tiering import TIER
+
+    from host_control.vllm.tier import ShadowServeTier
+
+    engine = make()
+    settings = {name: value for name, value in TIER.items() if name not in ("type", "module_path")}
+    tier = ShadowServeTier(engine.tier._offloading_spec, engine.tier._primary_kv_view, "tier", **settings)
+    assert "not made by a connector" in tier.problem
+    tier.submit_store(job(1, [bytes(36)], [0], load=False))
+    tier.submit_load(job(2, [bytes(36)], [0]))
+    assert [each.success for each in tier.get_finished_jobs()] == [False, False]
+    assert tier.lookup(bytes(36), context()).name == "MISS"
+    tier.drain_jobs()
+    tier.shutdown()
+
+
+def test_a_key_that_is_not_known_ends_the_start(make: Callable[..., Any]) -> None:
+    from shadowserve.errors import ConfigurationError
+
+    with pytest.raises(ConfigurationError, match="lookup_timeout"):
+        make(lookup_timeuot=1)
+
+
+@pytest.mark.parametrize(("role", "stored", "loaded"), [("kv_producer", 4, 0), ("kv_consumer", 0, 256)])
+def test_a_role_that_only_stores_or_only_loads(
+    make: Callable[..., Any], storage: Server, role: str, stored: int, loaded: int
+) -> None:
+    engine = make(transfer={"kv_role": role})
+    engine.serve(prompt(300))
+    engine.settle()
+    assert len(records(storage)) == stored
+    other = make()
+    other.serve(prompt(300))
+    other.settle()
+    engine.forget()
+    assert engine.serve(prompt(300)) == loaded
+
+
+def test_its_counts_are_shown_beside_vllm_s_own(make: Callable[..., Any]) -> None:
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+    engine = make()
+    config = engine.scheduler.vllm_config
+    metrics = engine.connector.build_prom_metrics(
+        config, {Counter: Counter, Gauge: Gauge, Histogram: Histogram}, ["engine"], {0: ["0"]}
+    )
+    engine.serve(prompt(300))
+    engine.settle()
+    engine.tier._failed("load", 2, "absent", "")
+    stats = engine.tier.get_stats()
+    metrics.observe(stats.data, 0)
+    shown = {sample.name for metric in REGISTRY.collect() for sample in metric.samples}
+    assert {"vllm:shadowserve_tier_load_failures_total"} <= shown

@@ -1,0 +1,80 @@
+"""What an engine answers, and how far two answers are from each other."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+__all__ = ["LOGPROBS", "TOLERANCES", "Answer", "answer", "answers", "difference", "of_output", "prefill_of"]
+
+LOGPROBS: Final = 5
+TOLERANCES: Final = {"float32": 1e-3, "bfloat16": 0.2}
+"""By which logprobs may differ: the same sums in another order. A prefix that is another moves them by 0.05 to 2 in
+float32, where equal ones differ by 1e-5; in bfloat16, which only states need, by 0.5 and more."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated, how likely it was, and how many tokens of the prompt were not computed.
+
+    Attributes:
+        tokens: of the output.
+        logprobs: of each of them, the likeliest tokens.
+        cached: tokens of the prompt.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+    cached: int
+
+
+def of_output(output: Any) -> Answer:
+    """Return vLLM's output as an answer."""
+    generated = output.outputs[0]
+    logprobs = [{token: value.logprob for token, value in each.items()} for each in generated.logprobs]
+    return Answer(list(generated.token_ids), logprobs, output.num_cached_tokens or 0)
+
+
+def answers(engine: Any, prompts: Sequence[list[int]], tokens: int = 8) -> list[Answer]:
+    """Return the answers to prompts that are asked at once."""
+    return [of_output(output) for output in engine.generate(list(prompts), tokens, logprobs=LOGPROBS)]
+
+
+def answer(engine: Any, prompt: list[int], tokens: int = 8) -> Answer:
+    """Return the answer to a prompt that is asked alone."""
+    return answers(engine, [prompt], tokens)[0]
+
+
+def difference(one: Answer, other: Answer, tolerance: float) -> float:
+    """Return by how much the logprobs differ at most; infinite where other tokens were generated.
+
+    Two tokens that are as likely within ``tolerance`` may take each other's place; what follows them says nothing.
+    """
+    most = 0.0
+    for token, second, here, there in zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True):
+        gaps = [abs(here[each] - there[each]) for each in here.keys() & there.keys()]
+        if any(map(math.isnan, gaps)):
+            return math.inf
+        most = max([most, *gaps])
+        if token != second:
+            tie = second in here and token in there and here[token] - here[second] <= tolerance
+            return most if tie and there[second] - there[token] <= tolerance else math.inf
+    return most
+
+
+@contextmanager
+def prefill_of(engine: Any, tokens: int | None) -> Iterator[None]:
+    """Have the engine compute prompts in steps of so many tokens; ``None`` for whole, as without chunked prefill."""
+    scheduler = engine.scheduler
+    before = scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.enable_chunked_prefill
+    if not before[1]:
+        yield  # it only computes them whole
+        return
+    scheduler.scheduler_config.enable_chunked_prefill = tokens is not None
+    if tokens is not None:
+        scheduler.max_num_scheduled_tokens = tokens
+    try:
+        yield
+    finally:
+        scheduler.max_num_scheduled_tokens, scheduler.scheduler_config.enable_chunked_prefill = before

@@ -1,0 +1,419 @@
+"""The cells of the matrix: what is done to an engine with the plugin, and compared with the engine without it."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from answers import LOGPROBS, Answer, answer, answers, difference, of_output, prefill_of
+from machine import PATIENCE_S, wait_for
+from prompts import Plan
+from redis import Redis
+from stack import Process, data_plane
+from tiny_models import random_tokens, with_another_first_chunk
+
+__all__ = ["CELLS", "Cell", "Reference", "Served", "Stack", "refer"]
+
+CELLS: Final = (
+    "sensitive",
+    "one chunk",
+    "window - 1",
+    "window",
+    "window + 1",
+    "128 chunks",
+    "local then stored",
+    "whole prefill",
+    "chunked prefill",
+    "preemption",
+    "abort",
+    "a record is lost",
+    "the data plane is killed",
+    "a record is damaged",
+    "another TP size",
+)
+_FAULTS: Final = ("a record is lost", "the data plane is killed", "a record is damaged")
+_FEWER_BLOCKS: Final = (2.6, 2.2, 1.8, 1.5, 1.25, 1.1)
+"""Of what one request takes: the first share that makes several drive each other out will do."""
+
+
+@dataclass
+class Cell:
+    """What became of a cell.
+
+    Attributes:
+        outcome: ``passed``, ``failed``, or ``not possible`` here.
+        why: of the last two.
+        hit: tokens that were not computed.
+        own: tokens that vLLM's own prefix cache would have had: what a hit should reach in whole chunks.
+        difference: of logprobs, at most; of *sensitive*, at least.
+    """
+
+    outcome: str = "passed"
+    why: str = ""
+    hit: int | None = None
+    own: int | None = None
+    difference: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it without what says nothing: of other tokens, logprobs do not."""
+        gap = float(f"{self.difference:.2g}") if math.isfinite(self.difference) else 0
+        found = asdict(self) | {"difference": gap or None}
+        return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+@dataclass
+class Reference:
+    """What the engine without the plugin answers.
+
+    Attributes:
+        plan: the prompts.
+        tolerance: see answers.py.
+        alone: cell -> answer.
+        own: cell -> answer of the same engine, asked again: from its own prefix cache.
+        crowd: answers, each asked alone.
+        sensitive: the cell of that name.
+        unsound: cell -> what vLLM itself answers otherwise in it, without the plugin.
+    """
+
+    plan: Plan
+    tolerance: float
+    alone: dict[str, Answer] = field(default_factory=dict)
+    own: dict[str, Answer] = field(default_factory=dict)
+    crowd: list[Answer] = field(default_factory=list)
+    sensitive: Cell = field(default_factory=Cell)
+    unsound: dict[str, str] = field(default_factory=dict)
+
+    def compare(self, cell: str, expected: Answer, given: Answer, where: str) -> None:
+        """Note where vLLM's own answer depends on more than the prompt."""
+        if difference(expected, given, self.tolerance) > self.tolerance:
+            self.unsound.setdefault(cell, f"vLLM answers otherwise {where}, without the plugin as well")
+
+
+def refer(engine: Any, plan: Plan, tolerance: float) -> Reference:
+    """Ask the engine without the plugin, and show that its answers tell one prefix from another."""
+    found = Reference(plan, tolerance)
+    least = math.inf
+    for cell, prompt in plan.alone.items():
+        with prefill_of(engine, plan.step if cell == "chunked prefill" else None):
+            engine.forget()
+            found.alone[cell] = answer(engine, prompt)
+            found.own[cell] = answer(engine, prompt)
+            found.compare(cell, found.alone[cell], found.own[cell], "from its own prefix cache")
+            if cell == "local then stored":
+                engine.forget()
+                answer(engine, prompt[: 2 * plan.chunk + 1])
+                found.compare(cell, found.alone[cell], answer(engine, prompt), "from its own prefix cache")
+            for other in _others(prompt, plan.chunk):
+                engine.forget()
+                least = min(least, difference(found.alone[cell], answer(engine, other), 0.0))
+    for prompt in plan.crowd:
+        engine.forget()
+        found.crowd.append(answer(engine, prompt, plan.crowd_tokens))
+    for given in (each for crowd in pressed(engine, plan) for each in zip(found.crowd, crowd, strict=True)):
+        found.compare("preemption", *given, "where requests drive each other out")
+    engine.forget()
+    found.sensitive.difference = least
+    if least < 2 * tolerance:
+        why = f"another chunk moves logprobs by {least:.2g} only, where {tolerance} is let pass"
+        found.sensitive = Cell("failed", why, difference=least)
+    return found
+
+
+def _others(prompt: list[int], chunk: int) -> Iterator[list[int]]:
+    """Yield the prompt with another first chunk, and with another last chunk of those that a hit can serve."""
+    if len(prompt) > chunk:
+        last = (len(prompt) - 1) // chunk * chunk
+        yield with_another_first_chunk(prompt, chunk)
+        yield prompt[: last - chunk] + random_tokens(chunk, "another last chunk") + prompt[last:]
+
+
+def pressed(engine: Any, plan: Plan) -> Iterator[list[Answer]]:
+    """Ask the crowd at once, twice, in so few blocks that requests are preempted; nothing where none can be."""
+    if not plan.crowd:
+        return
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    engine.forget()
+    free = fewest = engine.free_blocks()
+    for _ in steps_of(engine, plan.crowd[0], plan.crowd_tokens):
+        fewest = min(fewest, engine.free_blocks())
+    peak, before = free - fewest, _preemptions(engine)
+    for share in _FEWER_BLOCKS:
+        engine.forget()
+        taken = pool.get_new_blocks(max(pool.get_num_free_blocks() - max(int(share * peak), peak + 1), 0))
+        try:
+            first = answers(engine, plan.crowd, plan.crowd_tokens)
+            if _preemptions(engine) > before:
+                yield first
+                yield answers(engine, plan.crowd, plan.crowd_tokens)  # what it finds, the first has stored
+                return
+        finally:
+            pool.free_blocks(taken)
+
+
+def _preemptions(engine: Any) -> int:
+    return sum(int(each.value) for each in engine.llm.get_metrics() if each.name == "vllm:num_preemptions")
+
+
+def steps_of(engine: Any, prompt: list[int], tokens: int) -> Iterator[list[Any]]:
+    """Answer a prompt, named ``asked``, step by step; yields what has finished."""
+    from vllm import SamplingParams
+
+    core = engine.llm.llm_engine
+    options = {"temperature": 0.0, "ignore_eos": True, "detokenize": False, "logprobs": LOGPROBS}
+    core.add_request("asked", {"prompt_token_ids": prompt}, SamplingParams(max_tokens=tokens, **options))
+    ends = time.monotonic() + 5 * PATIENCE_S
+    while core.has_unfinished_requests():
+        yield [output for output in core.step() if output.finished]
+        assert time.monotonic() < ends, "a request does not end"
+
+
+class Stack:
+    """A data plane over a storage server, or over a Redis, that takes what is damaged as well.
+
+    Args:
+        storage: address of the server.
+        redis: the same; empty where there is none.
+    """
+
+    def __init__(self, storage: str, redis: str = "") -> None:
+        self.storage, self.redis, self._over = storage, redis, storage
+        self.plane = data_plane(storage)
+
+    def over(self, store: str) -> None:
+        """Have the data plane, at the same address, work over another store."""
+        self.plane.kill()
+        self._over = store
+        self.plane = data_plane(store, self.plane.address)
+
+    def restore(self) -> None:
+        """Have it work over the storage server again, if it does not."""
+        if self._over != self.storage or self.plane.killed:
+            self.over(self.storage)
+
+    def client(self) -> Redis:
+        """Return a client of the store."""
+        host, _, port = self._over.rpartition(":")
+        return Redis(host, int(port))
+
+    def records(self) -> set[bytes]:
+        """Return the names of what is stored."""
+        with self.client() as client:
+            return set(client.scan_iter())
+
+
+class Served:
+    """An engine with the plugin, beside the reference.
+
+    Args:
+        engine: that it is.
+        reference: of the engine without the plugin.
+        stack: that it stores in.
+    """
+
+    def __init__(self, engine: Any, reference: Reference, stack: Stack) -> None:
+        self.engine, self.reference, self.stack = engine, reference, stack
+        self.plan = reference.plan
+        self.problem: str = engine.problem
+
+    def run(self, cell: str) -> Cell:
+        """Return what became of one cell; whatever is raised is a failure of it."""
+        steps: dict[str, Callable[[str], Cell]] = {
+            "128 chunks": self._many,
+            "local then stored": self._local_then_stored,
+            "preemption": self._preemption,
+            "abort": self._abort,
+            "a record is lost": self._record_lost,
+            "the data plane is killed": self._data_plane_killed,
+            "a record is damaged": self._record_damaged,
+        }
+        try:
+            if cell.startswith("window") and cell not in self.plan.alone:
+                return Cell("not possible", "no layer has a window")
+            if cell in _FAULTS and self.problem:
+                return Cell("not possible", "nothing is loaded")
+            if cell == "chunked prefill" and not self.engine.scheduler.scheduler_config.enable_chunked_prefill:
+                return Cell("not possible", "vLLM computes these prompts whole")
+            found = steps.get(cell, self._hit)(cell)
+            if found.outcome == "failed" and cell in self.reference.unsound:
+                return Cell("not possible", self.reference.unsound[cell])
+            return found
+        except Exception as error:
+            return Cell("failed", repr(error)[:500])
+
+    # ------------------------------------------------------------------ hits
+
+    def _stored(self, cell: str) -> Cell:
+        """Have a cell's prompt computed, stored and forgotten by the engine."""
+        self.engine.forget()
+        found = self._judged(Cell(), answer(self.engine, self.plan.alone[cell]), self.reference.alone[cell])
+        self.engine.flush()
+        self.engine.forget()
+        return found
+
+    def _judged(self, cell: Cell, given: Answer, expected: Answer) -> Cell:
+        cell.difference = max(cell.difference, difference(expected, given, self.reference.tolerance))
+        if cell.difference > self.reference.tolerance and cell.outcome == "passed":
+            cell.outcome = "failed"
+            cell.why = f"answered {given.tokens}, without the plugin {expected.tokens}, logprobs {cell.difference:.2g}"
+        return cell
+
+    def again(self, name: str, cell: Cell, *, hits: bool = True) -> Cell:
+        """Ask a cell's prompt once more; where the plugin is on, ``hits`` wants one as long as vLLM's own cache has."""
+        given = answer(self.engine, self.plan.alone[name])
+        self._judged(cell, given, self.reference.alone[name])
+        cell.hit, cell.own = given.cached, self.reference.own[name].cached
+        wanted = cell.own // self.plan.chunk * self.plan.chunk
+        if hits and not self.problem and cell.hit < wanted and cell.outcome == "passed":
+            cell.outcome, cell.why = "failed", f"{cell.hit} tokens were served, of {wanted}"
+        if self.problem and cell.hit and cell.outcome == "passed":
+            cell.outcome, cell.why = "failed", f"{cell.hit} tokens were served by a plugin that is off"
+        return cell
+
+    def _hit(self, cell: str) -> Cell:
+        with prefill_of(self.engine, self.plan.step if cell == "chunked prefill" else None):
+            return self.again(cell, self._stored(cell))
+
+    def _many(self, cell: str) -> Cell:
+        """More chunks than the buffer of waiting stores takes in one step: the others are stored the next time."""
+        found = self._stored(cell)
+        return self.again(cell, self._stored(cell) if found.outcome == "passed" else found)
+
+    def _local_then_stored(self, cell: str) -> Cell:
+        found = self._stored(cell)
+        answer(self.engine, self.plan.alone[cell][: 2 * self.plan.chunk + 1])
+        if not self.problem:
+            return self.again(cell, found)
+        given = answer(self.engine, self.plan.alone[cell])  # what it has itself is served all the same
+        return self._judged(found, given, self.reference.alone[cell])
+
+    # ------------------------------------------------------------------ little room, requests that end early
+
+    def _preemption(self, _: str) -> Cell:
+        found, rounds = Cell(), 0
+        for given in pressed(self.engine, self.plan):
+            rounds += 1
+            for one, expected in zip(given, self.reference.crowd, strict=True):
+                self._judged(found, one, expected)
+            self.engine.flush()
+        return found if rounds else Cell("failed", "no request was preempted")
+
+    def _abort(self, cell: str) -> Cell:
+        found = self._stored(cell)
+        free = self.engine.free_blocks()
+        core = self.engine.llm.llm_engine
+        with (
+            prefill_of(self.engine, self.plan.step),
+            self._while_it_loads(lambda: self.stack.plane.freeze(frozen=True)) as loads,
+        ):
+            steps = steps_of(self.engine, self.plan.alone[cell], 64)
+            while not (loads or (self.problem and self._computed())):
+                next(steps)
+            core.abort_request(["asked"])
+            if loads:
+                self.stack.plane.freeze(frozen=False)
+            ends = time.monotonic() + PATIENCE_S
+            while self.engine.scheduler.requests:
+                core.engine_core.engine_core.step()
+                assert time.monotonic() < ends, "an aborted request does not end"
+        self.engine.forget()
+        if self.engine.free_blocks() != free:
+            return Cell("failed", f"{self.engine.free_blocks()} blocks are free, {free} were before")
+        return self.again(cell, found)
+
+    def _computed(self) -> bool:
+        return any(request.num_computed_tokens for request in self.engine.scheduler.requests.values())
+
+    # ------------------------------------------------------------------ loads that fail half-way
+
+    @contextmanager
+    def _while_it_loads(self, fault: Callable[[], None]) -> Iterator[list[int]]:
+        """Have a fault happen when a load is decided on, before it begins; yields the tokens of such loads."""
+        connector, loads = self.engine.connector, list[int]()
+        allocated = connector.update_state_after_alloc
+
+        def note(request: Any, blocks: Any, tokens: int) -> None:
+            if tokens and not loads:
+                fault()
+                loads.append(tokens)
+            allocated(request, blocks, tokens)
+
+        connector.update_state_after_alloc = note
+        try:
+            yield loads
+        finally:
+            del connector.update_state_after_alloc
+            self.stack.plane.freeze(frozen=False)
+
+    def _faults(self, name: str, fault: Callable[[Redis, list[bytes]], object]) -> Cell:
+        """Have something happen to a third of a prompt's records, then to the others: answers stay right.
+
+        Not each of them is needed by a hit: of windows, those at its end alone.
+        """
+        before, failed = self.stack.records(), self._failed_loads()
+        found = self._stored(name)
+        for third in range(3):
+
+            def happen(third: int = third) -> None:
+                with self.stack.client() as client:
+                    fault(client, sorted(self.stack.records() - before)[third::3])
+
+            with self._while_it_loads(happen) as loads:
+                self.again(name, found, hits=False)
+            if not loads:
+                return Cell("failed", "nothing was loaded")
+            self.engine.flush()
+            self.engine.forget()
+        found.hit = found.own = None  # of what is left by then
+        return found if self._failed_loads() > failed else Cell("failed", "no load failed")
+
+    def _failed_loads(self) -> int:
+        counts = self.engine.counters().items()
+        return sum(count for name, count in counts if name.startswith("load_failures"))
+
+    def _record_lost(self, cell: str) -> Cell:
+        return self._faults(cell, lambda client, names: client.delete(*names))
+
+    def _record_damaged(self, cell: str) -> Cell:
+        if not self.stack.redis:
+            return Cell("not possible", "no redis-server, and a storage server of ours takes no damaged record")
+
+        def damage(client: Redis, names: list[bytes]) -> None:
+            for number, name in enumerate(names):
+                record = client.get(name)
+                place = len(record) * (number % 3 + 1) // 4
+                client.set(name, record[:place] + bytes([record[place] ^ 0x10]) + record[place + 1 :])
+
+        self.stack.over(self.stack.redis)
+        self._until_found(cell)
+        return self._faults(cell, damage)
+
+    def _until_found(self, cell: str) -> None:
+        """Wait until the engine has found a data plane that was away."""
+        prompt = random_tokens(2 * self.plan.chunk + 1, f"{cell}: is it back?")
+
+        def found() -> bool:
+            self.engine.forget()
+            served = answer(self.engine, prompt).cached
+            self.engine.flush()
+            return served > 0
+
+        if not self.problem:
+            wait_for(found, 2 * PATIENCE_S)
+        self.engine.forget()
+
+    def _data_plane_killed(self, cell: str) -> Cell:
+        found = self._stored(cell)
+        plane: Process = self.stack.plane
+        before = self._failed_loads()
+        with self._while_it_loads(lambda: plane.freeze(frozen=True)) as loads:
+            finished: list[Any] = []
+            for outputs in steps_of(self.engine, self.plan.alone[cell], 8):
+                finished += outputs
+                if loads and not plane.killed:
+                    plane.kill()
+        self._judged(found, of_output(finished[0]), self.reference.alone[cell])
+        self.stack.over(self.stack.storage)
+        self._until_found(cell)
+        return found if loads and self._failed_loads() > before else Cell("failed", "no load failed")

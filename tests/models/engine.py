@@ -1,0 +1,203 @@
+"""A real vLLM engine in this process, and what tests want of it. To be imported before vLLM is."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from machine import PATIENCE_S
+from tiny_models import with_another_first_chunk
+
+__all__ = ["BLOCK", "IMPATIENCE_S", "PATIENT", "Engine"]
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    # The model is tiny: a second thread would only spin.
+    OMP_NUM_THREADS="1",
+    # And vLLM's own small functions take 15 s of a core each to be compiled, in each process anew.
+    TORCHDYNAMO_DISABLE="1",
+)
+
+BLOCK: Final = 32
+# An engine in the same process can keep the scripted data plane from its turn for seconds, and so can the machine.
+PATIENT: Final = {
+    "connect_timeout": PATIENCE_S,
+    "shadowserve.fetch_timeout": PATIENCE_S,
+    "shadowserve.lookup_timeout": PATIENCE_S,
+    "store_timeout": PATIENCE_S,
+    "close_timeout": PATIENCE_S,
+}
+IMPATIENCE_S: Final = 1.0
+
+
+@contextmanager
+def imports_aside() -> Iterator[None]:
+    """Leave what is garbage collected to what the engine made.
+
+    At each start and end vLLM collects several times, among half a million objects that imports have made, and freezes
+    or unfreezes all of them: five times as much work as the engine itself is.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("freeze", "unfreeze"):
+            patch.setattr(gc, name, lambda: None)
+        yield
+
+
+class Engine:
+    """One vLLM engine and what a test wants of it."""
+
+    def __init__(self, model: Path, data_plane: str | None, **options: Any) -> None:
+        from vllm import LLM
+
+        extra = options.pop("extra", {})
+        policy = options.pop("policy", "recompute")
+        if data_plane is not None:
+            options["kv_transfer_config"] = {
+                "kv_connector": "ShadowServeConnector",
+                "kv_connector_module_path": "host_control.vllm.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": policy,
+                "kv_connector_extra_config": {
+                    "data_plane": data_plane,
+                    **PATIENT,
+                    "breaker_backoff": 0.05,
+                    "breaker_backoff_max": 0.2,
+                    "identity_cache": "none",  # not the user's own
+                    **extra,
+                },
+            }
+        settings: dict[str, Any] = dict(
+            model=str(model),
+            dtype="float32",
+            skip_tokenizer_init=True,
+            max_model_len=2048,
+            max_num_seqs=8,
+            block_size=BLOCK,
+            enforce_eager=True,
+            seed=0,
+            disable_log_stats=False,
+            gpu_memory_utilization=0.1,
+            kv_cache_memory_bytes=64 << 20,
+        )
+        settings.update(options)
+        gc.collect()
+        gc.freeze()
+        with imports_aside():
+            self.llm = LLM(**settings)
+
+    @property
+    def connector(self) -> Any:
+        """The scheduler's half, as a connector."""
+        return self.scheduler.connector
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def problem(self) -> str:
+        """Why the plugin is off; empty where it is on."""
+        return str(self.connector._scheduler.problem)
+
+    @property
+    def worker(self) -> Any:
+        """The worker's half."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()._worker
+
+    def generate(self, prompts: list[list[int]], tokens: int = 8, **sampling: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
+        return list(self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False))
+
+    def outputs(self, prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:
+        return [list(out.outputs[0].token_ids) for out in self.generate(prompts, tokens)]
+
+    def assert_sensitive(self, prompts: list[list[int]], outputs: list[list[int]]) -> None:
+        """Assert that outputs tell: with another first chunk and the same rest, each prompt gives others than these.
+
+        Without that, equal outputs would say nothing about the KV that was loaded. What is computed here is stored,
+        too: do it last, or :meth:`reset`.
+        """
+        others = self.outputs([with_another_first_chunk(prompt) for prompt in prompts], len(outputs[0]))
+        for prompt, output, other in zip(prompts, outputs, others, strict=True):
+            assert output != other, f"{len(prompt)} tokens with another first chunk end in the same {output}"
+
+    def flush(self) -> None:
+        """Wait until everything that was gathered is stored, by each worker."""
+
+        def flush(_: Any) -> bool:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            store = get_kv_transfer_group()._worker._store
+            return store is None or bool(store.flush(2 * PATIENCE_S))
+
+        assert all(self.llm.collective_rpc(flush))
+
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """Have short deadlines that are meant to be hit, for a peer that does not answer."""
+        parts = [(self.connector._scheduler._lookup, "_timeout"), (self.worker._managers[0], "_fetch_timeout")]
+        parts += [(self.worker._store, "_timeout")]
+        with pytest.MonkeyPatch.context() as patch:
+            for part, name in parts:
+                assert getattr(part, name) == PATIENCE_S
+                patch.setattr(part, name, IMPATIENCE_S)
+            yield
+
+    def forget(self) -> None:
+        """Drop the engine's own prefix cache, so that the next prompt has to come from elsewhere."""
+        assert self.llm.reset_prefix_cache()
+
+    def counters(self) -> dict[str, int]:
+        return {
+            metric.name.removeprefix("vllm:shadowserve_")
+            + (f"/{metric.labels['reason']}" if "reason" in metric.labels else ""): int(metric.value)
+            for metric in self.llm.get_metrics()
+            if metric.name.startswith("vllm:shadowserve_")
+        }
+
+    def free_blocks(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def close(self) -> None:
+        with imports_aside():
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm
+            gc.collect()
+
+    def reset(self, plane: Any, *, records: bool = False) -> None:
+        """Begin anew: the script, the engine's own caches, the breakers; with ``records``, what is stored as well."""
+        self.flush()
+        plane.script.unstall.set()
+        plane.script = type(plane.script)()
+        plane.calls.clear()
+        plane.fetches.clear()
+        plane.stores.clear()
+        if records:
+            plane.records.clear()
+        worker, side = self.worker, self.connector._scheduler
+        if worker._store is not None:
+            worker._store.forget(list(worker._store._recent))
+        for client in (worker._client, *side._clients):
+            for breaker in client.breakers.values():
+                breaker.report(success=True)
+        self.forget()
+        self.counted = self.counters()
+
+    def counted_since(self) -> dict[str, int]:
+        """Return the counters that moved since :meth:`reset`."""
+        return {
+            name: count - self.counted.get(name, 0)
+            for name, count in self.counters().items()
+            if count != self.counted.get(name, 0)
+        }

@@ -1,0 +1,58 @@
+"""Which prompts a family is asked: of tokens of their own, so that no cell of the matrix lives on another's hits."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from tiny_models import random_tokens
+
+__all__ = ["MANY_CHUNKS", "Plan", "plan"]
+
+MANY_CHUNKS: Final = 130
+"""More than 128: others have failed there."""
+SEEDS: Final = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prompts of a family.
+
+    Attributes:
+        chunk: tokens in a chunk.
+        alone: cell -> a prompt that is asked alone.
+        crowd: prompts that are asked at once.
+        crowd_tokens: that each of them is answered with.
+        step: tokens of a step, where a prompt is computed in steps.
+    """
+
+    chunk: int
+    alone: dict[str, list[int]]
+    crowd: list[list[int]]
+    crowd_tokens: int
+    step: int
+
+
+def plan(chunk: int, window: int, tokens_max: int, cells: tuple[str, ...]) -> Plan:
+    """Return the prompts for chunks and a window of so many tokens, none longer than ``tokens_max``."""
+    rest = chunk // 4 + 1
+    many = min(MANY_CHUNKS, (tokens_max - 64) // chunk)
+    lengths = {
+        "one chunk": chunk + rest,
+        # A hit is whole chunks, or a token less where the prompt ends there: it ends at a prompt's last token but one.
+        **(
+            {f"window{sign}": window + more + 1 for sign, more in ((" - 1", -1), ("", 0), (" + 1", 1))}
+            if window
+            else {}
+        ),
+        "128 chunks": many * chunk + rest,
+        "local then stored": 6 * chunk + rest,
+        "whole prefill": 5 * chunk + rest,
+        "chunked prefill": 5 * chunk + rest,
+        "abort": 6 * chunk + rest,
+        "a record is lost": 6 * chunk + rest,
+        "the data plane is killed": 6 * chunk + rest,
+        "a record is damaged": 6 * chunk + rest,
+        "another TP size": 5 * chunk + rest,
+    }
+    alone = {cell: random_tokens(length, cell) for cell, length in lengths.items() if cell in cells}
+    crowd = [random_tokens(2 * chunk + rest, f"crowd {seed}") for seed in range(SEEDS)] if "preemption" in cells else []
+    return Plan(chunk, alone, crowd, max(96, chunk + chunk // 4), chunk + chunk // 2)

@@ -1,0 +1,163 @@
+"""Our programs, and ``vllm serve``, as processes that tests can kill and start again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any, Final
+
+import machine
+from machine import PATIENCE_S, PATIENT, free_port, wait_for
+
+__all__ = ["ROOT", "Process", "Server", "data_plane"]
+
+ROOT: Final = Path(__file__).parents[2]
+
+
+class Process:
+    """A program of ours that says ``ready ADDRESS`` on its standard output."""
+
+    def __init__(self, program: str, *arguments: str) -> None:
+        self._command = [sys.executable, "-m", "shadowserve_tools", program]
+        self._arguments = arguments
+        self.address = ""
+        self.start()
+
+    def start(self) -> None:
+        # scripts/test-dpu gives the daemon, and it alone, a C core with sanitizers.
+        special = os.environ.get("TEST_DPU_ENVIRONMENT", "") if self._command[-1] == "dpu" else ""
+        self._process = subprocess.Popen(
+            [*self._command, *self._arguments],
+            cwd=ROOT,
+            env=os.environ | dict(setting.split("=", 1) for setting in special.split()),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        word, _, address = self._process.stdout.readline().strip().partition(" ")
+        assert word == "ready"
+        self.address = address
+
+    @property
+    def killed(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End it as the machine's power switch would."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._close()
+
+    def restart(self) -> None:
+        """Start it again at its old address."""
+        option = "--listen" if "--listen" in self._arguments else "--port"
+        value = self.address if option == "--listen" else self.address.rpartition(":")[2]
+        arguments = list(self._arguments)
+        arguments[arguments.index(option) + 1] = value
+        self._arguments = tuple(arguments)
+        self.start()
+
+    def freeze(self, frozen: bool) -> None:
+        """Stop its threads where they are, connections open; or let them go on."""
+        self._process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
+        if frozen:
+            wait_for(lambda: machine.frozen(self._process.pid))
+
+    def stop(self) -> None:
+        if not self.killed:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.send_signal(signal.SIGTERM)
+            assert self._process.wait(PATIENCE_S) == 0
+        self._close()
+
+    def _close(self) -> None:
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def data_plane(storage: str, listen: str = "") -> Process:
+    return Process("dpu", "--listen", listen or f"127.0.0.1:{free_port()}", "--storage", storage, *PATIENT)
+
+
+class Server:
+    """``vllm serve``, with the plugin or without it.
+
+    Args:
+        model: folder.
+        transfer: the plugin's own configuration; None without it.
+        log: file.
+        options: more arguments.
+    """
+
+    def __init__(self, model: Path, transfer: dict[str, Any] | None, log: Path, *options: str) -> None:
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self.log = log
+        configured = {
+            "kv_connector": "ShadowServeConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": transfer,
+        }
+        environment = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+        }
+        arguments = [
+            *("--served-model-name", "small", "--host", "127.0.0.1", "--port", str(port)),
+            # By default vLLM kills its workers as soon as it is told to stop.
+            *("--shutdown-timeout", "60"),
+            *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "4", "--block-size", "32"),
+            *("--enforce-eager", "--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(64 << 20)),
+            *(("--kv-transfer-config", json.dumps(configured)) if transfer is not None else ()),
+            *options,
+        ]
+        self._command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *arguments]
+        self._environment = environment
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("a") as file:
+            self.process = subprocess.Popen(
+                self._command,
+                cwd=ROOT,
+                env=self._environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """End all of its processes as the machine's power switch would."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def call(self, path: str, body: dict[str, Any] | None = None, timeout: float = PATIENCE_S) -> str:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return str(answer.read().decode())
+
+    def wait_ready(self, timeout: float) -> None:
+        ends = time.monotonic() + timeout
+        while True:
+            assert self.process.poll() is None, self.log.read_text()[-4000:]
+            try:
+                self.call("/health", timeout=2)
+                return
+            except OSError:
+                assert time.monotonic() < ends, self.log.read_text()[-4000:]
+                time.sleep(0.2)
+
+    def metric(self, name: str) -> float:
+        return sum(
+            float(line.rpartition(" ")[2]) for line in self.call("/metrics").splitlines() if line.startswith(name)
+        )
