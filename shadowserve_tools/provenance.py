@@ -150,9 +150,7 @@ def _used(file: Path) -> Iterator[str]:
 def _native(functions: Iterable[str]) -> Iterator[Path]:
     """Yield the files of the C core that define functions, and those that they include, folder by folder."""
     folders = {folder: _c_files(folder) for folder in (REPOSITORY / "native" / "src").iterdir()}
-    defined = {
-        name: folder for folder, files in folders.items() for file in files for name in _defined(file.read_text())
-    }
+    defined = {name: folder for folder, files in folders.items() for file in files for name in _defined(file)}
     waiting = {defined[name] for name in functions if name in defined}
     done: set[Path] = set()
     while waiting:
@@ -169,8 +167,9 @@ def _c_files(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.suffix in (".c", ".h"))
 
 
-def _defined(text: str) -> list[str]:
-    return _C_DEFINITION.findall(text)
+@functools.cache
+def _defined(file: Path) -> list[str]:
+    return _C_DEFINITION.findall(file.read_text())
 
 
 @functools.cache

@@ -30,6 +30,7 @@ BENCHES: Final = (
     "link",
     "interference",
     "ablation",
+    "handover",
     "control",
     "memory",
     "recovery",
@@ -47,6 +48,7 @@ NEEDS: Final = {
     "link": ["redis"],
     "interference": ["vllm"],
     "ablation": ["vllm"],
+    "handover": ["vllm"],
     "control": ["vllm", "redis"],
 }
 """Packages of others that a benchmark imports late: better missed before it has measured for minutes."""

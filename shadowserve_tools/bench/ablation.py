@@ -1,15 +1,17 @@
 """``shadowserve bench ablation``: what each of the paper's three techniques is worth (ShadowServe section 6.4)."""
 
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 import click
 from rich.progress import Progress
 
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, Stack, model_options, p95
 from shadowserve_tools.report import Chart, Output, Report, output_options
+from shadowserve_tools.simulate import model as card
 
 __all__ = ["ablation"]
 
@@ -25,6 +27,11 @@ DATA_PLANE_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     NO_MM: ("--memory-management", "false"),
 }
 """NO_AF is the engine's business: ``asynchronous_fetch``. FULL and NO_AF stand side by side, and share a data plane."""
+
+CARD: Final = "emulated card"
+CARD_NO_MM: Final = "emulated card, no memory management"
+PAPER_NO_MM: Final = {"least": 6.96, "largest": 11.73}
+"""How many times as long TTFT is in figure 14."""
 
 
 @dataclass(frozen=True)
@@ -53,34 +60,74 @@ def ablation(
     Without asynchronous fetching the engine waits for each fetch. Without the chunked pipeline the data plane takes a
     chunk through all stages before the next. Without memory management it allocates and registers buffers for each
     chunk. Engine, model and cores are those of `bench interference`.
+
+    A CPU has nothing to register with, so memory management is switched off over an emulated BlueField, too: where
+    registering takes as long as it took a server, and as long as the paper's figures say that it took a card.
     """
     load = replace(load, output=output_tokens, requests=requests)
     runs: dict[str, list[_Run]] = defaultdict(list)
-    with ExitStack() as stack:
-        progress = stack.enter_context(Progress(transient=True))
-        task = progress.add_task("starting the engine", total=repeats * len(DATA_PLANE_FLAGS))
-        running = stack.enter_context(Stack(Partition.halves(), model, load, requests_max))
-        capacity = running.engine.serve(load, fetched=True).throughput
-        for turn in range(repeats):
-            for system, flags in DATA_PLANE_FLAGS.items():
-                progress.update(task, description=system)
-                if system != NO_AF:
-                    running.restart_data_plane(*flags)
-                running.engine.ask("switch", asynchronous=system != NO_AF)
-                offered = replace(load, rate=loaded * capacity, seed=turn)
-                runs[system].append(_measure(running, offered, unloaded))
-                running.engine.ask("switch", asynchronous=True)
-                progress.update(task, advance=1)
-    _report(runs).finish(output)
+    with Progress(transient=True) as progress:
+        total = repeats * (len(DATA_PLANE_FLAGS) + 2 + len(PAPER_NO_MM))
+        task = progress.add_task("starting the engine", total=total)
+        with Stack(Partition.halves(), model, load, requests_max) as running:
+            capacity = running.engine.serve(load, fetched=True).throughput
+            for turn in range(repeats):
+                for system, flags in DATA_PLANE_FLAGS.items():
+                    progress.update(task, description=system)
+                    if system != NO_AF:
+                        running.restart_data_plane(*flags)
+                    running.engine.ask("switch", asynchronous=system != NO_AF)
+                    offered = replace(load, rate=loaded * capacity, seed=turn)
+                    runs[system].append(_measure(running, offered, unloaded))
+                    running.engine.ask("switch", asynchronous=True)
+                    progress.update(task, advance=1)
+        progress.update(task, description="starting the engine")
+        cards = _on_card(model, load, unloaded, repeats, lambda: progress.update(task, description=CARD, advance=1))
+    _report(runs, cards).finish(output)
 
 
 def _measure(running: Stack, load: Load, unloaded: int) -> _Run:
-    singles = [running.engine.serve(replace(load, requests=1), fetched=True) for _ in range(unloaded)]
+    singles = _unloaded(running, load, unloaded)
     loaded = running.engine.serve(load, fetched=True)
-    return _Run(Served.of(singles), loaded, running.engine.serve(replace(load, rate=0.0), fetched=True))
+    return _Run(singles, loaded, running.engine.serve(replace(load, rate=0.0), fetched=True))
 
 
-def _report(runs: dict[str, list[_Run]]) -> Report:
+def _unloaded(running: Stack, load: Load, count: int) -> Served:
+    return Served.of([running.engine.serve(replace(load, requests=1), fetched=True) for _ in range(count)])
+
+
+def _on_card(
+    model: Model, load: Load, unloaded: int, repeats: int, tell: Callable[[], None]
+) -> dict[str, list[Served]]:
+    """Return what one request at a time met over the emulator, in each turn.
+
+    What registering must have taken the paper's card is taken so many times as long here as this machine is slower
+    with a prompt than the card was: behind the emulator there is a CPU.
+    """
+    predictor, paper = card.Model(), card.Setting(bandwidth_gbps=40)
+    kv_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes
+    paper_s = predictor.ttft_s(paper, card.Design()) * kv_bytes / (paper.prompt_tokens * predictor.given.token_bytes)
+    cards: dict[str, list[Served]] = defaultdict(list)
+    # As in the paper; and what the host exports, the card need not register.
+    host = {"quantizer": "binned", "delivery": "exported"}
+    with Stack(Partition.halves(), model, load, 1, backend="doca", **host) as running:
+        for _ in range(repeats):
+            running.restart_data_plane()
+            cards[CARD].append(_unloaded(running, load, unloaded))
+            tell()
+            slower = cards[CARD][-1].ttft / paper_s
+            us_per_mib = {CARD_NO_MM: predictor.given.register_us_per_mib}
+            for name, times in PAPER_NO_MM.items():
+                us_per_mib[f"{CARD_NO_MM}, {name}"] = slower * predictor.registering_us_per_mib(paper, times)
+            for name, us in us_per_mib.items():
+                cost = {"DOCA_EMULATOR_REGISTER_US_PER_MIB": f"{us:.0f}"}
+                running.restart_data_plane("--memory-management", "false", environment=cost)
+                cards[name].append(_unloaded(running, load, unloaded))
+                tell()
+    return cards
+
+
+def _report(runs: dict[str, list[_Run]], cards: dict[str, list[Served]]) -> Report:
     report = Report(
         "ablation",
         ["system", "unloaded_ttft_ms", "loaded_ttft_ms", "loaded_ttft_p95_ms", "loaded_tpot_ms", "loaded_tpot_p95_ms",
@@ -97,6 +144,8 @@ def _report(runs: dict[str, list[_Run]]) -> Report:
             loaded_tpot_p95_ms=p95(loaded.tpot_s) * 1e3,
             highest_req_per_s=Served.of([turn.burst for turn in turns]).throughput,
         )
+    for system, served in cards.items():
+        report.row(system=system, unloaded_ttft_ms=Served.of(served).ttft * 1e3)
     paper = "none; the paper has"
     for name, system, part, goal in (
         ("no_af_tpot", NO_AF, "tpot", f"{paper} 1.39 to 2.03"),
@@ -108,11 +157,19 @@ def _report(runs: dict[str, list[_Run]]) -> Report:
             report.ratio(name, [one.loaded.tpot / full.loaded.tpot for one, full in pairs], goal)
         else:
             report.ratio(name, [one.unloaded.ttft / full.unloaded.ttft for one, full in pairs], goal)
+    for name, system, goal in (
+        ("no_mm_card_ttft", CARD_NO_MM, "none; where registering takes as long as on a server"),
+        *(
+            (f"no_mm_card_ttft_{name}", f"{CARD_NO_MM}, {name}", f"none; the {name} of the paper's is {times}")
+            for name, times in PAPER_NO_MM.items()
+        ),
+    ):
+        report.ratio(name, [one.ttft / full.ttft for one, full in zip(cards[system], cards[CARD], strict=True)], goal)
     for title, column, unit in (
         ("Loaded TPOT", "loaded_tpot_ms", "ms"),
         ("Unloaded TTFT", "unloaded_ttft_ms", "ms"),
         ("Highest throughput", "highest_req_per_s", "requests/s"),
     ):
-        bars = [(str(row["system"]), float(row[column])) for row in report.rows]
+        bars = [(str(row["system"]), float(row[column])) for row in report.rows if column in row]
         report.charts.append(Chart(title, x="", y=unit, series={title: bars}, kind="bars", highlight=[FULL]))
     return report

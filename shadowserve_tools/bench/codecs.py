@@ -46,8 +46,8 @@ def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
     Twice: KV of the project's own model (vectors of 128, slices of 32 KiB), whose sizes count, and KV made up in the
     shape of Llama-3.1-8B (vectors of 1024, slices of 256 KiB), whose speeds do; and a few of both in the other's terms:
     KV made up in the own model's shape, and the own model's slices with and without vectors that come again. Quantized
-    with 16 to 256 bins, and lossless bfloat16. Speeds are of one core's CPU time, from and to memory: MB/s of symbols
-    in, GB/s of symbols out, GB/s of bfloat16 out with dequantization.
+    with 16 to 256 bins, and lossless: bfloat16, and in Llama's shape float32 and float8_e4m3. Speeds are of one core's
+    CPU time, from and to memory: MB/s of symbols in, GB/s of symbols out, GB/s of elements out with dequantization.
     """
     columns = ["data", "treatment", "codec", "isa", "bits", "ratio", "encode_MB_per_s", "decode_GB_per_s"]
     report = Report("codecs", [*columns, "to_bf16_GB_per_s"])
@@ -58,7 +58,9 @@ def codecs(layers: int, mebibytes: int, repeats: int, output: Output) -> None:
             treated = Treated(elements, bins, mebibytes << 20)
             full, isas = bins == BINS and data != SMALL, bins in (BINS, 0) and data != SMALL
             subjects = _subjects(treated, full=full, isas=isas)
-            everything[data, bins] = _measured(report, data, bins, treated, subjects, repeats)
+            treatment = f"{bins} bins" if bins else "lossless"
+            everything[data, bins] = _measured(report, data, treatment, treated, subjects, repeats)
+    _other_dtypes(report, _made_up(layers, 1024), mebibytes << 20, repeats)
     _sizes_by_repeats(report, real)
     _real_ratio(report, everything[REAL, BINS], everything[SMALL, BINS])
     _ratios(report, everything[LLAMA, BINS], everything[REAL, BINS])
@@ -248,13 +250,12 @@ def _zstd_compressor(level: int) -> Callable[[bytes], bytes] | None:
 
 
 def _measured(
-    report: Report, data: str, bins: int, treated: Treated, subjects: Sequence[_Subject], repeats: int
+    report: Report, data: str, treatment: str, treated: Treated, subjects: Sequence[_Subject], repeats: int, **more: Run
 ) -> dict[str, _Subject]:
-    """Time all of them in turns beside memcpy and dequantization alone, add their rows, and return them by name."""
-    treatment = f"{bins} bins" if bins else "lossless"
-    raw_bits = 16.0
+    """Time all of them in turns beside memcpy, dequantization alone and more, add their rows, return them by name."""
+    raw_bits = 8 * treated.raw_bytes / treated.elements_each
     beside = {"memcpy": memcpy(len(treated.target), treated.raw_bytes)}
-    beside["dequantize"] = Slices(treated, native.Codec.NONE).dequantize()
+    beside |= {"dequantize": Slices(treated, native.Codec.NONE).dequantize(), **more}
     keys = [(subject, what) for subject in subjects for what in subject.runs]
     runs = [*beside.values(), *(subject.runs[what] for subject, what in keys)]
     speeds = in_turns(runs, repeats, f"{data}, {treatment}")
@@ -281,6 +282,39 @@ def _measured(
             to_bf16_GB_per_s=median.get("to_bf16", ""),
         )
     return found
+
+
+def _other_dtypes(report: Report, elements: Patterns, size: int, repeats: int) -> None:
+    """Add lossless float32 and float8_e4m3, beside the decoder of lossless bfloat16, and their ratios."""
+    bfloat16 = Treated(elements, 0, size)
+    for dtype, bits in ((DType.FLOAT32, _float32(elements)), (DType.FLOAT8_E4M3, _float8(elements))):
+        name, treated = dtype.name.lower(), Treated(bits, 0, size, dtype)
+        beside = Slices(bfloat16, native.Codec.KVRANS).decode()
+        subjects = _subjects(treated, full=False, isas=True)
+        found = _measured(report, LLAMA, f"lossless {name}", treated, subjects, repeats, bfloat16=beside)
+        if best := _best(found):
+            report.ratio(f"lossless_{name}_over_memcpy", _pairs(found, best, "memcpy"), "none")
+            report.ratio(f"lossless_{name}_over_bfloat16", _pairs(found, best, "bfloat16"), "none; bytes out a second")
+            if "zstd" in found:
+                report.ratio(f"lossless_{name}_over_zstd", _pairs(found, best, "zstd"), "none")
+
+
+def _float32(elements: Patterns) -> npt.NDArray[np.uint32]:
+    """Return bit patterns of values that bfloat16 would round to these, or to their neighbours."""
+    patterns = elements.astype(np.uint32)
+    patterns <<= 16
+    patterns |= np.random.default_rng(9).integers(0, 1 << 16, elements.shape, np.uint32)
+    return patterns
+
+
+def _float8(elements: Patterns) -> npt.NDArray[np.uint8]:
+    """Return the values as float8_e4m3, each the nearest; without a scale, as an engine has it."""
+    codes = np.arange(0x7F)  # 0x7F is no number
+    exponents, mantissas = codes >> 3, codes & 7
+    values = np.where(exponents > 0, np.ldexp(8.0 + mantissas, exponents - 10), np.ldexp(mantissas, -9))
+    found = (elements.astype(np.uint32) << 16).view(np.float32)
+    nearest = np.searchsorted((values[1:] + values[:-1]) / 2, np.abs(found))
+    return np.where(found < 0, nearest | 0x80, nearest).astype(np.uint8)
 
 
 def _sizes_by_repeats(report: Report, elements: Patterns) -> None:

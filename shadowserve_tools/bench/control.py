@@ -5,6 +5,7 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import click
@@ -65,9 +66,21 @@ def _scheduler_side(workload: Workload, data_plane: str) -> Any:
         raise ShadowServeError(f"bench control runs vLLM's scheduler structures: {error}; run 'make setup'") from error
     config = HostConfig(data_plane=data_plane, lookup_timeout=10)
     logger = logging.getLogger(__name__)
-    side = SchedulerSide(config, BLOCK_TOKENS, fetch=True, store=True, problem="", logger=logger)
-    side.start({0: WorkerHandshake(model=MODEL.digest(), namespace=workload.layout.namespace, problem="")})
+    side = SchedulerSide(config, _one_group(config), fetch=True, store=True, problem="", logger=logger)
+    side.start({0: WorkerHandshake(model=MODEL.digest(), namespaces=((0, 0, workload.layout.namespace),), problem="")})
     return side
+
+
+def _one_group(config: HostConfig) -> Any:
+    """Return what the connector makes of a model whose layers all keep all tokens."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    from host_control.vllm.groups import Groups
+
+    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
+    kept = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    return Groups(SimpleNamespace(speculative_config=None), kept, config)
 
 
 def _request(name: str, tokens: list[int]) -> Any:

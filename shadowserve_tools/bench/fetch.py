@@ -327,7 +327,7 @@ class Target:
         """Register shared memory of ``size`` bytes, by default for all chunks, with the data plane at ``address``."""
         shape = workload.layout
         with closing(DataPlaneClient(address, connect_timeout=CALL_TIMEOUT_S)) as plane:
-            destination = Destination(plane, shape, size or workload.raw_bytes, connect_timeout=CALL_TIMEOUT_S)
+            destination = Destination(plane, [shape], size or workload.raw_bytes, connect_timeout=CALL_TIMEOUT_S)
             with closing(destination):
                 yield cls(plane, destination, workload)
 
@@ -348,13 +348,12 @@ class Target:
     def _round(self, first: int, offset: int, last: int) -> int:
         """Fetch what fits behind ``offset`` of the chunks from ``first`` up to ``last``; return how many that were."""
         keys, room = self._workload.keys[first:last], len(self._memory) - offset
-        part = FetchPart.whole(self._workload.layout, self._destination.destination_id, keys, offset, room)
+        part = FetchPart.whole(self._workload.layout, self._destination.destination_ids[0], keys, offset, room)
         answer = self._client.start_fetch(secrets.token_hex(8), [part], CALL_TIMEOUT_S).result()
-        if not answer.chunks or answer.reason not in ("complete", "round_full"):
-            raise ShadowServeError(
-                f"fetching stopped at chunk {first + answer.chunks}: {answer.reason}: {answer.detail}"
-            )
-        return answer.chunks
+        (chunks,) = answer.chunks
+        if not chunks or answer.reason not in ("complete", "round_full"):
+            raise ShadowServeError(f"fetching stopped at chunk {first + chunks}: {answer.reason}: {answer.detail}")
+        return chunks
 
     def clear(self) -> None:
         """Overwrite the memory, so that nothing of an earlier run can be taken for a later one's."""

@@ -118,7 +118,7 @@ class _Paged:
     def scatter(self, chunks: Any) -> None:
         """Scatter a round, on the current stream."""
         count = len(chunks) // self.layout.chunk_bytes(CHUNK_TOKENS) * CHUNK_BLOCKS
-        self.layout.scatter(chunks, self.blocks[:count], 0, CHUNK_BLOCKS)
+        self.layout.scatter(chunks, self.blocks[:count], CHUNK_BLOCKS)
 
 
 def _seconds(plan: _Plan, run: Callable[[], None]) -> float:
@@ -299,14 +299,16 @@ class _Target:
         shape = workload.layout
         stream = SideStream(plan.device, delivery.gpu)
 
-        def scatter(job: FetchJob, first: int, chunks: Any) -> None:
+        def scatter(job: FetchJob, part: int, first: int, chunks: Any) -> None:
             count = len(chunks) // shape.raw_bytes * CHUNK_BLOCKS
             begin = first * CHUNK_BLOCKS
             with torch.inference_mode(), stream:
-                paged.layout.scatter(chunks, paged.blocks[begin : begin + count], 0, CHUNK_BLOCKS)
+                paged.layout.scatter(chunks, paged.blocks[begin : begin + count], CHUNK_BLOCKS)
 
         with closing(DataPlaneClient(address, connect_timeout=TIMEOUT_S)) as client:
-            destination = Destination(client, shape, 2 * plan.chunks * shape.raw_bytes, TIMEOUT_S, make=delivery.fetch)
+            destination = Destination(
+                client, [shape], 2 * plan.chunks * shape.raw_bytes, TIMEOUT_S, make=delivery.fetch
+            )
             manager = KVCacheManager(client, destination, scatter, fetch_timeout=TIMEOUT_S)
             with closing(manager):
                 yield cls(plan, manager, paged, workload)
@@ -314,14 +316,14 @@ class _Target:
     def fetch(self) -> float:
         """Fetch everything, and return the seconds until all of it is in place."""
         self._count += 1
-        job = FetchJob(request_id=str(self._count), keys=tuple(self._workload.keys))
+        job = FetchJob(request_id=str(self._count), keys=(tuple(self._workload.keys),))
         begin = time.perf_counter()
         results = self._manager.exchange([job])
         self._manager.wait([job.request_id])
         seconds = time.perf_counter() - begin
         (result,) = results + self._manager.exchange()
         if not result.complete:
-            raise ShadowServeError(f"fetching stopped at chunk {result.chunks}: {result.reason}: {result.detail}")
+            raise ShadowServeError(f"fetching stopped at chunk {result.chunks[0]}: {result.reason}: {result.detail}")
         return seconds
 
     def verify(self) -> None:

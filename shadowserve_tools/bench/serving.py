@@ -32,9 +32,11 @@ from shadowserve_tools.bench.parts.serving import (
 )
 from shadowserve_tools.bench.parts.systems import (
     LOCAL,
+    LOCAL_SHM,
     OFF,
     OURS,
     REDIS,
+    REDIS_SHM,
     Answers,
     Place,
     System,
@@ -110,7 +112,7 @@ class _Results:
     help="Between engine and stores, in Gbit/s; may be given several times.",
 )  # fmt: skip
 @click.option("--repeats", default=2, show_default=True, type=click.IntRange(1), help="Of each document, and link.")
-@click.option("--rounds", default=2, show_default=True, type=click.IntRange(1), help="Of those that arrive at a rate.")
+@click.option("--rounds", default=1, show_default=True, type=click.IntRange(1), help="Of those that arrive at a rate.")
 @peers_option
 @output_options
 def serving(
@@ -129,7 +131,8 @@ def serving(
 
     The same for vLLM without a cache, with LMCache's multiprocess mode over its CPU tier and over Redis, and with
     ShadowServe as it comes, lossless, its storage node behind a socket; through links of given rates, too, where
-    network namespaces may be made. The engine has half of the cores, everything else the other half. Systems take
+    network namespaces may be made. LMCache has its defaults, too, and then, more briefly, the strongest mode that it is
+    known to have here. The engine has half of the cores, everything else the other half. Systems take
     turns; a system whose answers are not those of the engine without a cache ends the benchmark.
 
     A first token's time is that of its lookup, of blocks' allocation, of retrieval (of which ours says how much was
@@ -238,6 +241,10 @@ class _Bench:
         found: dict[str, Any] = result
         return found
 
+    def _documents(self, system: System) -> range:
+        """Return the documents that a system is asked about: the first half of them, if it is measured briefly."""
+        return range((self._load.documents + 1) // 2 if system.brief else self._load.documents)
+
     # ---- Filling -----------------------------------------------------------------------------------------------------
 
     def fill(self, results: _Results, tell: Tell) -> None:
@@ -254,6 +261,8 @@ class _Bench:
             for document in range(self._load.documents):
                 tell("filling")
                 for system, engine in engines if document % 2 else reversed(engines):
+                    if document not in self._documents(system):
+                        continue
                     begin = _cpu(engine, system)
                     result = self._ask(engine, document, 0)
                     system.stored(engine, (document + 2) * self._load.chunks)
@@ -281,13 +290,16 @@ class _Bench:
                 self._network.limit(rate)
             for number in range(self._plan.repeats):
                 tell(f"asking over {rate:g} Gbit/s" if rate else "asking")
+                there = [each for each in turns if number == 0 or not each[0].brief]
                 for document in range(self._load.documents):
-                    for system, engine in turns if (document + number) % 2 else reversed(turns):
-                        self._alone(results, rate, system, engine, document, 1 + number)
+                    for system, engine in there if (document + number) % 2 else reversed(there):
+                        if document in self._documents(system):
+                            self._alone(results, rate, system, engine, document, 1 + number)
             tell("recording")
             self._record(results, rate, turns)
         for number in range(self._plan.rounds):
-            for system, engine in near if number % 2 else reversed(near):
+            there = [each for each in near if not each[0].brief]
+            for system, engine in there if number % 2 else reversed(there):
                 tell(f"asking at {self._load.rate:g}/s")
                 self._arriving(results, system, engine, number)
 
@@ -359,9 +371,12 @@ def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:
         report.row(system=system, note=reason)
     slowest = min(plan.links, default=0.0)
     for name, what, rate, other, goal in (
-        ("ttft_over_lmcache", ALONE, 0.0, REDIS, "at most 0.15; of LMCache over Redis"),
-        ("ttft_over_lmcache_local", ALONE, 0.0, LOCAL, "at most 0.2; our remote store, LMCache's CPU tier"),
+        ("ttft_over_lmcache", ALONE, 0.0, REDIS, "at most 0.15; LMCache over Redis, defaults"),
+        ("ttft_over_lmcache_local", ALONE, 0.0, LOCAL, "at most 0.2; our remote store, its CPU tier"),
         ("ttft_over_lmcache_link", ALONE, slowest, REDIS, f"at most 0.25; at {slowest:g} Gbit/s"),
+        ("ttft_over_lmcache_shm", ALONE, 0.0, REDIS_SHM, "none; its strongest mode"),
+        ("ttft_over_lmcache_local_shm", ALONE, 0.0, LOCAL_SHM, "none; its strongest mode"),
+        ("ttft_over_lmcache_link_shm", ALONE, slowest, REDIS_SHM, "none; its strongest mode"),
         ("ttft_over_recompute", ALONE, 0.0, OFF, "at most 0.06"),
         ("fill_over_off", FILLING, 0.0, OFF, "at most 1.03"),
         ("ttft_over_recompute_arriving", ARRIVING, 0.0, OFF, "none; with what waits in between"),
@@ -369,8 +384,9 @@ def _report(results: _Results, absent: dict[str, str], plan: _Plan) -> Report:
         figure = "request_s" if what == FILLING else "ttft_s"
         if pairs := results.pairs(what, rate, OURS, other, figure):
             report.ratio(name, pairs, goal)
-    if pairs := results.pairs(FILLING, 0.0, REDIS, OFF, "request_s"):
-        report.ratio("fill_over_off_lmcache", pairs, "none; the same of LMCache over Redis")
+    for name, other in (("fill_over_off_lmcache", REDIS), ("fill_over_off_lmcache_shm", REDIS_SHM)):
+        if pairs := results.pairs(FILLING, 0.0, other, OFF, "request_s"):
+            report.ratio(name, pairs, "none; the same of LMCache over Redis")
     for rate, over in results.over_link.items():
         report.ratio(f"fetch_over_link_{rate:g}", [over], "none; the link alone takes 1")
     _draw(report, results)

@@ -5,6 +5,7 @@ is found by bisection. There is no randomness, so there is no seed.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -140,14 +141,19 @@ class Model:
         fills = math.ceil(chunks / in_round) * (sum(stages) - max(stages))
         return registering + fills + chunks * pieces * max(stages)
 
-    def _registration_s(self, setting: Setting, design: Design) -> float:
-        """Return seconds to register a chunk's buffers on the card and give them back: one at a time, beside nothing.
+    def registering_us_per_mib(self, setting: Setting, times: float) -> float:
+        """Return what registering would have to take for TTFT to be so many times as long without memory management."""
+        more_s = (times - 1) * self.ttft_s(setting, Design())
+        return 1e6 * more_s / (setting.chunks * self._registered_mib(setting, Design()))
 
-        They hold what it is stored as, its symbols, and its elements.
-        """
+    def _registration_s(self, setting: Setting, design: Design) -> float:
+        """Return seconds to register a chunk's buffers and give them back: one at a time, beside nothing."""
+        return self._registered_mib(setting, design) * self.given.register_us_per_mib / 1e6
+
+    def _registered_mib(self, setting: Setting, design: Design) -> float:
+        """Return MiB of a chunk's buffers: what it is stored as, its symbols, and its elements."""
         symbols = self._token_gbit * setting.chunk_tokens
-        mebibytes = (self._stored_gbit(setting, design) + 3 * symbols) / 8 * 1e9 / 2**20
-        return mebibytes * self.given.register_us_per_mib / 1e6
+        return (self._stored_gbit(setting, design) + 3 * symbols) / 8 * 1e9 / 2**20
 
     def stages_s(self, setting: Setting, design: Design) -> dict[str, float]:
         """Return seconds that each stage needs for a chunk when all of them run, in their order."""
@@ -360,6 +366,12 @@ class Model:
 _AT_20: Final = Setting(bandwidth_gbps=20)
 
 
+@functools.cache
+def _made(given: Given) -> Model:
+    """Return the model of these numbers; its fits take longer than what is asked of it."""
+    return Model(given)
+
+
 def swing(value: Callable[[Model], float], given: Given | None = None) -> tuple[float, float]:
     """Return the least and the most that a value can be with each given number somewhere in its range.
 
@@ -370,8 +382,8 @@ def swing(value: Callable[[Model], float], given: Given | None = None) -> tuple[
     ranges = {each.name: each.metadata for each in dataclasses.fields(Given) if each.name in RANGED}
     least, most = {}, {}
     for name, its in ranges.items():
-        at = {end: value(Model(dataclasses.replace(base, **{name: its[end]}))) for end in ("low", "high")}
+        at = {end: value(_made(dataclasses.replace(base, **{name: its[end]}))) for end in ("low", "high")}
         if at["low"] != at["high"]:
             lower, upper = ("low", "high") if at["low"] < at["high"] else ("high", "low")
             least[name], most[name] = its[lower], its[upper]
-    return value(Model(dataclasses.replace(base, **least))), value(Model(dataclasses.replace(base, **most)))
+    return value(_made(dataclasses.replace(base, **least))), value(_made(dataclasses.replace(base, **most)))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from machine import NEVER_S
+from preloaded import Preloaded
 
 from shadowserve import native
 from shadowserve.errors import ShadowServeError
@@ -27,11 +28,11 @@ SMALL = {
     "stages": ["--largest", "64", "--mebibytes", "1", "--repeats", "1"],
     "codecs": ["--layers", "1", "--mebibytes", "1", "--repeats", "1"],
     "storage": [
-        *("--sizes", "1,2", "--connections", "1,2", "--mebibytes", "8", "--repeats", "1"),
+        *("--sizes", "1,2", "--connections", "1", "--mebibytes", "8", "--repeats", "1"),
         *("--engines", "memory,pool"),
     ],
     "commands": ["--count", "500", "--repeats", "1"],
-    "index": ["--objects", "200000", "--repeats", "1"],
+    "index": ["--objects", "50000", "--repeats", "1"],
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
     "control": ["--requests", "4", "--prompt-chunks", "2"],
     "memory": [],
@@ -51,6 +52,10 @@ SMALL = {
     "ablation": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
         *("--documents", "1", "--output-tokens", "4", "--requests", "2", "--unloaded", "1", "--repeats", "1"),
+    ],
+    "handover": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
+        *("--documents", "2", "--output-tokens", "4"),
     ],
     "gpu": [
         *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
@@ -108,6 +113,8 @@ RATIOS = {
         "lossless_over_memcpy",
         "lossless_over_zstd",
         "lossless_encode_GB_per_s",
+        *(f"lossless_float32_over_{other}" for other in ("memcpy", "bfloat16", "zstd")),
+        *(f"lossless_float8_e4m3_over_{other}" for other in ("memcpy", "bfloat16", "zstd")),
         *(["kvrans_avx2_over_zstd", "lossless_avx2_over_zstd"] if native.isa_available(native.Isa.AVX2) else []),
     },
     "storage": {
@@ -164,7 +171,11 @@ RATIOS = {
         "fill_over_off",
         *(["fetch_over_link_4"] if may_link() else []),
     },
-    "ablation": {"no_af_tpot", "no_cp_ttft", "no_mm_ttft"},
+    "ablation": {
+        *("no_af_tpot", "no_cp_ttft", "no_mm_ttft"),
+        *("no_mm_card_ttft", "no_mm_card_ttft_least", "no_mm_card_ttft_largest"),
+    },
+    "handover": {"handover_ttft_over_warm_hit", "handover_ttft_over_prefill"},
     "gpu": {
         "scatter_over_device_copy",
         "decode_step_slowdown_by_scatter",
@@ -174,7 +185,10 @@ RATIOS = {
 PEERS = {
     "fetch": ["LMCache, lm://", "LMCache server, Redis tuned", "Mooncake store, TCP"],
     "link": ["LMCache, lm://", "LMCache server, fp8 (lossy), Redis tuned"],
-    "serving": ["LMCache, CPU tier", "LMCache, Redis"],
+    "serving": [
+        *("LMCache, CPU tier", "LMCache, Redis"),
+        *("LMCache, CPU tier, shared memory", "LMCache, Redis tuned, shared memory"),
+    ],
 }
 
 
@@ -195,7 +209,8 @@ def run(tmp_path: Path, name: str) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")  # vLLM's imports warn
 @pytest.mark.parametrize("name", sorted(set(SMALL) - LACKING))
-def test_a_small_run_writes_what_it_promises(tmp_path: Path, name: str) -> None:
+def test_a_small_run_writes_what_it_promises(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", Preloaded)
     content = run(tmp_path, name)
     assert content["bench"] == name
     assert "commit" in content and content["sources"] == provenance.digest(name)

@@ -57,6 +57,14 @@ def test_the_network_stage_from_traffic_alone_does_not_know_what_it_predicts() -
     assert told_otherwise.network_by_traffic_alone_gbps() == pytest.approx(said, rel=0.02)
 
 
+@pytest.mark.parametrize("times", [6.96, 11.73])
+def test_a_price_of_registering_that_was_derived_from_a_slow_down_brings_it_about(times: float) -> None:
+    setting = at(40)
+    dear = Model(dataclasses.replace(MODEL.given, register_us_per_mib=MODEL.registering_us_per_mib(setting, times)))
+    slowed = dear.ttft_s(setting, Design(managed=False)) / dear.ttft_s(setting, Design())
+    assert slowed == pytest.approx(times)
+
+
 def test_each_number_has_a_source_a_meaning_and_a_range_around_it() -> None:
     for name, its in [*described(Given), *described(Fitted)]:
         assert its["source"] and its["meaning"], name

@@ -234,7 +234,8 @@ class _Engine:
         if self._core.has_unfinished_requests():
             raise RuntimeError("requests are under way")
         for connector in (self._core.engine_core.engine_core.scheduler.connector, get_kv_transfer_group()):
-            connector._asynchronous = asynchronous
+            if connector._scheduler is not None:
+                connector._scheduler.asynchronous = asynchronous
             side = connector._scheduler or connector._worker
             side._config = side._config.model_copy(update={"asynchronous_fetch": asynchronous})
         return asynchronous

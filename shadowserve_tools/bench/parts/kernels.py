@@ -123,9 +123,10 @@ class Treated:
     """Slices of KV after quantization, dealt again until they fill more memory than caches hold.
 
     Args:
-        elements: (slices, vectors, vector length) bfloat16 bit patterns.
+        elements: (slices, vectors, vector length) bit patterns.
         bins: of ``BINNED``; 0 for ``LOSSLESS``.
         output_bytes: elements to make in one run; at least one slice.
+        dtype: of the elements.
 
     Attributes:
         distinct: slices that differ; the others repeat them, in memory of their own.
@@ -136,15 +137,16 @@ class Treated:
         raw_bytes: of one slice's elements.
     """
 
-    def __init__(self, elements: npt.NDArray[np.uint16], bins: int, output_bytes: int) -> None:
+    def __init__(self, elements: npt.NDArray[Any], bins: int, output_bytes: int, dtype: DType = DType.BFLOAT16) -> None:
         self.quantizer = Quantizer.BINNED if bins else Quantizer.LOSSLESS
+        self.dtype = dtype
         self.distinct, self.vectors, self.vector_length = elements.shape
         self.raw_bytes = elements[0].nbytes
         self.count = max(1, output_bytes // self.raw_bytes)
         treated = [
             native.quantize(
                 self.quantizer,
-                DType.BFLOAT16,
+                dtype,
                 slice_.tobytes(),
                 vectors=self.vectors,
                 vector_length=self.vector_length,
@@ -175,7 +177,7 @@ class Treated:
         for index in range(min(self.count, self.distinct)):
             wanted = native.dequantize(
                 self.quantizer,
-                DType.BFLOAT16,
+                self.dtype,
                 self.sources[index],
                 self.scales[index].tobytes(),
                 vectors=self.vectors,
@@ -241,7 +243,7 @@ class Slices:
             wanted.scales = scales + index * treated.scales[0].nbytes
             wanted.target = target + index * treated.raw_bytes
             wanted.vectors, wanted.vector_length, wanted.scale_vectors = treated.vectors, treated.vector_length, 1
-            wanted.quantizer, wanted.dtype = int(treated.quantizer), int(DType.BFLOAT16)
+            wanted.quantizer, wanted.dtype = int(treated.quantizer), int(treated.dtype)
         self._kept.append(elements)
         return elements
 
@@ -281,7 +283,7 @@ class Slices:
         """Return for each slice the arguments of a call, but for the number of vectors."""
         treated = self.treated
         target, scales = self._pointer(treated.target), self._pointer(treated.scales)
-        quantizer, dtype = int(treated.quantizer), int(DType.BFLOAT16)
+        quantizer, dtype = int(treated.quantizer), int(treated.dtype)
         step = treated.scales[0].nbytes
         return [
             (quantizer, dtype, place, scales + index * step, target + index * treated.raw_bytes)

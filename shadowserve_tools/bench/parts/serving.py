@@ -382,9 +382,23 @@ class Stack:
         data_plane: as it runs now.
     """
 
-    def __init__(self, partition: Partition, model: Model, load: Load, requests_max: int) -> None:
-        """``load`` is the largest that the engine has to hold; ``requests_max`` run at one time."""
+    def __init__(
+        self,
+        partition: Partition,
+        model: Model,
+        load: Load,
+        requests_max: int,
+        *,
+        backend: str = "software",
+        **host: Any,
+    ) -> None:
+        """``load`` is the largest that the engine has to hold; ``requests_max`` run at one time.
+
+        ``backend`` is the data plane's; ``host`` has more keys of the plugin's configuration.
+        """
         self.partition = partition
+        self._backend = backend
+        self._host = host
         self._model = model
         self._load = load
         self._requests_max = requests_max
@@ -418,6 +432,7 @@ class Stack:
             "lookup_timeout": 60,
             "fetch_timeout": 60,
             "breaker_backoff_max": 0.25,
+            **self._host,
         }
         self.engine = self._exit.enter_context(self.engine_with("engine", connector))
         self._exit.callback(self._plane.close)
@@ -433,15 +448,16 @@ class Stack:
             name, self.folder, self.partition.engine, self._model, self._load, self._requests_max, transfer
         )
 
-    def _start_data_plane(self, listen: str, *flags: str) -> Child:
+    def _start_data_plane(self, listen: str, *flags: str, environment: dict[str, str] | None = None) -> Child:
         cores = json.dumps(self.partition.data_plane)
-        arguments = ("--listen", listen, "--cores", cores, *flags)
-        return self._plane.enter_context(start_data_plane(self.folder, self.storage.address, *arguments))
+        arguments = ("--listen", listen, "--cores", cores, "--backend", self._backend, *flags)
+        starting = start_data_plane(self.folder, self.storage.address, *arguments, environment=environment)
+        return self._plane.enter_context(starting)
 
-    def restart_data_plane(self, *flags: str) -> None:
+    def restart_data_plane(self, *flags: str, environment: dict[str, str] | None = None) -> None:
         """Stop the data plane and start it with other flags at its old address; the engine registers with it again."""
         self._plane.close()
-        self.data_plane = self._start_data_plane(self.data_plane.address, *flags)
+        self.data_plane = self._start_data_plane(self.data_plane.address, *flags, environment=environment)
         time.sleep(2 * 0.25)  # the plugin's breaker may just have seen it gone
         self.engine.ask("serve", requests=[{"seed": 0, "tokens": self._load.prompt_tokens, "output": 1, "at": 0.0}])
 

@@ -21,16 +21,31 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.serving import Engine, Partition, plugin
 from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.bench.peers.contender import family
-from shadowserve_tools.bench.peers.installed import LMCacheDaemon, installed, lmcache_daemon
+from shadowserve_tools.bench.peers.installed import installed, lmcache_daemon
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage
 
-__all__ = ["LOCAL", "OFF", "OURS", "REDIS", "Answers", "Place", "System", "check_cached", "ours", "peers"]
+__all__ = [
+    "LOCAL",
+    "LOCAL_SHM",
+    "OFF",
+    "OURS",
+    "REDIS",
+    "REDIS_SHM",
+    "Answers",
+    "Place",
+    "System",
+    "check_cached",
+    "ours",
+    "peers",
+]
 
 OFF: Final = "no cache"
 OURS: Final = "ShadowServe, lossless"
 LOCAL: Final = "LMCache, CPU tier"
 REDIS: Final = "LMCache, Redis"
+LOCAL_SHM: Final = "LMCache, CPU tier, shared memory"
+REDIS_SHM: Final = "LMCache, Redis tuned, shared memory"
 STORED_TIMEOUT_S: Final = 60.0
 POLL_S: Final = 0.02
 
@@ -71,6 +86,7 @@ class System:
     Attributes:
         name: for tables.
         linked: whether a link lies between the engine's end and the store.
+        brief: whether one request for each of half of the documents will do.
         side: enters the engine's end.
         transfer: what the engine is told.
         processes: that work for it, beside the engine.
@@ -82,6 +98,7 @@ class System:
 
     name: str = OFF
     linked: bool = False
+    brief: bool = False
     side: Callable[[], AbstractContextManager[None]] = nullcontext
     transfer: dict[str, Any] | None = None
     processes: Sequence[psutil.Process] = ()
@@ -168,35 +185,49 @@ def ours(stack: ExitStack, place: Place) -> list[System]:
 
 
 def peers(stack: ExitStack, place: Place) -> tuple[list[System], dict[str, str]]:
-    """Start LMCache's servers, alone and before Redis; return them, and for each that does not run why not."""
+    """Start LMCache's servers, alone and before Redis, each with its defaults and in its strongest mode.
+
+    Returns:
+        Those that run, and for each of the others' names why it does not.
+    """
     absent: dict[str, str] = {}
-    systems = []
-    if "lmcache" not in installed(place.peers_python):
-        return [], dict.fromkeys((LOCAL, REDIS), "not installed (scripts/setup-peers)")
-    try:
-        with place.network.store_side():
-            systems.append(_lmcache(place, _daemon(stack, place, "local")))
-    except (ShadowServeError, OSError) as error:
-        absent[LOCAL] = f"does not run here: {str(error).partition(chr(10))[0]}"
-    try:
-        with place.network.store_side():
-            store = stack.enter_context(start_redis(place.folder, host=place.network.host, tuned=True))
-        for linked, side in place.sides.items():
-            with side():
-                daemon = _daemon(stack, place, "far" if linked else "near", store)
-            systems.append(_lmcache(place, daemon, store, linked=linked))
-    except (ShadowServeError, OSError) as error:
-        absent[REDIS] = f"does not run here: {str(error).partition(chr(10))[0]}"
+    systems: list[System] = []
+    there = "lmcache" in installed(place.peers_python)
+    for strongest, local, redis in ((False, LOCAL, REDIS), (True, LOCAL_SHM, REDIS_SHM)):
+        for name, start in ((local, _local), (redis, _redis)):
+            if not there:
+                absent[name] = "not installed (scripts/setup-peers)"
+                continue
+            try:
+                systems += start(stack, place, name, strongest)
+            except (ShadowServeError, OSError) as error:
+                absent[name] = f"does not run here: {str(error).partition(chr(10))[0]}"
     return systems, absent
 
 
-def _daemon(stack: ExitStack, place: Place, name: str, redis: Child | None = None) -> LMCacheDaemon:
-    name = f"lmcache-{name}"
-    return stack.enter_context(lmcache_daemon(name, place.peers_python, place.folder, place.size, redis))
+def _local(stack: ExitStack, place: Place, name: str, strongest: bool) -> list[System]:
+    with place.network.store_side():
+        return [_lmcache(stack, place, name, strongest)]
 
 
-def _lmcache(place: Place, daemon: LMCacheDaemon, redis: Child | None = None, *, linked: bool = False) -> System:
+def _redis(stack: ExitStack, place: Place, name: str, strongest: bool) -> list[System]:
+    with place.network.store_side():
+        store = stack.enter_context(start_redis(place.folder, host=place.network.host, tuned=strongest))
+    systems = []
+    for linked, side in place.sides.items():
+        with side():
+            systems.append(_lmcache(stack, place, name, strongest, store, linked=linked))
+    return systems
+
+
+def _lmcache(
+    stack: ExitStack, place: Place, name: str, strongest: bool, redis: Child | None = None, *, linked: bool = False
+) -> System:
+    """Start a server of LMCache's at this end."""
     side = place.sides[linked]
+    log = f"{name.replace(', ', '-').replace(' ', '-').lower()}-{'far' if linked else 'near'}"
+    starting = lmcache_daemon(log, place.peers_python, place.folder, place.size, redis, strongest=strongest)
+    daemon = stack.enter_context(starting)
     host, _, port = daemon.address.rpartition(":")
 
     def stored(_engine: Engine, chunks: int) -> None:
@@ -211,8 +242,9 @@ def _lmcache(place: Place, daemon: LMCacheDaemon, redis: Child | None = None, *,
             _ask(f"{daemon.http}/cache/clear", b'{"tier": "l1"}')
 
     return System(
-        name=REDIS if redis else LOCAL,
+        name=name,
         linked=linked,
+        brief=strongest,
         side=side,
         transfer={
             "kv_connector": "LMCacheMPConnector",

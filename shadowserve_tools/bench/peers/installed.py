@@ -168,9 +168,16 @@ class LMCacheDaemon:
 
 @contextlib.contextmanager
 def lmcache_daemon(
-    name: str, python: Path, logs: Path, size: int, redis: Child | None = None, *, fp8: bool = False
+    name: str,
+    python: Path,
+    logs: Path,
+    size: int,
+    redis: Child | None = None,
+    *,
+    fp8: bool = False,
+    strongest: bool = True,
 ) -> Iterator[LMCacheDaemon]:
-    """Run a server of LMCache's multiprocess mode: one for a host, with shared memory between it and the workers.
+    """Run a server of LMCache's multiprocess mode, one for a host.
 
     Args:
         name: of its log.
@@ -179,6 +186,8 @@ def lmcache_daemon(
         size: bytes of what it has to hold; it is given half as much again.
         redis: what it takes as L2, running; without it, it has its own memory alone.
         fp8: have it compress for L2.
+        strongest: as fast as it is known to be here, above all with shared memory between it and the workers. Else as
+            its documentation has it for a host without a GPU: with the flags that it must be given, and no others.
     """
     port, http = free_port(), free_port()
     flags = {
@@ -188,13 +197,14 @@ def lmcache_daemon(
         "--http-port": str(http),
         "--l1-size-gb": str(max(1, -(-size * 3 // 2 >> 30))),
         "--eviction-policy": "LRU",
-        "--supported-transfer-mode": "engine_driven",
-        "--shm-name": f"shadowserve-bench-{port}",
-        "--max-workers": "2",
+        "--supported-transfer-mode": "engine_driven",  # what a worker on a CPU asks for, unless told otherwise
     }
+    if strongest:
+        flags |= {"--shm-name": f"shadowserve-bench-{port}", "--max-workers": "2"}
     if redis is not None:
         host, _, redis_port = redis.address.rpartition(":")
-        adapter: dict[str, Any] = {"type": "resp", "host": host, "port": int(redis_port), "num_workers": 2}
+        adapter: dict[str, Any] = {"type": "resp", "host": host, "port": int(redis_port)}
+        adapter |= {"num_workers": 2} if strongest else {}
         flags["--l2-adapter"] = json.dumps(adapter | ({"serde": {"type": "fp8"}} if fp8 else {}))
     with started(
         name,

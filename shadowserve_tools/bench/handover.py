@@ -1,0 +1,148 @@
+"""``shadowserve bench handover``: prompts that one engine computes and another one goes on with, through the store."""
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.progress import Progress
+
+from shadowserve.cores import on_cores
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS, write_weights
+from shadowserve_tools.bench.parts.serving import (
+    Engine,
+    Load,
+    Model,
+    Partition,
+    model_options_with,
+    plugin,
+    started_engine,
+)
+from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Output, Report, output_options
+
+__all__ = ["handover"]
+
+_REST_TOKENS: Final = 200
+"""Behind a prompt's whole chunks: of a user's prompt some are, and they are the tail's."""
+_TIMEOUT_S: Final = 60
+"""What is late here is to be seen as late, not to be computed instead."""
+_STEPS: Final = ("prefill", "handed over", "warm hit")
+
+
+class _Pools:
+    """A prefill engine and a decode engine, each with a data plane of its own, and one store."""
+
+    def __init__(self, stack: ExitStack, folder: Path, model: Model, load: Load) -> None:
+        partition = Partition.halves()
+        # The benchmark's own threads keep off the engines' cores, too.
+        stack.enter_context(on_cores(partition.data_plane))
+        (folder / "model").mkdir()
+        config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
+        (folder / "model" / "config.json").write_text(json.dumps(config))
+        write_weights(folder / "model", config)
+        cores = json.dumps(partition.data_plane)
+        storage = stack.enter_context(start_storage(folder, "--cores", cores))
+        engines = []
+        for place in ("prefill", "decode"):
+            (folder / place).mkdir()
+            listen = f"unix:{folder}/{place}/dpu.sock"
+            flags = ("--listen", listen, "--cores", cores)
+            stack.enter_context(start_data_plane(folder / place, storage.address, *flags))
+            told = {
+                "data_plane": listen,
+                "handover": place,
+                "store_buffer_bytes": (load.chunks + 1) * DEFAULT_CHUNK_TOKENS * model.kv_bytes,
+                "identity_cache": str(folder / "content.json"),
+            }
+            told |= dict.fromkeys(("handover_timeout", "lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S)
+            # Chunks are stored while later ones are computed, as vLLM does with prompts that are longer than a step.
+            engine = started_engine(
+                place, folder, partition.engine, model, load, 1, plugin(told), step_tokens=4 * DEFAULT_CHUNK_TOKENS
+            )
+            engines.append(stack.enter_context(engine))
+        self.prefill, self.decode = engines
+        self.tokens = (load.chunks - 1) * DEFAULT_CHUNK_TOKENS + _REST_TOKENS
+        self._output = load.output
+
+    def serve(self, engine: Engine, seed: int, output: int = 0) -> dict[str, Any]:
+        """Return what a prompt met."""
+        request = {"seed": seed, "tokens": self.tokens, "output": output or self._output, "at": 0.0}
+        (result,) = engine.ask("serve", requests=[request])
+        found: dict[str, Any] = result
+        return found
+
+    def hit(self, seed: int) -> dict[str, Any]:
+        """Have the decode engine answer a prompt, of which it computes the last block alone.
+
+        Raises:
+            ShadowServeError: it computed more.
+        """
+        result = self.serve(self.decode, seed)
+        held = self.tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        if result["cached"] != held:
+            raise ShadowServeError(f"{result['cached']} tokens of a prompt were not computed, instead of {held}")
+        return result
+
+    def turn(self, seed: int) -> list[dict[str, Any]]:
+        """Have a new prompt computed and handed over, between two warm hits; return what each of _STEPS met."""
+        before = self.hit(seed - 1)
+        computed = self.serve(self.prefill, seed, 1)
+        handed = self.hit(seed)
+        self.prefill.ask("settle")
+        warm = self.hit(seed)
+        if handed["answer"] != warm["answer"] or handed["answer"][:1] != computed["answer"]:
+            raise ShadowServeError(f"prompt {seed}: {computed['answer']}, then {handed['answer']}, {warm['answer']}")
+        if handed["answer"] == before["answer"]:
+            raise ShadowServeError("the answer does not depend on the prompt: equal answers would show nothing")
+        return [computed, handed, warm | {"ttft_s": statistics.fmean([before["ttft_s"], warm["ttft_s"]])}]
+
+
+@click.command()
+@model_options_with(chunks=15, requests_max=1)
+@click.option("--output-tokens", default=8, show_default=True, type=click.IntRange(2, 128), help="Of each answer.")
+@output_options
+def handover(output: Output, model: Model, load: Load, requests_max: int, output_tokens: int) -> None:
+    """Have one engine compute prompts, and another one answer them, while the first still stores.
+
+    The request goes to the second engine the moment the first has answered, as a proxy sends it. The time to its first
+    token is held against that of a warm hit: the same engine, prompts of the same length, everything stored long ago.
+    In both cases no token is computed but those of the last block. Both engines share one half of the cores, and take
+    turns; two data planes and the storage server share the other.
+    """
+    load = Load(chunks=load.chunks + 1, documents=load.documents, output=output_tokens)
+    turns: list[list[dict[str, Any]]] = []
+    with ExitStack() as stack:
+        progress = stack.enter_context(Progress(transient=True))
+        task = progress.add_task("starting", total=load.documents + 1)
+        advance: Callable[[str], None] = lambda what: progress.update(task, advance=1, description=what)  # noqa: E731
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        pools = _Pools(stack, folder, model, load)
+        pools.serve(pools.prefill, 0, 1)  # connections, and memory that is used for the first time
+        pools.hit(0)
+        for seed in range(1, load.documents + 1):
+            advance(f"prompt {seed}")
+            turns.append(pools.turn(seed))
+    _report(turns, pools.tokens).finish(output)
+
+
+def _report(turns: list[list[dict[str, Any]]], tokens: int) -> Report:
+    report = Report("handover", ["what", "ttft_ms", "tokens", "computed_tokens"])
+    for index, what in enumerate(_STEPS):
+        results = [turn[index] for turn in turns]
+        computed = max(tokens - result["cached"] for result in results)
+        ttft_ms = statistics.median(result["ttft_s"] for result in results) * 1e3
+        report.row(what=what, ttft_ms=ttft_ms, tokens=tokens, computed_tokens=computed)
+    for name, other, goal in (("warm_hit", 2, "at most 1.15"), ("prefill", 0, "none")):
+        pairs = [turn[1]["ttft_s"] / turn[other]["ttft_s"] for turn in turns]
+        report.ratio(f"handover_ttft_over_{name}", pairs, goal)
+    bars = [(str(row["what"]), float(row["ttft_ms"])) for row in report.rows]
+    title = "Time to first token"
+    report.charts.append(Chart(title, x="", y="ms", series={title: bars}, kind="bars", highlight=["handed over"]))
+    return report
