@@ -4,6 +4,8 @@
 # make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
 # make failure-matrix              faults of all kinds, every answer judged; writes docs/failure-matrix.md and .json
+# make models                      models of every family, with the plugin and without; writes docs/models.md and .json
+# make models ARGS="llama gemma3"  some of them: their rows are changed; ARGS=--list says which there are
 # make soak SOAK_HOURS=1           leaks over time, a crash loop, the simulation; writes soak.json
 # make fuzz FUZZ_SECONDS=60        every fuzzer, in C and in Python, for its share of the time; counts inputs, exits 1
 #                                  with the path of the input where one is found; ARGS="--json out.json", ARGS=--help
@@ -25,7 +27,7 @@ export VENV PYTHON
 native_sources := $(shell find native CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu failure-matrix soak fuzz bench lint format setup clean
+.PHONY: demo test test-dpu failure-matrix models soak fuzz bench lint format setup clean
 
 demo: $(ready)
 	$(VENV)/bin/shadowserve demo $(ARGS)
@@ -39,6 +41,9 @@ test-dpu: $(ready)
 
 failure-matrix: $(ready)
 	$(VENV)/bin/python scripts/failure-matrix --output docs $(ARGS)
+
+models: $(ready)
+	$(VENV)/bin/python scripts/models --output docs $(ARGS)
 
 soak: $(ready)
 	$(VENV)/bin/python scripts/soak --hours $(SOAK_HOURS) $(ARGS)

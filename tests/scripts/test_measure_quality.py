@@ -35,7 +35,7 @@ def outcomes() -> Outcomes:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(ASSETS / "model", dtype=torch.float32).eval()
-    texts = list(measure_quality.windows(measure_quality.load_documents(ASSETS / "heldout.jsonl"), 768))[:3]
+    texts = list(measure_quality.windows(measure_quality.load_documents(ASSETS / "heldout.jsonl"), 768))[:2]
     baseline, rows = measure_quality.measure(model, texts, 512, treatments=SOME)
     return baseline, {(row.dtype, row.treatment): row for row in rows}
 
