@@ -304,7 +304,7 @@ static int map(int file, uint64_t size, enum range_kind kind, uint64_t *address)
 }
 
 static int unmap(uint64_t address, enum range_kind kind) {
-    struct range *range = range_of(address, 0, 0);
+    struct range *range = range_of(address, 1, 0);
     if (range == NULL || range->kind != kind || range->begin != address) {
         return INVALID_VALUE;
     }
@@ -357,7 +357,7 @@ API int cuMemHostUnregister(void *data) {
     if (error != SUCCESS) {
         return error;
     }
-    struct range *range = range_of((uint64_t)(uintptr_t)data, 0, 1);
+    struct range *range = range_of((uint64_t)(uintptr_t)data, 1, 1);
     if (range == NULL || range->begin != (uint64_t)(uintptr_t)data) {
         return leave(NOT_REGISTERED);
     }

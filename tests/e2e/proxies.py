@@ -12,15 +12,23 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
-from machine import PATIENCE_S
+from machine import NEVER_S
 
 __all__ = ["CarriesParams", "Proxy", "SharedStorage", "post"]
 
 
-def post(url: str, body: dict[str, Any], timeout: float = PATIENCE_S) -> dict[str, Any]:
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer in JSON; an engine of several ranks may take minutes for its first one.
+
+    Raises:
+        OSError: there was none, or the server refused; says what it said.
+    """
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
-        return dict(json.load(answer))
+    try:
+        with urllib.request.urlopen(request, timeout=NEVER_S) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{url} answered {error.code}: {error.read()[:1000]!r}") from error
 
 
 class Proxy(ABC):
@@ -39,8 +47,12 @@ class Proxy(ABC):
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                answer = json.dumps(proxy.answer(self.path, body)).encode()
-                self.send_response(200)
+                status = 200
+                try:
+                    answer = json.dumps(proxy.answer(self.path, body)).encode()
+                except OSError as error:
+                    status, answer = 502, f"asking {proxy.decode}: {error}".encode()
+                self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
@@ -67,7 +79,7 @@ class Proxy(ABC):
         short.pop("stream_options", None)
         try:
             return post(self.prefill + path, short)
-        except (urllib.error.URLError, OSError):
+        except OSError:
             return {}
 
 

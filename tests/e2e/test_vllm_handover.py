@@ -58,7 +58,7 @@ class Pools:
     def ask(self, prompt: list[int], url: str = "") -> list[int]:
         """Return the tokens of an answer, by default of the proxy."""
         body = {"model": "small", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-        answer = post((url or self.proxy.url) + "/v1/completions", body | {"return_token_ids": True}, STARTS_S)
+        answer = post((url or self.proxy.url) + "/v1/completions", body | {"return_token_ids": True})
         return list(answer["choices"][0]["token_ids"])
 
     def counted(self) -> dict[str, int]:

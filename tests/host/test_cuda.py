@@ -98,6 +98,13 @@ def test_memory_is_locked_once(device: Device) -> None:
         first()
 
 
+def test_memory_that_ends_where_other_memory_begins_is_unlocked_by_itself(device: Device) -> None:
+    memory = memoryview(bytearray(2 * SIZE))
+    first, second = (device.pin(address_of(memory) + begin, SIZE) for begin in (0, SIZE))
+    second()
+    first()
+
+
 def test_a_failure_says_what_failed_and_why(device: Device, fake_driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_CUDA_FAIL", "cuMemAlloc_v2:2=2")
     device = Driver(str(fake_driver)).device(0)

@@ -131,7 +131,7 @@ static bool setting_set(struct settings *settings, const char *name, const char 
     } else if (strcmp(name, "LATENCY_US") == 0) {
         settings->latency_ns = 1000 * whole_number(name, value, 0, 60000000, "microseconds, at most a minute");
     } else if (strcmp(name, "REGISTER_US_PER_MIB") == 0) {
-        settings->register_ns_per_mib = 1000 * whole_number(name, value, 0, 1000000, "microseconds, at most a second");
+        settings->register_ns_per_mib = 1000 * whole_number(name, value, 0, 60000000, "microseconds, at most a minute");
     } else if (strcmp(name, "FAULT") == 0) {
         fault_set(settings, name, value, false);
     } else if (strcmp(name, "HANG") == 0) {
