@@ -67,6 +67,11 @@ class Pools:
         counts = {name: int(self.decode.metric(metric)) for name, metric in names.items()}
         return counts | {"loaded": counts["loaded"] // self._ranks}  # each rank counts what it has loaded
 
+    def said(self) -> str:
+        """Return what the plugin has said in both engines."""
+        lines = [line for engine in self.engines for line in engine.log.read_text().splitlines()]
+        return "\n".join(line for line in lines if "shadowserve: " in line)
+
     def restart(self, engine: Server) -> None:
         engine.kill()
         engine.start()
@@ -101,7 +106,7 @@ def test_the_decode_engine_goes_on_with_what_the_other_has_computed_and_computes
         before = pools.counted()
         assert pools.ask(each) == expected
         after = pools.counted()
-        assert after["loaded"] - before["loaded"] == held, "whole blocks of the prompt are loaded, and nothing else"
+        assert after["loaded"] - before["loaded"] == held, f"not just the prompt's whole blocks: {pools.said()}"
         assert after["failed"] == before["failed"]
         if kind is CarriesParams:
             assert pools.proxy.told["shadowserve"]["tokens"] == held
