@@ -173,7 +173,7 @@ async def test_a_host_is_gone_when_it_has_no_call_no_segment_and_was_idle(storag
     assert len(hosts) == 1, "it has a segment"
     hosts.expire(host.used_at + 99)
     assert len(hosts) == 1, "it has not been idle for long"
-    hosts.expire(host.used_at + 1050)
+    hosts.expire(host.used_at + 1051)
     assert len(hosts) == len(destinations) == 0
     with pytest.raises(HelloRequired), hosts.call(context):
         pass
