@@ -174,8 +174,12 @@ def test_a_removal_that_the_bucket_refuses_is_an_error_and_is_made_up_for_later(
     asked = bucket.count("list")
     wait_for(lambda: bucket.count("list") > asked + 1)
     assert node.peek(CHAIN.keys[0]) is None, "a list does not bring it back"
+    late = Chain("late", 3)
+    open_node().store_chain(late)
+    node.await_known(3)
+    assert node.read_chain(late) == late.values, "what cannot be deleted does not keep anything from being read"
     bucket.fault = lambda asked: None
-    wait_for(lambda: not bucket.objects)
+    wait_for(lambda: len(bucket.objects) == 1)
 
 
 def test_a_record_removed_while_it_is_written_is_not_in_the_bucket_afterwards(

@@ -1,5 +1,6 @@
 """Records on their way from the bucket into the pool: in ranges, many at a time, none for longer than its deadline."""
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
 
 __all__ = ["ColdItem", "ColdReader"]
+
+_log = logging.getLogger(__name__)
 
 _RANGE_BYTES: Final = 8 << 20
 """Of neighbours that are read together: S3 carries ranges of 8 to 16 MiB best, several at a time."""
@@ -158,15 +161,21 @@ class ColdReader:
         while (run := self._next()) is not None:
             start, end = run[0].place.offset, run[-1].place.offset + run[-1].place.length
             try:
-                data = self._bucket.read(run[0].contents.name, start, end)
-            except BucketError as error:
-                self._fail(run, error)
-            else:
-                self._outage.succeeded()
-                self._arrived(run, data)
+                self._bring(run, start, end)
+            except Exception:  # a bug of ours must not leave the tier without this thread
+                _log.exception("s3_read_failed")
             with self._changed:
                 self._bytes_under_way -= end - start
                 self._changed.notify_all()
+
+    def _bring(self, run: list[_Read], start: int, end: int) -> None:
+        try:
+            data = self._bucket.read(run[0].contents.name, start, end)
+        except BucketError as error:
+            self._fail(run, error)
+        else:
+            self._outage.succeeded()
+            self._arrived(run, data)
 
     def _next(self) -> list[_Read] | None:
         """Return neighbours to read together, when there is room for them; None at the end."""

@@ -217,9 +217,15 @@ class ColdTier:
         self._bucket.delete(name)
         self._catalog.spare(name)
 
-    def refresh(self) -> None:
-        """Have the bucket listed now, not only when its time has come."""
-        self._look.set()
+    def _delete_some(self, names: list[str]) -> int:
+        """Delete objects until one cannot be, which says nothing of reading; return how many were."""
+        for count, name in enumerate(names):
+            try:
+                self._delete_one(name)
+            except BucketError as error:
+                self._write_outage.failed(error.reason, error)
+                return count
+        return len(names)
 
     def _index(self) -> None:
         while not self._ended.is_set():
@@ -246,12 +252,9 @@ class ColdTier:
             if len(found) > self._config.chunks_max or self._ended.is_set():
                 break
         self._catalog.keep_only(found, among=known)
-        for name in self._catalog.doomed():
-            self._delete_one(name)
-            found.pop(name, None)
-        listed_first = sorted(found.values(), key=lambda listed: listed.written_s, reverse=True)
-        listed_first = self._sweep(listed_first)
-        wanted = [listed for listed in listed_first if self._catalog.wants(listed)]
+        self._delete_some(self._catalog.doomed())
+        newest_first = sorted(found.values(), key=lambda listed: listed.written_s, reverse=True)
+        wanted = [listed for listed in self._sweep(newest_first) if self._catalog.wants(listed)]
         with ThreadPoolExecutor(_TAILS_AT_ONCE, thread_name_prefix="s3-tail") as tails:
             for _ in tails.map(self._learn, wanted):
                 pass
@@ -268,9 +271,8 @@ class ColdTier:
             left -= listed.size
             kept += 1
         for listed in newest_first[kept:]:
-            self._catalog.drop(listed.name)
-            self._bucket.delete(listed.name)
-            self._swept += 1
+            self._catalog.condemn(listed.name)
+        self._swept += self._delete_some([listed.name for listed in newest_first[kept:]])
         return newest_first[:kept]
 
     def _learn(self, listed: Listed) -> None:

@@ -1,5 +1,6 @@
 """Records on their way into the bucket: gathered along their chains, packed, written once."""
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Final
@@ -15,6 +16,8 @@ from shadowserve.pool.terms import Address, Lease
 from shadowserve.pool.volume.changes import Ticket
 
 __all__ = ["TAIL_BYTES", "ColdWriter", "read_contents"]
+
+_log = logging.getLogger(__name__)
 
 TAIL_BYTES: Final = 64 << 10
 """Of an object's end, read at once: the entries of 1,300 records."""
@@ -148,6 +151,8 @@ class ColdWriter:
                 self._outage.failed(error.reason, error)
                 with self._changed:
                     self.gathering.put_back(batch)
+            except Exception:  # a bug of ours must not leave the tier without this thread
+                _log.exception("s3_write_failed")
             finally:
                 self._end(packing)
 
