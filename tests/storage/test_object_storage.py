@@ -1,6 +1,7 @@
 """Storage nodes over one bucket, as their clients see them: over a server of the tests' own, and over Ceph itself."""
 
 import json
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ import pytest
 from cold_support import CREDENTIALS, Chain
 from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
 from machine import wait_for
-from storage_support import Child, Client
+from storage_support import REPOSITORY, Child, Client
 
 CHAIN = Chain("document", 24, 1 << 16)
 Starts = Callable[..., Child]
@@ -205,6 +206,8 @@ def test_metrics_tell_of_the_bucket(faulty: FaultyS3, node: StartsNodes) -> None
     child, client = node(faulty.endpoint, CREDENTIALS, "--metrics-port", "0")
     store_chain(client)
     samples = child.samples()
+    there = set(re.findall(r"^# TYPE shadowserve_storage_(s3_\S+) ", child.http("/metrics")[1], re.MULTILINE))
+    assert there == set(re.findall(r"`(s3_[a-z_]+)(?:{reason})?`", (REPOSITORY / "docs" / "operate.md").read_text()))
     assert samples["shadowserve_storage_s3_records"] == 24
     assert samples["shadowserve_storage_s3_written_objects_total"] >= 1
     assert samples["shadowserve_storage_s3_away"] == 0

@@ -5,56 +5,67 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
 from shadowserve.pool.cold.bucket import Listed
-from shadowserve.pool.cold.layout import Contents
+from shadowserve.pool.cold.layout import Contents, parse_name
 
 __all__ = ["Catalog"]
 
 _REFUSED_MAX = 10_000
 
 
+class _Tenant:
+    """A tenant's objects by name, and by the records that they have."""
+
+    __slots__ = ("holders", "objects")
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Contents] = {}
+        self.holders: dict[bytes, tuple[Contents, ...]] = {}
+
+
 class Catalog:
     """Objects by name, and by the records that they have. Methods may be called from any thread; none waits.
 
     Attributes:
-        bytes: of all objects known.
+        objects: that are known.
+        chunks: records in them.
+        bytes: of all of them.
     """
 
     def __init__(self, chunks_max: int) -> None:
         """Know of so many records at most; objects beyond that are left out."""
-        self.bytes = 0
+        self.objects = self.chunks = self.bytes = 0
         self._chunks_max = chunks_max
         self._lock = threading.Lock()
-        self._objects: dict[str, Contents] = {}
-        self._holders: dict[tuple[str, bytes], tuple[Contents, ...]] = {}
+        self._tenants: dict[str, _Tenant] = {}
         self._doomed: dict[str, None] = {}
         self._refused: OrderedDict[Listed, None] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._objects)
-
-    @property
-    def chunks(self) -> int:
-        """How many records it knows of."""
-        return len(self._holders)
-
     def find(self, tenant: str, key: bytes) -> Contents | None:
         """Return an object that has a record; None where none is known."""
-        holders = self._holders.get((tenant, key))
+        own = self._tenants.get(tenant)
+        holders = None if own is None else own.holders.get(key)
         return None if holders is None else holders[0]
 
     def add(self, contents: Contents) -> bool:
         """Know of an object; return whether it does: not where it is to be deleted, or there is no room for more."""
         with self._lock:
-            if contents.name in self._objects:
+            if self._knows(contents.name):
                 return True
-            if contents.name in self._doomed or len(self._holders) + len(contents.places) > self._chunks_max:
+            if contents.name in self._doomed or self.chunks + len(contents.places) > self._chunks_max:
                 return False
-            self._objects[contents.name] = contents
-            self.bytes += contents.size
+            own = self._tenants.setdefault(contents.tenant, _Tenant())
+            own.objects[contents.name] = contents
+            before = len(own.holders)
             for key in contents.places:
-                at = contents.tenant, key
-                self._holders[at] = (*self._holders.get(at, ()), contents)
+                own.holders[key] = (*own.holders.get(key, ()), contents)
+            self.objects += 1
+            self.bytes += contents.size
+            self.chunks += len(own.holders) - before
             return True
+
+    def _knows(self, name: str) -> bool:
+        own = self._tenants.get(parse_name(name) or "")
+        return own is not None and name in own.objects
 
     def drop(self, name: str) -> None:
         """Forget an object."""
@@ -62,17 +73,20 @@ class Catalog:
             self._drop(name)
 
     def _drop(self, name: str) -> None:
-        contents = self._objects.pop(name, None)
-        if contents is None:
+        own = self._tenants.get(parse_name(name) or "")
+        contents = None if own is None else own.objects.pop(name, None)
+        if own is None or contents is None:
             return
-        self.bytes -= contents.size
+        before = len(own.holders)
         for key in contents.places:
-            at = contents.tenant, key
-            left = tuple(other for other in self._holders[at] if other is not contents)
+            left = tuple(other for other in own.holders[key] if other is not contents)
             if left:
-                self._holders[at] = left
+                own.holders[key] = left
             else:
-                del self._holders[at]
+                del own.holders[key]
+        self.objects -= 1
+        self.bytes -= contents.size
+        self.chunks -= before - len(own.holders)
 
     def refuse(self, listed: Listed) -> None:
         """Forget an object that is not sound, and do not look at it again until it is another one."""
@@ -85,8 +99,8 @@ class Catalog:
     def wants(self, listed: Listed) -> bool:
         """Return whether the tail of an object is to be read: it is not known, nor refused, nor to be deleted."""
         with self._lock:
-            known = listed.name in self._objects or listed in self._refused or listed.name in self._doomed
-            return not known and len(self._holders) < self._chunks_max
+            known = self._knows(listed.name) or listed in self._refused or listed.name in self._doomed
+            return not known and self.chunks < self._chunks_max
 
     def keep_only(self, names: Collection[str], *, among: Iterable[str]) -> None:
         """Forget objects ``among`` those known when the bucket was asked, which it had not."""
@@ -97,22 +111,35 @@ class Catalog:
     def names(self) -> list[str]:
         """Return the names of all objects known."""
         with self._lock:
-            return list(self._objects)
+            return [name for own in self._tenants.values() for name in own.objects]
 
-    def doom(self, tenant: str | None, key: bytes | None) -> list[str]:
-        """Forget what has a tenant's record, or any record of a tenant or, with None, of all; return the names.
+    def doom(self, tenant: str, key: bytes) -> list[str]:
+        """Forget the objects that have a tenant's record; return their names.
 
         They stay forgotten until spare(), whatever the bucket says: they are to be deleted.
         """
         with self._lock:
-            if tenant is not None and key is not None:
-                found = [contents.name for contents in self._holders.get((tenant, key), ())]
-            else:
-                found = [name for name, each in self._objects.items() if tenant is None or each.tenant == tenant]
+            own = self._tenants.get(tenant)
+            found = [] if own is None else [contents.name for contents in own.holders.get(key, ())]
             for name in found:
                 self._drop(name)
                 self._doomed[name] = None
             return found
+
+    def doom_all(self, tenant: str | None) -> list[str]:
+        """The same for all of a tenant, or of all with None: not record by record, since these are many."""
+        with self._lock:
+            if tenant is None:
+                gone, self._tenants = list(self._tenants.values()), {}
+            else:
+                gone = [own for own in (self._tenants.pop(tenant, None),) if own is not None]
+            names = [name for own in gone for name in own.objects]
+            for own in gone:
+                self.objects -= len(own.objects)
+                self.chunks -= len(own.holders)
+                self.bytes -= sum(contents.size for contents in own.objects.values())
+            self._doomed.update(dict.fromkeys(names))
+            return names
 
     def condemn(self, name: str) -> None:
         """Have an object forgotten until spare(), known or not."""

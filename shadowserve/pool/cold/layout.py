@@ -30,8 +30,8 @@ _FOOTER: Final = struct.Struct("<8sIIQ")
 _SUM_BYTES: Final = 16
 ENTRY_BYTES: Final = _ENTRY.size
 FOOTER_BYTES: Final = _FOOTER.size + _SUM_BYTES
-RECORDS_MAX: Final = 65_536
-"""Of one object: its entries then take 3 MiB."""
+RECORDS_MAX: Final = 4_096
+"""Of one object: forgetting it takes the catalog some milliseconds then. Records of 8 KiB still fill 32 MiB."""
 _OBJECT_BYTES_MAX: Final = 5 << 30  # what S3 takes in one request
 _TENANT_BYTES_MAX: Final = 128
 _NAME: Final = re.compile(r"t(?P<tenant>(?:[A-Za-z0-9_-]|=[0-9A-F]{2})*)/(?P<digest>[0-9a-f]{40})\.kv")

@@ -170,7 +170,7 @@ class ColdTier:
         name = None if tenant is None else self._name_of(tenant)
         if tenant is not None and name is None:
             return
-        names = self._catalog.doom(name, None)
+        names = self._catalog.doom_all(name)
         self._wait_for(self._writer.cleared(tenant))
         self._enqueue(_Deletion(names, Ticket(), clears=True, tenant=name))
 
@@ -300,7 +300,7 @@ class ColdTier:
         return ColdStatistics(
             state="away" if self._outage.away else "ok" if self._refreshes else "unknown",
             lists=self._refreshes,
-            objects=len(self._catalog),
+            objects=self._catalog.objects,
             records=self._catalog.chunks,
             bytes=self._catalog.bytes,
             requests=reader.requests,
