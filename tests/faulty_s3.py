@@ -5,6 +5,7 @@ lists, DELETE, all by path. It checks no signatures; Ceph RGW does (``tests/stor
 """
 
 import hashlib
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
@@ -22,11 +24,12 @@ PAGE = 3  # objects that one list names: small, so that lists have pages
 
 @dataclass
 class Asked:
-    """One request: ``operation`` is list, get, put or delete; ``range`` is [first, end) or None."""
+    """One request: ``operation`` is list, get, put or delete; ``range`` is [first, end) or None; whose key signs it."""
 
     operation: str
     name: str
     range: tuple[int, int] | None = None
+    key_id: str = ""
 
 
 @dataclass
@@ -59,7 +62,8 @@ class FaultyS3:
         skew_s: how far its clock is ahead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, certificates: Path | None = None) -> None:
+        """Serve; through TLS with the server's certificate of a folder, if one is given."""
         self.objects: dict[str, bytes] = {}
         self.written: dict[str, float] = {}
         self.asked: list[Asked] = []
@@ -73,12 +77,21 @@ class FaultyS3:
 
         self._server = _Server(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        self._scheme = "http"
+        if certificates is not None:
+            self._scheme = "https"
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+            # Not in accept(), where a client that refuses the certificate would end the server.
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
 
     @property
     def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        return f"{self._scheme}://127.0.0.1:{self._server.server_address[1]}"
 
     def count(self, operation: str) -> int:
         """Return how often something was asked."""
@@ -91,8 +104,8 @@ class FaultyS3:
 
 
 @contextmanager
-def faulty_s3() -> Iterator[FaultyS3]:
-    server = FaultyS3()
+def faulty_s3(certificates: Path | None = None) -> Iterator[FaultyS3]:
+    server = FaultyS3(certificates)
     try:
         yield server
     finally:
@@ -124,7 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
         if (text := self.headers.get("Range")) is not None:
             first, _, last = text.removeprefix("bytes=").partition("-")
             span = int(first), int(last) + 1
-        asked = Asked(operation, name, span)
+        _, _, signer = self.headers.get("Authorization", "").partition("Credential=")
+        asked = Asked(operation, name, span, signer.partition("/")[0])
         own.asked.append(asked)
         fault = own.fault(asked)
         if fault is not None and fault.after is not None:

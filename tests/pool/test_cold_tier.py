@@ -2,11 +2,16 @@
 
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from cold_support import CREDENTIALS, MIB, Chain, Node, Opens, nodes
 from faulty_s3 import Answer, Asked, FaultyS3, faulty_s3
 from machine import wait_for
+
+from shadowserve.errors import ConfigurationError
+from shadowserve.pool.cold.gathering import Gathering
 
 
 @pytest.fixture
@@ -410,3 +415,64 @@ def test_no_more_records_are_known_than_chunks_max(open_node: Opens) -> None:
     other = open_node(chunks_max=11)
     other.await_listed()
     assert other.cold().records == 0
+
+
+# ---- Who asks, and whom
+
+
+def test_a_private_authority_is_trusted_where_its_file_is_given(bucket: FaultyS3, certificates: Path) -> None:
+    with faulty_s3(certificates) as secure, nodes(secure) as opens:
+        node = opens(ca_file=certificates / "ca.crt")
+        node.store_chain(CHAIN)
+        node.await_written(1)
+        stranger = opens()
+        wait_for(lambda: stranger.cold().failed_reads)
+        assert stranger.cold().objects == 0
+
+
+def test_credentials_of_a_file_are_read_anew_when_they_have_been_renewed(
+    bucket: FaultyS3, open_node: Opens, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def write(key_id: str) -> None:
+        text = f"[team]\naws_access_key_id = {key_id}\naws_secret_access_key = s\naws_session_token = t\n"
+        (tmp_path / "credentials").write_text(text)
+
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    monkeypatch.setattr("shadowserve.pool.cold.bucket._CREDENTIALS_LAST", timedelta(0))
+    write("first")
+    open_node()
+    wait_for(lambda: any(asked.key_id == "first" for asked in bucket.asked))
+    write("second")
+    wait_for(lambda: any(asked.key_id == "second" for asked in bucket.asked))
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(ConfigurationError, match="AWS_PROFILE"):
+        open_node()
+
+
+# ---- What waits
+
+
+def test_a_backlog_has_an_end_and_what_is_left_out_is_counted() -> None:
+    gathering = Gathering(1000, 5.0, 100, backlog_max=10)
+    for number in range(25):
+        gathering.add((0, b"%d" % number), b"%d" % number, b"", 10, 0.0)
+    assert (gathering.waiting, gathering.dropped) == (10, 15)
+    assert gathering.take(1.0) is None, "they wait for more"
+    batch = gathering.take(6.0)
+    assert batch is not None and [key for _, key in batch.records] == [b"%d" % number for number in range(15, 25)]
+    gathering.put_back(batch)
+    gathering.forget(1)
+    assert gathering.waiting == 10
+    gathering.forget(0)
+    assert gathering.waiting == 0 and gathering.take(6.0, hurry=True) is None
+
+
+def test_a_record_that_is_stored_twice_waits_once() -> None:
+    gathering = Gathering(1000, 5.0, 100)
+    for _ in range(2):
+        gathering.add((0, b"a"), b"a", b"", 10, 0.0)
+    gathering.add((0, b"b"), b"b", b"a", 10, 0.0)
+    batch = gathering.take(0.0, hurry=True)
+    assert batch is not None and [key for _, key in batch.records] == [b"a", b"b"] and gathering.waiting == 0
