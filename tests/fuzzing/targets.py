@@ -185,6 +185,7 @@ def _configurations() -> list[bytes]:
     return [
         b"storage:\n  port: 6380\n  memory_budget_bytes: 64 GiB\n  devices:\n    - /dev/nvme1n1\n    - path: /x\n"
         b"      size: 200 GiB\n  eviction: lru\n",
+        b"storage:\n  s3:\n    bucket: kv\n    endpoint: https://x:9000\n    timeout_s: 5\n    object_bytes: 32 MiB\n",
         b"dpu:\n  backend: doca\n  storage: [127.0.0.1:6380]\n  timeout_max: 30\n",
         *(text[:400] for text in _files(_REPOSITORY / "configs", "*.yaml")),
     ]
