@@ -9,6 +9,7 @@ from shadowserve.addresses import is_loopback
 from shadowserve.config import Section
 from shadowserve.cores import ProcessCores
 from shadowserve.logs import LogFormat
+from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.config import PoolConfig
 from shadowserve.tls import check_served
 
@@ -141,6 +142,8 @@ class StorageConfig(PoolConfig, AccessConfig):
 
     engine: Literal["auto", "memory", "pool"] = "auto"
     """What holds the values: memory, or a pool of memory and SSDs or files; auto: pool where there are devices."""
+    s3: S3Config | None = None
+    """A bucket below memory and devices, which several nodes may share: a mapping as docs/object-storage.md has it."""
 
     connections_max: int = Field(10_000, ge=1)
     """Clients at one time; more are told so and closed."""

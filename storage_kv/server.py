@@ -24,6 +24,7 @@ from shadowserve.clock import wall_clock_ms
 from shadowserve.cores import chosen_cores, confine
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import configure_logging
+from shadowserve.pool.cold.tier import ColdTier
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.pool import Pool
@@ -92,7 +93,8 @@ class StorageServer:
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)
         users = Users(config, BY_FULL_NAME)
         if store is None:
-            store = DevicePool(config.pool) if config.pool.devices else MemoryPool(config.pool)
+            below = None if config.s3 is None else ColdTier(config.s3)
+            store = (DevicePool if config.pool.devices else MemoryPool)(config.pool, below=below)
         self.node = Node(Reconfiguration(config, load), users, store, wall_clock_ms, audit=audit)
         self.operations = Operations(self.node)
         self.node.reconfiguration.follow("connections_max", self._follow_connections_max)

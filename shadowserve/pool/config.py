@@ -65,7 +65,9 @@ class PoolConfig(BaseModel):
     @field_validator("devices", mode="before")
     @classmethod
     def _read_devices(cls, value: Any) -> Any:
-        return [{"path": entry} if isinstance(entry, str | Path) else entry for entry in value or []]
+        if not isinstance(value, list):
+            return [] if value is None else value
+        return [{"path": entry} if isinstance(entry, str | Path) else entry for entry in value]
 
     @field_validator("devices")
     @classmethod

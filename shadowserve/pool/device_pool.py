@@ -33,14 +33,14 @@ class DevicePool(Pool):
     def peek(self, address: Address) -> Item | None:
         return self._find(address, use=False)
 
-    def _find(self, address: Address, *, use: bool) -> PoolItem | None:
+    def _find(self, address: Address, *, use: bool) -> Item | None:
         core = self._core
         began = core.ticks()
         core.counters.lookups += 1
         entry = self._entry(parse_key(address), core.now_s() if use else 0)
         if entry is None:
             core.counters.lookup_ns += core.ticks() - began
-            return None
+            return self._find_below(address)
         if use:
             buffer = core.copies.get(entry.slot)
         else:
@@ -49,7 +49,7 @@ class DevicePool(Pool):
             disk = core.disk_of(entry)
             if disk is None or disk.gone is not None:
                 core.lose(entry, "device_gone" if disk is not None else "no_memory")
-                return None
+                return self._find_below(address)
         elif use and entry.device == MEMORY_ONLY and core.admission.policy != "all":
             self._give_home(entry, buffer)
         core.counters.lookup_ns += core.ticks() - began
@@ -77,6 +77,10 @@ class DevicePool(Pool):
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
         if item.value is not None:
             done(Lease(memoryview(item.value)[start:end]))
+            return
+        if item.is_cold:
+            assert self._below is not None
+            self._below.read(item, start, end, done)
             return
         assert isinstance(item, PoolItem)
         buffer = self._core.copies.peek(item.entry.slot)
@@ -156,6 +160,7 @@ class DevicePool(Pool):
             core.arenas.release(buffer)
             raise
         core.counters.placement_ns += core.ticks() - began
+        self._tell_below(address, len(value), head_bytes, expires_at_ms, parent)
         return ticket
 
     def _check_size(self, length: int, blocks: int) -> None:

@@ -33,12 +33,12 @@ class MemoryPool(Pool):
         names = core.tenants.get(address[0])
         item = None if names is None else names.get(address[1])
         if item is None or (item.expires_at_ms is not None and self._is_expired(item)):
-            return None
+            return self._find_below(address)
         core.uses.append(item.slot)
         return item
 
     def peek(self, address: Address) -> Item | None:
-        return self._item_of(address)
+        return self._item_of(address) or self._find_below(address)
 
     def _item_of(self, address: Address) -> HeapItem | None:
         """Return the item of a key, unless it has expired, which removes it."""
@@ -58,6 +58,10 @@ class MemoryPool(Pool):
         return None if item is None else self._core.entry(item.slot)
 
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+        if item.is_cold:
+            assert self._below is not None
+            self._below.read(item, start, end, done)
+            return
         assert item.value is not None
         done(Lease(memoryview(item.value)[start:end]))
 
@@ -127,6 +131,7 @@ class MemoryPool(Pool):
         core.keep(slot, item)
         if core.taken_bytes > self._peak_bytes:
             self._peak_bytes = core.taken_bytes
+        self._tell_below(address, item.length, head_bytes, expires_at_ms, parent)
         return None
 
     def _resize(self, item: HeapItem, length: int) -> bool:

@@ -30,7 +30,7 @@ from shadowserve.pool.scanning import Cursors, scan_keys
 from shadowserve.pool.scrub import Scrubber
 from shadowserve.pool.space import Quota
 from shadowserve.pool.statistics import Statistics
-from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address, Item, Lease, PinnedEntries
+from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address, Below, Item, Lease, PinnedEntries
 from shadowserve.pool.volume.changes import BusyError, Ticket
 from shadowserve.pool.volume.volume import Call
 from shadowserve.pool.writes import Writer, joined
@@ -71,6 +71,7 @@ class Pool(ABC):
         *,
         devices: Callable[[], Found] | None = None,
         budget_bytes: int | None = None,
+        below: Below | None = None,
         clock_ms: Callable[[], int] = wall_clock_ms,
         seed: int | None = None,
         measure: bool = True,
@@ -83,6 +84,7 @@ class Pool(ABC):
             config: of the storage node.
             devices: opens devices in place of those that ``config`` names; for simulation.
             budget_bytes: of all objects; None for what devices, or without them memory, have room for.
+            below: has what this pool does not have any more.
             clock_ms: Unix time.
             seed: of the index; by default random.
             measure: whether to measure bandwidths; else all are the same but for configured ones.
@@ -92,6 +94,7 @@ class Pool(ABC):
         self._config = config
         self._devices = devices
         self._budget_bytes = budget_bytes
+        self._below = below
         self._clock_ms = clock_ms
         self._entropy = entropy
         self._open_parts = partial(
@@ -148,6 +151,8 @@ class Pool(ABC):
         self._scrubber = Scrubber(opened.core, self._config.scrub_bytes_per_s)
         self._tenants = opened.tenants
         self._cursors = Cursors(self._entropy(16))
+        if self._below is not None:
+            self._below.start(self, lock)
 
     def descriptors(self) -> list[int]:
         """Return what to wait for: poll() is called when one of them is readable. After start(), always the same."""
@@ -267,6 +272,9 @@ class Pool(ABC):
         """
         ends = time.monotonic() + timeout_s
         self._drain_until(ends, lambda: not self.busy)
+        if (below := self._below) is not None:
+            below.hurry()
+            self._drain_until(ends, lambda: below.idle)
         lock = self._lock
         assert lock is not None
         with lock:
@@ -292,7 +300,13 @@ class Pool(ABC):
         """Give everything back; from the same thread, after drain() or without it (then as after a crash)."""
         if not self._closed:
             self._closed = True
+            if self._below is not None and self._lock is not None:
+                self._below.close()
+                with self._lock:
+                    """Whoever of it had the lock before close() is done with this pool."""
             self._opened.close()
+            if self._below is not None:
+                self._below.join()
 
     # ---- Reading
 
@@ -372,6 +386,10 @@ class Pool(ABC):
     def settling(self, address: Address) -> Ticket | None:
         """Return the ticket of the entry of ``address`` while it is not settled: its value may yet be lost."""
 
+    def _find_below(self, address: Address) -> Item | None:
+        """Return the item of what is not here but in the tier below."""
+        return None if self._below is None else self._below.find(address)
+
     def _present(self, parsed: ParsedKey) -> Entry | None:
         found = self._index.get(parsed[0], parsed[1])
         return None if found is None else self._unless_cleared(Entry(*found))
@@ -393,6 +411,13 @@ class Pool(ABC):
             core.clears.count_change(tenant, 1)
         core.weights.note(tenant)
 
+    def _tell_below(
+        self, address: Address, length: int, head_bytes: int, expires_at_ms: int | None, parent: bytes
+    ) -> None:
+        if self._below is not None:
+            expires = expires_at_ms is not None
+            self._below.stored(address, head_bytes=head_bytes, expires=expires, parent=parent, length=length)
+
     def _busy_error(self, why: str) -> BusyError:
         self._core.counters.busy_writes += 1
         again = Ticket()
@@ -409,17 +434,22 @@ class Pool(ABC):
 
     def remove(self, address: Address) -> bool:
         """Remove ``address``; return whether it was there."""
+        was_below = self._below is not None and self._below.removed(address)
         entry = self._entry_of(address)
         if entry is None:
-            return False
+            return was_below
         self._core.forget(entry)
         return True
 
     def set_expiry(self, address: Address, expires_at_ms: int | None) -> bool:
-        """Set or clear the expiry of ``address``; return whether it was there. A time in the past removes it."""
+        """Set or clear the expiry of ``address``; return whether it was there. A time in the past removes it.
+
+        What expires leaves the tier below; where it was there alone, at once.
+        """
+        was_below = expires_at_ms is not None and self._below is not None and self._below.removed(address)
         entry = self._entry_of(address)
         if entry is None:
-            return False
+            return was_below
         if expires_at_ms is not None and expires_at_ms <= self._clock_ms():
             self._core.forget(entry)
             return True
@@ -497,6 +527,8 @@ class Pool(ABC):
     def clear(self, tenant: int | None) -> None:
         """Remove everything of a tenant, or of all: at once nobody finds it any more, and by and by it is gone."""
         self._core.clear(tenant)
+        if self._below is not None:
+            self._below.cleared(tenant)
         if self._index.totals(ANY if tenant is None else tenant).objects <= self._space.left:
             self._space.left -= self._core.step_clears(ENTRIES_PER_HOLD)
         if self._core.clears.under_way:
@@ -513,12 +545,16 @@ class Pool(ABC):
             ticket = Ticket()
             self._barriers.append(ticket)
             self._core.waker.wake()
-            return ticket
-        return self._durable()
+            return joined((ticket, self._barrier_below()))
+        return joined((self._durable(), self._barrier_below()))
 
     def _durable(self) -> Ticket | None:
         """Return a ticket for what is in the logs. The volumes' own settle in poll(), like ours."""
         return joined(disk.barrier() for disk in self._core.disks)
+
+    def _barrier_below(self) -> Ticket | None:
+        ticket: Ticket | None = None if self._below is None else self._below.barrier()
+        return ticket
 
     def _pass_barriers(self) -> None:
         """Go on with barriers that waited for room in a log."""
@@ -611,7 +647,10 @@ class Pool(ABC):
         keys = self._core.clears.count_all() if tenant is None else self.count(tenant)
         if tenant is None:
             found = pool_statistics(self._opened, self._reader, self._writer, self._peak_bytes)
-            return replace(found, keys=keys, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found)
+            cold = None if self._below is None else self._below.statistics()
+            return replace(
+                found, keys=keys, cold=cold, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found
+            )
         quota = self._space.quotas.get(tenant)
         budget = self._space.capacity_bytes
         if quota is not None and quota.bytes_max is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from shadowserve.latency import LatencyHistogram
 
-__all__ = ["DeviceStatistics", "Statistics"]
+__all__ = ["ColdStatistics", "DeviceStatistics", "Statistics"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,54 @@ class DeviceStatistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ColdStatistics:
+    """Of the tier below, a bucket; counters since the start.
+
+    Attributes:
+        state: ``"ok"``, ``"away"`` (it failed, and is left alone for a while) or ``"unknown"`` (not listed yet).
+        lists: times that all of it was listed.
+        objects: that are known.
+        records: in these.
+        bytes: of these objects.
+        requests: ranges that were read for clients.
+        read_records: that these brought, sound.
+        read_bytes: that they had.
+        reading: records that are waited for.
+        failed_reads: requests and records that failed, by reason.
+        written_objects: by this node.
+        written_bytes: of these.
+        present_objects: that another node had written already.
+        failed_writes: objects that could not be written or deleted, by reason.
+        waiting_records: that wait to be written.
+        missed_records: that were evicted before they were written, or for which the backlog had no room.
+        swept_objects: deleted because of bytes_max.
+    """
+
+    state: str = "unknown"
+    lists: int = 0
+    objects: int = 0
+    records: int = 0
+    bytes: int = 0
+    requests: int = 0
+    read_records: int = 0
+    read_bytes: int = 0
+    reading: int = 0
+    failed_reads: Mapping[str, int] = field(default_factory=dict)
+    written_objects: int = 0
+    written_bytes: int = 0
+    present_objects: int = 0
+    failed_writes: Mapping[str, int] = field(default_factory=dict)
+    waiting_records: int = 0
+    missed_records: int = 0
+    swept_objects: int = 0
+
+    @property
+    def away(self) -> bool:
+        """Whether it is left alone."""
+        return self.state == "away"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """What a store has done and holds, all of it or for one tenant; counters never decrease.
 
@@ -91,6 +139,7 @@ class Statistics:
         lost: of these, how many for each reason; of a store as a whole only.
         failed_writes: values that could not be made durable; their writers have been told.
         devices: of each.
+        cold: of the bucket below, if there is one.
         memory_bytes: of all arenas.
         memory_used_bytes: of these, in use.
         memory_held_bytes: of these, of values that were removed but are still being sent.
@@ -135,6 +184,7 @@ class Statistics:
     evictions: Mapping[str, int] = field(compare=False, default_factory=dict)
     lost: Mapping[str, int] = field(compare=False, default_factory=dict)
     devices: tuple[DeviceStatistics, ...] = field(compare=False, default=())
+    cold: ColdStatistics | None = field(compare=False, default=None)
     memory_bytes: int = field(compare=False, default=0)
     memory_used_bytes: int = field(compare=False, default=0)
     memory_held_bytes: int = field(compare=False, default=0)

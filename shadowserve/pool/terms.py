@@ -1,7 +1,7 @@
 """What a pool and those who use it meet in: values, memory that is lent, and what a hold of the lock may do."""
 
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, ClassVar, Final, NamedTuple, Protocol
 
 from shadowserve.errors import ShadowServeError
 
@@ -11,6 +11,7 @@ __all__ = [
     "KEY_BYTES_MAX",
     "TENANTS_MAX",
     "Address",
+    "Below",
     "Item",
     "Kept",
     "Lease",
@@ -67,6 +68,8 @@ class Item:
     head_bytes: int
     expires_at_ms: int | None
     value: bytes | memoryview | None
+    is_cold: ClassVar[bool] = False
+    """Whether the pool itself does not have it: it lies in the tier below."""
 
     @property
     def kept(self) -> Kept:
@@ -107,3 +110,44 @@ class PinnedEntries(NamedTuple):
     keys: int
     bytes: int
     bytes_max: int
+
+
+class Below(Protocol):
+    """A tier below a pool. All methods but those of its life are called with the pool's lock held; none waits."""
+
+    def start(self, pool: Any, lock: Any) -> None:
+        """Begin to serve a pool, whose lock it takes for itself; without the lock."""
+
+    def hurry(self) -> None:
+        """Write all that waits to be written: the end is near."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left to be written."""
+
+    def close(self) -> None:
+        """End, without the lock: the pool is not touched any more as soon as the lock was free once."""
+
+    def join(self) -> None:
+        """Wait, not long, for what close() could not end; without the lock."""
+
+    def find(self, address: Address) -> Item | None:
+        """Return the item of what the pool itself does not have."""
+
+    def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
+        """Bring bytes of an item of find(), as ``Pool.read()``."""
+
+    def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> None:
+        """Hear of what the pool has been given, and whether it expires."""
+
+    def removed(self, address: Address) -> bool:
+        """Have nobody find ``address`` here any more; return whether it was here."""
+
+    def cleared(self, tenant: int | None) -> None:
+        """Have nobody find anything of a tenant any more, or of all."""
+
+    def barrier(self) -> Any:
+        """Return a ticket for what removed() and cleared() have begun; None if it has ended."""
+
+    def statistics(self) -> Any:
+        """Return counters and sizes."""

@@ -1,5 +1,6 @@
 """INFO: what the server is and has done, by sections as Redis's."""
 
+import dataclasses
 import platform
 import resource
 import sys
@@ -217,6 +218,14 @@ def _info_devices(node: Node) -> _Fields:
     return fields
 
 
+def _info_s3(node: Node) -> _Fields:
+    seen = node.store.statistics().cold
+    if seen is None:
+        return []
+    fields = {item.name: getattr(seen, item.name) for item in dataclasses.fields(seen)}
+    return [(name, _counts(value) if isinstance(value, Mapping) else value) for name, value in fields.items()]
+
+
 _SECTIONS: Final[dict[str, Callable[[Node], _Fields]]] = {
     "Server": _info_server,
     "Clients": _info_clients,
@@ -237,6 +246,7 @@ _SECTIONS_ON_DEMAND: Final[dict[str, Callable[[Node], _Fields]]] = {
     "Commandstats": _info_commandstats,
     "Latencystats": _info_latencystats,
     "Devices": _info_devices,
+    "S3": _info_s3,
     "Tenants": tenant_fields,
 }
 """Those that come when they are named, or all are asked for: they are long."""

@@ -308,7 +308,8 @@ def _store(write: _Write, chunk: _Chunk) -> bytes | list[Part]:
     # With GET the old value is the answer, which is a use of it, whether it is replaced or not.
     old = node.read(name) if answers.returns_old else store.peek(name)
     unmet = bool(write.condition) and (write.condition == b"NX") == (old is not None)
-    keeps_record = not unmet and old is not None and chunk.head_bytes > 0 and old.head_bytes > 0
+    # One that lies in the bucket alone is stored, so that the next reader finds it here.
+    keeps_record = not unmet and old is not None and chunk.head_bytes > 0 and old.head_bytes > 0 and not old.is_cold
     if keeps_record:
         store.get(name)  # counts as a use: somebody still computes it
         node.counters.records_kept += 1
@@ -423,7 +424,7 @@ class _Puts:
         """Store one, but a record in place of a record."""
         store, name, counters = self._node.store, self._session.qualify(key), self._node.counters
         old = store.peek(name) if chunk.head_bytes else None
-        if old is not None and old.head_bytes:
+        if old is not None and old.head_bytes and not old.is_cold:
             store.get(name)
             counters.records_kept += 1
             ticket = store.settling(name)

@@ -122,6 +122,26 @@ _SCRUB_COUNTERS: Final[_Table] = (
     ("scrub_passes", "scrub_passes", "Rounds of the scrub over everything."),
 )
 
+_COLD_GAUGES: Final[_Table] = (
+    ("s3_away", "away", "Whether the bucket has failed and is left alone for a while: 1 or 0."),
+    ("s3_objects", "objects", "Objects of the bucket that are known."),
+    ("s3_records", "records", "Records in them."),
+    ("s3_bytes", "bytes", "Bytes of them."),
+    ("s3_reads_pending", "reading", "Records that are waited for from the bucket."),
+    ("s3_writes_pending", "waiting_records", "Records that wait to be written to the bucket."),
+)
+_COLD_COUNTERS: Final[_Table] = (
+    ("s3_lists", "lists", "Times that the bucket was listed."),
+    ("s3_read_requests", "requests", "Ranges read from the bucket."),
+    ("s3_read_bytes", "read_bytes", "Bytes read from the bucket."),
+    ("s3_read_records", "read_records", "Records read from the bucket, sound."),
+    ("s3_written_objects", "written_objects", "Objects written to the bucket."),
+    ("s3_written_bytes", "written_bytes", "Bytes written to the bucket."),
+    ("s3_present_objects", "present_objects", "Objects that another node had written already."),
+    ("s3_missed_records", "missed_records", "Records that did not get into the bucket: it was slower than evictions."),
+    ("s3_swept_objects", "swept_objects", "Objects deleted because of bytes_max."),
+)
+
 
 class NodeCollector:
     """Turns a node's counters into metrics. Called from the endpoint's thread; it only reads."""
@@ -223,6 +243,11 @@ def _held(store: Statistics) -> Iterator[Metric]:
         yield from _each(CounterMetricFamily, table, store)
     yield _by("evictions", "Keys removed to make room, by cause.", "cause", store.evictions)
     yield _by("lost_objects", "Objects dropped because of their bytes, by reason.", "reason", store.lost)
+    if store.cold is not None:
+        yield from _each(GaugeMetricFamily, _COLD_GAUGES, store.cold)
+        yield from _each(CounterMetricFamily, _COLD_COUNTERS, store.cold)
+        yield _by("s3_failed_reads", "Requests and records that failed, by reason.", "reason", store.cold.failed_reads)
+        yield _by("s3_failed_writes", "Writes and deletions that failed.", "reason", store.cold.failed_writes)
     admissions, arenas = {}, {}
     if store.memory_bytes:
         admissions = {"held_back": store.held_back, "wear_refused": store.wear_refused}

@@ -1,6 +1,8 @@
 """What is fuzzed of the parsers in Python: each takes any bytes, and may refuse them with its own error alone."""
 
 import contextlib
+import hashlib
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from dpu_dataplane.validation import InvalidCall, Validator
 from shadowserve import record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ConfigurationError, RecordError
+from shadowserve.pool.cold import layout as cold_layout
 from shadowserve.pool.volume.format import BLOCK_BYTES
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.resp import CommandReader, Limits, ReplyReader, split_inline
@@ -91,6 +94,35 @@ def _volume_blocks() -> list[bytes]:
     return kept() + golden[:64]
 
 
+_COLD_TENANTS: Final = ("", "team-a", "we/..%2F=x")
+
+
+def _cold_object(data: bytes) -> None:
+    """See that what is taken for an object's contents lies within it; the corpus has its name in front."""
+    name, _, given = data.partition(b"\n")
+    # What is behind the checksum is to be seen, too.
+    summed = given[:-16] + hashlib.blake2b(given[:-16], digest_size=16).digest()
+    for tail, size in itertools.product((given, summed), (len(given), len(given) + 1000)):
+        with contextlib.suppress(cold_layout.ColdObjectError):
+            needed = cold_layout.tail_bytes(tail, size)
+            assert cold_layout.FOOTER_BYTES < needed < size
+            contents = cold_layout.parse_tail(name.decode("latin-1"), tail, size)
+            assert cold_layout.name_of(contents.tenant, contents.places) == contents.name
+            for place in contents.places.values():
+                assert 0 < place.head_bytes <= place.length and place.offset + place.length <= size - needed
+
+
+def _cold_objects() -> list[bytes]:
+    found = _files(_TESTS / "pool" / "corpus" / "cold")
+    for count, tenant in enumerate(_COLD_TENANTS, 1):
+        body = bytearray(b"r" * 100 * count)
+        keys = [bytes([number]) * 32 for number in range(count)]
+        places = [(key, cold_layout.Place(100 * number, 100, 50)) for number, key in enumerate(keys)]
+        contents = cold_layout.finish(body, tenant, places)
+        found.append(contents.name.encode() + b"\n" + body)
+    return found
+
+
 _LIMITS: Final = Limits(large_bulk_bytes=32, bulk_bytes_max=4096, items_max=64, line_bytes_max=256)
 _VALIDATOR: Final = Validator(DataPlaneConfig.load(environment={}))
 _LAYOUT: Final = ChunkLayout(
@@ -153,6 +185,7 @@ def _configurations() -> list[bytes]:
     return [
         b"storage:\n  port: 6380\n  memory_budget_bytes: 64 GiB\n  devices:\n    - /dev/nvme1n1\n    - path: /x\n"
         b"      size: 200 GiB\n  eviction: lru\n",
+        b"storage:\n  s3:\n    bucket: kv\n    endpoint: https://x:9000\n    timeout_s: 5\n    object_bytes: 32 MiB\n",
         b"dpu:\n  backend: doca\n  storage: [127.0.0.1:6380]\n  timeout_max: 30\n",
         *(text[:400] for text in _files(_REPOSITORY / "configs", "*.yaml")),
     ]
@@ -178,6 +211,7 @@ _YAML: Final = (
 _ACL: Final = (b"user ", b" on", b" off", b" >p", b" #", b" ~*", b" %R~", b" +@all", b" -get", b" (", b")", b" reset")
 
 TARGETS: Final = {
+    "cold_object": Target(_cold_object, _cold_objects, (b"SSCOLD01", b"\xff" * 8, b"\0\0\0\0\1\0\0\0", b".kv\n"), 1024),
     "configuration": Target(_configuration, _configurations, (*_YAML, b"9" * 5000, b"[" * 300), 8192),
     "grpc_messages": Target(_grpc, _messages, (b"\x0a\x20", b"\xff\xff\xff\xff\x0f", b"\x80\x01", b"\x12\x00")),
     "record": Target(_record, lambda: _files(_TESTS / "assets" / "records"), (b"SSKV", b"\xff" * 8), 65536),

@@ -196,6 +196,12 @@ def test_a_folder_of_files_is_refused_with_the_lines_to_write_instead(tmp_path: 
         StorageConfig.load(flags={"engine": "filesystem"}, environment={})
 
 
+@pytest.mark.parametrize("devices", [5, "/dev/nvme0n1", {"path": "/dev/nvme0n1"}])
+def test_devices_that_are_no_list_are_refused(devices: object) -> None:
+    with pytest.raises(ConfigurationError, match="command line: devices: .*list"):
+        StorageConfig.load(flags={"devices": devices}, environment={})
+
+
 def test_an_unknown_section_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     path = write(tmp_path, {"storgae": {"port": 2}})
     with pytest.raises(ConfigurationError, match="there is no section 'storgae'; did you mean 'storage'"):

@@ -1,0 +1,64 @@
+"""Whether a bucket is asked at all: after some failures it is left alone for a while, so that nobody waits for it."""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["Outage"]
+
+_log = logging.getLogger(__name__)
+
+_STRIKES: Final = 3
+_PAUSE_S: Final = 1.0
+_PAUSE_MAX_S: Final = 30.0
+_OF_ONE_OBJECT: Final = frozenset({"absent", "damaged"})
+"""Failures that say something of the object, and nothing of the bucket."""
+
+
+class Outage:
+    """Failures and successes of one kind of operation, from any thread.
+
+    Attributes:
+        failures: by reason; none ever decreases.
+    """
+
+    def __init__(self, operation: str, clock_s: Callable[[], float]) -> None:
+        """``operation``: for the log; ``clock_s``: monotonic."""
+        self.failures: Counter[str] = Counter()
+        self._operation = operation
+        self._clock_s = clock_s
+        self._lock = threading.Lock()
+        self._strikes = 0
+        self._pause_s = _PAUSE_S
+        self._until_s = 0.0
+
+    @property
+    def away(self) -> bool:
+        """Whether the bucket is left alone now."""
+        return self._clock_s() < self._until_s
+
+    def failed(self, reason: str, error: object) -> None:
+        """Count a failure; the third in a row has the bucket left alone, for twice as long each time."""
+        with self._lock:
+            self.failures[reason] += 1
+            if reason in _OF_ONE_OBJECT:
+                return
+            self._strikes += 1
+            now_s = self._clock_s()
+            if self._strikes < _STRIKES or now_s < self._until_s:
+                return
+            pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _PAUSE_MAX_S)
+            self._until_s = now_s + pause_s
+        _log.warning("s3_away operation=%s reason=%s pause_s=%g error=%r", self._operation, reason, pause_s, str(error))
+
+    def succeeded(self) -> None:
+        """Say that an operation has ended well."""
+        if not self._strikes:
+            return
+        with self._lock:
+            was_away = self._strikes >= _STRIKES
+            self._strikes, self._pause_s, self._until_s = 0, _PAUSE_S, 0.0
+        if was_away:
+            _log.info("s3_back operation=%s", self._operation)

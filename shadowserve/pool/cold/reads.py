@@ -1,0 +1,298 @@
+"""Records on their way from the bucket into the pool: in ranges, many at a time, none for longer than its deadline."""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from shadowserve import record
+from shadowserve.errors import RecordError
+from shadowserve.pool.cold.bucket import Bucket, BucketError
+from shadowserve.pool.cold.catalog import Catalog
+from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.layout import Contents, Place
+from shadowserve.pool.cold.outage import Outage
+from shadowserve.pool.pool import Pool
+from shadowserve.pool.terms import Address, Item, Lease
+from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
+
+__all__ = ["ColdItem", "ColdReader"]
+
+_log = logging.getLogger(__name__)
+
+_RANGE_BYTES: Final = 8 << 20
+"""Of neighbours that are read together: S3 carries ranges of 8 to 16 MiB best, several at a time."""
+
+Done = Callable[[Lease | None], None]
+
+
+class ColdItem(Item):
+    """A record that the bucket has, and the pool has not."""
+
+    __slots__ = ("address", "contents", "key")
+
+    is_cold = True
+
+    def __init__(self, address: Address, key: bytes, contents: Contents) -> None:
+        place = contents.places[key]
+        self.length = place.length
+        self.head_bytes = place.head_bytes
+        self.expires_at_ms = None
+        self.value = None
+        self.address = address
+        self.key = key
+        self.contents = contents
+
+
+class _Read:
+    """One record under way, and who waits for it."""
+
+    __slots__ = ("address", "begun", "contents", "deadline_s", "key", "place", "waiting")
+
+    def __init__(self, item: ColdItem, deadline_s: float) -> None:
+        self.address = item.address
+        self.key = item.key
+        self.contents = item.contents
+        self.place: Place = item.contents.places[item.key]
+        self.deadline_s = deadline_s
+        self.begun = False
+        self.waiting: list[tuple[int, int, Done]] = []
+
+
+class ColdReader:
+    """Reads records, checks them, and puts them into the pool, where they are sent from and found again.
+
+    Attributes:
+        requests: ranges that were read.
+        bytes: that they brought.
+        records: that were sound.
+        shared: requests for a record that was under way already.
+    """
+
+    def __init__(
+        self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
+    ) -> None:
+        self.requests = self.bytes = self.records = self.shared = 0
+        self._config = config
+        self._bucket = bucket
+        self._catalog = catalog
+        self._outage = outage
+        self._clock_s = clock_s
+        self._changed = threading.Condition()
+        self._reads: dict[tuple[str, bytes], _Read] = {}
+        self._queue: OrderedDict[str, dict[int, _Read]] = OrderedDict()  # by object, then by offset
+        self._bytes_under_way = 0
+        self._closed = False
+        self._pool: Pool
+        self._lock: threading.Lock
+        self.threads: list[threading.Thread] = []
+
+    def start(self, pool: Pool, lock: threading.Lock) -> None:
+        """Begin. ``lock``: the pool's."""
+        self._pool, self._lock = pool, lock
+        for number in range(self._config.reads_at_once):
+            thread = threading.Thread(target=self._run, name=f"s3-read-{number}", daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    @property
+    def under_way(self) -> int:
+        """How many records are waited for."""
+        return len(self._reads)
+
+    def read(self, item: ColdItem, start: int, end: int, done: Done) -> None:
+        """As :meth:`Pool.read`; with the pool's lock held."""
+        with self._changed:
+            refused = self._closed or self._outage.away
+            if not refused:
+                at = item.contents.name, item.key
+                read = self._reads.get(at)
+                if read is None:
+                    read = self._reads[at] = _Read(item, self._clock_s() + self._config.timeout_s)
+                    self._queue.setdefault(item.contents.name, {})[read.place.offset] = read
+                    self._changed.notify()
+                else:
+                    self.shared += 1
+                read.waiting.append((start, end, done))
+        if refused:
+            done(None)
+
+    def step(self) -> None:
+        """Let nobody wait beyond a deadline, nor for a bucket that is away; often, from one thread."""
+        now_s, away = self._clock_s(), self._outage.away
+        ended: list[Done] = []
+        late = 0
+        with self._changed:
+            for at, read in list(self._reads.items()):
+                if read.deadline_s > now_s and not (away and not read.begun):
+                    continue
+                late += bool(read.waiting) and not away
+                ended += [done for _, _, done in read.waiting]
+                read.waiting.clear()
+                if not read.begun:
+                    del self._reads[at]
+                    self._unqueue(read)
+        if late:
+            self._outage.failed("timeout", f"{late} reads were not done within {self._config.timeout_s:g} s")
+        for done in ended:
+            done(None)
+
+    def _unqueue(self, read: _Read) -> None:
+        of_object = self._queue[read.contents.name]
+        del of_object[read.place.offset]
+        if not of_object:
+            del self._queue[read.contents.name]
+
+    def close(self) -> None:
+        """End: whoever waits gets nothing. The threads end when their requests do."""
+        with self._changed:
+            self._closed = True
+            ended = [done for read in self._reads.values() for _, _, done in read.waiting]
+            self._reads.clear()
+            self._queue.clear()
+            self._changed.notify_all()
+        for done in ended:
+            done(None)
+
+    # ---- The threads that read
+
+    def _run(self) -> None:
+        while (run := self._next()) is not None:
+            start, end = run[0].place.offset, run[-1].place.offset + run[-1].place.length
+            try:
+                self._bring(run, start, end)
+            except Exception:  # a bug of ours must not leave the tier without this thread
+                _log.exception("s3_read_failed")
+            with self._changed:
+                self._bytes_under_way -= end - start
+                self._changed.notify_all()
+
+    def _bring(self, run: list[_Read], start: int, end: int) -> None:
+        try:
+            data = self._bucket.read(run[0].contents.name, start, end)
+        except BucketError as error:
+            self._fail(run, error)
+        else:
+            self._outage.succeeded()
+            self._arrived(run, data)
+
+    def _next(self) -> list[_Read] | None:
+        """Return neighbours to read together, when there is room for them; None at the end."""
+        with self._changed:
+            while not self._closed:
+                run = self._run_of_first()
+                size = sum(read.place.length for read in run)
+                fits = self._bytes_under_way + size <= self._config.read_bytes_under_way_max
+                if run and (fits or not self._bytes_under_way):
+                    self._bytes_under_way += size
+                    for read in run:
+                        read.begun = True
+                        self._unqueue(read)
+                    if self._queue:
+                        self._changed.notify()
+                    return run
+                self._changed.wait(1.0)
+        return None
+
+    def _run_of_first(self) -> list[_Read]:
+        for of_object in self._queue.values():
+            run: list[_Read] = []
+            size = 0
+            for offset in sorted(of_object):
+                read = of_object[offset]
+                if run and (
+                    offset != run[-1].place.offset + run[-1].place.length or size + read.place.length > _RANGE_BYTES
+                ):
+                    break
+                run.append(read)
+                size += read.place.length
+            return run
+        return []
+
+    def _fail(self, run: list[_Read], error: BucketError) -> None:
+        if error.reason in ("absent", "damaged"):
+            self._catalog.drop(run[0].contents.name)  # the next list says what is there
+        self._outage.failed(error.reason, error)
+        for read in run:
+            for _, _, done in self._take(read):
+                done(None)
+
+    def _take(self, read: _Read) -> list[tuple[int, int, Done]]:
+        with self._changed:
+            self._reads.pop((read.contents.name, read.key), None)
+            waiting, read.waiting = read.waiting, []
+            return waiting
+
+    def _arrived(self, run: list[_Read], data: memoryview) -> None:
+        self.requests += 1
+        self.bytes += len(data)
+        first = run[0].place.offset
+        for read in run:
+            begin = read.place.offset - first
+            self._settle(read, data[begin : begin + read.place.length])
+
+    def _settle(self, read: _Read, data: memoryview) -> None:
+        """Check a record, which may be anything; put it into the pool, and answer those who wait for it."""
+        buffer = self._buffer(len(data))
+        try:
+            if buffer is not None:
+                buffer[:] = data
+            head = record.verify(data if buffer is None else buffer, read.key)
+            if head.head_length != read.place.head_bytes:
+                raise RecordError(f"its head has {head.head_length} bytes, the entry says {read.place.head_bytes}")
+        except RecordError as error:
+            self._give_back(buffer)
+            self._catalog.drop(read.contents.name)
+            self._outage.failed("damaged", error)
+            for _, _, done in self._take(read):
+                done(None)
+            return
+        self.records += 1
+        leases: list[tuple[Done, Lease]] = []
+        with self._lock:
+            item = None if self._closed else self._promote(read, buffer, head)
+            for start, end, done in self._take(read):
+                if item is None:
+                    leases.append((done, Lease(data[start:end])))
+                else:
+                    self._pool.hold(item)
+                    assert item.value is not None
+                    leases.append((done, Lease(memoryview(item.value)[start:end], self._pool.release, item)))
+        for done, lease in leases:
+            done(lease)
+
+    def _buffer(self, size: int) -> memoryview | None:
+        """Return memory of the pool; None where there is none now."""
+        with self._lock:
+            if self._closed:
+                return None
+            try:
+                return self._pool.allocate(size, lambda: None)
+            except MemoryError:
+                return None
+
+    def _give_back(self, buffer: memoryview | None) -> None:
+        with self._lock:
+            if buffer is not None and not self._closed:
+                self._pool.discard(buffer)
+
+    def _promote(self, read: _Read, buffer: memoryview | None, head: record.Head) -> Item | None:
+        """Have the pool keep a record; return its item with its value, or None where the pool does not have it.
+
+        What was removed meanwhile is not brought back.
+        """
+        pool = self._pool
+        if buffer is None:
+            return None
+        found = pool.peek(read.address)
+        if found is not None and found.is_cold:
+            try:
+                pool.put(read.address, buffer, head_bytes=head.head_length, parent=head.parent)
+                found = pool.peek(read.address)
+            except (BusyError, OutOfBudgetError):
+                found = None
+        pool.discard(buffer)
+        if found is None or found.is_cold or found.value is None or found.length != read.place.length:
+            return None
+        return found if found.head_bytes else None

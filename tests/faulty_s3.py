@@ -1,0 +1,218 @@
+"""A small S3 server of the tests' own, real HTTP on loopback, that does whatever it is told to do wrong.
+
+It keeps one bucket in memory and knows what the storage node asks for: PUT with ``If-None-Match: *``, GET of ranges,
+lists, DELETE, all by path. It checks no signatures; Ceph RGW does (``tests/storage/test_ceph.py``).
+"""
+
+import hashlib
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape
+
+BUCKET = "kv-test"
+PAGE = 3  # objects that one list names: small, so that lists have pages
+
+
+@dataclass
+class Asked:
+    """One request: ``operation`` is list, get, put or delete; ``range`` is [first, end) or None; whose key signs it."""
+
+    operation: str
+    name: str
+    range: tuple[int, int] | None = None
+    key_id: str = ""
+
+
+@dataclass
+class Answer:
+    """What is answered in place of what would be right.
+
+    Attributes:
+        status: of HTTP; 0 for what is right.
+        code: S3's, in the body of an error.
+        body: in place of the right one; None for that one.
+        truncate: end the connection when so many bytes of the body were sent.
+        after: wait for it first.
+    """
+
+    status: int = 0
+    code: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes | None = None
+    truncate: int | None = None
+    after: threading.Event | None = None
+
+
+class FaultyS3:
+    """The server.
+
+    Attributes:
+        objects: by name, prefix included.
+        asked: every request so far.
+        fault: makes the answer to a request; None for the right one.
+        skew_s: how far its clock is ahead.
+    """
+
+    def __init__(self, certificates: Path | None = None) -> None:
+        """Serve; through TLS with the server's certificate of a folder, if one is given."""
+        self.objects: dict[str, bytes] = {}
+        self.written: dict[str, float] = {}
+        self.asked: list[Asked] = []
+        self.fault: Callable[[Asked], Answer | None] = lambda asked: None
+        self.skew_s = 0.0
+        self.lock = threading.Lock()
+        owner = self
+
+        class Handler(_Handler):
+            server_of_tests = owner
+
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._scheme = "http"
+        if certificates is not None:
+            self._scheme = "https"
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(certificates / "server.crt", certificates / "server.key")
+            # Not in accept(), where a client that refuses the certificate would end the server.
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"{self._scheme}://127.0.0.1:{self._server.server_address[1]}"
+
+    def count(self, operation: str) -> int:
+        """Return how often something was asked."""
+        return sum(asked.operation == operation for asked in self.asked)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@contextmanager
+def faulty_s3(certificates: Path | None = None) -> Iterator[FaultyS3]:
+    server = FaultyS3(certificates)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing of clients that have gone: their time was over."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server_of_tests: FaultyS3
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+    def _do(self) -> None:
+        own = self.server_of_tests
+        url = urlsplit(self.path)
+        name = unquote(url.path).removeprefix(f"/{BUCKET}").removeprefix("/")
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        words = {"PUT": "put", "DELETE": "delete"}
+        operation = words.get(self.command) or ("get" if name else "list")
+        span = None
+        if (text := self.headers.get("Range")) is not None:
+            first, _, last = text.removeprefix("bytes=").partition("-")
+            span = int(first), int(last) + 1
+        _, _, signer = self.headers.get("Authorization", "").partition("Credential=")
+        asked = Asked(operation, name, span, signer.partition("/")[0])
+        own.asked.append(asked)
+        fault = own.fault(asked)
+        if fault is not None and fault.after is not None:
+            fault.after.wait(60)
+        if fault is not None and fault.status >= 300:
+            self._error(fault.status, fault.code, fault.headers)
+            return
+        with own.lock:
+            status, headers, content = getattr(self, f"_{operation}")(asked, parse_qs(url.query), body)
+        if fault is not None:
+            status = fault.status or status
+            headers |= fault.headers
+            content = content if fault.body is None else fault.body
+        self._send(status, headers, content, None if fault is None else fault.truncate)
+
+    do_GET = do_PUT = do_DELETE = _do  # noqa: N815
+
+    def _send(self, status: int, headers: dict[str, str], content: bytes, truncate: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(content))} | headers).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content if truncate is None else content[:truncate])
+        if truncate is not None:
+            self.close_connection = True
+
+    def _error(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
+        text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as told</Message></Error>"
+        self._send(status, headers or {}, text.encode())
+
+    # ---- What is right
+
+    def _put(self, asked: Asked, _: Any, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        own = self.server_of_tests
+        if self.headers.get("If-None-Match") == "*" and asked.name in own.objects:
+            return 412, {}, b"<Error><Code>PreconditionFailed</Code></Error>"
+        own.objects[asked.name] = body
+        own.written[asked.name] = 1_800_000_000.0 + len(own.written)
+        return 200, {"ETag": _etag(body)}, b""
+
+    def _get(self, asked: Asked, _: Any, __: bytes) -> tuple[int, dict[str, str], bytes]:
+        found = self.server_of_tests.objects.get(asked.name)
+        if found is None:
+            return 404, {}, b"<Error><Code>NoSuchKey</Code></Error>"
+        headers = {"ETag": _etag(found), "Last-Modified": formatdate(1_800_000_000, usegmt=True)}
+        if asked.range is None:
+            return 200, headers, found
+        begin, end = asked.range[0], min(asked.range[1], len(found))
+        if begin >= end:
+            return 416, {}, b"<Error><Code>InvalidRange</Code></Error>"
+        return 206, headers | {"Content-Range": f"bytes {begin}-{end - 1}/{len(found)}"}, found[begin:end]
+
+    def _delete(self, asked: Asked, _: Any, __: bytes) -> tuple[int, dict[str, str], bytes]:
+        self.server_of_tests.objects.pop(asked.name, None)
+        return 204, {}, b""
+
+    def _list(self, _: Asked, query: dict[str, list[str]], __: bytes) -> tuple[int, dict[str, str], bytes]:
+        own = self.server_of_tests
+        prefix, behind = query.get("prefix", [""])[0], query.get("continuation-token", [""])[0]
+        names = sorted(name for name in own.objects if name.startswith(prefix) and name > behind)
+        found = ""
+        for name in names[:PAGE]:
+            size, when = len(own.objects[name]), _iso(own.written.get(name, 1_800_000_000.0) + own.skew_s)
+            found += f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size><LastModified>{when}</LastModified>"
+            found += f"<ETag>{_etag(own.objects[name])}</ETag></Contents>"
+        more = len(names) > PAGE
+        token = f"<NextContinuationToken>{escape(names[PAGE - 1])}</NextContinuationToken>" if more else ""
+        text = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{found}"
+        return 200, {"Content-Type": "application/xml"}, f"<ListBucketResult>{text}</ListBucketResult>".encode()
+
+
+def _etag(body: bytes) -> str:
+    return f'"{hashlib.blake2b(body, digest_size=16).hexdigest()}"'
+
+
+def _iso(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")

@@ -1,0 +1,118 @@
+"""What tests of the coldest tier share: pools over a bucket, and chains of records."""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from faulty_s3 import BUCKET, FaultyS3
+from machine import wait_for
+from store_driver import Driver
+
+from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.keys import storage_key
+from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.tier import ColdTier
+from shadowserve.pool.config import PoolConfig
+from shadowserve.pool.memory_pool import MemoryPool
+from shadowserve.pool.pool import Pool
+from shadowserve.pool.statistics import ColdStatistics
+
+MIB = 1 << 20
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret"}
+
+Opens = Callable[..., "Node"]
+
+
+class Node(Driver):
+    """A pool with a bucket below."""
+
+    def cold(self) -> ColdStatistics:
+        found = self.statistics().cold
+        assert found is not None
+        return found
+
+    def store_chain(self, chain: "Chain", tenant: int = 0) -> None:
+        for name, value, head_bytes, parent in chain.records:
+            self.put(storage_key(name), value, tenant, head_bytes=head_bytes, parent=parent)
+
+    def await_written(self, count: int) -> None:
+        """Wait until the bucket has all that is to be written, ``count`` objects of it by this node."""
+        wait_for(lambda: self.cold().written_objects >= count and not self.cold().waiting_records)
+
+    def await_known(self, records: int) -> None:
+        wait_for(lambda: self.cold().records == records)
+
+    def await_listed(self) -> None:
+        """Wait until the bucket was listed again."""
+        before = self.cold().lists
+        wait_for(lambda: self.cold().lists > before + 1)
+
+    def read_chain(self, chain: "Chain", tenant: int = 0) -> list[bytes | None]:
+        """Return all values of a chain, asked for at once."""
+        readings = [self.open(storage_key(name), tenant=tenant) for name, *_ in chain.records]
+        found = [None if reading is None else reading.wait() for reading in readings]
+        for reading in readings:
+            if reading is not None:
+                reading.release()
+        return found
+
+
+class Chain:
+    """Records that follow each other."""
+
+    def __init__(self, label: str, count: int, body_bytes: int = 4096) -> None:
+        layout = ChunkLayout(
+            namespace=b"n" * 32,
+            dtype=DType.UINT8,
+            layers=2,
+            kinds=2,
+            vector_length=max(64, body_bytes // 64),
+            tokens=16,
+            quantizer=Quantizer.PASSTHROUGH,
+        )
+        self.records: list[tuple[bytes, bytes, int, bytes]] = []
+        parent = b""
+        for number in range(count):
+            name = hashlib.sha256(f"{label} {number}".encode()).digest()
+            kv = bytes([number % 251]) * layout.raw_bytes
+            value = record.encode(name, native.Codec.NONE, layout, kv, parent=parent)
+            self.records.append((name, value, record.parse_head(value).head_length, parent))
+            parent = name
+
+    @property
+    def values(self) -> list[bytes]:
+        return [value for _, value, _, _ in self.records]
+
+    @property
+    def keys(self) -> list[bytes]:
+        return [storage_key(name) for name, *_ in self.records]
+
+
+def s3_config(endpoint: str, **keys: Any) -> S3Config:
+    """Return the configuration of a tier that lists often and writes at once."""
+    given = {"bucket": BUCKET, "endpoint": endpoint, "gather_s": 0.0, "index_ttl_s": 0.1, "timeout_s": 20.0}
+    return S3Config(**{**given, "object_bytes": 8 * MIB, **keys})
+
+
+def memory_node(endpoint: str, *, memory_budget_bytes: int = 64 * MIB, **keys: Any) -> Node:
+    below = ColdTier(s3_config(endpoint, **keys))
+    return Node(MemoryPool(PoolConfig(memory_budget_bytes=memory_budget_bytes), below=below))
+
+
+@contextlib.contextmanager
+def nodes(server: FaultyS3) -> Iterator[Opens]:
+    """Yield what opens nodes over a bucket; they end with the test, without waiting for the bucket."""
+    opened: list[Pool] = []
+
+    def open_node(**keys: Any) -> Node:
+        node = memory_node(server.endpoint, **keys)
+        opened.append(node.store)
+        return node
+
+    try:
+        yield open_node
+    finally:
+        for store in opened:
+            store.close()

@@ -1,0 +1,478 @@
+"""A bucket below the pool: what one node has stored, every other finds; what is gone or wrong there is a miss."""
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from cold_support import CREDENTIALS, MIB, Chain, Node, Opens, nodes
+from faulty_s3 import Answer, Asked, FaultyS3, faulty_s3
+from machine import wait_for
+
+from shadowserve.errors import ConfigurationError
+from shadowserve.pool.cold.gathering import Gathering
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def open_node(bucket: FaultyS3) -> Iterator[Opens]:
+    with nodes(bucket) as opens:
+        yield opens
+
+
+CHAIN = Chain("prefix", 12)
+
+
+def filled(open_node: Opens, chain: Chain = CHAIN) -> Node:
+    """Return a node that has stored a chain, all of which is in the bucket."""
+    node = open_node()
+    node.store_chain(chain)
+    node.await_written(1)
+    node.await_known(len(chain.records))
+    return node
+
+
+# ---- What it is for
+
+
+def test_a_node_that_starts_empty_serves_what_another_has_written(bucket: FaultyS3, open_node: Opens) -> None:
+    filled(open_node)
+    other = open_node()
+    other.await_known(12)
+    asked = bucket.count("get")
+    assert other.read_chain(CHAIN) == CHAIN.values
+    assert bucket.count("get") - asked <= 6, "neighbours come in one range, or a few while they are asked for"
+    assert other.cold().read_records == 12
+    requests = len([each for each in bucket.asked if each.operation != "list"])
+    assert other.read_chain(CHAIN) == CHAIN.values
+    assert len([each for each in bucket.asked if each.operation != "list"]) == requests, "they have come to stay"
+
+
+def test_a_chain_becomes_few_objects_and_nothing_is_asked_to_find_or_not_to_find_it(
+    bucket: FaultyS3, open_node: Opens
+) -> None:
+    node = open_node(gather_s=0.3, index_ttl_s=3600.0)
+    node.store_chain(CHAIN)
+    node.await_written(1)
+    assert len(bucket.objects) == 1
+    wait_for(lambda: node.cold().lists)
+    asked = len(bucket.asked)
+    assert all(node.peek(key) is None for key in Chain("unknown", 100).keys)
+    assert all(node.peek(key) is not None for key in CHAIN.keys)
+    assert len(bucket.asked) == asked
+
+
+def test_chains_stored_in_turns_do_not_end_up_in_each_others_objects(bucket: FaultyS3, open_node: Opens) -> None:
+    one, two = Chain("one", 16, 1 << 17), Chain("two", 16, 1 << 17)
+    node = open_node(gather_s=600.0, object_bytes=2 * MIB)
+    for first, second in zip(one.records, two.records, strict=True):
+        for name, value, head_bytes, parent in (first, second):
+            node.put(b"kv:" + name.hex().encode(), value, head_bytes=head_bytes, parent=parent)
+    node.await_written(0)
+    wait_for(lambda: len(bucket.objects) == 2)
+    bodies = list(bucket.objects.values())
+    assert [sum(value in body for value in one.values) for body in bodies] in ([16, 0], [0, 16])
+
+
+def test_what_memory_had_to_evict_comes_back_from_the_bucket(open_node: Opens) -> None:
+    node = open_node(memory_budget_bytes=4 * MIB)
+    chains = [Chain(f"long {number}", 8, 1 << 18) for number in range(4)]
+    for written, chain in enumerate(chains):
+        node.store_chain(chain)
+        node.await_written(written + 1)
+    assert node.statistics().evicted_keys > 0
+    node.await_known(32)
+    for chain in chains:
+        assert node.read_chain(chain) == chain.values
+
+
+def test_tenants_do_not_find_each_others_records(bucket: FaultyS3, open_node: Opens) -> None:
+    node = open_node()
+    team, odd = node.call(node.store.tenant, "team-a"), node.call(node.store.tenant, "we/..%2F=x")
+    node.store_chain(CHAIN, team)
+    node.store_chain(Chain("theirs", 2), odd)
+    node.await_written(2)
+    other = open_node()
+    other.await_known(14)
+    others = other.call(other.store.tenant, "team-b"), other.call(other.store.tenant, "team-a")
+    assert other.read_chain(CHAIN, others[0]) == [None] * 12 == other.read_chain(CHAIN)
+    assert other.read_chain(CHAIN, others[1]) == CHAIN.values
+    assert other.read_chain(Chain("theirs", 2), other.call(other.store.tenant, "we/..%2F=x")) is not None
+
+
+def test_two_nodes_that_store_the_same_chain_write_it_once(bucket: FaultyS3, open_node: Opens) -> None:
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "put" else None
+    both = [open_node(gather_s=0.3), open_node(gather_s=0.3)]
+    for node in both:
+        node.store_chain(CHAIN)
+    wait_for(lambda: bucket.count("put") == 2)
+    gate.set()
+    for node in both:
+        wait_for(lambda node=node: not node.cold().waiting_records)
+        node.await_known(12)
+    assert len(bucket.objects) == 1
+    assert sorted(node.cold().written_objects for node in both) == [0, 1]
+    assert sorted(node.cold().present_objects for node in both) == [0, 1]
+
+
+def test_a_crash_after_the_write_loses_nothing(bucket: FaultyS3, open_node: Opens) -> None:
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "put" else None
+    node = open_node(gather_s=0.3)
+    node.store_chain(CHAIN)
+    wait_for(lambda: bucket.count("put"))
+    crash = threading.Thread(target=node.store.close)  # without drain(): as after a crash
+    crash.start()
+    gate.set()
+    crash.join()
+    wait_for(lambda: bucket.objects)
+    other = open_node()
+    other.await_known(12)
+    assert other.read_chain(CHAIN) == CHAIN.values
+
+
+def test_a_stop_in_order_writes_what_waits_for_more_of_its_chain(bucket: FaultyS3, open_node: Opens) -> None:
+    node = open_node(gather_s=600.0)
+    node.store_chain(CHAIN)
+    assert not bucket.objects
+    node.stop()
+    other = open_node()
+    other.await_known(12)
+
+
+def test_a_node_that_only_reads_writes_nothing(bucket: FaultyS3, open_node: Opens) -> None:
+    node = open_node(write="never")
+    node.store_chain(CHAIN)
+    node.await_listed()
+    assert not bucket.count("put")
+
+
+# ---- Removal
+
+
+def test_what_was_removed_is_gone_from_the_bucket_when_the_answer_comes(bucket: FaultyS3, open_node: Opens) -> None:
+    node = filled(open_node)
+    assert node.remove(CHAIN.keys[3])
+    assert not bucket.objects
+    other = open_node()
+    other.await_listed()
+    assert other.peek(CHAIN.keys[3]) is None
+
+
+def test_a_removal_that_the_bucket_refuses_is_an_error_and_is_made_up_for_later(
+    bucket: FaultyS3, open_node: Opens
+) -> None:
+    node = filled(open_node)
+    bucket.fault = lambda asked: Answer(403, "AccessDenied") if asked.operation == "delete" else None
+    with pytest.raises(Exception, match="cannot delete"):
+        node.remove(CHAIN.keys[0])
+    assert node.peek(CHAIN.keys[0]) is None
+    asked = bucket.count("list")
+    wait_for(lambda: bucket.count("list") > asked + 1)
+    assert node.peek(CHAIN.keys[0]) is None, "a list does not bring it back"
+    late = Chain("late", 3)
+    open_node().store_chain(late)
+    node.await_known(3)
+    assert node.read_chain(late) == late.values, "what cannot be deleted does not keep anything from being read"
+    bucket.fault = lambda asked: None
+    wait_for(lambda: len(bucket.objects) == 1)
+
+
+def test_a_record_removed_while_it_is_written_is_not_in_the_bucket_afterwards(
+    bucket: FaultyS3, open_node: Opens
+) -> None:
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "put" else None
+    node = open_node(gather_s=0.3)
+    node.store_chain(CHAIN)
+    wait_for(lambda: bucket.count("put"))
+    threading.Timer(0.05, gate.set).start()
+    assert node.remove(CHAIN.keys[0])
+    assert not bucket.objects
+    node.await_listed()
+    assert node.peek(CHAIN.keys[0]) is None
+
+
+def test_clearing_a_tenant_deletes_its_objects_and_no_others_those_not_known_yet_too(
+    bucket: FaultyS3, open_node: Opens
+) -> None:
+    writer = open_node()
+    mine, theirs = (writer.call(writer.store.tenant, name) for name in ("mine", "theirs"))
+    writer.store_chain(CHAIN, mine)
+    writer.store_chain(CHAIN, theirs)
+    writer.await_written(2)
+    bucket.fault = lambda asked: Answer(503, "SlowDown") if asked.operation == "list" else None
+    other = open_node()
+    mine_there = other.call(other.store.tenant, "mine")
+    wait_for(lambda: other.cold().failed_reads)
+    bucket.fault = lambda asked: None
+    other.clear(mine_there)
+    assert len(bucket.objects) == 1 and "ttheirs" in next(iter(bucket.objects))
+
+
+def test_what_expires_or_is_no_record_does_not_get_into_the_bucket_and_ends_what_is_there(
+    bucket: FaultyS3, open_node: Opens
+) -> None:
+    node = filled(open_node)
+    name, value, head_bytes, _ = Chain("short", 1).records[0]
+    node.put(b"kv:" + name.hex().encode(), value, head_bytes=head_bytes, expires_at_ms=1 << 50)
+    node.put(b"plain", b"text" * 1000)
+    node.await_listed()
+    assert len(bucket.objects) == 1
+    assert node.set_expiry(CHAIN.keys[5], 1 << 50)
+    assert not bucket.objects
+    assert node.value(CHAIN.keys[5]) == CHAIN.values[5]
+
+
+def test_a_sweep_keeps_the_newest_within_bytes_max(bucket: FaultyS3, open_node: Opens) -> None:
+    node = open_node(memory_budget_bytes=256 * MIB, bytes_max=64 * MIB, object_bytes=8 * MIB)
+    chains = [Chain(f"large {number}", 8, 1 << 20) for number in range(10)]
+    for written, chain in enumerate(chains):
+        node.store_chain(chain)
+        node.await_written(written + 1)
+    wait_for(lambda: sum(map(len, bucket.objects.values())) <= 64 * MIB)
+    assert node.cold().swept_objects >= 3
+    node.await_listed()
+    other = open_node()
+    wait_for(lambda: other.cold().lists)
+    wait_for(lambda: other.cold().objects == len(bucket.objects))
+    assert other.peek(chains[-1].keys[0]) is not None
+    assert other.peek(chains[0].keys[0]) is None
+
+
+# ---- A bucket that is away, refuses, or lies
+
+
+REFUSALS = {
+    "denied": Answer(403, "AccessDenied"),
+    "expired": Answer(400, "ExpiredToken"),
+    "skewed": Answer(403, "RequestTimeTooSkewed"),
+    "absent": Answer(404, "NoSuchKey"),
+    "precondition": Answer(412, "PreconditionFailed"),
+    "slow_down": Answer(503, "SlowDown"),
+    "broken": Answer(500, "InternalError"),
+    "moved": Answer(301, "PermanentRedirect"),
+    "redirected": Answer(307, "TemporaryRedirect", {"Location": "http://127.0.0.1:1/elsewhere"}),
+    "truncated": Answer(206, truncate=1000),
+    "wrong_range": Answer(206, headers={"Content-Range": "bytes 0-99/100000"}),
+    "no_range": Answer(200),
+    "another_body": Answer(206, body=b"x" * 4096),
+    "same_length": Answer(206, body=b""),
+}
+
+
+@pytest.mark.parametrize("how", REFUSALS)
+def test_a_bucket_that_refuses_or_lies_costs_misses_and_never_wrong_bytes(
+    bucket: FaultyS3, open_node: Opens, how: str
+) -> None:
+    filled(open_node)
+    other = open_node(index_ttl_s=3600.0)
+    other.await_known(12)
+
+    def fault(asked: Asked) -> Answer | None:
+        if asked.operation != "get":
+            return None
+        answer = REFUSALS[how]
+        if how == "same_length" and asked.range is not None:
+            answer.body = b"y" * (asked.range[1] - asked.range[0])
+        return answer
+
+    bucket.fault = fault
+    assert other.read_chain(CHAIN) == [None] * 12
+    assert sum(other.cold().failed_reads.values()) > 0
+    assert other.read_chain(CHAIN) == [None] * 12, "nor later"
+
+
+def test_an_object_that_was_swapped_for_another_is_a_miss(bucket: FaultyS3, open_node: Opens) -> None:
+    filled(open_node)
+    other = open_node(index_ttl_s=3600.0)
+    other.await_known(12)
+    writer = open_node()
+    stranger = Chain("stranger", 12)
+    writer.store_chain(stranger)
+    wait_for(lambda: len(bucket.objects) > 1)
+    ours, theirs = sorted(bucket.objects, key=lambda name: CHAIN.values[0] not in bucket.objects[name])[:2]
+    bucket.objects[ours] = bucket.objects[theirs]
+    found = other.read_chain(CHAIN)
+    assert found == [None] * len(CHAIN.records)
+    newcomer = open_node()
+    newcomer.await_listed()
+    assert newcomer.read_chain(CHAIN) == [None] * 12, "its tail says that it is another one"
+    assert newcomer.cold().failed_reads["damaged"]
+
+
+def test_a_flipped_bit_of_one_record_is_a_miss(bucket: FaultyS3, open_node: Opens) -> None:
+    filled(open_node)
+    (name,) = bucket.objects
+    body = bytearray(bucket.objects[name])
+    body[body.index(CHAIN.values[7]) + len(CHAIN.values[7]) - 1] ^= 1
+    bucket.objects[name] = bytes(body)
+    other = open_node(index_ttl_s=3600.0)
+    other.await_known(12)
+    found = other.read_chain(CHAIN)
+    assert found[7] is None
+    assert all(value is None or value == right for value, right in zip(found, CHAIN.values, strict=True))
+
+
+def test_a_bucket_that_never_answers_costs_the_deadline_and_then_not_even_that(
+    bucket: FaultyS3, open_node: Opens
+) -> None:
+    filled(open_node)
+    other = open_node(timeout_s=0.2, index_ttl_s=3600.0)
+    other.await_known(12)
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    try:
+        assert other.read_chain(CHAIN) == [None] * 12
+        for _ in range(10):
+            other.read_chain(CHAIN)
+            if other.cold().away:
+                break
+        assert other.cold().away and other.cold().failed_reads["timeout"]
+        assert other.peek(CHAIN.keys[0]) is None, "nobody is sent to a bucket that is away"
+        other.put(b"key", b"value")
+        assert other.value(b"key") == b"value"
+    finally:
+        gate.set()
+
+
+def test_a_bucket_away_at_the_start_is_found_when_it_is_back(bucket: FaultyS3, open_node: Opens) -> None:
+    filled(open_node)
+    bucket.fault = lambda asked: Answer(503, "SlowDown")
+    other = open_node()
+    assert other.read_chain(CHAIN) == [None] * 12
+    wait_for(lambda: other.cold().failed_reads.get("busy", 0))
+    bucket.fault = lambda asked: None
+    other.await_known(12)
+    wait_for(lambda: not other.cold().away)
+    assert other.read_chain(CHAIN) == CHAIN.values
+
+
+@pytest.mark.parametrize(("status", "code"), [(507, "QuotaExceeded"), (403, "AccessDenied"), (503, "SlowDown")])
+def test_a_bucket_that_takes_nothing_is_read_and_gets_what_waits_when_it_takes_it(
+    bucket: FaultyS3, open_node: Opens, status: int, code: str
+) -> None:
+    filled(open_node)
+    node = open_node()
+    node.await_known(12)
+    bucket.fault = lambda asked: Answer(status, code) if asked.operation == "put" else None
+    late = Chain("late", 4)
+    node.store_chain(late)
+    wait_for(lambda: node.cold().failed_writes)
+    assert node.read_chain(CHAIN) == CHAIN.values
+    bucket.fault = lambda asked: None
+    node.await_written(1)
+    node.await_known(16)
+
+
+def test_a_clock_that_is_wrong_there_disturbs_nothing(bucket: FaultyS3, open_node: Opens) -> None:
+    bucket.skew_s = 10 * 365 * 86_400.0
+    filled(open_node)
+    other = open_node()
+    other.await_known(12)
+    bucket.skew_s = -10 * 365 * 86_400.0
+    other.await_listed()
+    assert other.read_chain(CHAIN) == CHAIN.values
+
+
+def test_what_others_deleted_is_forgotten_with_the_next_list(bucket: FaultyS3, open_node: Opens) -> None:
+    filled(open_node)
+    other = open_node()
+    other.await_known(12)
+    bucket.objects.clear()
+    other.await_known(0)
+    assert other.read_chain(CHAIN) == [None] * 12
+
+
+def test_foreign_objects_under_the_prefix_are_left_alone(bucket: FaultyS3, open_node: Opens) -> None:
+    foreign = {
+        "shadowserve/readme.txt": b"hello",
+        "shadowserve/t/" + 40 * "0" + ".kv": b"",
+        "shadowserve/t/" + 40 * "1" + ".kv": b"no object of ours" * 10,
+        "shadowserve/tx=zz/" + 40 * "2" + ".kv": b"x",
+    }
+    bucket.objects |= foreign
+    node = filled(open_node)
+    node.await_listed()
+    assert node.read_chain(CHAIN) == CHAIN.values
+    assert foreign.items() <= bucket.objects.items()
+    asked = len([each for each in bucket.asked if each.name.endswith("1.kv")])
+    node.await_listed()
+    assert len([each for each in bucket.asked if each.name.endswith("1.kv")]) == asked, "one look is enough"
+
+
+def test_no_more_records_are_known_than_chunks_max(open_node: Opens) -> None:
+    filled(open_node)
+    other = open_node(chunks_max=11)
+    other.await_listed()
+    assert other.cold().records == 0
+
+
+# ---- Who asks, and whom
+
+
+def test_a_private_authority_is_trusted_where_its_file_is_given(bucket: FaultyS3, certificates: Path) -> None:
+    with faulty_s3(certificates) as secure, nodes(secure) as opens:
+        node = opens(ca_file=certificates / "ca.crt")
+        node.store_chain(CHAIN)
+        node.await_written(1)
+        stranger = opens()
+        wait_for(lambda: stranger.cold().failed_reads)
+        assert stranger.cold().objects == 0
+
+
+def test_credentials_of_a_file_are_read_anew_when_they_have_been_renewed(
+    bucket: FaultyS3, open_node: Opens, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def write(key_id: str) -> None:
+        text = f"[team]\naws_access_key_id = {key_id}\naws_secret_access_key = s\naws_session_token = t\n"
+        (tmp_path / "credentials").write_text(text)
+
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    monkeypatch.setattr("shadowserve.pool.cold.bucket._CREDENTIALS_LAST", timedelta(0))
+    write("first")
+    open_node()
+    wait_for(lambda: any(asked.key_id == "first" for asked in bucket.asked))
+    write("second")
+    wait_for(lambda: any(asked.key_id == "second" for asked in bucket.asked))
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(ConfigurationError, match="AWS_PROFILE"):
+        open_node()
+
+
+# ---- What waits
+
+
+def test_a_backlog_has_an_end_and_what_is_left_out_is_counted() -> None:
+    gathering = Gathering(1000, 5.0, 100, backlog_max=10)
+    for number in range(25):
+        gathering.add((0, b"%d" % number), b"%d" % number, b"", 10, 0.0)
+    assert (gathering.waiting, gathering.dropped) == (10, 15)
+    assert gathering.take(1.0) is None, "they wait for more"
+    batch = gathering.take(6.0)
+    assert batch is not None and [key for _, key in batch.records] == [b"%d" % number for number in range(15, 25)]
+    gathering.put_back(batch)
+    gathering.forget(1)
+    assert gathering.waiting == 10
+    gathering.forget(0)
+    assert gathering.waiting == 0 and gathering.take(6.0, hurry=True) is None
+
+
+def test_a_record_that_is_stored_twice_waits_once() -> None:
+    gathering = Gathering(1000, 5.0, 100)
+    for _ in range(2):
+        gathering.add((0, b"a"), b"a", b"", 10, 0.0)
+    gathering.add((0, b"b"), b"b", b"a", 10, 0.0)
+    batch = gathering.take(0.0, hurry=True)
+    assert batch is not None and [key for _, key in batch.records] == [b"a", b"b"] and gathering.waiting == 0

@@ -1,0 +1,225 @@
+"""Storage nodes over one bucket, as their clients see them: over a server of the tests' own, and over Ceph itself."""
+
+import json
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import ceph_gateway
+import pytest
+from cold_support import CREDENTIALS, Chain
+from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from machine import wait_for
+from storage_support import REPOSITORY, Child, Client
+
+CHAIN = Chain("document", 24, 1 << 16)
+Starts = Callable[..., Child]
+StartsNodes = Callable[..., tuple[Child, Client]]
+
+
+@pytest.fixture(scope="module")
+def ceph() -> Iterator[str]:
+    if ceph_gateway.MISSING:
+        pytest.skip(f"{ceph_gateway.MISSING} is not installed: apt-get install ceph-mon ceph-osd radosgw")
+    with ceph_gateway.ceph_gateway(BUCKET) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def faulty() -> Iterator[FaultyS3]:
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture(params=["own", "ceph"])
+def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
+    """An endpoint and credentials."""
+    if request.param == "own":
+        return request.getfixturevalue("faulty").endpoint, CREDENTIALS
+    return request.getfixturevalue("ceph"), ceph_gateway.CREDENTIALS
+
+
+@pytest.fixture
+def node(start: Starts, request: pytest.FixtureRequest) -> StartsNodes:
+    """Start a node over a bucket, of whose objects each test has a prefix."""
+    prefix = "".join(each if each.isalnum() else "_" for each in request.node.name)
+
+    def start_node(endpoint: str, credentials: dict[str, str], *flags: str, **keys: Any) -> tuple[Child, Client]:
+        given = {"bucket": BUCKET, "endpoint": endpoint, "prefix": prefix, "gather_s": 0.2, "index_ttl_s": 0.1}
+        s3 = json.dumps({**given, "timeout_s": 20.0, **keys})
+        child = start("--memory-budget-bytes", "64 MiB", *flags, "--s3", s3, environment=credentials)
+        return child, child.client()
+
+    return start_node
+
+
+def s3(client: Client) -> dict[str, str]:
+    return client.info("s3")
+
+
+def store_chain(client: Client) -> None:
+    """Store the chain in one pipeline, as a data plane does, and wait until the bucket has it."""
+    for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
+        client.send("SET", key, value)
+    assert [client.receive() for _ in CHAIN.keys] == [b"OK"] * 24
+    wait_for(lambda: s3(client)["records"] == "24")
+
+
+def test_an_empty_node_answers_for_what_another_one_stored(
+    bucket: tuple[str, dict[str, str]], node: StartsNodes
+) -> None:
+    _, one = node(*bucket)
+    store_chain(one)
+    _, two = node(*bucket)
+    wait_for(lambda: s3(two)["records"] == "24")
+    assert two.call("EXISTS", *CHAIN.keys) == 24
+    assert two.call("STRLEN", CHAIN.keys[1]) == len(CHAIN.values[1])
+    found = two.call("KV.META", *CHAIN.keys, b"kv:" + b"0" * 64)
+    assert isinstance(found, list)
+    assert found[:-1] == [[len(value), value[:head]] for _, value, head, _ in CHAIN.records] and found[-1] is None
+    for key in CHAIN.keys:
+        two.send("GETRANGE", key, 1000, 1999)
+    assert [two.receive() for _ in CHAIN.keys] == [value[1000:2000] for value in CHAIN.values]
+    assert int(s3(two)["requests"]) <= 12, "neighbours come together"
+    assert two.call("MGET", *CHAIN.keys) == CHAIN.values
+    assert two.call("DBSIZE") == 24, "what was read stays here"
+
+
+def test_a_killed_node_without_devices_comes_back_with_what_it_had(
+    bucket: tuple[str, dict[str, str]], node: StartsNodes
+) -> None:
+    child, client = node(*bucket)
+    store_chain(client)
+    child.stop(signal.SIGKILL)
+    _, client = node(*bucket)
+    wait_for(lambda: s3(client)["records"] == "24")
+    assert client.call("MGET", *CHAIN.keys) == CHAIN.values
+
+
+def test_a_node_with_devices_keeps_what_comes_from_the_bucket_on_them(
+    bucket: tuple[str, dict[str, str]], node: StartsNodes, tmp_path: Any
+) -> None:
+    _, one = node(*bucket)
+    store_chain(one)
+    devices = json.dumps([{"path": str(tmp_path / "values.pool"), "size": 64 << 20, "bandwidth": 1 << 30}])
+    child, two = node(*bucket, "--devices", devices)
+    wait_for(lambda: s3(two)["records"] == "24")
+    assert two.call("MGET", *CHAIN.keys) == CHAIN.values
+    assert two.call("MGET", *CHAIN.keys) == CHAIN.values
+    assert child.stop() == 0
+    _, again = node("http://127.0.0.1:1", bucket[1], "--devices", devices)
+    assert again.call("MGET", *CHAIN.keys) == CHAIN.values, "the bucket is not needed for them"
+
+
+def test_deleted_and_flushed_keys_are_gone_from_the_bucket(
+    bucket: tuple[str, dict[str, str]], node: StartsNodes
+) -> None:
+    _, one = node(*bucket)
+    store_chain(one)
+    assert one.call("DEL", CHAIN.keys[0]) == 1
+    assert one.call("EXISTS", CHAIN.keys[0]) == 0
+    assert one.call("FLUSHALL") == b"OK"
+    _, two = node(*bucket)
+    wait_for(lambda: int(s3(two)["lists"]) > 1)
+    assert two.call("EXISTS", *CHAIN.keys) == 0
+
+
+def test_two_nodes_that_are_given_the_same_chain_agree(bucket: tuple[str, dict[str, str]], node: StartsNodes) -> None:
+    clients = [node(*bucket)[1], node(*bucket)[1]]
+    for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
+        for client in clients:
+            client.send("SET", key, value)
+    for client in clients:
+        assert [client.receive() for _ in CHAIN.keys] == [b"OK"] * 24
+    for client in clients:
+        wait_for(lambda client=client: s3(client)["records"] == "24" and s3(client)["waiting_records"] == "0")
+    _, three = node(*bucket)
+    wait_for(lambda: s3(three)["records"] == "24")
+    assert three.call("MGET", *CHAIN.keys) == CHAIN.values
+
+
+@pytest.mark.parametrize("wrong", ["secret", "bucket"])
+def test_wrong_credentials_or_a_missing_bucket_leave_a_node_that_works_without(
+    ceph: str, node: StartsNodes, wrong: str
+) -> None:
+    credentials = ceph_gateway.CREDENTIALS | ({"AWS_SECRET_ACCESS_KEY": "wrong"} if wrong == "secret" else {})
+    _, client = node(ceph, credentials, **({"bucket": "not-there"} if wrong == "bucket" else {}))
+    wait_for(lambda: s3(client)["state"] == "away")
+    assert ("denied=" if wrong == "secret" else "no_bucket=") in s3(client)["failed_reads"]
+    assert client.call("SET", CHAIN.keys[0], CHAIN.values[0]) == b"OK"
+    assert client.call("GET", CHAIN.keys[0]) == CHAIN.values[0]
+    wait_for(lambda: s3(client)["failed_writes"])
+
+
+def test_a_bucket_that_stands_still_disturbs_no_other_client(faulty: FaultyS3, node: StartsNodes) -> None:
+    _, one = node(faulty.endpoint, CREDENTIALS)
+    store_chain(one)
+    child, two = node(faulty.endpoint, CREDENTIALS, timeout_s=60.0, index_ttl_s=3600.0)
+    wait_for(lambda: s3(two)["records"] == "24")
+    gate = threading.Event()
+    faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    two.send("GET", CHAIN.keys[0])
+    other = child.client()
+    wait_for(lambda: s3(other)["reading"] == "1")
+    assert other.call("SET", "key", "value") == b"OK"
+    assert other.call("GET", "key") == b"value"
+    gate.set()
+    assert two.receive() == CHAIN.values[0]
+
+
+def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, node: StartsNodes) -> None:
+    _, one = node(faulty.endpoint, CREDENTIALS)
+    store_chain(one)
+    _, two = node(faulty.endpoint, CREDENTIALS, timeout_s=0.3, index_ttl_s=3600.0)
+    wait_for(lambda: s3(two)["records"] == "24")
+    gate = threading.Event()
+    faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    try:
+        assert two.call("GET", CHAIN.keys[0]) is None
+        assert two.call("KV.META", CHAIN.keys[1]) == [None]
+        assert two.call("GETRANGE", CHAIN.keys[2], 0, 10) == b""
+        assert "timeout=" in s3(two)["failed_reads"]
+    finally:
+        gate.set()
+
+
+def test_a_stop_writes_what_waits_and_a_stuck_bucket_does_not_keep_a_node_from_stopping(
+    faulty: FaultyS3, node: StartsNodes
+) -> None:
+    child, client = node(faulty.endpoint, CREDENTIALS, gather_s=600.0)
+    assert client.call("SET", CHAIN.keys[0], CHAIN.values[0]) == b"OK"
+    assert child.stop() == 0
+    assert len(faulty.objects) == 1
+    gate = threading.Event()
+    faulty.fault = lambda asked: Answer(after=gate)
+    child, client = node(faulty.endpoint, CREDENTIALS, "--shutdown-timeout-s", "0.2", timeout_s=0.5)
+    assert client.call("SET", CHAIN.keys[1], CHAIN.values[1]) == b"OK"
+    try:
+        assert child.stop() == 0
+    finally:
+        gate.set()
+
+
+def test_metrics_tell_of_the_bucket(faulty: FaultyS3, node: StartsNodes) -> None:
+    child, client = node(faulty.endpoint, CREDENTIALS, "--metrics-port", "0")
+    store_chain(client)
+    samples = child.samples()
+    there = set(re.findall(r"^# TYPE shadowserve_storage_(s3_\S+) ", child.http("/metrics")[1], re.MULTILINE))
+    assert there == set(re.findall(r"`(s3_[a-z_]+)(?:{reason})?`", (REPOSITORY / "docs" / "operate.md").read_text()))
+    assert samples["shadowserve_storage_s3_records"] == 24
+    assert samples["shadowserve_storage_s3_written_objects_total"] >= 1
+    assert samples["shadowserve_storage_s3_away"] == 0
+
+
+def test_settings_that_cannot_be_used_are_told_at_the_start(start: Starts, tmp_path: Any) -> None:
+    for keys, words in (
+        ({"bucket": "UPPER"}, "s3.bucket"),
+        ({"bucket": BUCKET, "endpoint": "minio:9000"}, "s3.endpoint"),
+        ({"bucket": BUCKET, "ca_file": str(tmp_path / "none.pem")}, "ca_file"),
+        ({"bucket": BUCKET, "object_bytes": "1 GiB"}, "object_bytes"),
+        ({"bucket": BUCKET, "secret": "x"}, "there is no such key"),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            start("--s3", json.dumps(keys), environment=CREDENTIALS)
