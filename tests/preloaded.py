@@ -1,16 +1,18 @@
-"""Our programs as child processes that begin with everything imported: half a second of each start is imports, and
-eleven of that of a benchmark's engine.
+"""Our programs as child processes that begin with everything imported: half a second of each start is imports, eleven
+of that of a benchmark's engine, and thirty of ``vllm serve`` with its three processes.
 
-``Preloaded`` is ``subprocess.Popen`` of ``python -m shadowserve_tools PROGRAM ...``, and of the benchmarks' engine. A
-process that has imported the program, and done nothing else, forks; what it forks becomes a child of the tests by way
-of a parent that ends at once. Programs whose process or environment must be their own from the first instruction start
-as everywhere else; so do those of ``deploy``, ``e2e`` and ``host``, whichever way a user would.
+``Preloaded`` is ``subprocess.Popen`` of ``python -m shadowserve_tools PROGRAM ...``, of the benchmarks' engine and of
+``vllm serve``, whose processes are forked from each other then. A process that has imported the program, and done
+nothing else, forks; what it forks becomes a child of the tests by way of a parent that ends at once. Programs whose
+process or environment must be their own from the first instruction start as everywhere else; so do those of ``deploy``,
+``e2e`` and ``host``, whichever way a user would, but for engines that are there for what lies between them.
 """
 
 import ctypes
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -29,6 +31,7 @@ _CLONE_NEWNET: Final = 0x40000000
 _NETWORK: Final = "/proc/thread-self/ns/net"
 _OURS: Final = [sys.executable, "-m", "shadowserve_tools"]
 _ENGINE: Final = [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"]
+_SERVE: Final = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 _IMPORTS: Final = {
     "storage": ("shadowserve_tools.programs.storage", "storage_kv.server"),
     "dpu": ("shadowserve_tools.programs.dpu", "dpu_dataplane.server"),
@@ -40,10 +43,21 @@ _IMPORTS: Final = {
         "vllm.v1.worker.cpu_worker",
         "host_control.vllm.connector",
     ),
+    "serve": (
+        "vllm.entrypoints.cli.benchmark.main",
+        "vllm.entrypoints.cli.serve",
+        "vllm.entrypoints.launchers.api_server.entry",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.engine.core",
+        "vllm.v1.executor.multiproc_executor",
+        "vllm.v1.worker.cpu_worker",
+        "vllm.model_executor.models.llama",
+        "host_control.vllm.connector",
+    ),
 }
 _AT_ONCE: Final = ("SHADOWSERVE_NATIVE_LIBRARY", "SHADOWSERVE_TEST")
 """What is looked at while a program is imported."""
-_OF_ENGINES: Final = ("HF_", "OMP_", "VLLM_")
+_OF_ENGINES: Final = ("HF_", "OMP_", "PYTHONPATH", "VLLM_")
 """Likewise, by what an engine imports: engines for which it is the same are forked from the same process."""
 
 _lock = threading.Lock()
@@ -61,13 +75,14 @@ class Preloaded(subprocess.Popen[Any]):
         environment = dict(os.environ if environment is None else environment)
         command = list(map(str, args))
         program = _program_of(command, environment)
-        if not program or preexec_fn is not None or pass_fds or new_session or group not in (-1, 0):
+        if not program or preexec_fn is not None or pass_fds or group not in (-1, 0):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)  # type: ignore[misc]
             return
         files = [0 if standard_in == -1 else standard_in, 1 if standard_out == -1 else standard_out]
         files.append(2 if standard_error == -1 else standard_error)
         ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        place = [str(cwd or os.getcwd()), sorted(os.sched_getaffinity(0)), group == 0, ignored]
+        alone = "setsid" if new_session else "setpgrp" if group == 0 else ""
+        place = [str(cwd or os.getcwd()), sorted(os.sched_getaffinity(0)), alone, ignored]
         with _lock, open(_NETWORK, "rb") as network:
             files.append(network.fileno())
             self.pid = _fork(program, environment, json.dumps([command[3:], environment, *place]).encode(), files)
@@ -78,9 +93,11 @@ class Preloaded(subprocess.Popen[Any]):
 def _program_of(command: list[str], environment: dict[str, str]) -> tuple[str, ...]:
     """Return the program, and what of the environment it was imported in; nothing where it is to be imported anew."""
     changed = {name for name, _ in environment.items() ^ dict(os.environ).items()}
-    if command == _ENGINE:
+    if command == _ENGINE or command[:4] == _SERVE:
+        if not all(name.startswith(_OF_ENGINES) for name in changed):
+            return ()
         seen = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_OF_ENGINES)]
-        return ("engine", *seen) if all(name.startswith(_OF_ENGINES) for name in changed) else ()
+        return ("engine" if command == _ENGINE else "serve", *seen)
     shared = all(name.startswith("SHADOWSERVE_") and not name.startswith(_AT_ONCE) for name in changed)
     return (command[3],) if command[:3] == _OURS and command[3] in _IMPORTS and shared else ()
 
@@ -115,18 +132,18 @@ def _serve(connection: socket.socket) -> list[str]:
         reader, writer = os.pipe()
         between = os.fork()
         if between == 0:
-            child = os.fork()
-            if child == 0:
+            if os.fork() == 0:
+                if alone:
+                    getattr(os, alone)()
+                os.write(writer, b"%d" % os.getpid())
                 os.close(reader)
                 os.close(writer)
                 break
-            if alone:
-                os.setpgid(child, 0)
-            os.write(writer, b"%d" % child)
             os._exit(0)
+        os.close(writer)
         os.waitpid(between, 0)
         connection.send(os.read(reader, 64))
-        for each in (reader, writer, *files):
+        for each in (reader, *files):
             os.close(each)
     connection.close()
     network = files.pop()
@@ -151,6 +168,10 @@ def _main(program: str, connection: int) -> None:
     arguments = _serve(socket.socket(fileno=connection))
     if program == "engine":
         importlib.import_module(_ENGINE[-1]).main()
+    elif program == "serve":
+        multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore
+        sys.argv = ["vllm", *arguments]
+        importlib.import_module("vllm.entrypoints.cli.main").main()
     else:
         importlib.import_module("shadowserve_tools").main(prog_name="shadowserve", args=arguments)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from machine import PATIENCE_S, free_port, wait_for
+from preloaded import Preloaded
 from proxies import CarriesParams, Proxy, SharedStorage, post
 from stack import Process, Server, data_plane
 
@@ -41,7 +42,7 @@ class Pools:
             told = {"handover": place} if kind is SharedStorage else {}
             transfer = {"data_plane": plane.address, "handover_timeout": PATIENCE_S, **patient, **told}
             options = ("--tensor-parallel-size", str(size))
-            self.engines.append(Server(model, transfer, folder / f"{place}.log", *options))
+            self.engines.append(Server(model, transfer, folder / f"{place}.log", *options, popen=Preloaded))
         self.prefill, self.decode = self.engines
         self._ranks = sizes[1]
         for engine in self.engines:

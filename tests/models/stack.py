@@ -93,9 +93,18 @@ class Server:
         transfer: the plugin's own configuration; None without it.
         log: file.
         options: more arguments.
+        popen: what starts it.
     """
 
-    def __init__(self, model: Path, transfer: dict[str, Any] | None, log: Path, *options: str) -> None:
+    def __init__(
+        self,
+        model: Path,
+        transfer: dict[str, Any] | None,
+        log: Path,
+        *options: str,
+        popen: type[subprocess.Popen[Any]] = subprocess.Popen,
+    ) -> None:
+        self._popen = popen
         self.url = f"http://127.0.0.1:{(port := free_port())}"
         self.log = log
         configured = {
@@ -104,7 +113,7 @@ class Server:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": transfer,
         }
-        environment = os.environ | {
+        self._environment = {
             "PYTHONPATH": str(ROOT),
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
@@ -120,18 +129,17 @@ class Server:
             *options,
         ]
         self._command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *arguments]
-        self._environment = environment
         self.start()
 
     def start(self) -> None:
         with self.log.open("a") as file:
-            self.process = subprocess.Popen(
+            self.process = self._popen(
                 self._command,
                 cwd=ROOT,
-                env=self._environment,
+                env=os.environ | self._environment,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
 
     def kill(self) -> None:
