@@ -94,8 +94,10 @@ def _program_of(command: list[str], environment: dict[str, str]) -> tuple[str, .
     """Return the program, and what of the environment it was imported in; nothing where it is to be imported anew."""
     changed = {name for name, _ in environment.items() ^ dict(os.environ).items()}
     if command == _ENGINE or command[:4] == _SERVE:
+        if not all(name.startswith(_OF_ENGINES) for name in changed):
+            return ()
         seen = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_OF_ENGINES)]
-        return (command[3] if command[3:] else "engine", *seen) if all(name.startswith(_OF_ENGINES) for name in changed) else ()
+        return ("engine" if command == _ENGINE else "serve", *seen)
     shared = all(name.startswith("SHADOWSERVE_") and not name.startswith(_AT_ONCE) for name in changed)
     return (command[3],) if command[:3] == _OURS and command[3] in _IMPORTS and shared else ()
 

@@ -232,7 +232,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         return events
 
     def shutdown(self) -> None:
-        """End the threads; at most ``close_timeout`` seconds."""
+        """End the threads; at most ``close_timeout`` seconds, and ``connect_timeout`` to release each memory."""
         ends = time.monotonic() + self._close_timeout
         if self._lookups is not None:
             self._lookups.close()

@@ -1,6 +1,7 @@
 """Engines of other numbers of ranks and stages find each other's records, and take of them what is theirs."""
 
-import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ from machine import wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
-
 TWO_RANKS, TWO_STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+OF_ONE, OF_RANKS, OF_STAGES = ((300, 0), (512, 0), (700, 0)), ((600, 1),), ((600, 2),)
+"""What is stored by one rank, by two, and by two stages: arguments of ``prompt``, each with two chunks at most."""
+HITS = {300: 256, 512: 511, 600: 512, 700: 512}
 
 
 def make_room(worker: Any) -> None:
@@ -20,41 +23,57 @@ def make_room(worker: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [({}, TWO_RANKS), (TWO_RANKS, {}), (TWO_STAGES, TWO_STAGES), (TWO_STAGES, {}), ({}, TWO_STAGES)],
-    ids=["one rank to two", "two ranks to one", "two stages", "two stages to one", "one stage to two"],
-)
-def test_ranks_of_another_number_load_what_was_stored(
-    writer: dict[str, Any],
-    reader: dict[str, Any],
-    make_engine: Any,
-    data_plane: Any,
-    reference: Any,
-    prompt: Any,
-    several_workers: None,
+class Topologies:
+    """Engines one after the other over one store; each is told what to store and what it must find."""
+
+    def __init__(
+        self, make_engine: Any, plane: Any, prompt: Callable[..., list[int]], reference: Callable[..., Any]
+    ) -> None:
+        self._make_engine, self._plane, self._prompt, self._reference = make_engine, plane, prompt, reference
+
+    @contextmanager
+    def engine(self, **topology: int) -> Iterator[None]:
+        self._engine = self._make_engine(self._plane.address, **topology)
+        try:
+            if topology == TWO_STAGES:
+                self._engine.llm.collective_rpc(make_room)
+            yield
+        finally:
+            self._engine.close()
+
+    def store(self, named: Any, records: int) -> None:
+        """Compute prompts that nobody has stored; wait for so many records."""
+        prompts, before = [self._prompt(*arguments) for arguments in named], len(self._plane.records)
+        assert self._engine.outputs(prompts) == self._reference(prompts)
+        wait_for(lambda: len(self._plane.records) == before + records)
+
+    def find(self, named: Any) -> None:
+        """Compute prompts that are stored."""
+        stored = set(self._plane.records)
+        for arguments in named:
+            prompt = self._prompt(*arguments)
+            self._engine.forget()
+            (output,) = self._engine.generate([prompt])
+            assert [list(output.outputs[0].token_ids)] == self._reference([prompt]), named
+            assert output.num_cached_tokens == HITS[len(prompt)], named
+        self._engine.flush()
+        assert set(self._plane.records) == stored, "what was loaded is not stored again"
+
+
+def test_ranks_and_stages_of_another_number_load_what_was_stored(
+    make_engine: Any, data_plane: Any, reference: Any, prompt: Any, several_workers: None
 ) -> None:
-    prompts = [prompt(length) for length in (300, 512, 700)]
-    expected = reference(prompts)
-    workers = math.prod(writer.values())
-    engine = make_engine(data_plane.address, **writer)
-    try:
-        if writer == TWO_STAGES:
-            engine.llm.collective_rpc(make_room)
-        assert engine.outputs(prompts) == expected
-        wait_for(lambda: len(data_plane.records) == 2 * workers)
-    finally:
-        engine.close()
-    stored = set(data_plane.records)
-    engine = make_engine(data_plane.address, **reader)
-    try:
-        if reader == TWO_STAGES:
-            engine.llm.collective_rpc(make_room)
-        for tokens, answer, cached in zip(prompts, expected, (256, 511, 512), strict=True):
-            engine.forget()
-            (output,) = engine.generate([tokens])
-            assert list(output.outputs[0].token_ids) == answer
-            assert output.num_cached_tokens == cached
-        assert set(data_plane.records) == stored, "what was loaded is not stored again"
-    finally:
-        engine.close()
+    over = Topologies(make_engine, data_plane, prompt, reference)
+    with over.engine():
+        over.store(OF_ONE, 2)
+    with over.engine(**TWO_RANKS):
+        over.find(OF_ONE)
+        over.store(OF_RANKS, 4)
+    with over.engine(**TWO_STAGES):
+        over.find(OF_ONE)
+        over.find(OF_RANKS)
+        over.store(OF_STAGES, 4)
+        over.find(OF_STAGES)
+    with over.engine():
+        over.find(OF_RANKS)
+        over.find(OF_STAGES)

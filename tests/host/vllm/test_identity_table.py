@@ -182,7 +182,6 @@ def test_another_class_that_computes_is_in_the_key(
     monkeypatch.setitem(ModelRegistry.models, "LlamaForCausalLM", ModelRegistry.models["LlamaForCausalLM"])
     monkeypatch.setattr(utils, "_MODEL_ARCH_BY_HASH", {})
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the process in which vLLM looks at a class
     before, found = digest(base), []
     for body in ("pass", "size = 1"):
         utils._MODEL_ARCH_BY_HASH.clear()  # an engine in a process of its own knows nothing of the one before
