@@ -166,6 +166,29 @@ def test_many_that_wait_ask_together_and_at_intervals(
         assert wait(lambda index=index: lookup.poll(f"{index}")) == LookupAnswer(4 * CHUNK, "complete")
 
 
+@pytest.mark.parametrize("cut", [0, 2])
+def test_who_waits_asks_for_the_cut_that_is_announced_alone(
+    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], cut: int
+) -> None:
+    """An engine of other ranks than this one's may be what announces; most are not, and each cut is a question more."""
+    cuts = {number: bytes([number]) * 32 for number in range(4)}
+    others = {number: [[(client, name)]] for number, name in cuts.items() if number}
+    lookup = PrefixLookup(
+        MODEL, [[(client, cuts[0])]], leading_tokens, others=others, chunk_tokens=CHUNK, timeout=PATIENCE_S
+    )
+    try:
+        assert plane.announced is not None
+        theirs = record_keys(cuts[cut], LINKS)
+        plane.announced.update(dict.fromkeys(theirs, MINUTE_MS))
+        lookup.submit("r", TOKENS, handover=WAITS)
+        polls(plane, 4)
+        assert plane.asked_keys == [theirs[:1]]
+        plane.records.update(dict.fromkeys(theirs, b""))
+        assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete", cut=cut)
+    finally:
+        lookup.close()
+
+
 def test_without_announcements_what_the_other_engine_has_told_of_is_waited_for(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
