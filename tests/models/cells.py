@@ -40,6 +40,10 @@ _FEWER_BLOCKS: Final = (2.6, 2.2, 1.8, 1.5, 1.25, 1.1)
 """Of what one request takes: the first share that makes several drive each other out will do."""
 
 
+_FOUND_AGAIN_S: Final = 10 * PATIENCE_S
+"""One question, in which nothing fails, may last as long as the deadlines of a lookup, a fetch and a store together."""
+
+
 @dataclass
 class Cell:
     """What became of a cell.
@@ -430,7 +434,7 @@ class Served:
             return served > 0
 
         if not self.problem:
-            wait_for(found, 2 * PATIENCE_S)
+            wait_for(found, _FOUND_AGAIN_S)
         self.engine.forget()
 
     def _data_plane_killed(self, cell: str) -> Cell:
