@@ -414,10 +414,12 @@ class Served:
             return Cell("not possible", "no redis-server, and a storage server of ours takes no damaged record")
 
         def damage(client: Redis, names: list[bytes]) -> None:
-            for number, name in enumerate(names):
-                record = client.get(name)
-                place = len(record) * (number % 3 + 1) // 4
-                client.set(name, record[:place] + bytes([record[place] ^ 0x10]) + record[place + 1 :])
+            """Flip a bit of every other record, and put a sound one of another chunk or group in the others' place."""
+            records = [client.get(name) for name in names]
+            for number, (name, record) in enumerate(zip(names, records, strict=True)):
+                place = len(record) * (number // 2 % 3 + 1) // 4
+                flipped = record[:place] + bytes([record[place] ^ 0x10]) + record[place + 1 :]
+                client.set(name, records[number - 1] if number % 2 else flipped)
 
         self.stack.over(self.stack.redis)
         self._until_found(cell)
