@@ -104,7 +104,16 @@ def assert_untouched_or_right(found: bytes, right: bytes) -> None:
 
 
 # What our own server takes: it refuses the rest, whoever sends it.
-TAKEN = ["another namespace", "another group", "other heads", "other layers", "another dtype", "more layers", "unknown codec", "wrong codec, sealed"]
+TAKEN = [
+    "another namespace",
+    "another group",
+    "other heads",
+    "other layers",
+    "another dtype",
+    "more layers",
+    "unknown codec",
+    "wrong codec, sealed",
+]
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,7 @@ RATIOS = {
         "lookup_over_20_ms",
         "lookup_of_three_groups_over_20_ms",
         "lookup_round_trips",
+        "lookup_of_three_groups_commands",
     },
     "memory": {"resident_over_allowed"},
     "isolation": {"guess_beyond_chance", "own_guess_beyond_chance"},
