@@ -286,8 +286,11 @@ class PrefixLookup:
         tokens = self._rule(present, lookup.length) if whole else 0
         lookup.so_far = LookupAnswer(tokens, "complete", cut=best.cut, present=present, tail=hits > whole)
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
-            # Where nobody can say what is coming, nobody can say of which cut, either.
-            self._wait(request_id, lookup, wanted, hits, self._cuts if best.coming is None else [best.cut])
+            if best.coming is None:  # nobody can say of which cut, either
+                self._wait(request_id, lookup, wanted, hits, self._cuts)
+            else:  # they are stored in their order: once the last is there, or is not coming, one question tells of all
+                last = int(np.flatnonzero(best.coming[: best.extent])[-1])
+                self._wait(request_id, lookup, wanted, last, [best.cut])
             return
         gone = hits < len(wanted) and lookup.waits_until
         reason, detail = ("announced_gone", "chunks that were announced are not stored") if gone else ("complete", "")
@@ -328,8 +331,8 @@ class PrefixLookup:
             return bool(coming[index])
         return lookup.handover.waits > 0 and index * self._chunk_tokens < lookup.handover.expected_tokens
 
-    def _wait(self, request_id: str, lookup: _Lookup, wanted: list[bytes], hits: int, cuts: Iterable[int]) -> None:
-        """Ask again once the first chunk that is not there is, or is not coming; of these cuts."""
+    def _wait(self, request_id: str, lookup: _Lookup, wanted: list[bytes], place: int, cuts: Iterable[int]) -> None:
+        """Ask again once a chunk is there, or is not coming; of these cuts."""
         if not lookup.waits_until:
             lookup.waits_until = lookup.deadline - self._timeout + lookup.handover.waits
             lookup.deadline = lookup.waits_until
@@ -343,7 +346,7 @@ class PrefixLookup:
                     with contextlib.suppress(RuntimeError):  # closed
                         self._pool.submit(self._ask_again, request_id, lookup, wanted)
 
-        self._coming.wait(wanted[hits], cuts, lookup.waits_until, again)
+        self._coming.wait(wanted[place], cuts, lookup.waits_until, again)
 
     def _ask_again(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
         try:
