@@ -268,7 +268,7 @@ class Served:
 
     # ------------------------------------------------------------------ hits
 
-    def _stored(self, cell: str) -> Cell:
+    def stored(self, cell: str) -> Cell:
         """Have a cell's prompt computed, stored and forgotten by the engine."""
         self.engine.forget()
         found = self._judged(Cell(), answer(self.engine, self.plan.alone[cell]), self.reference.alone[cell])
@@ -297,15 +297,15 @@ class Served:
 
     def _hit(self, cell: str) -> Cell:
         with prefill_of(self.engine, self.plan.step if cell == "chunked prefill" else None):
-            return self.again(cell, self._stored(cell))
+            return self.again(cell, self.stored(cell))
 
     def _many(self, cell: str) -> Cell:
         """More chunks than the buffer of waiting stores takes in one step: the others are stored the next time."""
-        found = self._stored(cell)
-        return self.again(cell, self._stored(cell) if found.outcome == "passed" else found)
+        found = self.stored(cell)
+        return self.again(cell, self.stored(cell) if found.outcome == "passed" else found)
 
     def _local_then_stored(self, cell: str) -> Cell:
-        found = self._stored(cell)
+        found = self.stored(cell)
         answer(self.engine, self.plan.alone[cell][: 2 * self.plan.chunk + 1])
         if not self.problem:
             return self.again(cell, found)
@@ -334,7 +334,7 @@ class Served:
         return found
 
     def _abort(self, cell: str) -> Cell:
-        found = self._stored(cell)
+        found = self.stored(cell)
         free = self.engine.free_blocks()
         core = self.engine.llm.llm_engine
         with (
@@ -386,7 +386,7 @@ class Served:
         Not each of them is needed by a hit: of windows, those at its end alone.
         """
         before, failed = self.stack.records(), self._failed_loads()
-        found = self._stored(name)
+        found = self.stored(name)
         for third in range(3):
 
             def happen(third: int = third) -> None:
@@ -440,7 +440,7 @@ class Served:
         self.engine.forget()
 
     def _data_plane_killed(self, cell: str) -> Cell:
-        found = self._stored(cell)
+        found = self.stored(cell)
         plane: Process = self.stack.plane
         before = self._failed_loads()
         with self._while_it_loads(lambda: plane.freeze(frozen=True)) as loads:
