@@ -11,7 +11,7 @@ there is one kind of record, and one destination, whatever the tail's length; th
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,8 +30,9 @@ _POLL_INTERVAL_MAX: Final = 0.1
 _POLL_SHARE: Final = 0.1
 """Of what has been waited."""
 
-Ask = Callable[[Sequence[bytes], float], tuple[Flags, Flags | None]]
-"""From links and seconds to which are there for all ranks, and which are announced; None where nobody can say."""
+Ask = Callable[[Sequence[bytes], Iterable[int], float], tuple[Flags, Flags | None]]
+"""From links, cuts and seconds to which are there, for all ranks of one of these cuts, and which are announced; None
+where nobody can say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +64,7 @@ class Handover:
 @dataclass(eq=False)
 class _Waiting:
     link: bytes
+    cuts: frozenset[int]
     since: float
     until: float
     then: Callable[[bool], None]
@@ -95,10 +97,13 @@ class Coming:
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def wait(self, link: bytes, until: float, then: Callable[[bool], None]) -> None:
-        """Call ``then``, in any thread, once a link is there or announced no more; with True, at ``until``."""
+    def wait(self, link: bytes, cuts: Iterable[int], until: float, then: Callable[[bool], None]) -> None:
+        """Call ``then``, in any thread, once a link is there or announced no more; with True, at ``until``.
+
+        It is asked for in these cuts, and in those of others that wait at the same time.
+        """
         with self._condition:
-            self._waiting.append(_Waiting(link, time.monotonic(), until, then))
+            self._waiting.append(_Waiting(link, frozenset(cuts), time.monotonic(), until, then))
             self._wake()
 
     def announce(self, request_id: str, links: Sequence[bytes], seconds: float) -> None:
@@ -171,8 +176,9 @@ class Coming:
             waiting = list(self._waiting)
         now = time.monotonic()
         over = np.array([each.until <= now for each in waiting], np.bool_)
+        cuts = frozenset[int]().union(*(each.cuts for each in waiting))
         try:
-            present, coming = self._ask([each.link for each in waiting], self._timeout)
+            present, coming = self._ask([each.link for each in waiting], cuts, self._timeout)
             ended = over | present | (~coming if coming is not None else np.False_)
         except Exception:  # no answer, or closed, or a bug: whoever asks again hears why
             ended = np.ones(len(waiting), np.bool_)

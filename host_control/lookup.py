@@ -7,7 +7,7 @@ polls: ``None`` until there is an answer or the deadline has passed, then the sa
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -139,7 +139,7 @@ class PrefixLookup:
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
-        self._coming = Coming(self._of_any_cut, self._announce, timeout)
+        self._coming = Coming(self._of_cuts, self._announce, timeout)
         if enabled:
             # So that the first request's deadline does not pay for the connection.
             for client in dict.fromkeys(client for group in groups for client, _ in group):
@@ -286,7 +286,11 @@ class PrefixLookup:
         tokens = self._rule(present, lookup.length) if whole else 0
         lookup.so_far = LookupAnswer(tokens, "complete", cut=best.cut, present=present, tail=hits > whole)
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
-            self._wait(request_id, lookup, wanted, hits)
+            if best.coming is None:  # nobody can say of which cut, either
+                self._wait(request_id, lookup, wanted, hits, self._cuts)
+            else:  # they are stored in their order: once the last is there, or is not coming, one question tells of all
+                last = int(np.flatnonzero(best.coming[: best.extent])[-1])
+                self._wait(request_id, lookup, wanted, last, [best.cut])
             return
         gone = hits < len(wanted) and lookup.waits_until
         reason, detail = ("announced_gone", "chunks that were announced are not stored") if gone else ("complete", "")
@@ -314,9 +318,9 @@ class PrefixLookup:
                 best = max(best, other, key=lambda seen: seen.extent)
         return own, best
 
-    def _of_any_cut(self, links: Sequence[bytes], timeout: float) -> tuple[Flags, Flags | None]:
-        """Return which chunks are there, and which are announced, of whatever cut."""
-        seen = self._see(dict.fromkeys(self._cuts, len(links)), links, timeout, announced=True)
+    def _of_cuts(self, links: Sequence[bytes], cuts: Iterable[int], timeout: float) -> tuple[Flags, Flags | None]:
+        """Return which chunks are there, and which are announced, of whichever of these cuts."""
+        seen = self._see(dict.fromkeys(cuts, len(links)), links, timeout, announced=True)
         there = np.logical_or.reduce([each.there for each in seen])
         known = [each.coming for each in seen if each.coming is not None]
         return there, np.logical_or.reduce(known) & ~there if len(known) == len(seen) else None
@@ -327,8 +331,8 @@ class PrefixLookup:
             return bool(coming[index])
         return lookup.handover.waits > 0 and index * self._chunk_tokens < lookup.handover.expected_tokens
 
-    def _wait(self, request_id: str, lookup: _Lookup, wanted: list[bytes], hits: int) -> None:
-        """Ask again once the first chunk that is not there is, or is not coming."""
+    def _wait(self, request_id: str, lookup: _Lookup, wanted: list[bytes], place: int, cuts: Iterable[int]) -> None:
+        """Ask again once a chunk is there, or is not coming; of these cuts."""
         if not lookup.waits_until:
             lookup.waits_until = lookup.deadline - self._timeout + lookup.handover.waits
             lookup.deadline = lookup.waits_until
@@ -342,7 +346,7 @@ class PrefixLookup:
                     with contextlib.suppress(RuntimeError):  # closed
                         self._pool.submit(self._ask_again, request_id, lookup, wanted)
 
-        self._coming.wait(wanted[hits], lookup.waits_until, again)
+        self._coming.wait(wanted[place], cuts, lookup.waits_until, again)
 
     def _ask_again(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
         try:

@@ -189,12 +189,16 @@ class _StoredBlocks:
         self.null_block = object()
         self._block = object()
         self._ends = ends
+        self._common: dict[tuple[int, ...], set[int]] = {}
 
     def get_cached_block(self, end: int, groups: Sequence[int]) -> list[object] | None:
         """Return a block for each group, ``None`` where one of them has none that ends there."""
-        if all(end in self._ends.get(group, ()) for group in groups):
-            return [self._block] * len(groups)
-        return None
+        # vLLM asks for each block of a long prompt, thousands of them: most of what a lookup costs the interpreter.
+        asked = tuple(groups)
+        common = self._common.get(asked)
+        if common is None:
+            common = self._common[asked] = set.intersection(*(self._ends.get(group, set()) for group in groups))
+        return [self._block] * len(asked) if end in common else None
 
 
 def _first(spec: Any) -> Any:

@@ -43,8 +43,6 @@ def uncacheable(vllm_config: Any, kv_cache_config: Any) -> str | None:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in _DRAFTLESS and not speculative.use_eagle_block_drop():
         return f"speculative decoding by '{speculative.method}' has KV of a draft model that is not known here"
-    if getattr(cache, "calculate_kv_scales", False):
-        return "KV scales computed at run time differ between engines; give them in the checkpoint"
     return _groups_problem(kv_cache_config.kv_cache_groups, cache)
 
 

@@ -1,8 +1,11 @@
 """``shadowserve bench control``: what the control plane costs the engine's thread, and how long a lookup takes."""
 
+import dataclasses
 import logging
+import math
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +15,10 @@ import click
 import numpy as np
 
 from host_control.config import HostConfig
+from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS, KVNamespace, chain_links, record_keys
 from shadowserve_tools.bench.parts.workload import MODEL, Workload, client, llama_8b, put
 from shadowserve_tools.processes import start_data_plane, start_storage
 from shadowserve_tools.report import Chart, Output, Report, output_options
@@ -29,36 +35,65 @@ STEPS: Final = 1024
 @click.option("--prompt-chunks", default=512, show_default=True, type=click.IntRange(1), help="Chunks of the lookup.")
 @output_options
 def control(requests: int, prompt_chunks: int, output: Output) -> None:
-    """Time the connector's share of a scheduler iteration, and a lookup of a 128K-token prompt.
+    """Time the connector's share of a scheduler iteration, and a lookup of a 128K-token prompt; of one group and three.
 
     The iteration is vLLM's own data structures with every request decoding one token, and no fetches: what a busy
     engine pays when ShadowServe has nothing to do for it. The lookup goes through the data plane to a storage server
-    that holds the whole prompt; it runs on a thread of its own, so its time is latency, not the engine's.
+    that holds the whole prompt; it runs on a thread of its own, so its time is latency, not the engine's. A model of
+    three groups has full attention, a window of 1,024 tokens and states, in blocks of one length, as vLLM makes them
+    beside states: a chunk is a block, and of each group there are as many.
     """
     report = Report("control", ["what", "median_ms", "worst_ms", "runs"])
-    workload = llama_8b(prompt_chunks, layers=1)
+    whole = llama_8b(prompt_chunks, layers=1)
+    kept = {"": [whole], " of three groups": [_small(whole, kind) for kind in ("full", "window", "state")]}
+    steps, lookups, commands = {}, {}, {}
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         storage = stack.enter_context(start_storage(logs))
         data_plane = stack.enter_context(start_data_plane(logs, storage.address))
-        put(workload, storage.address)
-        side = _scheduler_side(workload, data_plane.address)
-        stack.callback(side.close)
-        steps = _steps(side, requests)
-        lookups, round_trips = _lookups(side, workload, storage.address)
-    for what, samples in ((f"iteration, {requests} running requests", steps), ("lookup", lookups)):
-        report.row(what=what, median_ms=float(np.median(samples)), worst_ms=max(samples), runs=len(samples))
-    report.ratio("iteration_over_0.2_ms", [sample / 0.2 for sample in steps], "at most 1")
-    report.ratio("lookup_over_20_ms", [sample / 20 for sample in lookups], "at most 1")
-    report.ratio("lookup_round_trips", [float(trips) for trips in round_trips], "exactly 1")
-    bars = [("iteration", report.ratios["iteration_over_0.2_ms"]), ("lookup", report.ratios["lookup_over_20_ms"])]
+        for what, workloads in kept.items():
+            for workload in workloads:
+                put(workload, storage.address)
+            side = _scheduler_side(workloads, data_plane.address)
+            stack.callback(side.close)
+            steps[what] = _steps(side, requests, len(workloads))
+            lookups[what], commands[what] = _lookups(side, whole, storage.address)
+    for name, found in ((f"iteration{{}}, {requests} running requests", steps), ("lookup{}", lookups)):
+        for what, samples in found.items():
+            row = {"median_ms": float(np.median(samples)), "worst_ms": max(samples), "runs": len(samples)}
+            report.row(what=name.format(what), **row)
+    for what, most_ms in (("", 0.2), (" of three groups", 0.4)):
+        named = what.replace(" ", "_")
+        report.ratio(f"iteration{named}_over_{most_ms}_ms", [each / most_ms for each in steps[what]], "at most 1")
+        report.ratio(f"lookup{named}_over_20_ms", [each / 20 for each in lookups[what]], "at most 1")
+    report.ratio("lookup_round_trips", commands[""], "exactly 1")
+    report.ratio("lookup_of_three_groups_commands", commands[" of three groups"], "none")
+    bars = [(name.partition("_over")[0].replace("_", " "), report.ratios[name]) for name in list(report.ratios)[:4]]
     report.charts.append(
         Chart("Time over its budget", x="", y="ratio", series={"median": bars}, limits={"budget": 1}, kind="bars")
     )
     report.finish(output)
 
 
-def _scheduler_side(workload: Workload, data_plane: str) -> Any:
+def _small(workload: Workload, kind: str) -> Workload:
+    """Return records of another group of the same prompt, as small as they may be: a lookup reads none of it."""
+    layout = KVNamespace(model=MODEL, group=f"{kind} of three", layers=(0, 1), heads=(0, 1)).name(
+        ChunkLayout(
+            dtype=DType.BFLOAT16,
+            layers=1,
+            kinds=1,
+            vector_length=1,
+            tokens=DEFAULT_CHUNK_TOKENS,
+            quantizer=Quantizer.PASSTHROUGH,
+        )
+    )
+    keys = record_keys(layout.namespace, chain_links(MODEL.digest(), np.asarray(workload.tokens)))
+    records = [record.encode(key, native.Codec.NONE, layout, bytes(layout.raw_bytes)) for key in keys]
+    return dataclasses.replace(workload, layout=layout, codec=native.Codec.NONE, keys=keys, records=records, crcs=[])
+
+
+def _scheduler_side(workloads: Sequence[Workload], data_plane: str) -> Any:
+    """Return the connector's half in a scheduler, of a model whose groups are stored as these workloads are."""
     try:
         from host_control.vllm.metadata import WorkerHandshake
         from host_control.vllm.scheduler_side import SchedulerSide
@@ -66,21 +101,50 @@ def _scheduler_side(workload: Workload, data_plane: str) -> Any:
         raise ShadowServeError(f"bench control runs vLLM's scheduler structures: {error}; run 'make setup'") from error
     config = HostConfig(data_plane=data_plane, lookup_timeout=10)
     logger = logging.getLogger(__name__)
-    side = SchedulerSide(config, _one_group(config), fetch=True, store=True, problem="", logger=logger)
-    side.start({0: WorkerHandshake(model=MODEL.digest(), namespaces=((0, 0, workload.layout.namespace),), problem="")})
+    groups = _groups(config, len(workloads))
+    side = SchedulerSide(config, groups, fetch=True, store=True, problem="", logger=logger)
+    names = tuple((0, index, workload.layout.namespace) for index, workload in enumerate(workloads))
+    side.start({0: WorkerHandshake(model=MODEL.digest(), namespaces=names, problem="")})
     return side
 
 
-def _one_group(config: HostConfig) -> Any:
-    """Return what the connector makes of a model whose layers all keep all tokens."""
+def _groups(config: HostConfig, count: int) -> Any:
+    """Return what the connector makes of a model with one group, or with three, and vLLM's own rules for those."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        MambaSpec,
+        SlidingWindowSpec,
+    )
 
     from host_control.vllm.groups import Groups
 
-    spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
-    kept = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
-    return Groups(SimpleNamespace(speculative_config=None), kept, config)
+    register_all_kvcache_specs(None)
+    block = BLOCK_TOKENS if count == 1 else DEFAULT_CHUNK_TOKENS
+    cell: dict[str, Any] = {"block_size": block, "num_kv_heads": 8, "head_size": 128, "dtype": torch.bfloat16}
+    state: dict[str, Any] = {"shapes": ((64, 64),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
+    specs = [
+        FullAttentionSpec(**cell),
+        SlidingWindowSpec(**cell, sliding_window=1024),
+        MambaSpec(block_size=block, **state),
+    ][:count]
+    described = [KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs)]
+    kept = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=described)
+    sizes = [spec.block_size for spec in specs]
+    groups = Groups(SimpleNamespace(speculative_config=None), kept, config)
+    groups.bind(
+        KVCacheManager(
+            kept,
+            max_model_len=1 << 20,
+            scheduler_block_size=math.lcm(*sizes),
+            hash_block_size=math.gcd(*sizes),
+        )
+    )
+    return groups
 
 
 def _request(name: str, tokens: list[int]) -> Any:
@@ -90,14 +154,19 @@ def _request(name: str, tokens: list[int]) -> Any:
     return Request(name, tokens, SamplingParams(max_tokens=STEPS + 1), None)
 
 
-def _steps(side: Any, count: int) -> list[float]:
-    """Milliseconds of each of many iterations in which every request decodes one token."""
+def _steps(side: Any, count: int, groups: int) -> list[float]:
+    """Milliseconds of each of many iterations in which every request decodes one token, of a model of so many groups.
+
+    Of three, the last keeps states: vLLM says of each where it lies in the step that computes it.
+    """
     from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 
     # Prompts of different lengths: one request in every step completes a chunk, not all of them in one.
     prompts = [1000 + index for index in range(count)]
     requests = {f"running-{length}": _request(f"running-{length}", [length] * length) for length in prompts}
-    blocks = (list(range((prompts[-1] + STEPS) // BLOCK_TOKENS + 2)),)
+    block = BLOCK_TOKENS if groups == 1 else DEFAULT_CHUNK_TOKENS
+    blocks = tuple(list(range(1, (prompts[-1] + STEPS) // block + 2)) for _ in range(groups))
+    ends = dict(zip(requests, prompts, strict=True)) if groups > 1 else {}
     for request in requests.values():
         side.on_new_request(request)
         _await_lookup(side, request)
@@ -110,7 +179,9 @@ def _steps(side: Any, count: int) -> list[float]:
         output = SchedulerOutput.make_empty()
         output.scheduled_cached_reqs = cached
         output.num_scheduled_tokens = dict.fromkeys(requests, 1)
-        output.kv_connector_block_state = KVConnectorBlockState(set(requests), lambda _: blocks, {})
+        done = {name: length + step + 1 for name, length in ends.items()}
+        kept = {name: [(groups - 1, 1, end)] for name, end in done.items() if end % DEFAULT_CHUNK_TOKENS == 0}
+        output.kv_connector_block_state = KVConnectorBlockState(set(requests), lambda _: blocks, kept)
         for request in requests.values():
             request.append_output_token_ids(step)
         begin = time.perf_counter()
@@ -121,9 +192,12 @@ def _steps(side: Any, count: int) -> list[float]:
     return samples
 
 
-def _lookups(side: Any, workload: Workload, storage: str) -> tuple[list[float], list[int]]:
-    """Milliseconds from a prompt's arrival to its answer, hashing included, and commands that storage executed."""
-    samples, round_trips = [], []
+def _lookups(side: Any, workload: Workload, storage: str) -> tuple[list[float], list[float]]:
+    """Milliseconds from a prompt's arrival to its answer, hashing included, and commands that storage executed.
+
+    The data plane sends them together, one for 1,024 keys.
+    """
+    samples, commands = [], []
     with client(storage) as server:
         for index in range(20):
             request = _request(f"lookup-{index}", [*workload.tokens, 0])
@@ -132,11 +206,11 @@ def _lookups(side: Any, workload: Workload, storage: str) -> tuple[list[float], 
             side.on_new_request(request)
             _await_lookup(side, request)
             samples.append((time.perf_counter() - begin) * 1e3)
-            round_trips.append(_commands(server) - before - 1)
+            commands.append(float(_commands(server) - before - 1))
             if side.matched_tokens(request, 0) != len(workload.tokens):
                 raise ShadowServeError("the lookup did not find what is stored; please report this")
             side.finished(request)
-    return samples[2:], round_trips[2:]
+    return samples[2:], commands[2:]
 
 
 def _commands(server: Any) -> int:

@@ -27,6 +27,7 @@ from machine import until
 from dpu_dataplane.metrics import outcome_name
 from shadowserve import native
 from shadowserve.chunk import ChunkLayout
+from shadowserve.keys import KVNamespace, ModelIdentity
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
@@ -58,6 +59,13 @@ def other_shape(**changes: object) -> bytes:
     return data
 
 
+def part(**changes: object) -> bytes:
+    """Return a record of the same chunk and shape, of another part of the model than one of these."""
+    given = {"group": "full", "layers": (0, 4), "heads": (0, 2)} | changes
+    made = KVNamespace(model=ModelIdentity(model="test", dtype="bfloat16"), **given).name(SHAPE)  # type: ignore[arg-type]
+    return make_record(made, KEYS[1], 1)
+
+
 FAULTS = {
     "truncated body": (GOOD[1][:-1], pb.OUTCOME_CORRUPT),
     "truncated head": (GOOD[1][:200], pb.OUTCOME_CORRUPT),
@@ -68,6 +76,9 @@ FAULTS = {
         make_record(layout(namespace=namespace(model="another model")), KEYS[1], 1),
         pb.OUTCOME_MISMATCH,
     ),
+    "another group": (part(group="window of 128"), pb.OUTCOME_MISMATCH),
+    "other heads": (part(heads=(2, 4)), pb.OUTCOME_MISMATCH),
+    "other layers": (part(layers=(4, 8)), pb.OUTCOME_MISMATCH),
     "another dtype": (other_shape(dtype="float16"), pb.OUTCOME_MISMATCH),
     "another quantizer": (other_shape(quantizer="binned"), pb.OUTCOME_MISMATCH),
     "other bins of values": (other_shape(quantizer="binned", value_bins=16), pb.OUTCOME_MISMATCH),
@@ -93,7 +104,16 @@ def assert_untouched_or_right(found: bytes, right: bytes) -> None:
 
 
 # What our own server takes: it refuses the rest, whoever sends it.
-TAKEN = ["another namespace", "another dtype", "more layers", "unknown codec", "wrong codec, sealed"]
+TAKEN = [
+    "another namespace",
+    "another group",
+    "other heads",
+    "other layers",
+    "another dtype",
+    "more layers",
+    "unknown codec",
+    "wrong codec, sealed",
+]
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,14 @@ def test_every_group_comes_back_from_the_store(
         ] * 2
 
         # A load that falls short is computed from the start, and not offered again.
-        engine.forget()
-        data_plane.script.fail_fetch_at, data_plane.script.fail_outcome = 2, pb.OUTCOME_CORRUPT
-        (output,) = engine.generate(prompts[1:])
-        assert [list(output.outputs[0].token_ids)] == expected[1:]
-        assert output.num_cached_tokens == 0
-        assert engine.counters()["load_failures/corrupt"] == 1
+        for outcome, reason in ((pb.OUTCOME_CORRUPT, "corrupt"), (pb.OUTCOME_ABSENT, "absent")):
+            engine.flush()
+            engine.forget()
+            data_plane.script.fail_fetch_at, data_plane.script.fail_outcome = 2, outcome
+            (output,) = engine.generate(prompts[1:])
+            assert [list(output.outputs[0].token_ids)] == expected[1:]
+            assert output.num_cached_tokens == 0
+            assert engine.counters()[f"load_failures/{reason}"] == 1
     finally:
         engine.close()
     assert data_plane.destinations == 0

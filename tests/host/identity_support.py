@@ -108,7 +108,9 @@ def model_of(config: Any, caches: Any = None, host: HostConfig | None = None) ->
     return model_identity(config, caches or kv_cache_config(), (host or HostConfig()).chunk_tokens, hashes())
 
 
-def part_of(config: Any, caches: Any = None, host: HostConfig | None = None, rank: int = 0) -> Any:
+def part_of(
+    config: Any, caches: Any = None, host: HostConfig | None = None, rank: int = 0, device: str = "meta"
+) -> Any:
     """Return what a rank holds, as it makes records of it, of memory that is laid out as CUDA backends do."""
     import torch
 
@@ -120,7 +122,7 @@ def part_of(config: Any, caches: Any = None, host: HostConfig | None = None, ran
     cell = group.kv_cache_spec
     latent = type(cell).__name__ == "MLAAttentionSpec"
     shape = (BLOCKS, cell.num_heads, cell.block_size, cell.state_content_size_bytes // cell.dtype.itemsize)
-    memory = {name: torch.empty(shape, dtype=cell.dtype, device="meta") for name in group.layer_names}
+    memory = {name: torch.empty(shape, dtype=cell.dtype, device=device) for name in group.layer_names}
     place = parts.Rank(rank, config.parallel_config.tensor_parallel_size)
     plain = copy.copy(config)
     plain.speculative_config = None

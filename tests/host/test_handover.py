@@ -97,6 +97,34 @@ def test_who_does_not_hand_over_waits_for_nobody(
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(0, "complete")
 
 
+def test_chunks_that_come_in_another_order_are_all_waited_for(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    announce(plane, *LINKS)
+    lookup.submit("r", TOKENS, handover=WAITS)
+    for count in (3, 0, 2):
+        store(plane, LINKS[count])
+        polls(plane)
+        assert lookup.poll("r") is None
+    store(plane, LINKS[1])
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete")
+
+
+def test_what_is_dropped_in_the_middle_ends_the_wait_at_the_gap(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    announce(plane, *LINKS)
+    lookup.submit("r", TOKENS, handover=WAITS)
+    polls(plane)
+    assert plane.announced is not None
+    for key in keys(LINKS[1]):
+        del plane.announced[key]
+    store(plane, LINKS[0], *LINKS[2:])
+    assert wait(lambda: lookup.poll("r")) == LookupAnswer(
+        CHUNK, "announced_gone", "chunks that were announced are not stored"
+    )
+
+
 def test_chunks_that_one_rank_will_not_store_are_not_waited_for(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
@@ -159,11 +187,34 @@ def test_many_that_wait_ask_together_and_at_intervals(
     polls(plane, 20)
     calls = plane.calls.count("Lookup") - before
     assert (calls - 2) * POLL_INTERVAL <= time.monotonic() - began
-    assert [len(chain) for chain in plane.asked_keys] == [50, 50], "of each prompt, the first chunk that is missing"
+    assert [len(chain) for chain in plane.asked_keys] == [50, 50], "of each prompt one chunk"
     for links in all_links:
         store(plane, *links)
     for index in range(len(prompts)):
         assert wait(lambda index=index: lookup.poll(f"{index}")) == LookupAnswer(4 * CHUNK, "complete")
+
+
+@pytest.mark.parametrize("cut", [0, 2])
+def test_who_waits_asks_for_the_cut_that_is_announced_alone(
+    client: DataPlaneClient, plane: ScriptedDataPlane, wait: Callable[..., Any], cut: int
+) -> None:
+    """An engine of other ranks than this one's may be what announces; most are not, and each cut is a question more."""
+    cuts = {number: bytes([number]) * 32 for number in range(4)}
+    others = {number: [[(client, name)]] for number, name in cuts.items() if number}
+    lookup = PrefixLookup(
+        MODEL, [[(client, cuts[0])]], leading_tokens, others=others, chunk_tokens=CHUNK, timeout=PATIENCE_S
+    )
+    try:
+        assert plane.announced is not None
+        theirs = record_keys(cuts[cut], LINKS)
+        plane.announced.update(dict.fromkeys(theirs, MINUTE_MS))
+        lookup.submit("r", TOKENS, handover=WAITS)
+        polls(plane, 4)
+        assert plane.asked_keys == [theirs[-1:]], "the last that is coming: with it, all are there"
+        plane.records.update(dict.fromkeys(theirs, b""))
+        assert wait(lambda: lookup.poll("r")) == LookupAnswer(4 * CHUNK, "complete", cut=cut)
+    finally:
+        lookup.close()
 
 
 def test_without_announcements_what_the_other_engine_has_told_of_is_waited_for(

@@ -96,6 +96,8 @@ class _Run:
             self.found["tokens"]["with"] = capacity(engine.llm.llm_engine.vllm_config, memory)
             self.found["off"] = engine.problem
             served = Served(engine, reference, stack)
+            if "another TP size" in self.cells:
+                served.stored("another TP size")  # by one rank, for two to find
             for cell in self.cells:
                 if cell in ("sensitive", "another TP size"):
                     continue

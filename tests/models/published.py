@@ -179,7 +179,6 @@ def _vllm_config() -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(**model, hf_config=SimpleNamespace(model_type=""), max_model_len=131072),
         cache_config=SimpleNamespace(
-            calculate_kv_scales=False,
             enable_prefix_caching=True,
             get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLNHC,
         ),

@@ -142,7 +142,6 @@ TABLE: Final = (
         _K,
         "which layers keep which tokens, and as what",
     ),
-    Input("cache_config", "calculate_kv_scales", _O, "scales found at run time differ from process to process"),
     Input("cache_config", "*", _N, "blocks, amounts of memory and the engine's own prefix cache"),
     Input("kv_cache_config", "layers heads_of_the_rank head_size kind", _K, "what a record holds is in its key"),
     Input("kv_cache_config", "block_size number_of_blocks layout", _N, "a chunk is stored in an order of its own"),

@@ -108,3 +108,21 @@ def test_pages_that_cannot_be_parted_by_heads_do_not_pretend_to_be(
     for heads in (8, 2):
         spec = replace(page(dtype, backend), num_kv_heads=heads)
         assert problem(config, spec) or "rank" in part_of(config, kv_cache_config(spec)).label
+
+
+@pytest.mark.parametrize("dtype", ["int8_per_token_head", "turboquant_3bit_nc"])
+def test_pages_that_are_moved_as_they_are_name_vllm_s_release_and_are_left_alone_on_a_cpu(
+    config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """What orders such a page is a release's backend; on a CPU the instruction set does, which no name says."""
+    import vllm
+
+    from host_control.vllm.support import UncacheableError
+
+    monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
+    caches = kv_cache_config(page(dtype, dict(INLINE)[dtype]))
+    assert f"of vLLM {vllm.__version__}" in part_of(config, caches).label
+    monkeypatch.setattr(vllm, "__version__", "0.99")
+    assert "of vLLM 0.99" in part_of(config, caches).label
+    with pytest.raises(UncacheableError, match="how a CPU orders the pages of a is not known"):
+        part_of(config, caches, device="cpu")

@@ -58,7 +58,7 @@ def engine() -> Any:
         model_config=SimpleNamespace(
             runner_type="generate", is_encoder_decoder=False, is_prefix_caching_supported=True
         ),
-        cache_config=SimpleNamespace(calculate_kv_scales=False, enable_prefix_caching=True),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=2),
         speculative_config=None,
@@ -94,7 +94,6 @@ def test_speculation_without_a_draft_model_is_cacheable(method: str) -> None:
         ("model_config__is_encoder_decoder", True, "encoder"),
         ("model_config__is_prefix_caching_supported", False, "supports no prefix caching"),
         ("speculative_config", DRAFTS["medusa"], "medusa"),
-        ("cache_config__calculate_kv_scales", True, "scales"),
     ],
 )
 def test_engine_that_cannot_be_cached_says_why(place: str, value: Any, message: str) -> None:
