@@ -110,10 +110,12 @@ def _fill(demands: Sequence[Demand], caps: Sequence[float], budget: float) -> li
     return rates
 
 
-POLICIES: Final[Mapping[Policy, Callable[[Sequence[Demand], float, float], list[float]]]] = MappingProxyType({
-    "equal": _equal,
-    "kv_prop": _kv_prop,
-    "bw_prop": _bw_prop,
-    "stall_opt": _stall_opt,
-    "calibrated_stall_opt": _calibrated,
-})
+POLICIES: Final[Mapping[Policy, Callable[[Sequence[Demand], float, float], list[float]]]] = MappingProxyType(
+    {
+        "equal": _equal,
+        "kv_prop": _kv_prop,
+        "bw_prop": _bw_prop,
+        "stall_opt": _stall_opt,
+        "calibrated_stall_opt": _calibrated,
+    }
+)
