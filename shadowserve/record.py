@@ -271,8 +271,8 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
 def layer_bounds(data: Data) -> npt.NDArray[np.int64]:
     """Return where each layer of a record begins, which was verified before, and where the last one ends.
 
-    Slices follow each other in the order of layers, so a layer is one range: ``[bounds[i], bounds[i + 1])`` in bytes from
-    the record's beginning.
+    Slices follow each other in the order of layers, so a layer is one range: ``[bounds[i], bounds[i + 1])`` in bytes
+    from the record's beginning.
 
     Args:
         data: the record, or its head.

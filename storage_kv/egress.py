@@ -1,8 +1,8 @@
 """Who gets how much of the link while requests are answered layer by layer: policies, without clock and without I/O.
 
-A request whose layers have ``s`` bytes, and whose reader computes for ``c`` seconds with each, waits for nothing once it
-gets the rate ``s / c``; what it gets beyond that is wasted. Where all of these do not fit the link, the sum of the waits
-is least if rates go with the square root of ``s``, none beyond its cap. (ObjectCache, sections 3.5 and 3.6.)
+A request whose layers have ``s`` bytes, and whose reader computes for ``c`` seconds with each, waits for nothing once
+it gets the rate ``s / c``; what it gets beyond that is wasted. Where all of these do not fit the link, the sum of the
+waits is least if rates go with the square root of ``s``, none beyond its cap. (ObjectCache, sections 3.5 and 3.6.)
 
 The node's scheduler and ``shadowserve simulate objectcache`` use the same functions.
 """

@@ -1,8 +1,8 @@
 """When the next layer of which request may be sent: weighted deficit round robin, without clock and without I/O.
 
 Each flow earns credit at its rate and spends it on whole layers. Rates are those of a policy (egress.py), made anew for
-each epoch: a request that ends early leaves what it had unused until then, and one that comes has nothing until then, unless
-nobody has anything. So a request's layers come at times that can be relied on.
+each epoch: a request that ends early leaves what it had unused until then, and one that comes has nothing until then,
+unless nobody has anything. So a request's layers come at times that can be relied on.
 
 Everybody else's replies (``Others``) share the link with the flows, each client counting as one flow, and are held to
 their part by debts: who has sent more than has been earned executes nothing until it is.

@@ -70,7 +70,7 @@ def _read_requests(_context: click.Context, _parameter: click.Parameter, text: s
     show_default=True,
     metavar="CONTEXT:HIT_RATE,...",
     callback=_read_requests,
-    help="Those that share the link: contexts of 4K, 16K, 32K or 64K, hit rates of 0.5 or 0.875; any of them repeatedly.",
+    help="Those that share the link: contexts of 4K, 16K, 32K or 64K, hit rates of 0.5 or 0.875; any repeatedly.",
 )
 @click.option(
     "--cap-gbps", default=80.0, show_default=True, type=click.FloatRange(0.001, 1e6), help="What the link carries."
@@ -116,7 +116,7 @@ def outcome(
 ) -> dict[str, Any]:
     """Return, of each policy, each request's rate (Gbps) and TTFT (ms), in the order given, and the TTFTs' sum."""
     demands = [request.demand(stored_share) for request in requests]
-    policies = {}
+    policies: dict[str, Any] = {}
     for policy in POLICIES:
         rates = allocate(policy, demands, 1e9 * cap_gbps, 1e9 * margin_gbps)
         ttfts_ms = [1e3 * ttft_s(demand, rate, LAYERS) for demand, rate in zip(demands, rates, strict=True)]

@@ -40,13 +40,13 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 def layers(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """KV.LAYERS layers rate window key [key ...]: parts of all records of a prefix, layer after layer.
 
-    ``layers`` are numbers and ranges with commas between, in the order in which they are wanted: ``0-31``, or ``5,0-4``.
-    ``rate`` is how many bits a second are wanted at most, 0 for no limit; ``window`` for how many microseconds the client
-    computes with each layer, 0 where nobody knows.
+    ``layers`` are numbers and ranges with commas between, in the order in which they are wanted: ``0-31``, or
+    ``5,0-4``. ``rate`` is how many bits a second are wanted at most, 0 for no limit; ``window`` for how many
+    microseconds the client computes with each layer, 0 where nobody knows.
 
     Answers an array. First an array with, for each key, how many bytes of its record follow in all, nil where there is
-    none. Then a bulk for each layer: of each key the length of its piece, 32 bits with the lowest byte first, 0 where there
-    is none, and behind these the pieces, in the order of the keys.
+    none. Then a bulk for each layer: of each key the length of its piece, 32 bits with the lowest byte first, 0 where
+    there is none, and behind these the pieces, in the order of the keys.
     """
     if node.streams is None:
         raise CommandError("ERR the server is starting or stopping: try again")
