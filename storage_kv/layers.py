@@ -2,9 +2,10 @@
 
 A request is a :class:`_Stream`: which records it wants, which layers of them, in which order. One thread does the work
 of all streams, so that no client's thread looks a thousand keys up or waits for when a layer may go. It finds what
-there is, holds what is in memory, has the rest read with one read an object, and waits for these: layer 0 needs all of them, and
-before anything is sent it is clear which chunks are there. Then it gives layer after layer to the connection, when the
-shaper says so, as one part that points to where the records are: nothing is copied, unless the pieces are small.
+there is, holds what is in memory, has the rest read with one read an object, and waits for these: layer 0 needs all of
+them, and before anything is sent it is clear which chunks are there. Then it gives layer after layer to the connection,
+when the shaper says so, as one part that points to where the records are: nothing is copied, unless the pieces are
+small.
 
 What streams keep in memory together is bounded; beyond it they wait for each other, in their order, before they have
 taken anything. A layer is given when the one before the last has been sent: a client that does not read holds up

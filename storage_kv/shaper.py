@@ -64,32 +64,37 @@ class Others:
     """The part of the link that is left to replies that are no layers; used with the node's lock held.
 
     Attributes:
-        rate: bits a second that they may take; infinite while nothing is sent by layers.
-        clients: those that have sent anything in this epoch.
+        rate: bits a second that they may take; infinite while nothing is sent by layers, or the link has no bound.
+        clients: those that were sent something in this epoch, or had to wait.
+        epoch_s: after which one that waits is to ask again, so that the next epoch knows of it.
     """
 
-    __slots__ = ("_credit", "_filled_s", "clients", "rate")
+    __slots__ = ("_credit", "_filled_s", "clients", "epoch_s", "rate")
 
     def __init__(self) -> None:
         self.rate = inf
+        self.epoch_s = inf
         self.clients: set[int] = set()
         self._credit = self._filled_s = 0.0
 
     def charge(self, client: int, sent_bytes: int) -> None:
         """Take note of what a client was sent."""
-        self.clients.add(client)
         if self.rate != inf:
+            self.clients.add(client)
             self._credit -= 8 * sent_bytes
 
-    def wait_s(self, now_s: float) -> float:
-        """Return the seconds until all that was sent is earned; 0.0 if it is."""
+    def wait_s(self, client: int, now_s: float) -> float:
+        """Return for how many seconds a client is to wait, since more was sent than is earned; then it asks again."""
         if self.rate == inf:
             self._credit, self._filled_s = 0.0, now_s
             return 0.0
         earned = self.rate * max(0.0, now_s - self._filled_s)
         self._filled_s = now_s
         self._credit = min(self._credit + earned, self.rate * _BURST_S)
-        return max(0.0, -self._credit / self.rate)
+        if self._credit >= 0.0:
+            return 0.0
+        self.clients.add(client)
+        return min(-self._credit / self.rate, self.epoch_s)
 
 
 class Shaper:
@@ -155,6 +160,7 @@ class Shaper:
     def _begin_epoch(self, now_s: float) -> None:
         link, flows = self._link(), self.flows
         others, self.others.clients = len(self.others.clients), set()
+        self.others.epoch_s = link.epoch_s
         if not flows:
             self._epoch_ends_s = -inf
             return

@@ -223,8 +223,11 @@ class Connection(Watched):
     def _stay_within_link(self) -> None:
         """Execute nothing more for a while if replies that are no layers have had more of the link than is theirs."""
         streams = self._node.streams
-        if streams is not None and self._more and (wait_s := streams.others.wait_s(time.monotonic())):
-            self.session.pause_until_s = max(self.session.pause_until_s, time.monotonic() + wait_s)
+        if streams is None or not self._more:
+            return
+        now_s = time.monotonic()
+        if wait_s := streams.others.wait_s(self.session.id, now_s):
+            self.session.pause_until_s = max(self.session.pause_until_s, now_s + wait_s)
 
     def _execute_within(self, limiter: RateLimiter) -> None:
         """Execute and charge the tenant for it; beyond its rates, its clients first wait until they have earned it."""

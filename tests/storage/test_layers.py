@@ -272,3 +272,27 @@ def test_rates_of_tenants_and_of_the_request_hold(start: Callable[..., Child]) -
     for _ in range(24):  # 48 MiB, of which 16 were saved up
         client.call("KV.LAYERS", "0-3", 0, 0, *asked)
     assert time.monotonic() - began > 1.0
+
+
+def test_a_shared_link_brings_layers_and_whole_values_to_all_under_every_policy(start: Callable[..., Child]) -> None:
+    child = start("--memory-budget-bytes", "64 MiB", "--egress-bits-per-s", "4e8")
+    operator = child.client()
+    records = stored(operator, 4, layer_bytes=64 << 10)  # 1 MiB
+    asked = list(records)
+    clients = [child.client() for _ in range(6)]
+    for policy in ("equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt"):
+        assert operator.call("CONFIG", "SET", "egress_policy", policy) == b"OK"
+        began = time.monotonic()
+        for number, client in enumerate(clients[:4]):
+            client.send("KV.LAYERS", "0-3", 0, 1000 * number, *asked)
+        for client in clients[4:]:
+            for key in asked:
+                client.send("GET", key)
+        for client in clients[:4]:
+            check(client.receive(), asked, records, range(LAYERS))
+        assert time.monotonic() - began > 0.05  # 4 MiB over this link take 84 ms, less what is saved up
+        for client in clients[4:]:
+            assert [client.receive() for _ in asked] == list(records.values())
+    assert isinstance(operator.call("CONFIG", "SET", "egress_policy", "greedy"), ErrorReply)
+    assert operator.call("CONFIG", "SET", "egress_bits_per_s", "0") == b"OK"
+    check(operator.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
