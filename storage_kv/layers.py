@@ -369,7 +369,7 @@ class LayerStreams:
                 self._let_go(stream, b"")
             elif stream.bytes > bytes_max:
                 text = f"OOM these records have {stream.bytes} bytes, and at most {bytes_max} are sent at a time"
-                self._node.counters.errors += 1
+                stream.head.failed = True
                 self._let_go(stream, encode_error(text + ": ask for fewer keys"))
             elif self._reserved_bytes and self._reserved_bytes + stream.bytes > bytes_max:
                 return

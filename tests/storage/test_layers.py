@@ -153,6 +153,7 @@ def test_more_than_may_be_asked_for_is_refused_before_anything_is_done(start: Ca
     records = stored(client, 12, layer_bytes=96 << 10)
     refused = client.call("KV.LAYERS", "0-3", 0, 0, *records)
     assert isinstance(refused, ErrorReply) and b"ask for fewer keys" in refused
+    assert client.info()["total_error_replies"] == str(1 + 4 + 1 + 1)
     few = list(records)[:5]
     check(client.call("KV.LAYERS", "0-3", 0, 0, *few), few, records, range(LAYERS))
 
