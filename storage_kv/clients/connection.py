@@ -498,7 +498,7 @@ class Connection(Watched):
             pass
         except OSError:
             self.abort()
-        if sent_bytes:
+        if sent_bytes or sent_parts:  # a part may be empty
             self._last_progress_s = time.monotonic()
             with self._node.lock:
                 self._node.counters.output_bytes += sent_bytes
