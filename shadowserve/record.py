@@ -36,6 +36,7 @@ __all__ = [
     "encode",
     "encode_head",
     "head_length",
+    "layer_bounds",
     "parse_head",
     "peek_head",
     "plan_slices",
@@ -265,6 +266,28 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
     if any(view[_HEADER.size - 4 : _HEADER.size]) or _head_checksum(view[:claimed]) != checksum:
         raise CorruptRecordError("the head's checksum is wrong: bytes have changed since the record was written")
     return fields
+
+
+def layer_bounds(data: Data) -> npt.NDArray[np.int64]:
+    """Return where each layer of a record begins, which was verified before, and where the last one ends.
+
+    Slices follow each other in the order of layers, so a layer is one range: ``[bounds[i], bounds[i + 1])`` in bytes
+    from the record's beginning.
+
+    Args:
+        data: the record, or its head.
+
+    Raises:
+        NotARecordError, CorruptRecordError: it has changed since.
+    """
+    view = memoryview(data)
+    fields = _read_header(view)
+    manifest = np.frombuffer(view[fields[2] : fields[3]], MANIFEST_DTYPE)
+    offsets = np.append(manifest["offset"].astype(np.int64), fields[5])
+    bounds = offsets[np.searchsorted(manifest["layer"], np.arange(fields[13] + 1))]
+    if (np.diff(bounds) < 0).any() or bounds[-1] > fields[5]:
+        raise CorruptRecordError("the record's layers do not follow each other")
+    return bounds
 
 
 def parse_head(data: Data) -> Head:

@@ -12,6 +12,7 @@ from shadowserve.logs import LogFormat
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.config import PoolConfig
 from shadowserve.tls import check_served
+from storage_kv.egress import Policy
 
 __all__ = ["LIVE", "StorageConfig", "TenantLimits", "is_tenant_name"]
 
@@ -33,6 +34,10 @@ LIVE: Final = (
     "pin_share",
     "pin_share_of_tenant",
     "pin_seconds_max",
+    "egress_bits_per_s",
+    "egress_policy",
+    "egress_margin",
+    "egress_epoch_s",
     "log_level",
     "log_format",
 )
@@ -137,6 +142,7 @@ class StorageConfig(PoolConfig, AccessConfig):
         "connections_max": "Limits",
         "idle_timeout_s": "Times",
         "io_threads": "Threads and cores",
+        "egress_bits_per_s": "The link",
         "metrics_host": "Metrics and logs",
     }
 
@@ -181,6 +187,15 @@ class StorageConfig(PoolConfig, AccessConfig):
     """Threads that check the checksums of large records as they are stored."""
     cores: ProcessCores = "auto"
     """Cores that the whole process may use, all of its threads; ``auto`` for those that it was given."""
+
+    egress_bits_per_s: float = Field(0.0, ge=0.0)
+    """What the node's link carries, in bits a second, to be shared among replies; 0 leaves that to the network."""
+    egress_policy: Policy = "calibrated_stall_opt"
+    """Who gets how much of it, of requests for layers: equal, kv_prop, bw_prop, stall_opt or calibrated_stall_opt."""
+    egress_margin: float = Field(0.0625, ge=0.0, le=1.0)
+    """By how much of egress_bits_per_s calibrated_stall_opt raises the rate at which a request would not wait."""
+    egress_epoch_s: float = Field(0.02, ge=0.001, le=10.0)
+    """For how long a request keeps its rate, whoever comes or goes."""
 
     metrics_host: str = "127.0.0.1"
     """Address of the HTTP endpoint: /metrics for Prometheus, /healthz and /readyz for probes."""

@@ -9,9 +9,11 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, TypeVar
+from itertools import accumulate
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.incidents import Incidents
@@ -29,6 +31,7 @@ from storage_kv.config import StorageConfig, TenantLimits
 from storage_kv.operate.command_statistics import CommandStatistics
 from storage_kv.operate.reconfigure import Reconfiguration
 from storage_kv.session import Session
+from storage_kv.shaper import Others
 
 __all__ = [
     "REFERENCE_BYTES_MIN",
@@ -41,6 +44,8 @@ __all__ = [
     "Pending",
     "Ready",
     "Reply",
+    "Streams",
+    "Strip",
 ]
 
 _log = logging.getLogger(__name__)
@@ -69,6 +74,15 @@ class Outgoing:
         self.source = source
 
     @property
+    def size(self) -> int:
+        """Bytes that are sent."""
+        return len(self.view)
+
+    def rest(self, offset: int, count: int) -> "list[bytes | memoryview]":
+        """Return what is behind ``offset``, in at most ``count`` stretches, or its beginning."""
+        return [self.view[offset:] if offset else self.view]
+
+    @property
     def pinned(self) -> int:
         """What tells what is kept in memory from everything else that is."""
         return id(self.source.kept)
@@ -89,6 +103,45 @@ class Outgoing:
             store.release(self.source)
         else:
             self.source.release()
+
+
+class Strip(Outgoing):
+    """Parts of several stored values, one behind the other; whoever made it keeps them until it is released."""
+
+    __slots__ = ("_ends", "_kept", "_kept_bytes", "_released", "_views")
+
+    def __init__(
+        self, views: "Sequence[bytes | memoryview]", kept: object, kept_bytes: int, released: Callable[[], None]
+    ) -> None:
+        """Make one of ``views``; ``kept``, of ``kept_bytes``, is what is pinned, and ``released`` is called once."""
+        self._views = views
+        self._ends = list(accumulate(map(len, views)))
+        self._kept, self._kept_bytes, self._released = kept, kept_bytes, released
+
+    @property
+    def size(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def rest(self, offset: int, count: int) -> "list[bytes | memoryview]":
+        first = bisect_right(self._ends, offset)
+        found = list(self._views[first : first + count])
+        if found and (inside := offset - (self._ends[first - 1] if first else 0)):
+            found[0] = memoryview(found[0])[inside:]
+        return found
+
+    @property
+    def pinned(self) -> int:
+        return id(self._kept)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._kept_bytes
+
+    def hold(self, store: Pool) -> None:
+        """Do nothing: its maker holds what it is of."""
+
+    def release(self, store: Pool) -> None:
+        self._released()
 
 
 Ready: TypeAlias = bytes | Outgoing
@@ -198,6 +251,17 @@ class More:
 Reply: TypeAlias = bytes | list[Part] | More
 
 
+class Streams(Protocol):
+    """What answers requests for layers, and knows what is left of the link for everybody else."""
+
+    others: Others
+
+    def begin(
+        self, session: Session, keys: Sequence[Address], layers: Sequence[int], limit: float, window_s: float
+    ) -> list[Part]:
+        """Return the parts of the reply; see :meth:`storage_kv.layers.LayerStreams.begin`."""
+
+
 @dataclass(slots=True)
 class Counters:
     """What the node has done since it started, or since CONFIG RESETSTAT.
@@ -257,6 +321,7 @@ class Node:
         memory: of requests on their way in and replies that are copied out.
         lent: of stored values that are being sent.
         announcements: what clients are about to store.
+        streams: what answers KV.LAYERS, while a server runs.
     """
 
     reconfiguration: Reconfiguration
@@ -279,6 +344,7 @@ class Node:
     memory: Bound = field(init=False)
     lent: Bound = field(init=False)
     announcements: Announcements = field(init=False)
+    streams: Streams | None = None
     limiters: dict[str, RateLimiter] = field(init=False)
     _tenants: dict[str, TenantLimits] = field(init=False)
 

@@ -39,6 +39,7 @@ from storage_kv.clients.io_threads import IoThread, threads_for
 from storage_kv.clients.transport import PlainTransport, TlsTransport, Transport
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
+from storage_kv.layers import LayerStreams
 from storage_kv.node import Node
 from storage_kv.operate.operations import Operations
 from storage_kv.operate.reconfigure import Reconfiguration
@@ -111,6 +112,7 @@ class StorageServer:
         self._cut_short = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
         self._store_thread: StoreThread | None = None
+        self._streams: LayerStreams | None = None
 
     @property
     def _lets_anyone_in(self) -> bool:
@@ -161,6 +163,9 @@ class StorageServer:
             raise
         self.node.apply_quotas()
         self._store_thread = StoreThread(self.node.store)
+        self._streams = LayerStreams(self.node)
+        self._streams.start()
+        self.node.streams = self._streams
         self.operations.watch("store thread", self._store_thread.hand)
         self._start_io_threads(threads_for(config.io_threads))
         for listener in self._listeners:
@@ -191,6 +196,8 @@ class StorageServer:
             for thread in self._io_threads:
                 thread.stop()
             self._close_listeners()
+            if self._streams is not None:
+                self._streams.stop()
             if self._store_thread is not None:
                 self._store_thread.stop(0.0)
             raise ConfigurationError(f"cannot start {count} threads: {error}; choose fewer io_threads") from error
@@ -404,6 +411,8 @@ class StorageServer:
         for thread in threads:
             thread.stop()
         self._tell_incidents(math.inf)
+        if self._streams is not None:
+            await self._loop.run_in_executor(None, self._streams.stop)
         # Nobody can ask for anything any more. What has been acknowledged is durable; this makes the next start quick.
         if self._store_thread is not None:
             drain_s = self.node.config.shutdown_timeout_s

@@ -8,9 +8,9 @@ from shadowserve_tools.lazy import LazyGroup
 
 __all__ = ["SIMULATIONS", "simulate"]
 
-SIMULATIONS: Final = ("bluefield",)
+SIMULATIONS: Final = ("bluefield", "objectcache")
 
 
 @click.group(cls=LazyGroup, places={name: f"shadowserve_tools.simulate.{name}:{name}" for name in SIMULATIONS})
 def simulate() -> None:
-    """Predict what hardware that is not here would do; docs/simulation.md has the method."""
+    """Predict what would be on hardware that is not here; docs/simulation.md has the method."""

@@ -216,8 +216,18 @@ class Connection(Watched):
                     self._execute_some()
                 else:
                     self._execute_within(session.limiter)
+                self._stay_within_link()
             if session.pause_until_s:
                 self._pause()
+
+    def _stay_within_link(self) -> None:
+        """Execute nothing more for a while if replies that are no layers have had more of the link than is theirs."""
+        streams = self._node.streams
+        if streams is None or not self._more:
+            return
+        now_s = time.monotonic()
+        if wait_s := streams.others.wait_s(self.session.id, now_s):
+            self.session.pause_until_s = max(self.session.pause_until_s, now_s + wait_s)
 
     def _execute_within(self, limiter: RateLimiter) -> None:
         """Execute and charge the tenant for it; beyond its rates, its clients first wait until they have earned it."""
@@ -477,7 +487,7 @@ class Connection(Watched):
         if self._holds_replies:
             return
         replies = self._replies
-        sent_bytes = 0
+        sent_bytes, layer_bytes = 0, replies.layer_bytes
         sent_parts: list[Outgoing] = []
         try:
             while replies.out:
@@ -488,12 +498,15 @@ class Connection(Watched):
             pass
         except OSError:
             self.abort()
-        if sent_bytes:
+        if sent_bytes or sent_parts:  # a part may be empty
             self._last_progress_s = time.monotonic()
             with self._node.lock:
                 self._node.counters.output_bytes += sent_bytes
                 if self.session.limiter is not None:
                     self.session.limiter.charge(0, sent_bytes)
+                others_bytes = sent_bytes - (replies.layer_bytes - layer_bytes)
+                if others_bytes and self._node.streams is not None:
+                    self._node.streams.others.charge(self.session.id, others_bytes)
                 for part in sent_parts:
                     self._node.lent.unpin(part.pinned)
                     part.release(self._store)

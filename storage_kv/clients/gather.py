@@ -15,9 +15,11 @@ def gather(waiting: Iterable[bytes | Outgoing], offset: int) -> list[bytes | mem
     """Return the first parts of what waits, less ``offset`` bytes of the first of them that are sent."""
     parts: list[bytes | memoryview] = []
     for part in waiting:
-        parts.append(part if isinstance(part, bytes) else part.view)
-        if len(parts) == _GATHER_PARTS_MAX:
+        if isinstance(part, bytes):
+            parts.append(memoryview(part)[offset:] if offset else part)
+        else:
+            parts += part.rest(offset, _GATHER_PARTS_MAX - len(parts))
+        offset = 0
+        if len(parts) >= _GATHER_PARTS_MAX:
             break
-    if offset:
-        parts[0] = memoryview(parts[0])[offset:]
     return parts

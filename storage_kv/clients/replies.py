@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from storage_kv.clients.gather import gather
 from storage_kv.clients.transport import Transport
-from storage_kv.node import Node, Outgoing, Part, Pending, Ready
+from storage_kv.node import Node, Outgoing, Part, Pending, Ready, Strip
 from storage_kv.session import Session
 
 __all__ = ["Replies"]
@@ -18,6 +18,7 @@ class Replies:
         out: what may be sent.
         out_bytes: of it, less what is sent of its first part.
         lent_bytes: of both, those of stored values, in memory or on their way there: they are not ours.
+        layer_bytes: that were sent of layers, ever.
         pendings: parts in ``waiting`` that are pending.
         waiting: what may not be sent yet; the first of it is pending.
         waiting_bytes: about how many they are.
@@ -28,6 +29,7 @@ class Replies:
         "_notify",
         "_offset",
         "_session",
+        "layer_bytes",
         "lent_bytes",
         "out",
         "out_bytes",
@@ -45,6 +47,7 @@ class Replies:
         self.out: deque[Ready] = deque()
         self.out_bytes = 0
         self.lent_bytes = 0
+        self.layer_bytes = 0
         self.waiting: deque[Part] = deque()
         self.waiting_bytes = 0
         self.pendings = 0
@@ -84,7 +87,7 @@ class Replies:
 
     def _pin(self, part: Outgoing) -> int:
         """Count a stored value that is to be sent, or a part of it; return how many bytes are to be sent."""
-        size = len(part.view)
+        size = part.size
         self.lent_bytes += size
         self._node.lent.pin(part.pinned, part.pinned_bytes, self._session.share)
         return size
@@ -104,7 +107,7 @@ class Replies:
         while waiting:
             first = waiting[0]
             if not isinstance(first, Pending):
-                size = len(first) if isinstance(first, bytes) else len(first.view)
+                size = len(first) if isinstance(first, bytes) else first.size
                 self.waiting_bytes -= size
                 self.out_bytes += size
                 self.out.append(first)
@@ -157,10 +160,13 @@ class Replies:
         """Take ``sent`` bytes off the front."""
         self.out_bytes -= sent
         sent += self._offset
-        out = self.out
+        out, begun = self.out, self._offset
         while out:
             first = out[0]
-            size = len(first) if isinstance(first, bytes) else len(first.view)
+            size = len(first) if isinstance(first, bytes) else first.size
+            if isinstance(first, Strip):
+                self.layer_bytes += min(sent, size) - begun
+            begun = 0
             if sent < size:
                 break
             sent -= size

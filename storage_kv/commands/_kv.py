@@ -1,13 +1,22 @@
 """Our own commands; their names begin with ``KV.``."""
 
+from math import inf
+from typing import Final
+
 from shadowserve.pool.terms import DEFAULT_TENANT, Address, Item, PinShareError
 from shadowserve.resp import Map, Value, encode, encode_array_header, encode_null
 from storage_kv.announcements import NAME_BYTES_MAX, SECONDS_MAX, TooManyAnnouncedError
 from storage_kv.commands._arguments import KEYS_AT_A_TIME, as_integer, bulk_of, in_turns, settled, syntax_error
+from storage_kv.layers import KEYS_MAX, LAYERS_MAX
 from storage_kv.node import CommandError, More, Node, Part, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = ["announce", "announced", "meta", "pin", "pins", "unpin"]
+__all__ = ["announce", "announced", "layers", "meta", "pin", "pins", "unpin"]
+
+_LAYERS_TEXT_BYTES_MAX: Final = 16 << 10
+_LAYER_MAX: Final = 65_535
+_BITS_PER_S_MAX: Final = 1 << 50
+_WINDOW_US_MAX: Final = 3_600 * 10**6
 
 
 def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
@@ -26,6 +35,52 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
     items = (node.read(session.qualify(key)) for key in arguments[1:])
     return More.of([encode_array_header(len(arguments) - 1)], items, head)
+
+
+def layers(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.LAYERS layers rate window key [key ...]: parts of all records of a prefix, layer after layer.
+
+    ``layers`` are numbers and ranges with commas between, in the order in which they are wanted: ``0-31``, or
+    ``5,0-4``. ``rate`` is how many bits a second are wanted at most, 0 for no limit; ``window`` for how many
+    microseconds the client computes with each layer, 0 where nobody knows.
+
+    Answers an array. First an array with, for each key, how many bytes of its record follow in all, nil where there is
+    none. Then a bulk for each layer: of each key the length of its piece, 32 bits with the lowest byte first, 0 where
+    there is none, and behind these the pieces, in the order of the keys.
+    """
+    if node.streams is None:
+        raise CommandError("ERR the server is starting or stopping: try again")
+    wanted = _layer_numbers(arguments[1])
+    rate, window_us = as_integer(arguments[2]), as_integer(arguments[3])
+    if not 0 <= rate <= _BITS_PER_S_MAX or not 0 <= window_us <= _WINDOW_US_MAX:
+        raise CommandError("ERR invalid rate or window in 'kv.layers' command: bits a second, microseconds")
+    if len(arguments) - 4 > KEYS_MAX:
+        raise CommandError(f"ERR KV.LAYERS takes at most {KEYS_MAX} keys, got {len(arguments) - 4}")
+    keys = [session.qualify(name) for name in arguments[4:]]
+    return node.streams.begin(session, keys, wanted, rate or inf, window_us / 1e6)
+
+
+def _layer_numbers(argument: Argument) -> list[int]:
+    """Return the numbers of layers that a text names, in its order, each at most once."""
+    error = CommandError(
+        f"ERR invalid layers in 'kv.layers' command: numbers and ranges such as 0-31 or 5,0-4, each layer once, "
+        f"at most {LAYERS_MAX} of them"
+    )
+    found: list[int] = []
+    text = bytes(argument[: _LAYERS_TEXT_BYTES_MAX + 1])
+    if len(text) > _LAYERS_TEXT_BYTES_MAX:
+        raise error
+    for part in text.split(b","):
+        first, is_range, last = part.partition(b"-")
+        if not first.isdigit() or not (last.isdigit() if is_range else True) or len(part) > 11:
+            raise error
+        begin, end = int(first), int(last if is_range else first)
+        if not begin <= end <= _LAYER_MAX or len(found) + end - begin >= LAYERS_MAX:
+            raise error
+        found += range(begin, end + 1)
+    if len(set(found)) < len(found):
+        raise error
+    return found
 
 
 def announce(node: Node, session: Session, arguments: list[Argument]) -> Reply:

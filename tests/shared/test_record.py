@@ -28,7 +28,7 @@ from record_forge import (
 
 from shadowserve import native
 from shadowserve.chunk import DECODED_BYTES_MAX, DType, Quantizer
-from shadowserve.errors import MismatchError
+from shadowserve.errors import CorruptRecordError, MismatchError
 from shadowserve.native import Codec
 from shadowserve.record import (
     HEADER_BYTES,
@@ -36,6 +36,7 @@ from shadowserve.record import (
     decode,
     encode,
     encode_head,
+    layer_bounds,
     parse_head,
     plan_slices,
     verify,
@@ -331,6 +332,20 @@ def test_every_range_of_layers_is_one_range_of_bytes() -> None:
             covered += end - begin
     assert covered == len(record) - head.head_length
     assert layer_range(head, 0, 4) == (head.head_length, len(record))
+    bounds = layer_bounds(record).tolist()
+    assert bounds == layer_bounds(record[: head.head_length]).tolist()
+    ranges = [layer_range(head, layer, layer) for layer in range(layout.layers)]
+    assert list(itertools.pairwise(bounds)) == ranges
+
+
+def test_layers_of_a_head_that_has_changed_are_not_told() -> None:
+    record = make_record(make_layout())
+    layer_bounds(record)
+    for position in (8, 40, HEADER_BYTES, HEADER_BYTES + 9):
+        damaged = bytearray(record)
+        damaged[position] ^= 1
+        with pytest.raises(CorruptRecordError):
+            layer_bounds(damaged)
 
 
 def test_a_reader_takes_slices_that_were_cut_otherwise() -> None:

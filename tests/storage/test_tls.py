@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 from machine import NEVER_S, PATIENCE_S, wait_for
-from storage_support import REPOSITORY, TIMEOUT_S, Child, Client
+from storage_support import REPOSITORY, TIMEOUT_S, Child, Client, make_record
 
 from shadowserve.resp import encode_command
 from storage_kv.access.attempts import caller_of
@@ -319,3 +319,20 @@ def test_files_that_cannot_be_used_are_refused_at_the_start(flags: list[str], te
         timeout=PATIENCE_S,
     )
     assert ran.returncode != 0 and text in ran.stderr
+
+
+def test_layers_of_a_prefix_cross_tls_as_they_are(start: Callable[..., Child], certificates: Path) -> None:
+    child = start(*tls_flags(certificates))
+    records = [make_record(bytes([number]) * 32, body_bytes=MIB, fill=number) for number in range(1, 7)]
+    with contextlib.closing(
+        redis.Redis("localhost", child.port, ssl=True, ssl_ca_certs=f"{certificates}/ca.crt")
+    ) as client:
+        for key, value in records:
+            client.set(key, value)
+        there, *layers = client.execute_command("KV.LAYERS", "0-1", 0, 0, *(key for key, _ in records))
+    assert len(layers) == 2 and all(len(layer) > 3 * MIB for layer in layers)
+    for layer in layers:
+        table, pieces = layer[: 4 * len(records)], layer[4 * len(records) :]
+        lengths = [int.from_bytes(table[at : at + 4], "little") for at in range(0, len(table), 4)]
+        assert [2 * length for length in lengths] == there
+        assert pieces == b"".join(bytes([number]) * length for number, length in enumerate(lengths, 1))

@@ -32,6 +32,10 @@ SMALL = {
         *("--engines", "memory,pool"),
     ],
     "commands": ["--count", "500", "--repeats", "1"],
+    "aggregate": ["--chunks", "16,256", "--tokens", "256", "--layers", "2", "--repeats", "1"],
+    "schedule": [
+        *("--mixes", "A,C", "--policies", "stall_opt", "--rate", "0.2", "--time", "0.01", "--repeats", "1"),
+    ],
     "index": ["--objects", "50000", "--repeats", "1"],
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
     "control": ["--requests", "4", "--prompt-chunks", "2"],
@@ -117,6 +121,11 @@ RATIOS = {
         *(f"lossless_float8_e4m3_over_{other}" for other in ("memcpy", "bfloat16", "zstd")),
         *(["kvrans_avx2_over_zstd", "lossless_avx2_over_zstd"] if native.isa_available(native.Isa.AVX2) else []),
     },
+    "aggregate": {
+        *(f"aggregate_over_{way}_{size}" for way in ("single", "ahead") for size in (16, 256)),
+        *("cpu_over_getrange_16", "cpu_over_getrange_256", "requests_most_over_fewest"),
+    },
+    "schedule": {"equal_over_calibrated_A", "equal_over_calibrated_C"},
     "storage": {
         f"{verb}_{ratio}"
         for verb in ("get", "getrange")

@@ -5,6 +5,7 @@ import json
 import math
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -272,4 +273,61 @@ def test_one_combination_stands_beside_the_papers_two_systems(tmp_path: Path) ->
 )
 def test_what_cannot_be_simulated_is_refused(arguments: list[str], word: str) -> None:
     done = run(*arguments)
+    assert done.exit_code == 2 and word in done.output
+
+
+# ---- Requests that share a link ------------------------------------------------------------------------------------
+
+
+def shared(file: Path, *arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(main, ["simulate", "objectcache", *arguments, "--json", str(file)])
+    assert done.exit_code == 0, done.output
+    return json.loads(file.read_text())
+
+
+def test_any_mix_is_answered_in_its_order_with_every_policy(tmp_path: Path) -> None:
+    mix = [("64K", 0.875), ("4K", 0.5), ("64K", 0.875), ("32K", 0.5)]
+    asked = ",".join(f"{context}:{share}" for context, share in mix)
+    found = shared(tmp_path / "o.json", "--requests", asked, "--cap-gbps", "50", "--margin-gbps", "5")
+    assert set(found["policies"]) == {"equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt"}
+    for its in found["policies"].values():
+        rows = its["requests"]
+        assert [(row["context"], row["hit_rate"]) for row in rows] == mix
+        assert all(set(row) == {"context", "hit_rate", "rate_gbps", "ttft_ms"} for row in rows)
+        assert rows[0] == rows[2]
+        assert its["total_ttft_ms"] == pytest.approx(sum(row["ttft_ms"] for row in rows))
+
+
+def test_the_time_to_first_token_is_the_papers_equation(tmp_path: Path) -> None:
+    # By hand: 16K at 0.5 over 20 Gbps. A layer of 8,192 tokens of 4,096 bytes takes 13.4 ms, less than its computing.
+    found = shared(tmp_path / "o.json")["policies"]["equal"]["requests"][0]
+    assert found["rate_gbps"] == 20.0
+    assert found["ttft_ms"] == pytest.approx(8192 * 4096 * 8 / 20e6 + 955.89)
+
+
+def test_compressed_records_are_smaller_and_so_faster_and_say_by_how_much(tmp_path: Path) -> None:
+    found = shared(tmp_path / "o.json", "--stored-share", "0.5")
+    assert found["stored"]["share"] == 0.5
+    for policy, its in found["policies"].items():
+        assert found["stored"]["policies"][policy]["total_ttft_ms"] < its["total_ttft_ms"]
+    # Half the bytes over half the link is the same as all of them over all of it.
+    half = shared(tmp_path / "o.json", "--stored-share", "0.5", "--cap-gbps", "40", "--margin-gbps", "2.5")
+    halves = half["stored"]["policies"]["calibrated_stall_opt"]["total_ttft_ms"]
+    assert halves == pytest.approx(found["policies"]["calibrated_stall_opt"]["total_ttft_ms"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--requests", "8K:0.5"], "table A8"),
+        (["--requests", "16K:0.6"], "table A8"),
+        (["--requests", "16K"], "16K:0.5"),
+        (["--requests", ""], "16K:0.5"),
+        (["--cap-gbps", "0"], "--cap-gbps"),
+        (["--margin-gbps", "-1"], "--margin-gbps"),
+        (["--stored-share", "0"], "--stored-share"),
+    ],
+)
+def test_a_mix_that_the_table_does_not_have_is_refused(arguments: list[str], word: str) -> None:
+    done = CliRunner().invoke(main, ["simulate", "objectcache", *arguments])
     assert done.exit_code == 2 and word in done.output

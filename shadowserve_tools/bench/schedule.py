@@ -1,0 +1,229 @@
+"""``shadowserve bench schedule``: requests that share a storage node's link, under each of its policies."""
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import click
+
+from shadowserve.resp import encode_command
+from shadowserve_tools.bench.parts.layered import LeanSocket, answer_lengths, plain_record
+from shadowserve_tools.processes import start_storage
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
+from shadowserve_tools.simulate.objectcache import LAYERS, TABLE_A8, TOKEN_LAYER_BYTES, WORKLOAD_A, Request, outcome
+
+__all__ = ["schedule"]
+
+MIXES: Final = {
+    "A": (WORKLOAD_A, 80.0),
+    "B": (WORKLOAD_A, 50.0),
+    "C": ((*WORKLOAD_A[:2], Request("32K", 0.5), Request("32K", 0.875), *WORKLOAD_A[2:]), 50.0),
+}
+"""The paper's workloads: their requests, and Gbps of the link."""
+MARGIN_GBPS: Final = 5.0
+POLICIES: Final = ("equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt")
+CHUNKS: Final = 16
+_RECORD_TOKENS: Final = 16
+_FREE: Final = ""
+"""In place of a policy: each request alone on a link without bound."""
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A request of a mix, made smaller.
+
+    Attributes:
+        keys: of its records.
+        piece: bytes of a layer of a chunk.
+        window_s: that it computes with each layer.
+    """
+
+    keys: list[bytes]
+    piece: int
+    window_s: float
+
+    def command(self) -> bytes:
+        return encode_command("KV.LAYERS", f"0-{LAYERS - 1}", 0, round(1e6 * self.window_s), *self.keys)
+
+
+def _read_mixes(_context: click.Context, _parameter: click.Parameter, text: str) -> list[str]:
+    mixes = text.split(",")
+    if unknown := [mix for mix in mixes if mix not in MIXES]:
+        raise click.BadParameter(f"{unknown[0]!r} is none of the paper's workloads: {', '.join(MIXES)}")
+    return mixes
+
+
+@click.command()
+@click.option(
+    "--rate", default=1.0, show_default=True, type=click.FloatRange(0.01, 100), metavar="GBIT/S",
+    help="The paper's 80 Gbps, made so small; its 50 in proportion.",
+)  # fmt: skip
+@click.option(
+    "--time",
+    "time_share",
+    default=0.5,
+    show_default=True,
+    type=click.FloatRange(0.001, 1),
+    help="Of the paper's times.",
+)
+@click.option("--mixes", default="A,B,C", show_default=True, callback=_read_mixes, help="Which of the paper's.")
+@click.option("--policies", default=",".join(POLICIES), show_default=True, help="Which, besides equal and calibrated.")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Rounds of all policies.")
+@output_options
+def schedule(rate: float, time_share: float, mixes: list[str], policies: str, repeats: int, output: Output) -> None:
+    """Have the paper's mixes of requests answered layer by layer over a link that the storage node shares.
+
+    A real server, a connection for each request, all of them at the same time. A client computes for its window with
+    each layer, once that has arrived and the one before is computed. Bytes and times are ObjectCache's table A8's,
+    both made smaller. ``added_ms`` is by how much the times to first token of a mix are above those of its requests
+    alone on a link without bound; ``model_ms`` what equation 3 says of rates that nothing changes.
+    ``equal_over_calibrated`` is of ``added_ms``.
+    """
+    chosen = [policy for policy in POLICIES if policy in {*policies.split(","), "equal", "calibrated_stall_opt"}]
+    report = Report("schedule", ["mix", "policy", "link_Gbit_per_s", "ttft_ms", "added_ms", "model_ms"])
+    drawn: dict[str, list[tuple[str, float]]] = {policy: [] for policy in reversed(chosen)}
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--io-threads", "1", "--memory-budget-bytes", "4 GiB"]
+        with start_storage(Path(folder), *flags) as server, LeanSocket(server.address) as operator:
+            for mix in mixes:
+                requests, cap_gbps = MIXES[mix]
+                link = 1e9 * rate * cap_gbps / 80
+                scaled = [
+                    _stored(operator, mix, number, request, rate / 80 * time_share, time_share)
+                    for number, request in enumerate(requests)
+                ]
+                found = _rounds(server.address, operator, scaled, chosen, link, MARGIN_GBPS / cap_gbps, repeats, mix)
+                model = outcome(list(requests), cap_gbps, MARGIN_GBPS)
+                free_s = found.pop(_FREE)
+                added = {
+                    policy: [sum(ttfts) - sum(alone) for ttfts, alone in zip(rounds, free_s, strict=True)]
+                    for policy, rounds in found.items()
+                }
+                for policy in chosen:
+                    predicted = model[policy]["total_ttft_ms"] - sum(TABLE_A8[request] for request in requests)
+                    added_ms = 1e3 * statistics.median(added[policy])
+                    report.row(
+                        mix=mix, policy=policy, link_Gbit_per_s=link / 1e9,
+                        ttft_ms=1e3 * statistics.median(map(sum, found[policy])), added_ms=added_ms,
+                        model_ms=predicted * time_share,
+                    )  # fmt: skip
+                    drawn[policy].append((mix, added_ms))
+                pairs = zip(added["equal"], added["calibrated_stall_opt"], strict=True)
+                report.ratio(f"equal_over_calibrated_{mix}", [e / c for e, c in pairs], "at least 1.2")
+                report.more.setdefault("requests", {})[mix] = _by_request(requests, found)
+    report.charts.append(Chart("Added to all times to first token", x="mix", y="ms", series=drawn, kind="bars"))
+    report.finish(output)
+
+
+def _by_request(
+    requests: Sequence[Request], found: dict[str, list[list[float]]]
+) -> dict[str, list[dict[str, str | float]]]:
+    """Return each policy's median TTFT of each request."""
+    return {
+        policy: [
+            {**request._asdict(), "ttft_ms": 1e3 * statistics.median(ttfts[number] for ttfts in rounds)}
+            for number, request in enumerate(requests)
+        ]
+        for policy, rounds in found.items()
+    }
+
+
+def _stored(
+    client: LeanSocket, mix: str, number: int, request: Request, bytes_share: float, time_share: float
+) -> Scaled:
+    """Store a request's records, and return it."""
+    demand = request.demand()
+    token_bytes = max(2, 2 * round(demand.layer_bytes * bytes_share / CHUNKS / _RECORD_TOKENS / 2))
+    keys = []
+    for chunk in range(CHUNKS):
+        name = f"{mix}-{number}-{chunk}".encode().rjust(32, b"-")
+        key, value = plain_record(name, layers=LAYERS, tokens=_RECORD_TOKENS, token_bytes=token_bytes)
+        client.store([(key, value)])
+        keys.append(key)
+    assert demand.layer_bytes / TOKEN_LAYER_BYTES > CHUNKS
+    return Scaled(keys, token_bytes * _RECORD_TOKENS, demand.window_s * time_share)
+
+
+def _rounds(
+    address: str, operator: LeanSocket, mix: Sequence[Scaled], policies: Sequence[str], link: float, margin: float,
+    repeats: int, name: str,
+) -> dict[str, list[list[float]]]:  # fmt: skip
+    """Return, for each policy and _FREE, each round's times to first token, in seconds, in the order of the mix."""
+    found: dict[str, list[list[float]]] = {policy: [] for policy in (_FREE, *policies)}
+    operator.call("CONFIG", "SET", "egress_margin", str(margin))
+    for round_number in tracked(range(1 + repeats), f"mix {name}"):
+        for policy in [_FREE, *policies][:: -1 if round_number % 2 else 1]:
+            operator.call("CONFIG", "SET", "egress_bits_per_s", "0" if policy == _FREE else str(link))
+            if policy == _FREE:
+                ttfts = [_together(address, [request])[0] for request in mix]
+            else:
+                operator.call("CONFIG", "SET", "egress_policy", policy)
+                ttfts = _together(address, mix)
+            if round_number:  # the first warms up
+                found[policy].append(ttfts)
+    return found
+
+
+def _together(address: str, mix: Sequence[Scaled]) -> list[float]:
+    """Return each request's seconds from when all ask until it has computed its last layer."""
+    ttfts = [0.0] * len(mix)
+    errors: list[Exception] = []
+    gate = threading.Barrier(len(mix))
+
+    def ask(number: int, client: LeanSocket) -> None:
+        try:
+            ttfts[number] = _ask(client, mix[number], gate)
+        except Exception as error:
+            gate.abort()
+            errors.append(error)
+
+    clients = [LeanSocket(address) for _ in mix]
+    threads = [threading.Thread(target=ask, args=pair) for pair in enumerate(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for client in clients:
+        client.socket.close()
+    if errors:
+        raise errors[0]
+    return ttfts
+
+
+def _ask(client: LeanSocket, request: Scaled, gate: threading.Barrier) -> float:
+    """Receive layers in one thread and compute with them in this one, which sleeps for a window with each."""
+    head, *layers = answer_lengths(LAYERS, [request.piece] * len(request.keys))
+    arrived = [threading.Event() for _ in layers]
+    failures: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            client.receive(head)
+            for size, event in zip(layers, arrived, strict=True):
+                client.receive(size)
+                event.set()
+        except Exception as error:
+            failures.append(error)
+            for event in arrived:
+                event.set()
+
+    receiver = threading.Thread(target=receive)
+    gate.wait()
+    began_s = time.perf_counter()
+    client.socket.sendall(request.command())
+    receiver.start()
+    done_s = began_s
+    for event in arrived:
+        event.wait()
+        # A window behind what it has waited for; not behind when this thread has woken, which is no part of computing.
+        done_s = max(done_s, time.perf_counter() if not failures else 0.0) + request.window_s
+        time.sleep(max(0.0, done_s - time.perf_counter()))
+    receiver.join()
+    if failures:
+        raise failures[0]
+    return done_s - began_s

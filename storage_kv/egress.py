@@ -1,0 +1,121 @@
+"""Who gets how much of the link while requests are answered layer by layer: policies, without clock and without I/O.
+
+A request whose layers have ``s`` bytes, and whose reader computes for ``c`` seconds with each, waits for nothing once
+it gets the rate ``s / c``; what it gets beyond that is wasted. Where all of these do not fit the link, the sum of the
+waits is least if rates go with the square root of ``s``, none beyond its cap. (ObjectCache, sections 3.5 and 3.6.)
+
+The node's scheduler and ``shadowserve simulate objectcache`` use the same functions.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, sqrt
+from types import MappingProxyType
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+__all__ = ["POLICIES", "Demand", "Policy", "allocate", "ttft_s"]
+
+Policy: TypeAlias = Literal["equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt"]
+
+
+class Demand(NamedTuple):
+    """What a request needs.
+
+    Attributes:
+        layer_bytes: of each of its layers; more than 0.
+        window_s: seconds that its reader computes with each; more than 0.
+    """
+
+    layer_bytes: float
+    window_s: float
+
+    @property
+    def rate(self) -> float:
+        """Bits a second at which nothing waits."""
+        return 8 * self.layer_bytes / self.window_s
+
+
+def allocate(policy: Policy, demands: Sequence[Demand], budget: float, margin: float = 0.0) -> list[float]:
+    """Share a link among requests.
+
+    Args:
+        policy: ``equal``: the same to each. ``kv_prop``: by the bytes of a layer. ``bw_prop``: by the rate at which
+            nothing waits. ``stall_opt``: the least sum of waits, none beyond that rate. ``calibrated_stall_opt``: the
+            same, each cap raised by the margin.
+        demands: the requests.
+        budget: bits a second of the link; more than 0.
+        margin: bits a second, for ``calibrated_stall_opt`` alone; 0 or more.
+
+    Returns:
+        Bits a second of each request, at most the budget together: less where all have their cap.
+    """
+    return POLICIES[policy](demands, budget, margin)
+
+
+def ttft_s(demand: Demand, rate: float, layers: int) -> float:
+    """Return the seconds until a request has computed its last layer (equation 3 of the paper).
+
+    Args:
+        demand: the request; its layers are alike.
+        rate: bits a second that it gets.
+        layers: how many.
+    """
+    transfer_s = 8 * demand.layer_bytes / rate
+    return transfer_s + (layers - 1) * max(transfer_s, demand.window_s) + demand.window_s
+
+
+def _equal(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
+    return _by_weights([1.0 for _ in demands], budget)
+
+
+def _kv_prop(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
+    return _by_weights([demand.layer_bytes for demand in demands], budget)
+
+
+def _bw_prop(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
+    return _by_weights([demand.rate for demand in demands], budget)
+
+
+def _stall_opt(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
+    return _fill(demands, [demand.rate for demand in demands], budget)
+
+
+def _calibrated(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
+    return _fill(demands, [demand.rate + margin for demand in demands], budget)
+
+
+def _by_weights(weights: Sequence[float], budget: float) -> list[float]:
+    whole = sum(weights)
+    return [budget * weight / whole for weight in weights]
+
+
+def _fill(demands: Sequence[Demand], caps: Sequence[float], budget: float) -> list[float]:
+    """Return the rates, none above its cap, at which the sum of layer times is least (equation 6).
+
+    Its optimum has rates in proportion to the square roots of the bytes, but for those that are at their cap. So
+    requests are taken in the order in which a rising level brings them to their caps, until it brings none there.
+    """
+    roots = [sqrt(demand.layer_bytes) for demand in demands]
+    order = sorted(range(len(demands)), key=lambda i: caps[i] / roots[i])
+    rates = [0.0] * len(demands)
+    left, open_roots = budget, sum(roots)
+    for position, i in enumerate(order):
+        level = left / open_roots if open_roots > 0 else inf
+        if level * roots[i] <= caps[i]:
+            for other in order[position:]:
+                rates[other] = level * roots[other]
+            return rates
+        rates[i] = caps[i]
+        left -= caps[i]
+        open_roots -= roots[i]
+    return rates
+
+
+POLICIES: Final[Mapping[Policy, Callable[[Sequence[Demand], float, float], list[float]]]] = MappingProxyType(
+    {
+        "equal": _equal,
+        "kv_prop": _kv_prop,
+        "bw_prop": _bw_prop,
+        "stall_opt": _stall_opt,
+        "calibrated_stall_opt": _calibrated,
+    }
+)

@@ -1,0 +1,299 @@
+"""KV.LAYERS: a prefix in one request, layer after layer, whatever is missing, whoever asks and whoever goes away."""
+
+import contextlib
+import select
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from machine import wait_for
+from slow_store import Served
+from storage_support import Child, Client
+
+from shadowserve import native, record
+from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.keys import storage_key
+from shadowserve.resp import ErrorReply
+
+LAYERS = 4
+MIB = 1 << 20
+
+
+def record_of(number: int, *, layers: int = LAYERS, layer_bytes: int = 2048) -> tuple[bytes, bytes]:
+    """Return key and record of a chunk whose bytes differ from layer to layer, and from other chunks' bytes."""
+    layout = ChunkLayout(
+        namespace=b"n" * 32, dtype=DType.UINT8, layers=layers, kinds=2, vector_length=64,
+        tokens=layer_bytes // 128, quantizer=Quantizer.PASSTHROUGH,
+    )  # fmt: skip
+    values = np.random.default_rng(number).integers(0, 256, layout.raw_bytes, np.uint8)
+    name = number.to_bytes(32, "big")
+    return storage_key(name), record.encode(name, native.Codec.NONE, layout, values.tobytes())
+
+
+def layer_of(value: bytes, layer: int) -> bytes:
+    """Return a layer's bytes by the manifest, slice by slice: not as the server finds them."""
+    slices = record.parse_head(value).slices
+    parts = slices[slices["layer"] == layer]
+    sizes = parts["scales_length"].astype(int) + parts["encoded_length"]
+    return b"".join(value[at : at + size] for at, size in zip(parts["offset"].astype(int), sizes, strict=True))
+
+
+def stored(client: Client, count: int, **options: int) -> dict[bytes, bytes]:
+    records = dict(record_of(number, **options) for number in range(count))
+    for key, value in records.items():
+        assert client.call("SET", key, value) == b"OK"
+    return records
+
+
+def pieces(bulk: bytes, count: int) -> list[bytes]:
+    lengths = np.frombuffer(bulk[: 4 * count], "<u4").tolist()
+    assert len(bulk) == 4 * count + sum(lengths)
+    ends = np.cumsum([4 * count, *lengths]).tolist()
+    return [bulk[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def check(answer: Any, asked: Sequence[bytes], records: dict[bytes, bytes], layers: Sequence[int]) -> None:
+    there, *bulks = answer
+    assert len(bulks) == len(layers)
+    wanted = [[layer_of(records[key], layer) if key in records else b"" for key in asked] for layer in layers]
+    assert [pieces(bytes(bulk), len(asked)) for bulk in bulks] == wanted
+    sums = [sum(map(len, column)) for column in zip(*wanted, strict=True)]
+    assert there == [total if key in records else None for key, total in zip(asked, sums, strict=True)]
+
+
+@pytest.fixture(params=["memory", "pool"])
+def server(request: pytest.FixtureRequest, start: Callable[..., Child], tmp_path: Path) -> Child:
+    devices = f'[{{"path": "{tmp_path}/device", "size": "64 MiB"}}]'
+    options = {"memory": ["--memory-budget-bytes", "64 MiB"],
+               "pool": ["--memory-budget-bytes", "64 MiB", "--devices", devices]}[request.param]  # fmt: skip
+    return start("--engine", request.param, *options)
+
+
+@pytest.mark.parametrize("layer_bytes", [256, 2048, 128 << 10])
+def test_each_layer_has_the_pieces_of_all_chunks_in_the_order_of_the_prefix(server: Child, layer_bytes: int) -> None:
+    client = server.client()
+    records = stored(client, 9, layer_bytes=layer_bytes)
+    client.call("SET", "no-record", b"x" * 5000)
+    keys = [*records, b"no-record", storage_key(b"?" * 32)]
+    asked = keys[5:] + keys[:5]
+    check(client.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+    check(client.call("KV.LAYERS", "2,0-1", 0, 1000, *asked), asked, records, [2, 0, 1])
+    check(client.call("KV.LAYERS", "3", 10**10, 0, *asked, *asked), [*asked, *asked], records, [3])
+    nobody = [b"none", b"no-record"]
+    check(client.call("KV.LAYERS", "0-3", 0, 0, *nobody), nobody, {}, range(LAYERS))
+
+
+def test_what_lies_on_a_device_after_a_restart_is_read_once_an_object(
+    start: Callable[..., Child], tmp_path: Path
+) -> None:
+    devices = f'[{{"path": "{tmp_path}/device", "size": "256 MiB"}}]'
+    options = ["--memory-budget-bytes", "64 MiB", "--devices", devices]
+    child = start(*options)
+    records = stored(child.client(), 20, layer_bytes=128 << 10)
+    assert child.stop() == 0
+    child = start(*options)
+    client = child.client()
+    before = client.info()
+    asked = list(records)
+    check(client.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+    after = client.info()
+    reads = [name for name in after if name.endswith("_reads") and after[name] != before.get(name)]
+    assert all(int(after[name]) - int(before[name]) <= len(asked) for name in reads), reads
+
+
+def test_records_with_fewer_layers_have_nothing_in_the_others(server: Child) -> None:
+    client = server.client()
+    short, value = record_of(1, layers=2)
+    long, other = record_of(2, layers=4)
+    client.call("SET", short, value)
+    client.call("SET", long, other)
+    there, *bulks = client.call("KV.LAYERS", "1-5", 0, 0, short, long)
+    assert there == [len(layer_of(value, 1)), sum(len(layer_of(other, layer)) for layer in (1, 2, 3))]
+    found = [pieces(bytes(bulk), 2) for bulk in bulks]
+    assert found[0] == [layer_of(value, 1), layer_of(other, 1)]
+    assert found[1] == [b"", layer_of(other, 2)] and found[3:] == [[b"", b""]] * 2
+
+
+def test_redis_py_reads_it(server: Child) -> None:
+    records = stored(server.client(), 5)
+    asked = list(records)
+    for protocol in (2, 3):
+        with contextlib.closing(redis.Redis(port=server.port, protocol=protocol)) as client:
+            check(client.execute_command("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+            with client.pipeline(transaction=True) as pipeline:
+                pipeline.get(asked[0])
+                pipeline.execute_command("KV.LAYERS", "1", 0, 0, *asked)
+                pipeline.ping()
+                first, answer, pong = pipeline.execute()
+            assert first == records[asked[0]] and pong
+            check(answer, asked, records, [1])
+
+
+@pytest.mark.parametrize(
+    "layers", ["", "a", "0-", "-1", "3-2", "0,0", "0-3,2", "0-1024", "65536", "0--1", "1 ", "9" * 20_000]
+)
+def test_layers_that_cannot_be_are_refused(client: Client, layers: str) -> None:
+    assert bytes(client.call("KV.LAYERS", layers, 0, 0, "a")).startswith(b"ERR invalid layers in 'kv.layers'")
+
+
+def test_more_than_may_be_asked_for_is_refused_before_anything_is_done(start: Callable[..., Child]) -> None:
+    child = start("--memory-budget-bytes", "8 MiB")
+    client = child.client()
+    assert bytes(client.call("KV.LAYERS", "0", 0, 0, *["a"] * 8193)).startswith(
+        b"ERR KV.LAYERS takes at most 8192 keys"
+    )
+    for rate, window in ((-1, 0), (1 << 51, 0), (0, -1), (0, 10**10)):
+        assert bytes(client.call("KV.LAYERS", "0", rate, window, "a")).startswith(b"ERR invalid rate or window")
+    assert isinstance(client.call("KV.LAYERS", "0", "x", 0, "a"), ErrorReply)
+    # All of it would keep more than half of the memory from going.
+    records = stored(client, 12, layer_bytes=96 << 10)
+    refused = client.call("KV.LAYERS", "0-3", 0, 0, *records)
+    assert isinstance(refused, ErrorReply) and b"ask for fewer keys" in refused
+    assert client.info()["total_error_replies"] == str(1 + 4 + 1 + 1)
+    few = list(records)[:5]
+    check(client.call("KV.LAYERS", "0-3", 0, 0, *few), few, records, range(LAYERS))
+
+
+USERS = """user root on >r ~* &* +@all
+user ann on >a ~* +@all -@admin tenant=team-a
+user bob on >b ~* +@all -@admin tenant=team-b
+user few on >f ~kv:00* +@all -@admin tenant=team-a
+user none on >n ~* +@all -@admin -kv.layers tenant=team-a
+"""
+
+
+def test_another_tenants_records_are_not_there_and_keys_and_commands_are_permitted(
+    start: Callable[..., Child], tmp_path: Path
+) -> None:
+    file = tmp_path / "users.acl"
+    file.write_text(USERS)
+    child = start("--users-file", str(file))
+
+    def login(name: str) -> Client:
+        client = child.client()
+        assert client.call("AUTH", name, name[0]) == b"OK"
+        return client
+
+    assert bytes(child.client().call("KV.LAYERS", "0", 0, 0, "a")).startswith(b"NOAUTH")
+    records = stored(login("ann"), 3)
+    asked = list(records)
+    check(login("ann").call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+    check(login("bob").call("KV.LAYERS", "0-3", 0, 0, *asked), asked, {}, range(LAYERS))
+    check(login("few").call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+    assert bytes(login("few").call("KV.LAYERS", "0-3", 0, 0, *asked, "other")).startswith(b"NOPERM")
+    assert bytes(login("none").call("KV.LAYERS", "0-3", 0, 0, *asked)).startswith(b"NOPERM")
+
+
+def lent(client: Client) -> int:
+    return int(client.info()["lent_bytes"])
+
+
+def test_clients_that_go_away_in_the_middle_leave_nothing_held(start: Callable[..., Child]) -> None:
+    child = start("--memory-budget-bytes", "64 MiB")
+    client = child.client()
+    records = stored(client, 24, layer_bytes=256 << 10)
+    asked = list(records)
+    for read_bytes in (0, 100, 5 * MIB):
+        gone = child.client(receive_buffer=8192)
+        gone.send("KV.LAYERS", "0-3", 0, 0, *asked)
+        gone.receive_raw(read_bytes)
+        gone.close()
+    silent = child.client()
+    assert silent.call("PING") == b"PONG"
+    silent.socket.sendall(b"*3\r\n$6\r\nCLIENT\r\n$5\r\nREPLY\r\n$3\r\nOFF\r\n")
+    silent.send("KV.LAYERS", "0-3", 0, 0, *asked)
+    silent.send("CLIENT", "REPLY", "ON")
+    assert silent.receive() == b"OK"
+    wait_for(lambda: lent(client) == 0)
+    check(client.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+    wait_for(lambda: lent(client) == 0)
+
+
+def test_what_is_deleted_while_it_is_sent_arrives_as_it_was(start: Callable[..., Child]) -> None:
+    child = start("--memory-budget-bytes", "64 MiB")
+    client, slow = child.client(), child.client(receive_buffer=8192)
+    records = stored(client, 24, layer_bytes=256 << 10)
+    asked = list(records)
+    slow.send("KV.LAYERS", "0-3", 0, 0, *asked)
+    wait_for(lambda: lent(client) > 0)
+    assert client.call("DEL", *asked) == len(asked)
+    for number in range(100, 110):
+        client.call("SET", *record_of(number, layer_bytes=256 << 10))
+    check(slow.receive(), asked, records, range(LAYERS))
+
+
+def test_many_clients_at_the_same_time_get_their_own(server: Child) -> None:
+    records = stored(server.client(), 30, layer_bytes=16 << 10)
+    keys = list(records)
+    clients = [(server.client(), keys[number:] + keys[:number]) for number in range(12)]
+    for turn in range(3):
+        for client, asked in clients:
+            client.send("KV.LAYERS", "0-3", 0, 1000 * turn, *asked)
+            client.send("GET", asked[0])
+        for client, asked in clients:
+            check(client.receive(), asked, records, range(LAYERS))
+            assert client.receive() == records[asked[0]]
+
+
+def test_a_chunk_that_cannot_be_read_is_missing_from_the_beginning() -> None:
+    with Served() as server:
+        store, client = server.store, server.client()
+        records = stored(client, 4)
+        store.away = True
+        asked = list(records)
+        client.send("KV.LAYERS", "0-3", 0, 0, *asked)
+        server.wait_for_reads(4)
+        fates = [True, False, True, True]
+        for there in fates[:-1]:
+            store.finish_read(lost=not there)
+        assert server.client().call("PING") == b"PONG"
+        assert select.select([client.socket], [], [], 0)[0] == []  # nothing is sent before all is known
+        store.finish_read()
+        left = {key: value for (key, value), there in zip(records.items(), fates, strict=True) if there}
+        check(client.receive(), asked, left, range(LAYERS))
+        assert int(client.info("stats")["keyspace_misses"]) == 1
+        wait_for(lambda: store.leases == 0)
+
+
+def test_rates_of_tenants_and_of_the_request_hold(start: Callable[..., Child]) -> None:
+    # No figure is held here but the least time that so many bytes take: a slow machine takes longer, never less.
+    child = start("--memory-budget-bytes", "64 MiB", "--tenants", '{"": {"bytes_per_s": "16 MiB"}}')
+    client = child.client()
+    records = stored(client, 4, layer_bytes=128 << 10)  # 2 MiB
+    asked = list(records)
+    began = time.monotonic()
+    rate = 8 * (4 << 20)
+    check(client.call("KV.LAYERS", "0-3", rate, 0, *asked), asked, records, range(LAYERS))
+    assert time.monotonic() - began > 0.4
+    began = time.monotonic()
+    for _ in range(24):  # 48 MiB, of which 16 were saved up
+        client.call("KV.LAYERS", "0-3", 0, 0, *asked)
+    assert time.monotonic() - began > 1.0
+
+
+def test_a_shared_link_brings_layers_and_whole_values_to_all_under_every_policy(start: Callable[..., Child]) -> None:
+    child = start("--memory-budget-bytes", "64 MiB", "--egress-bits-per-s", "4e8")
+    operator = child.client()
+    records = stored(operator, 4, layer_bytes=64 << 10)  # 1 MiB
+    asked = list(records)
+    clients = [child.client() for _ in range(6)]
+    for policy in ("equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt"):
+        assert operator.call("CONFIG", "SET", "egress_policy", policy) == b"OK"
+        began = time.monotonic()
+        for number, client in enumerate(clients[:4]):
+            client.send("KV.LAYERS", "0-3", 0, 1000 * number, *asked)
+        for client in clients[4:]:
+            for key in asked:
+                client.send("GET", key)
+        for client in clients[:4]:
+            check(client.receive(), asked, records, range(LAYERS))
+        assert time.monotonic() - began > 0.05  # 4 MiB over this link take 84 ms, less what is saved up
+        for client in clients[4:]:
+            assert [client.receive() for _ in asked] == list(records.values())
+    assert isinstance(operator.call("CONFIG", "SET", "egress_policy", "greedy"), ErrorReply)
+    assert operator.call("CONFIG", "SET", "egress_bits_per_s", "0") == b"OK"
+    check(operator.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))

@@ -1,0 +1,186 @@
+"""Whose layer may be sent when: by a clock that the tests turn."""
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage_kv.egress import Demand
+from storage_kv.shaper import Flow, Link, Others, Shaper
+
+MBIT = 1e6
+
+
+class Run:
+    """A shaper with flows whose layers are sent when it says so."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.shaper = Shaper(lambda: self.link)
+        self.now_s = 1000.0
+        self.left: dict[Flow, int] = {}
+        self.sent: list[tuple[float, Flow]] = []
+
+    def enter(self, layer_bytes: float, window_s: float, layers: int, limit: float = inf) -> Flow:
+        flow = Flow(Demand(layer_bytes, window_s), limit)
+        self.left[flow] = layers
+        flow.next_bits = int(8 * layer_bytes)
+        self.shaper.enter(flow, self.now_s)
+        return flow
+
+    def go(self, for_s: float) -> None:
+        """Let time pass as the thread of the streams does: it sleeps until there may be something."""
+        ends_s = self.now_s + for_s
+        while True:
+            for flow in self.shaper.ready(self.now_s):
+                self.shaper.spend(flow)
+                self.sent.append((self.now_s, flow))
+                self.left[flow] -= 1
+                if not self.left[flow]:
+                    flow.next_bits = 0
+                    self.shaper.leave(flow)
+            wait_s = self.shaper.wait_s(self.now_s)
+            if self.now_s + wait_s >= ends_s:
+                self.now_s = ends_s
+                return
+            self.now_s += max(wait_s, 1e-6)
+
+    def bits(self, flow: Flow, since_s: float = 0.0) -> float:
+        return sum(8 * flow.demand.layer_bytes for time_s, each in self.sent if each is flow and time_s >= since_s)
+
+
+def shared(budget: float = 100 * MBIT, policy: str = "equal") -> Link:
+    return Link(budget, policy, budget / 16, 0.02)  # type: ignore[arg-type]
+
+
+def test_without_a_bound_everything_goes_at_once() -> None:
+    run = Run(shared(0))
+    run.go(0.5)
+    flows = [run.enter(1e6, 0.1, 3) for _ in range(4)]
+    run.go(0.001)
+    assert [run.bits(flow) for flow in flows] == [24e6] * 4
+    run.go(0.1)
+    late = run.enter(1e6, 0.1, 1)
+    run.go(0.001)  # nobody waits for an epoch where nothing is shared
+    assert run.bits(late) == 8e6
+
+
+def test_a_rate_that_a_request_asked_for_holds_without_a_bound_and_with_one() -> None:
+    for link in (shared(0), shared()):
+        run = Run(link)
+        flow = run.enter(125_000, 0.1, 1000, limit=10 * MBIT)
+        run.go(2.0)
+        assert 18 * MBIT <= run.bits(flow) <= 20 * MBIT
+
+
+def test_layers_come_at_even_times_at_the_policys_rates() -> None:
+    run = Run(shared(100 * MBIT, "kv_prop"))
+    small, large = run.enter(100_000, 0.1, 500), run.enter(300_000, 0.1, 500)
+    run.go(2.0)
+    assert run.bits(small) / 2.0 == pytest.approx(25 * MBIT, rel=0.05)
+    assert run.bits(large) / 2.0 == pytest.approx(75 * MBIT, rel=0.05)
+    times = [time_s for time_s, flow in run.sent if flow is small]
+    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    assert gaps == pytest.approx([0.032] * len(gaps), rel=1e-3)
+
+
+def test_what_one_leaves_goes_to_others_with_the_next_epoch() -> None:
+    run = Run(shared())
+    short, long = run.enter(50_000, 0.1, 10), run.enter(50_000, 0.1, 10_000)
+    run.go(0.0801)  # short has just sent its last
+    assert run.left[short] == 0 and long.rate == 50 * MBIT
+    run.go(0.02)
+    assert long.rate == 100 * MBIT
+
+
+def test_a_newcomer_gets_its_part_with_the_next_epoch_and_takes_nothing_before() -> None:
+    run = Run(shared())
+    first = run.enter(10_000, 0.1, 10_000)
+    run.go(0.0301)
+    second = run.enter(10_000, 0.1, 10_000)
+    run.go(0.005)
+    assert first.rate == 100 * MBIT and not run.bits(second)
+    run.go(0.02)
+    assert first.rate == second.rate == 50 * MBIT
+
+
+def test_a_reader_that_is_slow_saves_up_no_more_than_a_layer() -> None:
+    run = Run(shared())
+    flow = run.enter(100_000, 0.1, 10_000)
+    run.go(0.1)
+    flow.next_bits = 0
+    run.go(10.0)
+    flow.next_bits = 800_000
+    before = run.bits(flow)
+    run.go(0.0081)
+    assert run.bits(flow) - before <= 2 * 800_000
+
+
+def test_what_nobody_needs_shortens_first_layers() -> None:
+    run = Run(shared(100 * MBIT, "stall_opt"))
+    flow = run.enter(12_500, 0.1, 10)  # a megabit a second would do
+    run.go(0.0011)
+    assert run.bits(flow) == 100_000
+
+
+def test_clients_of_other_replies_have_a_fair_share_and_pay_for_more() -> None:
+    run = Run(shared())
+    others = run.shaper.others
+    flow = run.enter(10_000, 0.1, 100_000)
+    assert others.wait_s(1, run.now_s) == 0.0
+    run.go(0.001)
+    for client in (1, 2, 3):
+        others.charge(client, 1)
+    run.go(0.02)  # the next epoch knows of them
+    assert flow.rate == 25 * MBIT and others.rate == 75 * MBIT
+    others.wait_s(1, run.now_s)
+    others.charge(1, 1_000_000)
+    waited_s = 0.0
+    while wait_s := others.wait_s(1, run.now_s):
+        assert wait_s <= 0.02 and flow.rate >= 25 * MBIT
+        run.go(wait_s)
+        waited_s += wait_s
+        if waited_s > 0.05:
+            # One that waits is counted, although it is sent nothing.
+            assert flow.rate == 50 * MBIT and others.rate == 50 * MBIT
+    assert 8 / 75 <= waited_s <= 8 / 45
+    run.left[flow] = 1
+    run.go(0.1)
+    assert others.rate == inf and others.wait_s(1, run.now_s) == 0.0
+
+
+@given(
+    mix=st.lists(
+        st.tuples(st.floats(1e3, 1e6), st.floats(1e-3, 1.0), st.integers(1, 30), st.floats(0.0, 0.2)),
+        min_size=1,
+        max_size=6,
+    ),
+    policy=st.sampled_from(["equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt"]),
+)
+def test_all_layers_are_sent_and_never_more_than_the_link_carries(
+    mix: list[tuple[float, float, int, float]], policy: str
+) -> None:
+    run = Run(shared(100 * MBIT, policy))
+    began_s = run.now_s
+    flows = []
+    for layer_bytes, window_s, layers, after_s in mix:
+        run.go(after_s)
+        flows.append(run.enter(layer_bytes, window_s, layers))
+    for _ in range(200):
+        run.go(1.0)
+        if not any(run.left[flow] for flow in flows):
+            break
+    assert not any(run.left[flow] for flow in flows)
+    largest = sum(8 * flow.demand.layer_bytes for flow in flows)  # a layer each may have been saved up
+    total = 0.0
+    for time_s, flow in run.sent:
+        total += 8 * flow.demand.layer_bytes
+        assert total <= 100 * MBIT * (time_s - began_s) * (1 + 1e-6) + largest
+
+
+def test_debts_of_others_end_when_nothing_goes_by_layers() -> None:
+    others = Others()
+    for client in range(1000):
+        others.charge(client, 1 << 30)
+    assert others.wait_s(1, 5.0) == 0.0 and not others.clients
