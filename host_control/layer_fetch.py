@@ -112,14 +112,15 @@ class LayerFetch:
             raise _Ended(error.outcome, str(error)) from error
         try:
             layers = 0
-            while not call.done():
+            while not call.done() and layers < len(missing):
                 if self.cancelled():
                     self.client.cancel(job_id)
                 layers = self._watch(word, layers, missing)
             self._watch(word, layers, missing)
-        finally:  # also where scattering has failed
-            if not call.done():
-                self.client.cancel(job_id)
+        except _Ended:
+            self.client.cancel(job_id)
+            raise
+        finally:
             answer = call.result()
             if not answer.quiet or answer.reason == "unknown_destination":
                 self.destination.retire(release=not answer.quiet)

@@ -31,6 +31,7 @@ BENCHES: Final = (
     "interference",
     "ablation",
     "handover",
+    "layers",
     "control",
     "memory",
     "recovery",
@@ -49,6 +50,7 @@ NEEDS: Final = {
     "interference": ["vllm"],
     "ablation": ["vllm"],
     "handover": ["vllm"],
+    "layers": ["vllm"],
     "control": ["vllm", "redis"],
 }
 """Packages of others that a benchmark imports late: better missed before it has measured for minutes."""
