@@ -246,11 +246,12 @@ class SchedulerSide:
         return usable
 
     def _goes_layerwise(self, tracked: _Tracked, usable: int) -> bool:
-        """Return whether a load begins to be computed on before it ends: nothing else runs, which would wait for it."""
+        """Return whether a load begins to be computed on before it ends: nothing else runs or loads, and would wait."""
         chunks = self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
         return (
             tracked.offered_cut == 0
             and chunks <= self._layerwise_chunks
+            and not (self._loading or self._new_loads)
             and not any(request.status == RequestStatus.RUNNING for request in self._requests.values())
         )
 

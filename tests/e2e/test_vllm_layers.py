@@ -90,9 +90,7 @@ def test_a_layer_computes_while_the_next_ones_are_away(
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2])
-def test_no_layer_that_fails_reaches_a_token(
-    engine: Any, plane: Any, reference: Any, prompt: Any, chunk: int
-) -> None:
+def test_no_layer_that_fails_reaches_a_token(engine: Any, plane: Any, reference: Any, prompt: Any, chunk: int) -> None:
     whole = dict(plane.records)
     for layer in range(layers(engine)):
         engine.reset(plane)

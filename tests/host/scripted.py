@@ -274,9 +274,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             if self.script.before_layer is not None:
                 self.script.before_layer(layer)
             if request.job_id in self.cancelled or time.monotonic() > ends:
-                answer.outcome = (
-                    pb.OUTCOME_CANCELLED if request.job_id in self.cancelled else pb.OUTCOME_DEADLINE
-                )
+                answer.outcome = pb.OUTCOME_CANCELLED if request.job_id in self.cancelled else pb.OUTCOME_DEADLINE
                 break
             if there.any(axis=1).sum() >= self.script.round_layers:
                 answer.outcome = pb.OUTCOME_ROUND_FULL
