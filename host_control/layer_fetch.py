@@ -95,7 +95,9 @@ class LayerFetch:
         """Ask for what is missing and place it as it comes; raise :class:`_Ended` where no other call follows."""
         before, memory = self._memory, self._acquire()
         if before is not None and memory is not before and self._there.any():
-            raise _Ended("unknown_destination", "the memory that the first layers had arrived in was given up")
+            # What is whole of it is taken from where it is.
+            raise _Ended("unknown_destination", "the memory that the first layers have arrived in was given up")
+        self._memory = memory
         begin = self.destination.progress_offset
         word = memory.memory[begin : begin + PROGRESS_BYTES]
         word[:] = bytes(PROGRESS_BYTES)
@@ -115,8 +117,8 @@ class LayerFetch:
             while not call.done() and layers < len(missing):
                 if self.cancelled():
                     self.client.cancel(job_id)
-                layers = self._watch(word, layers, missing)
-            self._watch(word, layers, missing)
+                layers = self._watch(word, layers, missing, _LOOK_INTERVAL)
+            self._watch(word, layers, missing, 0.0)
         except _Ended:
             self.client.cancel(job_id)
             raise
@@ -138,18 +140,17 @@ class LayerFetch:
         if self.cancelled() or left <= 0:
             raise _Ended("cancelled" if self.cancelled() else "deadline")
         try:
-            self._memory = self.destination.acquire(left)
+            return self.destination.acquire(left)
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
         except ConfigurationError as error:
             raise _Ended("no_memory", str(error)) from error
-        return self._memory
 
-    def _watch(self, word: Any, seen: int, missing: Flags) -> int:
-        """Wait a moment for further layers than were ``seen``, and place them; return how many there are."""
+    def _watch(self, word: Any, seen: int, missing: Flags, seconds: float) -> int:
+        """Wait so long at most for further layers than were ``seen``, and place them; return how many there are."""
         from shadowserve import native  # an engine loads the C core only where it has to
 
-        layers = min(native.progress_wait(word, seen, _LOOK_INTERVAL), len(missing))
+        layers = min(native.progress_wait(word, seen, seconds), len(missing))
         if layers > seen:
             self._there[:layers] |= missing[:layers]
             self._place(leading_layers(self._there, self._wanted), len(self.keys))

@@ -146,6 +146,21 @@ def test_what_the_data_plane_s_buffers_do_not_hold_at_once_comes_in_several_call
     assert engine.counted_since()["loaded_tokens"] == 768
 
 
+def test_a_data_plane_that_forgets_the_memory_between_two_calls_costs_the_load(
+    engine: Any, plane: Any, reference: Any, prompt: Any
+) -> None:
+    plane.script.round_layers = 1
+    plane.script.before_layer = lambda layer: plane.forget_destinations()
+    assert engine.outputs([prompt(1000)]) == reference([prompt(1000)])
+    assert plane.layerwise_calls == 1, "the second one found no memory"
+    assert engine.counted_since()["load_failures/unknown_destination"] == 1
+    plane.script.round_layers, plane.script.before_layer = 1 << 30, None
+    engine.forget()
+    spoil(engine)
+    assert engine.outputs([prompt(700)]) == reference([prompt(700)])
+    assert plane.layerwise_calls == 2
+
+
 def test_an_engine_that_does_not_ask_for_every_layer_uses_none(
     engine: Any, plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
