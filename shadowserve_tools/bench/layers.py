@@ -68,7 +68,9 @@ class _Case:
 class _Bed:
     """An engine, its data plane, and a store behind a link."""
 
-    def __init__(self, stack: ExitStack, folder: Path, network: Link, model: Model, tokens_max: int) -> None:
+    def __init__(
+        self, stack: ExitStack, folder: Path, network: Link, model: Model, tokens_max: int, connections: int
+    ) -> None:
         partition = Partition.halves()
         stack.enter_context(on_cores(partition.data_plane))  # the benchmark's own threads keep off the engine's
         (folder / "model").mkdir()
@@ -88,7 +90,7 @@ class _Bed:
         with network.client_side():
             stack.enter_context(
                 start_data_plane(
-                    folder, storage.address, "--listen", address, "--cores", cores,
+                    folder, storage.address, "--listen", address, "--cores", cores, "--connections", str(connections),
                     environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
                 )
             )  # fmt: skip
@@ -143,6 +145,10 @@ class _Bed:
     "--transfer", default=0.9, show_default=True, type=click.FloatRange(0.05, 20),
     help="Time that the link takes for the stored chunks, over the time to the first token where it takes none.",
 )  # fmt: skip
+@click.option(
+    "--connections", default=2, show_default=True, type=click.IntRange(1, 64),
+    help="Of the data plane to the store: what each brings of a layer comes as fast as its share of the link.",
+)  # fmt: skip
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
 @output_options
 def layers(
@@ -152,6 +158,7 @@ def layers(
     head_size: int,
     prompts: tuple[str, ...],
     transfer: float,
+    connections: int,
     repeats: int,
     output: Output,
 ) -> None:
@@ -167,7 +174,7 @@ def layers(
         network = stack.enter_context(linked())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         network.limit(_LOCAL_GBIT_PER_S)
-        bed = _Bed(stack, folder, network, model, max(case.tokens for case in cases))
+        bed = _Bed(stack, folder, network, model, max(case.tokens for case in cases), connections)
         progress = stack.enter_context(Progress(transient=True))
         task = progress.add_task("measuring", total=len(cases) * (repeats + 1))
         for case in cases:
