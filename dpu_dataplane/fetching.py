@@ -28,7 +28,7 @@ from dpu_dataplane.tracing import Tracer
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
-from shadowserve.pieces import leading, pack, unpack
+from shadowserve.pieces import leading_layers, pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["FetchPart", "Fetcher"]
@@ -109,10 +109,10 @@ class FetchPart:
 
     def progress(self, word: native.Region, pieces: npt.NDArray[np.void]) -> native.Progress:
         """Return how far the layers are before a round of pieces, each of one layer, and how far it can bring them."""
-        missing = self.wanted & ~self.delivered
-        first = leading(~missing.any(axis=1))
-        missing[pieces["layer"], pieces["chunk"]] = False
-        return native.Progress(word=word, first=first, end=leading(~missing.any(axis=1)))
+        brought = self.delivered.copy()
+        brought[pieces["layer"], pieces["chunk"]] = True
+        before, after = (leading_layers(there, self.wanted) for there in (self.delivered, brought))
+        return native.Progress(word=word, first=before, end=after)
 
     def group(self) -> native.Group:
         """Return where a round's pieces go, and as what."""
@@ -267,7 +267,7 @@ class Fetcher:
                     slices=plan.slices,
                     groups=[part.group() for part in progress.parts],
                     deadline_ns=job.deadline_ns,
-                    progress=progress.word and progress.parts[0].progress(progress.word, pieces),
+                    progress=None if progress.word is None else progress.parts[0].progress(progress.word, pieces),
                 ),
                 _AUTHORITATIVE in progress.tried,
             )

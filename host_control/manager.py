@@ -57,7 +57,7 @@ class FetchJob:
         keys: of the chunks of each part, in prefix order; none of a part that nothing is wanted of.
         target: whatever ``scatter`` needs to know; never looked at here.
         layerwise: fetch layer by layer, so that :meth:`KVCacheManager.wait_layer` returns as each is in place. Only of
-            one part with all its layers, and no more chunks than :attr:`KVCacheManager.layerwise_chunks`.
+            one part with all its layers, and no more chunks than the destination holds.
     """
 
     request_id: str
@@ -104,13 +104,10 @@ class FetchResult:
 class Scatter(Protocol):
     """Moves chunks from the destination into an engine's paged KV memory; returns once they are in place."""
 
-    def __call__(
-        self, job: FetchJob, part: int, first: int, chunks: Any, layers: tuple[int, int] | None = None
-    ) -> None:
+    def __call__(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
         """Place chunks ``first``, ``first + 1``, ... of a part of ``job``, which lie in ``chunks`` one after the other.
 
-        ``chunks`` is what the destination's ``Memory.arrived`` gives: a memoryview, or a tensor on the GPU. Of a job
-        that is fetched layer by layer it is the destination's own, and of the chunks only those ``layers`` are there.
+        ``chunks`` is what the destination's ``Memory.arrived`` gives: a memoryview, or a tensor on the GPU.
         """
 
 
@@ -178,6 +175,8 @@ class KVCacheManager:
         client: of the data plane.
         destination: that chunks arrive in; at least two of its largest large. The manager owns it from now on.
         scatter: called in the manager's thread.
+        scatter_layers: the same for jobs that go layer by layer: of their leading chunks, which lie in memory, it moves
+            layers, from one up to another; others are not there yet.
         layers: of each part's chunks, that are wanted; by default all.
         order: of the fetching queue.
         fetch_timeout: seconds from hand-over to outcome.
@@ -190,6 +189,7 @@ class KVCacheManager:
         destination: Destination,
         scatter: Scatter,
         *,
+        scatter_layers: Callable[[FetchJob, Any, tuple[int, int]], None] | None = None,
         layers: Sequence[slice] | None = None,
         order: FetchOrder = first_in_first_out,
         fetch_timeout: float = 10.0,
@@ -197,7 +197,7 @@ class KVCacheManager:
     ) -> None:
         self._client = client
         self._destination = destination
-        self._scatter = scatter
+        self._scatter, self._scatter_layers = scatter, scatter_layers
         self._layers = layers or [slice(None)] * len(destination.shapes)
         self._order = order
         self._fetch_timeout = fetch_timeout
@@ -389,14 +389,15 @@ class KVCacheManager:
                 progress.layers = layers
                 self._condition.notify_all()
 
-        job = progress.job
+        job, scatter = progress.job, self._scatter_layers
+        assert scatter is not None, "a job in the order of layers, and nothing that moves them"
         fetch = LayerFetch(
             self._client,
             self._destination,
             job.keys[0],
             progress.deadline,
             cancelled=lambda: progress.cancelled,
-            scatter=lambda chunks, layers: self._scatter(job, 0, 0, chunks, layers),
+            scatter=lambda chunks, layers: scatter(job, chunks, layers),
             told=told,
         )
         progress.chunks[0], reason, detail = fetch.run()

@@ -168,6 +168,7 @@ class WorkerSide:
             self._client,
             self._destination(cut, self._config.fetch_buffer_bytes, self._delivery.fetch),
             self._scatter,
+            scatter_layers=lambda job, chunks, layers: self._scatter(job, 0, 0, chunks, layers),
             layers=[part.wanted for part in self._parts[cut]],
             order=ORDERS[self._config.order],
             fetch_timeout=self._config.fetch_timeout,
