@@ -107,6 +107,11 @@ class Destination:
         self._registered = registered
         self._segment = segment
 
+    @property
+    def shared(self) -> bool:
+        """Whether it is memory of this machine that this process has mapped."""
+        return self._segment is not None
+
     def region(self, offset: int, length: int) -> native.Region:
         """Return a part of the memory, as a round takes it."""
         return self._registered.region(offset, length)

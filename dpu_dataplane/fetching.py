@@ -28,7 +28,7 @@ from dpu_dataplane.tracing import Tracer
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
-from shadowserve.pieces import pack, unpack
+from shadowserve.pieces import leading_layers, pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
 
 __all__ = ["FetchPart", "Fetcher"]
@@ -69,6 +69,7 @@ class FetchPart:
         ValueError: the set is of other layers or chunks.
 
     Attributes:
+        wanted: pieces, by layer and chunk.
         delivered: pieces that are in place.
         left: pieces that may still be had and have a place.
         outside: whether pieces are wanted that have none.
@@ -81,6 +82,7 @@ class FetchPart:
         self.layout = destination.layout
         self.keys = keys
         self._wanted = wanted
+        self.wanted = np.zeros((0, 0), np.bool_)
         unpack(wanted, self.layout.layers, len(keys))
         self.delivered = self.left = np.zeros((0, 0), np.bool_)
         self.outside = False
@@ -88,11 +90,11 @@ class FetchPart:
     def begin(self) -> None:
         """Make the sets, which calls that wait for their turn take no memory for."""
         shape = self.layout.layers, len(self.keys)
-        wanted = unpack(self._wanted, *shape) if self._wanted else np.ones(shape, np.bool_)
+        self.wanted = unpack(self._wanted, *shape) if self._wanted else np.ones(shape, np.bool_)
         self.delivered = np.zeros(shape, np.bool_)
-        self.left = wanted.copy()
+        self.left = self.wanted.copy()
         self.end(self.length // self.layout.raw_bytes)
-        self.outside = bool((wanted & ~self.left).any())
+        self.outside = bool((self.wanted & ~self.left).any())
 
     def end(self, chunk: int) -> None:
         """Give up what is behind a chunk, and itself."""
@@ -104,6 +106,13 @@ class FetchPart:
             of = chunks[(layers == (first, end)).all(axis=1)]
             self.delivered[first:end, of] = True
             self.left[first:end, of] = False
+
+    def progress(self, word: native.Region, pieces: npt.NDArray[np.void]) -> native.Progress:
+        """Return how far the layers are before a round of pieces, each of one layer, and how far it can bring them."""
+        brought = self.delivered.copy()
+        brought[pieces["layer"], pieces["chunk"]] = True
+        before, after = (leading_layers(there, self.wanted) for there in (self.delivered, brought))
+        return native.Progress(word=word, first=before, end=after)
 
     def group(self) -> native.Group:
         """Return where a round's pieces go, and as what."""
@@ -120,6 +129,7 @@ class _Progress:
     """What a fetch has done so far.
 
     Attributes:
+        word: where to say how far the layers of the only part are.
         asked: group and chunk of each key that heads were asked for, and whether its head was only remembered.
         tried: second tries that were made.
         endings: of groups, as they came.
@@ -127,6 +137,7 @@ class _Progress:
 
     parts: Sequence[FetchPart]
     layerwise: bool
+    word: native.Region | None = None
     fetched_bytes: int = 0
     tried: frozenset[str] = frozenset()
     asked: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -170,15 +181,23 @@ class Fetcher:
         self._metrics = metrics
         self.queue = queue
 
-    async def run(self, job: Job, parts: Sequence[FetchPart], layerwise: bool) -> pb.FetchResponse:
+    async def run(
+        self, job: Job, parts: Sequence[FetchPart], layerwise: bool, word: native.Region | None = None
+    ) -> pb.FetchResponse:
         """Deliver the leading pieces, in their order, that are stored, sound, and fit regions and buffers.
 
         Returns once nothing touches the regions any more.
 
+        Args:
+            job: whose.
+            parts: that are wanted.
+            layerwise: layer by layer, not chunk by chunk.
+            word: where to say meanwhile how far the layers are, of one part.
+
         Raises:
             QueueFull: too many fetches wait.
         """
-        progress = _Progress(parts, layerwise)
+        progress = _Progress(parts, layerwise, word)
         try:
             with self._tracer.fetch(job.owner, sum(len(part.keys) for part in parts)):
                 async with contextlib.AsyncExitStack() as stack:
@@ -248,6 +267,7 @@ class Fetcher:
                     slices=plan.slices,
                     groups=[part.group() for part in progress.parts],
                     deadline_ns=job.deadline_ns,
+                    progress=None if progress.word is None else progress.parts[0].progress(progress.word, pieces),
                 ),
                 _AUTHORITATIVE in progress.tried,
             )

@@ -319,7 +319,7 @@ def _tables(
     pieces = np.zeros(len(chosen), native.PIECE_DTYPE)
     for name in ("key", "key_length", "codec"):
         pieces[name] = heads[name]
-    pieces["group"], pieces["chunk"] = chosen["group"], chosen["chunk"]
+    pieces["group"], pieces["chunk"], pieces["layer"] = chosen["group"], chosen["chunk"], chosen["first"]
     pieces["record_offset"], pieces["body_length"] = chosen["offset"], chosen["stored"]
     pieces["decompression_offset"], pieces["dequantization_offset"] = received, decoded
     pieces["slice_first"], pieces["slice_count"] = np.cumsum(counts) - counts, counts

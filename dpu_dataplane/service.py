@@ -30,7 +30,7 @@ from dpu_dataplane.repeats import Repeats, address_of
 from dpu_dataplane.rounds import Buffers, encoded_bound
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import NotTraceable, Tracer
-from dpu_dataplane.validation import InvalidCall, Validator
+from dpu_dataplane.validation import PROGRESS_BYTES, InvalidCall, Validator
 from shadowserve import __version__, native
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
@@ -332,11 +332,15 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             if isinstance(parts, int):
                 return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(parts))
             with contextlib.ExitStack() as claims:
-                for part in parts:
-                    claim = self._destinations.claim(part.destination, part.offset, part.length, writing=True)
-                    claims.enter_context(claim)
+                regions = [(part.destination, part.offset, part.length) for part in parts]
+                word = None
+                if request.HasField("progress"):
+                    regions.append((parts[0].destination, request.progress, PROGRESS_BYTES))
+                    word = parts[0].destination.region(request.progress, PROGRESS_BYTES)
+                for region in regions:
+                    claims.enter_context(self._destinations.claim(*region, writing=True))
                 try:
-                    response = await self._fetcher.run(job, parts, request.order == pb.ORDER_LAYERS)
+                    response = await self._fetcher.run(job, parts, request.order == pb.ORDER_LAYERS, word)
                     for part in parts:
                         self._check_reach(part.destination, response.outcome)
                     return response

@@ -16,7 +16,10 @@ from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_from_message
 
-__all__ = ["InvalidCall", "Validator"]
+__all__ = ["PROGRESS_BYTES", "InvalidCall", "Validator"]
+
+PROGRESS_BYTES = 4
+"""Of the word that says how far the layers of a fetch are."""
 
 _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
@@ -105,6 +108,8 @@ class Validator:
             except ValueError as error:
                 raise InvalidCall(f"parts[{index}].wanted: {error}") from error
         _check_apart(parts)
+        if request.HasField("progress"):
+            _check_progress(request, parts)
         return parts
 
     def parents(self, parents: "list[bytes]", keys: int) -> list[bytes]:
@@ -167,6 +172,21 @@ class Validator:
                 f"offset is {offset}; it is a multiple of {destination.layout.dtype.itemsize}, the size of an element"
             )
         return offset
+
+
+def _check_progress(request: pb.FetchRequest, parts: Sequence[FetchPart]) -> None:
+    """Refuse a word of progress where there can be none."""
+    word, part = request.progress, parts[0]
+    if request.order != pb.ORDER_LAYERS or len(parts) > 1:
+        raise InvalidCall("progress is told of one part, in the order of layers")
+    if not part.destination.shared:
+        raise InvalidCall("progress is told in shared memory only")
+    outside = word + PROGRESS_BYTES <= part.offset or word >= part.offset + part.length
+    if word % PROGRESS_BYTES or word + PROGRESS_BYTES > part.destination.size or not outside:
+        raise InvalidCall(
+            f"progress is {word}; it is a multiple of {PROGRESS_BYTES} with {PROGRESS_BYTES} bytes behind it in the "
+            f"destination of {part.destination.size}, outside the part's region"
+        )
 
 
 def _check_apart(parts: Sequence[FetchPart]) -> None:

@@ -411,7 +411,13 @@ class DataPlaneClient:
         return False
 
     def start_fetch(
-        self, job_id: str, parts: Sequence[FetchPart], timeout: float, *, layerwise: bool = False
+        self,
+        job_id: str,
+        parts: Sequence[FetchPart],
+        timeout: float,
+        *,
+        layerwise: bool = False,
+        progress: int | None = None,
     ) -> FetchCall:
         """Start one round.
 
@@ -420,6 +426,7 @@ class DataPlaneClient:
             parts: that are wanted; their regions do not overlap.
             timeout: seconds.
             layerwise: fetch layer by layer, not chunk by chunk.
+            progress: where in the memory of the one part the data plane is to say how many leading layers are in place.
 
         Raises:
             DataPlaneError: the breaker is open.
@@ -430,6 +437,7 @@ class DataPlaneClient:
             parts=[part.message for part in parts],
             order=pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS,
             timeout_ms=_milliseconds(timeout),
+            progress=progress,
         )
         call = self._connection.stub.Fetch.future(
             request, timeout=timeout + _GRACE, metadata=self._connection.metadata()

@@ -48,6 +48,10 @@ class HostConfig(Section):
     asynchronous_fetch: bool = True
     """Fetch while the engine goes on with other requests. False blocks the whole engine until a request's KV is in
     place; it is there to be measured (ShadowServe section 6.4, "No AF")."""
+    layer_order: bool = False
+    """Fetch layer by layer, and begin to compute as the first layer arrives, for requests that come while no other
+    runs, of engines with one group of full attention, from a data plane on this machine, and as many chunks as
+    ``fetch_buffer_bytes`` holds; others are fetched chunk by chunk beside what runs, as all are without it."""
     store: bool = True
     """Store the chunks that this engine computes."""
     quantizer: Literal["lossless", "binned", "passthrough"] = "lossless"

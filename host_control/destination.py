@@ -8,14 +8,17 @@ business.
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from host_control.client import DataPlaneClient, MemoryMessage
 from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
-__all__ = ["Destination", "Memory"]
+__all__ = ["PROGRESS_BYTES", "Destination", "Memory"]
+
+PROGRESS_BYTES: Final = 4
+"""Of the word that says how many leading layers are in place."""
 
 
 class Memory(Protocol):
@@ -64,8 +67,10 @@ class Destination:
         size: bytes of the memory.
         connect_timeout: seconds that :meth:`acquire` waits for a connection.
         make: makes memory of so many bytes.
+        progress: whether there is a word behind them that says how far the layers of a fetch are.
 
     Attributes:
+        progress_offset: of that word, ``PROGRESS_BYTES`` long.
         retired: how often it was given up.
     """
 
@@ -76,9 +81,13 @@ class Destination:
         size: int,
         connect_timeout: float = 2.0,
         make: Callable[[int], Memory] = Segment.create,
+        *,
+        progress: bool = False,
     ) -> None:
         self.shapes = tuple(shapes)
         self.size = size
+        self.progress_offset = -(-size // PROGRESS_BYTES) * PROGRESS_BYTES
+        self._made_bytes = self.progress_offset + PROGRESS_BYTES if progress else size
         self._client = client
         self._make = make
         self._connect_timeout = connect_timeout
@@ -127,7 +136,7 @@ class Destination:
             breaker.report(success=False)
             raise
         try:
-            memory = self._make(self.size)
+            memory = self._make(self._made_bytes)
         except ConfigurationError:
             breaker.report(success=False)
             raise

@@ -129,8 +129,14 @@ class PagedLayout:
         """Bytes of a chunk of ``tokens`` tokens."""
         return int(self.layers * self.kinds * tokens * self.vector_length * self.dtype.itemsize)
 
-    def scatter(self, chunks: Any, blocks: Sequence[int], chunk_blocks: int | None = None) -> None:
-        """Copy the chunks of a round into paged memory.
+    def scatter(
+        self,
+        chunks: Any,
+        blocks: Sequence[int],
+        chunk_blocks: int | None = None,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
+        """Copy the chunks of a round into paged memory, all layers that are here or some.
 
         On a device: on the current stream, in one launch with Triton.
 
@@ -138,9 +144,12 @@ class PagedLayout:
             chunks: their bytes, one after the other: a buffer, or a tensor in the CPU's or the device's memory.
             blocks: block numbers, one for each ``block_tokens`` tokens of all chunks, or :data:`NOWHERE`.
             chunk_blocks: blocks that one chunk fills; by default all of them.
+            layers: of the caches here, the first and the one behind the last; by default all. Others are not read.
         """
         if any(block != NOWHERE for block in blocks):
-            self._mover.scatter(self._chunk_view(chunks, len(blocks), chunk_blocks), list(blocks))
+            view = self._chunk_view(chunks, len(blocks), chunk_blocks)
+            first, end = (self.kinds * layer for layer in layers) if layers else (0, len(view[0]))
+            self._mover.scatter(view[:, first:end], list(blocks), first)
 
     def gather(self, chunk: Any, blocks: Sequence[int]) -> None:
         """Copy paged memory into one chunk.
@@ -191,8 +200,9 @@ class _NativeMover:
             pages = np.array([views[part].data_ptr() for part in parts], np.uint64)
             self._plans.append((np.array(parts, np.uint64), pages, np.uint64(page_bytes), scatter, gather))
 
-    def scatter(self, chunks: Any, blocks: list[int]) -> None:
-        for pages, held, scatter, _ in self._addresses(chunks, blocks):
+    def scatter(self, chunks: Any, blocks: list[int], first: int = 0) -> None:
+        """Copy parts, a layer's K, V or latent, of chunks, from that number on."""
+        for pages, held, scatter, _ in self._addresses(chunks, blocks, first):
             scatter(pages, held)
 
     def gather(self, chunks: Any, blocks: list[int]) -> None:
@@ -201,7 +211,7 @@ class _NativeMover:
         for pages, held, _, gather in self._addresses(chunks, blocks):
             gather(held, pages)
 
-    def _addresses(self, chunks: Any, blocks: list[int]) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def _addresses(self, chunks: Any, blocks: list[int], first: int = 0) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Yield, for each order of dimensions, where blocks are in pages and in chunks, and what copies them."""
         if not min(blocks) >= NOWHERE or not max(blocks) < self._blocks:
             raise IndexError(f"of blocks {blocks} some are not among the {self._blocks} that there are")
@@ -210,7 +220,9 @@ class _NativeMover:
         numbers = every[meant].astype(np.uint64)
         chunk, place = np.divmod(meant.astype(np.uint64), np.uint64(chunks.shape[2]))
         of_chunk, of_part, of_block = (np.uint64(chunks.stride(axis) * chunks.itemsize) for axis in range(3))
-        for parts, pages, page_bytes, scatter, gather in self._plans:
+        for every_part, every_page, page_bytes, scatter, gather in self._plans:
+            meant_part = (every_part >= first) & (every_part < first + chunks.shape[1])
+            parts, pages = every_part[meant_part] - np.uint64(first), every_page[meant_part]
             held = np.uint64(chunks.data_ptr()) + chunk * of_chunk + parts[:, None] * of_part + place * of_block
             yield (pages[:, None] + numbers * page_bytes).reshape(-1), held.reshape(-1), scatter, gather
 
@@ -231,7 +243,8 @@ class _DeviceMover(abc.ABC):
         self._gathered: Any = None
         self._scattered: Any = None
 
-    def scatter(self, chunks: Any, blocks: list[int]) -> None:
+    def scatter(self, chunks: Any, blocks: list[int], first_part: int = 0) -> None:
+        """Copy parts, a layer's K, V or latent, of chunks, from that number on."""
         group = self._group(chunks)
         each = chunks.shape[2]
         for first in range(0, len(chunks), group):
@@ -239,7 +252,7 @@ class _DeviceMover(abc.ABC):
             if part.device != self._device:
                 self._scattered, room = _room(self._scattered, part, self._device)
                 part = room.copy_(part, non_blocking=True)
-            self._to_pages(part, blocks[first * each : (first + len(part)) * each])
+            self._to_pages(part, blocks[first * each : (first + len(part)) * each], first_part)
 
     def gather(self, chunks: Any, blocks: list[int]) -> None:
         target = chunks
@@ -257,8 +270,8 @@ class _DeviceMover(abc.ABC):
         return max(1, (self._reshaping_bytes - size) // size)
 
     @abc.abstractmethod
-    def _to_pages(self, chunks: Any, blocks: list[int]) -> None:
-        """Copy chunks in the device's memory into pages."""
+    def _to_pages(self, chunks: Any, blocks: list[int], first_part: int) -> None:
+        """Copy parts of chunks in the device's memory into pages, from that number on."""
 
     @abc.abstractmethod
     def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
@@ -276,12 +289,12 @@ class _TorchMover(_DeviceMover):
         # What came from the host is there twice.
         return max(1, super()._group(chunks) // (1 if chunks.device == self._device else 2))
 
-    def _to_pages(self, chunks: Any, blocks: list[int]) -> None:
+    def _to_pages(self, chunks: Any, blocks: list[int], first_part: int) -> None:
         parts_first = chunks.transpose(0, 1)
         self._reshaped, room = _room(self._reshaped, parts_first, self._device)
         reshaped = room.copy_(parts_first)
         index, kept = self._meant(blocks)
-        for part, view in zip(reshaped.flatten(1, 2), self._views, strict=True):
+        for part, view in zip(reshaped.flatten(1, 2), self._views[first_part:][: len(reshaped)], strict=True):
             view[index] = (part if kept is None else part[kept]).reshape(-1, *view.shape[1:])
 
     def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
@@ -309,8 +322,8 @@ class _TritonMover(_DeviceMover):
 
         self._kernels = Kernels(views)
 
-    def _to_pages(self, chunks: Any, blocks: list[int]) -> None:
-        self._kernels.scatter(chunks.flatten(2, 3), self._slots(blocks))
+    def _to_pages(self, chunks: Any, blocks: list[int], first_part: int) -> None:
+        self._kernels.scatter(chunks.flatten(2, 3), self._slots(blocks), first_part)
 
     def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
         self._kernels.gather(chunks.flatten(2, 3), self._slots(blocks))

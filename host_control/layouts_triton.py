@@ -25,7 +25,8 @@ def _move(
     pages: Any,
     offsets: Any,
     slots: Any,
-    parts: Any,
+    first_part: Any,
+    stride_chunk: Any,
     chunk_tokens: Any,
     heads: Any,
     stride_block: Any,
@@ -42,14 +43,14 @@ def _move(
     slot = tl.load(slots + token)
     if slot >= 0:
         block = slot // BLOCK_TOKENS
-        base = tl.load(offsets + part) + block * stride_block + (slot % BLOCK_TOKENS) * stride_token
+        base = tl.load(offsets + first_part + part) + block * stride_block + (slot % BLOCK_TOKENS) * stride_token
         element = tl.arange(0, WIDTH)
         inside = element < heads * SIZE
         head = element // SIZE
         there = pages + base + head * stride_head + (element % SIZE) * stride_dimension
         chunk = (token // chunk_tokens).to(tl.int64)
-        vector = (chunk * parts + part) * chunk_tokens + token % chunk_tokens
-        here = chunks + vector * heads * SIZE + element
+        vector = part * chunk_tokens + token % chunk_tokens
+        here = chunks + chunk * stride_chunk + vector * heads * SIZE + element
         if TO_PAGES:
             tl.store(there, tl.load(here, mask=inside), mask=inside)
         else:
@@ -77,27 +78,29 @@ class Kernels:
         self._pages = first.view(self._integer)
         self._offsets = torch.tensor(offsets, dtype=torch.int64, device=first.device)
 
-    def scatter(self, chunks: Any, slots: Any) -> None:
-        """Copy chunks into paged memory, on the current stream.
+    def scatter(self, chunks: Any, slots: Any, first_part: int = 0) -> None:
+        """Copy parts of chunks into paged memory, on the current stream.
 
         Args:
-            chunks: [chunk, part, token, head, dimension], contiguous, on the device.
+            chunks: [chunk, part, token, head, dimension], each chunk contiguous, on the device.
             slots: one for each token of all chunks, int64, on the device.
+            first_part: the number of the chunks' first part.
         """
-        self._launch(chunks, slots, to_pages=True)
+        self._launch(chunks, slots, first_part, to_pages=True)
 
     def gather(self, chunks: Any, slots: Any) -> None:
         """Copy paged memory into chunks: the inverse of :meth:`scatter`, with the same arguments."""
-        self._launch(chunks, slots, to_pages=False)
+        self._launch(chunks, slots, 0, to_pages=False)
 
-    def _launch(self, chunks: Any, slots: Any, *, to_pages: bool) -> None:
+    def _launch(self, chunks: Any, slots: Any, first_part: int, *, to_pages: bool) -> None:
         count, parts, tokens, heads, size = chunks.shape
         _move[(count * tokens, parts)](
             chunks.view(self._integer),
             self._pages,
             self._offsets,
             slots,
-            parts,
+            first_part,
+            chunks.stride(0),
             tokens,
             heads,
             *self._pages.stride(),

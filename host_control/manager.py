@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
 from host_control.destination import Destination, Memory
+from host_control.layer_fetch import LayerFetch
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
 __all__ = [
@@ -55,11 +56,14 @@ class FetchJob:
         request_id: of the engine; one job of a request at a time.
         keys: of the chunks of each part, in prefix order; none of a part that nothing is wanted of.
         target: whatever ``scatter`` needs to know; never looked at here.
+        layerwise: fetch layer by layer, so that :meth:`KVCacheManager.wait_layer` returns as each is in place. Only of
+            one part with all its layers, and no more chunks than the destination holds.
     """
 
     request_id: str
     keys: tuple[tuple[bytes, ...], ...]
     target: Any = None
+    layerwise: bool = False
 
     @property
     def chunks(self) -> int:
@@ -117,6 +121,7 @@ class _Progress:
     chunks: list[int]  # in place, of each part
     fetched_bytes: int = 0
     delivered_bytes: int = 0
+    layers: int = 0  # leading ones that are in place of all chunks, where it is fetched layer by layer
     cancelled: bool = False
     reason: str = ""  # set once no further round follows
     detail: str = ""
@@ -170,6 +175,8 @@ class KVCacheManager:
         client: of the data plane.
         destination: that chunks arrive in; at least two of its largest large. The manager owns it from now on.
         scatter: called in the manager's thread.
+        scatter_layers: the same for jobs that go layer by layer: of their leading chunks, which lie in memory, it moves
+            layers, from one up to another; others are not there yet.
         layers: of each part's chunks, that are wanted; by default all.
         order: of the fetching queue.
         fetch_timeout: seconds from hand-over to outcome.
@@ -182,6 +189,7 @@ class KVCacheManager:
         destination: Destination,
         scatter: Scatter,
         *,
+        scatter_layers: Callable[[FetchJob, Any, tuple[int, int]], None] | None = None,
         layers: Sequence[slice] | None = None,
         order: FetchOrder = first_in_first_out,
         fetch_timeout: float = 10.0,
@@ -189,7 +197,7 @@ class KVCacheManager:
     ) -> None:
         self._client = client
         self._destination = destination
-        self._scatter = scatter
+        self._scatter, self._scatter_layers = scatter, scatter_layers
         self._layers = layers or [slice(None)] * len(destination.shapes)
         self._order = order
         self._fetch_timeout = fetch_timeout
@@ -257,6 +265,14 @@ class KVCacheManager:
                 self._condition.wait(_WAIT_INTERVAL)
                 self._sweep(time.monotonic())
 
+    def wait_layer(self, request_ids: Iterable[str], layer: int) -> None:
+        """Block until a layer is in place of all that these requests load, or their job has ended, by its deadline."""
+        waiting = set(request_ids)
+        with self._condition:
+            while any(self._outstanding[name].layers <= layer for name in waiting & self._outstanding.keys()):
+                self._condition.wait(_WAIT_INTERVAL)
+                self._sweep(time.monotonic())
+
     def close(self, timeout: float = 5.0) -> list[FetchResult]:
         """End all jobs with reason ``"closed"``, and the loop; return the outcomes that nobody took.
 
@@ -283,7 +299,10 @@ class KVCacheManager:
             if progress is None:
                 return
             try:
-                self._fetch(progress)
+                if progress.job.layerwise:
+                    self._fetch_layers(progress)
+                else:
+                    self._fetch(progress)
             except Exception as error:  # the loop must outlive any bug; the job is recomputed
                 _logger.exception("fetching for request %s failed", progress.job.request_id)
                 self._end(progress, "internal", f"{type(error).__name__}: {error}")
@@ -361,6 +380,29 @@ class KVCacheManager:
                 continue
             self._end(progress, answer.reason, answer.detail)
             return
+
+    def _fetch_layers(self, progress: _Progress) -> None:
+        self._flush()  # it takes both halves
+
+        def told(layers: int) -> None:
+            with self._condition:
+                progress.layers = layers
+                self._condition.notify_all()
+
+        job, scatter = progress.job, self._scatter_layers
+        assert scatter is not None, "a job in the order of layers, and nothing that moves them"
+        fetch = LayerFetch(
+            self._client,
+            self._destination,
+            job.keys[0],
+            progress.deadline,
+            cancelled=lambda: progress.cancelled,
+            scatter=lambda chunks, layers: scatter(job, chunks, layers),
+            told=told,
+        )
+        progress.chunks[0], reason, detail = fetch.run()
+        progress.fetched_bytes, progress.delivered_bytes = fetch.fetched_bytes, fetch.delivered_bytes
+        self._end(progress, reason, detail)
 
     def _round(self, job: FetchJob, landed: Sequence[int]) -> list[_Run]:
         """Return what the next round fetches: part after part, half of what is left, as far as there is room."""

@@ -2,11 +2,12 @@
 
 In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_tokens``, ``update_state_after_alloc``,
 ``build_connector_meta``, ``update_connector_output``, ``request_finished``; in a worker: ``register_kv_caches``,
-``get_handshake_metadata``, then in each step ``start_load_kv``, ``wait_for_save``, ``get_finished``,
-``get_block_ids_with_load_errors``, ``get_kv_connector_stats``, ``build_connector_worker_meta``.
+``get_handshake_metadata``, then in each step ``start_load_kv``, ``wait_for_layer_load``, ``wait_for_save``,
+``get_finished``, ``get_block_ids_with_load_errors``, ``get_kv_connector_stats``, ``build_connector_worker_meta``.
 
 Loads are asynchronous (a request waits for its KV outside the running batch), or, without ``asynchronous_fetch`` and
-with one KV cache group, complete before the step's forward pass begins; either way the per-layer hooks do nothing.
+with one KV cache group, complete before the step's forward pass begins. With ``layer_order`` and one such group, a load
+of a request that would compute alone goes on while it computes, and each layer is waited for as it is needed.
 
 What is stored is what vLLM's own prefix cache has, of every KV cache group (:mod:`host_control.vllm.groups`). Without
 ``SupportsHMA`` vLLM would give each model a single group, whose windows keep the whole context, or not start at all
@@ -94,6 +95,11 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 transfer.kv_load_failure_policy,
             )
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Return whether layers are waited for, which a graph of the whole model would leave out."""
+        return HostConfig.from_engine(extra_config).layer_order
+
     @property
     def requires_kv_delivery(self) -> bool:
         """A cache: nobody depends on what this engine stores."""
@@ -139,7 +145,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Return how many tokens beyond the local prefix can be loaded, and whether that is asynchronous."""
         assert self._scheduler is not None
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
-        return tokens, bool(tokens) and self._scheduler.asynchronous
+        return tokens, bool(tokens) and self._scheduler.waits(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks that a request's KV is to be loaded into."""
@@ -212,7 +218,9 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._worker.exchange(self._metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request runs only once all its layers are loaded."""
+        """Wait until a layer is in place of what this step loads layer by layer, or that has ended, by its deadline."""
+        assert self._worker is not None
+        self._worker.wait_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: chunks are gathered after the step, all layers at once."""

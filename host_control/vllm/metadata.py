@@ -34,12 +34,14 @@ class LoadOperation:
         epoch: that the keys belong to.
         cut: whose records they are (:class:`host_control.vllm.parts.Part`).
         groups: what of each, by its index; none where the load is one that cannot be.
+        layerwise: layer by layer, in the step that computes on it.
     """
 
     request_id: str
     epoch: str
     cut: int
     groups: dict[int, GroupLoad]
+    layerwise: bool = False
 
 
 @dataclass
@@ -92,11 +94,13 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         model: digest of the ``ModelIdentity``, that links begin with; empty where transfers are off.
         namespaces: of the records that this rank makes or can read, of each part cut, group and digest; likewise.
         problem: why they are off; empty where they are on.
+        layerwise_chunks: that one load in the order of layers may have; 0 where there are none such.
     """
 
     model: bytes
     namespaces: tuple[tuple[int, int, bytes], ...]
     problem: str
+    layerwise_chunks: int = 0
 
 
 @dataclass

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from vllm.v1.request import RequestStatus
+
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.handover import Handover
@@ -57,6 +59,7 @@ class _Tracked:
     tail_stored: bool = False  # or on its way
     offered_epoch: str = ""
     offered_cut: int = 0
+    layerwise: bool = False  # it was offered in the order of layers
     first_chunk: int = 0  # of the load that is under way
     load_chunks: int = 0  # of the same, of the first group
 
@@ -107,6 +110,8 @@ class SchedulerSide:
         # Synchronous loads that no worker has reported yet. The step that waits for one computes on it at once, and so
         # may every request that shares its blocks; if it falls short, they compute on garbage before vLLM hears of it.
         self._unconfirmed: set[str] = set()
+        self._layerwise_chunks = 0
+        self._requests: dict[str, Any] = {}  # all that the engine has, also those that are served without the cache
         self._cancels: list[str] = []
         self.counts = Counts()
         self.problem = problem
@@ -136,6 +141,7 @@ class SchedulerSide:
             self._turn_off(str(error))
             return
         self._clients = list(clients.values())
+        self._layerwise_chunks = min(shake.layerwise_chunks for shake in shakes)
         every = {group.index for group in self._groups}
         named = [{(cut, index) for cut, index, _ in shake.namespaces} for shake in shakes]
         # Another cut's records are of use where each worker can read some of each group.
@@ -175,6 +181,7 @@ class SchedulerSide:
         """Start looking a request up."""
         if self._lookup is None:
             return
+        self._requests[request.request_id] = request
         tracked = _Tracked(request)
         named = self._name(tracked)  # of all, in their order: an adapter's number may come to mean another one
         if (problem := request_problem(request)) is not None:
@@ -235,7 +242,22 @@ class SchedulerSide:
         if answer.tail and links is not None:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
         tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
+        tracked.layerwise = self._goes_layerwise(tracked, usable)
         return usable
+
+    def _goes_layerwise(self, tracked: _Tracked, usable: int) -> bool:
+        """Return whether a load begins to be computed on before it ends: nothing else runs or loads, and would wait."""
+        chunks = self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
+        return (
+            tracked.offered_cut == 0
+            and chunks <= self._layerwise_chunks
+            and not (self._loading or self._new_loads)
+            and not any(request.status == RequestStatus.RUNNING for request in self._requests.values())
+        )
+
+    def waits(self, request: Any) -> bool:
+        """Return whether a request whose tokens were matched waits for its load outside the running batch."""
+        return self.asynchronous and not self._tracked[request.request_id].layerwise
 
     def _usable(self, tracked: _Tracked, answer: LookupAnswer) -> int:
         """Return how many tokens beyond the local prefix are to be loaded of those that can."""
@@ -273,7 +295,9 @@ class SchedulerSide:
             return
         assert tracked.offered is not None, "blocks for a load that was not offered"
         end_tokens = tracked.local_tokens + external_tokens
-        operation = LoadOperation(request.request_id, tracked.offered_epoch, tracked.offered_cut, {})
+        operation = LoadOperation(
+            request.request_id, tracked.offered_epoch, tracked.offered_cut, {}, layerwise=tracked.layerwise
+        )
         try:
             for group in self._groups:
                 chunks, blocks = group.wanted(tables[group.index], tracked.local_tokens, end_tokens)
@@ -285,7 +309,7 @@ class SchedulerSide:
         tracked.first_chunk = tracked.local_tokens // self._chunk_tokens
         tracked.load_chunks = self._chunks(end_tokens) - tracked.first_chunk
         self._new_loads[request.request_id] = operation
-        if self.asynchronous:
+        if self.waits(request):
             self._loading[request.request_id] = operation
         else:
             self._unconfirmed.add(request.request_id)
@@ -318,6 +342,7 @@ class SchedulerSide:
     def finished(self, request: Any) -> dict[str, Any] | None:
         """A request has ended or was aborted, perhaps while it was being loaded; return what its proxy is told."""
         request_id = request.request_id
+        self._requests.pop(request_id, None)
         if (tracked := self._tracked.pop(request_id, None)) is None:
             return None
         self._boundary.pop(request_id, None)

@@ -86,6 +86,9 @@ class WorkerSide:
         self._store: StoreQueue | None = None
         self._results: list[FetchResult] = []
         self._synchronous: set[str] = set()
+        self._layers: dict[str, int] = {}  # numbers of those that can be loaded one by one; none where none can
+        self._layerwise: set[str] = set()  # of this step's synchronous loads
+        self._awaited: set[int] = set()  # layers, by this step
         self._bad_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._ended: dict[str, int] = {}
@@ -114,6 +117,7 @@ class WorkerSide:
         self._stream = SideStream(self._device, self._delivery.gpu)
         self._watch = WeightsWatch(self._loaded_weights())
         self._model = model.digest()
+        self._layers = self._single_layers()
         self.connect()
 
     def connect(self) -> None:
@@ -164,6 +168,7 @@ class WorkerSide:
             self._client,
             self._destination(cut, self._config.fetch_buffer_bytes, self._delivery.fetch),
             self._scatter,
+            scatter_layers=lambda job, chunks, layers: self._scatter(job, 0, 0, chunks, layers),
             layers=[part.wanted for part in self._parts[cut]],
             order=ORDERS[self._config.order],
             fetch_timeout=self._config.fetch_timeout,
@@ -171,10 +176,27 @@ class WorkerSide:
 
     def _destination(self, cut: int, configured: int, make: Callable[[int], Memory]) -> Destination:
         assert self._client is not None
-        shapes = self._shapes[cut]
-        chunk_bytes = sum(shape.raw_bytes for shape in shapes)
-        chunks = min(max(configured // chunk_bytes, 2), _BUFFER_CHUNKS_MAX)
-        return Destination(self._client, shapes, chunks * chunk_bytes, self._config.connect_timeout, make=make)
+        shapes, chunks = self._shapes[cut], self._buffer_chunks(cut, configured)
+        size = chunks * sum(shape.raw_bytes for shape in shapes)
+        progress = bool(self._layers) and cut == 0
+        return Destination(self._client, shapes, size, self._config.connect_timeout, make=make, progress=progress)
+
+    def _buffer_chunks(self, cut: int, configured: int) -> int:
+        """Return how many chunks a buffer of so many bytes is made for."""
+        chunk_bytes = sum(shape.raw_bytes for shape in self._shapes[cut])
+        return min(max(configured // chunk_bytes, 2), _BUFFER_CHUNKS_MAX)
+
+    def _single_layers(self) -> dict[str, int]:
+        """Return the numbers of layers that can be loaded one by one: of one group of full attention, all alike.
+
+        They are scattered from memory that this process shares with the data plane.
+        """
+        assert self._groups is not None
+        here = self._delivery.kind in ("shared_memory", "pinned")
+        if not (self._config.layer_order and self._fetch and self._groups.one and len(self._parts[0]) == 1 and here):
+            return {}
+        names = self._kv_cache_config.kv_cache_groups[self._groups.groups[0].index].layer_names
+        return {name: number for number, name in enumerate(names)}
 
     def _loaded_weights(self) -> LoadedWeights | None:
         if getattr(self._vllm_config.parallel_config, "enable_eplb", False):
@@ -196,7 +218,8 @@ class WorkerSide:
             for cut, parts in self._parts.items()
             for part, shape in zip(parts, self._shapes[cut], strict=True)
         )
-        return WorkerHandshake(self._model, namespaces, self.problem)
+        chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
+        return WorkerHandshake(self._model, namespaces, self.problem, chunks)
 
     # ------------------------------------------------------------------ each step
 
@@ -205,6 +228,9 @@ class WorkerSide:
         self._watch.follow(metadata.epoch)
         if metadata.loads:
             self._stream.follow()
+        self._layerwise = {load.request_id for load in metadata.loads if load.layerwise}
+        self._awaited = set()
+        self._synchronous |= self._layerwise
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
         if not self._managers:
@@ -216,8 +242,8 @@ class WorkerSide:
             loads = [load for load in metadata.loads if load.cut == cut]
             try:
                 self._results += manager.exchange([self._job(load) for load in loads], metadata.cancels)
-                if self._synchronous:
-                    manager.wait(self._synchronous)
+                if waited := self._synchronous - self._layerwise:
+                    manager.wait(waited)
                     self._results += manager.exchange()
             except ValueError as error:  # vLLM handed over a request twice; computing it is always right
                 self._results += [self._failed(load, "internal", str(error)) for load in loads]
@@ -227,11 +253,33 @@ class WorkerSide:
             tuple(record_keys(shape.namespace, load.groups[part.group.index].links)) if load.groups else ()
             for part, shape in zip(self._parts[load.cut], self._shapes[load.cut], strict=True)
         )
-        return FetchJob(request_id=load.request_id, keys=keys, target=load)
+        return FetchJob(request_id=load.request_id, keys=keys, target=load, layerwise=load.layerwise)
 
     def _failed(self, load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
         job = self._job(load)
         return FetchResult(job=job, chunks=(0,) * len(job.keys), reason=reason, detail=detail)
+
+    def wait_layer(self, name: str) -> None:
+        """Wait until a layer is in place of this step's loads that go layer by layer, or they have ended."""
+        if self._layerwise and (layer := self._layers.get(name)) is not None and self._managers:
+            self._managers[0].wait_layer(self._layerwise, layer)
+            self._awaited.add(layer)
+
+    def _end_layerwise(self) -> None:
+        """Take the results of this step's loads that went layer by layer.
+
+        An engine that did not ask for each layer has computed on what was not there: nothing of it is used.
+        """
+        layerwise, self._layerwise = self._layerwise, set()
+        if not layerwise or not self._managers:
+            return
+        self._managers[0].wait(layerwise)
+        self._results += self._managers[0].exchange()
+        if len(self._awaited) < len(self._layers):
+            for number, result in enumerate(self._results):
+                if result.job.request_id in layerwise:
+                    detail = f"the engine waited for {len(self._awaited)} of {len(self._layers)} layers"
+                    self._results[number] = replace(result, chunks=(0,), reason="not_awaited", detail=detail)
 
     def gather(self, operations: Sequence[StoreOperation]) -> None:
         """Copy finished chunks to where they wait to be stored, before their blocks can change."""
@@ -282,6 +330,7 @@ class WorkerSide:
         brought can be used though it fell short, and vLLM is told of the blocks that have to be computed
         (:meth:`take_bad_blocks`); with several it takes all of them.
         """
+        self._end_layerwise()
         results, self._results = self._results, []
         for result in results:
             self._account(result)
@@ -374,14 +423,18 @@ class WorkerSide:
 
     # ------------------------------------------------------------------ in the manager's thread
 
-    def _scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
+    def _scatter(
+        self, job: FetchJob, part: int, first: int, chunks: Any, layers: tuple[int, int] | None = None
+    ) -> None:
         load = job.target
         made, chunk_bytes = self._parts[load.cut][part], self._shapes[load.cut][part].raw_bytes
         each = made.group.record_blocks
         count = len(chunks) // chunk_bytes
         blocks = load.groups[made.group.index].blocks[first * each : (first + count) * each]
         with torch.inference_mode(), self._stream:
-            made.layout.scatter(chunks, made.kernel_blocks(blocks), made.record_blocks)
+            made.layout.scatter(chunks, made.kernel_blocks(blocks), made.record_blocks, layers)
+            if layers is not None and layers[1] < made.layout.layers:
+                return  # weights are looked at once for all layers
             sample = self._watch.sample()
         self._watch.check(load.epoch, sample)
 

@@ -214,6 +214,7 @@ struct ss_piece {
     uint32_t node;         /* of a fetch: whose sockets to ask, below the round's 'node_count' */
     uint32_t asking;       /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
     const uint8_t *memory; /* of a fetch: where the body lies in this process, NULL where a server has it */
+    uint32_t layer;        /* of a fetch with 'progress': the one layer that it is of */
     enum ss_result result; /* out */
     char error[256];       /* out, SS_REFUSED and SS_REDIRECTED of a fetch: the server's words, cut, with a zero */
 };
@@ -275,6 +276,10 @@ struct ss_round {
     uint32_t sockets_in_sync;               /* out: no socket holds half an answer, so all can be used again */
     uint32_t node_count;                    /* of a fetch: its sockets are those of so many nodes; 0: one */
     struct ss_tls_session *const *sessions; /* of a fetch: for each socket, NULL for one without; NULL: no TLS at all */
+    uint32_t *progress;    /* of a fetch: where to say how many leading layers are in place; NULL: nowhere */
+    uint32_t layers_first; /* with 'progress': so many were before the round */
+    uint32_t layers_end;   /* likewise: as many as there may be after it, at most 4096 more: all pieces that those from
+                              'layers_first' on lack are in the round */
 };
 
 enum ss_stage {
@@ -442,6 +447,12 @@ SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_
 
 /* ss_round_cancel() makes the round that is running end soon with SS_CANCELLED. From any thread. */
 SS_API void ss_round_cancel(struct ss_round *round);
+
+/*
+ * ss_progress_wait() waits, where the word says 'seen', until it may say something else, at most so long; returns what
+ * it says. What a round's 'progress' has said is in place can be read after that, in any process that has the memory.
+ */
+SS_API uint32_t ss_progress_wait(const uint32_t *progress, uint32_t seen, uint64_t timeout_ns);
 
 /*
  * ss_pipeline_encode() quantizes and compresses a round's pieces, each of which becomes a record's body, from their

@@ -105,7 +105,8 @@ static struct ss_piece piece_of(const struct bench *bench, uint32_t group, uint3
     uint32_t before = group == 0 ? 0 : bench->fixtures[0]->shape.chunks * bench->fixtures[0]->shape.slices;
     struct ss_piece piece = fixture->chunks[chunk];
     piece.group = group;
-    piece.result = (enum ss_result)99; /* must be overwritten */
+    piece.layer = group == 0 ? layer : UINT32_MAX; /* progress is of one group */
+    piece.result = (enum ss_result)99;             /* must be overwritten */
     piece.slice_first += layer * LAYER_SLICES;
     piece.slice_count = layers * LAYER_SLICES;
     piece.body_length = 0;
@@ -275,6 +276,7 @@ static void test_pieces_have_as_many_layers_as_they_like(int mode) {
 struct stalled {
     struct bench *bench;
     uint64_t slices; /* that come through all the same */
+    uint32_t layers; /* likewise, of the first group */
 };
 
 /* Slices that the last stage has seen. */
@@ -290,6 +292,11 @@ static void *cancel_stalled(void *argument) {
     server_wait_stalled(stalled->bench->server);
     while (slices_through(stalled->bench) < stalled->slices) {
         sched_yield();
+    }
+    uint32_t layers = 0; /* it is told of while the round lasts */
+    while (layers < stalled->layers) {
+        layers = ss_progress_wait(stalled->bench->round->progress, layers, 1000000000);
+        CHECK(layers <= stalled->layers);
     }
     ss_round_cancel(stalled->bench->round);
     return NULL;
@@ -312,7 +319,10 @@ static void test_layers_come_one_by_one_while_answers_are_late(int mode, unsigne
     const struct ss_slice *first = &bench.round->slices[piece->slice_first];
     uint64_t first_bytes = (uint64_t)first->scales_length + first->encoded_length;
     int is_half = first_bytes <= piece->body_length / 2 && (mode & MODE_NOT_CHUNKED) == 0;
-    struct stalled stalled = {.bench = &bench, .slices = (uint64_t)is_half};
+    uint32_t progress = 0;
+    bench.round->progress = &progress;
+    bench.round->layers_end = layers_of[0];
+    struct stalled stalled = {.bench = &bench, .slices = (uint64_t)is_half, .layers = piece->layer};
     for (uint32_t i = 0; i < PIECES; i++) {
         comes[i] = i < late || (bench.round->pieces[i].memory != NULL && (mode & MODE_NOT_CHUNKED) == 0);
         stalled.slices += comes[i] ? LAYER_SLICES : 0;
@@ -326,6 +336,32 @@ static void test_layers_come_one_by_one_while_answers_are_late(int mode, unsigne
         CHECK(i + 1 == late || (bench.round->pieces[i].result == SS_OK) == comes[i]);
     }
     CHECK_EQUAL(piece->result, SS_CANCELLED);
+    CHECK_EQUAL(progress, piece->layer);
+    bench_stop(&bench);
+}
+
+/* Layers that were there count, those that lack what is not in the round do not; nor is a word out of step taken. */
+static void test_progress_is_told_as_far_as_the_round_brings_it(int mode) {
+    struct bench bench = bench_start(mode);
+    struct ss_round *round = round_begin(&bench);
+    uint32_t words[2] = {7, 7};
+    round->progress = words;
+    round->layers_first = 1;
+    round->layers_end = 3;
+    CHECK_EQUAL(fetch(&bench, 2), SS_OK);
+    CHECK_EQUAL(words[0], 3);
+    round_begin(&bench)->progress = words;
+    bench.round->layers_first = bench.round->layers_end = 2;
+    CHECK_EQUAL(fetch(&bench, 2), SS_OK);
+    CHECK_EQUAL(words[0], 3);
+    bench.round->layers_end = 1;
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, bench.sockets, 2), SS_BAD_ARGUMENT);
+    bench.round->layers_end = 2 + 4096 + 1;
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, bench.sockets, 2), SS_BAD_ARGUMENT);
+    bench.round->layers_end = 3;
+    bench.round->progress = (uint32_t *)(void *)((uint8_t *)words + 1);
+    CHECK_EQUAL(pipeline_fetch(bench.pipeline, bench.round, bench.sockets, 2), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(words[1], 7);
     bench_stop(&bench);
 }
 
@@ -489,6 +525,7 @@ int main(void) {
             test_pieces_have_as_many_layers_as_they_like(mode);
             test_layers_come_one_by_one_while_answers_are_late(mode, 0);
             test_layers_come_one_by_one_while_answers_are_late(mode, 0x09);
+            test_progress_is_told_as_far_as_the_round_brings_it(mode);
             test_a_bad_layer_costs_its_chunk_and_those_behind_alone(mode);
             test_a_layer_that_has_moved_is_fetched_alone(mode);
             test_a_lost_connection_fails_all_that_it_owes(mode);

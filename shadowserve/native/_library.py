@@ -37,7 +37,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 8
+ABI_VERSION: Final = 9
 
 
 class Closing(abc.ABC):

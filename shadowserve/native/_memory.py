@@ -11,9 +11,9 @@ from shadowserve.errors import NativeError
 from shadowserve.native._library import Closing, MemoryKind, Result, check, ffi, lib
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
-__all__ = ["Destination", "Export", "Guard", "Region", "StridedCopy"]
+__all__ = ["Destination", "Export", "Guard", "Region", "StridedCopy", "progress_wait"]
 
 
 class _Pipeline(Protocol):
@@ -178,6 +178,18 @@ class Guard:
         if guard != ffi.NULL:
             self._lost = bool(lib.ss_guard_lost(guard))
             lib.ss_guard_close(guard)
+
+
+def progress_wait(word: "ReadableBuffer", seen: int, timeout: float) -> int:
+    """Wait, where a round's progress is ``seen``, until it may be something else; return what it is.
+
+    Args:
+        word: its 4 bytes (:class:`Progress`), in this process or another.
+        seen: what it was.
+        timeout: seconds, the longest to wait.
+    """
+    with ffi.from_buffer("uint8_t[]", word) as memory:
+        return int(lib.ss_progress_wait(ffi.cast("uint32_t *", memory), seen, max(0, int(timeout * 1e9))))
 
 
 class StridedCopy:

@@ -26,6 +26,7 @@ __all__ = [
     "Backend",
     "Group",
     "Pipeline",
+    "Progress",
     "Round",
     "StageStatistics",
     "backends",
@@ -33,6 +34,8 @@ __all__ = [
 
 KEY_SIZE_MAX: Final = 96
 """Bytes of the longest key that a piece can hold (``struct ss_piece``)."""
+LAYERS_MAX: Final = 4096
+"""Layers whose progress a round can tell."""
 ERROR_SIZE: Final = 256
 """Bytes of the server's words that are kept of an error about a piece."""
 _ERROR_TEXT_SIZE: Final = 512
@@ -82,6 +85,7 @@ PIECE_DTYPE: Final = _numpy_dtype(
         "node": "u4",
         "asking": "u4",
         "memory": "u8",
+        "layer": "u4",
         "result": "u4",
         "error": f"S{ERROR_SIZE}",
     },
@@ -185,6 +189,21 @@ class Group:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where a fetch in layer order says how many leading layers are in place (``struct ss_round``).
+
+    Attributes:
+        word: 4 bytes of memory of this process, at a multiple of 4, that whoever waits reads with ``progress_wait``.
+        first: so many layers were in place before the round.
+        end: as many as there may be after it: all that those from ``first`` on lack is among the round's pieces.
+    """
+
+    word: Region
+    first: int
+    end: int
+
+
 class Round:
     """One round: pieces of some groups, between their sources and the groups' destinations (``struct ss_round``).
 
@@ -197,10 +216,11 @@ class Round:
         deadline_ns: on the clock of ``time.monotonic_ns()``.
         bodies: of pieces to fetch that lie in this process, by their index: read there, and asked of no server. They
             must stay as they are until the fetch is back.
+        progress: where to say how far the layers are; each piece is then of one.
 
     Raises:
-        NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype, or a body is not
-            as long as its piece says.
+        NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype, a body is not
+            as long as its piece says, or the word is no memory of this process.
     """
 
     def __init__(
@@ -211,6 +231,7 @@ class Round:
         groups: Sequence[Group],
         deadline_ns: int,
         bodies: "Mapping[int, ReadableBuffer] | None" = None,
+        progress: Progress | None = None,
     ) -> None:
         for name, array, wanted in (("pieces", pieces, PIECE_DTYPE), ("slices", slices, SLICE_DTYPE)):
             if array.dtype != wanted or array.ndim != 1 or not array.flags.c_contiguous or not array.flags.writeable:
@@ -242,6 +263,17 @@ class Round:
         self._round.group_count = len(groups)
         for index, group in enumerate(groups):
             self._place(self._groups[index], group)
+        if progress is not None:
+            self._tell(progress)
+
+    def _tell(self, progress: Progress) -> None:
+        """Have the C core say how far the layers are."""
+        memory, offset = progress.word.destination, progress.word.offset
+        if memory.kind is not MemoryKind.LOCAL or progress.word.length < ffi.sizeof("uint32_t"):
+            raise NativeError("progress is told in 4 bytes of this process' own memory", Result.BAD_ARGUMENT)
+        self._round.progress = ffi.cast("uint32_t *", memory.address + offset)
+        self._round.layers_first = progress.first
+        self._round.layers_end = min(progress.end, progress.first + LAYERS_MAX)
 
     def _hold(self, buffer: "ReadableBuffer") -> Any:
         memory = ffi.from_buffer("uint8_t[]", buffer)
@@ -292,6 +324,7 @@ class Round:
         """Let go of destinations and bodies. The round must be over, and cannot run again."""
         self._round.groups = ffi.NULL
         self._round.group_count = 0
+        self._round.progress = ffi.NULL
         self.pieces["memory"] = 0
         while self._held:
             ffi.release(self._held.pop())

@@ -33,6 +33,7 @@ BENCHES: Final = (
     "interference",
     "ablation",
     "handover",
+    "layers",
     "control",
     "memory",
     "recovery",
@@ -52,6 +53,7 @@ NEEDS: Final = {
     "interference": ["vllm"],
     "ablation": ["vllm"],
     "handover": ["vllm"],
+    "layers": ["vllm"],
     "control": ["vllm", "redis"],
 }
 """Packages of others that a benchmark imports late: better missed before it has measured for minutes."""

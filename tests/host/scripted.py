@@ -55,6 +55,8 @@ class Script:
     fetch_delay: float = 0.0
     round_chunks: int = 1 << 30
     """The buffers hold so many chunks."""
+    round_layers: int = 1 << 30
+    """In the order of layers: the buffers hold so many."""
     lookup_hits: Callable[[list[int]], list[int]] | None = None
     """Lies about hits."""
     fetch_answer: Callable[[pb.FetchResponse, pb.FetchRequest], pb.FetchResponse] | None = None
@@ -62,6 +64,12 @@ class Script:
     fail_fetch_at: int | None = None
     """Delivers so many chunks of a request, writes garbage into the next, and answers ``fail_outcome``."""
     fail_outcome: int = pb.OUTCOME_CORRUPT
+    fail_layer: int | None = None
+    """In the order of layers: writes garbage into this layer of the chunk ``fail_fetch_at``, and ends there."""
+    before_layer: Callable[[int], Any] | None = None
+    """In the order of layers: is called before each."""
+    layer_delay: float = 0.0
+    """Seconds before each layer, in the order of layers."""
     store_outcome: int | None = None
     not_storable: set[bytes] = field(default_factory=set)
     """Keys."""
@@ -87,6 +95,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.asked_keys: list[list[bytes]] = []  # by the last Lookup, of each chain
         self.hellos: list[pb.HelloRequest] = []
         self.fetches: list[pb.FetchPart] = []
+        self.layerwise_calls = 0
         self.stores: list[pb.StoreRequest] = []
         self.cancelled: set[str] = set()
         self.announced: dict[bytes, int] | None = {}  # key -> for how long, in milliseconds; None: takes none
@@ -215,7 +224,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         ends = time.monotonic() + min(self.script.fetch_delay, request.timeout_ms / 1000)
         while time.monotonic() < ends and request.job_id not in self.cancelled:
             time.sleep(0.002)
-        answer = self._deliver(request, known)
+        layerwise = request.order == pb.ORDER_LAYERS
+        answer = self._deliver_layers(request, known[0]) if layerwise else self._deliver(request, known)
         if self.script.fetch_answer is not None:
             answer = self.script.fetch_answer(answer, request)
         return answer
@@ -249,6 +259,38 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             answer.delivered.append(delivered)
             answer.delivered_bytes += chunks * memory.chunk_bytes
         answer.fetched_bytes = answer.delivered_bytes // 2
+        return answer
+
+    def _deliver_layers(self, request: pb.FetchRequest, memory: _Memory) -> pb.FetchResponse:
+        (part,) = request.parts
+        self.layerwise_calls += 1
+        there = np.zeros((memory.layers, len(part.keys)), np.bool_)
+        wanted = unpack(part.wanted, *there.shape) if part.wanted else ~there
+        size = memory.chunk_bytes // memory.layers
+        ends = time.monotonic() + request.timeout_ms / 1000
+        answer = pb.FetchResponse(outcome=pb.OUTCOME_COMPLETE)
+        for layer in range(memory.layers):
+            time.sleep(self.script.layer_delay)
+            if self.script.before_layer is not None:
+                self.script.before_layer(layer)
+            if request.job_id in self.cancelled or time.monotonic() > ends:
+                answer.outcome = pb.OUTCOME_CANCELLED if request.job_id in self.cancelled else pb.OUTCOME_DEADLINE
+                break
+            if there.any(axis=1).sum() >= self.script.round_layers:
+                answer.outcome = pb.OUTCOME_ROUND_FULL
+                break
+            for chunk in np.flatnonzero(wanted[layer]).tolist():
+                begin = part.offset + chunk * memory.chunk_bytes + layer * size
+                if chunk == self.script.fail_fetch_at and layer == self.script.fail_layer:
+                    memory.mapping[begin : begin + size] = b"\x7f" * size
+                    answer.outcome = self.script.fail_outcome
+                    wanted[:, chunk:] = False
+                    break
+                memory.mapping[begin : begin + size] = self.records[part.keys[chunk]][layer * size :][:size]
+                there[layer, chunk] = True
+            if request.HasField("progress") and answer.outcome == pb.OUTCOME_COMPLETE:
+                memory.mapping[request.progress : request.progress + 4] = (layer + 1).to_bytes(4, "little")
+        answer.delivered.append(pack(there))
         return answer
 
     def Store(self, request: pb.StoreRequest, context: Any) -> pb.StoreResponse:

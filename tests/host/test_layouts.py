@@ -127,6 +127,29 @@ def test_a_round_of_chunks_is_scattered_as_one_chunk_after_the_other(
 
 
 @pytest.mark.parametrize(("kind", "order"), CASES)
+@pytest.mark.parametrize(("mover", "reshaping_chunks"), [("native", 0), ("torch", 0), ("torch", 9)])
+def test_some_layers_of_chunks_are_scattered_and_the_others_left(
+    kind: LayoutKind, order: str, mover: Any, reshaping_chunks: int
+) -> None:
+    """In any order of layers; what is not there yet in the chunks' memory reaches no page."""
+    caches, expected = caches_of(kind, order, torch.float32), caches_of(kind, order, torch.float32)
+    whole = PagedLayout(expected, kind, mover)
+    chunk_bytes = whole.chunk_bytes(2 * BLOCK)
+    layout = PagedLayout(caches, kind, mover, reshaping_chunks * chunk_bytes)
+    blocks = [7, 2, NOWHERE, 0, 5, 1]
+    chunks = torch.randint(0, 99, (3 * chunk_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
+    whole.scatter(chunks, blocks, 2)
+    for first, end in ((2, 3), (0, 2)):
+        arrived = torch.full_like(chunks, 0x7F).view(3, LAYERS, -1)
+        arrived[:, first:end] = chunks.view(3, LAYERS, -1)[:, first:end]
+        before = [cache.clone() for cache in caches]
+        layout.scatter(arrived.flatten(), blocks, 2, (first, end))
+        for layer in range(LAYERS):
+            wanted = expected[layer] if first <= layer < end else before[layer]
+            assert torch.equal(caches[layer].contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(("kind", "order"), CASES)
 @pytest.mark.parametrize("mover", ["native", "torch"])
 def test_gather_is_the_inverse(kind: LayoutKind, order: str, mover: Any) -> None:
     caches = caches_of(kind, order, torch.float32)

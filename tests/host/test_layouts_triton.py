@@ -50,6 +50,12 @@ def test_kernels_move_what_indexing_moves(order: str, dtype: Any, nowhere: tuple
     assert torch.equal(bytes_of(found), bytes_of(wanted))
     for place, block in enumerate([7, 2, 9, 0]):
         assert [bool(cache[block].any()) for cache in found] == [place not in nowhere] * LAYERS
+    for cache in found:
+        cache.zero_()
+    for layers in ((1, LAYERS), (0, 1)):
+        kernels.scatter(chunks, blocks, 2, layers)
+        assert any(cache.any() for cache in found[slice(*layers)]) or len(nowhere) == len(blocks)
+    assert torch.equal(bytes_of(found), bytes_of(wanted)), "the same, layer by layer"
     gathered = torch.zeros(kernels.chunk_bytes(2 * BLOCK), dtype=torch.uint8, device=DEVICE)
     kernels.gather(gathered, [9, 0])
     if not nowhere:

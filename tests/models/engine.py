@@ -186,6 +186,7 @@ class Engine:
         plane.script = type(plane.script)()
         plane.calls.clear()
         plane.fetches.clear()
+        plane.layerwise_calls = 0
         plane.stores.clear()
         if records:
             plane.records.clear()

@@ -61,6 +61,10 @@ SMALL = {
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
         *("--documents", "2", "--output-tokens", "4"),
     ],
+    "layers": [
+        *("--layers", "3", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600:1"),
+        *("--prompt", "700:2", "--repeats", "1"),
+    ],
     "gpu": [
         *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
         *("--kv-rate", "1", "--repeats", "1"),
@@ -192,6 +196,11 @@ RATIOS = {
         *("no_mm_card_ttft", "no_mm_card_ttft_least", "no_mm_card_ttft_largest"),
     },
     "handover": {"handover_ttft_over_warm_hit", "handover_ttft_over_prefill"},
+    "layers": {
+        f"{ratio}{of}"
+        for ratio in ("chunkwise_over_layerwise", "remote_over_local", "chunkwise_over_layerwise_local")
+        for of in ("", "_600")
+    },
     "gpu": {
         "scatter_over_device_copy",
         "decode_step_slowdown_by_scatter",
@@ -209,7 +218,7 @@ PEERS = {
 
 
 LACKING = {
-    *(() if may_link() else ("link",)),
+    *(() if may_link() else ("link", "layers")),
     *(() if shutil.which("redis-server") and shutil.which("redis-benchmark") else ("commands",)),
 }
 

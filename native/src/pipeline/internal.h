@@ -41,6 +41,9 @@
  */
 enum { SS_ROUND_PIECES_MAX = 16384, SS_ROUND_GROUPS_MAX = 64 };
 
+/* Layers that a round can tell the progress of: above what a record has of them. */
+enum { SS_ROUND_LAYERS_MAX = 4096 };
+
 /* Limits on the options, so that a typing error is an error and not a machine that swaps. */
 enum { SS_THREADS_MAX = 256, SS_QUEUE_DEPTH_MAX = 1 << 20, SS_REQUESTS_IN_FLIGHT_MAX = 4096 };
 enum { SS_TRACE_EVENTS_MAX = 1 << 24, SS_POLL_INTERVAL_US_MAX = 1000000 };
@@ -94,6 +97,12 @@ struct ss_piece_state {
     uint8_t *dma_source; /* likewise */
 };
 
+/* How far the layers are of a round that tells of it. */
+struct ss_progress {
+    uint32_t leading; /* from the round's first layer on, that lack nothing; under the pipeline's progress_lock */
+    _Atomic uint32_t missing[SS_ROUND_LAYERS_MAX]; /* pieces of each layer that are not in place */
+};
+
 /* The fetch round that is running. */
 struct ss_fetch {
     struct ss_round *round;
@@ -110,6 +119,7 @@ struct ss_fetch {
     _Atomic uint64_t received_bytes;
     _Atomic uint64_t delivered_bytes;
     struct ss_group_state groups[SS_ROUND_GROUPS_MAX];
+    struct ss_progress progress;
 };
 
 /* The encode call that is running. */
@@ -172,6 +182,7 @@ struct ss_pipeline {
     uint32_t *fetch_order; /* scratch for checking a round */
     uint32_t *encode_order;
 
+    pthread_mutex_t progress_lock;
     pthread_mutex_t lock;
     pthread_cond_t net_go;     /* fetch_generation went up, or stopping */
     pthread_cond_t store_go;   /* encode_generation went up, or stopping */
@@ -272,6 +283,16 @@ enum ss_result ss_fetch_finish(struct ss_pipeline *pipeline);
 
 /* ss_piece_part_done() counts a slice that was delivered, or an answer that ended well. */
 void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece);
+
+/* ---- progress.c ---- */
+
+int ss_progress_is_valid(const struct ss_round *round);
+
+/* ss_progress_begin() begins to count the layers of the fetch round that was checked. */
+void ss_progress_begin(struct ss_pipeline *pipeline);
+
+/* ss_progress_piece() is told of a piece of which nothing is missing any more. */
+void ss_progress_piece(struct ss_pipeline *pipeline, uint32_t piece);
 
 /* ---- memory.c ---- */
 

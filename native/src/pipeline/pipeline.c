@@ -345,6 +345,7 @@ static void create_locks(struct ss_pipeline *pipeline) {
     pthread_condattr_init(&monotonic);
     pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     pthread_mutex_init(&pipeline->lock, NULL);
+    pthread_mutex_init(&pipeline->progress_lock, NULL);
     pthread_cond_init(&pipeline->net_go, &monotonic);
     pthread_cond_init(&pipeline->store_go, &monotonic);
     pthread_cond_init(&pipeline->quiet, &monotonic);
@@ -481,6 +482,7 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
     pthread_cond_destroy(&pipeline->store_go);
     pthread_cond_destroy(&pipeline->net_go);
     pthread_mutex_destroy(&pipeline->lock);
+    pthread_mutex_destroy(&pipeline->progress_lock);
     free(pipeline);
 }
 

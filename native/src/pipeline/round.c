@@ -235,7 +235,8 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
 
 enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_round *round, const int32_t *sockets,
                               uint32_t socket_count) {
-    if (!tables_are_valid(round) || !sockets_are_valid(pipeline, round, sockets, socket_count)) {
+    if (!tables_are_valid(round) || !sockets_are_valid(pipeline, round, sockets, socket_count) ||
+        !ss_progress_is_valid(round)) {
         return SS_BAD_ARGUMENT;
     }
     uint64_t dma_bytes = 0;
@@ -341,6 +342,7 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
         atomic_store(&fetch->groups[i].chunks, UINT32_MAX);
     }
     pieces_begin(pipeline, round);
+    ss_progress_begin(pipeline);
     pipeline->executor->begin(pipeline);
 }
 
@@ -380,6 +382,9 @@ void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result) {
 void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece) {
     uint32_t left = atomic_fetch_sub(&pipeline->piece_states[piece].remaining, 1) - 1;
     pipeline->executor->part_done(pipeline, piece, left);
+    if (left == 0) {
+        ss_progress_piece(pipeline, piece);
+    }
 }
 
 int ss_fetch_drops(struct ss_pipeline *pipeline, uint32_t piece) {

@@ -103,6 +103,7 @@ class _Engine:
         self._sampling = SamplingParams
         self._vocabulary: int = settings["vocabulary"]
         self._number = 0
+        self._layerwise_chunks: int | None = None
         options: dict[str, Any] = {}
         if settings["transfer"]:
             options["kv_transfer_config"] = settings["transfer"] | {
@@ -240,6 +241,19 @@ class _Engine:
             side._config = side._config.model_copy(update={"asynchronous_fetch": asynchronous})
         return asynchronous
 
+    def layerwise(self, on: bool) -> bool:
+        """Have the plugin load layer by layer where it may from now on, or not at all."""
+        side = self._core.engine_core.engine_core.scheduler.connector._scheduler
+        if self._layerwise_chunks is None:
+            self._layerwise_chunks = side._layerwise_chunks
+        side._layerwise_chunks = self._layerwise_chunks if on else 0
+        return on
+
+    def reading(self, only: bool) -> bool:
+        """Have the plugin store nothing from now on, or again what is computed."""
+        self._core.engine_core.engine_core.scheduler.connector._scheduler._store = not only
+        return only
+
     def settle(self) -> None:
         """Wait until what the plugin has gathered is stored."""
         if not self._worker._store.flush(STORE_TIMEOUT_S):
@@ -371,7 +385,10 @@ def main() -> None:
     engine = _Engine(settings)
     operations: dict[str, Callable[..., Any]] = {
         name: getattr(engine, name)
-        for name in ("serve", "store", "decode_start", "decode_steps", "decode_stop", "settle", "switch", "threads")
+        for name in (
+            *("serve", "store", "decode_start", "decode_steps", "decode_stop", "settle", "switch", "threads"),
+            *("layerwise", "reading"),
+        )
     }
     answers.write(json.dumps({"result": "ready"}) + "\n")
     for line in sys.stdin:

@@ -1,0 +1,89 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * progress.c - how many leading layers of a round in layer order are in place, in a word that another process sees
+ *
+ * Whoever waits for a layer must not need a call for it: the word lies in the memory that the layers go to. It is
+ * written with release order behind what it speaks of, and only while the round runs, so a quiet round is quiet here
+ * too. It is never read here: it belongs to whoever waits, who may write what they like.
+ */
+#define _GNU_SOURCE 1
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "pipeline/internal.h"
+
+int ss_progress_is_valid(const struct ss_round *round) {
+    return round->progress == NULL ||
+           ((uintptr_t)round->progress % sizeof *round->progress == 0 && round->layers_first <= round->layers_end &&
+            round->layers_end - round->layers_first <= SS_ROUND_LAYERS_MAX);
+}
+
+/* Moves on over layers that lack nothing, and tells of it. */
+static void advance(struct ss_pipeline *pipeline) {
+    struct ss_progress *progress = &pipeline->fetch.progress;
+    const struct ss_round *round = pipeline->fetch.round;
+    uint32_t count = round->layers_end - round->layers_first;
+    pthread_mutex_lock(&pipeline->progress_lock);
+    uint32_t before = progress->leading;
+    while (progress->leading < count && atomic_load(&progress->missing[progress->leading]) == 0) {
+        progress->leading++;
+    }
+    if (progress->leading > before) {
+        atomic_store_explicit((_Atomic uint32_t *)round->progress, round->layers_first + progress->leading,
+                              memory_order_release);
+        (void)syscall(SYS_futex, round->progress, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+    }
+    pthread_mutex_unlock(&pipeline->progress_lock);
+}
+
+/* Returns where a piece's layer is counted, NULL where it is not. */
+static _Atomic uint32_t *counted(struct ss_pipeline *pipeline, uint32_t piece) {
+    const struct ss_round *round = pipeline->fetch.round;
+    uint32_t layer = round->pieces[piece].layer;
+    if (round->progress == NULL || layer < round->layers_first || layer >= round->layers_end) {
+        return NULL;
+    }
+    return &pipeline->fetch.progress.missing[layer - round->layers_first];
+}
+
+void ss_progress_begin(struct ss_pipeline *pipeline) {
+    const struct ss_round *round = pipeline->fetch.round;
+    struct ss_progress *progress = &pipeline->fetch.progress;
+    if (round->progress == NULL) {
+        return;
+    }
+    progress->leading = 0;
+    for (uint32_t i = 0; i < round->layers_end - round->layers_first; i++) {
+        atomic_store(&progress->missing[i], 0);
+    }
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        _Atomic uint32_t *missing = counted(pipeline, i);
+        if (missing != NULL) {
+            atomic_fetch_add(missing, 1);
+        }
+    }
+    advance(pipeline);
+}
+
+void ss_progress_piece(struct ss_pipeline *pipeline, uint32_t piece) {
+    _Atomic uint32_t *missing = counted(pipeline, piece);
+    if (missing != NULL && atomic_load(&pipeline->piece_states[piece].result) == SS_OK &&
+        atomic_fetch_sub(missing, 1) == 1) {
+        advance(pipeline);
+    }
+}
+
+uint32_t ss_progress_wait(const uint32_t *progress, uint32_t seen, uint64_t timeout_ns) {
+    const _Atomic uint32_t *word = (const _Atomic uint32_t *)progress;
+    uint32_t value = atomic_load_explicit(word, memory_order_acquire);
+    if (value == seen) {
+        const struct timespec timeout = {.tv_sec = (time_t)(timeout_ns / 1000000000),
+                                         .tv_nsec = (long)(timeout_ns % 1000000000)};
+        (void)syscall(SYS_futex, progress, FUTEX_WAIT, seen, &timeout, NULL, 0);
+        value = atomic_load_explicit(word, memory_order_acquire);
+    }
+    return value;
+}

@@ -1,0 +1,264 @@
+"""``shadowserve bench layers``: computing as the first layer arrives, against waiting for all of a prefix."""
+
+import contextlib
+import json
+import secrets
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.progress import Progress
+
+from host_control.client import DataPlaneClient
+from shadowserve.cores import on_cores
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.parts.engine import prompt, write_weights
+from shadowserve_tools.bench.parts.serving import VOCABULARY, Engine, Load, Model, Partition, plugin, started_engine
+from shadowserve_tools.bench.peers.network import Link, linked
+from shadowserve_tools.processes import start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Output, Report, output_options
+
+__all__ = ["layers"]
+
+_LOCAL_GBIT_PER_S: Final = 100.0
+"""Of a link that is none: more than the cores move."""
+_TCP_SHARE: Final = 0.957
+"""Of a link's rate."""
+_TIMEOUT_S: Final = 120
+_SYSTEMS: Final = {
+    "chunk by chunk, link": (False, True),
+    "layer by layer, link": (True, True),
+    "layer by layer, local": (True, False),
+    "chunk by chunk, local": (False, False),
+}
+"""Whether it goes layer by layer, and over the link."""
+_CHUNKWISE, _LAYERWISE, _LOCAL, _CHUNKWISE_LOCAL = _SYSTEMS
+_NO_CACHE: Final = "no cache"
+
+
+@dataclass
+class _Case:
+    """A prompt of which so many chunks are stored, and what it met: seconds to the first token, by system."""
+
+    tokens: int
+    chunks: int
+    stored_bytes: int = 0
+    gbit_per_s: float = 0.0
+    ttft_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in (*_SYSTEMS, _NO_CACHE)})
+
+    @property
+    def prefix_tokens(self) -> int:
+        return self.chunks * DEFAULT_CHUNK_TOKENS
+
+    @property
+    def prompt(self) -> list[int]:
+        """The same prefix for all lengths would be stored already for the second: each has its own."""
+        return prompt(self.tokens, self.tokens, VOCABULARY)
+
+    def pairs(self, system: str, other: str) -> list[float]:
+        return [mine / its for mine, its in zip(self.ttft_s[system], self.ttft_s[other], strict=True)]
+
+
+class _Bed:
+    """An engine, its data plane, and a store behind a link."""
+
+    def __init__(
+        self, stack: ExitStack, folder: Path, network: Link, model: Model, tokens_max: int, connections: int
+    ) -> None:
+        partition = Partition.halves()
+        stack.enter_context(on_cores(partition.data_plane))  # the benchmark's own threads keep off the engine's
+        (folder / "model").mkdir()
+        load = Load(chunks=-(-tokens_max // DEFAULT_CHUNK_TOKENS), documents=1)
+        config = model.config(load.prompt_tokens + load.output + DEFAULT_CHUNK_TOKENS)
+        (folder / "model" / "config.json").write_text(json.dumps(config))
+        write_weights(folder / "model", config)
+        password, cores = secrets.token_hex(16), json.dumps(partition.data_plane)
+        with network.store_side():
+            storage = stack.enter_context(
+                start_storage(
+                    folder, "--host", network.host, "--cores", cores,
+                    environment={"SHADOWSERVE_STORAGE_PASSWORD": password},
+                )
+            )  # fmt: skip
+        address = f"unix:{folder}/dpu.sock"
+        with network.client_side():
+            stack.enter_context(
+                start_data_plane(
+                    folder, storage.address, "--listen", address, "--cores", cores, "--connections", str(connections),
+                    environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
+                )
+            )  # fmt: skip
+        buffer_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes
+        told = {
+            "data_plane": address,
+            "layer_order": True,
+            "fetch_buffer_bytes": buffer_bytes,
+            "store_buffer_bytes": buffer_bytes,
+            "identity_cache": str(folder / "content.json"),
+        }
+        told |= dict.fromkeys(("lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S / 2)
+        # One step for all that a prompt computes, as engines do that only compute prompts.
+        engine = started_engine(
+            "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens
+        )
+        self.engine: Engine = stack.enter_context(engine)
+        self.plane = stack.enter_context(contextlib.closing(DataPlaneClient(address)))
+
+    def serve(self, tokens: Sequence[int], cached: int) -> dict[str, Any]:
+        """Return what a prompt met of which so many tokens are stored.
+
+        Raises:
+            ShadowServeError: more or less was computed.
+        """
+        request = {"prompt": list(tokens), "tokens": len(tokens), "output": 1, "at": 0.0}
+        (result,) = self.engine.ask("serve", timeout_s=_TIMEOUT_S, requests=[request])
+        if result["cached"] != cached:
+            raise ShadowServeError(f"{result['cached']} tokens of {len(tokens)} were not computed, instead of {cached}")
+        found: dict[str, Any] = result
+        return found
+
+    @contextlib.contextmanager
+    def storing(self) -> Iterator[None]:
+        """Have what is computed stored while the context lasts."""
+        self.engine.ask("reading", only=False)
+        yield
+        self.engine.ask("settle")
+        self.engine.ask("reading", only=True)
+
+
+@click.command()
+@click.option("--layers", "depth", default=24, show_default=True, type=click.IntRange(2), help="Of the engine's model.")
+@click.option("--hidden", default=256, show_default=True, type=click.IntRange(32), help="Its hidden size.")
+@click.option("--heads", default=4, show_default=True, type=click.IntRange(1), help="Its heads, KV heads too.")
+@click.option("--head-size", default=64, show_default=True, type=click.IntRange(32), help="Of each head.")
+@click.option(
+    "--prompt", "prompts", default=("4096:8", "8192:16"), show_default=True, multiple=True, metavar="TOKENS:CHUNKS",
+    help="Tokens of a prompt, and the chunks of 256 that are stored of it; may be given several times.",
+)  # fmt: skip
+@click.option(
+    "--transfer", default=0.9, show_default=True, type=click.FloatRange(0.05, 20),
+    help="Time that the link takes for the stored chunks, over the time to the first token where it takes none.",
+)  # fmt: skip
+@click.option(
+    "--connections", default=2, show_default=True, type=click.IntRange(1, 64),
+    help="Of the data plane to the store: what each brings of a layer comes as fast as its share of the link.",
+)  # fmt: skip
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@output_options
+def layers(
+    depth: int,
+    hidden: int,
+    heads: int,
+    head_size: int,
+    prompts: tuple[str, ...],
+    transfer: float,
+    connections: int,
+    repeats: int,
+    output: Output,
+) -> None:
+    """Ask a real engine prompts of which a part is stored, layer by layer and chunk by chunk, over a link and without.
+
+    The link's rate is such that moving what is stored takes about as long as computing the rest. Store and data plane
+    live in two network namespaces with a rate-limited link between, which takes root (or CAP_SYS_ADMIN and
+    CAP_NET_ADMIN) and iproute2. The engine has one half of the cores, everything else the other.
+    """
+    cases = [_case(text) for text in prompts]
+    model = Model(layers=depth, hidden=hidden, heads=heads, head_size=head_size)
+    with ExitStack() as stack:
+        network = stack.enter_context(linked())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        network.limit(_LOCAL_GBIT_PER_S)
+        bed = _Bed(stack, folder, network, model, max(case.tokens for case in cases), connections)
+        progress = stack.enter_context(Progress(transient=True))
+        task = progress.add_task("measuring", total=len(cases) * (repeats + 1))
+        for case in cases:
+            _prepare(bed, network, case, transfer)
+            progress.advance(task)
+            for number in range(repeats):
+                _turn(bed, network, case, number)
+                progress.advance(task)
+    _report(cases, depth, repeats).finish(output)
+
+
+def _case(text: str) -> _Case:
+    tokens, _, chunks = text.partition(":")
+    if not (tokens.isdigit() and chunks.isdigit()) or not 0 < int(chunks) * DEFAULT_CHUNK_TOKENS < int(tokens):
+        raise click.BadParameter(f"{text!r} is not TOKENS:CHUNKS with fewer tokens in the chunks than there are")
+    return _Case(int(tokens), int(chunks))
+
+
+def _prepare(bed: _Bed, network: Link, case: _Case, transfer: float) -> None:
+    """Compute a prompt, store its prefix, and find the link's rate for it.
+
+    Raises:
+        ShadowServeError: what is stored does not decide the answer, or is not what was asked for.
+    """
+    network.limit(_LOCAL_GBIT_PER_S)
+    bed.engine.ask("reading", only=True)
+    bed.serve(case.prompt, 0)
+    answers = [bed.serve(case.prompt, 0) for _ in range(2)]
+    case.ttft_s[_NO_CACHE] = [answer["ttft_s"] for answer in answers]
+    other = prompt(case.tokens + 1, case.prefix_tokens, VOCABULARY) + case.prompt[case.prefix_tokens :]
+    if bed.serve(other, 0)["answer"] == answers[0]["answer"]:
+        raise ShadowServeError("the answer does not depend on the prefix: equal answers would show nothing")
+    with bed.storing():
+        bed.serve(case.prompt[: case.prefix_tokens], 0)
+    bed.engine.ask("layerwise", on=True)
+    before = bed.plane.statistics().fetched_bytes
+    times = []
+    for _ in range(2):
+        result = bed.serve(case.prompt, case.prefix_tokens)
+        times.append(result["ttft_s"])
+        if result["answer"] != answers[0]["answer"]:
+            raise ShadowServeError(f"{result['answer']} with a cache, {answers[0]['answer']} without")
+    case.stored_bytes = (bed.plane.statistics().fetched_bytes - before) // len(times)
+    case.gbit_per_s = max(case.stored_bytes * 8e-9 / (transfer * times[-1]) / _TCP_SHARE, 0.001)
+
+
+def _turn(bed: _Bed, network: Link, case: _Case, number: int) -> None:
+    """Ask once with each system, forwards and backwards by turns; one after the other, so that they make pairs."""
+    names = list(_SYSTEMS)
+    answers = set()
+    for name in names if number % 2 == 0 else reversed(names):
+        layerwise, over_link = _SYSTEMS[name]
+        network.limit(case.gbit_per_s if over_link else _LOCAL_GBIT_PER_S)
+        bed.engine.ask("layerwise", on=layerwise)
+        result = bed.serve(case.prompt, case.prefix_tokens)
+        case.ttft_s[name].append(result["ttft_s"])
+        answers.add(tuple(result["answer"]))
+    if len(answers) > 1:
+        raise ShadowServeError(f"the systems give different answers: {answers}")
+
+
+def _report(cases: Sequence[_Case], depth: int, repeats: int) -> Report:
+    report = Report("layers", ["tokens", "stored", "system", "link_Gbit_per_s", "stored_MB", "ttft_ms"])
+    for case in cases:
+        for name, times in case.ttft_s.items():
+            over_link = name in _SYSTEMS and _SYSTEMS[name][1]
+            report.row(
+                tokens=case.tokens, stored=case.prefix_tokens if name in _SYSTEMS else 0, system=name,
+                link_Gbit_per_s=case.gbit_per_s if over_link else "", ttft_ms=statistics.median(times) * 1e3,
+                stored_MB=case.stored_bytes / 1e6 if name in _SYSTEMS else "",
+            )  # fmt: skip
+    longest = max(cases, key=lambda case: case.tokens)
+    for case in cases:
+        suffix = "" if case is longest else f"_{case.tokens}"
+        goals = ("at least 1.2", "at most 1.056") if case is longest else ("at least 1.2", "none; a shorter prompt")
+        report.ratio(f"chunkwise_over_layerwise{suffix}", case.pairs(_CHUNKWISE, _LAYERWISE), goals[0])
+        report.ratio(f"remote_over_local{suffix}", case.pairs(_LAYERWISE, _LOCAL), goals[1])
+        local = case.pairs(_CHUNKWISE_LOCAL, _LOCAL)
+        report.ratio(f"chunkwise_over_layerwise_local{suffix}", local, "none; without a link")
+    series = {
+        name: [(str(case.tokens), statistics.median(case.ttft_s[name])) for case in cases]
+        for name in (*_SYSTEMS, _NO_CACHE)
+    }
+    report.charts.append(
+        Chart(f"Time to the first token, {depth} layers", x="tokens of the prompt", y="s", series=series, kind="bars")
+    )
+    return report

@@ -1,0 +1,149 @@
+"""How far the layers are, said while a fetch goes on, in a word beside them; and that it is quiet afterwards."""
+
+import asyncio
+import sys
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from dataplane_support import WAYS, Client, Server, keys_of, layout, make_record, running, way_name
+from machine import NEVER_MS, until
+
+from shadowserve import record
+from shadowserve.pieces import leading_layers, pack, unpack
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout(layers=6)
+CHUNKS = 5
+SENTINEL = 0xEEEEEEEE
+
+
+async def prepared(client: Client, storage: Server) -> list[bytes]:
+    """Store chunks, and register memory with room for a word behind them."""
+    keys = keys_of(SHAPE, CHUNKS)
+    for index, key in enumerate(keys):
+        storage.put(key, make_record(SHAPE, key, index))
+    await client.register(SHAPE, CHUNKS, extra=64)
+    return keys
+
+
+class Word:
+    """The word, 0 at first, as the contract wants it. It holds on to no memory, which a test's end unmaps."""
+
+    def __init__(self, client: Client, offset: int = CHUNKS * SHAPE.raw_bytes) -> None:
+        self._client, self._offset = client, offset
+        self.set(0)
+
+    def get(self) -> int:
+        return int.from_bytes(self._client.segment.memory[self._offset : self._offset + 4].tobytes(), sys.byteorder)
+
+    def set(self, value: int) -> None:
+        there = np.frombuffer(value.to_bytes(4, sys.byteorder), np.uint8)
+        self._client.segment.memory[self._offset : self._offset + 4] = there
+
+
+def request(client: Client, keys: list[bytes], **changes: Any) -> pb.FetchRequest:
+    part = client.part(keys, length=CHUNKS * SHAPE.raw_bytes, **changes.pop("part", {}))
+    fields = {"parts": [part], "order": pb.ORDER_LAYERS, "progress": CHUNKS * SHAPE.raw_bytes}
+    return client.fetch_request([], **(fields | changes))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+async def test_all_layers_are_said_to_be_in_place_and_nothing_after_the_answer(
+    storage: Server, way: dict[str, Any]
+) -> None:
+    async with running(storage, **way) as (_, client):
+        keys = await prepared(client, storage)
+        word = Word(client)
+        answer = await client.stub.Fetch(request(client, keys))
+        assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+        assert word.get() == SHAPE.layers
+        word.set(SENTINEL)
+        assert (await client.stub.Fetch(request(client, keys, progress=None))).outcome == pb.OUTCOME_COMPLETE
+        assert word.get() == SENTINEL, "nobody asked"
+
+
+@pytest.mark.parametrize("layer", range(SHAPE.layers))
+async def test_a_damaged_layer_is_never_said_to_be_there(redis: Server, layer: int) -> None:
+    async with running(redis, delete_corrupt=False) as (_, client):
+        keys = await prepared(client, redis)
+        damaged = bytearray(make_record(SHAPE, keys[2], 2))
+        slices = record.parse_head(bytes(damaged)).slices
+        damaged[int(slices["offset"][slices["layer"] == layer][0]) + 3] ^= 4
+        redis.put(keys[2], bytes(damaged))
+        word = Word(client)
+        answer = await client.stub.Fetch(request(client, keys))
+        assert answer.outcome == pb.OUTCOME_CORRUPT
+        there = unpack(answer.delivered[0], SHAPE.layers, CHUNKS)
+        assert there[:, :2].all(), "chunks before it are whole"
+        assert word.get() == leading_layers(there, np.ones_like(there)) <= layer
+
+
+async def test_layers_of_which_nothing_is_wanted_count_as_there(client: Client, storage: Server) -> None:
+    keys = await prepared(client, storage)
+    wanted = np.zeros((SHAPE.layers, CHUNKS), np.bool_)
+    wanted[2, 1:] = wanted[4, :3] = True
+    word = Word(client)
+    answer = await client.stub.Fetch(request(client, keys, part={"wanted": pack(wanted)}))
+    assert answer.outcome == pb.OUTCOME_COMPLETE and word.get() == SHAPE.layers
+
+
+async def test_what_the_buffers_do_not_hold_is_not_said_to_be_there(storage: Server) -> None:
+    shape = layout(layers=6, vector_length=2048)
+    async with running(storage, decompression_buffer_bytes="1MiB", dma_source_buffer_bytes="1MiB") as (_, client):
+        keys = keys_of(shape, 6)
+        for index, key in enumerate(keys):
+            storage.put(key, make_record(shape, key, index))
+        size = len(keys) * shape.raw_bytes
+        await client.register(shape, len(keys), extra=64)
+        word = Word(client, size)
+        there = np.zeros((shape.layers, len(keys)), np.bool_)
+        outcomes = [pb.OUTCOME_ROUND_FULL]
+        while outcomes[-1] == pb.OUTCOME_ROUND_FULL:
+            word.set(0)
+            part = client.part(keys, length=size, wanted=pack(~there))
+            asked = client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS, progress=size)
+            answer = await client.stub.Fetch(asked)
+            there |= unpack(answer.delivered[0], *there.shape)
+            assert word.get() == leading_layers(there, np.ones_like(there))
+            outcomes.append(answer.outcome)
+        assert outcomes[-1] == pb.OUTCOME_COMPLETE and len(outcomes) > 3
+
+
+async def test_a_cancelled_fetch_says_nothing_more(mortal_storage: Server) -> None:
+    async with running(mortal_storage) as (_, client):
+        keys = await prepared(client, mortal_storage)
+        assert (await client.stub.Fetch(request(client, keys))).outcome == pb.OUTCOME_COMPLETE
+        word = Word(client)
+        mortal_storage.freeze()
+        asked = request(client, keys, job_id="job", timeout_ms=NEVER_MS)
+        fetching = asyncio.ensure_future(client.stub.Fetch(asked))
+        await until(mortal_storage.asked)
+        assert (await client.stub.Cancel(pb.CancelRequest(job_id="job"))).found
+        assert (await fetching).outcome == pb.OUTCOME_CANCELLED
+        word.set(SENTINEL)
+        mortal_storage.thaw()
+        assert (await client.stub.Fetch(request(client, keys, progress=None))).outcome == pb.OUTCOME_COMPLETE
+        assert word.get() == SENTINEL
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"order": pb.ORDER_CHUNKS}, "order of layers"),
+        ({"progress": 0}, "outside the part's region"),
+        ({"progress": CHUNKS * SHAPE.raw_bytes - 4}, "outside the part's region"),
+        ({"progress": CHUNKS * SHAPE.raw_bytes + 2}, "multiple of 4"),
+        ({"progress": CHUNKS * SHAPE.raw_bytes + 64}, "with 4 bytes behind it"),
+        ({"progress": 2**64 - 4}, "with 4 bytes behind it"),
+    ],
+    ids=str,
+)
+async def test_a_word_where_none_can_be_is_refused(
+    client: Client, storage: Server, changes: dict[str, Any], says: str
+) -> None:
+    keys = await prepared(client, storage)
+    with pytest.raises(grpc.aio.AioRpcError, match=says) as refused:
+        await client.stub.Fetch(request(client, keys, **changes))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
