@@ -25,6 +25,8 @@ DISTINCT: Final = 16
 """Chunks that are stored. Longer rounds fetch them again, to where they were: the work is the same, the memory less."""
 FEW: Final = 2
 """Chunks of a short round, in which how it begins and ends weighs more; it has a goal of its own."""
+FEW_TURNS: Final = 4
+"""For each turn of a longer round: a moment of something else weighs more in 10 ms, and so many turns cost no more."""
 SHORT_ROUNDS: Final = 8
 """For each long one, which takes as long as 32 of them: their median is the other half of the pair."""
 STAGES: Final = {
@@ -59,7 +61,8 @@ def pipeline(
 
     Chunks of Llama-3.1-8B's shape, lossless. The ideal is the larger of the slowest stage alone, on all cores, and all
     CPU work, the storage server's included, over the cores: the stages run in parallel, but on loopback they share the
-    machine with the server. Then rounds of a long prompt, whose time for each chunk should be that of a short one.
+    machine with the server. Rounds of one and two chunks have four turns for each of the others'. Then rounds of a long
+    prompt, whose time for each chunk should be that of a short one.
     """
     if codec and codec.upper() not in native.Codec.__members__:
         raise click.BadParameter(f"{codec} is none of {', '.join(map(str.lower, native.Codec.__members__))}")
@@ -71,7 +74,8 @@ def pipeline(
         for name, mode in modes.items():
             with closing(served.rounds(counts[-1], name == "fused")) as rounds:
                 for count in counts:
-                    _compare(served, rounds, alone, mode, name, count, repeats)
+                    turns = repeats * (FEW_TURNS if count <= FEW else 1)
+                    _compare(served, rounds, alone, mode, name, count, turns)
     with _served(llama_8b(min(long, DISTINCT), layers=long_layers, codec=codec), connections) as served:
         growth = _growth(served, long, repeats)
     for name, mode in modes.items():

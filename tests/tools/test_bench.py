@@ -248,6 +248,9 @@ def test_a_small_run_writes_what_it_promises(tmp_path: Path, name: str, monkeypa
     rows = {row.get("system"): row for row in content["rows"]}
     for peer in PEERS.get(name, ()):
         assert rows[peer] == {"system": peer, "note": "not installed (scripts/setup-peers)"}
+    if name == "pipeline" and native.isa_active() is not native.Isa.SCALAR:
+        (stages, _) = content["charts"]
+        assert "dequantize" not in dict(stages["series"]["together, fused"])  # in one go, as at an engine
 
 
 def test_link_says_what_it_needs_where_it_may_not_make_namespaces() -> None:

@@ -97,7 +97,7 @@ class Rounds:
             decompression=room, dequantization=None if fused else decoded, dma_source=None if fused else raw, store=0
         )
         self._plan = _plan(workload, chunks_max, buffers)
-        self._target = np.zeros(workload.raw_bytes, np.uint8)
+        self._target = memory(workload.raw_bytes)  # from a page on, as an engine's: else kvrans decodes in two steps
 
     def close(self) -> None:
         """Stop the threads and free the buffers."""
