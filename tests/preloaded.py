@@ -169,8 +169,7 @@ def _main(program: str, connection: int) -> None:
     if program == "engine":
         importlib.import_module(_ENGINE[-1]).main()
     elif program == "serve":
-        # An engine's ranks wait for the next step with sched_yield(), for a second after each. Where they are as many as
-        # cores, and a request is loaded meanwhile, nothing else ran for a minute (Linux 6.18), the loading included.
+        # An engine's ranks wait for a step by calling sched_yield() for a second: CPU time that other tests need.
         condition = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast").SpinCondition
         condition.__init__.__defaults__ = (0.0,)  # busy_loop_s
         multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore
