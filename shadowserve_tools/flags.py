@@ -23,9 +23,11 @@ _LIMITS: Final = {
 }
 _TIMES: Final = ("_s", "timeout", "_time", "timeout_max", "_idle")
 _GENERAL: Final = "General"
+_CHOICE_COLUMNS_MAX: Final = 40
+"""Of alternatives beside a flag and its default, in a terminal of 80 columns; the description names them."""
 _VALUES: Final = (
     "BYTES take units (64GiB); PATH is a file or a folder; CORES and NODES are lists ('[2, 3]'); LIST and MAPPING are "
-    "YAML. null stands for none."
+    "YAML; WORD is one of those named. null stands for none."
 )
 
 
@@ -37,7 +39,10 @@ def metavar(key: str, field: FieldInfo, description: str) -> str:
     if description.startswith("File of"):
         return "PATH"
     words = sorted(_alternatives(key, field, field.annotation), key=str.isupper)
-    return words[0] if len(words) == 1 and not words[0].islower() else f"[{'|'.join(words)}]"
+    if len(words) == 1 and not words[0].islower():
+        return words[0]
+    choice = f"[{'|'.join(words)}]"
+    return choice if len(choice) <= _CHOICE_COLUMNS_MAX else "WORD"
 
 
 def _alternatives(key: str, field: FieldInfo, annotation: Any) -> list[str]:
