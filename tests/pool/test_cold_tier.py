@@ -240,7 +240,7 @@ def test_a_sweep_keeps_the_newest_within_bytes_max(bucket: FaultyS3, open_node: 
         node.store_chain(chain)
         node.await_written(written + 1)
     wait_for(lambda: sum(map(len, bucket.objects.values())) <= 64 * MIB)
-    assert node.cold().swept_objects >= 3
+    wait_for(lambda: node.cold().swept_objects >= 3)
     node.await_listed()
     other = open_node()
     wait_for(lambda: other.cold().lists)
