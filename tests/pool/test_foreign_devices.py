@@ -261,7 +261,7 @@ def test_what_a_tool_made_on_a_block_device_is_not_formatted_over(tool: str, loo
     if (program := shutil.which(tool, path=path)) is None:
         pytest.skip(f"{tool} is not installed")
     subprocess.run([program, str(loop)], check=True, capture_output=True, timeout=PATIENCE_S)
-    refused(loop, {"mkswap": "swap"}.get(tool, tool.removeprefix("mkfs.")))
+    refused(loop, {"mkfs.ext4": "ext", "mkfs.xfs": "XFS", "mkfs.btrfs": "Btrfs", "mkswap": "swap"}[tool])
 
 
 def test_an_old_superblock_of_ours_behind_a_new_file_system_does_not_bring_the_server_to_write_over_it(
