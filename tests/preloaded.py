@@ -169,9 +169,6 @@ def _main(program: str, connection: int) -> None:
     if program == "engine":
         importlib.import_module(_ENGINE[-1]).main()
     elif program == "serve":
-        # An engine's ranks wait for a step by calling sched_yield() for a second: CPU time that other tests need.
-        condition = importlib.import_module("vllm.distributed.device_communicators.shm_broadcast").SpinCondition
-        condition.__init__.__defaults__ = (0.0,)  # busy_loop_s
         multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore
         sys.argv = ["vllm", *arguments]
         importlib.import_module("vllm.entrypoints.cli.main").main()
