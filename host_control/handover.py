@@ -114,8 +114,9 @@ class Coming:
         self._announce(links, seconds)
 
     def settle(self, request_id: str, stored: Sequence[bytes]) -> None:
-        """A request has ended: what is ``stored`` or on its way stays announced for as long again, the rest does not.
+        """A request has ended: what is ``stored`` or on its way stays announced, for half of its time at least.
 
+        It is not announced again: a rank that has dropped a chunk has withdrawn it, and nobody is to wait for that one.
         Cheap, and nothing at all for a request that has announced nothing.
         """
         if request_id in self._announced:
@@ -145,7 +146,6 @@ class Coming:
                     return
                 ended, self._ended = self._ended, []
             for announced, kept in ended:
-                self._announce([link for link in announced.links if link in kept], announced.seconds)
                 self._announce([link for link in announced.links if link not in kept], 0)
             self._renew()
             if self._waiting:

@@ -251,6 +251,21 @@ def test_what_is_absent_is_announced_again_and_again_and_withdrawn_at_the_end(
     assert plane.calls.count("Announce") == before + 1, "nothing is said of a request that has ended"
 
 
+def test_a_chunk_that_a_rank_has_dropped_is_not_announced_again_when_its_request_ends(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    lookup.submit("r", TOKENS, handover=Handover(announces=PATIENCE_S))
+    wait(lambda: lookup.poll("r"))
+    wait_for(lambda: set(plane.announced or ()) == set(keys(*LINKS)))
+    assert plane.announced is not None
+    for key in keys(LINKS[1]):
+        del plane.announced[key]
+    before = plane.calls.count("Announce")
+    lookup.forget("r", LINKS[:3])
+    plane.wait_for_call("Announce", before + 1)
+    wait_for(lambda: set(plane.announced or ()) == set(keys(LINKS[0], LINKS[2])))
+
+
 def test_what_the_cap_lets_nobody_store_is_not_announced(
     lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
 ) -> None:
