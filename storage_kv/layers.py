@@ -172,7 +172,7 @@ class _Stream:
         lengths = self.bounds[:, :, 1] - self.bounds[:, :, 0]
         self.bits = (8 * (lengths.sum(1) + 4 * len(self.keys))).tolist()
         layer_bytes = sum(self.bits) / 8 / len(self.layers)
-        self.flow = Flow(Demand(layer_bytes, self.window_s), self.limit)
+        self.flow = Flow(Demand(layer_bytes, self.window_s, len(self.layers)), self.limit)
         totals = lengths.sum(0).tolist()
         there_is = [total if view is not None else None for total, view in zip(totals, self.records, strict=True)]
         answer = encode_array_header(1 + len(self.layers)) + encode(there_is, self.session.protocol)

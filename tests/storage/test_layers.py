@@ -18,6 +18,7 @@ from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import storage_key
 from shadowserve.resp import ErrorReply
+from storage_kv.egress import POLICIES
 
 LAYERS = 4
 MIB = 1 << 20
@@ -281,7 +282,7 @@ def test_a_shared_link_brings_layers_and_whole_values_to_all_under_every_policy(
     records = stored(operator, 4, layer_bytes=64 << 10)  # 1 MiB
     asked = list(records)
     clients = [child.client() for _ in range(6)]
-    for policy in ("equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt"):
+    for policy in POLICIES:
         assert operator.call("CONFIG", "SET", "egress_policy", policy) == b"OK"
         began = time.monotonic()
         for number, client in enumerate(clients[:4]):

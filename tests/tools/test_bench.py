@@ -129,7 +129,7 @@ RATIOS = {
         *(f"aggregate_over_{way}_{size}" for way in ("single", "ahead") for size in (16, 256)),
         *("cpu_over_getrange_16", "cpu_over_getrange_256", "requests_most_over_fewest"),
     },
-    "schedule": {"equal_over_calibrated_A", "equal_over_calibrated_C"},
+    "schedule": {f"equal_over_{policy}_{mix}" for policy in ("shortest", "calibrated") for mix in "AC"},
     "storage": {
         f"{verb}_{ratio}"
         for verb in ("get", "getrange")
