@@ -256,6 +256,19 @@ struct ss_group {
 };
 
 /*
+ * A round's pieces in one request, KV.LAYERS of our storage server, which is answered layer after layer: 'layers' times
+ * the same 'keys' chunks of one group, in their order, a layer of each.
+ */
+struct ss_layers {
+    const uint8_t *request; /* as it goes over the wire */
+    uint64_t request_size;  /* bytes */
+    uint32_t layers;
+    uint32_t keys;    /* at most 8192 */
+    uint32_t refused; /* out: the server answered an error; the pieces were asked for by GETRANGE then */
+    char error[256];  /* out: its words, cut, with a zero */
+};
+
+/*
  * One round: pieces of some groups, each from its source, a server, a cluster's node or memory, to its group's
  * destination (or from there); at most 16384 pieces and 64 groups. Pieces come in any order, in which they are asked
  * for: chunk by chunk, or layer by layer. Set everything but the fields marked 'out' to what they are and the rest to
@@ -280,6 +293,8 @@ struct ss_round {
     uint32_t layers_first; /* with 'progress': so many were before the round */
     uint32_t layers_end;   /* likewise: as many as there may be after it, at most 4096 more: all pieces that those from
                               'layers_first' on lack are in the round */
+    struct ss_layers *layers; /* of a fetch over one socket, with the chunked pipeline: how all pieces are asked for, of
+                                 a server that may know it; NULL: each by GETRANGE */
 };
 
 enum ss_stage {

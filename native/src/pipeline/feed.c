@@ -95,6 +95,25 @@ void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_f
     }
 }
 
+uint32_t ss_feed_arrived(const struct ss_feed *feed, uint32_t piece, struct ss_arrival *arrival, uint64_t received) {
+    uint32_t first = arrival->slice_first + arrival->passed;
+    uint64_t decoded_before = arrival->decoded;
+    uint32_t count = 0;
+    while (arrival->passed < arrival->slice_count) {
+        const struct ss_slice *slice = &feed->round->slices[first + count];
+        uint64_t end = arrival->stored + slice->scales_length + slice->encoded_length;
+        if (end > received) {
+            break;
+        }
+        arrival->stored = end;
+        arrival->decoded += slice->decoded_length;
+        arrival->passed++;
+        count++;
+    }
+    ss_feed_slices(feed, piece, first, count, decoded_before);
+    return count;
+}
+
 void ss_feed_answered(const struct ss_feed *feed, uint32_t piece) {
     ss_piece_part_done(pipeline_of(feed), piece);
 }

@@ -233,10 +233,33 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
     return 1;
 }
 
+/* Rows of the same chunks, as the one request asks for them. The ablation asks for one piece at a time. */
+static int layers_are_valid(const struct ss_pipeline *pipeline, const struct ss_round *round, uint32_t socket_count) {
+    const struct ss_layers *layers = round->layers;
+    if (layers == NULL) {
+        return 1;
+    }
+    if (!pipeline->options.chunked_pipeline || socket_count != 1 || layers->request == NULL ||
+        layers->request_size == 0 || layers->keys == 0 || layers->keys > SS_LAYERS_KEYS_MAX ||
+        (uint64_t)layers->layers * layers->keys != round->piece_count || layers->layers == 0) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        const struct ss_piece *piece = &round->pieces[i];
+        uint32_t key = i % layers->keys;
+        if (piece->memory != NULL || piece->asking || piece->group != round->pieces[0].group ||
+            piece->body_length > UINT32_MAX || piece->chunk != round->pieces[key].chunk ||
+            (key > 0 && piece->chunk <= round->pieces[key - 1].chunk)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
 enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_round *round, const int32_t *sockets,
                               uint32_t socket_count) {
     if (!tables_are_valid(round) || !sockets_are_valid(pipeline, round, sockets, socket_count) ||
-        !ss_progress_is_valid(round)) {
+        !layers_are_valid(pipeline, round, socket_count) || !ss_progress_is_valid(round)) {
         return SS_BAD_ARGUMENT;
     }
     uint64_t dma_bytes = 0;
@@ -325,6 +348,10 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
                     uint32_t socket_count) {
     struct ss_fetch *fetch = &pipeline->fetch;
     fetch->round = round;
+    if (round->layers != NULL) {
+        round->layers->refused = 0;
+        round->layers->error[0] = '\0';
+    }
     fetch->sockets = sockets;
     fetch->node_count = node_count(round, socket_count);
     fetch->net_threads = fetch->node_count > 0 ? socket_count / fetch->node_count : 1;

@@ -22,6 +22,9 @@
 
 struct ss_worker; /* the pipeline's */
 
+/* Keys of a round in one request: the storage node's limit (storage_kv/layers.py). */
+enum { SS_LAYERS_KEYS_MAX = 8192 };
+
 /* One round as one thread has it; sources only read it. */
 struct ss_feed {
     const struct ss_round *round;
@@ -92,6 +95,18 @@ uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece);
 /* ss_feed_slices() hands on slices that are whole. 'decoded_before': bytes of symbols of the piece's slices before. */
 void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_first, uint32_t count,
                     uint64_t decoded_before);
+
+/* Consecutive slices of a piece whose bytes arrive in order, and how many of them were handed on. */
+struct ss_arrival {
+    uint32_t slice_first;
+    uint32_t slice_count;
+    uint32_t passed;
+    uint64_t stored;  /* bytes that these were */
+    uint64_t decoded; /* bytes of symbols of all slices of the piece before the next one */
+};
+
+/* ss_feed_arrived() hands on those that are whole now that 'received' of their bytes are there; returns how many. */
+uint32_t ss_feed_arrived(const struct ss_feed *feed, uint32_t piece, struct ss_arrival *arrival, uint64_t received);
 
 /* ss_feed_answered() says that one of a piece's answers() has come to its end. */
 void ss_feed_answered(const struct ss_feed *feed, uint32_t piece);
