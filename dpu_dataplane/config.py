@@ -128,6 +128,9 @@ class DataPlaneConfig(Section):
     """Slices in each queue between two stages."""
     requests_in_flight: int = Field(8, ge=1, le=1024)
     """Range requests sent ahead on each data connection."""
+    layer_request_bytes_min: ByteSize | None = Field(None, ge=0)
+    """Least stored bytes of a fetch layer by layer that are asked for in one request (``KV.LAYERS``), where storage
+    knows it; less goes by range requests. Null: what the link carries while a request is answered, as measured."""
     decompression_buffer_bytes: ByteSize = Field(ByteSize(256 * MIB), ge=MIB)
     """Buffer that compressed chunks are received into; with the shared memory it bounds a round."""
     dequantization_buffer_bytes: ByteSize = Field(ByteSize(256 * MIB), ge=MIB)

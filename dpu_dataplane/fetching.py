@@ -130,6 +130,7 @@ class _Progress:
 
     Attributes:
         word: where to say how far the layers of the only part are.
+        window_s: seconds that the caller computes with each layer; 0 where it does not know.
         asked: group and chunk of each key that heads were asked for, and whether its head was only remembered.
         tried: second tries that were made.
         endings: of groups, as they came.
@@ -138,6 +139,7 @@ class _Progress:
     parts: Sequence[FetchPart]
     layerwise: bool
     word: native.Region | None = None
+    window_s: float = 0.0
     fetched_bytes: int = 0
     tried: frozenset[str] = frozenset()
     asked: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -182,7 +184,12 @@ class Fetcher:
         self.queue = queue
 
     async def run(
-        self, job: Job, parts: Sequence[FetchPart], layerwise: bool, word: native.Region | None = None
+        self,
+        job: Job,
+        parts: Sequence[FetchPart],
+        layerwise: bool,
+        word: native.Region | None = None,
+        window_s: float = 0.0,
     ) -> pb.FetchResponse:
         """Deliver the leading pieces, in their order, that are stored, sound, and fit regions and buffers.
 
@@ -193,11 +200,12 @@ class Fetcher:
             parts: that are wanted.
             layerwise: layer by layer, not chunk by chunk.
             word: where to say meanwhile how far the layers are, of one part.
+            window_s: seconds that the caller computes with each layer; 0 where it does not know.
 
         Raises:
             QueueFull: too many fetches wait.
         """
-        progress = _Progress(parts, layerwise, word)
+        progress = _Progress(parts, layerwise, word, window_s)
         try:
             with self._tracer.fetch(job.owner, sum(len(part.keys) for part in parts)):
                 async with contextlib.AsyncExitStack() as stack:
@@ -270,6 +278,8 @@ class Fetcher:
                     progress=None if progress.word is None else progress.parts[0].progress(progress.word, pieces),
                 ),
                 _AUTHORITATIVE in progress.tried,
+                progress.layerwise,
+                progress.window_s,
             )
             done = await self._source.deliver(job, order)
         progress.fetched_bytes += done.received_bytes

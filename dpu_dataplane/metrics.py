@@ -53,6 +53,7 @@ class Metrics:
     lookup_keys: int = 0
     lookup_hits: int = 0
     rounds: int = 0
+    layer_rounds: int = 0
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     stored_raw_bytes: int = 0
@@ -81,6 +82,7 @@ class Metrics:
             ("lookup_keys", "Keys asked for by lookups", self.lookup_keys),
             ("lookup_hits", "Keys that lookups found present", self.lookup_hits),
             ("rounds", "Rounds run by the pipeline", self.rounds),
+            ("layer_rounds", "Rounds that storage answered in one stream, layer after layer", self.layer_rounds),
             ("fetched_bytes", "Bytes received from storage by rounds", self.fetched_bytes),
             ("delivered_bytes", "Bytes delivered into destinations", self.delivered_bytes),
             ("stored_raw_bytes", "Bytes of stored chunks before encoding", self.stored_raw_bytes),

@@ -182,6 +182,8 @@ def plan_fetch(groups: Sequence[Wanted], layerwise: bool, buffers: Buffers, code
     elif len(cuts) > 1:
         pieces = pieces[np.lexsort((pieces["first"], pieces["group"], pieces["chunk"]))]
     places, count = _place(pieces, buffers)
+    if layerwise and len(cuts) == 1 and count < len(pieces):  # a layer that lacks chunks is of use to nobody yet
+        count = int(np.searchsorted(pieces["first"], pieces["first"][count])) or count
     chosen, (received, decoded) = pieces[:count], places[:, :count]
     table, slices = _tables(_Cut(chosen, cut.heads, cut.slices), received, decoded)
     layers = np.stack([chosen["first"], chosen["end"]], axis=1)

@@ -340,7 +340,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 for region in regions:
                     claims.enter_context(self._destinations.claim(*region, writing=True))
                 try:
-                    response = await self._fetcher.run(job, parts, request.order == pb.ORDER_LAYERS, word)
+                    response = await self._fetcher.run(
+                        job, parts, request.order == pb.ORDER_LAYERS, word, request.window_us / 1e6
+                    )
                     for part in parts:
                         self._check_reach(part.destination, response.outcome)
                     return response

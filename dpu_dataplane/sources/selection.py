@@ -5,6 +5,7 @@ from concurrent.futures import Executor
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.cluster import ServerCluster
+from dpu_dataplane.sources.resp.layers import Threshold
 from dpu_dataplane.sources.resp.ranges import NODES_MAX
 from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.resp.source import RespSource
@@ -35,4 +36,6 @@ def source_of(
         ConfigurationError: a library that it needs is not installed, or TLS is wanted and cannot be had.
     """
     servers = ServerCluster(config, metrics) if config.storage_cluster else OneServer(config, metrics)
-    return RespSource(servers, pipeline, fetching, storing, len(config.stage_cores()["net"]), metrics)
+    by_layers = config.chunked_pipeline and not config.storage_cluster  # a cluster's nodes do not know the request
+    threshold = Threshold(config.layer_request_bytes_min) if by_layers else None
+    return RespSource(servers, pipeline, fetching, storing, len(config.stage_cores()["net"]), metrics, threshold)

@@ -70,12 +70,16 @@ class Order:
             record, and where in the buffers.
         make_round: makes a round of some of ``pieces``, ready for the pipeline; whoever calls it releases the round.
         authoritative: ask who has the last word on each key, not somebody with a copy that may lag behind.
+        layerwise: they come layer by layer, a layer in each.
+        window_s: seconds that whoever wants them computes with each layer; 0 where nobody knows.
     """
 
     keys: Sequence[bytes]
     pieces: npt.NDArray[np.void]
     make_round: Callable[[npt.NDArray[np.void]], native.Round]
     authoritative: bool = False
+    layerwise: bool = False
+    window_s: float = 0.0
 
 
 @dataclass(frozen=True)

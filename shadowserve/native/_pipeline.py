@@ -244,6 +244,7 @@ class Round:
         self.writable = True
         self._held: list[Any] = []  # what bodies and destinations lie in
         self._round = ffi.new("struct ss_round *")
+        self._layers: Any = ffi.NULL
         self._round.pieces = ffi.cast("struct ss_piece *", pieces.ctypes.data)
         self._round.slices = ffi.cast("struct ss_slice *", slices.ctypes.data)
         self._round.piece_count = len(pieces)
@@ -274,6 +275,27 @@ class Round:
         self._round.progress = ffi.cast("uint32_t *", memory.address + offset)
         self._round.layers_first = progress.first
         self._round.layers_end = min(progress.end, progress.first + LAYERS_MAX)
+
+    def ask_by_layers(self, request: bytes, layers: int, keys: int) -> None:
+        """Have all pieces asked for in one request (``struct ss_layers``), over the one socket of the fetch.
+
+        Args:
+            request: KV.LAYERS, as it goes over the wire.
+            layers: that it names; the round is as many rows of pieces.
+            keys: that it names; as many pieces are a row, each row of the same chunks.
+        """
+        self._layers = ffi.new("struct ss_layers *")
+        self._layers.request = self._hold(request)
+        self._layers.request_size = len(request)
+        self._layers.layers, self._layers.keys = layers, keys
+        self._round.layers = self._layers
+
+    @property
+    def refusal(self) -> str | None:
+        """The error that answered the one request, if it was one: the pieces were asked for by ranges then."""
+        if self._layers == ffi.NULL or not self._layers.refused:
+            return None
+        return bytes(ffi.string(self._layers.error)).decode("utf-8", "replace")
 
     def _hold(self, buffer: "ReadableBuffer") -> Any:
         memory = ffi.from_buffer("uint8_t[]", buffer)
@@ -325,6 +347,7 @@ class Round:
         self._round.groups = ffi.NULL
         self._round.group_count = 0
         self._round.progress = ffi.NULL
+        self._round.layers = ffi.NULL
         self.pieces["memory"] = 0
         while self._held:
             ffi.release(self._held.pop())

@@ -5,6 +5,7 @@ from concurrent.futures import Executor
 
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.resp.layers import Threshold
 from dpu_dataplane.sources.resp.links import DataLinks
 from dpu_dataplane.sources.resp.puts import Puts
 from dpu_dataplane.sources.resp.ranges import Ranges
@@ -27,6 +28,7 @@ class RespSource(Source):
         storing: thread for its calls that store.
         connections: to fetch over, to each server.
         metrics: to count in.
+        threshold: of what is asked for in one request, layer after layer; None to ask for ranges alone.
     """
 
     def __init__(
@@ -37,11 +39,12 @@ class RespSource(Source):
         storing: Executor,
         connections: int,
         metrics: Metrics,
+        threshold: Threshold | None,
     ) -> None:
         self.name = servers.name
         self._servers = servers
         self._links = DataLinks(servers.dialer, connections, metrics), DataLinks(servers.dialer, 1, metrics)
-        self._ranges = Ranges(pipeline, fetching, servers, self._links[0], metrics)
+        self._ranges = Ranges(pipeline, fetching, servers, self._links[0], metrics, threshold)
         self._puts = Puts(pipeline, storing, servers, self._links[1], metrics)
 
     @property
