@@ -124,8 +124,13 @@ class Shaper:
         """Take a flow out; what it had is given to others in the next epoch."""
         self.flows.remove(flow)
         if not self.flows:
-            self.others.rate = inf
-            self._epoch_ends_s = -inf
+            self.clear()
+
+    def clear(self) -> None:
+        """Take all flows out."""
+        self.flows = []
+        self.others.rate = inf
+        self._epoch_ends_s = -inf
 
     def ready(self, now_s: float) -> list[Flow]:
         """Return the flows that may send a layer now, those first that could have the longest; and let time pass.

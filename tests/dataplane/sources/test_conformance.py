@@ -81,7 +81,7 @@ class BehindServer(Behind):
         self.server.start()
 
     def configuration(self) -> DataPlaneConfig:
-        return config(self.server)
+        return config(self.server, layer_request_bytes_min=0)
 
 
 class BehindCluster(Behind):
@@ -178,13 +178,17 @@ class Bench:
                 groups=[native.Group.of(SHAPE, target) for target in targets],
                 deadline_ns=job.deadline_ns,
             ),
+            layerwise=layerwise,
         )
 
-    async def deliver(self, keys: Sequence[bytes], found: Sequence[Found] = ()) -> tuple[Delivered, list[bytes]]:
+    async def deliver(
+        self, keys: Sequence[bytes], found: Sequence[Found] = (), layerwise: bool = False
+    ) -> tuple[Delivered, list[bytes]]:
         """Order chunks, as ``found`` has them or as they are now; return what became of it, and the chunks."""
         target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
         job = Job("a test", "a job", PATIENCE_S)
-        done = await self.source.deliver(job, self.order(job, [keys], found or await self.source.find(keys), [target]))
+        order = self.order(job, [keys], found or await self.source.find(keys), [target], layerwise)
+        done = await self.source.deliver(job, order)
         return done, [bytes(chunk) for chunk in target.reshape(len(keys), -1)]
 
     async def store(self, key: bytes, seed: int) -> Result:
@@ -206,8 +210,15 @@ class Bench:
             round_.release()
 
 
-def end_of(done: Delivered) -> tuple[int, Result]:
-    """Return how many leading pieces were delivered, and what the next one failed of."""
+def end_of(done: Delivered, chunks: int = 0) -> tuple[int, Result]:
+    """Return how many leading pieces were delivered, and what the next one failed of.
+
+    Layer by layer, of so many ``chunks``, pieces are counted by chunks.
+    """
+    if chunks:
+        there = (done.results == Result.OK).reshape(-1, chunks).all(axis=0)
+        failed = {index % chunks: failure.result for index, failure in done.failures.items()}
+        return leading(there), failed[leading(there)] if not there.all() else Result.OK
     count = leading(done.results == Result.OK)
     return count, done.failures[count].result if count < len(done.results) else Result.OK
 
@@ -286,12 +297,13 @@ async def test_it_finds_heads_of_any_length_and_of_many_keys(bench: Bench) -> No
     assert isinstance(entry, Stored) and entry.head[: head_length(record)] == record[: head_length(record)]
 
 
-async def test_what_is_ordered_is_delivered_exactly(bench: Bench) -> None:
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_what_is_ordered_is_delivered_exactly(bench: Bench, layerwise: bool) -> None:
     keys = keys_of(SHAPE, 5, seed=3)
     records = bench.put(keys)
     for _ in range(2):
-        done, chunks = await bench.deliver(keys)
-        assert (*end_of(done), done.stop, done.failures) == (5, Result.OK, None, {})
+        done, chunks = await bench.deliver(keys, layerwise=layerwise)
+        assert (*end_of(done, 5 * layerwise), done.stop, done.failures) == (5, Result.OK, None, {})
         assert chunks == [expected(SHAPE, key, record) for key, record in zip(keys, records, strict=True)]
         assert done.received_bytes >= sum(len(record) - head_length(record) for record in records)
 
@@ -318,18 +330,21 @@ async def test_what_one_group_lacks_costs_another_nothing(bench: Bench, layerwis
             assert bytes(target[chunk * SHAPE.raw_bytes : (chunk + 1) * SHAPE.raw_bytes]) == wanted
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("absent", [0, 2])
-async def test_what_is_gone_since_it_was_found_costs_nothing_before_it(bench: Bench, absent: int) -> None:
+async def test_what_is_gone_since_it_was_found_costs_nothing_before_it(
+    bench: Bench, absent: int, layerwise: bool
+) -> None:
     keys = keys_of(SHAPE, 5, seed=4)
     records = bench.put(keys)
     found = await bench.source.find(keys)
     await bench.source.delete(keys[absent])
-    done, chunks = await bench.deliver(keys, found)
-    assert end_of(done) == (absent, Result.NOT_FOUND)
+    done, chunks = await bench.deliver(keys, found, layerwise)
+    assert end_of(done, 5 * layerwise) == (absent, Result.NOT_FOUND)
     wanted = [expected(SHAPE, key, record) for key, record in zip(keys, records, strict=True)]
     assert chunks[:absent] == wanted[:absent]
-    done, _ = await bench.deliver(keys[:absent] + keys[absent + 1 :])
-    assert end_of(done)[1] is Result.OK, "what failed one order harms the next"
+    done, _ = await bench.deliver(keys[:absent] + keys[absent + 1 :], layerwise=layerwise)
+    assert end_of(done, 4 * layerwise)[1] is Result.OK, "what failed one order harms the next"
 
 
 async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
@@ -367,8 +382,9 @@ async def test_what_is_deleted_is_not_found(bench: Bench) -> None:
     assert found[0] is None and found[1] is not None
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("why", ["cancelled", "late"])
-async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench, why: str) -> None:
+async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench, why: str, layerwise: bool) -> None:
     keys = keys_of(SHAPE, 4, seed=9)
     bench.put(keys)
     found = await bench.source.find(keys)
@@ -377,13 +393,14 @@ async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench,
     bench.behind.hold()
     try:
         job = Job("a test", "a job", 0.5 if why == "late" else NEVER_S)
-        delivering = asyncio.create_task(bench.source.deliver(job, bench.order(job, [keys], found, [target])))
+        order = bench.order(job, [keys], found, [target], layerwise)
+        delivering = asyncio.create_task(bench.source.deliver(job, order))
         if why == "cancelled":
             await until(bench.behind.asked)
             job.cancel()
         with contextlib.suppress(Stop):
             done = await asyncio.wait_for(delivering, PATIENCE_S)
-            assert done.stop is not None or end_of(done)[1] in (Result.CANCELLED, Result.DEADLINE)
+            assert done.stop is not None or end_of(done, 4 * layerwise)[1] in (Result.CANCELLED, Result.DEADLINE)
             assert not (done.results == Result.OK).any()
     finally:
         bench.behind.release()
