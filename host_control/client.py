@@ -418,6 +418,7 @@ class DataPlaneClient:
         *,
         layerwise: bool = False,
         progress: int | None = None,
+        window_s: float = 0.0,
     ) -> FetchCall:
         """Start one round.
 
@@ -427,6 +428,7 @@ class DataPlaneClient:
             timeout: seconds.
             layerwise: fetch layer by layer, not chunk by chunk.
             progress: where in the memory of the one part the data plane is to say how many leading layers are in place.
+            window_s: seconds that will be computed with each layer; 0 where nobody knows.
 
         Raises:
             DataPlaneError: the breaker is open.
@@ -438,6 +440,7 @@ class DataPlaneClient:
             order=pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS,
             timeout_ms=_milliseconds(timeout),
             progress=progress,
+            window_us=min(int(1e6 * window_s), 0xFFFFFFFF),
         )
         call = self._connection.stub.Fetch.future(
             request, timeout=timeout + _GRACE, metadata=self._connection.metadata()

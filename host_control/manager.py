@@ -58,12 +58,14 @@ class FetchJob:
         target: whatever ``scatter`` needs to know; never looked at here.
         layerwise: fetch layer by layer, so that :meth:`KVCacheManager.wait_layer` returns as each is in place. Only of
             one part with all its layers, and no more chunks than the destination holds.
+        window_s: seconds that the engine will compute with each layer, if that is known; else 0.
     """
 
     request_id: str
     keys: tuple[tuple[bytes, ...], ...]
     target: Any = None
     layerwise: bool = False
+    window_s: float = 0.0
 
     @property
     def chunks(self) -> int:
@@ -399,6 +401,7 @@ class KVCacheManager:
             cancelled=lambda: progress.cancelled,
             scatter=lambda chunks, layers: scatter(job, chunks, layers),
             told=told,
+            window_s=job.window_s,
         )
         progress.chunks[0], reason, detail = fetch.run()
         progress.fetched_bytes, progress.delivered_bytes = fetch.fetched_bytes, fetch.delivered_bytes

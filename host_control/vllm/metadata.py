@@ -78,12 +78,14 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         loads: to start.
         cancels: requests whose load should end early.
         stores: to gather once this step's KV is written.
+        tokens: that the step computes; not said of one without loads.
     """
 
     epoch: str = ""
     loads: list[LoadOperation] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     stores: list[StoreOperation] = field(default_factory=list)
+    tokens: int = 0
 
 
 @dataclass

@@ -366,6 +366,7 @@ class SchedulerSide:
         metadata = ShadowServeMetadata(self.epochs.current)
         if self._new_loads:
             metadata.loads = list(self._new_loads.values())
+            metadata.tokens = sum(output.num_scheduled_tokens.values())
             self._new_loads = {}
         if self._cancels:
             metadata.cancels, self._cancels = self._cancels, []

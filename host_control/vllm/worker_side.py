@@ -13,6 +13,7 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import Delivery, SideStream, choose
 from host_control.destination import Destination, Memory
+from host_control.layer_window import LayerWindow
 from host_control.layouts import NOWHERE
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.store import StoreQueue
@@ -89,6 +90,7 @@ class WorkerSide:
         self._layers: dict[str, int] = {}  # numbers of those that can be loaded one by one; none where none can
         self._layerwise: set[str] = set()  # of this step's synchronous loads
         self._awaited: set[int] = set()  # layers, by this step
+        self._window, self._window_s = LayerWindow(), 0.0
         self._bad_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._ended: dict[str, int] = {}
@@ -230,6 +232,7 @@ class WorkerSide:
             self._stream.follow()
         self._layerwise = {load.request_id for load in metadata.loads if load.layerwise}
         self._awaited = set()
+        self._window_s = self._window.step(metadata.tokens) if self._layerwise else 0.0
         self._synchronous |= self._layerwise
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
@@ -253,7 +256,9 @@ class WorkerSide:
             tuple(record_keys(shape.namespace, load.groups[part.group.index].links)) if load.groups else ()
             for part, shape in zip(self._parts[load.cut], self._shapes[load.cut], strict=True)
         )
-        return FetchJob(request_id=load.request_id, keys=keys, target=load, layerwise=load.layerwise)
+        return FetchJob(
+            request_id=load.request_id, keys=keys, target=load, layerwise=load.layerwise, window_s=self._window_s
+        )
 
     def _failed(self, load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
         job = self._job(load)
@@ -262,8 +267,11 @@ class WorkerSide:
     def wait_layer(self, name: str) -> None:
         """Wait until a layer is in place of this step's loads that go layer by layer, or they have ended."""
         if self._layerwise and (layer := self._layers.get(name)) is not None and self._managers:
+            began_s = time.monotonic()
             self._managers[0].wait_layer(self._layerwise, layer)
             self._awaited.add(layer)
+            if self._device.type == "cpu":
+                self._window.waited(began_s, time.monotonic())
 
     def _end_layerwise(self) -> None:
         """Take the results of this step's loads that went layer by layer.
@@ -274,6 +282,7 @@ class WorkerSide:
         if not layerwise or not self._managers:
             return
         self._managers[0].wait(layerwise)
+        self._window.end()
         self._results += self._managers[0].exchange()
         if len(self._awaited) < len(self._layers):
             for number, result in enumerate(self._results):

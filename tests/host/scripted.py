@@ -96,6 +96,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.hellos: list[pb.HelloRequest] = []
         self.fetches: list[pb.FetchPart] = []
         self.layerwise_calls = 0
+        self.windows_us: list[int] = []  # of these calls
         self.stores: list[pb.StoreRequest] = []
         self.cancelled: set[str] = set()
         self.announced: dict[bytes, int] | None = {}  # key -> for how long, in milliseconds; None: takes none
@@ -264,6 +265,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     def _deliver_layers(self, request: pb.FetchRequest, memory: _Memory) -> pb.FetchResponse:
         (part,) = request.parts
         self.layerwise_calls += 1
+        self.windows_us.append(request.window_us)
         there = np.zeros((memory.layers, len(part.keys)), np.bool_)
         wanted = unpack(part.wanted, *there.shape) if part.wanted else ~there
         size = memory.chunk_bytes // memory.layers
