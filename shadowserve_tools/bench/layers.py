@@ -1,15 +1,17 @@
 """``shadowserve bench layers``: computing as the first layer arrives, against waiting for all of a prefix."""
 
 import contextlib
+import itertools
 import json
 import secrets
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 from rich.progress import Progress
@@ -20,6 +22,8 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import prompt, write_weights
 from shadowserve_tools.bench.parts.serving import VOCABULARY, Engine, Load, Model, Partition, plugin, started_engine
+from shadowserve_tools.bench.parts.workload import client as store_client
+from shadowserve_tools.bench.peers.ceph import CREDENTIALS, MISSING, ceph_gateway
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.processes import start_data_plane, start_storage
 from shadowserve_tools.report import Chart, Output, Report, output_options
@@ -31,14 +35,27 @@ _LOCAL_GBIT_PER_S: Final = 100.0
 _TCP_SHARE: Final = 0.957
 """Of a link's rate."""
 _TIMEOUT_S: Final = 120
+
+
+class _System(NamedTuple):
+    layerwise: bool
+    over_link: bool
+    cold: bool = False  # the store has it in a bucket below, and not in its memory
+
+
+_CHUNKWISE, _LAYERWISE = "chunk by chunk, link", "layer by layer, link"
+_CHUNKWISE_LOCAL, _LOCAL = "chunk by chunk, local", "layer by layer, local"
+_S3: Final = "layer by layer, link, S3"
 _SYSTEMS: Final = {
-    "chunk by chunk, link": (False, True),
-    "layer by layer, link": (True, True),
-    "layer by layer, local": (True, False),
-    "chunk by chunk, local": (False, False),
+    _CHUNKWISE: _System(False, True),
+    _LAYERWISE: _System(True, True),
+    **({} if MISSING else {_S3: _System(True, True, cold=True)}),
+    _LOCAL: _System(True, False),
+    _CHUNKWISE_LOCAL: _System(False, False),
 }
-"""Whether it goes layer by layer, and over the link."""
-_CHUNKWISE, _LAYERWISE, _LOCAL, _CHUNKWISE_LOCAL = _SYSTEMS
+_BUCKET: Final = "kv-bench"
+_FILL_BYTES: Final = 4 << 20
+"""Of a value that is no record, and so gets into memory alone."""
 _NO_CACHE: Final = "no cache"
 
 
@@ -79,13 +96,19 @@ class _Bed:
         (folder / "model" / "config.json").write_text(json.dumps(config))
         write_weights(folder / "model", config)
         password, cores = secrets.token_hex(16), json.dumps(partition.data_plane)
+        buffer_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes
+        self._network, self._store_bytes = network, 4 * buffer_bytes + (64 << 20)
+        flags = ["--host", network.host, "--cores", cores, "--memory-budget-bytes", str(self._store_bytes)]
+        environment = {"SHADOWSERVE_STORAGE_PASSWORD": password}
         with network.store_side():
-            storage = stack.enter_context(
-                start_storage(
-                    folder, "--host", network.host, "--cores", cores,
-                    environment={"SHADOWSERVE_STORAGE_PASSWORD": password},
-                )
-            )  # fmt: skip
+            if not MISSING:
+                endpoint = stack.enter_context(ceph_gateway(_BUCKET))
+                below = {"bucket": _BUCKET, "endpoint": endpoint, "gather_s": 0.2, "timeout_s": _TIMEOUT_S / 2}
+                flags += ["--s3", json.dumps(below)]
+                environment |= CREDENTIALS
+            storage = stack.enter_context(start_storage(folder, *flags, environment=environment))
+            self._operator = stack.enter_context(store_client(storage.address, password))
+        self._filled = itertools.count()
         address = f"unix:{folder}/dpu.sock"
         with network.client_side():
             stack.enter_context(
@@ -94,7 +117,6 @@ class _Bed:
                     environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
                 )
             )  # fmt: skip
-        buffer_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes
         told = {
             "data_plane": address,
             "layer_order": True,
@@ -122,6 +144,28 @@ class _Bed:
             raise ShadowServeError(f"{result['cached']} tokens of {len(tokens)} were not computed, instead of {cached}")
         found: dict[str, Any] = result
         return found
+
+    def bucket(self) -> dict[str, int]:
+        """Return what the store says of its bucket."""
+        with self._network.store_side():
+            found: dict[str, int] = self._operator.info("s3")
+        return found
+
+    def chill(self) -> None:
+        """Have the store forget what it has in memory, once all of that is in its bucket.
+
+        Raises:
+            ShadowServeError: it does not get there.
+        """
+        with self._network.store_side():
+            ends_s = time.monotonic() + _TIMEOUT_S
+            while self._operator.info("s3")["waiting_records"]:
+                if time.monotonic() > ends_s:
+                    raise ShadowServeError(f"records are not in the bucket after {_TIMEOUT_S} s")
+                time.sleep(0.05)
+            value = bytes(_FILL_BYTES)
+            for _ in range(self._store_bytes // _FILL_BYTES):
+                self._operator.set(f"fill:{next(self._filled)}", value)
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[None]:
@@ -163,6 +207,9 @@ def layers(
     output: Output,
 ) -> None:
     """Ask a real engine prompts of which a part is stored, layer by layer and chunk by chunk, over a link and without.
+
+    Where Ceph is installed, the store has a bucket below it, on a gateway of Ceph's beside it with its objects in
+    memory; with 'S3' what is stored is there alone when it is asked for.
 
     The link's rate is such that moving what is stored takes about as long as computing the rest. Store and data plane
     live in two network namespaces with a rate-limited link between, which takes root (or CAP_SYS_ADMIN and
@@ -226,10 +273,16 @@ def _turn(bed: _Bed, network: Link, case: _Case, number: int) -> None:
     names = list(_SYSTEMS)
     answers = set()
     for name in names if number % 2 == 0 else reversed(names):
-        layerwise, over_link = _SYSTEMS[name]
-        network.limit(case.gbit_per_s if over_link else _LOCAL_GBIT_PER_S)
-        bed.engine.ask("layerwise", on=layerwise)
+        system = _SYSTEMS[name]
+        if system.cold:
+            bed.chill()
+        network.limit(case.gbit_per_s if system.over_link else _LOCAL_GBIT_PER_S)
+        bed.engine.ask("layerwise", on=system.layerwise)
+        before = bed.bucket()
         result = bed.serve(case.prompt, case.prefix_tokens)
+        read = bed.bucket().get("read_records", 0) - before.get("read_records", 0)
+        if read != (case.chunks if system.cold else 0):
+            raise ShadowServeError(f"{name}: {read} of {case.chunks} records came from the bucket")
         case.ttft_s[name].append(result["ttft_s"])
         answers.add(tuple(result["answer"]))
     if len(answers) > 1:
@@ -240,7 +293,7 @@ def _report(cases: Sequence[_Case], depth: int, repeats: int) -> Report:
     report = Report("layers", ["tokens", "stored", "system", "link_Gbit_per_s", "stored_MB", "ttft_ms"])
     for case in cases:
         for name, times in case.ttft_s.items():
-            over_link = name in _SYSTEMS and _SYSTEMS[name][1]
+            over_link = name in _SYSTEMS and _SYSTEMS[name].over_link
             report.row(
                 tokens=case.tokens, stored=case.prefix_tokens if name in _SYSTEMS else 0, system=name,
                 link_Gbit_per_s=case.gbit_per_s if over_link else "", ttft_ms=statistics.median(times) * 1e3,
@@ -252,6 +305,8 @@ def _report(cases: Sequence[_Case], depth: int, repeats: int) -> Report:
         goals = ("at least 1.2", "at most 1.056") if case is longest else ("at least 1.2", "none; a shorter prompt")
         report.ratio(f"chunkwise_over_layerwise{suffix}", case.pairs(_CHUNKWISE, _LAYERWISE), goals[0])
         report.ratio(f"remote_over_local{suffix}", case.pairs(_LAYERWISE, _LOCAL), goals[1])
+        if _S3 in _SYSTEMS:
+            report.ratio(f"s3_over_remote{suffix}", case.pairs(_S3, _LAYERWISE), "reported")
         local = case.pairs(_CHUNKWISE_LOCAL, _LOCAL)
         report.ratio(f"chunkwise_over_layerwise_local{suffix}", local, "none; without a link")
     series = {

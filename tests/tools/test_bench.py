@@ -18,9 +18,11 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools import main, provenance
 from shadowserve_tools.bench.interference import half_width
 from shadowserve_tools.bench.parts.disks import Disks
+from shadowserve_tools.bench.peers.ceph import MISSING
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.report import verdict
 
+CEPH = () if MISSING else ("_ceph",)
 NO_PEERS = ["--peers-python", "/nonexistent/python"]
 SMALL = {
     "fetch": ["--chunks", "1", "--repeats", "1", *NO_PEERS],
@@ -126,8 +128,13 @@ RATIOS = {
         *(["kvrans_avx2_over_zstd", "lossless_avx2_over_zstd"] if native.isa_available(native.Isa.AVX2) else []),
     },
     "aggregate": {
-        *(f"aggregate_over_{way}_{size}" for way in ("single", "ahead") for size in (16, 256)),
-        *("cpu_over_getrange_16", "cpu_over_getrange_256", "requests_most_over_fewest"),
+        *(
+            f"{ratio}_{size}{below}"
+            for ratio in ("aggregate_over_single", "aggregate_over_ahead", "cpu_over_getrange")
+            for size in (16, 256)
+            for below in ("", *CEPH)
+        ),
+        "requests_most_over_fewest",
     },
     "schedule": {"equal_over_calibrated_A", "equal_over_calibrated_C"},
     "storage": {
@@ -198,7 +205,10 @@ RATIOS = {
     "handover": {"handover_ttft_over_warm_hit", "handover_ttft_over_prefill"},
     "layers": {
         f"{ratio}{of}"
-        for ratio in ("chunkwise_over_layerwise", "remote_over_local", "chunkwise_over_layerwise_local")
+        for ratio in (
+            *("chunkwise_over_layerwise", "remote_over_local", "chunkwise_over_layerwise_local"),
+            *("s3_over_remote" for _ in CEPH),
+        )
         for of in ("", "_600")
     },
     "gpu": {
