@@ -7,7 +7,8 @@ import secrets
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ _S3: Final = "layer by layer, link, S3"
 _SYSTEMS: Final = {
     _CHUNKWISE: _System(False, True),
     _LAYERWISE: _System(True, True),
-    **({} if MISSING else {_S3: _System(True, True, cold=True)}),
+    _S3: _System(True, True, cold=True),
     _LOCAL: _System(True, False),
     _CHUNKWISE_LOCAL: _System(False, False),
 }
@@ -67,7 +68,7 @@ class _Case:
     chunks: int
     stored_bytes: int = 0
     gbit_per_s: float = 0.0
-    ttft_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in (*_SYSTEMS, _NO_CACHE)})
+    ttft_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def prefix_tokens(self) -> int:
@@ -86,7 +87,14 @@ class _Bed:
     """An engine, its data plane, and a store behind a link."""
 
     def __init__(
-        self, stack: ExitStack, folder: Path, network: Link, model: Model, tokens_max: int, connections: int
+        self,
+        stack: ExitStack,
+        folder: Path,
+        network: Link,
+        model: Model,
+        tokens_max: int,
+        connections: int,
+        over_s3: bool,
     ) -> None:
         partition = Partition.halves()
         stack.enter_context(on_cores(partition.data_plane))  # the benchmark's own threads keep off the engine's
@@ -101,7 +109,7 @@ class _Bed:
         flags = ["--host", network.host, "--cores", cores, "--memory-budget-bytes", str(self._store_bytes)]
         environment = {"SHADOWSERVE_STORAGE_PASSWORD": password}
         with network.store_side():
-            if not MISSING:
+            if over_s3:
                 endpoint = stack.enter_context(ceph_gateway(_BUCKET))
                 below = {"bucket": _BUCKET, "endpoint": endpoint, "gather_s": 0.2, "timeout_s": _TIMEOUT_S / 2}
                 flags += ["--s3", json.dumps(below)]
@@ -109,6 +117,8 @@ class _Bed:
             storage = stack.enter_context(start_storage(folder, *flags, environment=environment))
             self._operator = stack.enter_context(store_client(storage.address, password))
         self._filled = itertools.count()
+        self._chunks_stored = 0
+        self.systems = [name for name, system in _SYSTEMS.items() if over_s3 or not system.cold]
         address = f"unix:{folder}/dpu.sock"
         with network.client_side():
             stack.enter_context(
@@ -159,21 +169,21 @@ class _Bed:
         """
         with self._network.store_side():
             ends_s = time.monotonic() + _TIMEOUT_S
-            while self._operator.info("s3")["waiting_records"]:
+            while self._operator.info("s3")["records"] < self._chunks_stored:
                 if time.monotonic() > ends_s:
                     raise ShadowServeError(f"records are not in the bucket after {_TIMEOUT_S} s")
                 time.sleep(0.05)
             value = bytes(_FILL_BYTES)
-            for _ in range(self._store_bytes // _FILL_BYTES):
+            for _ in range(self._store_bytes // _FILL_BYTES + 2):
                 self._operator.set(f"fill:{next(self._filled)}", value)
 
-    @contextlib.contextmanager
-    def storing(self) -> Iterator[None]:
-        """Have what is computed stored while the context lasts."""
+    def store(self, tokens: Sequence[int]) -> None:
+        """Have chunks computed and stored that are not yet."""
         self.engine.ask("reading", only=False)
-        yield
+        self.serve(tokens, 0)
         self.engine.ask("settle")
         self.engine.ask("reading", only=True)
+        self._chunks_stored += len(tokens) // DEFAULT_CHUNK_TOKENS
 
 
 @click.command()
@@ -193,6 +203,10 @@ class _Bed:
     "--connections", default=2, show_default=True, type=click.IntRange(1, 64),
     help="Of the data plane to the store: what each brings of a layer comes as fast as its share of the link.",
 )  # fmt: skip
+@click.option(
+    "--s3/--no-s3", "over_s3", default=not MISSING, show_default="where Ceph is installed",
+    help="Also have the store read what is asked for from a bucket of Ceph's below it.",
+)  # fmt: skip
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
 @output_options
 def layers(
@@ -203,13 +217,14 @@ def layers(
     prompts: tuple[str, ...],
     transfer: float,
     connections: int,
+    over_s3: bool,
     repeats: int,
     output: Output,
 ) -> None:
     """Ask a real engine prompts of which a part is stored, layer by layer and chunk by chunk, over a link and without.
 
-    Where Ceph is installed, the store has a bucket below it, on a gateway of Ceph's beside it with its objects in
-    memory; with 'S3' what is stored is there alone when it is asked for.
+    With --s3 the store has a bucket below it, on a gateway of Ceph's beside it with its objects in memory; in 'S3' what
+    is stored is there alone when it is asked for.
 
     The link's rate is such that moving what is stored takes about as long as computing the rest. Store and data plane
     live in two network namespaces with a rate-limited link between, which takes root (or CAP_SYS_ADMIN and
@@ -221,7 +236,7 @@ def layers(
         network = stack.enter_context(linked())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         network.limit(_LOCAL_GBIT_PER_S)
-        bed = _Bed(stack, folder, network, model, max(case.tokens for case in cases), connections)
+        bed = _Bed(stack, folder, network, model, max(case.tokens for case in cases), connections, over_s3)
         progress = stack.enter_context(Progress(transient=True))
         task = progress.add_task("measuring", total=len(cases) * (repeats + 1))
         for case in cases:
@@ -254,8 +269,7 @@ def _prepare(bed: _Bed, network: Link, case: _Case, transfer: float) -> None:
     other = prompt(case.tokens + 1, case.prefix_tokens, VOCABULARY) + case.prompt[case.prefix_tokens :]
     if bed.serve(other, 0)["answer"] == answers[0]["answer"]:
         raise ShadowServeError("the answer does not depend on the prefix: equal answers would show nothing")
-    with bed.storing():
-        bed.serve(case.prompt[: case.prefix_tokens], 0)
+    bed.store(case.prompt[: case.prefix_tokens])
     bed.engine.ask("layerwise", on=True)
     before = bed.plane.statistics().fetched_bytes
     times = []
@@ -270,9 +284,8 @@ def _prepare(bed: _Bed, network: Link, case: _Case, transfer: float) -> None:
 
 def _turn(bed: _Bed, network: Link, case: _Case, number: int) -> None:
     """Ask once with each system, forwards and backwards by turns; one after the other, so that they make pairs."""
-    names = list(_SYSTEMS)
     answers = set()
-    for name in names if number % 2 == 0 else reversed(names):
+    for name in bed.systems if number % 2 == 0 else reversed(bed.systems):
         system = _SYSTEMS[name]
         if system.cold:
             bed.chill()
@@ -292,7 +305,8 @@ def _turn(bed: _Bed, network: Link, case: _Case, number: int) -> None:
 def _report(cases: Sequence[_Case], depth: int, repeats: int) -> Report:
     report = Report("layers", ["tokens", "stored", "system", "link_Gbit_per_s", "stored_MB", "ttft_ms"])
     for case in cases:
-        for name, times in case.ttft_s.items():
+        for name in [name for name in (*_SYSTEMS, _NO_CACHE) if case.ttft_s[name]]:
+            times = case.ttft_s[name]
             over_link = name in _SYSTEMS and _SYSTEMS[name].over_link
             report.row(
                 tokens=case.tokens, stored=case.prefix_tokens if name in _SYSTEMS else 0, system=name,
@@ -305,13 +319,14 @@ def _report(cases: Sequence[_Case], depth: int, repeats: int) -> Report:
         goals = ("at least 1.2", "at most 1.056") if case is longest else ("at least 1.2", "none; a shorter prompt")
         report.ratio(f"chunkwise_over_layerwise{suffix}", case.pairs(_CHUNKWISE, _LAYERWISE), goals[0])
         report.ratio(f"remote_over_local{suffix}", case.pairs(_LAYERWISE, _LOCAL), goals[1])
-        if _S3 in _SYSTEMS:
+        if case.ttft_s[_S3]:
             report.ratio(f"s3_over_remote{suffix}", case.pairs(_S3, _LAYERWISE), "reported")
         local = case.pairs(_CHUNKWISE_LOCAL, _LOCAL)
         report.ratio(f"chunkwise_over_layerwise_local{suffix}", local, "none; without a link")
     series = {
         name: [(str(case.tokens), statistics.median(case.ttft_s[name])) for case in cases]
         for name in (*_SYSTEMS, _NO_CACHE)
+        if cases[0].ttft_s[name]
     }
     report.charts.append(
         Chart(f"Time to the first token, {depth} layers", x="tokens of the prompt", y="s", series=series, kind="bars")

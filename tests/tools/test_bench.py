@@ -18,11 +18,9 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools import main, provenance
 from shadowserve_tools.bench.interference import half_width
 from shadowserve_tools.bench.parts.disks import Disks
-from shadowserve_tools.bench.peers.ceph import MISSING
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.report import verdict
 
-CEPH = () if MISSING else ("_ceph",)
 NO_PEERS = ["--peers-python", "/nonexistent/python"]
 SMALL = {
     "fetch": ["--chunks", "1", "--repeats", "1", *NO_PEERS],
@@ -34,7 +32,10 @@ SMALL = {
         *("--engines", "memory,pool"),
     ],
     "commands": ["--count", "500", "--repeats", "1"],
-    "aggregate": ["--chunks", "16,256", "--tokens", "256", "--layers", "2", "--repeats", "1"],
+    "aggregate": [
+        *("--chunks", "16,256", "--tokens", "256", "--layers", "2", "--repeats", "1"),
+        *("--below", "memory"),  # over Ceph, and in 'layers', it takes half a minute more
+    ],
     "schedule": [
         *("--mixes", "A,C", "--policies", "stall_opt", "--rate", "0.2", "--time", "0.01", "--repeats", "1"),
     ],
@@ -65,7 +66,7 @@ SMALL = {
     ],
     "layers": [
         *("--layers", "3", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600:1"),
-        *("--prompt", "700:2", "--repeats", "1"),
+        *("--prompt", "700:2", "--repeats", "1", "--no-s3"),
     ],
     "gpu": [
         *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
@@ -129,10 +130,9 @@ RATIOS = {
     },
     "aggregate": {
         *(
-            f"{ratio}_{size}{below}"
+            f"{ratio}_{size}"
             for ratio in ("aggregate_over_single", "aggregate_over_ahead", "cpu_over_getrange")
             for size in (16, 256)
-            for below in ("", *CEPH)
         ),
         "requests_most_over_fewest",
     },
@@ -205,10 +205,7 @@ RATIOS = {
     "handover": {"handover_ttft_over_warm_hit", "handover_ttft_over_prefill"},
     "layers": {
         f"{ratio}{of}"
-        for ratio in (
-            *("chunkwise_over_layerwise", "remote_over_local", "chunkwise_over_layerwise_local"),
-            *("s3_over_remote" for _ in CEPH),
-        )
+        for ratio in ("chunkwise_over_layerwise", "remote_over_local", "chunkwise_over_layerwise_local")
         for of in ("", "_600")
     },
     "gpu": {
