@@ -12,10 +12,12 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.logs import LogFormat
 from shadowserve.tls import check_pair, check_served
 
-__all__ = ["CoreList", "DataPlaneConfig", "codec_name"]
+__all__ = ["NODES_MAX", "CoreList", "DataPlaneConfig", "codec_name"]
 
 CORE_ANY: Final = -1
 MIB: Final = 1 << 20
+NODES_MAX: Final = 256
+"""Storage servers in one round: the C core's limit."""
 
 CoreList = Literal["auto"] | list[Annotated[int, Field(ge=CORE_ANY, le=4095)]]
 """Core of each thread of a stage, -1 for a thread that is not pinned; ``auto`` sizes it for this machine."""
@@ -68,7 +70,10 @@ class DataPlaneConfig(Section):
     """Log lines as text, or as one JSON object a line, with the same events and fields."""
 
     storage: str = "127.0.0.1:6380"
-    """Storage server, host:port. Not used with ``storage_cluster``."""
+    """Storage server, host:port. Not used with ``storage_nodes`` or ``storage_cluster``."""
+    storage_nodes: list[str] = Field([], max_length=NODES_MAX)
+    """Several storage servers over one bucket, host:port each, spelt alike for all data planes; empty for one server.
+    Each prefix has one of them, and another one while that is away. docs/object-storage.md says more."""
     storage_cluster: list[str] = []
     """Some nodes of a Redis Cluster or Valkey Cluster, host:port each, to learn of the others from; empty for one
     server. docs/scale.md says when to use which."""
@@ -189,12 +194,14 @@ class DataPlaneConfig(Section):
             raise ValueError(f"'{value}': the storage server cannot have port 0")
         return value
 
-    @field_validator("storage_cluster")
+    @field_validator("storage_cluster", "storage_nodes")
     @classmethod
-    def _check_cluster(cls, value: list[str]) -> list[str]:
+    def _check_several(cls, value: list[str]) -> list[str]:
         for address in value:
             if split_address(address)[1] == 0:
-                raise ValueError(f"'{address}': a node of a cluster cannot have port 0")
+                raise ValueError(f"'{address}': a storage node cannot have port 0")
+            if value.count(address) > 1:
+                raise ValueError(f"'{address}' is given twice")
         return value
 
     @model_validator(mode="after")
@@ -208,6 +215,13 @@ class DataPlaneConfig(Section):
                 "storage_server_name is one name, and a cluster has several nodes: their certificates must hold the "
                 "names or addresses that the nodes announce (cluster-announce-hostname, cluster-announce-ip)"
             )
+        if self.storage_server_name and self.storage_nodes:
+            raise ValueError(
+                "storage_server_name is one name, and storage_nodes are several: their certificates must hold the "
+                "names or addresses that stand there"
+            )
+        if self.storage_nodes and self.storage_cluster:
+            raise ValueError("storage_nodes are servers of ours, storage_cluster is one of Redis or Valkey: give one")
         if self.storage_cluster_replicas and not self.storage_cluster:
             raise ValueError("storage_cluster_replicas is given without storage_cluster: one server has no replicas")
         return self

@@ -1,12 +1,14 @@
 """Which source a configuration names."""
 
+from collections.abc import Callable
 from concurrent.futures import Executor
 
-from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.config import NODES_MAX, DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.cluster import ServerCluster
-from dpu_dataplane.sources.resp.ranges import NODES_MAX
 from dpu_dataplane.sources.resp.server import OneServer
+from dpu_dataplane.sources.resp.servers import Servers
+from dpu_dataplane.sources.resp.several import SeveralServers
 from dpu_dataplane.sources.resp.source import RespSource
 from dpu_dataplane.sources.source import Source
 from shadowserve import native
@@ -16,7 +18,7 @@ __all__ = ["nodes_max", "source_of"]
 
 def nodes_max(config: DataPlaneConfig) -> int:
     """Return of how many servers one round may take bytes."""
-    return NODES_MAX if config.storage_cluster else 1
+    return NODES_MAX if config.storage_cluster else max(1, len(config.storage_nodes))
 
 
 def source_of(
@@ -34,5 +36,8 @@ def source_of(
     Raises:
         ConfigurationError: a library that it needs is not installed, or TLS is wanted and cannot be had.
     """
-    servers = ServerCluster(config, metrics) if config.storage_cluster else OneServer(config, metrics)
+    kind: Callable[[DataPlaneConfig, Metrics], Servers] = OneServer
+    if config.storage_cluster or config.storage_nodes:
+        kind = ServerCluster if config.storage_cluster else SeveralServers
+    servers = kind(config, metrics)
     return RespSource(servers, pipeline, fetching, storing, len(config.stage_cores()["net"]), metrics)

@@ -141,7 +141,9 @@ def _reach_storage(
     machine: Machine, file: str | None, address: str | None, plane: DataPlaneConfig | None = None
 ) -> Iterator[Check]:
     """Whether storage answers: at ``address`` or, without one, wherever the data plane is told that it is."""
-    addresses = [address] if address or plane is None else plane.storage_cluster or [plane.storage]
+    addresses = [address]
+    if plane is not None and not address:
+        addresses = [*(plane.storage_nodes or plane.storage_cluster or [plane.storage])]
     own, _ = _configuration(StorageConfig, machine, file)
     for each in addresses:
         what = "storage server" if len(addresses) == 1 else f"storage node {each}"

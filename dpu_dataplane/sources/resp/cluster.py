@@ -106,7 +106,7 @@ class ServerCluster:
         self._metrics = metrics
         self._map: _Map | None = None
         self._controls: dict[Node, asyncio.Task[RespClient]] = {}
-        self._outage = Outage(logger)  # until the map is known
+        self._outage = Outage(logger, "every call is a miss")  # until the map is known
         self._look = asyncio.Event()  # something says that the map has changed
         self._refreshing: asyncio.Task[None] | None = None
         self._moved: dict[int, Node] = {}  # slots that nodes have told of since the map was read

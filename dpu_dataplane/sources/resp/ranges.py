@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dpu_dataplane.config import NODES_MAX
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.links import DataLinks, Link, Node
@@ -23,10 +24,8 @@ from shadowserve import native
 from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.native import Result
 
-__all__ = ["NODES_MAX", "Ranges"]
+__all__ = ["Ranges"]
 
-NODES_MAX: Final = 256
-"""Of a cluster, in one round: the C core's limit. What more nodes have is fetched in the next one."""
 _PASSING: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
 """Errors of a cluster's node that may be over when it is asked again, or another one is."""
 _ANY: Final = 1 << 32
@@ -158,7 +157,7 @@ class Ranges:
             if node is None:
                 lacking = f"storage {self._servers.name}: no node has the slot of this key"
                 course.fail(index, Result.DISCONNECTED, StorageUnavailableError(lacking))
-            elif node in wanted or len(wanted) < NODES_MAX:
+            elif node in wanted or len(wanted) < NODES_MAX:  # what more have is fetched in the next round
                 wanted.setdefault(node, []).append(index)
             else:
                 rest.append(index)

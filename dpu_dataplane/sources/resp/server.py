@@ -38,20 +38,28 @@ logger = logging.getLogger(__name__)
 class OneServer:
     """Knows whether the storage server can be reached, and asks it questions.
 
+    Args:
+        config: of the daemon.
+        metrics: to count in.
+        address: of the server, host:port; ``storage`` of the configuration by default.
+        meanwhile: what the log says of a time when it is away.
+
     Raises:
         ConfigurationError: TLS is wanted and cannot be had.
     """
 
     clustered = False
 
-    def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
-        self.name = config.storage
-        self._node = Node(*split_address(config.storage))
+    def __init__(
+        self, config: DataPlaneConfig, metrics: Metrics, address: str = "", meanwhile: str = "every call is a miss"
+    ) -> None:
+        self.name = address or config.storage
+        self._node = Node(*split_address(self.name))
         self.dialer = Dialer(config)
         self._metrics = metrics
         self._control: RespClient | None = None
         self._has_meta = self._has_announcements = True  # of the connection in hand
-        self._outage = Outage(logger)
+        self._outage = Outage(logger, meanwhile)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:

@@ -35,7 +35,9 @@ CODECS = frozenset(native.codec_implementations())
 
 
 class Behind(ABC):
-    """What is behind a source, as a test may treat it."""
+    """What is behind a source, as a test may treat it; ``verifies``: it takes sound records only."""
+
+    verifies = False
 
     @abstractmethod
     def put(self, key: bytes, value: bytes) -> None: ...
@@ -61,6 +63,7 @@ class Behind(ABC):
 class BehindServer(Behind):
     def __init__(self, kind: str, folder: Path) -> None:
         self.server = Server(kind, folder).start()
+        self.verifies = kind == "storage_kv"
 
     def put(self, key: bytes, value: bytes) -> None:
         self.server.put(key, value)
@@ -82,6 +85,44 @@ class BehindServer(Behind):
 
     def configuration(self) -> DataPlaneConfig:
         return config(self.server)
+
+
+class BehindNodes(Behind):
+    """Several servers that all have what is put, as if a bucket below gave it to them."""
+
+    verifies = True
+
+    def __init__(self, folder: Path) -> None:
+        folders = [folder / str(number) for number in range(3)]
+        for each in folders:
+            each.mkdir()
+        self.servers = [Server("storage_kv", each).start() for each in folders]
+
+    def put(self, key: bytes, value: bytes) -> None:
+        for server in self.servers:
+            server.put(key, value)
+
+    def hold(self) -> None:
+        for server in self.servers:
+            server.freeze()
+
+    def release(self) -> None:
+        for server in self.servers:
+            server.thaw()
+
+    def asked(self) -> bool:
+        return any(server.asked() for server in self.servers)
+
+    def kill(self) -> None:
+        for server in self.servers:
+            server.kill()
+
+    def revive(self) -> None:
+        for server in self.servers:
+            server.start()
+
+    def configuration(self) -> DataPlaneConfig:
+        return config("127.0.0.1:1", storage_nodes=[server.address for server in self.servers])
 
 
 class BehindCluster(Behind):
@@ -227,13 +268,20 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindSer
 
 
 @pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindNodes]:
+    behind = BehindNodes(tmp_path_factory.mktemp("nodes"))
+    yield behind
+    behind.kill()
+
+
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindCluster]:
     behind = BehindCluster(tmp_path_factory.mktemp("cluster"))
     yield behind
     behind.kill()
 
 
-@pytest.fixture(params=["our_server", "redis_server", "cluster", "script"])
+@pytest.fixture(params=["our_server", "redis_server", "nodes", "cluster", "script"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     behind = request.getfixturevalue(request.param) if request.param != "script" else None
     configuration = behind.configuration() if behind is not None else config("127.0.0.1:1")
@@ -339,7 +387,7 @@ async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
     await bench.source.delete(keys[1])
     damaged = records[1][:-9] + bytes([records[1][-9] ^ 4]) + records[1][-8:]
     wanted = Result.CHECKSUM
-    if isinstance(bench.behind, BehindServer) and bench.behind.server.kind == "storage_kv":
+    if bench.behind.verifies:
         with pytest.raises(AssertionError, match="checksum is wrong"):
             bench.behind.put(keys[1], damaged)  # our server takes no such record in the first place
         wanted = Result.NOT_FOUND
