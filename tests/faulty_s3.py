@@ -1,10 +1,12 @@
 """A small S3 server of the tests' own, real HTTP on loopback, that does whatever it is told to do wrong.
 
 It keeps one bucket in memory and knows what the storage node asks for: PUT with ``If-None-Match: *``, GET of ranges,
-lists, DELETE, all by path. It checks no signatures; Ceph RGW does (``tests/storage/test_ceph.py``).
+lists, DELETE, all by path. It checks no signatures; Ceph RGW does (``tests/storage/test_object_storage.py``).
+Run as a program it serves until SIGTERM.
 """
 
 import hashlib
+import signal
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -216,3 +218,9 @@ def _etag(body: bytes) -> str:
 
 def _iso(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+if __name__ == "__main__":
+    with faulty_s3() as forever:
+        print(f"ready {forever.endpoint.removeprefix('http://')}", flush=True)
+        signal.sigwait({signal.SIGTERM, signal.SIGINT})

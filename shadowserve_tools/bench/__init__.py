@@ -27,6 +27,7 @@ BENCHES: Final = (
     "commands",
     "aggregate",
     "schedule",
+    "nodes",
     "index",
     "fetch",
     "link",

@@ -7,12 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ceph_gateway
 import pytest
 from cold_support import CREDENTIALS, Chain
 from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
 from machine import wait_for
 from storage_support import REPOSITORY, Child, Client
+
+from shadowserve_tools.bench.peers import buckets
 
 CHAIN = Chain("document", 24, 1 << 16)
 Starts = Callable[..., Child]
@@ -21,9 +22,9 @@ StartsNodes = Callable[..., tuple[Child, Client]]
 
 @pytest.fixture(scope="module")
 def ceph() -> Iterator[str]:
-    if ceph_gateway.MISSING:
-        pytest.skip(f"{ceph_gateway.MISSING} is not installed: apt-get install ceph-mon ceph-osd radosgw")
-    with ceph_gateway.ceph_gateway(BUCKET) as endpoint:
+    if buckets.CEPH_MISSING:
+        pytest.skip(f"{buckets.CEPH_MISSING} is not installed: apt-get install ceph-mon ceph-osd radosgw")
+    with buckets.ceph_gateway(BUCKET) as endpoint:
         yield endpoint
 
 
@@ -38,7 +39,7 @@ def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
     """An endpoint and credentials."""
     if request.param == "own":
         return request.getfixturevalue("faulty").endpoint, CREDENTIALS
-    return request.getfixturevalue("ceph"), ceph_gateway.CREDENTIALS
+    return request.getfixturevalue("ceph"), buckets.CREDENTIALS
 
 
 @pytest.fixture
@@ -144,7 +145,7 @@ def test_two_nodes_that_are_given_the_same_chain_agree(bucket: tuple[str, dict[s
 def test_wrong_credentials_or_a_missing_bucket_leave_a_node_that_works_without(
     ceph: str, node: StartsNodes, wrong: str
 ) -> None:
-    credentials = ceph_gateway.CREDENTIALS | ({"AWS_SECRET_ACCESS_KEY": "wrong"} if wrong == "secret" else {})
+    credentials = buckets.CREDENTIALS | ({"AWS_SECRET_ACCESS_KEY": "wrong"} if wrong == "secret" else {})
     _, client = node(ceph, credentials, **({"bucket": "not-there"} if wrong == "bucket" else {}))
     wait_for(lambda: s3(client)["state"] == "away")
     assert ("denied=" if wrong == "secret" else "no_bucket=") in s3(client)["failed_reads"]

@@ -1,4 +1,4 @@
-"""Several storage servers of their own, over one bucket: each prefix has one of them, and another one while that is away.
+"""Several storage servers of their own over one bucket: each prefix has one of them, and another while that is away.
 
 Who has a prefix is decided by rendezvous hashing (Thaler and Ravishankar, 1998) of the servers' addresses with what all
 keys of a chain have in common: every data plane with the same addresses decides alike, and a server that comes or goes
