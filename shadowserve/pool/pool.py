@@ -152,6 +152,7 @@ class Pool(ABC):
         self._tenants = opened.tenants
         self._cursors = Cursors(self._entropy(16))
         if self._below is not None:
+            self._space.held_back = self._below.holds_back
             self._below.start(self, lock)
 
     def descriptors(self) -> list[int]:
@@ -257,6 +258,7 @@ class Pool(ABC):
             return False
         self._next_turn_ms = now_ms + _TURN_MS
         self._core.turn()
+        self._space.waits_below = False
         self._homes.update()
         self._space.begin_hold()
         self._space.keep_headroom()
@@ -675,7 +677,11 @@ class Pool(ABC):
 
     def _take_busy(self) -> list[Ticket]:
         """Return whose writes may be tried again: bytes have been written, or extents have become free."""
-        if not self._busy or self._writer.bytes_under_way >= self._config.write_bytes_under_way_max:
+        if (
+            not self._busy
+            or self._space.waits_below
+            or self._writer.bytes_under_way >= self._config.write_bytes_under_way_max
+        ):
             return []
         if self._count_free_blocks() <= self._free_blocks and any(disk.is_freeing for disk in self._core.disks):
             return []

@@ -8,6 +8,7 @@ So many objects go in one hold of the pool's lock: whoever needs more room comes
 was lowered goes in poll().
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -16,7 +17,8 @@ from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import MEMORY_ONLY, Entry
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.keys import chunk_key
+from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
 __all__ = ["EVICTION_CAUSES", "Quota", "Space"]
@@ -60,6 +62,8 @@ class Space:
     Attributes:
         left: how many objects may still be evicted before the lock is given up; begin_hold() says anew.
         wants_turn: somebody has looked for memory for as long as is allowed in one hold.
+        held_back: says of a record whether it must stay for now: the tier below still wants it.
+        waits_below: something had to stay; whoever needs room comes again with the next turn.
     """
 
     def __init__(self, core: Core, *, budget_bytes: int | None, objects_max: int, memory_homes: bool) -> None:
@@ -76,7 +80,8 @@ class Space:
         self.objects_max = objects_max
         self.quotas: dict[int, Quota] = {}
         self.begin_hold()
-        self.wants_turn = False
+        self.wants_turn = self.waits_below = False
+        self.held_back: Callable[[Address], bool] = lambda address: False
         self._beyond: dict[int, None] = {}  # tenants that may have more than their quota
         self._is_beyond = False  # whether all may have more than the capacity
         self._filled = {disk.number for disk in core.disks}  # where less may be free than when there was enough
@@ -167,8 +172,8 @@ class Space:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether trim() has more to do."""
-        return self._is_beyond or bool(self._beyond)
+        """Whether trim() has more to do, and can."""
+        return (self._is_beyond or bool(self._beyond)) and not self.waits_below
 
     def trim(self) -> None:
         """Evict what is beyond quotas and budget, as far as it may be, and as many as there may in this hold."""
@@ -208,10 +213,17 @@ class Space:
             slot = slot or index.victim(now_s, device, tenant)
             if not slot:
                 return False
+            if self._is_held_back(slot):
+                self.left, self.waits_below = 0, True
+                return False
             if core.evict(slot, cause):
                 return True
             index.touch(slot, now_s)
         return False
+
+    def _is_held_back(self, slot: int) -> bool:
+        fields = self._core.index.read(slot)
+        return fields.head_length > 0 and self.held_back((fields.tenant, chunk_key(fields.key)))
 
     def _heaviest(self, device: int) -> int | None:
         """Return the tenant that is most over an equal share of the budget, and has something on the device."""

@@ -140,6 +140,9 @@ class Below(Protocol):
     def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> None:
         """Hear of what the pool has been given, and whether it expires."""
 
+    def holds_back(self, address: Address) -> bool:
+        """Return whether a record may not be evicted yet: it is being written here, for so long as that may take."""
+
     def removed(self, address: Address) -> bool:
         """Have nobody find ``address`` here any more; return whether it was here."""
 

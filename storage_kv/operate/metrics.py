@@ -138,6 +138,7 @@ _COLD_COUNTERS: Final[_Table] = (
     ("s3_written_objects", "written_objects", "Objects written to the bucket."),
     ("s3_written_bytes", "written_bytes", "Bytes written to the bucket."),
     ("s3_present_objects", "present_objects", "Objects that another node had written already."),
+    ("s3_held_back", "held_back", "Evictions that had to wait until the bucket had the record."),
     ("s3_missed_records", "missed_records", "Records that did not get into the bucket: it was slower than evictions."),
     ("s3_swept_objects", "swept_objects", "Objects deleted because of bytes_max."),
 )

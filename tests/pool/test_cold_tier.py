@@ -11,6 +11,7 @@ from faulty_s3 import Answer, Asked, FaultyS3, faulty_s3
 from machine import wait_for
 
 from shadowserve.errors import ConfigurationError
+from shadowserve.keys import storage_key
 from shadowserve.pool.cold.gathering import Gathering
 
 
@@ -92,6 +93,40 @@ def test_what_memory_had_to_evict_comes_back_from_the_bucket(open_node: Opens) -
     node.await_known(32)
     for chain in chains:
         assert node.read_chain(chain) == chain.values
+
+
+def test_written_when_evicted_nothing_is_written_before_there_is_no_room(bucket: FaultyS3, open_node: Opens) -> None:
+    node = open_node(write="evicted", memory_budget_bytes=2 * MIB)
+    long = Chain("long", 40, 1 << 16)
+    for name, value, head_bytes, parent in long.records[:4]:
+        node.put(storage_key(name), value, head_bytes=head_bytes, parent=parent)
+    node.await_listed()
+    assert not bucket.objects and node.cold().waiting_records == 4
+    for name, value, head_bytes, parent in long.records[4:]:
+        node.put(storage_key(name), value, head_bytes=head_bytes, parent=parent)
+    statistics = node.statistics()
+    assert statistics.evicted_keys and node.cold().held_back and not node.cold().missed_records
+    assert node.cold().written_objects <= 10, "a run is written together"
+    assert node.read_chain(long) == long.values
+
+
+@pytest.mark.parametrize("how", ["slow", "refusing"])
+def test_written_when_evicted_a_bucket_that_takes_nothing_holds_stores_up_for_its_deadline_and_no_longer(
+    bucket: FaultyS3, open_node: Opens, how: str
+) -> None:
+    node = open_node(write="evicted", memory_budget_bytes=2 * MIB, timeout_s=0.5)
+    gate = threading.Event()
+    bad = Answer(after=gate) if how == "slow" else Answer(status=503, code="SlowDown")
+    bucket.fault = lambda asked: bad if asked.operation == "put" else None
+    try:
+        many = Chain("many", 60, 1 << 16)
+        node.store_chain(many)
+        found = node.read_chain(many)
+        assert node.statistics().evicted_keys
+        assert all(value in (None, wanted) for value, wanted in zip(found, many.values, strict=True))
+        assert None in found and not bucket.objects
+    finally:
+        gate.set()
 
 
 def test_tenants_do_not_find_each_others_records(bucket: FaultyS3, open_node: Opens) -> None:
@@ -476,3 +511,15 @@ def test_a_record_that_is_stored_twice_waits_once() -> None:
     gathering.add((0, b"b"), b"b", b"a", 10, 0.0)
     batch = gathering.take(0.0, hurry=True)
     assert batch is not None and [key for _, key in batch.records] == [b"a", b"b"] and gathering.waiting == 0
+
+
+def test_a_run_that_is_urged_is_taken_next_whole() -> None:
+    gathering = Gathering(20, 5.0, 100)
+    for key, parent in ((b"a", b""), (b"b", b"a"), (b"c", b""), (b"x", b""), (b"y", b"x")):
+        gathering.add((0, key), key, parent, 10 if key != b"c" else 1, 0.0)
+    assert gathering.urge(0, b"c") and gathering.urge(0, b"x") and not gathering.urge(0, b"z")
+    taken = []
+    while (batch := gathering.take(0.0)) is not None:
+        taken.append([key for _, key in batch.records])
+    assert taken == [[b"x", b"y"], [b"c"], [b"a", b"b"]] and gathering.waiting == 0
+    assert not gathering.urge(0, b"x")

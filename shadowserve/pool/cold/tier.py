@@ -150,6 +150,10 @@ class ColdTier:
         if name is not None and self._catalog.find(name, key) is None:
             self._writer.stored(address, key, parent, length)
 
+    def holds_back(self, address: Address) -> bool:
+        """Return whether a record may not be evicted yet, see :meth:`ColdWriter.holds_back`."""
+        return self._writer.holds_back(address)
+
     def removed(self, address: Address) -> bool:
         """Have nobody find a record any more, and delete the objects that have it; return whether there were any.
 
@@ -313,6 +317,7 @@ class ColdTier:
             present_objects=writer.present,
             failed_writes=dict(self._write_outage.failures),
             waiting_records=writer.gathering.waiting,
+            held_back=writer.held_back,
             missed_records=writer.missed + writer.gathering.dropped,
             swept_objects=self._swept,
         )
