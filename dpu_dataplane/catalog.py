@@ -120,8 +120,15 @@ class Catalog:
         """Keys in quarantine."""
         return len(self._quarantine)
 
-    async def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Flags]:
-        """Return for each chain, a namespace and its keys, which chunks are stored and look sound.
+    async def lookup(
+        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], *, waiting: bool = True
+    ) -> tuple[list[Flags], list[int]]:
+        """Return for each chain, a namespace and its keys, which chunks are stored and look sound, and when they are.
+
+        Args:
+            chains: to look at.
+            waiting: for what storage itself has to fetch. Otherwise that counts as stored, unseen, and the second list
+                has for each chain in how many ms it is expected, 0 where there is none of it.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: storage did not answer.
@@ -133,6 +140,9 @@ class Catalog:
             if not self.is_quarantined(namespace, key)
         ]
         present: list[Flags] = [np.zeros(len(keys), np.bool_) for _, keys in chains]
+        cold_ms = [0] * len(chains)
+        if not waiting:
+            asked = await self._leave_cold(asked, present, cold_ms)
         for first in range(0, len(asked), QUESTION_KEYS_MAX):
             question = asked[first : first + QUESTION_KEYS_MAX]
             answer = await self._source.find([key for _, _, key in question])
@@ -142,7 +152,25 @@ class Catalog:
                 present[chain][position] = self._is_sound(stored, key, chains[chain][0])
         self._metrics.lookup_keys += sum(len(keys) for _, keys in chains)
         self._metrics.lookup_hits += sum(int(flags.sum()) for flags in present)
-        return present
+        return present, cold_ms
+
+    async def _leave_cold(
+        self, asked: list[tuple[int, int, bytes]], present: list[Flags], cold_ms: list[int]
+    ) -> list[tuple[int, int, bytes]]:
+        """Take chunks for present that storage would have to fetch itself; return the others."""
+        left = []
+        for first in range(0, len(asked), QUESTION_KEYS_MAX):
+            question = asked[first : first + QUESTION_KEYS_MAX]
+            expected = await self._source.cold([key for _, _, key in question])
+            if expected is None:
+                return asked
+            for (chain, position, key), ms in zip(question, expected.tolist(), strict=True):
+                if ms:
+                    present[chain][position] = True
+                    cold_ms[chain] = max(cold_ms[chain], ms)
+                else:
+                    left.append((chain, position, key))
+        return left
 
     async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> None:
         """Tell storage that chunks will be stored; see :meth:`Source.announce`.

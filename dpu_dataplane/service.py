@@ -45,6 +45,7 @@ _Response = TypeVar("_Response", bound=Message)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 REPORT_INTERVAL: Final = 10.0
+_UINT32_MAX: Final = (1 << 32) - 1
 _REPORTED = (pb.OUTCOME_DEADLINE, pb.OUTCOME_STORAGE_REFUSED, pb.OUTCOME_NOT_STORABLE)
 
 logger = logging.getLogger(__name__)
@@ -237,10 +238,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
         present: list[bytes] = []
         announced: list[bytes] = []
+        cold_ms: list[int] = []
         detail = ""
         with self._metrics.lookup_seconds.time():
             try:
-                found, coming = await job.within(self._look(chains, request.announced), "asking storage for heads")
+                look = self._look(chains, announced=request.announced, waiting=not request.cold)
+                found, cold_ms, coming = await job.within(look, "asking storage for heads")
                 present = [pack(flags) for flags in found]
                 announced = [pack(each & ~there) for each, there in zip(coming or (), found, strict=bool(coming))]
                 outcome = pb.OUTCOME_COMPLETE
@@ -254,20 +257,23 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 outcome, detail = self._internal("Lookup", error)
         self._metrics.lookups[outcome_name(outcome)] += 1
         response = pb.LookupResponse(present=present, announced=announced, outcome=outcome, detail=detail)
+        if request.cold:
+            response.cold_ms.extend(min(ms, _UINT32_MAX) for ms in cold_ms)
         self._report(response)
         return response
 
     async def _look(
-        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], announced: bool
-    ) -> tuple[list[Flags], list[Flags] | None]:
-        """Return what is there of each chain and, if wanted, what is announced: both in one round trip.
+        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], *, announced: bool, waiting: bool
+    ) -> tuple[list[Flags], list[int], list[Flags] | None]:
+        """Return what is there of each chain, when, and, if wanted, what is announced: both in one round trip.
 
         What is announced is asked first: the other way round, what is stored in between would be neither.
         """
+        lookup = self._catalog.lookup(chains, waiting=waiting)
         if not announced:
-            return await self._catalog.lookup(chains), None
-        coming, found = await asyncio.gather(self._catalog.announced(chains), self._catalog.lookup(chains))
-        return found, coming
+            return *await lookup, None
+        coming, found = await asyncio.gather(self._catalog.announced(chains), lookup)
+        return *found, coming
 
     async def _announce(self, request: pb.AnnounceRequest, host: Host) -> pb.AnnounceResponse:
         keys = self._validate.keys("keys", list(request.keys))

@@ -190,6 +190,17 @@ class Source(ABC):
         """
         return None
 
+    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Return in how many ms the source expects to have each of up to QUESTION_KEYS_MAX keys if asked for all now.
+
+        0 of what it has or knows nothing of; None of a source that has all that it knows of. Waits for none of them,
+        as :meth:`find` would.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: no key was answered for.
+        """
+        return None
+
     @abstractmethod
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Deliver an order's pieces, in order.

@@ -137,6 +137,9 @@ class Below(Protocol):
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
         """Bring bytes of an item of find(), as ``Pool.read()``."""
 
+    def expected_s(self, size: int) -> float:
+        """Return how many seconds items of find() of so many bytes are expected to take, asked for together now."""
+
     def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> None:
         """Hear of what the pool has been given, and whether it expires."""
 

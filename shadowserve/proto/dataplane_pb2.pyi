@@ -120,26 +120,30 @@ class KeyChain(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("chains", "timeout_ms", "announced")
+    __slots__ = ("chains", "timeout_ms", "announced", "cold")
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    COLD_FIELD_NUMBER: _ClassVar[int]
     chains: _containers.RepeatedCompositeFieldContainer[KeyChain]
     timeout_ms: int
     announced: bool
-    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., announced: _Optional[bool] = ...) -> None: ...
+    cold: bool
+    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., announced: _Optional[bool] = ..., cold: _Optional[bool] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("outcome", "detail", "present", "announced")
+    __slots__ = ("outcome", "detail", "present", "announced", "cold_ms")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    COLD_MS_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
     present: _containers.RepeatedScalarFieldContainer[bytes]
     announced: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., announced: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    cold_ms: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., announced: _Optional[_Iterable[bytes]] = ..., cold_ms: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("keys", "lasts_ms", "timeout_ms")

@@ -184,7 +184,7 @@ class DataPlane:
 
     async def _lookup(self) -> object:
         keys, began = self._keys(), self._world.now_ns
-        [present] = await self._catalog.lookup([(NAMESPACE, keys)])
+        [present], _ = await self._catalog.lookup([(NAMESPACE, keys)])
         for key, there in zip(keys, present.tolist(), strict=True):
             if there:
                 self._compare(key, lambda write: True, began, "lookup")

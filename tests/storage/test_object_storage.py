@@ -170,6 +170,24 @@ def test_a_bucket_that_stands_still_disturbs_no_other_client(faulty: FaultyS3, n
     assert two.receive() == CHAIN.values[0]
 
 
+def test_what_only_the_bucket_has_is_told_with_when_to_expect_it_and_not_fetched(
+    faulty: FaultyS3, node: StartsNodes
+) -> None:
+    _, one = node(faulty.endpoint, CREDENTIALS)
+    store_chain(one)
+    assert one.call("KV.COLD", *CHAIN.keys) == [0] * 24
+    _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
+    wait_for(lambda: s3(two)["records"] == "24")
+    asked = faulty.count("get")
+    expected = two.call("KV.COLD", *CHAIN.keys[:2], b"kv:" + b"0" * 64, *CHAIN.keys[2:], "plain")
+    assert isinstance(expected, list) and expected[2] == expected[-1] == 0
+    del expected[2], expected[-1]
+    assert 0 < expected[0] <= expected[23] and expected == sorted(expected), "those before it come, too"
+    assert faulty.count("get") == asked
+    assert two.call("MGET", *CHAIN.keys) == CHAIN.values
+    assert two.call("KV.COLD", *CHAIN.keys) == [0] * 24
+
+
 def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, node: StartsNodes) -> None:
     _, one = node(faulty.endpoint, CREDENTIALS)
     store_chain(one)

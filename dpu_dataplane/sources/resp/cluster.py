@@ -13,6 +13,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.outage import Outage
@@ -405,6 +408,10 @@ class ServerCluster:
 
     async def announced(self, keys: Sequence[bytes]) -> Flags | None:
         """Return None, likewise."""
+        return None
+
+    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Return None, likewise: it has nothing below."""
         return None
 
     async def delete(self, key: bytes) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
@@ -148,6 +149,17 @@ class SeveralServers:
             if flags is not None:
                 announced[some] = flags
         return announced
+
+    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Return in how many ms each key is expected at its server; None where no server knows KV.COLD."""
+        answers = await self._ask(keys, lambda server, mine: server.cold(mine))
+        if all(expected is None for _, expected in answers):
+            return None
+        cold = np.zeros(len(keys), np.int64)
+        for some, expected in answers:
+            if expected is not None:
+                cold[some] = expected
+        return cold
 
     async def delete(self, key: bytes) -> None:
         """Delete a record where it is now.

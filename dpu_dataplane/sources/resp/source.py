@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
+import numpy as np
+import numpy.typing as npt
+
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.links import DataLinks
@@ -70,6 +73,10 @@ class RespSource(Source):
     async def announced(self, keys: Sequence[bytes]) -> Flags | None:
         """Ask with KV.ANNOUNCED, where that is known."""
         return await self._servers.announced(keys)
+
+    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Ask with KV.COLD, where that is known."""
+        return await self._servers.cold(keys)
 
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Fetch from whoever has each chunk."""

@@ -125,6 +125,10 @@ class ColdTier:
         assert isinstance(item, ColdItem)
         self._reader.read(item, start, end, done)
 
+    def expected_s(self, size: int) -> float:
+        """Return how long records of so many bytes are expected to take if they are asked for now."""
+        return self._reader.expected_s(size)
+
     def _name_of(self, tenant: int) -> str | None:
         name = self._tenants.get(tenant)
         if name is None:

@@ -1,15 +1,17 @@
 """Several storage nodes over one bucket: who has which prefix, and what happens while one of them is away."""
 
 import json
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from dataplane_support import Client, Server, expected, keys_of, kv, layout, make_record, running
-from faulty_s3 import BUCKET, FaultyS3, faulty_s3
-from machine import PATIENCE_S, until, wait_for
+from dataplane_support import Client, Server, expected, found, keys_of, kv, layout, make_record, running
+from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from machine import PATIENCE_MS, PATIENCE_S, until, wait_for
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.sources.resp.several import ranking
@@ -148,6 +150,45 @@ async def test_nobody_waits_for_a_node_that_is_away_and_all_away_is_said(nodes: 
         nodes[1].kill()
         lookup = await client.lookup(chain)
         assert lookup.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE and "is it running" in lookup.detail
+
+
+async def test_a_lookup_says_what_is_cold_and_does_not_wait_for_it(nodes: list[Server], bucket: FaultyS3) -> None:
+    chain, other = chains_of(nodes)
+    for seed, key in enumerate(chain):
+        nodes[1].put(key, make_record(SHAPE, key, seed))  # not its first choice, which finds it in the bucket
+    await until(lambda: known(nodes[0]) >= CHUNKS)
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
+        await client.register(SHAPE, CHUNKS)
+
+        async def look(**changes: Any) -> pb.LookupResponse:
+            asked = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in (chain, other)]
+            answer: pb.LookupResponse = await client.stub.Lookup(
+                pb.LookupRequest(chains=asked, timeout_ms=PATIENCE_MS, **changes)
+            )
+            assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+            return answer
+
+        try:
+            answer = await look(cold=True, announced=True)
+            assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0]
+            assert answer.cold_ms[0] > 0 and answer.cold_ms[1] == 0
+        finally:
+            gate.set()
+        assert len(await fetched(client, chain)) == CHUNKS
+        answer = await look(cold=True)
+        assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0] and list(answer.cold_ms) == [0, 0]
+        assert not (await look()).cold_ms
+
+
+async def test_a_store_that_has_nothing_below_has_nothing_cold(redis: Server) -> None:
+    keys = keys_of(SHAPE, 2)
+    redis.put(keys[0], make_record(SHAPE, keys[0], 0))
+    async with running(redis) as (_, client):
+        chain = pb.KeyChain(keys=keys, namespace=SHAPE.namespace)
+        answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=PATIENCE_MS, cold=True))
+        assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
 
 
 @pytest.mark.parametrize(
