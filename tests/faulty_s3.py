@@ -54,6 +54,38 @@ class Answer:
     after: threading.Event | None = None
 
 
+Fault = Callable[[Asked], Answer | None]
+
+
+def _to_reads(answer: Answer) -> Fault:
+    return lambda asked: answer if asked.operation == "get" else None
+
+
+def _same_length(asked: Asked) -> Answer | None:
+    if asked.operation != "get" or asked.range is None:
+        return None
+    return Answer(206, body=b"y" * (asked.range[1] - asked.range[0]))
+
+
+LIES: dict[str, Fault] = {
+    "denied": _to_reads(Answer(403, "AccessDenied")),
+    "expired": _to_reads(Answer(400, "ExpiredToken")),
+    "skewed": _to_reads(Answer(403, "RequestTimeTooSkewed")),
+    "absent": _to_reads(Answer(404, "NoSuchKey")),
+    "precondition": _to_reads(Answer(412, "PreconditionFailed")),
+    "slow_down": _to_reads(Answer(503, "SlowDown")),
+    "broken": _to_reads(Answer(500, "InternalError")),
+    "moved": _to_reads(Answer(301, "PermanentRedirect")),
+    "redirected": _to_reads(Answer(307, "TemporaryRedirect", {"Location": "http://127.0.0.1:1/elsewhere"})),
+    "truncated": _to_reads(Answer(206, truncate=1000)),
+    "wrong_range": _to_reads(Answer(206, headers={"Content-Range": "bytes 0-99/100000"})),
+    "no_range": _to_reads(Answer(200)),
+    "another_body": _to_reads(Answer(206, body=b"x" * 4096)),
+    "same_length": _same_length,
+}
+"""What a bucket may answer to whoever reads: refusals, and bytes that are not those asked for."""
+
+
 class FaultyS3:
     """The server.
 
@@ -69,7 +101,7 @@ class FaultyS3:
         self.objects: dict[str, bytes] = {}
         self.written: dict[str, float] = {}
         self.asked: list[Asked] = []
-        self.fault: Callable[[Asked], Answer | None] = lambda asked: None
+        self.fault: Fault = lambda asked: None
         self.skew_s = 0.0
         self.lock = threading.Lock()
         owner = self

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import cases_attacks
+import cases_bucket
 import cases_clients
 import cases_dataplane
 import cases_devices
@@ -31,6 +32,7 @@ _PARTS = (
     cases_clients,
     cases_resources,
     cases_dataplane,
+    cases_bucket,
     cases_attacks,
 )
 """Importing them has filled CASES."""

@@ -67,6 +67,7 @@ class ColdTier:
         self._tenants: dict[int, str] = {DEFAULT_TENANT: ""}
         self._ended = threading.Event()
         self._look = threading.Event()
+        self._tried = threading.Event()  # a list has ended, well or not
         self._refreshes = self._swept = 0
         self._threads: list[threading.Thread] = []
         self._pool: Pool
@@ -74,7 +75,11 @@ class ColdTier:
     # ---- Life
 
     def start(self, pool: Pool, lock: threading.Lock) -> None:
-        """Begin, without the lock. ``pool``: what is above; ``lock``: its."""
+        """Begin, without the lock. ``pool``: what is above; ``lock``: its.
+
+        Waits for the first list, for ``timeout_s`` at most: who asks a node that has just started should not be told
+        that nothing is there.
+        """
         self._pool = pool
         self._reader.start(pool, lock)
         self._writer.start(pool, lock, self._name_of)
@@ -82,6 +87,7 @@ class ColdTier:
             thread = threading.Thread(target=function, name=f"s3-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
+        self._tried.wait(self._config.timeout_s)
 
     def hurry(self) -> None:
         """Write all that waits to be written."""
@@ -243,11 +249,13 @@ class ColdTier:
                 self._outage.succeeded()
             except BucketError as error:
                 self._outage.failed(error.reason, error)
+                self._tried.set()
                 self._look.wait(min(self._config.index_ttl_s, 1.0))
                 continue
             except Exception:  # a bug of ours must not leave the tier without its index
                 _log.exception("s3_index_failed")
             self._refreshes += 1
+            self._tried.set()
             self._look.wait(self._config.index_ttl_s)
 
     def _list(self) -> None:
