@@ -169,9 +169,7 @@ def bucket_away_at_start(context: Context) -> None:
     bucket.verify(plane.address)
 
 
-@case(
-    "bucket away", "connections break in the middle of bodies, again and again", engines=("memory",), short=("memory",)
-)
+@case("bucket away", "connections break in the middle of bodies, again and again", engines=("memory",))
 def bucket_away_mid_read(context: Context) -> None:
     bucket = _Bucket(context)
     bucket.fill(bucket.node())
