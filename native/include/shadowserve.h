@@ -194,6 +194,14 @@ struct ss_slice {
     uint32_t bins;               /* of binned, for ss_pipeline_encode(); a fetch needs none */
 };
 
+/* Where the body of a piece comes from, in a fetch. */
+enum ss_origin {
+    SS_ORIGIN_SERVER = 0,  /* a server, or a node of a cluster */
+    SS_ORIGIN_MEMORY = 1,  /* it lies in this process */
+    SS_ORIGIN_AWAITED = 2, /* it is going to: ss_round_supply() says when, and where */
+    SS_ORIGIN_NOWHERE = 3  /* it was awaited, and is not to be had */
+};
+
 /*
  * One piece of a round: consecutive layers of one chunk of one group, which lie in one record; all layers, where a
  * record is stored. Several pieces may be of one record. Offsets in buffers are its occupancies, computed before the
@@ -213,7 +221,9 @@ struct ss_piece {
     uint32_t slice_count;
     uint32_t node;         /* of a fetch: whose sockets to ask, below the round's 'node_count' */
     uint32_t asking;       /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
-    const uint8_t *memory; /* of a fetch: where the body lies in this process, NULL where a server has it */
+    enum ss_origin origin;
+    const uint8_t *memory; /* of a fetch: where the body lies in this process; of a server's, where it is to be when
+                              the piece is SS_OK, NULL: nowhere in particular */
     uint32_t layer;        /* of a fetch with 'progress': the one layer that it is of */
     enum ss_result result; /* out */
     char error[256];       /* out, SS_REFUSED and SS_REDIRECTED of a fetch: the server's words, cut, with a zero */
@@ -417,9 +427,10 @@ SS_API uint8_t *ss_destination_address(const struct ss_destination *destination)
  * storage server it asks for an equal share of every piece's slices with GETRANGE, receives them straight into the
  * decompression buffer, and passes each slice on as soon as it is whole: checksum, decompress, dequantize, deliver.
  *
- * A piece with 'memory' is read there, where the backend can read any memory, and needs no room in the decompression
+ * A piece in memory is read there, where the backend can read any memory, and needs no room in the decompression
  * buffer then; else it is copied. It must stay as it is until the call is back. A round of such pieces alone needs no
- * sockets.
+ * sockets. One that is awaited holds up nothing but itself and the end of the round. A server's piece with 'memory' is
+ * received there, or copied there once it is in place; the memory is of no meaning unless the piece is SS_OK.
  *
  * With several nodes the sockets come node by node, as many for each, at most 'net_threads'; a piece is asked for on
  * those of its own node. One that a node answers MOVED or ASK for is SS_REDIRECTED, and its 'error' says where to: that
@@ -447,6 +458,20 @@ SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_
 
 /* ss_round_cancel() makes the round that is running end soon with SS_CANCELLED. From any thread. */
 SS_API void ss_round_cancel(struct ss_round *round);
+
+/*
+ * ss_round_supply() says of an awaited piece that its body lies at 'memory', where it must stay as it is until the call
+ * that runs the round is back; NULL: that it is not to be had, which is SS_NOT_FOUND. Once for each, before the round
+ * is run or while it is. From any thread.
+ */
+SS_API void ss_round_supply(struct ss_round *round, uint32_t piece, const uint8_t *memory);
+
+/*
+ * ss_pipeline_copy_body() copies the body of a piece that ss_pipeline_encode() has made to 'target', which has room for
+ * its body_length. SS_BAD_ARGUMENT where the piece is none of those in the store buffer.
+ */
+SS_API enum ss_result ss_pipeline_copy_body(const struct ss_pipeline *pipeline, const struct ss_piece *piece,
+                                            uint8_t *target);
 
 /*
  * ss_progress_wait() waits, where the word says 'seen', until it may say something else, at most so long; returns what

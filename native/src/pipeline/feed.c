@@ -19,13 +19,14 @@ const struct ss_source *ss_source_of(const struct ss_piece *piece) {
             return sources[i];
         }
     }
-    return NULL; /* not so: every piece is with memory or without */
+    return NULL; /* not so: every piece is a server's or not */
 }
 
 enum ss_result ss_sources_create(struct ss_worker *worker) {
     const struct ss_pipeline_options *options = &worker->pipeline->options;
     const struct ss_source_limits limits = {.nodes_max = options->nodes_max,
-                                            .requests_in_flight = options->requests_in_flight};
+                                            .requests_in_flight = options->requests_in_flight,
+                                            .pieces_max = SS_ROUND_PIECES_MAX};
     for (int i = 0; i < SS_SOURCE_COUNT; i++) {
         worker->sources[i] = sources[i]->create(&limits);
         if (worker->sources[i] == NULL) {

@@ -88,7 +88,10 @@ static int bins_are_valid(const struct ss_round *round, const struct ss_piece *p
 /* The piece can be asked for, and its slices lie in its body in order and without gaps. */
 static int stored_form_is_valid(const struct ss_round *round, const struct ss_piece *piece) {
     uint64_t end = 0;
-    if (piece->memory == NULL && (piece->key_length == 0 || piece->key_length > sizeof piece->key)) {
+    if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && (piece->key_length == 0 || piece->key_length > sizeof piece->key)) {
+        return 0;
+    }
+    if ((uint32_t)ss_piece_origin(piece) > SS_ORIGIN_NOWHERE || (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && piece->memory == NULL)) {
         return 0;
     }
     for (uint32_t i = 0; i < piece->slice_count; i++) {
@@ -131,8 +134,9 @@ static uint64_t region_length(const struct ss_round *round, const struct ss_piec
     if (region == REGION_SLICES) {
         return piece->slice_count;
     }
-    if (region == REGION_STORED || region == REGION_RECEIVED) { /* the latter without what is read where it lies */
-        return region == REGION_RECEIVED && piece->memory != NULL ? 0 : piece->body_length;
+    if (region == REGION_STORED || region == REGION_RECEIVED) { /* the latter without what has memory */
+        int elsewhere = ss_piece_origin(piece) != SS_ORIGIN_SERVER || piece->memory != NULL;
+        return region == REGION_RECEIVED && elsewhere ? 0 : piece->body_length;
     }
     uint64_t length = 0;
     for (uint32_t i = 0; i < piece->slice_count; i++) {
@@ -216,7 +220,7 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
         return 0;
     }
     for (uint32_t i = 0; i < round->piece_count; i++) {
-        if (round->pieces[i].memory == NULL && round->pieces[i].node >= nodes) {
+        if (ss_piece_origin(&round->pieces[i]) == SS_ORIGIN_SERVER && round->pieces[i].node >= nodes) {
             return 0;
         }
     }
@@ -350,8 +354,8 @@ void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result 
     piece_fails(&pipeline->piece_states[piece], pipeline->executor->failure(pipeline, result));
     if (broken) {
         atomic_store(&pipeline->fetch.broken, 1);
-        ss_fetch_wake_net(pipeline);
     }
+    ss_fetch_wake_net(pipeline); /* what is awaited may be of no use any more */
 }
 
 static int is_redirection(const char *text, size_t length) {
@@ -379,8 +383,18 @@ void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result) {
     ss_fetch_wake_net(pipeline);
 }
 
+/* Leaves the body of a piece that is in place where it is to be, unless it was received there. */
+static void piece_leave(const struct ss_piece_state *state, const struct ss_piece *piece) {
+    if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL && piece->memory != state->stored) {
+        memcpy((uint8_t *)(uintptr_t)piece->memory, state->stored, piece->body_length);
+    }
+}
+
 void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece) {
     uint32_t left = atomic_fetch_sub(&pipeline->piece_states[piece].remaining, 1) - 1;
+    if (left == 0) {
+        piece_leave(&pipeline->piece_states[piece], &pipeline->fetch.round->pieces[piece]);
+    }
     pipeline->executor->part_done(pipeline, piece, left);
     if (left == 0) {
         ss_progress_piece(pipeline, piece);

@@ -96,7 +96,7 @@ struct resp {
 };
 
 static int resp_takes(const struct ss_piece *piece) {
-    return piece->memory == NULL;
+    return ss_piece_origin(piece) == SS_ORIGIN_SERVER;
 }
 
 static void resp_destroy(void *state) {

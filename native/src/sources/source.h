@@ -36,6 +36,7 @@ struct ss_feed {
 struct ss_source_limits {
     uint32_t nodes_max;
     uint32_t requests_in_flight; /* to each node */
+    uint32_t pieces_max;
 };
 
 enum ss_source_step {
@@ -63,11 +64,16 @@ struct ss_source {
     uint32_t (*watch)(void *state, struct pollfd *polled);
 };
 
-/* Pieces at a server, or at the nodes of a cluster: those without 'memory'. */
+/* Pieces at a server, or at the nodes of a cluster. */
 extern const struct ss_source ss_source_resp;
 
-/* Pieces that lie in this process: those with 'memory'. */
+/* Pieces that lie in this process, or are going to. */
 extern const struct ss_source ss_source_memory;
+
+/* ss_piece_origin() returns where a piece comes from, as of now: an awaited one may come at any moment. */
+static inline enum ss_origin ss_piece_origin(const struct ss_piece *piece) {
+    return __atomic_load_n(&piece->origin, __ATOMIC_SEQ_CST);
+}
 
 /* ---- What the pipeline does for a source (pipeline/feed.c) ---- */
 
@@ -86,7 +92,8 @@ uint32_t ss_feed_open(const struct ss_feed *feed);
 /* ss_feed_make_place() makes sure of room for a piece's body; fails the piece and returns 0 where there is none. */
 int ss_feed_make_place(const struct ss_feed *feed, uint32_t piece);
 
-/* ss_feed_place() returns where the body is to appear; it is at its 'memory' where the decoder reads it there. */
+/* ss_feed_place() returns where the body is to appear; that is its 'memory', where it has one that the decoder reads.
+ */
 uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece);
 
 /* ss_feed_slices() hands on slices that are whole. 'decoded_before': bytes of symbols of the piece's slices before. */
