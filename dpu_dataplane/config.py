@@ -10,6 +10,7 @@ from shadowserve.config import Section
 from shadowserve.cores import ProcessCores, chosen_cores
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import LogFormat
+from shadowserve.pool.config import PoolConfig
 from shadowserve.tls import check_pair, check_served
 
 __all__ = ["CoreList", "DataPlaneConfig", "codec_name"]
@@ -68,7 +69,8 @@ class DataPlaneConfig(Section):
     """Log lines as text, or as one JSON object a line, with the same events and fields."""
 
     storage: str = "127.0.0.1:6380"
-    """Storage server, host:port. Not used with ``storage_cluster``."""
+    """Storage server, host:port; empty for none, as where ``tiers`` are given and this is not. Not used with
+    ``storage_cluster``."""
     storage_cluster: list[str] = []
     """Some nodes of a Redis Cluster or Valkey Cluster, host:port each, to learn of the others from; empty for one
     server. docs/scale.md says when to use which."""
@@ -87,6 +89,9 @@ class DataPlaneConfig(Section):
     """File of its private key, PEM, without a passphrase."""
     storage_server_name: str = ""
     """Name or IP address that storage's certificate must hold; empty for the one in ``storage``."""
+    tiers: PoolConfig | None = None
+    """Memory and SSDs of this machine above storage, or alone: a mapping as docs/tiers.md has it, of
+    ``memory_budget_bytes`` and ``devices``."""
     connect_timeout: Positive = 2.0
     """To connect and authenticate to storage."""
     command_timeout: Positive = 5.0
@@ -185,7 +190,7 @@ class DataPlaneConfig(Section):
     @field_validator("storage")
     @classmethod
     def _check_storage(cls, value: str) -> str:
-        if split_address(value)[1] == 0:
+        if value and split_address(value)[1] == 0:
             raise ValueError(f"'{value}': the storage server cannot have port 0")
         return value
 
@@ -197,8 +202,18 @@ class DataPlaneConfig(Section):
                 raise ValueError(f"'{address}': a node of a cluster cannot have port 0")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_storage(cls, values: Any) -> Any:
+        """Without a word about storage, tiers serve alone."""
+        if isinstance(values, dict) and values.get("tiers") and not values.keys() & {"storage", "storage_cluster"}:
+            return values | {"storage": ""}
+        return values
+
     @model_validator(mode="after")
     def _check_storage_tls(self) -> Self:
+        if not (self.storage or self.storage_cluster or self.tiers):
+            raise ValueError("there is neither storage nor tiers: nothing could be kept")
         check_pair(self.storage_tls_cert, self.storage_tls_key, prefix="storage_")
         if (self.storage_tls_cert or self.storage_server_name) and not self.storage_tls_ca:
             given = "storage_tls_cert" if self.storage_tls_cert else "storage_server_name"

@@ -23,7 +23,7 @@ from dpu_dataplane.destinations import Destination
 from dpu_dataplane.jobs import Job, Stop, Turnstile
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import Buffers, End, FetchPlan, Wanted, plan_fetch
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source, Stored
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
@@ -234,7 +234,8 @@ class Fetcher:
             progress.asked = {place: remembered for place, (_, remembered) in zip(chunks, found, strict=True)}
             with self._tracer.step(job.owner, "plan", len(keys)):
                 plan = await self._plan(progress, {place: each for place, (each, _) in zip(chunks, found, strict=True)})
-            if len(plan.pieces) and await self._round(job, progress, plan):
+            stored = {key: each for key, (each, _) in zip(keys, found, strict=True) if isinstance(each, Stored)}
+            if len(plan.pieces) and await self._round(job, progress, plan, stored):
                 continue
             again = [self._end(progress, group, end, fresh) for group, end in plan.ends.items()]
             if any(again):
@@ -254,7 +255,7 @@ class Fetcher:
             self._executor, plan_fetch, wanted, progress.layerwise, self._buffers, self._catalog.codecs
         )
 
-    async def _round(self, job: Job, progress: _Progress, plan: FetchPlan) -> bool:
+    async def _round(self, job: Job, progress: _Progress, plan: FetchPlan, stored: Mapping[bytes, Stored]) -> bool:
         """Run a plan, and take note of what it delivered; return whether what failed is worth another try."""
         groups, chunks = plan.pieces["group"], plan.pieces["chunk"]
         places = list(zip(groups.tolist(), chunks.tolist(), strict=True))
@@ -270,6 +271,7 @@ class Fetcher:
                     progress=None if progress.word is None else progress.parts[0].progress(progress.word, pieces),
                 ),
                 _AUTHORITATIVE in progress.tried,
+                stored,
             )
             done = await self._source.deliver(job, order)
         progress.fetched_bytes += done.received_bytes

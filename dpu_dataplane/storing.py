@@ -51,9 +51,9 @@ class _Progress:
     held: dict[int, int] = field(default_factory=dict)  # bytes of each record that storage now holds, by its position
 
 
-def _answered(found: Sequence[tuple[Found, bool]]) -> int:
+def _answered(found: Sequence[Found]) -> int:
     """Return how many leading chunks storage has said something of."""
-    return next((index for index, (each, _) in enumerate(found) if isinstance(each, Unanswered)), len(found))
+    return next((index for index, each in enumerate(found) if isinstance(each, Unanswered)), len(found))
 
 
 def _unanswered(key: bytes, found: Found) -> StorageError:
@@ -124,14 +124,14 @@ class Storer:
         """Store the chunks from ``first`` on that one question is enough for."""
         layout = destination.layout
         part = keys[first : first + QUESTION_KEYS_MAX]
-        found = await job.within(self._catalog.find(part, fresh=True), "asking storage what it holds")
+        found = await job.within(self._source.held(part), "asking storage what it holds")
         bound = encoded_bound(layout, self._codec, self._slice_bytes)
         batch_max = max(1, self._buffers.store // (-(-bound // ALIGNMENT) * ALIGNMENT))
         index, answered = 0, _answered(found)
         while index < answered:
             batch: list[int] = []
             while index < answered and len(batch) < batch_max:
-                length = await self._held_length(job, layout, part[index], found[index][0])
+                length = await self._held_length(job, layout, part[index], found[index])
                 if length is None:
                     batch.append(first + index)
                 else:
@@ -140,7 +140,7 @@ class Storer:
             if batch:
                 await self._encode_and_put(job, destination, offset, keys, batch, progress)
         if answered < len(part):
-            raise _unanswered(part[answered], found[answered][0])
+            raise _unanswered(part[answered], found[answered])
 
     async def _held_length(self, job: Job, layout: ChunkLayout, key: bytes, stored: Found) -> int | None:
         """Return the length of the record that storage holds, None where there is none that is any good.

@@ -9,6 +9,9 @@ from dpu_dataplane.sources.resp.ranges import NODES_MAX
 from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.resp.source import RespSource
 from dpu_dataplane.sources.source import Source
+from dpu_dataplane.sources.tiers.above import TiersAbove
+from dpu_dataplane.sources.tiers.alone import TiersAlone
+from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
 
 __all__ = ["nodes_max", "source_of"]
@@ -34,5 +37,22 @@ def source_of(
     Raises:
         ConfigurationError: a library that it needs is not installed, or TLS is wanted and cannot be had.
     """
-    servers = ServerCluster(config, metrics) if config.storage_cluster else OneServer(config, metrics)
-    return RespSource(servers, pipeline, fetching, storing, len(config.stage_cores()["net"]), metrics)
+    below: Source | None = None
+    if config.storage_cluster or config.storage:
+        servers = ServerCluster(config, metrics) if config.storage_cluster else OneServer(config, metrics)
+        below = RespSource(servers, pipeline, fetching, storing, len(config.stage_cores()["net"]), metrics)
+    if config.tiers is None:
+        assert below is not None, "the configuration has neither"
+        return below
+    tiers = Tiers(
+        config.tiers,
+        metrics,
+        pipeline,
+        storing,
+        heads_bytes=int(config.head_cache_bytes),
+        patience=config.command_timeout,
+    )
+    drain_s = config.shutdown_time / 2
+    if below is None:
+        return TiersAlone(tiers, pipeline, fetching, metrics, drain_s)
+    return TiersAbove(tiers, below, pipeline, fetching, metrics, drain_s)

@@ -5,9 +5,9 @@ paper; it then makes the bodies of that round appear where the pipeline decodes 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -70,12 +70,16 @@ class Order:
             record, and where in the buffers.
         make_round: makes a round of some of ``pieces``, ready for the pipeline; whoever calls it releases the round.
         authoritative: ask who has the last word on each key, not somebody with a copy that may lag behind.
+        found: what is known of the records, for a source that keeps what passes.
+
+    A piece whose ``origin`` is not SERVER comes into the rounds by itself: a source only has it in them.
     """
 
     keys: Sequence[bytes]
     pieces: npt.NDArray[np.void]
     make_round: Callable[[npt.NDArray[np.void]], native.Round]
     authoritative: bool = False
+    found: Mapping[bytes, Stored] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,11 @@ class Delivered:
     failures: dict[int, Failure] = field(default_factory=dict)
     received_bytes: int = 0
     stop: Stop | None = None
+
+    def of(self, count: int) -> Self:
+        """Return what became of an order of ``count`` pieces of which these are the first: no others were come to."""
+        more = np.full(count - len(self.results), Result.SKIPPED, np.uint32)
+        return replace(self, results=np.concatenate([self.results, more])) if len(more) else self
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,10 @@ class Source(ABC):
         Raises:
             StorageUnavailableError, StorageRefusedError: no key was answered for.
         """
+
+    async def held(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Return likewise under which keys nothing needs to be put."""
+        return await self.find(keys)
 
     async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         """Tell whoever asks this source that keys will be stored within so long; 0: that they will not, after all.

@@ -21,7 +21,7 @@ from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Servers
 from dpu_dataplane.sources.source import Delivered, Failure, Order
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageUnavailableError
-from shadowserve.native import Result
+from shadowserve.native import Origin, Result
 
 __all__ = ["NODES_MAX", "Ranges"]
 
@@ -43,6 +43,7 @@ class _Course:
         self.done = Delivered(np.full(count, Result.SKIPPED, np.uint32))
         self.asking = [False] * count
         self.redirections = [0] * count
+        self.supplied: list[bool] = (order.pieces["origin"] != Origin.SERVER).tolist()
         self.texts: dict[int, str] = {}
         self.errors: dict[int, StorageError] = {}
         self._places = list(zip(order.pieces["group"].tolist(), order.pieces["chunk"].tolist(), strict=True))
@@ -150,12 +151,18 @@ class Ranges:
     async def _reach(
         self, job: Job, course: _Course, todo: Sequence[int]
     ) -> tuple[dict[Node, list[Link]], list[int], list[int]]:
-        """Return links to nodes that have pieces of ``todo``, the pieces of these, and those of still other nodes."""
+        """Return links to nodes that have pieces of ``todo``, the pieces of these, and those of still other nodes.
+
+        Pieces that come by themselves are among the second.
+        """
         wanted: dict[Node, list[int]] = {}
+        supplied: list[int] = []
         rest: list[int] = []
         for index in todo:
             node = course.nodes[index]
-            if node is None:
+            if course.supplied[index]:
+                supplied.append(index)
+            elif node is None:
                 lacking = f"storage {self._servers.name}: no node has the slot of this key"
                 course.fail(index, Result.DISCONNECTED, StorageUnavailableError(lacking))
             elif node in wanted or len(wanted) < NODES_MAX:
@@ -172,8 +179,8 @@ class Ranges:
             else:
                 for index in indexes:
                     course.fail(index, Result.DISCONNECTED, link)
-        batch = course.useful(index for node in links for index in wanted[node])
-        used = {course.nodes[index] for index in batch}
+        batch = course.useful([*supplied, *(index for node in links for index in wanted[node])])
+        used = {course.nodes[index] for index in batch if not course.supplied[index]}
         return {node: link for node, link in links.items() if node in used}, batch, rest
 
     async def _round(
@@ -181,8 +188,8 @@ class Ranges:
     ) -> tuple[Result, npt.NDArray[np.uint32]]:
         all_pieces = course.order.pieces
         pieces: npt.NDArray[np.void] = all_pieces[list(batch)] if len(batch) < len(all_pieces) else all_pieces
-        numbers = {node: number for number, node in enumerate(links)}
-        pieces["node"] = [numbers[node] for node in (course.nodes[index] for index in batch) if node is not None]
+        numbers: dict[Node | None, int] = {node: number for number, node in enumerate(links)}
+        pieces["node"] = [0 if course.supplied[index] else numbers[course.nodes[index]] for index in batch]
         pieces["asking"] = [course.asking[index] for index in batch]
         round_ = course.order.make_round(pieces)
         try:

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +24,14 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import Buffers, Wanted, plan_fetch, plan_store
 from dpu_dataplane.sources.selection import nodes_max, source_of
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
+from dpu_dataplane.sources.tiers.above import TiersAbove
+from dpu_dataplane.sources.tiers.alone import TiersAlone
+from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
 from shadowserve import native
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import leading
+from shadowserve.pool.config import PoolConfig
 from shadowserve.record import encode_head, head_length
 
 SHAPE = layout(layers=8)
@@ -139,6 +145,57 @@ class BehindScript(Behind):
         self.source.away = None
 
 
+class BehindTiers(Behind):
+    """A pool of memory and a file, alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._free = threading.Event()
+        self._free.set()
+        self.source: TiersAlone
+
+    def configuration(self) -> DataPlaneConfig:
+        devices = [{"path": self._folder / "tier", "size": "64MiB"}]
+        return config("", tiers={"memory_budget_bytes": "64MiB", "devices": devices})
+
+    @property
+    def pool(self) -> Any:
+        return self.source._tiers.pool
+
+    def driven_by(self, source: TiersAlone) -> None:
+        """Have the pool's thread stand still while it is held."""
+        self.source = source
+        poll = self.pool.poll
+
+        def gated() -> bool:
+            assert self._free.wait(NEVER_S)
+            return bool(poll())
+
+        self.pool.poll = gated
+
+    def put(self, key: bytes, value: bytes) -> None:
+        with self.source._tiers.lock:
+            self.pool.put(address_of(key), value, head_bytes=head_length(value) or 0)
+
+    def hold(self) -> None:
+        wait_for(lambda: not self.pool.busy)
+        with self.source._tiers.lock:
+            while self.pool._core.copies.make_room():
+                """Nothing is in memory."""
+        self._free.clear()
+
+    def release(self) -> None:
+        self._free.set()
+
+    def asked(self) -> bool:
+        return bool(self.pool._reader.under_way)
+
+    def kill(self) -> None:
+        pytest.skip("a pool of this process is not away")
+
+    def revive(self) -> None: ...
+
+
 @dataclass
 class Bench:
     """A source that has been started, what is behind it, and the pipeline that its bytes go through."""
@@ -233,9 +290,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindCluster]
     behind.kill()
 
 
-@pytest.fixture(params=["our_server", "redis_server", "cluster", "script"])
+@pytest.fixture
+def tiers(tmp_path: Path) -> BehindTiers:
+    return BehindTiers(tmp_path)
+
+
+@pytest.fixture(params=["our_server", "redis_server", "cluster", "script", "tiers", "tiers above"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    behind = request.getfixturevalue(request.param) if request.param != "script" else None
+    behind = request.getfixturevalue(request.param) if request.param not in ("script", "tiers above") else None
     configuration = behind.configuration() if behind is not None else config("127.0.0.1:1")
     with contextlib.ExitStack() as stack:
         pipeline = stack.enter_context(
@@ -249,12 +311,18 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
         fetching, storing = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
         source: Source
         if behind is None:
-            source = ScriptedSource(pipeline, fetching, storing)
-            behind = BehindScript(source)
+            source = scripted = ScriptedSource(pipeline, fetching, storing)
+            behind = BehindScript(scripted)
+            if request.param == "tiers above":
+                near = Tiers(PoolConfig(), Metrics(), pipeline, storing, heads_bytes=MIB, patience=PATIENCE_S)
+                source = TiersAbove(near, scripted, pipeline, fetching, Metrics(), 1.0)
         else:
             source = source_of(configuration, Metrics(), pipeline, fetching, storing)
         await source.start()
         await until(lambda: source.connected)
+        if isinstance(behind, BehindTiers):
+            assert isinstance(source, TiersAlone)
+            behind.driven_by(source)
         try:
             yield Bench(source, behind, pipeline)
         finally:
