@@ -184,7 +184,13 @@ class Catalog:
         """
         known = {} if fresh else {key: entry[0] for key in keys if (entry := self._cache.get(key)) is not None}
         unknown = [key for key in keys if key not in known]
-        answers = dict(zip(unknown, await self._source.find(unknown), strict=True)) if unknown else {}
+        try:
+            asked = await self._source.find(unknown) if unknown else ()
+        except StorageError as error:
+            if not known:
+                raise
+            asked = [Unanswered.of(error)] * len(unknown)  # what is known may be had from somewhere near
+        answers = dict(zip(unknown, asked, strict=True))
         return [(known[key], True) if key in known else (answers[key], False) for key in keys]
 
     def forget(self, keys: Sequence[bytes]) -> None:

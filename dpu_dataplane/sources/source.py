@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dpu_dataplane.jobs import Job, Stop
 from shadowserve import native
-from shadowserve.errors import StorageError
+from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
 from shadowserve.record import head_length
@@ -48,6 +48,11 @@ class Unanswered(NamedTuple):
 
     reason: str
     refused: bool = False
+
+    @classmethod
+    def of(cls, error: StorageError) -> Self:
+        """Return that a part could not be asked."""
+        return cls(str(error), isinstance(error, StorageRefusedError))
 
 
 Found = Stored | Unanswered | None

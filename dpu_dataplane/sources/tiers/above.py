@@ -14,13 +14,13 @@ import numpy as np
 
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Unanswered
+from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored, Unanswered
 from dpu_dataplane.sources.tiers.alone import deliver_near
 from dpu_dataplane.sources.tiers.keeping import Keeping
 from dpu_dataplane.sources.tiers.supplies import Supplies
 from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
-from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
+from shadowserve.errors import StorageError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
 
@@ -74,25 +74,31 @@ class TiersAbove(Source):
         await self._tiers.close(self._drain_s)
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        """Look in the pool, and ask below for what it lacks, at the same time."""
-        absent = [index for index, there in enumerate(self._tiers.has(keys)) if not there]
-        if not absent:
-            return await self._tiers.find(keys)
-        near, below = await asyncio.gather(
-            self._tiers.find(keys), self._find_below([keys[index] for index in absent], alone=len(absent) == len(keys))
-        )
-        for index, found in zip(absent, below, strict=True):
-            near[index] = near[index] or found
-        return near
+        """Look in the pool, and ask below for what it lacks, at the same time; then for what it could not bring."""
+        errors: list[StorageError] = []
+        near = np.array(self._tiers.has(keys), np.bool_)
+        found, below = await asyncio.gather(self._tiers.find(keys), self._ask(keys, ~near, errors))
+        found = [theirs or ours for ours, theirs in zip(found, below, strict=True)]
+        lost = near & np.array([not isinstance(each, Stored) for each in found], np.bool_)
+        if lost.any():
+            found = [theirs or ours for ours, theirs in zip(found, await self._ask(keys, lost, errors), strict=True)]
+        if errors and not any(isinstance(each, Stored) for each in found):
+            raise errors[0]
+        return found
 
-    async def _find_below(self, keys: Sequence[bytes], *, alone: bool) -> Sequence[Found]:
-        """Ask below; where it cannot be asked that is no key's answer, unless it is ``alone`` in being asked."""
-        try:
-            return await self._below.find(keys)
-        except StorageError as error:
-            if alone:
-                raise
-            return [Unanswered(str(error), isinstance(error, StorageRefusedError))] * len(keys)
+    async def _ask(self, keys: Sequence[bytes], which: Flags, errors: list[StorageError]) -> list[Found]:
+        """Ask below for some keys; what it cannot be asked is unanswered, and among the errors."""
+        found: list[Found] = [None] * len(keys)
+        indexes = np.flatnonzero(which).tolist()
+        if indexes:
+            try:
+                answers = await self._below.find([keys[index] for index in indexes])
+            except StorageError as error:
+                errors.append(error)
+                answers = [Unanswered.of(error)] * len(indexes)
+            for index, answer in zip(indexes, answers, strict=True):
+                found[index] = answer
+        return found
 
     async def held(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Ask below, since others rely on that; while it is away, what the pool has counts."""
