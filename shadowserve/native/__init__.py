@@ -11,7 +11,17 @@ from shadowserve.native import _block, _index, _kernels, _memory, _pipeline, _tl
 from shadowserve.native._block import *
 from shadowserve.native._index import *
 from shadowserve.native._kernels import *
-from shadowserve.native._library import ABI_VERSION, Codec, Isa, MemoryKind, Origin, Result, Stage, library_path, result_text
+from shadowserve.native._library import (
+    ABI_VERSION,
+    Codec,
+    Isa,
+    MemoryKind,
+    Origin,
+    Result,
+    Stage,
+    library_path,
+    result_text,
+)
 from shadowserve.native._memory import *
 from shadowserve.native._pipeline import *
 from shadowserve.native._tls import *

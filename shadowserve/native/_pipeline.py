@@ -93,8 +93,8 @@ PIECE_DTYPE: Final = _numpy_dtype(
 )
 """``struct ss_piece`` as a numpy dtype. ``key`` is padded with zero bytes, so ``key_length`` is what counts.
 
-``origin`` is an :class:`Origin`: SERVER, or what else for a piece that :meth:`Round.supply` is called for. ``memory`` is
-an address, which :class:`Round` fills in.
+``origin`` is an :class:`Origin`: SERVER, or anything else for a piece that :meth:`Round.supply` is called for.
+``memory`` is an address, which :class:`Round` fills in.
 """
 
 TRACE_DTYPE: Final = _numpy_dtype(
@@ -219,8 +219,8 @@ class Round:
         progress: where to say how far the layers are; each piece is then of one.
 
     Raises:
-        NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype, or the word is no
-            memory of this process.
+        NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype, or the word is
+            no memory of this process.
     """
 
     def __init__(

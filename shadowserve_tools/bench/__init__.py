@@ -38,6 +38,7 @@ BENCHES: Final = (
     "memory",
     "recovery",
     "pool",
+    "tiers",
     "isolation",
     "gpu",
 )

@@ -40,6 +40,7 @@ SMALL = {
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
     "control": ["--requests", "4", "--prompt-chunks", "2"],
     "memory": [],
+    "tiers": ["--chunks", "3", "--repeats", "1", *NO_PEERS],
     "isolation": ["--samples", "100"],
     "serving": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
@@ -107,6 +108,7 @@ RATIOS = {
         "lossless_throughput_over_uncompressed",
         "lossless_stored_over_raw",
     },
+    "tiers": {"ssd_over_limit", "mixed_over_sum"},
     "pipeline": {"over_ideal_one", "over_ideal_many", "over_ideal_separate", "linear_growth"},
     "stages": {"dequantize_over_memcpy", "fused_over_memcpy", "fused_over_separate", "net_over_plain_socket"},
     "codecs": {

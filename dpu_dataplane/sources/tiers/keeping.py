@@ -81,8 +81,8 @@ class Keeping:
     def settle(self, results: npt.NDArray[np.uint32] | None) -> None:
         """Take in the records that have come, by the results of the order's pieces; None: none has."""
         for kept in self._kept:
-            if results is not None and (results[kept.indexes] == Result.OK).all():
-                if self._tiers.enter(kept.key, kept.memory, kept.head) is not None:
-                    self._metrics.tier_records["dropped"] += 1
+            has_come = results is not None and bool((results[kept.indexes] == Result.OK).all())
+            if has_come and self._tiers.enter(kept.key, kept.memory, kept.head) is not None:
+                self._metrics.tier_records["dropped"] += 1
             self._tiers.discard(kept.memory)
         self._kept.clear()

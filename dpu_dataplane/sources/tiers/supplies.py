@@ -5,7 +5,6 @@ same time, and goes into the round as it comes, while everything else goes on. T
 anybody sees it. All of it stays where it is until the order is over.
 """
 
-import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -32,8 +32,8 @@ __all__ = ["Tiers", "address_of", "parts_of"]
 
 _ENTRY_OVERHEAD: Final = 300  # bytes of objects around one remembered head
 _READ_SHARE: Final = 4
-"""Of the memory, a quarter receives at one time what devices have: a half may wait to be written, and what is read stays
-until its round is over."""
+"""Of the memory, a quarter receives at one time what devices have: a half may wait to be written, and what is read
+stays until its round is over."""
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Tiers:
         """Have written what waits for it, within ``drain_s``, and close the pool. No job may be in progress."""
         thread, self._thread = self._thread, None
         if thread is not None and not await asyncio.to_thread(thread.stop, drain_s):
-            logger.warning("%s: a device does not end what it was given; what it holds is recovered at a start", self.name)
+            logger.warning("%s: a device does not end what it was given; a start recovers what it has", self.name)
 
     # ---- What is there
 
