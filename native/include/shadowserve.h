@@ -219,8 +219,8 @@ struct ss_piece {
     uint64_t dequantization_offset; /* in the dequantization buffer: the sum of decoded_length (unused when fused) */
     uint32_t slice_first;           /* index into the round's slices */
     uint32_t slice_count;
-    uint32_t node;         /* of a fetch: whose sockets to ask, below the round's 'node_count' */
-    uint32_t asking;       /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
+    uint32_t node;   /* of a fetch: whose sockets to ask, below the round's 'node_count' */
+    uint32_t asking; /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
     enum ss_origin origin;
     const uint8_t *memory; /* of a fetch: where the body lies in this process; of a server's, where it is to be when
                               the piece is SS_OK, NULL: nowhere in particular */

@@ -19,6 +19,7 @@ import cases_dataplane
 import cases_devices
 import cases_processes
 import cases_resources
+import cases_tiers
 import cases_wire
 from cases import CASES, Case, Row, run_case
 from nodes import REPOSITORY
@@ -30,6 +31,7 @@ _PARTS = (
     cases_wire,
     cases_clients,
     cases_resources,
+    cases_tiers,
     cases_dataplane,
     cases_attacks,
 )

@@ -251,6 +251,13 @@ class DataPlane:
 
     close = kill
 
+    def stop(self) -> None:
+        """SIGTERM, and wait."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(PATIENCE_S)
+        self.kill()
+
     def complaints(self) -> list[str]:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return [line for line in text.splitlines() if _GONE.search(line)]

@@ -154,9 +154,7 @@ class Tiers:
                 read.cancel()
         return found
 
-    def _find(
-        self, keys: Sequence[bytes], index: int, found: list[Found], reads: "list[asyncio.Future[None]]"
-    ) -> None:
+    def _find(self, keys: Sequence[bytes], index: int, found: list[Found], reads: "list[asyncio.Future[None]]") -> None:
         """Find one key, with the lock held; what a device has to bring is found later."""
         key = keys[index]
         item = self.pool.peek(address_of(key))

@@ -88,10 +88,12 @@ static int bins_are_valid(const struct ss_round *round, const struct ss_piece *p
 /* The piece can be asked for, and its slices lie in its body in order and without gaps. */
 static int stored_form_is_valid(const struct ss_round *round, const struct ss_piece *piece) {
     uint64_t end = 0;
-    if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && (piece->key_length == 0 || piece->key_length > sizeof piece->key)) {
+    if (ss_piece_origin(piece) == SS_ORIGIN_SERVER &&
+        (piece->key_length == 0 || piece->key_length > sizeof piece->key)) {
         return 0;
     }
-    if ((uint32_t)ss_piece_origin(piece) > SS_ORIGIN_NOWHERE || (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && piece->memory == NULL)) {
+    if ((uint32_t)ss_piece_origin(piece) > SS_ORIGIN_NOWHERE ||
+        (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && piece->memory == NULL)) {
         return 0;
     }
     for (uint32_t i = 0; i < piece->slice_count; i++) {

@@ -2,8 +2,9 @@
 /*
  * memory.c - pieces whose bodies lie in this process, such as in a pool's arena
  *
- * Each piece is whole at once, but may be so later than the round begins: a device's is awaited. Where the decoder can read anywhere, it reads where they
- * lie, and nothing is copied; an accelerator that reaches nothing but the pipeline's buffers gets a copy there.
+ * Each piece is whole at once, but may be so later than the round begins: what a device reads is awaited. Where the
+ * decoder can read anywhere, it reads where they lie, and nothing is copied; an accelerator that reaches nothing but
+ * the pipeline's buffers gets a copy there.
  */
 #include <stdlib.h>
 #include <string.h>
