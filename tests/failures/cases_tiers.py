@@ -70,6 +70,7 @@ def tier_writes_fail(context: Context) -> None:
         faults.set(write_error=errno.EIO, flush_error=errno.EIO)
         with work.running():
             context.pause(0.4, 0.8)
+        assert faults.met, "no write has failed"
         host = context.host(plane.address)
         for prompt in prompts_of(context, _PROMPTS):
             host.store(prompt)

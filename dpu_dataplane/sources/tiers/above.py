@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
-import numpy as np
-
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored, Unanswered
@@ -76,36 +74,39 @@ class TiersAbove(Source):
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Look in the pool, and ask below for what it lacks, at the same time; then for what it could not bring."""
         errors: list[StorageError] = []
-        near = np.array(self._tiers.has(keys), np.bool_)
-        found, below = await asyncio.gather(self._tiers.find(keys), self._ask(keys, ~near, errors))
-        found = [theirs or ours for ours, theirs in zip(found, below, strict=True)]
-        lost = near & np.array([not isinstance(each, Stored) for each in found], np.bool_)
-        if lost.any():
-            found = [theirs or ours for ours, theirs in zip(found, await self._ask(keys, lost, errors), strict=True)]
+        found, reads = await self._tiers.look(keys)
+        absent = [index for index, each in enumerate(found) if each is None]
+        await asyncio.gather(self._tiers.await_heads(reads), self._ask(keys, absent, found, errors))
+        if reads:
+            asked = set(absent)
+            lost = [index for index, each in enumerate(found) if not isinstance(each, Stored) and index not in asked]
+            await self._ask(keys, lost, found, errors)
         if errors and not any(isinstance(each, Stored) for each in found):
             raise errors[0]
         return found
 
-    async def _ask(self, keys: Sequence[bytes], which: Flags, errors: list[StorageError]) -> list[Found]:
-        """Ask below for some keys; what it cannot be asked is unanswered, and among the errors."""
-        found: list[Found] = [None] * len(keys)
-        indexes = np.flatnonzero(which).tolist()
-        if indexes:
-            try:
-                answers = await self._below.find([keys[index] for index in indexes])
-            except StorageError as error:
-                errors.append(error)
-                answers = [Unanswered.of(error)] * len(indexes)
-            for index, answer in zip(indexes, answers, strict=True):
-                found[index] = answer
-        return found
+    async def _ask(
+        self, keys: Sequence[bytes], indexes: Sequence[int], found: list[Found], errors: list[StorageError]
+    ) -> None:
+        """Find some keys below; what it cannot be asked is unanswered, and among the errors."""
+        if not indexes:
+            return
+        try:
+            answers = await self._below.find([keys[index] for index in indexes])
+        except StorageError as error:
+            errors.append(error)
+            answers = [Unanswered.of(error)] * len(indexes)
+        for index, answer in zip(indexes, answers, strict=True):
+            found[index] = answer
 
     async def held(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Ask below, since others rely on that; while it is away, what the pool has counts."""
         try:
             return await self._below.held(keys)
         except StorageUnavailableError:
-            return await self._tiers.find(keys)
+            found, reads = await self._tiers.look(keys)
+            await self._tiers.await_heads(reads)
+            return found
 
     async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         """Tell the source below."""

@@ -92,7 +92,9 @@ class TiersAlone(Source):
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Look in the pool; devices bring heads that are not remembered."""
-        return await self._tiers.find(keys)
+        found, reads = await self._tiers.look(keys)
+        await self._tiers.await_heads(reads)
+        return found
 
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Run one round, without a socket."""

@@ -115,17 +115,23 @@ class Supplies:
         self._metrics.tier_records["device"] += len(waiting)
 
     def _cut(self) -> None:
-        """Leave out what is more than devices may bring at one time, and what does not fit its record."""
+        """Leave out what does not fit its record, and what is more than a round may hold that waits for devices.
+
+        With more of the memory in its hands it might wait for itself: devices read to where nothing else is.
+        """
         table = self._whole.pieces
         ends = (table["record_offset"] + table["body_length"]).astype(np.int64)
-        on_devices = np.zeros(len(table), np.bool_)
+        held = np.zeros(len(table), np.int64)  # from this piece on
         for record in self._records:
             if int(ends[record.indexes].max()) > record.length:
                 record.indexes = []  # it is another record than the one that was found
+                continue
             self.near[record.indexes] = True
-            on_devices[record.indexes] = not record.come
-        sizes = np.cumsum(np.where(on_devices, table["body_length"], 0))
-        count = max(int(np.searchsorted(sizes, self._tiers.reading_bytes_max, "right")), int(on_devices.argmax()) + 1)
+            held[record.indexes[0]] = record.length
+        count = len(table)
+        if not all(record.come for record in self._records):
+            least = int((held > 0).argmax()) + 1
+            count = max(least, int(np.searchsorted(np.cumsum(held), self._tiers.round_bytes_max, "right")))
         if count < len(table):
             self.near = self.near[:count]
             self.order = replace(self._whole, keys=self._whole.keys[:count], pieces=table[:count])

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any, Final
@@ -31,9 +31,9 @@ from shadowserve.record import parse_head
 __all__ = ["Tiers", "address_of", "parts_of"]
 
 _ENTRY_OVERHEAD: Final = 300  # bytes of objects around one remembered head
-_READ_SHARE: Final = 4
-"""Of the memory, a quarter receives at one time what devices have: a half may wait to be written, and what is read
-stays until its round is over."""
+_ROUND_SHARE: Final = 4
+"""Of the memory, a quarter is held by one round that waits for devices: a half may receive and wait to be written, and
+what is left makes up for places that are too small."""
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Tiers:
         name: for people.
         pool: once started.
         lock: of the pool.
-        reading_bytes_max: that one round may have devices bring.
+        round_bytes_max: of records that a round holds which waits for devices.
     """
 
     pool: Pool
@@ -89,7 +89,7 @@ class Tiers:
         self._thread: PoolThread | None = None
         self._loop: asyncio.AbstractEventLoop
         self.lock = threading.Lock()
-        self.reading_bytes_max = int(config.memory_budget_bytes) // _READ_SHARE
+        self.round_bytes_max = int(config.memory_budget_bytes) // _ROUND_SHARE
         devices = ", ".join(str(device.path) for device in config.devices)
         self.name = f"tiers of {int(config.memory_budget_bytes) >> 20} MiB{devices and ' and '}{devices}"
 
@@ -131,16 +131,13 @@ class Tiers:
 
     # ---- What is there
 
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return of each key whether it has a record; no device is asked."""
-        found: list[bool] = []
-        for part in parts_of(len(keys)):
-            with self.lock:
-                found += [self.pool.peek(address_of(keys[index])) is not None for index in part]
-        return found
+    def has(self, key: bytes) -> bool:
+        """Return whether the pool has a record; no device is asked."""
+        with self.lock:
+            return self.pool.peek(address_of(key)) is not None
 
-    async def find(self, keys: Sequence[bytes]) -> list[Found]:
-        """Return what the pool has under each key; Unanswered where a device does not bring the head in time."""
+    async def look(self, keys: Sequence[bytes]) -> "tuple[list[Found], list[asyncio.Future[None]]]":
+        """Return what the pool has under each key, and reads of heads: Unanswered until :meth:`await_heads`."""
         found: list[Found] = [None] * len(keys)
         reads: list[asyncio.Future[None]] = []
         for part in parts_of(len(keys)):
@@ -148,11 +145,14 @@ class Tiers:
                 for index in part:
                     self._find(keys, index, found, reads)
             await asyncio.sleep(0)
+        return found, reads
+
+    async def await_heads(self, reads: "Collection[asyncio.Future[None]]") -> None:
+        """Wait until devices have brought heads, or have taken too long."""
         if reads:
             _, late = await asyncio.wait(reads, timeout=self._patience)
             for read in late:
                 read.cancel()
-        return found
 
     def _find(self, keys: Sequence[bytes], index: int, found: list[Found], reads: "list[asyncio.Future[None]]") -> None:
         """Find one key, with the lock held; what a device has to bring is found later."""
@@ -265,7 +265,7 @@ class Tiers:
             record: that was encoded.
             wait: for room, within the job's time; else what there is no room for now is dropped.
         """
-        if not self.has([key])[0]:
+        if not self.has(key):
             length = int(record.round.pieces[record.position]["body_length"])
             memory = await self._await_room(job, len(record.head) + length, wait)
             if memory is None:
@@ -276,7 +276,7 @@ class Tiers:
                 await self._await_entry(job, key, memory, record.head, wait)
             finally:
                 self.discard(memory)
-        return self.has([key])[0]
+        return self.has(key)
 
     async def _copy(self, record: Encoded, memory: memoryview) -> None:
         memory[: len(record.head)] = record.head
