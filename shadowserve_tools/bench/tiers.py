@@ -144,6 +144,7 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
     put(workload, storage.address)
     third = len(workload.keys) // 3
     memory = {"memory_budget_bytes": SPARE * workload.stored_bytes, "scrub_bytes_per_s": 0}
+    memory |= {"write_bytes_under_way_max": 2 * workload.stored_bytes}  # one fetch is to fill the device
 
     def on_disk(name: str, **more: Any) -> dict[str, Any]:
         (disk / name).mkdir(exist_ok=True)
