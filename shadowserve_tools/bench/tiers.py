@@ -25,7 +25,7 @@ __all__ = ["tiers"]
 MEMORY, SSD, REMOTE, MIXED = "memory", "SSD", "storage node", "memory + SSD + storage node"
 PEER_MEMORY, PEER_DISK = "LMCache, memory", "LMCache, files"
 DEVICE: Final = "device alone"
-READERS: Final = 4
+READERS: Final = 16
 PIECE_BYTES: Final = 1 << 20
 SPARE: Final = 5
 """Times the records that tiers have memory for: a quarter of it receives what one round has devices bring."""
@@ -52,7 +52,7 @@ def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, ou
     """
     chunks -= chunks % 3
     report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
-    workload = llama_8b(chunks)
+    workload = llama_8b(chunks + 1)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-tiers-", dir=folder)))
@@ -66,13 +66,14 @@ def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, ou
         }
         peers, absent = start_installed(stack, bed, starts)
         contenders += peers
-        device = functools.partial(measure, functools.partial(_read, disk / SSD / "tier", workload.stored_bytes))
+        stored = workload.stored_bytes * chunks // len(workload.keys)
+        device = functools.partial(measure, functools.partial(_read, disk / SSD / "tier", stored))
         runs = [functools.partial(each.run, chunks) for each in contenders]
         *costs, limits = repeat(repeats, *runs, device, description="tiers")
     found = dict(zip(contenders, costs, strict=True))
     for each, own in found.items():
-        add_row(report, workload.raw_bytes, own, system=each.name, note=each.note)
-    add_row(report, workload.stored_bytes, limits, system=DEVICE, note="of stored bytes")
+        add_row(report, chunks * workload.layout.raw_bytes, own, system=each.name, note=each.note)
+    add_row(report, stored, limits, system=DEVICE, note="of stored bytes")
     for name, reason in absent.items():
         report.row(system=name, note=reason)
     _ratios(report, found, limits, {each.name for each in peers})
@@ -85,10 +86,10 @@ class _Plane:
     Args:
         logs: folder for what it prints.
         storage: that it is over.
-        workload: to fetch.
+        workload: to fetch, with one chunk more.
         tiers: configuration of it; None for none.
         alone: without the storage.
-        prime: so many leading chunks are fetched after each start.
+        prime: so many leading chunks are fetched after each start, behind the last one, to every place.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class _Plane:
         plane = self._stack.enter_context(start_data_plane(self._logs, self._address, *self._flags))
         self._processes[:] = [psutil.Process(child.process.pid) for child in (plane, self._storage)]
         self._target = self._stack.enter_context(Target.opened(plane.address, self._workload))
+        self._target.touch(len(self._workload.keys) - 1)
         if self._prime:
             self._target.fetch(self._prime)
         self._target.clear()
@@ -142,7 +144,7 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
     """Fill the tiers, and return what fetches from each."""
     storage = stack.enter_context(start_storage(logs))
     put(workload, storage.address)
-    third = len(workload.keys) // 3
+    chunks = len(workload.keys) - 1
     memory = {"memory_budget_bytes": SPARE * workload.stored_bytes, "scrub_bytes_per_s": 0}
     memory |= {"write_bytes_under_way_max": 2 * workload.stored_bytes}  # one fetch is to fill the device
 
@@ -151,16 +153,16 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
         device = {"path": str(disk / name / "tier"), "size": 2 * workload.stored_bytes + (64 << 20)}
         return memory | {"devices": [device]} | more
 
-    for name, count in ((SSD, len(workload.keys)), (MIXED, 2 * third)):
+    for name, count in ((SSD, chunks), (MIXED, chunks // 3 * 2)):
         filler = _Plane(logs / "filler", storage, workload, on_disk(name), prime=count)
         filler.restart()
         filler.close()
     planes = {
-        MEMORY: _Plane(logs / "memory", storage, workload, memory, prime=len(workload.keys)),
+        MEMORY: _Plane(logs / "memory", storage, workload, memory, prime=chunks),
         SSD: _Plane(logs / "ssd", storage, workload, on_disk(SSD), alone=True),
         REMOTE: _Plane(logs / "remote", storage, workload, None),
         # What comes from storage is not written to the device, where the next run would find it.
-        MIXED: _Plane(logs / "mixed", storage, workload, on_disk(MIXED, admission="second_hit"), prime=third),
+        MIXED: _Plane(logs / "mixed", storage, workload, on_disk(MIXED, admission="second_hit"), prime=chunks // 3),
     }
     for plane in planes.values():
         stack.callback(plane.close)
