@@ -122,7 +122,9 @@ async def test_a_slot_that_has_moved_is_followed_and_remembered(cluster: Cluster
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
 
 
-async def test_what_tiers_have_comes_beside_what_nodes_have_and_send_us_on_for(cluster: Cluster, tmp_path: Path) -> None:
+async def test_what_tiers_have_comes_beside_what_nodes_have_and_send_us_on_for(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     devices = [{"path": str(tmp_path / "tier"), "size": "16MiB"}]
     async with serving(cluster, tiers={"memory_budget_bytes": "8MiB", "devices": devices}) as (daemon, client):
         assert (await client.fetch(KEYS[::2])).chunks == len(KEYS) // 2
