@@ -111,7 +111,7 @@ class Supplies:
             with lock:
                 for record in waiting[part.start : part.stop]:
                     self._read(record)
-        self._metrics.tier_records["memory"] += sum(record.is_held for record in self._records)
+        self._metrics.tier_records["memory"] += sum(record.is_held and bool(record.indexes) for record in self._records)
         self._metrics.tier_records["device"] += len(waiting)
 
     def _cut(self) -> None:
