@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Final
 import click
 import psutil
 
+from shadowserve.errors import ShadowServeError
 from shadowserve.pool.buffers import allocate
 from shadowserve_tools.bench.fetch import Target, add_row, peers_option, raw_values, runs_of, wall_gains
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
@@ -27,6 +29,7 @@ PEER_MEMORY, PEER_DISK = "LMCache, memory", "LMCache, files"
 DEVICE: Final = "device alone"
 READERS: Final = 16
 PIECE_BYTES: Final = 1 << 20
+LINE_TIMEOUT_S: Final = 60.0
 SPARE: Final = 5
 """Times the records that tiers have memory for: a quarter of it receives what one round has devices bring."""
 
@@ -106,6 +109,7 @@ class _Plane:
         self._storage = storage
         self._workload = workload
         self._prime = prime
+        self._has_devices = tiers is not None and "devices" in tiers
         self._address = "" if alone else storage.address
         room = f"{workload.stored_bytes + (64 << 20)}"
         self._flags = ["--decompression-buffer-bytes", room, "--shutdown-time", "60"]
@@ -121,6 +125,8 @@ class _Plane:
         plane = self._stack.enter_context(start_data_plane(self._logs, self._address, *self._flags))
         self._processes[:] = [psutil.Process(child.process.pid) for child in (plane, self._storage)]
         self._target = self._stack.enter_context(Target.opened(plane.address, self._workload))
+        if self._has_devices:
+            _await_line(plane, "memory_registered")  # which takes cores for a moment after a start
         self._target.touch(len(self._workload.keys) - 1)
         if self._prime:
             self._target.fetch(self._prime)
@@ -167,6 +173,15 @@ def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[
     for plane in planes.values():
         stack.callback(plane.close)
     return [plane.contender(name) for name, plane in planes.items()]
+
+
+def _await_line(child: Child, text: str) -> None:
+    """Wait until a program has logged something."""
+    ends = time.monotonic() + LINE_TIMEOUT_S
+    while text not in child.log.read_text():
+        if time.monotonic() > ends:
+            raise ShadowServeError(f"{child.name} has not said {text} within {LINE_TIMEOUT_S:g} s; see {child.log}")
+        time.sleep(0.02)
 
 
 def _read(file: Path, size: int) -> None:
