@@ -2,6 +2,7 @@
 
 import functools
 import json
+import mmap
 import os
 import tempfile
 import time
@@ -11,10 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
+import numpy as np
 import psutil
 
 from shadowserve.errors import ShadowServeError
-from shadowserve.pool.buffers import allocate
 from shadowserve_tools.bench.fetch import Target, add_row, peers_option, raw_values, runs_of, wall_gains
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.contender import Contender
@@ -27,8 +28,8 @@ __all__ = ["tiers"]
 MEMORY, SSD, REMOTE, MIXED = "memory", "SSD", "storage node", "memory + SSD + storage node"
 PEER_MEMORY, PEER_DISK = "LMCache, memory", "LMCache, files"
 DEVICE: Final = "device alone"
-READERS: Final = 16
-PIECE_BYTES: Final = 1 << 20
+READERS: Final = 8
+PIECE_BYTES: Final = 4 << 20
 LINE_TIMEOUT_S: Final = 60.0
 SPARE: Final = 5
 """Times the records that tiers have memory for: a quarter of it receives what one round has devices bring."""
@@ -70,7 +71,7 @@ def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, ou
         peers, absent = start_installed(stack, bed, starts)
         contenders += peers
         stored = workload.stored_bytes * chunks // len(workload.keys)
-        device = functools.partial(measure, functools.partial(_read, disk / SSD / "tier", stored))
+        device = functools.partial(measure, functools.partial(_Device(disk / SSD / "tier").read, stored))
         runs = [functools.partial(each.run, chunks) for each in contenders]
         *costs, limits = repeat(repeats, *runs, device, description="tiers")
     found = dict(zip(contenders, costs, strict=True))
@@ -184,21 +185,30 @@ def _await_line(child: Child, text: str) -> None:
         time.sleep(0.02)
 
 
-def _read(file: Path, size: int) -> None:
-    """Read ``size`` bytes of a file past the page cache, several at a time, and do nothing with them."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    end = os.fstat(descriptor).st_size // PIECE_BYTES
-    pieces = [allocate(PIECE_BYTES + 4096)[2048 : 2048 + PIECE_BYTES] for _ in range(READERS)]
+class _Device:
+    """Reads a file past the page cache, several pieces at a time, and does nothing with them."""
 
-    def read(reader: int) -> None:
-        for number in range(reader, size // PIECE_BYTES, READERS):
-            os.preadv(descriptor, [pieces[reader]], number % end * PIECE_BYTES)
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._pieces = [np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8) for _ in range(READERS)]
+        for piece in self._pieces:
+            piece.fill(0)
 
-    try:
-        with ThreadPoolExecutor(READERS) as readers:
-            list(readers.map(read, range(READERS)))
-    finally:
-        os.close(descriptor)
+    def read(self, size: int) -> None:
+        """Read so many bytes, from the begin."""
+        descriptor = os.open(self._file, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        end = os.fstat(descriptor).st_size // PIECE_BYTES
+        numbers = iter(range(-(-size // PIECE_BYTES)))  # which threads share
+
+        def read(piece: "np.typing.NDArray[np.uint8]") -> None:
+            for number in numbers:
+                os.preadv(descriptor, [piece], number % end * PIECE_BYTES)
+
+        try:
+            with ThreadPoolExecutor(READERS) as readers:
+                list(readers.map(read, self._pieces))
+        finally:
+            os.close(descriptor)
 
 
 def _ratios(report: Report, costs: dict[Contender, list[Cost]], limits: list[Cost], peers: set[str]) -> None:
