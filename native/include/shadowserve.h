@@ -222,8 +222,8 @@ struct ss_piece {
     uint32_t node;   /* of a fetch: whose sockets to ask, below the round's 'node_count' */
     uint32_t asking; /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
     enum ss_origin origin;
-    const uint8_t *memory; /* of a fetch: where the body lies in this process; of a server's, where it is to be when
-                              the piece is SS_OK, NULL: nowhere in particular */
+    const uint8_t *memory; /* of a fetch: where the body lies in this process. A server's: where it is to be when the
+                              piece is SS_OK, NULL for nowhere in particular */
     uint32_t layer;        /* of a fetch with 'progress': the one layer that it is of */
     enum ss_result result; /* out */
     char error[256];       /* out, SS_REFUSED and SS_REDIRECTED of a fetch: the server's words, cut, with a zero */
