@@ -46,7 +46,7 @@ class Job:
         self.timeout = timeout
         self.deadline_ns = time.monotonic_ns() + int(timeout * 1e9)
         self._cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._interrupt: Callable[[], None] | None = None
+        self._interrupts: list[Callable[[], None]] = []
 
     @property
     def cancelled(self) -> bool:
@@ -57,8 +57,8 @@ class Job:
         """Make the job end soon with OUTCOME_CANCELLED. Only from the event loop's thread."""
         if not self._cancelled.done():
             self._cancelled.set_result(None)
-            if self._interrupt is not None:
-                self._interrupt()
+            for interrupt in self._interrupts:
+                interrupt()
 
     def check(self) -> None:
         """Raise Stop if the job is cancelled or its time is up."""
@@ -95,11 +95,11 @@ class Job:
     def interruptible(self, interrupt: Callable[[], None]) -> Iterator[None]:
         """While in this context, :meth:`cancel` calls ``interrupt``, which must make a step on a thread return soon."""
         self.check()
-        self._interrupt = interrupt
+        self._interrupts.append(interrupt)
         try:
             yield
         finally:
-            self._interrupt = None
+            self._interrupts.remove(interrupt)
 
 
 class JobTable:

@@ -343,6 +343,7 @@ def plan_store(
     codec: native.Codec,
     bound: int,
     slice_bytes: int = DECODED_BYTES_MAX,
+    place: int = 0,
 ) -> StorePlan:
     """Lay out a batch of chunks for encoding.
 
@@ -353,6 +354,7 @@ def plan_store(
         codec: to encode with.
         bound: from :func:`encoded_bound`; the batch takes ``len(keys)`` times that, aligned.
         slice_bytes: most bytes of symbols in a slice.
+        place: in the store buffer, counted in such chunks.
     """
     manifest = plan_slices(layout, slice_bytes)
     count = len(manifest)
@@ -362,7 +364,7 @@ def plan_store(
     pieces["key_length"] = [len(name) for name in names]
     pieces["codec"] = codec
     pieces["chunk"] = np.arange(len(keys))
-    pieces["decompression_offset"] = np.arange(len(keys)) * _align(bound)
+    pieces["decompression_offset"] = (place + np.arange(len(keys))) * _align(bound)
     pieces["slice_first"] = np.arange(len(keys)) * count
     pieces["slice_count"] = count
     pieces["result"] = native.Result.SKIPPED

@@ -1,7 +1,8 @@
 """Store: chunks from a region to records in storage; the path backwards, at lower priority than fetching.
 
-Chunks that storage holds already are skipped. The rest are encoded a batch at a time, as many as the store buffer
-takes, and put one after the other, so that what was put when a job ends early is a prefix of them.
+Chunks that storage holds already are skipped. The rest are encoded a batch at a time, as many as there are threads that
+encode, in one half of the store buffer, while those of the batch before are put from the other: one after the other, so
+that what was put when a job ends early is a prefix of them.
 """
 
 import asyncio
@@ -63,7 +64,19 @@ def _unanswered(key: bytes, found: Found) -> StorageError:
 
 
 class Storer:
-    """Runs stores, one at a time."""
+    """Runs stores, one at a time.
+
+    Args:
+        pipeline: encodes, in the thread of ``executor``.
+        executor: of one thread.
+        catalog, source: what storage holds, and how records get there.
+        buffers: of the pipeline.
+        metrics: counts.
+        codec: that new records have.
+        slice_bytes: most bytes of symbols in a slice.
+        queue: of stores.
+        batch_chunks: that are encoded at a time, if the buffer takes twice as many.
+    """
 
     def __init__(
         self,
@@ -76,6 +89,7 @@ class Storer:
         codec: native.Codec,
         slice_bytes: int,
         queue: Turnstile,
+        batch_chunks: int,
     ) -> None:
         self._pipeline = pipeline
         self._executor = executor
@@ -85,6 +99,7 @@ class Storer:
         self._metrics = metrics
         self._codec = codec
         self._slice_bytes = slice_bytes
+        self._batch_chunks = batch_chunks
         self.queue = queue
 
     async def run(
@@ -125,20 +140,31 @@ class Storer:
         layout = destination.layout
         part = keys[first : first + QUESTION_KEYS_MAX]
         found = await job.within(self._catalog.find(part, fresh=True), "asking storage what it holds")
-        bound = encoded_bound(layout, self._codec, self._slice_bytes)
-        batch_max = max(1, self._buffers.store // (-(-bound // ALIGNMENT) * ALIGNMENT))
+        room = self._buffers.store // self._bound(layout)
+        places = 2 if room > 1 else 1
+        batch_max = max(1, min(self._batch_chunks, room // places))
         index, answered = 0, _answered(found)
-        while index < answered:
-            batch: list[int] = []
-            while index < answered and len(batch) < batch_max:
-                length = await self._held_length(job, layout, part[index], found[index][0])
-                if length is None:
-                    batch.append(first + index)
-                else:
-                    progress.held[first + index] = length
-                index += 1
-            if batch:
-                await self._encode_and_put(job, destination, offset, keys, batch, progress)
+        puts: list[asyncio.Task[None]] = []
+        try:
+            while index < answered:
+                batch: list[int] = []
+                while index < answered and len(batch) < batch_max:
+                    length = await self._held_length(job, layout, part[index], found[index][0])
+                    if length is None:
+                        batch.append(first + index)
+                    else:
+                        progress.held[first + index] = length
+                    index += 1
+                if batch:
+                    if len(puts) >= places:
+                        await puts[-places]
+                    place = len(puts) % places * batch_max
+                    encoded = await self._encode(job, destination, offset, keys, batch, place)
+                    put = self._put_batch(puts[-1] if puts else None, job, *encoded, layout, keys, batch, progress)
+                    puts.append(asyncio.create_task(put))
+        finally:
+            if puts:
+                await puts[-1]  # what it ends with is of earlier chunks, and comes first
         if answered < len(part):
             raise _unanswered(part[answered], found[answered][0])
 
@@ -159,19 +185,17 @@ class Storer:
         await job.within(self._source.delete(key), "deleting a faulty record")
         return None
 
-    async def _encode_and_put(
-        self,
-        job: Job,
-        destination: Destination,
-        offset: int,
-        keys: Sequence[bytes],
-        batch: Sequence[int],
-        progress: _Progress,
-    ) -> None:
-        """Encode a batch, then put its records in the order of their chunks."""
+    def _bound(self, layout: ChunkLayout) -> int:
+        """Return how many bytes of the store buffer a chunk takes at most."""
+        return -(-encoded_bound(layout, self._codec, self._slice_bytes) // ALIGNMENT) * ALIGNMENT
+
+    async def _encode(
+        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], batch: Sequence[int], place: int
+    ) -> tuple[StorePlan, native.Round]:
+        """Encode a batch into the store buffer, ``place`` chunks from its beginning. The round is to be released."""
         layout = destination.layout
-        bound = encoded_bound(layout, self._codec, self._slice_bytes)
-        plan = plan_store([keys[index] for index in batch], batch, layout, self._codec, bound, self._slice_bytes)
+        of = [keys[index] for index in batch]
+        plan = plan_store(of, batch, layout, self._codec, self._bound(layout), self._slice_bytes, place)
         round_ = native.Round(
             pieces=plan.pieces,
             slices=plan.slices,
@@ -179,14 +203,33 @@ class Storer:
             deadline_ns=job.deadline_ns,
         )
         try:
-            loop = asyncio.get_running_loop()
             with job.interruptible(round_.cancel):
-                failure = await loop.run_in_executor(self._executor, self._pipeline.encode, round_)
+                encoding = asyncio.get_running_loop().run_in_executor(self._executor, self._pipeline.encode, round_)
+                failure = await encoding
             destination.check_whole()  # else zeros would be stored in the place of what is gone
-            results = round_.results
-            if failure is not Result.OK and all(result is Result.OK for result in results):
+            if failure is not Result.OK and all(result is Result.OK for result in round_.results):
                 raise self._stop(keys[batch[0]], failure, "")
-            for position, (index, result) in enumerate(zip(batch, results, strict=True)):
+        except BaseException:
+            round_.release()
+            raise
+        return plan, round_
+
+    async def _put_batch(
+        self,
+        before: asyncio.Task[None] | None,
+        job: Job,
+        plan: StorePlan,
+        round_: native.Round,
+        layout: ChunkLayout,
+        keys: Sequence[bytes],
+        batch: Sequence[int],
+        progress: _Progress,
+    ) -> None:
+        """Put a batch's records in the order of their chunks, once those ``before`` have been."""
+        try:
+            if before is not None:
+                await before
+            for position, (index, result) in enumerate(zip(batch, round_.results, strict=True)):
                 if result is not Result.OK:
                     raise self._stop(keys[index], result, "")
                 parent = progress.parents.get(keys[index], b"")
