@@ -1,8 +1,9 @@
 """Prompts that one engine computes and another one goes on with: what is about to be stored is waited for.
 
 The engine that computes *announces* the chunks that it found absent, says so again while the request lives, and
-withdraws what it will not store after all. The one that goes on finds chunks that are announced and not there; its
-lookup waits for them, in turns that ask for all lookups together, until it must answer.
+withdraws what it will not store after all. The one that goes on finds chunks that are announced and not there, and
+waits for them, in turns that ask for all requests together, until it must go on: its lookup for the first chunk, and
+then its load, which begins with those that are there, for the rest. Where no load may wait, the lookup waits for all.
 
 A prompt seldom ends with a chunk. Where it is handed over, the whole blocks behind its last chunk, its *tail*, have a
 record of their own: a chunk's, with zeros behind the tail, which cost next to nothing once they are compressed. So
@@ -13,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from shadowserve.pieces import Flags
 
-__all__ = ["Ask", "Coming", "Handover"]
+__all__ = ["Arrived", "Ask", "Coming", "Handover"]
 
 POLL_INTERVAL: Final = 0.01
 """Least seconds between two questions for what is announced: one Lookup for all requests that wait, one key for each.
@@ -59,6 +60,18 @@ class Handover:
     def may_store(self, tokens: int) -> bool:
         """Return whether a chunk may be stored that ends behind so many tokens."""
         return self.store_tokens_max is None or tokens <= self.store_tokens_max
+
+
+class Arrived(NamedTuple):
+    """How far a prompt is there that is loaded while others still store it.
+
+    Attributes:
+        chunks: leading ones that are there, its tail among them.
+        ended: why no more will be, ``"complete"`` where all are; empty while more may come.
+    """
+
+    chunks: int
+    ended: str
 
 
 @dataclass(eq=False)

@@ -5,6 +5,7 @@ polls: ``None`` until there is an answer or the deadline has passed, then the sa
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from host_control.client import DataPlaneClient, Found
-from host_control.handover import Coming, Handover
+from host_control.handover import Arrived, Coming, Handover
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import Extra, chain_links, record_keys, tail_link
 from shadowserve.pieces import Flags, leading
@@ -46,6 +47,9 @@ class LookupAnswer:
         detail: a sentence about a failure, else empty.
         present: which chunks of each group are there, of that cut's.
         tail: whether the prompt's tail is there, too.
+
+    Where a load may begin before all of it is there, what is announced counts as there; :meth:`PrefixLookup.arrived`
+    tells of it.
     """
 
     tokens: int
@@ -73,6 +77,7 @@ class _Lookup:
     links: list[bytes] | None = None
     tail: list[bytes] = field(default_factory=list)  # its link, if it is to have a record
     waits_until: float = 0.0  # for what is announced
+    arrived: Arrived | None = None  # where the answer counts what is only announced
     present: Sequence[Flags] | None = None
     asked: float = 0.0
     future: Future[None] | None = field(default=None, repr=False)
@@ -114,6 +119,7 @@ class PrefixLookup:
         timeout: seconds from :meth:`submit` to an answer.
         threads: that hash and ask.
         enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
+        loads_wait: whether a load may begin while some of its chunks are only announced.
     """
 
     def __init__(
@@ -128,6 +134,7 @@ class PrefixLookup:
         timeout: float,
         threads: int = 2,
         enabled: bool = True,
+        loads_wait: bool = False,
     ) -> None:
         self._model = model
         self._cuts: dict[int, Groups] = {0: groups, **(others or {})}
@@ -136,6 +143,7 @@ class PrefixLookup:
         self._chunk_tokens = chunk_tokens
         self._timeout = timeout
         self._enabled = enabled
+        self._loads_wait = loads_wait
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
@@ -213,6 +221,11 @@ class PrefixLookup:
         lookup = self._lookups.get(request_id)
         return 0.0 if lookup is None else lookup.asked
 
+    def arrived(self, request_id: str) -> Arrived | None:
+        """Return how far a prompt is there by now whose answer counts what is announced; ``None`` for any other."""
+        lookup = self._lookups.get(request_id)
+        return None if lookup is None else lookup.arrived
+
     def forget(self, request_id: str, stored: Sequence[bytes] = ()) -> None:
         """Drop a request that has ended; the chunks of links that are ``stored`` are, or are on their way."""
         with self._lock:
@@ -288,16 +301,62 @@ class PrefixLookup:
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
             if best.coming is None:  # nobody can say of which cut, either
                 self._wait(request_id, lookup, wanted, hits, self._cuts)
-            else:  # they are stored in their order: once the last is there, or is not coming, one question tells of all
-                last = int(np.flatnonzero(best.coming[: best.extent])[-1])
-                self._wait(request_id, lookup, wanted, last, [best.cut])
-            return
-        gone = hits < len(wanted) and lookup.waits_until
+                return
+            if not (self._loads_wait and hits):
+                # They are stored in their order: once the last is there, or is not coming, one question tells of all.
+                # Where a load may go on from there, the first is enough.
+                coming = np.flatnonzero(best.coming[: best.extent])
+                self._wait(request_id, lookup, wanted, int(coming[0 if self._loads_wait else -1]), [best.cut])
+                return
+            self._begin(request_id, lookup, wanted, best)
+            hits = best.extent
+        gone = hits < len(wanted) and lookup.waits_until and lookup.arrived is None
         reason, detail = ("announced_gone", "chunks that were announced are not stored") if gone else ("complete", "")
         if seconds := lookup.handover.announces:  # before anybody can have computed and stored it
             there = own.there | (np.arange(len(wanted)) < hits)
             self._announce_absent(request_id, lookup, wanted, there, seconds)
         self._settle(lookup, replace(lookup.so_far, reason=reason, detail=detail))
+
+    def _begin(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: _Seen) -> None:
+        """Count what is announced as if it were there, and tell from now on how much of it is."""
+        assert best.coming is not None
+        whole = len(wanted) - len(lookup.tail)
+        present = [(best.there | best.coming)[:whole]]
+        tokens = self._rule(present, lookup.length) if whole else 0
+        self._wait_from(lookup)
+        self._follow(request_id, lookup, wanted[: best.extent], best)
+        lookup.so_far = replace(lookup.so_far, tokens=tokens, present=present, tail=best.extent > whole)
+
+    def _follow(self, request_id: str, lookup: _Lookup, wanted: list[bytes], seen: _Seen) -> None:
+        """Note how many of these chunks are there, and ask again when most of those are that are still to come."""
+        there, coming = leading(seen.there), np.flatnonzero(~seen.there[: seen.extent])
+        if len(coming):
+            lookup.arrived = Arrived(there, "")
+            again = functools.partial(self._ask_more, request_id, lookup, wanted, seen.cut)
+            self._coming.wait(wanted[coming[len(coming) // 2]], [seen.cut], lookup.waits_until, again)
+        else:
+            lookup.arrived = Arrived(there, "complete" if there >= len(wanted) else "announced_gone")
+
+    def _ask_more(self, request_id: str, lookup: _Lookup, wanted: list[bytes], cut: int, late: bool) -> None:
+        """Have it looked how much has arrived; in a thread that asks for all requests, so elsewhere."""
+
+        def look() -> None:
+            assert lookup.arrived is not None
+            try:
+                (seen,) = self._see({cut: len(wanted)}, wanted, self._timeout, announced=True)
+                if late:
+                    there = leading(seen.there)
+                    lookup.arrived = Arrived(there, "complete" if there == len(wanted) else "announced_late")
+                else:
+                    self._follow(request_id, lookup, wanted, seen)
+            except DataPlaneError as error:
+                lookup.arrived = lookup.arrived._replace(ended=error.outcome)
+            except Exception:  # a bug must not leave the load waiting for its deadline
+                lookup.arrived = lookup.arrived._replace(ended="internal")
+
+        if self._lookups.get(request_id) is lookup:
+            with contextlib.suppress(RuntimeError):  # closed
+                self._pool.submit(look)
 
     def _find(self, links: Sequence[bytes], timeout: float, *, announced: bool) -> tuple[_Seen, _Seen]:
         """Return what there is of this engine's own records, and of those of which there is most, or is coming.
@@ -333,9 +392,7 @@ class PrefixLookup:
 
     def _wait(self, request_id: str, lookup: _Lookup, wanted: list[bytes], place: int, cuts: Iterable[int]) -> None:
         """Ask again once a chunk is there, or is not coming; of these cuts."""
-        if not lookup.waits_until:
-            lookup.waits_until = lookup.deadline - self._timeout + lookup.handover.waits
-            lookup.deadline = lookup.waits_until
+        self._wait_from(lookup)
 
         def again(late: bool) -> None:
             if self._lookups.get(request_id) is lookup and lookup.answer is None:
@@ -347,6 +404,11 @@ class PrefixLookup:
                         self._pool.submit(self._ask_again, request_id, lookup, wanted)
 
         self._coming.wait(wanted[place], cuts, lookup.waits_until, again)
+
+    def _wait_from(self, lookup: _Lookup) -> None:
+        if not lookup.waits_until:
+            lookup.waits_until = lookup.deadline - self._timeout + lookup.handover.waits
+            lookup.deadline = lookup.waits_until
 
     def _ask_again(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
         try:

@@ -70,6 +70,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 problem=problem,
                 logger=_logger,
                 inputs=RequestInputs(Adapters(lora, content_hashes(config, _logger)) if lora is not None else None),
+                recomputes=transfer.kv_load_failure_policy == "recompute",
             )
         else:
             self._worker = WorkerSide(

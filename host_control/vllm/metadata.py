@@ -8,6 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from host_control.handover import Arrived
+
 __all__ = ["GroupLoad", "LoadOperation", "ShadowServeMetadata", "StoreOperation", "WorkerHandshake", "WorkerReport"]
 
 
@@ -35,6 +37,7 @@ class LoadOperation:
         cut: whose records they are (:class:`host_control.vllm.parts.Part`).
         groups: what of each, by its index; none where the load is one that cannot be.
         layerwise: layer by layer, in the step that computes on it.
+        arrived: how many of its chunks are there, where others still store the rest.
     """
 
     request_id: str
@@ -42,6 +45,7 @@ class LoadOperation:
     cut: int
     groups: dict[int, GroupLoad]
     layerwise: bool = False
+    arrived: Arrived | None = None
 
 
 @dataclass
@@ -77,12 +81,14 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         epoch: of the weights, as far as the scheduler knows; another one after each change.
         loads: to start.
         cancels: requests whose load should end early.
+        arrived: of requests that load what others still store, how many of its chunks are there by now.
         stores: to gather once this step's KV is written.
     """
 
     epoch: str = ""
     loads: list[LoadOperation] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
+    arrived: dict[str, Arrived] = field(default_factory=dict)
     stores: list[StoreOperation] = field(default_factory=list)
 
 

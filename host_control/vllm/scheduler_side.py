@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.handover import Handover
+from host_control.handover import Arrived, Handover
 from host_control.layouts import NOWHERE
 from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.vllm.epochs import Epochs
@@ -74,6 +74,7 @@ class SchedulerSide:
         problem: why this engine is served without the cache, or empty.
         logger: where failures are logged.
         inputs: what requests' KV depends on beside tokens.
+        recomputes: whether a load that falls short costs its computation, and not the request.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class SchedulerSide:
         problem: str,
         logger: logging.Logger,
         inputs: RequestInputs | None = None,
+        recomputes: bool = True,
     ) -> None:
         self._config = config
         self._groups = groups.groups if groups is not None else ()
@@ -94,6 +96,8 @@ class SchedulerSide:
         self._states = {group.index for group in self._groups if group.kind == "state"}
         # vLLM is told of a load's end at once only where it is told of single blocks that fell short.
         self.asynchronous = config.asynchronous_fetch or groups is None or not groups.one
+        # A load that waits for chunks may fall short of them, which costs least where what has come of it is used.
+        self._loads_wait = config.asynchronous_fetch and groups is not None and groups.one and recomputes
         self._fetch = fetch
         self._store = store
         self._logger = logger
@@ -168,6 +172,7 @@ class SchedulerSide:
             timeout=self._config.lookup_timeout,
             threads=self._config.lookup_threads,
             enabled=self._fetch,
+            loads_wait=self._loads_wait,
         )
 
     def _turn_off(self, problem: str) -> None:
@@ -250,10 +255,28 @@ class SchedulerSide:
         chunks = self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
         return (
             tracked.offered_cut == 0
+            and self._arrived(tracked) is None
             and chunks <= self._layerwise_chunks
             and not (self._loading or self._new_loads)
             and not any(request.status == RequestStatus.RUNNING for request in self._requests.values())
         )
+
+    def _arrived(self, tracked: _Tracked) -> Arrived | None:
+        """Return how many chunks of a load are there by now; ``None`` where all were when it was offered."""
+        assert self._lookup is not None
+        arrived = self._lookup.arrived(tracked.request.request_id)
+        first = tracked.local_tokens // self._chunk_tokens
+        return arrived and arrived._replace(chunks=max(arrived.chunks - first, 0))
+
+    def _more(self) -> Iterator[tuple[str, Arrived]]:
+        """Tell of which loads under way more chunks are there than the workers have been told, or no more will be."""
+        for request_id, load in self._loading.items():
+            if load.arrived is None or load.arrived.ended or (tracked := self._tracked.get(request_id)) is None:
+                continue
+            arrived = self._arrived(tracked) or load.arrived._replace(ended="weights_changed")  # looked up anew
+            if arrived != load.arrived:
+                load.arrived = arrived
+                yield request_id, arrived
 
     def waits(self, request: Any) -> bool:
         """Return whether a request whose tokens were matched waits for its load outside the running batch."""
@@ -296,7 +319,12 @@ class SchedulerSide:
         assert tracked.offered is not None, "blocks for a load that was not offered"
         end_tokens = tracked.local_tokens + external_tokens
         operation = LoadOperation(
-            request.request_id, tracked.offered_epoch, tracked.offered_cut, {}, layerwise=tracked.layerwise
+            request.request_id,
+            tracked.offered_epoch,
+            tracked.offered_cut,
+            {},
+            layerwise=tracked.layerwise,
+            arrived=self._arrived(tracked),
         )
         try:
             for group in self._groups:
@@ -364,6 +392,8 @@ class SchedulerSide:
     def step(self, output: Any) -> ShadowServeMetadata:
         """Return what the workers have to do in this step."""
         metadata = ShadowServeMetadata(self.epochs.current)
+        if self._loading:
+            metadata.arrived = dict(self._more())
         if self._new_loads:
             metadata.loads = list(self._new_loads.values())
             self._new_loads = {}

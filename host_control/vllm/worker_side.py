@@ -241,7 +241,7 @@ class WorkerSide:
         for cut, manager in self._managers.items():
             loads = [load for load in metadata.loads if load.cut == cut]
             try:
-                self._results += manager.exchange([self._job(load) for load in loads], metadata.cancels)
+                self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
                 if waited := self._synchronous - self._layerwise:
                     manager.wait(waited)
                     self._results += manager.exchange()
@@ -253,7 +253,9 @@ class WorkerSide:
             tuple(record_keys(shape.namespace, load.groups[part.group.index].links)) if load.groups else ()
             for part, shape in zip(self._parts[load.cut], self._shapes[load.cut], strict=True)
         )
-        return FetchJob(request_id=load.request_id, keys=keys, target=load, layerwise=load.layerwise)
+        return FetchJob(
+            request_id=load.request_id, keys=keys, target=load, arrived=load.arrived, layerwise=load.layerwise
+        )
 
     def _failed(self, load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
         job = self._job(load)
