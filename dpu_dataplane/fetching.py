@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from dpu_dataplane.catalog import Catalog, Fault
 from dpu_dataplane.destinations import Destination
-from dpu_dataplane.jobs import Job, Stop, Turnstile
+from dpu_dataplane.jobs import ENDINGS, Job, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import Buffers, End, FetchPlan, Wanted, plan_fetch
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
-from shadowserve.errors import StorageRefusedError, StorageUnavailableError
+from shadowserve.errors import StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import leading_layers, pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
@@ -206,12 +206,8 @@ class Fetcher:
                     for part in parts:
                         part.begin()
                     outcome, detail = await self._run(job, progress)
-        except Stop as stop:
-            outcome, detail = stop.outcome, stop.detail
-        except StorageUnavailableError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
-        except StorageRefusedError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+        except ENDINGS as error:
+            outcome, detail = ending_of(error)
         delivered_bytes = sum(int(part.delivered.sum()) * part.layout.raw_bytes // part.layout.layers for part in parts)
         self._metrics.fetched_bytes += progress.fetched_bytes
         self._metrics.delivered_bytes += delivered_bytes

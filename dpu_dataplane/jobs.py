@@ -10,11 +10,12 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["Job", "JobTable", "QueueFull", "Stop", "Turnstile"]
+__all__ = ["ENDINGS", "Job", "JobTable", "QueueFull", "Stop", "Turnstile", "ending_of"]
 
 _T = TypeVar("_T")
 
@@ -31,6 +32,18 @@ class Stop(Exception):
         super().__init__(detail)
         self.outcome = outcome
         self.detail = detail
+
+
+ENDINGS: Final = (Stop, StorageUnavailableError, StorageRefusedError)
+"""What ends a call that storage is asked in; :func:`ending_of` says with which outcome."""
+
+
+def ending_of(error: Exception) -> tuple[pb.Outcome, str]:
+    """Return outcome and detail of a call that one of ENDINGS has ended."""
+    if isinstance(error, Stop):
+        return error.outcome, error.detail
+    refused = isinstance(error, StorageRefusedError)
+    return (pb.OUTCOME_STORAGE_REFUSED if refused else pb.OUTCOME_STORAGE_UNAVAILABLE), str(error)
 
 
 class QueueFull(Exception):

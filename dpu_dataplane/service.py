@@ -24,7 +24,7 @@ from dpu_dataplane.destinations import (
 )
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import Host, HostTable
-from dpu_dataplane.jobs import Job, JobTable, QueueFull, Stop
+from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFull, ending_of
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
 from dpu_dataplane.repeats import Repeats, address_of
 from dpu_dataplane.rounds import Buffers, encoded_bound
@@ -33,7 +33,6 @@ from dpu_dataplane.tracing import NotTraceable, Tracer
 from dpu_dataplane.validation import PROGRESS_BYTES, InvalidCall, Validator
 from shadowserve import __version__, native
 from shadowserve.chunk import ChunkLayout
-from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.pieces import Flags, pack
 from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
@@ -244,12 +243,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 present = [pack(flags) for flags in found]
                 announced = [pack(each & ~there) for each, there in zip(coming or (), found, strict=bool(coming))]
                 outcome = pb.OUTCOME_COMPLETE
-            except Stop as stop:
-                outcome, detail = stop.outcome, stop.detail
-            except StorageUnavailableError as error:
-                outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
-            except StorageRefusedError as error:
-                outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+            except ENDINGS as error:
+                outcome, detail = ending_of(error)
             except Exception as error:
                 outcome, detail = self._internal("Lookup", error)
         self._metrics.lookups[outcome_name(outcome)] += 1
@@ -275,12 +270,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         try:
             await job.within(self._catalog.announce(keys, request.lasts_ms), "announcing chunks to storage")
             outcome, detail = pb.OUTCOME_COMPLETE, ""
-        except Stop as stop:
-            outcome, detail = stop.outcome, stop.detail
-        except StorageUnavailableError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
-        except StorageRefusedError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+        except ENDINGS as error:
+            outcome, detail = ending_of(error)
         except Exception as error:
             outcome, detail = self._internal("Announce", error)
         response = pb.AnnounceResponse(outcome=outcome, detail=detail)

@@ -15,7 +15,7 @@ import numpy as np
 
 from dpu_dataplane.catalog import Catalog, Fault, inspect_head
 from dpu_dataplane.destinations import Destination
-from dpu_dataplane.jobs import Job, Stop, Turnstile
+from dpu_dataplane.jobs import ENDINGS, Job, Stop, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Found, Source, Stored, Unanswered
@@ -119,12 +119,8 @@ class Storer:
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
                     await self._store(job, destination, offset, keys, first, progress)
             outcome, detail = pb.OUTCOME_COMPLETE, ""
-        except Stop as stop:
-            outcome, detail = stop.outcome, stop.detail
-        except StorageUnavailableError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
-        except StorageRefusedError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+        except ENDINGS as error:
+            outcome, detail = ending_of(error)
         return pb.StoreResponse(
             stored=pack(np.isin(np.arange(len(keys)), list(progress.held))),
             outcome=outcome,
