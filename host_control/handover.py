@@ -85,7 +85,7 @@ class _Waiting:
 
 @dataclass(eq=False)
 class _Announced:
-    links: list[bytes]
+    links: dict[bytes, None]  # that are still to be computed here, in their order
     seconds: float
     renewed_at: float
 
@@ -106,7 +106,7 @@ class Coming:
         self._condition = threading.Condition()
         self._waiting: list[_Waiting] = []
         self._announced: dict[str, _Announced] = {}
-        self._ended: list[tuple[_Announced, frozenset[bytes]]] = []
+        self._ended: list[list[bytes]] = []
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -120,21 +120,28 @@ class Coming:
             self._wake()
 
     def announce(self, request_id: str, links: Sequence[bytes], seconds: float) -> None:
-        """Announce links for so long, and again until :meth:`settle`."""
+        """Announce links for so long, and again until :meth:`computed` or :meth:`settle`."""
         with self._condition:
-            self._announced[request_id] = _Announced(list(links), seconds, time.monotonic() + seconds / 2)
+            self._announced[request_id] = _Announced(dict.fromkeys(links), seconds, time.monotonic() + seconds / 2)
             self._wake()
         self._announce(links, seconds)
 
-    def settle(self, request_id: str, stored: Sequence[bytes]) -> None:
-        """A request has ended: what is ``stored`` or on its way stays announced, for half of its time at least.
+    def computed(self, request_id: str, links: Iterable[bytes]) -> None:
+        """These are on their way to the store: they stay announced, for half of their time at least.
 
-        It is not announced again: a rank that has dropped a chunk has withdrawn it, and nobody is to wait for that one.
-        Cheap, and nothing at all for a request that has announced nothing.
+        They are not announced again: a rank that has dropped a chunk has withdrawn it, and nobody is to wait for that
+        one. Cheap, and nothing at all for a request that has announced nothing.
         """
+        if (announced := self._announced.get(request_id)) is not None:
+            with self._condition:
+                for link in links:
+                    announced.links.pop(link, None)
+
+    def settle(self, request_id: str) -> None:
+        """A request has ended: what it has not computed is withdrawn. As cheap as :meth:`computed`."""
         if request_id in self._announced:
             with self._condition:
-                self._ended.append((self._announced.pop(request_id), frozenset(stored)))
+                self._ended.append(list(self._announced.pop(request_id).links))
                 self._wake()
 
     def close(self) -> None:
@@ -158,8 +165,8 @@ class Coming:
                 if self._closing:
                     return
                 ended, self._ended = self._ended, []
-            for announced, kept in ended:
-                self._announce([link for link in announced.links if link not in kept], 0)
+            for links in ended:
+                self._announce(links, 0)
             self._renew()
             if self._waiting:
                 time.sleep(self._interval())
@@ -180,8 +187,9 @@ class Coming:
             due = [each for each in self._announced.values() if each.renewed_at <= now]
             for each in due:
                 each.renewed_at = now + each.seconds / 2
-        for each in due:
-            self._announce(each.links, each.seconds)
+            renewed = [(list(each.links), each.seconds) for each in due]
+        for links, seconds in renewed:
+            self._announce(links, seconds)
 
     def _look(self) -> None:
         """Ask once for all that wait, and tell those whose wait is over."""

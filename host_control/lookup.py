@@ -226,11 +226,15 @@ class PrefixLookup:
         lookup = self._lookups.get(request_id)
         return None if lookup is None else lookup.arrived
 
-    def forget(self, request_id: str, stored: Sequence[bytes] = ()) -> None:
-        """Drop a request that has ended; the chunks of links that are ``stored`` are, or are on their way."""
+    def computed(self, request_id: str, links: Iterable[bytes]) -> None:
+        """Chunks of a request are on their way to the store: their announcements are not renewed, nor withdrawn."""
+        self._coming.computed(request_id, links)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that has ended, and withdraw what it has announced and not computed."""
         with self._lock:
             lookup = self._lookups.pop(request_id, None)
-        self._coming.settle(request_id, stored)
+        self._coming.settle(request_id)
         if lookup is not None and lookup.future is not None:
             lookup.future.cancel()
 
@@ -327,13 +331,16 @@ class PrefixLookup:
         self._follow(request_id, lookup, wanted[: best.extent], best)
         lookup.so_far = replace(lookup.so_far, tokens=tokens, present=present, tail=best.extent > whole)
 
-    def _follow(self, request_id: str, lookup: _Lookup, wanted: list[bytes], seen: _Seen) -> None:
-        """Note how many of these chunks are there, and ask again when most of those are that are still to come."""
-        there, coming = leading(seen.there), np.flatnonzero(~seen.there[: seen.extent])
+    def _follow(self, request_id: str, lookup: _Lookup, wanted: list[bytes], seen: _Seen, before: int = 0) -> None:
+        """Note how many of these chunks are there, and ask again when most of those are that are still to come.
+
+        Those ``before`` are there, and what was seen begins behind them.
+        """
+        there, coming = before + leading(seen.there), np.flatnonzero(~seen.there[: seen.extent])
         if len(coming):
             lookup.arrived = Arrived(there, "")
             again = functools.partial(self._ask_more, request_id, lookup, wanted, seen.cut)
-            self._coming.wait(wanted[coming[len(coming) // 2]], [seen.cut], lookup.waits_until, again)
+            self._coming.wait(wanted[before + coming[len(coming) // 2]], [seen.cut], lookup.waits_until, again)
         else:
             lookup.arrived = Arrived(there, "complete" if there >= len(wanted) else "announced_gone")
 
@@ -342,13 +349,15 @@ class PrefixLookup:
 
         def look() -> None:
             assert lookup.arrived is not None
+            before = lookup.arrived.chunks
+            rest = wanted[before:]
             try:
-                (seen,) = self._see({cut: len(wanted)}, wanted, self._timeout, announced=True)
+                (seen,) = self._see({cut: len(rest)}, rest, self._timeout, announced=True)
                 if late:
-                    there = leading(seen.there)
+                    there = before + leading(seen.there)
                     lookup.arrived = Arrived(there, "complete" if there == len(wanted) else "announced_late")
                 else:
-                    self._follow(request_id, lookup, wanted, seen)
+                    self._follow(request_id, lookup, wanted, seen, before)
             except DataPlaneError as error:
                 lookup.arrived = lookup.arrived._replace(ended=error.outcome)
             except Exception:  # a bug must not leave the load waiting for its deadline
@@ -431,7 +440,7 @@ class PrefixLookup:
         if mine:
             self._coming.announce(request_id, mine, seconds)
         if self._lookups.get(request_id) is not lookup:  # it has ended meanwhile, and that was not heard
-            self._coming.settle(request_id, ())
+            self._coming.settle(request_id)
 
     def _announce(self, links: Sequence[bytes], seconds: float) -> None:
         """Announce all ranks' records of some chunks; 0 seconds: they will not be stored."""

@@ -376,11 +376,7 @@ class SchedulerSide:
         self._boundary.pop(request_id, None)
         self._unconfirmed.discard(request_id)
         if self._lookup is not None:
-            stored: list[bytes] = []
-            if tracked.handover.announces:
-                stored += (self._lookup.links(request_id) or [])[: tracked.stored_chunks]
-                stored += self._lookup.tail(request_id) if tracked.tail_stored else []
-            self._lookup.forget(request_id, stored)
+            self._lookup.forget(request_id)
         if request_id in self._loading:
             # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
             self._cancels.append(request_id)
@@ -473,6 +469,8 @@ class SchedulerSide:
                 metadata.stores.extend(self._stores(tracked, group, tables[group.index], links, (known, end), held))
         if tail:
             metadata.stores.append(self._tail(tracked, tables[self._groups[0].index]))
+        if tracked.handover.announces:
+            self._lookup.computed(request_id, [*links[known:end], *(self._lookup.tail(request_id) if tail else ())])
 
     def _stores(
         self,

@@ -152,6 +152,7 @@ class Loads(Sides):
 
         assert self.queue.offer(KEYS[first:end], gather, chained=False, announced=True) == end - first
         assert self.queue.flush(PATIENCE_S)
+        self.prefill.computed("r", LINKS[first:end])
 
     def begin(self) -> None:
         """Have the decode engine load what is there, and wait for the rest."""
@@ -198,7 +199,7 @@ def store_garbage(loads: Loads) -> None:
 
 WHILE_IT_LOADS: dict[str, tuple[Callable[[Loads], Any], int, set[str]]] = {
     "all is stored": (lambda loads: loads.store(2, 6), 6, {"complete"}),
-    "a chunk is not": (lambda loads: (loads.store(2, 4), loads.prefill.forget("r", LINKS[:4])), 4, {"announced_gone"}),
+    "a chunk is not": (lambda loads: (loads.store(2, 4), loads.prefill.forget("r")), 4, {"announced_gone"}),
     "what is stored is garbage": (store_garbage, 2, {"announced_gone"}),
     "the prefill engine's data plane dies": (lambda loads: loads.planes[0].kill(), 2, {"announced_gone"}),
     "the store dies": (lambda loads: loads.storage.kill(), 2, {"storage_unavailable"}),

@@ -249,7 +249,8 @@ def test_what_is_absent_is_announced_again_and_again_and_withdrawn_at_the_end(
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(1 * CHUNK, "complete")
     plane.wait_for_call("Announce", 4)
     assert plane.announced is not None and set(plane.announced) == set(keys(*LINKS[1:]))
-    lookup.forget("r", LINKS[:3])
+    lookup.computed("r", LINKS[:3])
+    lookup.forget("r")
     wait_for(lambda: set(plane.announced or ()) == set(keys(*LINKS[1:3])))
     lookup.submit("again", TOKENS, handover=Handover(announces=PATIENCE_S))
     wait_for(lambda: set(plane.announced or ()) == set(keys(*LINKS[1:])))
@@ -268,10 +269,26 @@ def test_a_chunk_that_a_rank_has_dropped_is_not_announced_again_when_its_request
     assert plane.announced is not None
     for key in keys(LINKS[1]):
         del plane.announced[key]
+    lookup.computed("r", LINKS[:3])
     before = plane.calls.count("Announce")
-    lookup.forget("r", LINKS[:3])
+    lookup.forget("r")
     plane.wait_for_call("Announce", before + 1)
     wait_for(lambda: set(plane.announced or ()) == set(keys(LINKS[0], LINKS[2])))
+
+
+def test_a_chunk_that_a_rank_has_dropped_is_not_announced_again_while_others_are_computed(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    lookup.submit("r", TOKENS, handover=Handover(announces=0.1))
+    wait(lambda: lookup.poll("r"))
+    wait_for(lambda: set(plane.announced or ()) == set(keys(*LINKS)))
+    lookup.computed("r", LINKS[:2])
+    plane.wait_for_call("Announce", plane.calls.count("Announce") + 2)  # one may have been under way
+    assert plane.announced is not None
+    for key in keys(LINKS[1]):
+        del plane.announced[key]
+    plane.wait_for_call("Announce", plane.calls.count("Announce") + 2)
+    assert set(plane.announced) == set(keys(LINKS[0], *LINKS[2:]))
 
 
 def test_what_the_cap_lets_nobody_store_is_not_announced(
