@@ -118,13 +118,16 @@ def _fill(store: str, size: int, value_bytes: int) -> None:
     A store in operation is full. While it still grows, each page that it takes is one that this machine perhaps has
     never used: where a hypervisor gives those out when they are touched, as here, that is most of what a SET costs.
     """
-    host, port = split_address(store)
-    with socket.create_connection((host, port), timeout=_TIMEOUT_S) as connection, connection.makefile("rb") as replies:
-        for number in range(size // value_bytes):
-            connection.sendall(b"*3\r\n$3\r\nSET\r\n$8\r\n%08d\r\n$%d\r\n" % (number, value_bytes))
-            connection.sendall(bytes(value_bytes) + b"\r\n")
-            if (reply := replies.readline()) != b"+OK\r\n":
-                raise ShadowServeError(f"filling the store at {store}: {reply.decode(errors='replace').strip()}")
+    address = split_address(store)
+    try:
+        with socket.create_connection(address, timeout=_TIMEOUT_S) as connection, connection.makefile("rb") as replies:
+            for number in range(size // value_bytes):
+                connection.sendall(b"*3\r\n$3\r\nSET\r\n$8\r\n%08d\r\n$%d\r\n" % (number, value_bytes))
+                connection.sendall(bytes(value_bytes) + b"\r\n")
+                if (reply := replies.readline()) != b"+OK\r\n":
+                    raise ShadowServeError(f"filling the store at {store}: {reply.decode(errors='replace').strip()}")
+    except OSError as error:
+        raise ShadowServeError(f"filling the store at {store}: {error}") from error
 
 
 @click.command()
