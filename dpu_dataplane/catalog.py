@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
@@ -120,8 +121,8 @@ class Catalog:
         """Keys in quarantine."""
         return len(self._quarantine)
 
-    async def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Flags]:
-        """Return for each chain, a namespace and its keys, which chunks are stored and look sound.
+    async def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[npt.NDArray[np.int64]]:
+        """Return for each chain, a namespace and its keys, the bytes of its records; 0 where none is that looks sound.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: storage did not answer.
@@ -132,17 +133,22 @@ class Catalog:
             for position, key in enumerate(keys)
             if not self.is_quarantined(namespace, key)
         ]
-        present: list[Flags] = [np.zeros(len(keys), np.bool_) for _, keys in chains]
+        lengths: list[npt.NDArray[np.int64]] = [np.zeros(len(keys), np.int64) for _, keys in chains]
         for first in range(0, len(asked), QUESTION_KEYS_MAX):
             question = asked[first : first + QUESTION_KEYS_MAX]
             answer = await self._source.find([key for _, _, key in question])
             for index, ((chain, position, key), stored) in enumerate(zip(question, answer, strict=True)):
                 if index % _YIELD_KEYS == _YIELD_KEYS - 1:
                     await asyncio.sleep(0)
-                present[chain][position] = self._is_sound(stored, key, chains[chain][0])
+                if isinstance(stored, Stored) and self._is_sound(stored, key, chains[chain][0]):
+                    lengths[chain][position] = stored.length
+                elif stored is None:
+                    self._cache.drop(key)
+                elif isinstance(stored, Unanswered):
+                    logger.debug("lookup of %s: %s", key.hex(), stored.reason)
         self._metrics.lookup_keys += sum(len(keys) for _, keys in chains)
-        self._metrics.lookup_hits += sum(int(flags.sum()) for flags in present)
-        return present
+        self._metrics.lookup_hits += sum(int(np.count_nonzero(each)) for each in lengths)
+        return lengths
 
     async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> None:
         """Tell storage that chunks will be stored; see :meth:`Source.announce`.
@@ -240,14 +246,8 @@ class Catalog:
             task.cancel()
         await asyncio.gather(*self._deletions, return_exceptions=True)
 
-    def _is_sound(self, stored: Found, key: bytes, namespace: bytes) -> bool:
+    def _is_sound(self, stored: Stored, key: bytes, namespace: bytes) -> bool:
         """Judge what a lookup found, and remember it if it is sound. Unchanged since last time: no need to look."""
-        if isinstance(stored, Unanswered):
-            logger.debug("lookup of %s: %s", key.hex(), stored.reason)
-            return False
-        if stored is None:
-            self._cache.drop(key)
-            return False
         entry = self._cache.get(key)
         if entry is not None and entry[0] == stored and entry[1].namespace == namespace:
             return True

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any, Final, TypeVar
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import Message
 from prometheus_client import Histogram
 
@@ -160,7 +162,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             with self.hosts.call(context) as host:
                 timeout = self._validate.timeout(request.timeout_ms)
                 fetches = self._validate.count("fetches", request.fetches)
-                with self._tracer.recording(host.owner, fetches) as recording:
+                with self._tracer.recording(host.owner, fetches, decides=host.decides) as recording:
                     yield pb.TraceResponse()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(recording.done.wait(), timeout)
@@ -171,6 +173,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         for part in parts:
             yield part
+
+    async def Decided(self, request: pb.Decision, context: _Context) -> pb.DecidedResponse:  # noqa: N802
+        """Take what a host has decided, for a recording of its fetches."""
+        return await self._answer(context, self._decided, request)
 
     # ---- What they do ------------------------------------------------------------------------------------------------
 
@@ -196,6 +202,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "as many jobs wait as may: treat it as a miss, or raise fetch_queue"
             )
         raise AssertionError("abort() always raises")
+
+    async def _decided(self, request: pb.Decision, host: Host) -> pb.DecidedResponse:
+        self._validate.decision(request)
+        host.decides = True
+        self._tracer.decided(host.owner, request)
+        return pb.DecidedResponse()
 
     def _hello(self, request: pb.HelloRequest, context: _Context) -> pb.HelloResponse:
         self._validate.hello(request)
@@ -237,12 +249,14 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
         present: list[bytes] = []
         announced: list[bytes] = []
+        stored_bytes: list[int] = []
         detail = ""
         with self._metrics.lookup_seconds.time():
             try:
                 found, coming = await job.within(self._look(chains, request.announced), "asking storage for heads")
-                present = [pack(flags) for flags in found]
-                announced = [pack(each & ~there) for each, there in zip(coming or (), found, strict=bool(coming))]
+                there = [lengths > 0 for lengths in found]
+                present, stored_bytes = [pack(flags) for flags in there], [int(lengths.sum()) for lengths in found]
+                announced = [pack(each & ~flags) for each, flags in zip(coming or (), there, strict=bool(coming))]
                 outcome = pb.OUTCOME_COMPLETE
             except Stop as stop:
                 outcome, detail = stop.outcome, stop.detail
@@ -253,14 +267,16 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             except Exception as error:
                 outcome, detail = self._internal("Lookup", error)
         self._metrics.lookups[outcome_name(outcome)] += 1
-        response = pb.LookupResponse(present=present, announced=announced, outcome=outcome, detail=detail)
+        response = pb.LookupResponse(
+            present=present, announced=announced, stored_bytes=stored_bytes, outcome=outcome, detail=detail
+        )
         self._report(response)
         return response
 
     async def _look(
         self, chains: Sequence[tuple[bytes, Sequence[bytes]]], announced: bool
-    ) -> tuple[list[Flags], list[Flags] | None]:
-        """Return what is there of each chain and, if wanted, what is announced: both in one round trip.
+    ) -> tuple[list[npt.NDArray[np.int64]], list[Flags] | None]:
+        """Return the bytes that are there of each chain and, if wanted, what is announced: both in one round trip.
 
         What is announced is asked first: the other way round, what is stored in between would be neither.
         """
