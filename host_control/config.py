@@ -52,6 +52,10 @@ class HostConfig(Section):
     """Fetch layer by layer, and begin to compute as the first layer arrives, for requests that come while no other
     runs, of engines with one group of full attention, from a data plane on this machine, and as many chunks as
     ``fetch_buffer_bytes`` holds; others are fetched chunk by chunk beside what runs, as all are without it."""
+    fetch_or_compute: bool = False
+    """Compute a prompt, or more of it, that is stored, where that is predicted to bring its first token sooner than
+    fetching. Until both have been seen often enough, what is stored is fetched, as all of it is without this
+    (docs/decision.md)."""
     store: bool = True
     """Store the chunks that this engine computes."""
     quantizer: Literal["lossless", "binned", "passthrough"] = "lossless"

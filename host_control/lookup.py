@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,7 @@ class LookupAnswer:
         detail: a sentence about a failure, else empty.
         present: which chunks of each group are there, of that cut's.
         tail: whether the prompt's tail is there, too.
+        chunk_bytes: mean bytes of a chunk's records, of all groups and ranks together; 0 where nobody can say.
     """
 
     tokens: int
@@ -54,6 +55,19 @@ class LookupAnswer:
     cut: int = 0
     present: Sequence[Flags] = field(default=(), compare=False)
     tail: bool = False
+    chunk_bytes: float = field(default=0.0, compare=False)
+
+
+class _Chain(NamedTuple):
+    """What is known of one rank's records of one group: which are there, which are announced, bytes of the first."""
+
+    there: Flags
+    soon: Flags | None
+    stored_bytes: int
+
+    @property
+    def chunk_bytes(self) -> float:
+        return self.stored_bytes / max(int(self.there.sum()), 1)
 
 
 Groups = Sequence[Sequence[tuple[DataPlaneClient, bytes]]]
@@ -87,12 +101,14 @@ class _Seen:
         present: of each group, which are there.
         there: which of them every group that keeps every chunk has.
         coming: which of the others are announced; ``None`` where nobody can say.
+        chunk_bytes: see :class:`LookupAnswer`.
     """
 
     cut: int
     present: list[Flags]
     there: Flags
     coming: Flags | None
+    chunk_bytes: float
 
     @property
     def extent(self) -> int:
@@ -284,7 +300,9 @@ class PrefixLookup:
         lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
         present = [flags[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
-        lookup.so_far = LookupAnswer(tokens, "complete", cut=best.cut, present=present, tail=hits > whole)
+        lookup.so_far = LookupAnswer(
+            tokens, "complete", cut=best.cut, present=present, tail=hits > whole, chunk_bytes=best.chunk_bytes
+        )
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
             if best.coming is None:  # nobody can say of which cut, either
                 self._wait(request_id, lookup, wanted, hits, self._cuts)
@@ -394,7 +412,7 @@ class PrefixLookup:
         asked = dict.fromkeys(
             (*each, count) for cut, count in counts.items() for group in self._cuts[cut] for each in group
         )
-        found: dict[tuple[DataPlaneClient, bytes, int], tuple[Flags, Flags | None]] = {}
+        found: dict[tuple[DataPlaneClient, bytes, int], _Chain] = {}
         calls: list[tuple[list[tuple[DataPlaneClient, bytes, int]], Callable[[], Found]]] = []
         problem = None
         for client in dict.fromkeys(client for client, _, _ in asked):
@@ -406,27 +424,28 @@ class PrefixLookup:
                 problem = problem or error
         for chains, call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
             try:
-                present, soon = call()
+                answer = call()
             except DataPlaneError as error:
                 problem = problem or error
                 continue
             for place, chain in enumerate(chains):
-                found[chain] = present[place], None if soon is None else soon[place]
+                soon = None if answer.announced is None else answer.announced[place]
+                found[chain] = _Chain(answer.present[place], soon, answer.stored_bytes[place])
         if problem is not None:
             raise problem
         return [self._seen(cut, count, found) for cut, count in counts.items()]
 
-    def _seen(
-        self, cut: int, count: int, found: Mapping[tuple[DataPlaneClient, bytes, int], tuple[Flags, Flags | None]]
-    ) -> _Seen:
+    def _seen(self, cut: int, count: int, found: Mapping[tuple[DataPlaneClient, bytes, int], _Chain]) -> _Seen:
         answers = [[found[*each, count] for each in group] for group in self._cuts[cut]]
-        present = [np.logical_and.reduce([there for there, _ in group]) for group in answers]
+        present = [np.logical_and.reduce([chain.there for chain in group]) for group in answers]
         waited = [group for group, every in zip(answers, self._every, strict=True) if every]
         all_of = np.ones(count, np.bool_)  # where no group keeps every chunk, there is none to wait for
-        there = np.logical_and.reduce([all_of, *(here for group in waited for here, _ in group)])
-        usable = [all_of, *(here | soon for group in waited for here, soon in group if soon is not None)]
-        said = all(soon is not None for group in waited for _, soon in group)
-        return _Seen(cut, present, there, np.logical_and.reduce(usable) & ~there if said else None)
+        there = np.logical_and.reduce([all_of, *(chain.there for group in waited for chain in group)])
+        usable = [all_of, *(each.there | each.soon for group in waited for each in group if each.soon is not None)]
+        said = all(chain.soon is not None for group in waited for chain in group)
+        coming = np.logical_and.reduce(usable) & ~there if said else None
+        each_bytes = sum(chain.chunk_bytes for group in answers for chain in group)
+        return _Seen(cut, present, there, coming, each_bytes)
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
         with self._lock:

@@ -85,6 +85,7 @@ class FetchResult:
         fetched_bytes: over the wire.
         delivered_bytes: into the destination.
         seconds: from the hand-over.
+        waited: of these, until it had its turn.
     """
 
     job: FetchJob
@@ -94,6 +95,7 @@ class FetchResult:
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     seconds: float = 0.0
+    waited: float = 0.0
 
     @property
     def complete(self) -> bool:
@@ -119,6 +121,7 @@ class _Progress:
     arrived: float
     deadline: float
     chunks: list[int]  # in place, of each part
+    begun: float = 0.0  # when it had its turn; 0 while it waits
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     layers: int = 0  # leading ones that are in place of all chunks, where it is fetched layer by layer
@@ -321,7 +324,9 @@ class KVCacheManager:
             with self._condition:
                 self._sweep(time.monotonic())
                 if self._fetching:
-                    return self._fetching.pop(self._choose())
+                    progress = self._fetching.pop(self._choose())
+                    progress.begun = time.monotonic()
+                    return progress
                 if self._landed is None:
                     if self._closing:
                         return None
@@ -492,6 +497,7 @@ class KVCacheManager:
             reason, detail = "scatter_failed", progress.scatter_error
         if progress.cancelled:
             reason = "closed" if self._closing else "cancelled"
+        now = time.monotonic()
         result = FetchResult(
             job=progress.job,
             chunks=tuple(progress.chunks),
@@ -499,7 +505,8 @@ class KVCacheManager:
             detail=detail,
             fetched_bytes=progress.fetched_bytes,
             delivered_bytes=progress.delivered_bytes,
-            seconds=time.monotonic() - progress.arrived,
+            seconds=now - progress.arrived,
+            waited=(progress.begun or now) - progress.arrived,
         )
         with self._condition:
             del self._outstanding[progress.job.request_id]

@@ -95,12 +95,14 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         namespaces: of the records that this rank makes or can read, of each part cut, group and digest; likewise.
         problem: why they are off; empty where they are on.
         layerwise_chunks: that one load in the order of layers may have; 0 where there are none such.
+        layers: of this rank.
     """
 
     model: bytes
     namespaces: tuple[tuple[int, int, bytes], ...]
     problem: str
     layerwise_chunks: int = 0
+    layers: int = 0
 
 
 @dataclass
@@ -110,11 +112,14 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes:
         loaded: request -> leading chunks in place, of loads that have ended early or were synchronous; the fewest of
             any rank.
+        seconds: request -> from its turn to its outcome, of loads that have ended with all chunks or with their time;
+            the longest of any rank.
         outlived: epochs whose weights are not those of the engine any more, as some rank has seen.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
     outlived: set[str] = field(default_factory=set)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Merge the report of another rank."""
@@ -122,4 +127,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         merged = dict(self.loaded)
         for request_id, chunks in other.loaded.items():
             merged[request_id] = min(chunks, merged.get(request_id, chunks))
-        return WorkerReport(merged, self.outlived | other.outlived)
+        longest = dict(self.seconds)
+        for request_id, seconds in other.seconds.items():
+            longest[request_id] = max(seconds, longest.get(request_id, seconds))
+        return WorkerReport(merged, self.outlived | other.outlived, longest)

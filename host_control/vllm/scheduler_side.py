@@ -14,9 +14,11 @@ from vllm.v1.request import RequestStatus
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
+from host_control.decision import Decision, Hit
 from host_control.handover import Handover
 from host_control.layouts import NOWHERE
 from host_control.lookup import LookupAnswer, PrefixLookup
+from host_control.vllm.deciding import Deciding
 from host_control.vllm.epochs import Epochs
 from host_control.vllm.groups import NULL_BLOCK, Group, Groups
 from host_control.vllm.handover import handover_of, reply_of
@@ -60,6 +62,7 @@ class _Tracked:
     offered_epoch: str = ""
     offered_cut: int = 0
     layerwise: bool = False  # it was offered in the order of layers
+    decision: Decision | None = None  # what came of the last question, until it is carried out
     first_chunk: int = 0  # of the load that is under way
     load_chunks: int = 0  # of the same, of the first group
 
@@ -74,6 +77,7 @@ class SchedulerSide:
         problem: why this engine is served without the cache, or empty.
         logger: where failures are logged.
         inputs: what requests' KV depends on beside tokens.
+        step_tokens: that the engine computes in a step at most; by default any number.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class SchedulerSide:
         problem: str,
         logger: logging.Logger,
         inputs: RequestInputs | None = None,
+        step_tokens: int = 1 << 30,
     ) -> None:
         self._config = config
         self._groups = groups.groups if groups is not None else ()
@@ -111,10 +116,20 @@ class SchedulerSide:
         # may every request that shares its blocks; if it falls short, they compute on garbage before vLLM hears of it.
         self._unconfirmed: set[str] = set()
         self._layerwise_chunks = 0
+        self._layers = 0
         self._requests: dict[str, Any] = {}  # all that the engine has, also those that are served without the cache
         self._cancels: list[str] = []
         self.counts = Counts()
         self.problem = problem
+        self._deciding: Deciding | None = None
+        if config.fetch_or_compute and fetch and groups is not None:
+            self._deciding = Deciding(
+                config,
+                chunk_tokens=self._chunk_tokens,
+                step_tokens=step_tokens,
+                counts=self.counts,
+                tell=self._tell_decision,
+            )
 
     def start(self, handshakes: dict[int, WorkerHandshake]) -> None:
         """Take what the workers, one for each tensor-parallel rank, call the model and what they hold, and begin."""
@@ -142,6 +157,7 @@ class SchedulerSide:
             return
         self._clients = list(clients.values())
         self._layerwise_chunks = min(shake.layerwise_chunks for shake in shakes)
+        self._layers = max(shake.layers for shake in shakes)
         every = {group.index for group in self._groups}
         named = [{(cut, index) for cut, index, _ in shake.namespaces} for shake in shakes]
         # Another cut's records are of use where each worker can read some of each group.
@@ -217,7 +233,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._lookup is None:
             return 0
-        tracked.local_tokens = local_tokens
+        tracked.local_tokens, tracked.decision = local_tokens, None
         if request.num_preemptions != tracked.preemptions:
             # It comes back after a preemption: by now chunks of its own may be stored, generated tokens too.
             tracked.preemptions = request.num_preemptions
@@ -235,25 +251,59 @@ class SchedulerSide:
             self._count_lookup(request, answer.tokens, answer.reason, answer.detail)
         tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
         tracked.tail_stored |= answer.tail
+        worth = min(self._config.load_tokens_min, self._chunk_tokens - 1)
         usable = self._usable(tracked, answer)
-        if usable < min(self._config.load_tokens_min, self._chunk_tokens - 1):
+        if usable < worth:
             return 0
+        may_go_layerwise = self._may_go_layerwise(answer)
+        tracked.layerwise = may_go_layerwise and self._load_chunks(tracked, usable) <= self._layerwise_chunks
+        # A prompt that another engine has computed for this one was not to be computed here.
+        if self._deciding is not None and not tracked.handover.waits:
+            usable = self._decided(self._deciding, tracked, answer, usable, may_go_layerwise)
+            if usable < worth:
+                return 0
         links = self._lookup.links(request.request_id)
         if answer.tail and links is not None:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
         tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
-        tracked.layerwise = self._goes_layerwise(tracked, usable)
         return usable
 
-    def _goes_layerwise(self, tracked: _Tracked, usable: int) -> bool:
-        """Return whether a load begins to be computed on before it ends: nothing else runs or loads, and would wait."""
-        chunks = self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
+    def _load_chunks(self, tracked: _Tracked, usable: int) -> int:
+        return self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
+
+    def _may_go_layerwise(self, answer: LookupAnswer) -> bool:
+        """Return whether a load may be computed on before it ends: nothing else runs or loads, and would wait."""
         return (
-            tracked.offered_cut == 0
-            and chunks <= self._layerwise_chunks
+            answer.cut == 0
+            and self._layerwise_chunks > 0
             and not (self._loading or self._new_loads)
             and not any(request.status == RequestStatus.RUNNING for request in self._requests.values())
         )
+
+    def _decided(
+        self, deciding: Deciding, tracked: _Tracked, answer: LookupAnswer, usable: int, may_go_layerwise: bool
+    ) -> int:
+        """Return how many of the tokens that can be loaded are to be, by prediction; and note in which way."""
+        local, end = tracked.local_tokens, tracked.local_tokens + usable
+        hit = Hit(
+            tokens=tracked.request.num_tokens,
+            local_tokens=local,
+            end_tokens=end,
+            chunk_bytes=answer.chunk_bytes,
+            layers=self._layers if may_go_layerwise else 0,
+            layerwise_chunks=self._layerwise_chunks,
+        )
+        decision = tracked.decision = deciding.decide(hit)
+        if decision.way == "compute":
+            return 0
+        tracked.layerwise = decision.way == "layers"
+        if decision.end_tokens == end or self._rules is None or not answer.present:
+            return usable
+        return self._rules.hit_tokens(answer.present, decision.end_tokens + 1) - local
+
+    def _tell_decision(self, decision: Decision, tokens: int, seconds: float) -> None:
+        if self._clients:
+            self._clients[0].decided(decision, tokens, seconds)
 
     def waits(self, request: Any) -> bool:
         """Return whether a request whose tokens were matched waits for its load outside the running batch."""
@@ -289,9 +339,15 @@ class SchedulerSide:
     # ------------------------------------------------------------------ loads
 
     def allocated(self, request: Any, tables: Sequence[list[int]], external_tokens: int) -> None:
-        """Blocks exist for a request's tokens, in each group's table; load ``external_tokens`` of them, if any."""
+        """Blocks exist for a request's tokens; load ``external_tokens`` of them, if any, into each group's table."""
         tracked = self._tracked.get(request.request_id)
-        if not external_tokens or tracked is None or self._lookup is None:
+        if tracked is None or self._lookup is None:
+            return
+        decision, tracked.decision = tracked.decision, None
+        if self._deciding is not None and decision is not None and bool(external_tokens) == (decision.way != "compute"):
+            in_step = external_tokens > 0 and not self.waits(request)
+            self._deciding.begin(request.request_id, decision, request.num_tokens, in_step=in_step)
+        if not external_tokens:
             return
         assert tracked.offered is not None, "blocks for a load that was not offered"
         end_tokens = tracked.local_tokens + external_tokens
@@ -316,6 +372,8 @@ class SchedulerSide:
 
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
         """Take what the workers report."""
+        if self._deciding is not None:
+            self._deciding.loaded(report.seconds, finished or (), report.loaded)
         for request_id, chunks in report.loaded.items():
             self._unconfirmed.discard(request_id)
             if (tracked := self._tracked.get(request_id)) is None:
@@ -346,6 +404,8 @@ class SchedulerSide:
         if (tracked := self._tracked.pop(request_id, None)) is None:
             return None
         self._boundary.pop(request_id, None)
+        if self._deciding is not None:
+            self._deciding.forget(request_id)
         self._unconfirmed.discard(request_id)
         if self._lookup is not None:
             stored: list[bytes] = []
@@ -369,6 +429,8 @@ class SchedulerSide:
             self._new_loads = {}
         if self._cancels:
             metadata.cancels, self._cancels = self._cancels, []
+        if self._deciding is not None:
+            self._deciding.step(output, loads=bool(self._unconfirmed))
         if not self._store or self._lookup is None or self._unconfirmed:
             return metadata  # what is complete now is stored after a later step
         if self._states:
@@ -386,6 +448,11 @@ class SchedulerSide:
             if computed + scheduled[request_id] >= boundary.get(request_id, _NEVER):
                 self._complete(output, metadata, request_id, computed + scheduled[request_id])
         return metadata
+
+    def stepped(self) -> None:
+        """The oldest step that is under way has ended, and its output has been taken."""
+        if self._deciding is not None:
+            self._deciding.stepped()
 
     def _kept_states(self, tracked: _Tracked, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
         """Have states stored that this step leaves in blocks, (group, block, tokens), before they can change."""

@@ -92,6 +92,7 @@ class WorkerSide:
         self._bad_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._ended: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}  # of loads, for whoever predicts how long the next one takes
         self._watch = WeightsWatch(None)
         self.counts = Counts()
         self.problem = problem
@@ -219,7 +220,7 @@ class WorkerSide:
             for part, shape in zip(parts, self._shapes[cut], strict=True)
         )
         chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
-        return WorkerHandshake(self._model, namespaces, self.problem, chunks)
+        return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers))
 
     # ------------------------------------------------------------------ each step
 
@@ -347,6 +348,8 @@ class WorkerSide:
             )
         assert self._groups is not None
         complete = result.complete and bool(load.groups)
+        if self._config.fetch_or_compute and (complete or result.reason == "deadline"):
+            self._seconds[load.request_id] = result.seconds - result.waited
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
         chunks = min(result.chunks) if self._groups.one else max(result.chunks) if complete else 0
         self.counts.add("load_seconds", result.seconds)
@@ -393,8 +396,9 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         ended, self._ended = self._ended, {}
+        seconds, self._seconds = self._seconds, {}
         outlived = self._watch.outlived
-        return WorkerReport(ended, outlived) if ended or outlived else None
+        return WorkerReport(ended, outlived, seconds) if ended or outlived or seconds else None
 
     def take_store_counts(self) -> None:
         """Move what the store queue counted into :attr:`counts`."""
