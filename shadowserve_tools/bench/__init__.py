@@ -34,6 +34,7 @@ BENCHES: Final = (
     "ablation",
     "handover",
     "layers",
+    "decide",
     "control",
     "memory",
     "recovery",
@@ -54,6 +55,7 @@ NEEDS: Final = {
     "ablation": ["vllm"],
     "handover": ["vllm"],
     "layers": ["vllm"],
+    "decide": ["vllm"],
     "control": ["vllm", "redis"],
 }
 """Packages of others that a benchmark imports late: better missed before it has measured for minutes."""

@@ -24,7 +24,7 @@ from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.processes import start_data_plane, start_storage
 from shadowserve_tools.report import Chart, Output, Report, output_options
 
-__all__ = ["layers"]
+__all__ = ["Bed", "layers"]
 
 _LOCAL_GBIT_PER_S: Final = 100.0
 """Of a link that is none: more than the cores move."""
@@ -65,11 +65,18 @@ class _Case:
         return [mine / its for mine, its in zip(self.ttft_s[system], self.ttft_s[other], strict=True)]
 
 
-class _Bed:
-    """An engine, its data plane, and a store behind a link."""
+class Bed:
+    """An engine, its data plane, and a store behind a link; ``host`` has more keys of the plugin's configuration."""
 
     def __init__(
-        self, stack: ExitStack, folder: Path, network: Link, model: Model, tokens_max: int, connections: int
+        self,
+        stack: ExitStack,
+        folder: Path,
+        network: Link,
+        model: Model,
+        tokens_max: int,
+        connections: int,
+        **host: Any,
     ) -> None:
         partition = Partition.halves()
         stack.enter_context(on_cores(partition.data_plane))  # the benchmark's own threads keep off the engine's
@@ -97,12 +104,11 @@ class _Bed:
         buffer_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes
         told = {
             "data_plane": address,
-            "layer_order": True,
             "fetch_buffer_bytes": buffer_bytes,
             "store_buffer_bytes": buffer_bytes,
             "identity_cache": str(folder / "content.json"),
         }
-        told |= dict.fromkeys(("lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S / 2)
+        told |= dict.fromkeys(("lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S / 2) | host
         # One step for all that a prompt computes, as engines do that only compute prompts.
         engine = started_engine(
             "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens
@@ -110,18 +116,23 @@ class _Bed:
         self.engine: Engine = stack.enter_context(engine)
         self.plane = stack.enter_context(contextlib.closing(DataPlaneClient(address)))
 
+    def ask(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return what a prompt met."""
+        request = {"prompt": list(tokens), "tokens": len(tokens), "output": 1, "at": 0.0}
+        (result,) = self.engine.ask("serve", timeout_s=_TIMEOUT_S, requests=[request])
+        found: dict[str, Any] = result
+        return found
+
     def serve(self, tokens: Sequence[int], cached: int) -> dict[str, Any]:
         """Return what a prompt met of which so many tokens are stored.
 
         Raises:
             ShadowServeError: more or less was computed.
         """
-        request = {"prompt": list(tokens), "tokens": len(tokens), "output": 1, "at": 0.0}
-        (result,) = self.engine.ask("serve", timeout_s=_TIMEOUT_S, requests=[request])
+        result = self.ask(tokens)
         if result["cached"] != cached:
             raise ShadowServeError(f"{result['cached']} tokens of {len(tokens)} were not computed, instead of {cached}")
-        found: dict[str, Any] = result
-        return found
+        return result
 
     @contextlib.contextmanager
     def storing(self) -> Iterator[None]:
@@ -174,7 +185,7 @@ def layers(
         network = stack.enter_context(linked())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         network.limit(_LOCAL_GBIT_PER_S)
-        bed = _Bed(stack, folder, network, model, max(case.tokens for case in cases), connections)
+        bed = Bed(stack, folder, network, model, max(case.tokens for case in cases), connections, layer_order=True)
         progress = stack.enter_context(Progress(transient=True))
         task = progress.add_task("measuring", total=len(cases) * (repeats + 1))
         for case in cases:
@@ -193,7 +204,7 @@ def _case(text: str) -> _Case:
     return _Case(int(tokens), int(chunks))
 
 
-def _prepare(bed: _Bed, network: Link, case: _Case, transfer: float) -> None:
+def _prepare(bed: Bed, network: Link, case: _Case, transfer: float) -> None:
     """Compute a prompt, store its prefix, and find the link's rate for it.
 
     Raises:
@@ -221,7 +232,7 @@ def _prepare(bed: _Bed, network: Link, case: _Case, transfer: float) -> None:
     case.gbit_per_s = max(case.stored_bytes * 8e-9 / (transfer * times[-1]) / _TCP_SHARE, 0.001)
 
 
-def _turn(bed: _Bed, network: Link, case: _Case, number: int) -> None:
+def _turn(bed: Bed, network: Link, case: _Case, number: int) -> None:
     """Ask once with each system, forwards and backwards by turns; one after the other, so that they make pairs."""
     names = list(_SYSTEMS)
     answers = set()

@@ -65,6 +65,10 @@ SMALL = {
         *("--layers", "3", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600:1"),
         *("--prompt", "700:2", "--repeats", "1"),
     ],
+    "decide": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "300"),
+        *("--prompt", "600", "--link", "4", "--repeats", "1"),
+    ],
     "gpu": [
         *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
         *("--kv-rate", "1", "--repeats", "1"),
@@ -201,6 +205,10 @@ RATIOS = {
         for ratio in ("chunkwise_over_layerwise", "remote_over_local", "chunkwise_over_layerwise_local")
         for of in ("", "_600")
     },
+    "decide": {
+        *("worst_over_better_of_both", "always_fetch_worst_over_better", "no_cache_worst_over_better"),
+        *("all_over_better", "healed_with_prompt"),
+    },
     "gpu": {
         "scatter_over_device_copy",
         "decode_step_slowdown_by_scatter",
@@ -218,7 +226,7 @@ PEERS = {
 
 
 LACKING = {
-    *(() if may_link() else ("link", "layers")),
+    *(() if may_link() else ("link", "layers", "decide")),
     *(() if shutil.which("redis-server") and shutil.which("redis-benchmark") else ("commands",)),
 }
 
