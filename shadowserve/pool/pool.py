@@ -23,6 +23,7 @@ from shadowserve.pool.core import Core
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.homes import Homes
 from shadowserve.pool.keys import ParsedKey
+from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.opening import Found, Opened, open_devices, open_parts
 from shadowserve.pool.reads import Reader, Told
 from shadowserve.pool.reports import pool_statistics, tenant_statistics
@@ -487,6 +488,11 @@ class Pool(ABC):
         disk = self._core.disk_of(entry)
         if disk is not None and not self._writer.is_unsubmitted(entry.slot):
             disk.log_pin(entry.tenant, entry.key, until_s)
+
+    @property
+    def next_use(self) -> NextUse:
+        """Who waits for what, which goes after all else. Keys are :func:`parse_key`'s."""
+        return self._core.next_use
 
     def unpin_some(self, tenant: int | None) -> int:
         """Unpin up to :data:`ENTRIES_PER_HOLD` entries of a tenant, or of all; return how many these were."""

@@ -1,8 +1,9 @@
 """Room: which object goes when there is none, in memory, on a device, in the index, or within a budget.
 
 A tenant beyond its own quota gives up its own objects only. Beyond anything else, whoever has most gives first, if it
-has more than an equal share of the budget: what the index names, the least recently used or what S3-FIFO says, never
-before its descendants, never while it is pinned. What was cleared goes before all that.
+has more than an equal share of the budget: what the index names, by the configured policy, never before its
+descendants, never while it is pinned; when all that is left is waited for, what is needed last. What was cleared goes
+before all that.
 
 So many objects go in one hold of the pool's lock: whoever needs more room comes again, and what is beyond a bound that
 was lowered goes in poll().
@@ -200,17 +201,17 @@ class Space:
             self._cleared_looks -= _CLEARED_LOOKS
             if core.step_clears(_CLEARED_LOOKS):
                 return True
-        now_s, index = core.now_s(), core.index
+        now_s, next_use = core.now_s(), core.next_use
         core.count_uses()
         for _ in range(_EVICTIONS_PER_TURN):
             heavy = self._heaviest(device) if tenant < 0 and core.weights.several else None
-            slot = index.victim(now_s, device, heavy) if heavy is not None else 0
-            slot = slot or index.victim(now_s, device, tenant)
+            slot = next_use.victim(now_s, device, heavy) if heavy is not None else 0
+            slot = slot or next_use.victim(now_s, device, tenant)
             if not slot:
                 return False
             if core.evict(slot, cause):
                 return True
-            index.touch(slot, now_s)
+            core.index.touch(slot, now_s)
         return False
 
     def _heaviest(self, device: int) -> int | None:

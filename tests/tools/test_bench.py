@@ -146,6 +146,7 @@ RATIOS = {
         "find_us_in_c",
         "find_us_from_python",
         "recovery_s_per_million",
+        "step_us",
     },
     "link": {
         *("lossless_over_raw_peers_4", "lossless_raw_over_stored"),
