@@ -36,7 +36,7 @@ def simulated(
 
 @pytest.mark.parametrize(
     ("model", "workload", "times"),
-    [("7b", "mixed", 3), ("7b", "summarization", 3), ("30b", "mixed", 5), ("70b", "uniform", 3)],
+    [("7b", "mixed", 3), ("13b", "code", 3), ("30b", "mixed", 5), ("70b", "mixed", 3)],
 )
 def test_the_policies_are_in_the_papers_order_and_prefetch_is_within_a_percent_of_the_oracle(
     model: str, workload: str, times: float
@@ -47,6 +47,9 @@ def test_the_policies_are_in_the_papers_order_and_prefetch_is_within_a_percent_o
     assert tpots["frequency"] > tpots["attention_prefetch"] > tpots["prefetch"], tpots
     assert 0.999 <= tpots["prefetch"] / tpots["oracle"] <= 1.01
     assert found["prefetch"].wasted_bytes == 0 < found["attention_prefetch"].wasted_bytes
+    if workload == "mixed" and times == 3:  # the figures of 7B and 70B that are there
+        for name, paper in TABLE_4[model].items():
+            assert tpots[name] == pytest.approx(paper, rel=0.1), name
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -62,13 +65,6 @@ def test_where_everything_fits_all_policies_are_the_same_and_nothing_moves() -> 
         assert its.tpot_mean_ms == pytest.approx(MODELS["7b"].step_ms)
         assert its.hit_rate == 1 and its.wasted_bytes == 0
     assert len({its.throughput_tokens_s for its in found.values()}) == 1
-
-
-def test_table_4_is_met_for_7b_and_70b_within_a_tenth() -> None:
-    for model in ("7b", "70b"):
-        found = simulated(model)
-        for name, paper in TABLE_4[model].items():
-            assert found[name].tpot_mean_ms == pytest.approx(paper, rel=0.1), (model, name)
 
 
 def test_flatness_needs_that_who_is_late_waits_alone_and_a_longer_look_ahead_does_not_make_up_for_it() -> None:
