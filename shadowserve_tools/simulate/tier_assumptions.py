@@ -38,8 +38,10 @@ class Assumed:
         "requests that decode on average, of those that could",
     )
     answer_tokens: float = given(200, "fitted, to the nearest hundred: table 4, 7B", "mean of an answer; exponential")
-    running_share: float = given(0.5, "assumed", "of the GPU's memory for requests that decode, at most; the rest is a cache")
-    skew: float = given(0.7, "assumed: Zipf's exponent, as of web caches", "how unequally often sessions come back")
+    running_share: float = given(0.5, "assumed", "of the GPU's memory for what decodes, at most; the rest is a cache")
+    skew: float = given(
+        0.7, "assumed, of 0.5 to 0.8 that were tried", "Zipf's exponent: how unequally often sessions come back"
+    )
 
     def hops(self) -> tuple[Hop, Hop]:
         """Return the ways up, into the GPU's memory first."""

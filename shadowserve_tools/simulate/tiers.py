@@ -84,7 +84,7 @@ def tiers(
     rules = Rules(lookahead, late == "stalls")
     found = outcomes(model, workload, oversubscription, seeds, given, rules)
     report = Report("tiers", list(COLUMNS), command="simulate")
-    is_paper = workload == "mixed" and oversubscription == 3
+    is_paper = workload == "mixed" and oversubscription == 3 and given == Assumed() and not rules.late_stalls
     for name, its in found.items():
         paper = TABLE_4[model].get(name) if is_paper else None
         report.row(
