@@ -154,7 +154,7 @@ def cost(machine: Machine, system: System, hit_rate: float) -> float:
 )  # fmt: skip
 @click.option(
     "--ssd-gb-per-s", default=25.9, show_default=True, type=click.FloatRange(0.001, 1e6),
-    help="What Tutti's devices carry: yours, as shadowserve bench storage has it.",
+    help="What Tutti's devices carry: yours, perhaps.",
 )  # fmt: skip
 @output_options
 def ssd(context_tokens: int, hit_rate: float, ssd_gb_per_s: float, output: Output) -> None:

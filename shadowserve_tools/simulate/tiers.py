@@ -56,7 +56,7 @@ def tiers(
     """Predict decoding where sessions have more KV than the GPU's memory holds, under TierKV's six policies.
 
     Sessions keep their KV; a request needs its session's in the GPU's memory. What goes for it, and what is moved up
-    before, is decided by the objects that the product uses. A model, not a measurement: every assumption is in
+    before, is decided by the product's own objects. A model, not a measurement: every assumption is in
     docs/simulation.md, with what was fitted and where the paper's figures are missed.
 
     \b
@@ -69,14 +69,14 @@ def tiers(
 
     \b
     The columns:
-      tpot_ms      mean of the requests' times a token while they decode; paper_ms: table 4, where it has the figure
+      tpot_ms      mean time a token while decoding, p95_ms of requests; paper_ms: table 4, where it has the figure
       hit_rate     bytes that were in the GPU's memory as their request's turn came
       wait_ms      from a request's coming to its first token: what prefetch makes of stalls
       wasted_GB    moved up ahead and never used
 
     \b
     Is it flat?                     shadowserve simulate tiers --oversubscription 5
-    Does K=1 do if nobody waits?    shadowserve simulate tiers --late stalls --lookahead 4
+    If late blocks stop everybody:  shadowserve simulate tiers --late stalls --lookahead 4
     Two hops, from the SSD:         shadowserve simulate tiers --memory-gb 100
     Over oversubscription, drawn:   shadowserve simulate tiers --plot tiers.svg
     """

@@ -5,6 +5,9 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
+from pool_support import DEVICE_BYTES, simulated_pool
+from simulated_device import SimulatedDevice
+from store_driver import Driver
 
 from shadowserve.native import ANY, Index, IndexPolicy
 from shadowserve.pool.config import PoolConfig
@@ -194,6 +197,25 @@ def test_requests_beyond_the_bound_are_not_noted() -> None:
     index.close()
 
 
+def test_a_full_device_gives_what_runs_last_and_keeps_the_rest() -> None:
+    driver = Driver(simulated_pool([SimulatedDevice(DEVICE_BYTES, seed=1, name="simulated")]))
+    keys = [chunk_key(key) for key in KEYS[:60]]
+    for key in keys[:20]:
+        driver.put(key, b"x" * 20_000)
+    with driver.lock:
+        for name, some in (("next", KEYS[:10]), ("last", KEYS[10:20])):
+            driver.store.next_use.announce(name, 0, some, 1 << 31)
+    for number in range(1_600):  # several times what the device holds
+        driver.put(b"once %d" % number, b"y" * 20_000)
+    assert all(driver.peek(key) is not None for key in keys[:20]) and driver.peek(b"once 0") is None
+    driver.call(driver.store.next_use.withdraw, "last")
+    for number in range(1_600):
+        driver.put(b"again %d" % number, b"y" * 20_000)
+    assert all(driver.peek(key) is not None for key in keys[:10])
+    assert not any(driver.peek(key) for key in keys[10:20])
+    driver.stop()
+
+
 def test_a_pool_keeps_what_is_waited_for_and_gives_what_runs_last() -> None:
     pool = MemoryPool.open(PoolConfig(memory_budget_bytes=1 << 20))
     try:
@@ -207,7 +229,7 @@ def test_a_pool_keeps_what_is_waited_for_and_gives_what_runs_last() -> None:
         for address in addresses[40:240]:  # twice what there is room for
             pool.put(address, b"x" * 10_000)
         assert all(pool.peek(address) is not None for address in addresses[:40])
-        late = [(0, b"%d" % number) for number in range(2)]
+        late = [(0, b"late %d" % number) for number in range(2)]
         pool.put(late[0], b"y" * 700_000)
         assert all(pool.peek(address) is not None for address in addresses[:20])
         assert any(pool.peek(address) is None for address in addresses[20:40])
