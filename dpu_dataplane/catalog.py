@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
@@ -23,7 +24,7 @@ from shadowserve.pieces import Flags
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.record import HeadPeek, peek_head
 
-__all__ = ["Catalog", "Fault", "fault_of", "inspect_head"]
+__all__ = ["Catalog", "Fault", "Looked", "fault_of", "inspect_head"]
 
 _ENTRY_OVERHEAD: Final = 400  # bytes of objects around one remembered head
 _YIELD_KEYS: Final = 1024  # heads checked before other calls get their turn on the event loop
@@ -102,6 +103,21 @@ class _HeadCache:
             self._bytes -= len(entry[0].head) + _ENTRY_OVERHEAD
 
 
+@dataclass
+class Looked:
+    """What storage has of a chain.
+
+    Attributes:
+        present: which chunks are stored and look sound.
+        lengths: bytes of their records; 0 of those that nobody has seen.
+        cold_ms: in how many ms storage expects those, which it has to fetch itself; 0 where there are none.
+    """
+
+    present: Flags
+    lengths: npt.NDArray[np.int64]
+    cold_ms: int = 0
+
+
 class Catalog:
     """Answers what storage holds."""
 
@@ -120,8 +136,12 @@ class Catalog:
         """Keys in quarantine."""
         return len(self._quarantine)
 
-    async def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]]) -> list[Flags]:
-        """Return for each chain, a namespace and its keys, which chunks are stored and look sound.
+    async def lookup(self, chains: Sequence[tuple[bytes, Sequence[bytes]]], *, waiting: bool = True) -> list[Looked]:
+        """Return what is stored of each chain, a namespace and its keys.
+
+        Args:
+            chains: to look at.
+            waiting: for what storage itself has to fetch. Otherwise that counts as stored, unseen.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: storage did not answer.
@@ -132,17 +152,43 @@ class Catalog:
             for position, key in enumerate(keys)
             if not self.is_quarantined(namespace, key)
         ]
-        present: list[Flags] = [np.zeros(len(keys), np.bool_) for _, keys in chains]
+        found = [Looked(np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.int64)) for _, keys in chains]
+        if not waiting:
+            asked = await self._leave_cold(asked, found)
         for first in range(0, len(asked), QUESTION_KEYS_MAX):
             question = asked[first : first + QUESTION_KEYS_MAX]
             answer = await self._source.find([key for _, _, key in question])
             for index, ((chain, position, key), stored) in enumerate(zip(question, answer, strict=True)):
                 if index % _YIELD_KEYS == _YIELD_KEYS - 1:
                     await asyncio.sleep(0)
-                present[chain][position] = self._is_sound(stored, key, chains[chain][0])
+                if isinstance(stored, Stored) and self._is_sound(stored, key, chains[chain][0]):
+                    found[chain].present[position] = True
+                    found[chain].lengths[position] = stored.length
+                elif stored is None:
+                    self._cache.drop(key)
+                elif isinstance(stored, Unanswered):
+                    logger.debug("lookup of %s: %s", key.hex(), stored.reason)
         self._metrics.lookup_keys += sum(len(keys) for _, keys in chains)
-        self._metrics.lookup_hits += sum(int(flags.sum()) for flags in present)
-        return present
+        self._metrics.lookup_hits += sum(int(np.count_nonzero(each.present)) for each in found)
+        return found
+
+    async def _leave_cold(
+        self, asked: list[tuple[int, int, bytes]], found: Sequence[Looked]
+    ) -> list[tuple[int, int, bytes]]:
+        """Take chunks for present that storage would have to fetch itself; return the others."""
+        left = []
+        for first in range(0, len(asked), QUESTION_KEYS_MAX):
+            question = asked[first : first + QUESTION_KEYS_MAX]
+            expected = await self._source.cold([key for _, _, key in question])
+            if expected is None:
+                return asked
+            for (chain, position, key), ms in zip(question, expected.tolist(), strict=True):
+                if ms:
+                    found[chain].present[position] = True
+                    found[chain].cold_ms = max(found[chain].cold_ms, ms)
+                else:
+                    left.append((chain, position, key))
+        return left
 
     async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> None:
         """Tell storage that chunks will be stored; see :meth:`Source.announce`.
@@ -184,7 +230,13 @@ class Catalog:
         """
         known = {} if fresh else {key: entry[0] for key in keys if (entry := self._cache.get(key)) is not None}
         unknown = [key for key in keys if key not in known]
-        answers = dict(zip(unknown, await self._source.find(unknown), strict=True)) if unknown else {}
+        try:
+            asked = await self._source.find(unknown) if unknown else ()
+        except StorageError as error:
+            if not known:
+                raise
+            asked = [Unanswered.of(error)] * len(unknown)  # what is known may be had from somewhere near
+        answers = dict(zip(unknown, asked, strict=True))
         return [(known[key], True) if key in known else (answers[key], False) for key in keys]
 
     def forget(self, keys: Sequence[bytes]) -> None:
@@ -240,14 +292,8 @@ class Catalog:
             task.cancel()
         await asyncio.gather(*self._deletions, return_exceptions=True)
 
-    def _is_sound(self, stored: Found, key: bytes, namespace: bytes) -> bool:
+    def _is_sound(self, stored: Stored, key: bytes, namespace: bytes) -> bool:
         """Judge what a lookup found, and remember it if it is sound. Unchanged since last time: no need to look."""
-        if isinstance(stored, Unanswered):
-            logger.debug("lookup of %s: %s", key.hex(), stored.reason)
-            return False
-        if stored is None:
-            self._cache.drop(key)
-            return False
         entry = self._cache.get(key)
         if entry is not None and entry[0] == stored and entry[1].namespace == namespace:
             return True

@@ -10,12 +10,15 @@ from shadowserve.config import Section
 from shadowserve.cores import ProcessCores, chosen_cores
 from shadowserve.errors import ConfigurationError
 from shadowserve.logs import LogFormat
+from shadowserve.pool.config import PoolConfig
 from shadowserve.tls import check_pair, check_served
 
-__all__ = ["CoreList", "DataPlaneConfig", "codec_name"]
+__all__ = ["NODES_MAX", "CoreList", "DataPlaneConfig", "codec_name"]
 
 CORE_ANY: Final = -1
 MIB: Final = 1 << 20
+NODES_MAX: Final = 256
+"""Storage servers in one round: the C core's limit."""
 
 CoreList = Literal["auto"] | list[Annotated[int, Field(ge=CORE_ANY, le=4095)]]
 """Core of each thread of a stage, -1 for a thread that is not pinned; ``auto`` sizes it for this machine."""
@@ -68,7 +71,11 @@ class DataPlaneConfig(Section):
     """Log lines as text, or as one JSON object a line, with the same events and fields."""
 
     storage: str = "127.0.0.1:6380"
-    """Storage server, host:port. Not used with ``storage_cluster``."""
+    """Storage server, host:port; empty for none, as where ``tiers`` are given and this is not. Not used with
+    ``storage_nodes`` or ``storage_cluster``."""
+    storage_nodes: list[str] = Field([], max_length=NODES_MAX)
+    """Several storage servers over one bucket, host:port each, spelt alike for all data planes; empty for one server.
+    Each prefix has one of them, and another one while that is away. docs/object-storage.md says more."""
     storage_cluster: list[str] = []
     """Some nodes of a Redis Cluster or Valkey Cluster, host:port each, to learn of the others from; empty for one
     server. docs/scale.md says when to use which."""
@@ -87,6 +94,9 @@ class DataPlaneConfig(Section):
     """File of its private key, PEM, without a passphrase."""
     storage_server_name: str = ""
     """Name or IP address that storage's certificate must hold; empty for the one in ``storage``."""
+    tiers: PoolConfig | None = None
+    """Memory and SSDs of this machine above storage, or alone: a mapping as docs/tiers.md has it, of
+    ``memory_budget_bytes`` and ``devices``."""
     connect_timeout: Positive = 2.0
     """To connect and authenticate to storage."""
     command_timeout: Positive = 5.0
@@ -128,6 +138,9 @@ class DataPlaneConfig(Section):
     """Slices in each queue between two stages."""
     requests_in_flight: int = Field(8, ge=1, le=1024)
     """Range requests sent ahead on each data connection."""
+    layer_request_bytes_min: ByteSize | None = Field(None, ge=0)
+    """Least stored bytes of a fetch layer by layer that are asked for in one request (``KV.LAYERS``), where storage
+    knows it; less goes by range requests. Null: what the link carries while a request is answered, as measured."""
     decompression_buffer_bytes: ByteSize = Field(ByteSize(256 * MIB), ge=MIB)
     """Buffer that compressed chunks are received into; with the shared memory it bounds a round."""
     dequantization_buffer_bytes: ByteSize = Field(ByteSize(256 * MIB), ge=MIB)
@@ -185,20 +198,36 @@ class DataPlaneConfig(Section):
     @field_validator("storage")
     @classmethod
     def _check_storage(cls, value: str) -> str:
-        if split_address(value)[1] == 0:
+        if value and split_address(value)[1] == 0:
             raise ValueError(f"'{value}': the storage server cannot have port 0")
         return value
 
-    @field_validator("storage_cluster")
+    @field_validator("storage_cluster", "storage_nodes")
     @classmethod
-    def _check_cluster(cls, value: list[str]) -> list[str]:
+    def _check_several(cls, value: list[str]) -> list[str]:
         for address in value:
             if split_address(address)[1] == 0:
-                raise ValueError(f"'{address}': a node of a cluster cannot have port 0")
+                raise ValueError(f"'{address}': a storage node cannot have port 0")
+            if value.count(address) > 1:
+                raise ValueError(f"'{address}' is given twice")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_storage(cls, values: Any) -> Any:
+        """Without a word about storage, tiers serve alone."""
+        if (
+            isinstance(values, dict)
+            and values.get("tiers")
+            and not values.keys() & {"storage", "storage_nodes", "storage_cluster"}
+        ):
+            return values | {"storage": ""}
+        return values
 
     @model_validator(mode="after")
     def _check_storage_tls(self) -> Self:
+        if not (self.storage or self.storage_nodes or self.storage_cluster or self.tiers):
+            raise ValueError("there is neither storage nor tiers: nothing could be kept")
         check_pair(self.storage_tls_cert, self.storage_tls_key, prefix="storage_")
         if (self.storage_tls_cert or self.storage_server_name) and not self.storage_tls_ca:
             given = "storage_tls_cert" if self.storage_tls_cert else "storage_server_name"
@@ -208,6 +237,13 @@ class DataPlaneConfig(Section):
                 "storage_server_name is one name, and a cluster has several nodes: their certificates must hold the "
                 "names or addresses that the nodes announce (cluster-announce-hostname, cluster-announce-ip)"
             )
+        if self.storage_server_name and self.storage_nodes:
+            raise ValueError(
+                "storage_server_name is one name, and storage_nodes are several: their certificates must hold the "
+                "names or addresses that stand there"
+            )
+        if self.storage_nodes and self.storage_cluster:
+            raise ValueError("storage_nodes are servers of ours, storage_cluster is one of Redis or Valkey: give one")
         if self.storage_cluster_replicas and not self.storage_cluster:
             raise ValueError("storage_cluster_replicas is given without storage_cluster: one server has no replicas")
         return self

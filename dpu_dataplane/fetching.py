@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from dpu_dataplane.catalog import Catalog, Fault
 from dpu_dataplane.destinations import Destination
-from dpu_dataplane.jobs import Job, Stop, Turnstile
+from dpu_dataplane.jobs import ENDINGS, Job, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import Buffers, End, FetchPlan, Wanted, plan_fetch
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Failure, Found, Order, Source, Stored
 from dpu_dataplane.tracing import Tracer
 from shadowserve import native
-from shadowserve.errors import StorageRefusedError, StorageUnavailableError
+from shadowserve.errors import StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import leading_layers, pack, unpack
 from shadowserve.proto import dataplane_pb2 as pb
@@ -130,6 +130,7 @@ class _Progress:
 
     Attributes:
         word: where to say how far the layers of the only part are.
+        window_s: seconds that the caller computes with each layer; 0 where it does not know.
         asked: group and chunk of each key that heads were asked for, and whether its head was only remembered.
         tried: second tries that were made.
         endings: of groups, as they came.
@@ -138,6 +139,7 @@ class _Progress:
     parts: Sequence[FetchPart]
     layerwise: bool
     word: native.Region | None = None
+    window_s: float = 0.0
     fetched_bytes: int = 0
     tried: frozenset[str] = frozenset()
     asked: dict[tuple[int, int], bool] = field(default_factory=dict)
@@ -182,7 +184,12 @@ class Fetcher:
         self.queue = queue
 
     async def run(
-        self, job: Job, parts: Sequence[FetchPart], layerwise: bool, word: native.Region | None = None
+        self,
+        job: Job,
+        parts: Sequence[FetchPart],
+        layerwise: bool,
+        word: native.Region | None = None,
+        window_s: float = 0.0,
     ) -> pb.FetchResponse:
         """Deliver the leading pieces, in their order, that are stored, sound, and fit regions and buffers.
 
@@ -193,11 +200,12 @@ class Fetcher:
             parts: that are wanted.
             layerwise: layer by layer, not chunk by chunk.
             word: where to say meanwhile how far the layers are, of one part.
+            window_s: seconds that the caller computes with each layer; 0 where it does not know.
 
         Raises:
             QueueFull: too many fetches wait.
         """
-        progress = _Progress(parts, layerwise, word)
+        progress = _Progress(parts, layerwise, word, window_s)
         try:
             with self._tracer.fetch(job.owner, sum(len(part.keys) for part in parts)):
                 async with contextlib.AsyncExitStack() as stack:
@@ -206,12 +214,8 @@ class Fetcher:
                     for part in parts:
                         part.begin()
                     outcome, detail = await self._run(job, progress)
-        except Stop as stop:
-            outcome, detail = stop.outcome, stop.detail
-        except StorageUnavailableError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
-        except StorageRefusedError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+        except ENDINGS as error:
+            outcome, detail = ending_of(error)
         delivered_bytes = sum(int(part.delivered.sum()) * part.layout.raw_bytes // part.layout.layers for part in parts)
         self._metrics.fetched_bytes += progress.fetched_bytes
         self._metrics.delivered_bytes += delivered_bytes
@@ -234,7 +238,8 @@ class Fetcher:
             progress.asked = {place: remembered for place, (_, remembered) in zip(chunks, found, strict=True)}
             with self._tracer.step(job.owner, "plan", len(keys)):
                 plan = await self._plan(progress, {place: each for place, (each, _) in zip(chunks, found, strict=True)})
-            if len(plan.pieces) and await self._round(job, progress, plan):
+            stored = {key: each for key, (each, _) in zip(keys, found, strict=True) if isinstance(each, Stored)}
+            if len(plan.pieces) and await self._round(job, progress, plan, stored):
                 continue
             again = [self._end(progress, group, end, fresh) for group, end in plan.ends.items()]
             if any(again):
@@ -254,7 +259,7 @@ class Fetcher:
             self._executor, plan_fetch, wanted, progress.layerwise, self._buffers, self._catalog.codecs
         )
 
-    async def _round(self, job: Job, progress: _Progress, plan: FetchPlan) -> bool:
+    async def _round(self, job: Job, progress: _Progress, plan: FetchPlan, stored: Mapping[bytes, Stored]) -> bool:
         """Run a plan, and take note of what it delivered; return whether what failed is worth another try."""
         groups, chunks = plan.pieces["group"], plan.pieces["chunk"]
         places = list(zip(groups.tolist(), chunks.tolist(), strict=True))
@@ -270,6 +275,9 @@ class Fetcher:
                     progress=None if progress.word is None else progress.parts[0].progress(progress.word, pieces),
                 ),
                 _AUTHORITATIVE in progress.tried,
+                progress.layerwise,
+                progress.window_s,
+                stored,
             )
             done = await self._source.deliver(job, order)
         progress.fetched_bytes += done.received_bytes

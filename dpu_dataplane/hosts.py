@@ -50,6 +50,7 @@ class Host:
         session: that its calls carry.
         calls: in progress.
         used_at: monotonic time of the last call's beginning or end.
+        decides: it has said what it decided for a prompt.
     """
 
     def __init__(self, identity: str, request: pb.HelloRequest, peer: str) -> None:
@@ -61,6 +62,7 @@ class Host:
         self.since = datetime.now(UTC)
         self.calls = 0
         self.used_at = time.monotonic()
+        self.decides = False
 
     def __str__(self) -> str:
         certificate = f", certificate of '{self.identity}'" if self.identity else ""

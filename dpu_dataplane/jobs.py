@@ -10,11 +10,12 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
+from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["Job", "JobTable", "QueueFull", "Stop", "Turnstile"]
+__all__ = ["ENDINGS", "Job", "JobTable", "QueueFull", "Stop", "Turnstile", "ending_of"]
 
 _T = TypeVar("_T")
 
@@ -33,6 +34,18 @@ class Stop(Exception):
         self.detail = detail
 
 
+ENDINGS: Final = (Stop, StorageUnavailableError, StorageRefusedError)
+"""What ends a call that storage is asked in; :func:`ending_of` says with which outcome."""
+
+
+def ending_of(error: Exception) -> tuple[pb.Outcome, str]:
+    """Return outcome and detail of a call that one of ENDINGS has ended."""
+    if isinstance(error, Stop):
+        return error.outcome, error.detail
+    refused = isinstance(error, StorageRefusedError)
+    return (pb.OUTCOME_STORAGE_REFUSED if refused else pb.OUTCOME_STORAGE_UNAVAILABLE), str(error)
+
+
 class QueueFull(Exception):
     """As many jobs wait as may."""
 
@@ -46,7 +59,7 @@ class Job:
         self.timeout = timeout
         self.deadline_ns = time.monotonic_ns() + int(timeout * 1e9)
         self._cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._interrupt: Callable[[], None] | None = None
+        self._interrupts: list[Callable[[], None]] = []
 
     @property
     def cancelled(self) -> bool:
@@ -57,8 +70,8 @@ class Job:
         """Make the job end soon with OUTCOME_CANCELLED. Only from the event loop's thread."""
         if not self._cancelled.done():
             self._cancelled.set_result(None)
-            if self._interrupt is not None:
-                self._interrupt()
+            for interrupt in self._interrupts:
+                interrupt()
 
     def check(self) -> None:
         """Raise Stop if the job is cancelled or its time is up."""
@@ -95,11 +108,11 @@ class Job:
     def interruptible(self, interrupt: Callable[[], None]) -> Iterator[None]:
         """While in this context, :meth:`cancel` calls ``interrupt``, which must make a step on a thread return soon."""
         self.check()
-        self._interrupt = interrupt
+        self._interrupts.append(interrupt)
         try:
             yield
         finally:
-            self._interrupt = None
+            self._interrupts.remove(interrupt)
 
 
 class JobTable:

@@ -42,6 +42,8 @@ class Metrics:
         stores: calls by outcome.
         lookups: calls by outcome.
         integrity_failures: records found faulty, by outcome.
+        tier_records: by what tiers did: had them in ``memory`` or on a ``device`` as they were fetched, ``kept`` them,
+            ``dropped`` them for want of room, ``lost`` them since they were damaged or a device failed.
         stages: reads the pipeline's counters.
         gauges: name to (help, reader) of what is measured when asked.
     """
@@ -50,11 +52,14 @@ class Metrics:
     stores: Counter[str] = field(default_factory=Counter)
     lookups: Counter[str] = field(default_factory=Counter)
     integrity_failures: Counter[str] = field(default_factory=Counter)
+    tier_records: Counter[str] = field(default_factory=Counter)
     lookup_keys: int = 0
     lookup_hits: int = 0
     rounds: int = 0
+    layer_rounds: int = 0
     fetched_bytes: int = 0
     delivered_bytes: int = 0
+    tier_bytes: int = 0
     stored_raw_bytes: int = 0
     stored_bytes: int = 0
     storage_connections: int = 0
@@ -81,7 +86,9 @@ class Metrics:
             ("lookup_keys", "Keys asked for by lookups", self.lookup_keys),
             ("lookup_hits", "Keys that lookups found present", self.lookup_hits),
             ("rounds", "Rounds run by the pipeline", self.rounds),
-            ("fetched_bytes", "Bytes received from storage by rounds", self.fetched_bytes),
+            ("layer_rounds", "Rounds that storage answered in one stream, layer after layer", self.layer_rounds),
+            ("fetched_bytes", "Stored bytes that rounds took from storage or tiers", self.fetched_bytes),
+            ("tier_bytes", "Of these, those that tiers had", self.tier_bytes),
             ("delivered_bytes", "Bytes delivered into destinations", self.delivered_bytes),
             ("stored_raw_bytes", "Bytes of stored chunks before encoding", self.stored_raw_bytes),
             ("stored_bytes", "Bytes of stored chunks as records", self.stored_bytes),
@@ -100,6 +107,7 @@ class Metrics:
             ("stores", "Store calls", "outcome", self.stores),
             ("lookups", "Lookup calls", "outcome", self.lookups),
             ("integrity_failures", "Records found faulty", "reason", self.integrity_failures),
+            ("tier_records", "Records that tiers had as they were fetched, or kept", "what", self.tier_records),
         ):
             family = CounterMetricFamily(f"shadowserve_{name}", text, labels=[label])
             for value, count in list(counts.items()):

@@ -182,6 +182,8 @@ def plan_fetch(groups: Sequence[Wanted], layerwise: bool, buffers: Buffers, code
     elif len(cuts) > 1:
         pieces = pieces[np.lexsort((pieces["first"], pieces["group"], pieces["chunk"]))]
     places, count = _place(pieces, buffers)
+    if layerwise and len(cuts) == 1 and count < len(pieces):  # a layer that lacks chunks is of use to nobody yet
+        count = int(np.searchsorted(pieces["first"], pieces["first"][count])) or count
     chosen, (received, decoded) = pieces[:count], places[:, :count]
     table, slices = _tables(_Cut(chosen, cut.heads, cut.slices), received, decoded)
     layers = np.stack([chosen["first"], chosen["end"]], axis=1)
@@ -343,6 +345,7 @@ def plan_store(
     codec: native.Codec,
     bound: int,
     slice_bytes: int = DECODED_BYTES_MAX,
+    place: int = 0,
 ) -> StorePlan:
     """Lay out a batch of chunks for encoding.
 
@@ -353,6 +356,7 @@ def plan_store(
         codec: to encode with.
         bound: from :func:`encoded_bound`; the batch takes ``len(keys)`` times that, aligned.
         slice_bytes: most bytes of symbols in a slice.
+        place: in the store buffer, counted in such chunks.
     """
     manifest = plan_slices(layout, slice_bytes)
     count = len(manifest)
@@ -362,7 +366,7 @@ def plan_store(
     pieces["key_length"] = [len(name) for name in names]
     pieces["codec"] = codec
     pieces["chunk"] = np.arange(len(keys))
-    pieces["decompression_offset"] = np.arange(len(keys)) * _align(bound)
+    pieces["decompression_offset"] = (place + np.arange(len(keys))) * _align(bound)
     pieces["slice_first"] = np.arange(len(keys)) * count
     pieces["slice_count"] = count
     pieces["result"] = native.Result.SKIPPED

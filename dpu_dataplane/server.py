@@ -115,7 +115,7 @@ class Daemon:
             "Bytes of the buffers that are locked in memory",
             lambda: pipeline.locked_bytes,
         )
-        fetching, storing = (ThreadPoolExecutor(1, name) for name in ("fetch", "store"))
+        fetching, encoding, storing = (ThreadPoolExecutor(1, name) for name in ("fetch", "encode", "store"))
         self._source = source = source_of(config, self.metrics, pipeline, fetching, storing)
         await source.start()
         self._exit.push_async_callback(source.close)
@@ -124,13 +124,22 @@ class Daemon:
         destinations = DestinationTable(config, pipeline)
         self._exit.callback(destinations.close)
         self.device_lost = destinations.device_lost
-        for executor in (fetching, storing):
+        for executor in (fetching, encoding, storing):
             self._exit.callback(executor.shutdown)
         tracer = Tracer(pipeline)
         fetches, stores = (Turnstile(size, config.hosts_max) for size in (config.fetch_queue, config.store_queue))
         fetcher = Fetcher(fetching, catalog, source, buffers, self.metrics, fetches, tracer)
         storer = Storer(
-            pipeline, storing, catalog, source, buffers, self.metrics, codec, int(config.slice_bytes), stores
+            pipeline,
+            encoding,
+            catalog,
+            source,
+            buffers,
+            self.metrics,
+            codec,
+            int(config.slice_bytes),
+            stores,
+            len(config.stage_cores()["store"]),
         )
         hosts = HostTable(config, destinations)
         self._repeats = Repeats()

@@ -12,7 +12,7 @@ import grpc
 from google.protobuf.message import Message
 from prometheus_client import Histogram
 
-from dpu_dataplane.catalog import Catalog
+from dpu_dataplane.catalog import Catalog, Looked
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.destinations import (
     Destination,
@@ -24,7 +24,7 @@ from dpu_dataplane.destinations import (
 )
 from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import Host, HostTable
-from dpu_dataplane.jobs import Job, JobTable, QueueFull, Stop
+from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFull, ending_of
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
 from dpu_dataplane.repeats import Repeats, address_of
 from dpu_dataplane.rounds import Buffers, encoded_bound
@@ -33,7 +33,6 @@ from dpu_dataplane.tracing import NotTraceable, Tracer
 from dpu_dataplane.validation import PROGRESS_BYTES, InvalidCall, Validator
 from shadowserve import __version__, native
 from shadowserve.chunk import ChunkLayout
-from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.pieces import Flags, pack
 from shadowserve.proto import PROTOCOL_VERSION, dataplane_pb2_grpc
 from shadowserve.proto import dataplane_pb2 as pb
@@ -45,6 +44,7 @@ _Response = TypeVar("_Response", bound=Message)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 REPORT_INTERVAL: Final = 10.0
+_UINT32_MAX: Final = (1 << 32) - 1
 _REPORTED = (pb.OUTCOME_DEADLINE, pb.OUTCOME_STORAGE_REFUSED, pb.OUTCOME_NOT_STORABLE)
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             with self.hosts.call(context) as host:
                 timeout = self._validate.timeout(request.timeout_ms)
                 fetches = self._validate.count("fetches", request.fetches)
-                with self._tracer.recording(host.owner, fetches) as recording:
+                with self._tracer.recording(host.owner, fetches, decides=host.decides) as recording:
                     yield pb.TraceResponse()
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(recording.done.wait(), timeout)
@@ -171,6 +171,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         for part in parts:
             yield part
+
+    async def Decided(self, request: pb.Decision, context: _Context) -> pb.DecidedResponse:  # noqa: N802
+        """Take what a host has decided, for a recording of its fetches."""
+        return await self._answer(context, self._decided, request)
 
     # ---- What they do ------------------------------------------------------------------------------------------------
 
@@ -196,6 +200,12 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 grpc.StatusCode.RESOURCE_EXHAUSTED, "as many jobs wait as may: treat it as a miss, or raise fetch_queue"
             )
         raise AssertionError("abort() always raises")
+
+    async def _decided(self, request: pb.Decision, host: Host) -> pb.DecidedResponse:
+        self._validate.decision(request)
+        host.decides = True
+        self._tracer.decided(host.owner, request)
+        return pb.DecidedResponse()
 
     def _hello(self, request: pb.HelloRequest, context: _Context) -> pb.HelloResponse:
         self._validate.hello(request)
@@ -235,38 +245,45 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def _lookup(self, request: pb.LookupRequest, host: Host) -> pb.LookupResponse:
         chains = self._validate.chains(request)
         job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
-        present: list[bytes] = []
         announced: list[bytes] = []
+        found: list[Looked] = []
         detail = ""
         with self._metrics.lookup_seconds.time():
             try:
-                found, coming = await job.within(self._look(chains, request.announced), "asking storage for heads")
-                present = [pack(flags) for flags in found]
-                announced = [pack(each & ~there) for each, there in zip(coming or (), found, strict=bool(coming))]
+                look = self._look(chains, announced=request.announced, waiting=not request.cold)
+                found, coming = await job.within(look, "asking storage for heads")
+                announced = [
+                    pack(each & ~there.present) for each, there in zip(coming or (), found, strict=bool(coming))
+                ]
                 outcome = pb.OUTCOME_COMPLETE
-            except Stop as stop:
-                outcome, detail = stop.outcome, stop.detail
-            except StorageUnavailableError as error:
-                outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
-            except StorageRefusedError as error:
-                outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+            except ENDINGS as error:
+                outcome, detail = ending_of(error)
             except Exception as error:
                 outcome, detail = self._internal("Lookup", error)
         self._metrics.lookups[outcome_name(outcome)] += 1
-        response = pb.LookupResponse(present=present, announced=announced, outcome=outcome, detail=detail)
+        response = pb.LookupResponse(
+            present=[pack(each.present) for each in found],
+            announced=announced,
+            stored_bytes=[int(each.lengths.sum()) for each in found],
+            outcome=outcome,
+            detail=detail,
+        )
+        if request.cold:
+            response.cold_ms.extend(min(each.cold_ms, _UINT32_MAX) for each in found)
         self._report(response)
         return response
 
     async def _look(
-        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], announced: bool
-    ) -> tuple[list[Flags], list[Flags] | None]:
+        self, chains: Sequence[tuple[bytes, Sequence[bytes]]], *, announced: bool, waiting: bool
+    ) -> tuple[list[Looked], list[Flags] | None]:
         """Return what is there of each chain and, if wanted, what is announced: both in one round trip.
 
         What is announced is asked first: the other way round, what is stored in between would be neither.
         """
+        lookup = self._catalog.lookup(chains, waiting=waiting)
         if not announced:
-            return await self._catalog.lookup(chains), None
-        coming, found = await asyncio.gather(self._catalog.announced(chains), self._catalog.lookup(chains))
+            return await lookup, None
+        coming, found = await asyncio.gather(self._catalog.announced(chains), lookup)
         return found, coming
 
     async def _announce(self, request: pb.AnnounceRequest, host: Host) -> pb.AnnounceResponse:
@@ -275,12 +292,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         try:
             await job.within(self._catalog.announce(keys, request.lasts_ms), "announcing chunks to storage")
             outcome, detail = pb.OUTCOME_COMPLETE, ""
-        except Stop as stop:
-            outcome, detail = stop.outcome, stop.detail
-        except StorageUnavailableError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
-        except StorageRefusedError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+        except ENDINGS as error:
+            outcome, detail = ending_of(error)
         except Exception as error:
             outcome, detail = self._internal("Announce", error)
         response = pb.AnnounceResponse(outcome=outcome, detail=detail)
@@ -340,7 +353,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 for region in regions:
                     claims.enter_context(self._destinations.claim(*region, writing=True))
                 try:
-                    response = await self._fetcher.run(job, parts, request.order == pb.ORDER_LAYERS, word)
+                    response = await self._fetcher.run(
+                        job, parts, request.order == pb.ORDER_LAYERS, word, request.window_us / 1e6
+                    )
                     for part in parts:
                         self._check_reach(part.destination, response.outcome)
                     return response

@@ -1,7 +1,8 @@
 """Store: chunks from a region to records in storage; the path backwards, at lower priority than fetching.
 
-Chunks that storage holds already are skipped. The rest are encoded a batch at a time, as many as the store buffer
-takes, and put one after the other, so that what was put when a job ends early is a prefix of them.
+Chunks that storage holds already are skipped. The rest are encoded a batch at a time, as many as there are threads that
+encode, in one half of the store buffer, while those of the batch before are put from the other: one after the other, so
+that what was put when a job ends early is a prefix of them.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ import numpy as np
 
 from dpu_dataplane.catalog import Catalog, Fault, inspect_head
 from dpu_dataplane.destinations import Destination
-from dpu_dataplane.jobs import Job, Stop, Turnstile
+from dpu_dataplane.jobs import ENDINGS, Job, Stop, Turnstile, ending_of
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Found, Source, Stored, Unanswered
@@ -51,9 +52,9 @@ class _Progress:
     held: dict[int, int] = field(default_factory=dict)  # bytes of each record that storage now holds, by its position
 
 
-def _answered(found: Sequence[tuple[Found, bool]]) -> int:
+def _answered(found: Sequence[Found]) -> int:
     """Return how many leading chunks storage has said something of."""
-    return next((index for index, (each, _) in enumerate(found) if isinstance(each, Unanswered)), len(found))
+    return next((index for index, each in enumerate(found) if isinstance(each, Unanswered)), len(found))
 
 
 def _unanswered(key: bytes, found: Found) -> StorageError:
@@ -63,7 +64,19 @@ def _unanswered(key: bytes, found: Found) -> StorageError:
 
 
 class Storer:
-    """Runs stores, one at a time."""
+    """Runs stores, one at a time.
+
+    Args:
+        pipeline: encodes, in the thread of ``executor``.
+        executor: of one thread.
+        catalog, source: what storage holds, and how records get there.
+        buffers: of the pipeline.
+        metrics: counts.
+        codec: that new records have.
+        slice_bytes: most bytes of symbols in a slice.
+        queue: of stores.
+        batch_chunks: that are encoded at a time, if the buffer takes twice as many.
+    """
 
     def __init__(
         self,
@@ -76,6 +89,7 @@ class Storer:
         codec: native.Codec,
         slice_bytes: int,
         queue: Turnstile,
+        batch_chunks: int,
     ) -> None:
         self._pipeline = pipeline
         self._executor = executor
@@ -85,6 +99,7 @@ class Storer:
         self._metrics = metrics
         self._codec = codec
         self._slice_bytes = slice_bytes
+        self._batch_chunks = batch_chunks
         self.queue = queue
 
     async def run(
@@ -104,12 +119,8 @@ class Storer:
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
                     await self._store(job, destination, offset, keys, first, progress)
             outcome, detail = pb.OUTCOME_COMPLETE, ""
-        except Stop as stop:
-            outcome, detail = stop.outcome, stop.detail
-        except StorageUnavailableError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_UNAVAILABLE, str(error)
-        except StorageRefusedError as error:
-            outcome, detail = pb.OUTCOME_STORAGE_REFUSED, str(error)
+        except ENDINGS as error:
+            outcome, detail = ending_of(error)
         return pb.StoreResponse(
             stored=pack(np.isin(np.arange(len(keys)), list(progress.held))),
             outcome=outcome,
@@ -124,23 +135,34 @@ class Storer:
         """Store the chunks from ``first`` on that one question is enough for."""
         layout = destination.layout
         part = keys[first : first + QUESTION_KEYS_MAX]
-        found = await job.within(self._catalog.find(part, fresh=True), "asking storage what it holds")
-        bound = encoded_bound(layout, self._codec, self._slice_bytes)
-        batch_max = max(1, self._buffers.store // (-(-bound // ALIGNMENT) * ALIGNMENT))
+        found = await job.within(self._source.held(part), "asking storage what it holds")
+        room = self._buffers.store // self._bound(layout)
+        places = 2 if room > 1 else 1
+        batch_max = max(1, min(self._batch_chunks, room // places))
         index, answered = 0, _answered(found)
-        while index < answered:
-            batch: list[int] = []
-            while index < answered and len(batch) < batch_max:
-                length = await self._held_length(job, layout, part[index], found[index][0])
-                if length is None:
-                    batch.append(first + index)
-                else:
-                    progress.held[first + index] = length
-                index += 1
-            if batch:
-                await self._encode_and_put(job, destination, offset, keys, batch, progress)
+        puts: list[asyncio.Task[None]] = []
+        try:
+            while index < answered:
+                batch: list[int] = []
+                while index < answered and len(batch) < batch_max:
+                    length = await self._held_length(job, layout, part[index], found[index])
+                    if length is None:
+                        batch.append(first + index)
+                    else:
+                        progress.held[first + index] = length
+                    index += 1
+                if batch:
+                    if len(puts) >= places:
+                        await puts[-places]
+                    place = len(puts) % places * batch_max
+                    encoded = await self._encode(job, destination, offset, keys, batch, place)
+                    put = self._put_batch(puts[-1] if puts else None, job, *encoded, layout, keys, batch, progress)
+                    puts.append(asyncio.create_task(put))
+        finally:
+            if puts:
+                await puts[-1]  # what it ends with is of earlier chunks, and comes first
         if answered < len(part):
-            raise _unanswered(part[answered], found[answered][0])
+            raise _unanswered(part[answered], found[answered])
 
     async def _held_length(self, job: Job, layout: ChunkLayout, key: bytes, stored: Found) -> int | None:
         """Return the length of the record that storage holds, None where there is none that is any good.
@@ -159,19 +181,17 @@ class Storer:
         await job.within(self._source.delete(key), "deleting a faulty record")
         return None
 
-    async def _encode_and_put(
-        self,
-        job: Job,
-        destination: Destination,
-        offset: int,
-        keys: Sequence[bytes],
-        batch: Sequence[int],
-        progress: _Progress,
-    ) -> None:
-        """Encode a batch, then put its records in the order of their chunks."""
+    def _bound(self, layout: ChunkLayout) -> int:
+        """Return how many bytes of the store buffer a chunk takes at most."""
+        return -(-encoded_bound(layout, self._codec, self._slice_bytes) // ALIGNMENT) * ALIGNMENT
+
+    async def _encode(
+        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], batch: Sequence[int], place: int
+    ) -> tuple[StorePlan, native.Round]:
+        """Encode a batch into the store buffer, ``place`` chunks from its beginning. The round is to be released."""
         layout = destination.layout
-        bound = encoded_bound(layout, self._codec, self._slice_bytes)
-        plan = plan_store([keys[index] for index in batch], batch, layout, self._codec, bound, self._slice_bytes)
+        of = [keys[index] for index in batch]
+        plan = plan_store(of, batch, layout, self._codec, self._bound(layout), self._slice_bytes, place)
         round_ = native.Round(
             pieces=plan.pieces,
             slices=plan.slices,
@@ -179,14 +199,33 @@ class Storer:
             deadline_ns=job.deadline_ns,
         )
         try:
-            loop = asyncio.get_running_loop()
             with job.interruptible(round_.cancel):
-                failure = await loop.run_in_executor(self._executor, self._pipeline.encode, round_)
+                encoding = asyncio.get_running_loop().run_in_executor(self._executor, self._pipeline.encode, round_)
+                failure = await encoding
             destination.check_whole()  # else zeros would be stored in the place of what is gone
-            results = round_.results
-            if failure is not Result.OK and all(result is Result.OK for result in results):
+            if failure is not Result.OK and all(result is Result.OK for result in round_.results):
                 raise self._stop(keys[batch[0]], failure, "")
-            for position, (index, result) in enumerate(zip(batch, results, strict=True)):
+        except BaseException:
+            round_.release()
+            raise
+        return plan, round_
+
+    async def _put_batch(
+        self,
+        before: asyncio.Task[None] | None,
+        job: Job,
+        plan: StorePlan,
+        round_: native.Round,
+        layout: ChunkLayout,
+        keys: Sequence[bytes],
+        batch: Sequence[int],
+        progress: _Progress,
+    ) -> None:
+        """Put a batch's records in the order of their chunks, once those ``before`` have been."""
+        try:
+            if before is not None:
+                await before
+            for position, (index, result) in enumerate(zip(batch, round_.results, strict=True)):
                 if result is not Result.OK:
                     raise self._stop(keys[index], result, "")
                 parent = progress.parents.get(keys[index], b"")

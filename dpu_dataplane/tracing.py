@@ -33,6 +33,7 @@ class _Recording:
 
     owner: str
     fetches_left: int
+    decides: bool  # the host says what it has decided, so that what is behind the last fetch is waited for
     done: asyncio.Event = field(default_factory=asyncio.Event)
     spans: list[pb.TraceSpan] = field(default_factory=list)
     dropped: int = 0
@@ -55,8 +56,25 @@ class Tracer:
         finally:
             if recording is not None:
                 recording.fetches_left -= 1
-                if recording.fetches_left <= 0:
+                if recording.fetches_left <= 0 and not recording.decides:
                     recording.done.set()
+
+    def decided(self, owner: str, decision: pb.Decision) -> None:
+        """Note what a host had decided for a prompt that has its first token now."""
+        if (recording := self._of(owner)) is None:
+            return
+        end = time.monotonic_ns()
+        begin = max(end - int(decision.seconds * 1e9), 0)
+        self._note(recording, pb.TraceSpan(step="decision", begin_ns=begin, end_ns=end, decision=decision))
+        if recording.fetches_left <= 0:
+            recording.done.set()
+
+    def _note(self, recording: _Recording, span: pb.TraceSpan) -> None:
+        span.core, span.slice = -1, -1
+        if len(recording.spans) < STEPS_MAX:
+            recording.spans.append(span)
+        else:
+            recording.dropped += 1
 
     @contextlib.contextmanager
     def step(self, owner: str, name: str, count: int = 0) -> Iterator[None]:
@@ -69,21 +87,18 @@ class Tracer:
         try:
             yield
         finally:
-            if len(recording.spans) < STEPS_MAX:
-                end = time.monotonic_ns()
-                recording.spans.append(
-                    pb.TraceSpan(step=name, core=-1, begin_ns=begin, end_ns=end, piece=count, slice=-1)
-                )
-            else:
-                recording.dropped += 1
+            end = time.monotonic_ns()
+            self._note(recording, pb.TraceSpan(step=name, begin_ns=begin, end_ns=end, piece=count))
 
     def _of(self, owner: str) -> _Recording | None:
         recording = self._recording
         return recording if recording is not None and recording.owner == owner else None
 
     @contextlib.contextmanager
-    def recording(self, owner: str, fetches: int) -> Iterator[_Recording]:
+    def recording(self, owner: str, fetches: int, *, decides: bool) -> Iterator[_Recording]:
         """Record a host's fetches while in this context; ``done`` is set when so many that began meanwhile are over.
+
+        Of a host that ``decides``, one of its decisions has to follow.
 
         Raises:
             NotTraceable: another recording runs, or the pipeline has no room for events.
@@ -94,7 +109,7 @@ class Tracer:
             self._pipeline.trace_start()
         except NativeError as error:
             raise NotTraceable("trace_events is 0: there is no room to record anything") from error
-        self._recording = _Recording(owner, fetches)
+        self._recording = _Recording(owner, fetches, decides)
         try:
             yield self._recording
         finally:

@@ -25,6 +25,9 @@ _CHAINS_MAX = 4096
 _JOB_ID_MAX = 128
 _HOST_MAX = 64
 _PROCESS_MAX = 256
+_SECONDS_MAX = 1e6
+_NAME_MAX = 32
+_WAYS_MAX = 8
 _PARTS_MAX = 64  # the C core's limit
 _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 layers
 
@@ -111,6 +114,16 @@ class Validator:
         if request.HasField("progress"):
             _check_progress(request, parts)
         return parts
+
+    def decision(self, decision: pb.Decision) -> None:
+        """Check what a host says to have decided: what a recording keeps is bounded."""
+        if len(decision.predicted) > _WAYS_MAX or any(len(name) > _NAME_MAX for name in decision.predicted):
+            raise InvalidCall(f"predicted has up to {_WAYS_MAX} names of up to {_NAME_MAX} characters")
+        if len(decision.kind) > _NAME_MAX:
+            raise InvalidCall(f"kind has {len(decision.kind)} characters; it has up to {_NAME_MAX}")
+        seconds = [decision.predicted_seconds, decision.seconds, *decision.predicted.values()]
+        if not all(0 <= each <= _SECONDS_MAX for each in seconds):  # nor NaN
+            raise InvalidCall(f"a decision is predicted, or came, to take {seconds} s; 0 to {_SECONDS_MAX}")
 
     def parents(self, parents: "list[bytes]", keys: int) -> list[bytes]:
         """Return the chunks before those of a call: none at all, or one for each of its ``keys`` keys."""

@@ -9,6 +9,7 @@ broke, the deadline passed, the answer makes no sense) is not *quiet*: the daemo
 the caller must not use that memory again (:mod:`host_control.destination` retires it).
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ import grpc
 import numpy as np
 
 from host_control.connection import Connection, Peer, explain
+from host_control.decision import Decision
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, leading_chunks, pack, unpack
@@ -159,10 +161,12 @@ class FetchPart:
 
 
 class Found(NamedTuple):
-    """Of each chain that was looked up, which records are there and which are announced; None where nobody can say."""
+    """Of each chain that was looked up, which records are there, which are announced (None where nobody can say), and
+    the bytes of those that are there, all together (0 where nobody can say)."""
 
     present: list[Flags]
     announced: list[Flags] | None
+    stored_bytes: list[int]
 
 
 class FetchAnswer(NamedTuple):
@@ -344,13 +348,22 @@ class DataPlaneClient:
         request = pb.AnnounceRequest(
             keys=keys, lasts_ms=int(seconds * 1000), timeout_ms=_milliseconds(self._connect_timeout)
         )
-        try:
-            call = self._connection.stub.Announce.future(
-                request, timeout=self._connect_timeout, metadata=self._connection.metadata()
-            )
-        except ValueError:  # the channel is closed
+        self._tell(self._connection.stub.Announce, request)
+
+    def decided(self, decision: Decision, tokens: int, seconds: float) -> None:
+        """Say what was done with a prompt of so many tokens, and what came, for recordings; a hint likewise."""
+        if self.peer is None or self.breakers["lookup"].open:
             return
-        self._let_go(call)
+        loaded = decision.end_tokens if decision.way != "compute" else 0
+        told = pb.Decision(
+            kind=decision.kind, tokens=tokens, loaded_tokens=loaded, predicted=dict(decision.predicted),
+            predicted_seconds=decision.seconds, seconds=seconds,
+        )  # fmt: skip
+        self._tell(self._connection.stub.Decided, told)
+
+    def _tell(self, method: Any, request: Any) -> None:
+        with contextlib.suppress(ValueError):  # the channel is closed
+            self._let_go(method.future(request, timeout=self._connect_timeout, metadata=self._connection.metadata()))
 
     def _found(self, answer: pb.LookupResponse, counts: Sequence[int]) -> Found:
         reason = _reason(answer.outcome)
@@ -359,10 +372,12 @@ class DataPlaneClient:
         try:
             present = _sets(answer.present, counts)
             announced = _sets(answer.announced, counts) if answer.announced else None
+            if len(answer.stored_bytes) not in (0, len(counts)):
+                raise ValueError(f"bytes of {len(answer.stored_bytes)} chains where {len(counts)} were asked for")
         except ValueError as error:
             raise self._fail("lookup", "invalid_answer", str(error)) from error
         self._report("lookup", reason)
-        return Found(present, announced)
+        return Found(present, announced, list(answer.stored_bytes) or [0] * len(counts))
 
     def register(self, shape: ChunkLayout, memory: MemoryMessage) -> Registration:
         """Make memory known to the data plane. The caller has asked the breaker.
@@ -418,6 +433,7 @@ class DataPlaneClient:
         *,
         layerwise: bool = False,
         progress: int | None = None,
+        window_s: float = 0.0,
     ) -> FetchCall:
         """Start one round.
 
@@ -427,6 +443,7 @@ class DataPlaneClient:
             timeout: seconds.
             layerwise: fetch layer by layer, not chunk by chunk.
             progress: where in the memory of the one part the data plane is to say how many leading layers are in place.
+            window_s: seconds that will be computed with each layer; 0 where nobody knows.
 
         Raises:
             DataPlaneError: the breaker is open.
@@ -438,6 +455,7 @@ class DataPlaneClient:
             order=pb.ORDER_LAYERS if layerwise else pb.ORDER_CHUNKS,
             timeout_ms=_milliseconds(timeout),
             progress=progress,
+            window_us=min(int(1e6 * window_s), 0xFFFFFFFF),
         )
         call = self._connection.stub.Fetch.future(
             request, timeout=timeout + _GRACE, metadata=self._connection.metadata()

@@ -52,6 +52,10 @@ class HostConfig(Section):
     """Fetch layer by layer, and begin to compute as the first layer arrives, for requests that come while no other
     runs, of engines with one group of full attention, from a data plane on this machine, and as many chunks as
     ``fetch_buffer_bytes`` holds; others are fetched chunk by chunk beside what runs, as all are without it."""
+    fetch_or_compute: bool = False
+    """Compute a prompt, or more of it, that is stored, where that is predicted to bring its first token sooner than
+    fetching. Until both have been seen often enough, what is stored is fetched, as all of it is without this
+    (docs/decision.md)."""
     store: bool = True
     """Store the chunks that this engine computes."""
     quantizer: Literal["lossless", "binned", "passthrough"] = "lossless"
@@ -75,10 +79,10 @@ class HostConfig(Section):
     """Threads that hash prompts and ask the data plane."""
     handover: Literal["none", "prefill", "decode"] = "none"
     """This engine's place where one pool of engines computes prompts and another goes on with them (docs/handover.md).
-    ``prefill``: it announces what it is about to store, and stores prompts' tails. ``decode``: its lookups wait for
-    what is announced. With ``none`` requests are handed over whose ``kv_transfer_params`` say so."""
+    ``prefill``: it announces what it is about to store, and stores prompts' tails. ``decode``: it waits for what is
+    announced. With ``none`` requests are handed over whose ``kv_transfer_params`` say so."""
     handover_timeout: float = Field(5.0, gt=0, le=60)
-    """A lookup waits at most so long for what is announced, and announcements of an engine that died last so long."""
+    """A request waits at most so long for what is announced, and announcements of an engine that died last so long."""
     fetch_timeout: float = Field(10.0, gt=0, le=600)
     """From the hand-over of a fetch job to its outcome, queueing included. Recomputation follows."""
     store_timeout: float = Field(10.0, gt=0, le=600)

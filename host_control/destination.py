@@ -189,8 +189,11 @@ class Destination:
         if self._unreleased is None:
             return True
         destination_ids, memory = self._unreleased
-        if not all(self._client.release(destination_id, wait=True) for destination_id in destination_ids):
-            return False
+        while destination_ids:
+            if not self._client.release(destination_ids[0], wait=True):
+                return False
+            destination_ids = destination_ids[1:]
+            self._unreleased = destination_ids, memory  # what is released is not asked for again
         self._unreleased = None
         memory.close()
         return True

@@ -1,8 +1,9 @@
 """Prompts that one engine computes and another one goes on with: what is about to be stored is waited for.
 
 The engine that computes *announces* the chunks that it found absent, says so again while the request lives, and
-withdraws what it will not store after all. The one that goes on finds chunks that are announced and not there; its
-lookup waits for them, in turns that ask for all lookups together, until it must answer.
+withdraws what it will not store after all. The one that goes on finds chunks that are announced and not there, and
+waits for them, in turns that ask for all requests together, until it must go on: its lookup for the first chunk, and
+then its load, which begins with those that are there, for the rest. Where no load may wait, the lookup waits for all.
 
 A prompt seldom ends with a chunk. Where it is handed over, the whole blocks behind its last chunk, its *tail*, have a
 record of their own: a chunk's, with zeros behind the tail, which cost next to nothing once they are compressed. So
@@ -13,13 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from shadowserve.pieces import Flags
 
-__all__ = ["Ask", "Coming", "Handover"]
+__all__ = ["Arrived", "Ask", "Coming", "Handover"]
 
 POLL_INTERVAL: Final = 0.01
 """Least seconds between two questions for what is announced: one Lookup for all requests that wait, one key for each.
@@ -61,6 +62,18 @@ class Handover:
         return self.store_tokens_max is None or tokens <= self.store_tokens_max
 
 
+class Arrived(NamedTuple):
+    """How far a prompt is there that is loaded while others still store it.
+
+    Attributes:
+        chunks: leading ones that are there, its tail among them.
+        ended: why no more will be, ``"complete"`` where all are; empty while more may come.
+    """
+
+    chunks: int
+    ended: str
+
+
 @dataclass(eq=False)
 class _Waiting:
     link: bytes
@@ -72,7 +85,7 @@ class _Waiting:
 
 @dataclass(eq=False)
 class _Announced:
-    links: list[bytes]
+    links: dict[bytes, None]  # that are still to be computed here, in their order
     seconds: float
     renewed_at: float
 
@@ -93,7 +106,7 @@ class Coming:
         self._condition = threading.Condition()
         self._waiting: list[_Waiting] = []
         self._announced: dict[str, _Announced] = {}
-        self._ended: list[tuple[_Announced, frozenset[bytes]]] = []
+        self._ended: list[list[bytes]] = []
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -107,21 +120,28 @@ class Coming:
             self._wake()
 
     def announce(self, request_id: str, links: Sequence[bytes], seconds: float) -> None:
-        """Announce links for so long, and again until :meth:`settle`."""
+        """Announce links for so long, and again until :meth:`computed` or :meth:`settle`."""
         with self._condition:
-            self._announced[request_id] = _Announced(list(links), seconds, time.monotonic() + seconds / 2)
+            self._announced[request_id] = _Announced(dict.fromkeys(links), seconds, time.monotonic() + seconds / 2)
             self._wake()
         self._announce(links, seconds)
 
-    def settle(self, request_id: str, stored: Sequence[bytes]) -> None:
-        """A request has ended: what is ``stored`` or on its way stays announced, for half of its time at least.
+    def computed(self, request_id: str, links: Iterable[bytes]) -> None:
+        """These are on their way to the store: they stay announced, for half of their time at least.
 
-        It is not announced again: a rank that has dropped a chunk has withdrawn it, and nobody is to wait for that one.
-        Cheap, and nothing at all for a request that has announced nothing.
+        They are not announced again: a rank that has dropped a chunk has withdrawn it, and nobody is to wait for that
+        one. Cheap, and nothing at all for a request that has announced nothing.
         """
+        if (announced := self._announced.get(request_id)) is not None:
+            with self._condition:
+                for link in links:
+                    announced.links.pop(link, None)
+
+    def settle(self, request_id: str) -> None:
+        """A request has ended: what it has not computed is withdrawn. As cheap as :meth:`computed`."""
         if request_id in self._announced:
             with self._condition:
-                self._ended.append((self._announced.pop(request_id), frozenset(stored)))
+                self._ended.append(list(self._announced.pop(request_id).links))
                 self._wake()
 
     def close(self) -> None:
@@ -145,8 +165,8 @@ class Coming:
                 if self._closing:
                     return
                 ended, self._ended = self._ended, []
-            for announced, kept in ended:
-                self._announce([link for link in announced.links if link not in kept], 0)
+            for links in ended:
+                self._announce(links, 0)
             self._renew()
             if self._waiting:
                 time.sleep(self._interval())
@@ -167,8 +187,9 @@ class Coming:
             due = [each for each in self._announced.values() if each.renewed_at <= now]
             for each in due:
                 each.renewed_at = now + each.seconds / 2
-        for each in due:
-            self._announce(each.links, each.seconds)
+            renewed = [(list(each.links), each.seconds) for each in due]
+        for links, seconds in renewed:
+            self._announce(links, seconds)
 
     def _look(self) -> None:
         """Ask once for all that wait, and tell those whose wait is over."""

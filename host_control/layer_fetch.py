@@ -53,6 +53,7 @@ class LayerFetch:
         cancelled: whether to end early.
         scatter: moves layers, from one up to another, of chunks that lie in memory one after the other.
         told: is told how many leading layers are in place of all chunks.
+        window_s: seconds that will be computed with each layer; 0 where nobody knows.
 
     Attributes:
         fetched_bytes, delivered_bytes: over the wire, and into the destination, in all calls.
@@ -65,6 +66,7 @@ class LayerFetch:
     cancelled: Callable[[], bool]
     scatter: Callable[[Any, tuple[int, int]], None]
     told: Callable[[int], None]
+    window_s: float = 0.0
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     _memory: Memory | None = field(init=False, default=None)
@@ -108,7 +110,12 @@ class LayerFetch:
         )
         try:
             call = self.client.start_fetch(
-                job_id, [part], max(self.deadline - time.monotonic(), 0.001), layerwise=True, progress=begin
+                job_id,
+                [part],
+                max(self.deadline - time.monotonic(), 0.001),
+                layerwise=True,
+                progress=begin,
+                window_s=self.window_s,
             )
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error

@@ -5,18 +5,19 @@ polls: ``None`` until there is an answer or the deadline has passed, then the sa
 """
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from host_control.client import DataPlaneClient, Found
-from host_control.handover import Coming, Handover
+from host_control.handover import Arrived, Coming, Handover
 from shadowserve.errors import DataPlaneError
 from shadowserve.keys import Extra, chain_links, record_keys, tail_link
 from shadowserve.pieces import Flags, leading
@@ -46,6 +47,10 @@ class LookupAnswer:
         detail: a sentence about a failure, else empty.
         present: which chunks of each group are there, of that cut's.
         tail: whether the prompt's tail is there, too.
+        chunk_bytes: mean bytes of a chunk's records, of all groups and ranks together; 0 where nobody can say.
+
+    Where a load may begin before all of it is there, what is announced counts as there; :meth:`PrefixLookup.arrived`
+    tells of it.
     """
 
     tokens: int
@@ -54,6 +59,19 @@ class LookupAnswer:
     cut: int = 0
     present: Sequence[Flags] = field(default=(), compare=False)
     tail: bool = False
+    chunk_bytes: float = field(default=0.0, compare=False)
+
+
+class _Chain(NamedTuple):
+    """What is known of one rank's records of one group: which are there, which are announced, bytes of the first."""
+
+    there: Flags
+    soon: Flags | None
+    stored_bytes: int
+
+    @property
+    def chunk_bytes(self) -> float:
+        return self.stored_bytes / max(int(self.there.sum()), 1)
 
 
 Groups = Sequence[Sequence[tuple[DataPlaneClient, bytes]]]
@@ -73,6 +91,7 @@ class _Lookup:
     links: list[bytes] | None = None
     tail: list[bytes] = field(default_factory=list)  # its link, if it is to have a record
     waits_until: float = 0.0  # for what is announced
+    arrived: Arrived | None = None  # where the answer counts what is only announced
     present: Sequence[Flags] | None = None
     asked: float = 0.0
     future: Future[None] | None = field(default=None, repr=False)
@@ -87,12 +106,14 @@ class _Seen:
         present: of each group, which are there.
         there: which of them every group that keeps every chunk has.
         coming: which of the others are announced; ``None`` where nobody can say.
+        chunk_bytes: see :class:`LookupAnswer`.
     """
 
     cut: int
     present: list[Flags]
     there: Flags
     coming: Flags | None
+    chunk_bytes: float
 
     @property
     def extent(self) -> int:
@@ -114,6 +135,7 @@ class PrefixLookup:
         timeout: seconds from :meth:`submit` to an answer.
         threads: that hash and ask.
         enabled: whether to ask the data plane at all; without it every answer is a miss, and only keys are made.
+        loads_wait: whether a load may begin while some of its chunks are only announced.
     """
 
     def __init__(
@@ -128,6 +150,7 @@ class PrefixLookup:
         timeout: float,
         threads: int = 2,
         enabled: bool = True,
+        loads_wait: bool = False,
     ) -> None:
         self._model = model
         self._cuts: dict[int, Groups] = {0: groups, **(others or {})}
@@ -136,6 +159,7 @@ class PrefixLookup:
         self._chunk_tokens = chunk_tokens
         self._timeout = timeout
         self._enabled = enabled
+        self._loads_wait = loads_wait
         self._lock = threading.Lock()
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
@@ -213,11 +237,20 @@ class PrefixLookup:
         lookup = self._lookups.get(request_id)
         return 0.0 if lookup is None else lookup.asked
 
-    def forget(self, request_id: str, stored: Sequence[bytes] = ()) -> None:
-        """Drop a request that has ended; the chunks of links that are ``stored`` are, or are on their way."""
+    def arrived(self, request_id: str) -> Arrived | None:
+        """Return how far a prompt is there by now whose answer counts what is announced; ``None`` for any other."""
+        lookup = self._lookups.get(request_id)
+        return None if lookup is None else lookup.arrived
+
+    def computed(self, request_id: str, links: Iterable[bytes]) -> None:
+        """Chunks of a request are on their way to the store: their announcements are not renewed, nor withdrawn."""
+        self._coming.computed(request_id, links)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that has ended, and withdraw what it has announced and not computed."""
         with self._lock:
             lookup = self._lookups.pop(request_id, None)
-        self._coming.settle(request_id, stored)
+        self._coming.settle(request_id)
         if lookup is not None and lookup.future is not None:
             lookup.future.cancel()
 
@@ -284,20 +317,73 @@ class PrefixLookup:
         lookup.present, lookup.asked = [flags[:whole] for flags in own.present], asked
         present = [flags[:whole] for flags in best.present]
         tokens = self._rule(present, lookup.length) if whole else 0
-        lookup.so_far = LookupAnswer(tokens, "complete", cut=best.cut, present=present, tail=hits > whole)
+        lookup.so_far = LookupAnswer(
+            tokens, "complete", cut=best.cut, present=present, tail=hits > whole, chunk_bytes=best.chunk_bytes
+        )
         if hits < len(wanted) and self._is_coming(lookup, hits, best.coming):
             if best.coming is None:  # nobody can say of which cut, either
                 self._wait(request_id, lookup, wanted, hits, self._cuts)
-            else:  # they are stored in their order: once the last is there, or is not coming, one question tells of all
-                last = int(np.flatnonzero(best.coming[: best.extent])[-1])
-                self._wait(request_id, lookup, wanted, last, [best.cut])
-            return
-        gone = hits < len(wanted) and lookup.waits_until
+                return
+            if not (self._loads_wait and hits):
+                # They are stored in their order: once the last is there, or is not coming, one question tells of all.
+                # Where a load may go on from there, the first is enough.
+                coming = np.flatnonzero(best.coming[: best.extent])
+                self._wait(request_id, lookup, wanted, int(coming[0 if self._loads_wait else -1]), [best.cut])
+                return
+            self._begin(request_id, lookup, wanted, best)
+            hits = best.extent
+        gone = hits < len(wanted) and lookup.waits_until and lookup.arrived is None
         reason, detail = ("announced_gone", "chunks that were announced are not stored") if gone else ("complete", "")
         if seconds := lookup.handover.announces:  # before anybody can have computed and stored it
             there = own.there | (np.arange(len(wanted)) < hits)
             self._announce_absent(request_id, lookup, wanted, there, seconds)
         self._settle(lookup, replace(lookup.so_far, reason=reason, detail=detail))
+
+    def _begin(self, request_id: str, lookup: _Lookup, wanted: list[bytes], best: _Seen) -> None:
+        """Count what is announced as if it were there, and tell from now on how much of it is."""
+        assert best.coming is not None
+        whole = len(wanted) - len(lookup.tail)
+        present = [(best.there | best.coming)[:whole]]
+        tokens = self._rule(present, lookup.length) if whole else 0
+        self._wait_from(lookup)
+        self._follow(request_id, lookup, wanted[: best.extent], best)
+        lookup.so_far = replace(lookup.so_far, tokens=tokens, present=present, tail=best.extent > whole)
+
+    def _follow(self, request_id: str, lookup: _Lookup, wanted: list[bytes], seen: _Seen, before: int = 0) -> None:
+        """Note how many of these chunks are there, and ask again when most of those are that are still to come.
+
+        Those ``before`` are there, and what was seen begins behind them.
+        """
+        there, coming = before + leading(seen.there), np.flatnonzero(~seen.there[: seen.extent])
+        if len(coming):
+            lookup.arrived = Arrived(there, "")
+            again = functools.partial(self._ask_more, request_id, lookup, wanted, seen.cut)
+            self._coming.wait(wanted[before + coming[len(coming) // 2]], [seen.cut], lookup.waits_until, again)
+        else:
+            lookup.arrived = Arrived(there, "complete" if there >= len(wanted) else "announced_gone")
+
+    def _ask_more(self, request_id: str, lookup: _Lookup, wanted: list[bytes], cut: int, late: bool) -> None:
+        """Have it looked how much has arrived; in a thread that asks for all requests, so elsewhere."""
+
+        def look() -> None:
+            assert lookup.arrived is not None
+            before = lookup.arrived.chunks
+            rest = wanted[before:]
+            try:
+                (seen,) = self._see({cut: len(rest)}, rest, self._timeout, announced=True)
+                if late:
+                    there = before + leading(seen.there)
+                    lookup.arrived = Arrived(there, "complete" if there == len(wanted) else "announced_late")
+                else:
+                    self._follow(request_id, lookup, wanted, seen, before)
+            except DataPlaneError as error:
+                lookup.arrived = lookup.arrived._replace(ended=error.outcome)
+            except Exception:  # a bug must not leave the load waiting for its deadline
+                lookup.arrived = lookup.arrived._replace(ended="internal")
+
+        if self._lookups.get(request_id) is lookup:
+            with contextlib.suppress(RuntimeError):  # closed
+                self._pool.submit(look)
 
     def _find(self, links: Sequence[bytes], timeout: float, *, announced: bool) -> tuple[_Seen, _Seen]:
         """Return what there is of this engine's own records, and of those of which there is most, or is coming.
@@ -333,9 +419,7 @@ class PrefixLookup:
 
     def _wait(self, request_id: str, lookup: _Lookup, wanted: list[bytes], place: int, cuts: Iterable[int]) -> None:
         """Ask again once a chunk is there, or is not coming; of these cuts."""
-        if not lookup.waits_until:
-            lookup.waits_until = lookup.deadline - self._timeout + lookup.handover.waits
-            lookup.deadline = lookup.waits_until
+        self._wait_from(lookup)
 
         def again(late: bool) -> None:
             if self._lookups.get(request_id) is lookup and lookup.answer is None:
@@ -347,6 +431,11 @@ class PrefixLookup:
                         self._pool.submit(self._ask_again, request_id, lookup, wanted)
 
         self._coming.wait(wanted[place], cuts, lookup.waits_until, again)
+
+    def _wait_from(self, lookup: _Lookup) -> None:
+        if not lookup.waits_until:
+            lookup.waits_until = lookup.deadline - self._timeout + lookup.handover.waits
+            lookup.deadline = lookup.waits_until
 
     def _ask_again(self, request_id: str, lookup: _Lookup, wanted: list[bytes]) -> None:
         try:
@@ -369,7 +458,7 @@ class PrefixLookup:
         if mine:
             self._coming.announce(request_id, mine, seconds)
         if self._lookups.get(request_id) is not lookup:  # it has ended meanwhile, and that was not heard
-            self._coming.settle(request_id, ())
+            self._coming.settle(request_id)
 
     def _announce(self, links: Sequence[bytes], seconds: float) -> None:
         """Announce all ranks' records of some chunks; 0 seconds: they will not be stored."""
@@ -394,7 +483,7 @@ class PrefixLookup:
         asked = dict.fromkeys(
             (*each, count) for cut, count in counts.items() for group in self._cuts[cut] for each in group
         )
-        found: dict[tuple[DataPlaneClient, bytes, int], tuple[Flags, Flags | None]] = {}
+        found: dict[tuple[DataPlaneClient, bytes, int], _Chain] = {}
         calls: list[tuple[list[tuple[DataPlaneClient, bytes, int]], Callable[[], Found]]] = []
         problem = None
         for client in dict.fromkeys(client for client, _, _ in asked):
@@ -406,27 +495,28 @@ class PrefixLookup:
                 problem = problem or error
         for chains, call in calls:  # every answer is taken, or its data plane's breaker would not hear of it
             try:
-                present, soon = call()
+                answer = call()
             except DataPlaneError as error:
                 problem = problem or error
                 continue
             for place, chain in enumerate(chains):
-                found[chain] = present[place], None if soon is None else soon[place]
+                soon = None if answer.announced is None else answer.announced[place]
+                found[chain] = _Chain(answer.present[place], soon, answer.stored_bytes[place])
         if problem is not None:
             raise problem
         return [self._seen(cut, count, found) for cut, count in counts.items()]
 
-    def _seen(
-        self, cut: int, count: int, found: Mapping[tuple[DataPlaneClient, bytes, int], tuple[Flags, Flags | None]]
-    ) -> _Seen:
+    def _seen(self, cut: int, count: int, found: Mapping[tuple[DataPlaneClient, bytes, int], _Chain]) -> _Seen:
         answers = [[found[*each, count] for each in group] for group in self._cuts[cut]]
-        present = [np.logical_and.reduce([there for there, _ in group]) for group in answers]
+        present = [np.logical_and.reduce([chain.there for chain in group]) for group in answers]
         waited = [group for group, every in zip(answers, self._every, strict=True) if every]
         all_of = np.ones(count, np.bool_)  # where no group keeps every chunk, there is none to wait for
-        there = np.logical_and.reduce([all_of, *(here for group in waited for here, _ in group)])
-        usable = [all_of, *(here | soon for group in waited for here, soon in group if soon is not None)]
-        said = all(soon is not None for group in waited for _, soon in group)
-        return _Seen(cut, present, there, np.logical_and.reduce(usable) & ~there if said else None)
+        there = np.logical_and.reduce([all_of, *(chain.there for group in waited for chain in group)])
+        usable = [all_of, *(each.there | each.soon for group in waited for each in group if each.soon is not None)]
+        said = all(chain.soon is not None for group in waited for chain in group)
+        coming = np.logical_and.reduce(usable) & ~there if said else None
+        each_bytes = sum(chain.chunk_bytes for group in answers for chain in group)
+        return _Seen(cut, present, there, coming, each_bytes)
 
     def _settle(self, lookup: _Lookup, answer: LookupAnswer) -> None:
         with self._lock:

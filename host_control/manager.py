@@ -17,12 +17,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from host_control.client import DataPlaneClient, FetchAnswer, FetchCall, FetchPart
 from host_control.destination import Destination, Memory
+from host_control.handover import Arrived
 from host_control.layer_fetch import LayerFetch
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
@@ -56,14 +58,19 @@ class FetchJob:
         request_id: of the engine; one job of a request at a time.
         keys: of the chunks of each part, in prefix order; none of a part that nothing is wanted of.
         target: whatever ``scatter`` needs to know; never looked at here.
+        arrived: how much of it is there already, where others still store the rest: :meth:`KVCacheManager.exchange` is
+            told of that, and until then the job waits, and others go on.
         layerwise: fetch layer by layer, so that :meth:`KVCacheManager.wait_layer` returns as each is in place. Only of
             one part with all its layers, and no more chunks than the destination holds.
+        window_s: seconds that the engine will compute with each layer, if that is known; else 0.
     """
 
     request_id: str
     keys: tuple[tuple[bytes, ...], ...]
     target: Any = None
+    arrived: Arrived | None = None
     layerwise: bool = False
+    window_s: float = 0.0
 
     @property
     def chunks(self) -> int:
@@ -80,11 +87,12 @@ class FetchResult:
         chunks: leading chunks that are in place, of each part.
         reason: ``"complete"``, or why there are not more: an ``Outcome`` of the wire in lower case, or
             ``"unreachable"``, ``"refused"``, ``"invalid_answer"``, ``"breaker_open"``, ``"no_memory"``,
-            ``"scatter_failed"``, ``"closed"``.
+            ``"scatter_failed"``, ``"closed"``; or why no more of it was stored (:class:`Arrived`).
         detail: a sentence, or empty.
         fetched_bytes: over the wire.
         delivered_bytes: into the destination.
         seconds: from the hand-over.
+        waited: of these, until it had its turn.
     """
 
     job: FetchJob
@@ -94,6 +102,7 @@ class FetchResult:
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     seconds: float = 0.0
+    waited: float = 0.0
 
     @property
     def complete(self) -> bool:
@@ -119,6 +128,9 @@ class _Progress:
     arrived: float
     deadline: float
     chunks: list[int]  # in place, of each part
+    landed: list[int]  # that have arrived, in place or not
+    there: Arrived | None  # that can be fetched by now, of each part; None: all
+    begun: float = 0.0  # when it had its turn; 0 while it waits
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     layers: int = 0  # leading ones that are in place of all chunks, where it is fetched layer by layer
@@ -126,6 +138,20 @@ class _Progress:
     reason: str = ""  # set once no further round follows
     detail: str = ""
     scatter_error: str = ""
+    retried: bool = False
+
+    def wanted(self) -> list[int]:
+        """Return how many chunks of each part there are to fetch by now."""
+        there = self.job.chunks if self.there is None else self.there.chunks
+        return [max(min(len(keys), there) - done, 0) for keys, done in zip(self.job.keys, self.landed, strict=True)]
+
+    def waits(self) -> bool:
+        """Return whether there is nothing to do until more of it is there."""
+        return self.there is not None and not self.there.ended and not any(self.wanted()) and not self.all_landed()
+
+    def all_landed(self) -> bool:
+        """Return whether nothing is left to fetch."""
+        return sum(self.landed) == self.job.chunks
 
 
 @dataclass(frozen=True)
@@ -223,12 +249,18 @@ class KVCacheManager:
 
     # ------------------------------------------------------------------ the engine's side
 
-    def exchange(self, jobs: Iterable[FetchJob] = (), cancel: Iterable[str] = ()) -> list[FetchResult]:
+    def exchange(
+        self,
+        jobs: Iterable[FetchJob] = (),
+        cancel: Iterable[str] = (),
+        arrived: Mapping[str, Arrived] = MappingProxyType({}),
+    ) -> list[FetchResult]:
         """Hand over intercepted jobs and take those that have ended; one atomic step.
 
         Args:
             jobs: for the fetching queue.
             cancel: requests whose job should end early. It still has its outcome, once its memory is quiet.
+            arrived: of requests whose job waits for more, how much is there by now.
 
         Returns:
             Outcomes since the last exchange, in order of completion.
@@ -243,12 +275,16 @@ class KVCacheManager:
                 if job.request_id in self._outstanding:
                     raise ValueError(f"request {job.request_id} has a fetch job already")
             for job in new:
-                progress = _Progress(job, now, now + self._fetch_timeout, [0] * len(job.keys))
+                none, ends = [0] * len(job.keys), now + self._fetch_timeout
+                progress = _Progress(job, now, ends, list(none), list(none), job.arrived)
                 self._outstanding[job.request_id] = progress
                 self._fetching.append(progress)
             for request_id in cancel:
                 if (running := self._outstanding.get(request_id)) is not None:
                     running.cancelled = True
+            for request_id, more in arrived.items():
+                if (running := self._outstanding.get(request_id)) is not None:
+                    running.there = more
             self._sweep(now)
             self._condition.notify_all()
             completed, self._completion = self._completion, []
@@ -320,8 +356,11 @@ class KVCacheManager:
         while True:
             with self._condition:
                 self._sweep(time.monotonic())
-                if self._fetching:
-                    return self._fetching.pop(self._choose())
+                if ready := [progress for progress in self._fetching if not progress.waits()]:
+                    progress = ready[self._choose(ready)]
+                    self._fetching.remove(progress)
+                    progress.begun = progress.begun or time.monotonic()
+                    return progress
                 if self._landed is None:
                     if self._closing:
                         return None
@@ -330,24 +369,32 @@ class KVCacheManager:
             # Nothing else to start: finish what has landed.
             self._flush()
 
-    def _choose(self) -> int:
+    def _choose(self, ready: Sequence[_Progress]) -> int:
         try:
-            index = self._order([progress.job for progress in self._fetching])
-            return index if 0 <= index < len(self._fetching) else 0
+            index = self._order([progress.job for progress in ready])
+            return index if 0 <= index < len(ready) else 0
         except Exception:  # of a plugged-in order: fetching goes on without it
             _logger.exception("the fetch order failed; taking the oldest job")
             return 0
 
     def _fetch(self, progress: _Progress) -> None:
-        retried = False
-        landed = [0] * len(progress.job.keys)  # chunks that have arrived, in place or not
         while True:
             left = progress.deadline - time.monotonic()
             if progress.cancelled or progress.scatter_error or left <= 0:
                 self._end(progress, "cancelled" if progress.cancelled else "deadline")
                 return
-            if not (runs := self._round(progress.job, landed)):
-                self._end(progress, "complete")  # nothing was wanted
+            if progress.waits():
+                self._flush()  # what waits has nothing under way, and may be ended at any time
+                if not progress.scatter_error:
+                    with self._condition:
+                        self._fetching.insert(0, progress)
+                    return
+                continue
+            if not (runs := self._round(progress)):  # nothing was wanted, or no more of it will be there
+                if progress.there is not None and not progress.all_landed():
+                    self._end(progress, progress.there.ended, "chunks that were announced are not stored")
+                else:
+                    self._end(progress, "complete")
                 return
             try:
                 memory = self._destination.acquire(left)
@@ -364,19 +411,19 @@ class KVCacheManager:
             if not answer.quiet or answer.reason == "unknown_destination":
                 self._destination.retire(release=not answer.quiet)
             arrived = [replace(run, count=count) for run, count in zip(runs, answer.chunks, strict=True) if count]
-            if answer.reason == "unknown_destination" and not arrived and not retried:
-                retried = True  # the daemon has restarted: register again, once
+            if answer.reason == "unknown_destination" and not arrived and not progress.retried:
+                progress.retried = True  # the daemon has restarted: register again, once
                 continue
             if arrived:
                 self._land(progress, memory, arrived, answer)
                 for run in arrived:
-                    landed[run.part] += run.count
+                    progress.landed[run.part] += run.count
             elif answer.reason == "round_full":
                 self._end(
                     progress, "invalid_answer", "the buffers are said to be full, and the first chunk is not there"
                 )
                 return
-            if answer.reason == "round_full" or (answer.reason == "complete" and sum(landed) < progress.job.chunks):
+            if answer.reason == "round_full" or (answer.reason == "complete" and not progress.all_landed()):
                 continue
             self._end(progress, answer.reason, answer.detail)
             return
@@ -399,21 +446,22 @@ class KVCacheManager:
             cancelled=lambda: progress.cancelled,
             scatter=lambda chunks, layers: scatter(job, chunks, layers),
             told=told,
+            window_s=job.window_s,
         )
         progress.chunks[0], reason, detail = fetch.run()
         progress.fetched_bytes, progress.delivered_bytes = fetch.fetched_bytes, fetch.delivered_bytes
         self._end(progress, reason, detail)
 
-    def _round(self, job: FetchJob, landed: Sequence[int]) -> list[_Run]:
+    def _round(self, progress: _Progress) -> list[_Run]:
         """Return what the next round fetches: part after part, half of what is left, as far as there is room."""
-        parts = list(zip(job.keys, landed, self._chunk_bytes, strict=True))
-        left = sum((len(keys) - done) * size for keys, done, size in parts)
+        parts = list(zip(progress.wanted(), progress.landed, self._chunk_bytes, strict=True))
+        left = sum(wanted * size for wanted, _, size in parts)
         aim = min(max(-(-left // 2), self._round_bytes_min), self._half_bytes)
         runs: list[_Run] = []
         begin, taken = self._half * self._half_bytes, 0
-        for part, (keys, done, size) in enumerate(parts):
+        for part, (wanted, done, size) in enumerate(parts):
             room = (self._half_bytes if not taken else aim) - taken
-            count = min(len(keys) - done, max(-(-(aim - taken) // size), 0), room // size)
+            count = min(wanted, max(-(-(aim - taken) // size), 0), room // size)
             if count > 0 and len(runs) < _PARTS_MAX:
                 runs.append(_Run(part, done, count, begin + taken))
                 taken += count * size
@@ -492,6 +540,7 @@ class KVCacheManager:
             reason, detail = "scatter_failed", progress.scatter_error
         if progress.cancelled:
             reason = "closed" if self._closing else "cancelled"
+        now = time.monotonic()
         result = FetchResult(
             job=progress.job,
             chunks=tuple(progress.chunks),
@@ -499,7 +548,8 @@ class KVCacheManager:
             detail=detail,
             fetched_bytes=progress.fetched_bytes,
             delivered_bytes=progress.delivered_bytes,
-            seconds=time.monotonic() - progress.arrived,
+            seconds=now - progress.arrived,
+            waited=(progress.begun or now) - progress.arrived,
         )
         with self._condition:
             del self._outstanding[progress.job.request_id]

@@ -45,7 +45,7 @@ OBJECTS = {
     "vllm.config.CacheConfig": "cache_dtype enable_prefix_caching prefix_caching_hash_algo",
     "vllm.config.ParallelConfig": "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size "
     "decode_context_parallel_size enable_eplb",
-    "vllm.config.SchedulerConfig": "enable_chunked_prefill",
+    "vllm.config.SchedulerConfig": "enable_chunked_prefill max_num_batched_tokens",
     "vllm.config.LoadConfig": "load_format download_dir model_loader_extra_config",
     "vllm.config.LoRAConfig": "lora_dtype target_modules enable_tower_connector_lora",
     "vllm.config.SpeculativeConfig": "method model draft_model_config use_eagle use_eagle_block_drop",
@@ -72,7 +72,7 @@ OBJECTS = {
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position",
     "vllm.multimodal.inputs.PlaceholderRange": "offset length is_embed",
     "vllm.v1.core.sched.output.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
-    "kv_connector_block_state",
+    "total_num_scheduled_tokens kv_connector_block_state",
     "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
     "vllm.v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids",

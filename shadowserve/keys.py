@@ -9,6 +9,9 @@ Two records have the same key only if they hold the same part of what the same m
 same tokens after the same prefix, so a mismatch is a miss, never a mixed-up hit. The rank that made a record is no part
 of it, nor is the number of ranks: what it holds is. Nor is the entropy codec: the stored record names it.
 
+Keys of one namespace whose prompts begin with the same chunk end alike (:func:`chain_of`): whoever spreads records over
+several nodes can keep a prefix on one of them, knowing nothing but keys.
+
 The hash is SHA-256 (FIPS 180-4): cryptographic, the same in every process, and no slower than the alternatives where
 the CPU has SHA instructions.
 """
@@ -37,6 +40,7 @@ __all__ = [
     "KVNamespace",
     "ModelIdentity",
     "chain_links",
+    "chain_of",
     "record_keys",
     "storage_key",
     "tail_link",
@@ -46,13 +50,16 @@ DEFAULT_CHUNK_TOKENS: Final = 256
 """Tokens in a chunk; ShadowServe section 5, and what CacheGen and LMCache use."""
 
 KEY_BYTES: Final = 32
-SCHEMA_VERSION: Final = 3
-"""3: one chain for all ranks and groups, keys by what records hold; 2 had a chain for each rank, 1 the model's name."""
+SCHEMA_VERSION: Final = 4
+"""4: keys end with what names their chain; 3: one chain for all ranks and groups, keys by what records hold; 2: a chain
+for each rank; 1: with the model's name."""
 RECORD_VERSION: Final = 2
 """Of the stored record. Not in shadowserve.record: hosts name it, and do not load the C core, which records take."""
-_CHAIN_PREFIX: Final = b"shadowserve chain 1\0"
-_TAIL_PREFIX: Final = b"shadowserve tail 1\0"
-_RECORD_PREFIX: Final = b"shadowserve record 3\0"
+_CHAIN_BYTES: Final = 8
+"""Of a link and of a key, at its end, that a whole chain has in common; 192 bits are left to tell its members apart."""
+_CHAIN_PREFIX: Final = b"shadowserve chain 2\0"
+_TAIL_PREFIX: Final = b"shadowserve tail 2\0"
+_RECORD_PREFIX: Final = b"shadowserve record 4\0"
 _STORAGE_PREFIX: Final = b"kv:"
 
 
@@ -164,10 +171,22 @@ def _digest(fields: dict[str, Any]) -> bytes:
 def record_keys(namespace: bytes, links: Iterable[bytes]) -> list[bytes]:
     """Return the keys of the records that hold a namespace's part of the chunks that links name.
 
-    ``SHA-256(prefix || namespace || link)``, 32 bytes each.
+    24 bytes of ``SHA-256(prefix || namespace || link)``, then 8 of ``SHA-256(prefix || namespace || link[-8:])``.
     """
     before = _RECORD_PREFIX + namespace
-    return [hashlib.sha256(before + link).digest() for link in links]
+    keys: list[bytes] = []
+    ends: dict[bytes, bytes] = {}
+    for link in links:
+        chain = chain_of(link)
+        if chain not in ends:
+            ends[chain] = hashlib.sha256(before + chain).digest()[:_CHAIN_BYTES]
+        keys.append(hashlib.sha256(before + link).digest()[:-_CHAIN_BYTES] + ends[chain])
+    return keys
+
+
+def chain_of(key: bytes) -> bytes:
+    """Return the 8 bytes that links share, and keys of one namespace, if their prompts begin with the same chunk."""
+    return key[-_CHAIN_BYTES:]
 
 
 def chain_links(
@@ -181,9 +200,10 @@ def chain_links(
     """Return the link of each complete chunk of a prompt: ``len(tokens) // chunk_tokens`` links of 32 bytes.
 
     ``H_0 = SHA-256(prefix || model)``, ``H_i = SHA-256(H_{i-1} || tokens_i as little-endian uint32 ||
-    len(request) as uint32 || request || inputs_i)``, where ``inputs_i`` has, for each input with a token in the chunk,
-    in order: its content, its first token counted from the chunk's first as int64, its tokens as int64. A link
-    therefore names its chunk together with everything before it, and nothing behind it.
+    len(request) as uint32 || request || inputs_i)``, from ``H_2`` on with the last 8 bytes of ``H_1`` in place of its
+    own. ``inputs_i`` has, for each input with a token in the chunk, in order: its content, its first token counted from
+    the chunk's first as int64, its tokens as int64. A link therefore names its chunk together with everything before
+    it, and nothing behind it.
 
     Args:
         model: digest of the :class:`ModelIdentity`, 32 bytes.
@@ -219,6 +239,8 @@ def chain_links(
         if (there := inputs.get(len(links))) is not None:
             link.update(there)
         previous = link.digest()
+        if links:
+            previous = previous[:-_CHAIN_BYTES] + chain_of(links[-1])
         links.append(previous)
     return links
 
@@ -235,7 +257,8 @@ def tail_link(
     """Return the link of a prompt's tail: of ``tail_tokens`` tokens, fewer than a chunk's, behind its whole chunks.
 
     As that of a chunk (:func:`chain_links`), of the tail's tokens alone, and hashed behind a prefix that no chunk has:
-    ``SHA-256(prefix || H_i || tokens || ...)``. Inputs that begin behind the tail are no part of it.
+    ``SHA-256(prefix || H_i || tokens || ...)``, with the last 8 bytes of its chain's links if it has any. Inputs that
+    begin behind the tail are no part of it.
 
     Args:
         model, tokens, chunk_tokens, extra: as of the chain.
@@ -255,7 +278,8 @@ def tail_link(
     link.update(_as_uint32(tokens[first : first + tail_tokens]))
     link.update(struct.pack("<I", len(extra.request)) + extra.request)
     link.update(_inputs_of_chunks(inputs, chunk_tokens, len(after), len(after) + 1).get(len(after), b""))
-    return link.digest()
+    digest = link.digest()
+    return digest[:-_CHAIN_BYTES] + chain_of(after[-1]) if after else digest
 
 
 def _inputs_of_chunks(inputs: Iterable[Input], chunk_tokens: int, first: int, end: int) -> dict[int, bytes]:

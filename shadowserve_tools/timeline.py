@@ -12,11 +12,14 @@ from typing import Any, Final
 
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = ["STAGES", "StageTime", "chrome_trace", "lanes", "stage_times"]
+__all__ = ["DECISION", "STAGES", "StageTime", "chrome_trace", "lanes", "stage_times"]
 
 STAGES: Final = ("net", "decompress", "dequantize", "dma")
 """Steps that the pipeline's threads take, in the order of the data."""
+DECISION: Final = "decision"
+"""What a host did with a prompt, from then to its first token."""
 _CALL: Final = "Fetch call"
+_DECISIONS: Final = "decisions"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ def chrome_trace(spans: Sequence[pb.TraceSpan], about: dict[str, Any]) -> dict[s
     start = min(span.begin_ns for span in spans)
     tracks: dict[tuple[int, str, int], list[pb.TraceSpan]] = defaultdict(list)
     for span in spans:
-        place = (span.core, span.step, span.thread) if span.step in STAGES else (-1, _CALL, 0)
+        call = _DECISIONS if span.step == DECISION else _CALL
+        place = (span.core, span.step, span.thread) if span.step in STAGES else (-1, call, 0)
         tracks[place].append(span)
     events: list[dict[str, Any]] = []
     for core in sorted({core for core, _, _ in tracks}):
@@ -84,7 +88,7 @@ def chrome_trace(spans: Sequence[pb.TraceSpan], about: dict[str, Any]) -> dict[s
     for core, step, thread in sorted(tracks, key=lambda track: (track[0], _order(track[1]), track[2])):
         for index, lane in enumerate(lanes(tracks[core, step, thread])):
             number += 1
-            name = step if step == _CALL else f"{step} {thread}"
+            name = f"{step} {thread}" if step in STAGES else step
             events += _names("thread", core + 2, number, f"{name} ({index + 1})" if index else name, number)
             events += [_complete(span, core + 2, number, start) for span in lane]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
@@ -103,8 +107,15 @@ def _names(what: str, process: int, thread: int, name: str, position: int) -> li
 
 
 def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict[str, Any]:
-    arguments: dict[str, int] = {}
-    if span.step in STAGES:
+    arguments: dict[str, int | float | str] = {}
+    name = f"{span.step} {span.slice}" if span.slice >= 0 else span.step
+    if span.step == DECISION:
+        decision = span.decision
+        name = decision.kind
+        arguments = {"tokens": decision.tokens, "loaded_tokens": decision.loaded_tokens}
+        arguments |= {f"predicted_{way}_ms": 1e3 * decision.predicted[way] for way in sorted(decision.predicted)}
+        arguments |= {"predicted_ms": 1e3 * decision.predicted_seconds, "came_ms": 1e3 * decision.seconds}
+    elif span.step in STAGES:
         arguments = {"round": span.round, "piece": span.piece}
         if span.slice >= 0:
             arguments["slice"] = span.slice
@@ -112,7 +123,7 @@ def _complete(span: pb.TraceSpan, process: int, thread: int, start: int) -> dict
     elif span.piece:
         arguments = {"count": span.piece}
     return {
-        "name": f"{span.step} {span.slice}" if span.slice >= 0 else span.step,
+        "name": name,
         "cat": span.step,
         "ph": "X",
         "pid": process,

@@ -21,7 +21,7 @@ from shadowserve_tools.bench.fetch import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.processes import start_data_plane, start_storage
 from shadowserve_tools.report import machine
-from shadowserve_tools.timeline import STAGES, chrome_trace, stage_times
+from shadowserve_tools.timeline import DECISION, STAGES, chrome_trace, stage_times
 
 __all__ = ["record", "trace"]
 
@@ -60,8 +60,9 @@ def trace(
     """Write one fetch as a timeline: what each thread did on which core, slice by slice.
 
     Open the file in https://ui.perfetto.dev or chrome://tracing. Each core is a process with a track for each stage's
-    thread that ran on it; on top are the steps of the Fetch call. A table sums up how long each stage was busy, and how
-    long its threads waited: the stage that hardly waits is the bottleneck.
+    thread that ran on it; on top are the steps of the Fetch call, and what an engine with fetch_or_compute has decided
+    for each prompt, with what it predicted and what came. A table sums up how long each stage was busy, and how long
+    its threads waited: the stage that hardly waits is the bottleneck.
 
     \b
     A fetch of our own, of a prompt of Llama-8B's shape, from a storage server of its own:
@@ -80,7 +81,7 @@ def trace(
         spans, dropped = record(data_plane, seconds, fetches, lambda: None, HostConfig.load().credentials())
     else:
         spans, dropped = _record_own(seconds, fetches, chunks, settings)
-    if not any(span.step in STAGES for span in spans):
+    if not any(span.step in STAGES or span.step == DECISION for span in spans):
         raise ShadowServeError(f"no fetch moved anything within {seconds:g} s; ask again while requests come in")
     about = {"shadowserve": __version__, "machine": machine(), "dropped": dropped}
     output.write_text(json.dumps(chrome_trace(spans, about)) + "\n")
@@ -159,8 +160,18 @@ def _summarize(spans: Sequence[pb.TraceSpan], dropped: int, output: Path) -> Non
         )
     console.print(table)
     for span in spans:
-        if span.step not in STAGES:
+        if span.step == DECISION:
+            console.print(_decided(span.decision), highlight=False)
+        elif span.step not in STAGES:
             console.print(f"{span.step}: {(span.end_ns - span.begin_ns) / 1e6:.2f} ms", highlight=False)
     if dropped:
         console.print(f"{dropped:,d} spans are missing: raise the data plane's trace_events")
     console.print(f"{output}: open it in https://ui.perfetto.dev", highlight=False, soft_wrap=True)
+
+
+def _decided(decision: pb.Decision) -> str:
+    """Return what was predicted of each way beside what came."""
+    ways = [f"{way} {1e3 * seconds:.1f} ms" for way, seconds in sorted(decision.predicted.items())]
+    done = f"{decision.kind}, {decision.loaded_tokens:,d} of {decision.tokens:,d} tokens loaded"
+    expected = f"{1e3 * decision.predicted_seconds:.1f} ms predicted ({', '.join(ways)})" if ways else "no prediction"
+    return f"decision: {done}: {1e3 * decision.seconds:.1f} ms to the first token; {expected}"

@@ -190,10 +190,11 @@ class StorageConfig(PoolConfig, AccessConfig):
 
     egress_bits_per_s: float = Field(0.0, ge=0.0)
     """What the node's link carries, in bits a second, to be shared among replies; 0 leaves that to the network."""
-    egress_policy: Policy = "calibrated_stall_opt"
-    """Who gets how much of it, of requests for layers: equal, kv_prop, bw_prop, stall_opt or calibrated_stall_opt."""
+    egress_policy: Policy = "shortest_remaining"
+    """Who gets how much of it, of requests for layers: shortest_remaining, or one of ObjectCache's policies."""
     egress_margin: float = Field(0.0625, ge=0.0, le=1.0)
-    """By how much of egress_bits_per_s calibrated_stall_opt raises the rate at which a request would not wait."""
+    """By how much of egress_bits_per_s a request may get more than the rate at which it would not wait; of
+    shortest_remaining and calibrated_stall_opt."""
     egress_epoch_s: float = Field(0.02, ge=0.001, le=10.0)
     """For how long a request keeps its rate, whoever comes or goes."""
 

@@ -4,17 +4,21 @@ A request whose layers have ``s`` bytes, and whose reader computes for ``c`` sec
 it gets the rate ``s / c``; what it gets beyond that is wasted. Where all of these do not fit the link, the sum of the
 waits is least if rates go with the square root of ``s``, none beyond its cap. (ObjectCache, sections 3.5 and 3.6.)
 
+That holds for rates that nothing changes. A node that hands on what a request no longer uses does better with those
+first that end first, as any queue does: the default has rates in inverse proportion to what is left to be sent.
+
 The node's scheduler and ``shadowserve simulate objectcache`` use the same functions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from math import inf, sqrt
+from itertools import accumulate
+from math import sqrt
 from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 __all__ = ["POLICIES", "Demand", "Policy", "allocate", "ttft_s"]
 
-Policy: TypeAlias = Literal["equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt"]
+Policy: TypeAlias = Literal["equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt", "shortest_remaining"]
 
 
 class Demand(NamedTuple):
@@ -23,10 +27,12 @@ class Demand(NamedTuple):
     Attributes:
         layer_bytes: of each of its layers; more than 0.
         window_s: seconds that its reader computes with each; more than 0.
+        layers_left: that are not sent yet; at least 1.
     """
 
     layer_bytes: float
     window_s: float
+    layers_left: int = 1
 
     @property
     def rate(self) -> float:
@@ -40,10 +46,11 @@ def allocate(policy: Policy, demands: Sequence[Demand], budget: float, margin: f
     Args:
         policy: ``equal``: the same to each. ``kv_prop``: by the bytes of a layer. ``bw_prop``: by the rate at which
             nothing waits. ``stall_opt``: the least sum of waits, none beyond that rate. ``calibrated_stall_opt``: the
-            same, each cap raised by the margin.
+            same, each cap raised by the margin. ``shortest_remaining``: in inverse proportion to the bytes that are
+            left, with those caps.
         demands: the requests.
         budget: bits a second of the link; more than 0.
-        margin: bits a second, for ``calibrated_stall_opt`` alone; 0 or more.
+        margin: bits a second, for ``calibrated_stall_opt`` and ``shortest_remaining``; 0 or more.
 
     Returns:
         Bits a second of each request, at most the budget together: less where all have their cap.
@@ -76,11 +83,21 @@ def _bw_prop(demands: Sequence[Demand], budget: float, _margin: float) -> list[f
 
 
 def _stall_opt(demands: Sequence[Demand], budget: float, _margin: float) -> list[float]:
-    return _fill(demands, [demand.rate for demand in demands], budget)
+    return _fill(_roots(demands), [demand.rate for demand in demands], budget)
 
 
 def _calibrated(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
-    return _fill(demands, [demand.rate + margin for demand in demands], budget)
+    return _fill(_roots(demands), [demand.rate + margin for demand in demands], budget)
+
+
+def _shortest_remaining(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
+    weights = [1 / (demand.layer_bytes * demand.layers_left) for demand in demands]
+    return _fill(weights, [demand.rate + margin for demand in demands], budget)
+
+
+def _roots(demands: Sequence[Demand]) -> list[float]:
+    """Return the weights with which the sum of layer times is least (equation 6)."""
+    return [sqrt(demand.layer_bytes) for demand in demands]
 
 
 def _by_weights(weights: Sequence[float], budget: float) -> list[float]:
@@ -88,25 +105,24 @@ def _by_weights(weights: Sequence[float], budget: float) -> list[float]:
     return [budget * weight / whole for weight in weights]
 
 
-def _fill(demands: Sequence[Demand], caps: Sequence[float], budget: float) -> list[float]:
-    """Return the rates, none above its cap, at which the sum of layer times is least (equation 6).
+def _fill(weights: Sequence[float], caps: Sequence[float], budget: float) -> list[float]:
+    """Return rates in proportion to weights, none above its cap.
 
-    Its optimum has rates in proportion to the square roots of the bytes, but for those that are at their cap. So
-    requests are taken in the order in which a rising level brings them to their caps, until it brings none there.
+    Requests are taken in the order in which a rising level brings them to their caps, until it brings none there.
     """
-    roots = [sqrt(demand.layer_bytes) for demand in demands]
-    order = sorted(range(len(demands)), key=lambda i: caps[i] / roots[i])
-    rates = [0.0] * len(demands)
-    left, open_roots = budget, sum(roots)
+    order = sorted(range(len(weights)), key=lambda i: caps[i] / weights[i])
+    rates = [0.0] * len(weights)
+    left = budget
+    # From the end, where sums are of what is small first: what is left of a sum after taking the most away is noise.
+    open_weights = list(accumulate(weights[i] for i in reversed(order)))[::-1]
     for position, i in enumerate(order):
-        level = left / open_roots if open_roots > 0 else inf
-        if level * roots[i] <= caps[i]:
+        level = left / open_weights[position]
+        if level * weights[i] <= caps[i]:
             for other in order[position:]:
-                rates[other] = level * roots[other]
+                rates[other] = level * weights[other]
             return rates
         rates[i] = caps[i]
         left -= caps[i]
-        open_roots -= roots[i]
     return rates
 
 
@@ -117,5 +133,6 @@ POLICIES: Final[Mapping[Policy, Callable[[Sequence[Demand], float, float], list[
         "bw_prop": _bw_prop,
         "stall_opt": _stall_opt,
         "calibrated_stall_opt": _calibrated,
+        "shortest_remaining": _shortest_remaining,
     }
 )

@@ -69,6 +69,7 @@ class _Stream:
         head: the reply's beginning.
         parts: its layers, in their order; those behind ``given`` are not known yet.
         flow: once all that it wants is in memory.
+        error: reply to what is not given yet, where it cannot be: a bug of ours.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class _Stream:
         self.given = 0
         self.sent = 0
         self.abandoned = False
+        self.error = b""
         self.reads = 0  # that are under way
         self.lost = 0  # that failed
         self.reserved_bytes = 0
@@ -104,6 +106,9 @@ class _Stream:
 
     def note_sent(self) -> None:
         """A layer is sent, or dropped; with the node's lock held."""
+        if not self.abandoned and not self.error and self.bits:
+            self.node.counters.layers_sent += 1
+            self.node.counters.layer_bytes_sent += self.bits[self.sent] // 8
         self.sent += 1
         self._wake()
 
@@ -172,7 +177,7 @@ class _Stream:
         lengths = self.bounds[:, :, 1] - self.bounds[:, :, 0]
         self.bits = (8 * (lengths.sum(1) + 4 * len(self.keys))).tolist()
         layer_bytes = sum(self.bits) / 8 / len(self.layers)
-        self.flow = Flow(Demand(layer_bytes, self.window_s), self.limit)
+        self.flow = Flow(Demand(layer_bytes, self.window_s, len(self.layers)), self.limit)
         totals = lengths.sum(0).tolist()
         there_is = [total if view is not None else None for total, view in zip(totals, self.records, strict=True)]
         answer = encode_array_header(1 + len(self.layers)) + encode(there_is, self.session.protocol)
@@ -198,17 +203,20 @@ class _Stream:
 
     def give(self) -> None:
         """Give the next layer to the connection."""
-        number = self.given
+        layer = self.layer(self.given)
         self.given += 1
-        self.parts[number].resolve([self.layer(number)])
+        self.parts[self.given - 1].resolve([layer])
 
-    def fail(self, reply: bytes) -> None:
-        """Answer ``reply`` instead, or let go of what nobody wants."""
+    def end(self, reply: bytes) -> None:
+        """Answer ``reply`` to what is not given: to all of it, or in place of each layer; nothing where nobody asks."""
+        layer = [reply] if reply else []
         if self.head.parts is None:
+            self.head.failed = bool(reply)
             self.head.resolve([reply])
+            layer = []
         while self.given < len(self.parts):
             self.given += 1
-            self.parts[self.given - 1].resolve([Strip([], self, self.bytes, self.note_sent)])
+            self.parts[self.given - 1].resolve([Strip(layer, self, self.bytes, self.note_sent)])
 
     def release(self) -> None:
         """Let go of the records; with the node's lock held."""
@@ -224,6 +232,11 @@ class _Stream:
         if self.given == len(self.parts) or self.given - self.sent >= _AHEAD:
             return 0
         return self.bits[self.given]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more of it is to be sent."""
+        return self.abandoned or bool(self.error) or self.given == len(self.parts)
 
 
 _reads_lock: Final = threading.Lock()
@@ -271,11 +284,22 @@ class LayerStreams:
         """
         stream = _Stream(self._node, session, keys, layers, self._wake)
         stream.limit, stream.window_s = limit, max(window_s, WINDOW_S_MIN)
+        self._node.counters.layer_streams += 1
         with self._changed:
             self._new.append(stream)
             self._has_changed = True
             self._changed.notify()
         return [stream.head, *stream.parts]
+
+    @property
+    def active(self) -> int:
+        """Requests that are being answered."""
+        return len(self._reading) + len(self._active) + len(self._ending)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for others to end."""
+        return len(self._new) + len(self._waiting)
 
     def _wake(self) -> None:
         with self._changed:
@@ -303,13 +327,38 @@ class LayerStreams:
                     break
             try:
                 wait_s = self._step()
-            except Exception:  # a bug of ours must not leave every client waiting
-                _log.exception("layers_failed")
-                wait_s = 0.1
+            except Exception:  # a bug of ours, and not in one stream's work: no client may be left waiting
+                self._fail_all()
+                wait_s = 0.0
         streams = [*self._waiting, *self._reading, *self._active, *self._ending]
         with self._node.lock:
             for stream in streams:
                 stream.release()
+
+    def _does(self, stream: _Stream, work: Callable[[], None]) -> bool:
+        """Return whether some of a stream's work was done; a bug of ours costs this stream alone."""
+        try:
+            work()
+        except Exception:
+            self._fail([stream])
+        return not stream.error
+
+    def _fail(self, streams: Sequence[_Stream]) -> None:
+        """Take note that streams cannot be gone on with, within the handling of an error."""
+        _log.exception("layers_failed")
+        for stream in streams:
+            stream.error = encode_error("ERR KV.LAYERS failed, and the server's log says why: ask for the records")
+        with self._node.lock:
+            self._node.counters.layer_streams_failed += len(streams)
+
+    def _fail_all(self) -> None:
+        streams = [*self._waiting, *self._reading, *self._active]
+        self._fail(streams)
+        self._waiting.clear()
+        self._reading, self._active = [], []
+        self._shaper.clear()
+        for stream in streams:
+            self._let_go(stream, stream.error)
 
     def _step(self) -> float:
         """Do what can be done now; return the seconds until there may be more to do without anybody's word."""
@@ -317,10 +366,8 @@ class LayerStreams:
         self._admit_some()
         for stream in [each for each in self._reading if not each.reads]:
             self._reading.remove(stream)
-            if not stream.abandoned:
-                stream.plan()
-            if stream.abandoned:
-                self._let_go(stream, b"")
+            if stream.abandoned or not self._does(stream, stream.plan):
+                self._let_go(stream, stream.error)
                 continue
             self._active.append(stream)
             assert stream.flow is not None
@@ -341,12 +388,12 @@ class LayerStreams:
             ready = self._shaper.ready(now_s)
             for flow in ready:
                 self._shaper.spend(flow)
-                by_flow[flow].give()
-            for stream in [each for each in self._active if each.abandoned or each.given == len(each.parts)]:
+                self._does(by_flow[flow], by_flow[flow].give)
+            for stream in [each for each in self._active if each.is_over]:
                 assert stream.flow is not None
                 self._active.remove(stream)
                 self._shaper.leave(stream.flow)
-                self._let_go(stream, b"")
+                self._let_go(stream, stream.error)
             if not ready:
                 return min(throttled_s, self._shaper.wait_s(now_s))
 
@@ -369,15 +416,16 @@ class LayerStreams:
                 self._let_go(stream, b"")
             elif stream.bytes > bytes_max:
                 text = f"OOM these records have {stream.bytes} bytes, and at most {bytes_max} are sent at a time"
-                stream.head.failed = True
                 self._let_go(stream, encode_error(text + ": ask for fewer keys"))
             elif self._reserved_bytes and self._reserved_bytes + stream.bytes > bytes_max:
                 return
             else:
                 self._reserve(stream)
                 stream.bytes = 0
-                stream.gather()
-                self._reading.append(stream)
+                if self._does(stream, stream.gather):
+                    self._reading.append(stream)
+                else:
+                    self._let_go(stream, stream.error)
             self._waiting.popleft()
 
     def _size_of(self, stream: _Stream) -> int:
@@ -397,7 +445,7 @@ class LayerStreams:
 
     def _let_go(self, stream: _Stream, reply: bytes) -> None:
         """End a stream once what it has given is sent."""
-        stream.fail(reply)
+        stream.end(reply)
         self._ending.append(stream)
 
     def _end_some(self) -> None:

@@ -256,6 +256,16 @@ class Streams(Protocol):
 
     others: Others
 
+    @property
+    def active(self) -> int:
+        """Requests that are being answered."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for others to end."""
+        ...
+
     def begin(
         self, session: Session, keys: Sequence[Address], layers: Sequence[int], limit: float, window_s: float
     ) -> list[Part]:
@@ -284,6 +294,10 @@ class Counters:
     records_kept: int = 0
     records_refused: int = 0
     meta_keys: int = 0
+    layer_streams: int = 0
+    layer_streams_failed: int = 0
+    layers_sent: int = 0
+    layer_bytes_sent: int = 0
     stalled_clients: int = 0
     idle_clients: int = 0
     protocol_errors: int = 0

@@ -29,6 +29,7 @@ from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.thread import PoolThread
 from shadowserve.resp import encode_error
 from shadowserve.signals import stop_signals
 from storage_kv.access.audit import AuditLog
@@ -44,7 +45,6 @@ from storage_kv.node import Node
 from storage_kv.operate.operations import Operations
 from storage_kv.operate.reconfigure import Reconfiguration
 from storage_kv.session import Session
-from storage_kv.store_thread import StoreThread
 
 __all__ = ["StorageServer", "run"]
 
@@ -111,7 +111,7 @@ class StorageServer:
         self._ended = asyncio.Event()
         self._cut_short = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._store_thread: StoreThread | None = None
+        self._store_thread: PoolThread | None = None
         self._streams: LayerStreams | None = None
 
     @property
@@ -162,7 +162,7 @@ class StorageServer:
             self._close_listeners()
             raise
         self.node.apply_quotas()
-        self._store_thread = StoreThread(self.node.store)
+        self._store_thread = PoolThread(self.node.store)
         self._streams = LayerStreams(self.node)
         self._streams.start()
         self.node.streams = self._streams

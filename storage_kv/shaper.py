@@ -30,7 +30,7 @@ class Link:
     Attributes:
         bits_per_s: that the link carries; 0 for no bound.
         policy: who gets how much.
-        margin_bits_per_s: of calibrated_stall_opt.
+        margin_bits_per_s: by which caps are raised.
         epoch_s: for which rates hold.
     """
 
@@ -44,7 +44,7 @@ class Flow:
     """One request's layers.
 
     Attributes:
-        demand: what it needs.
+        demand: what it still needs.
         limit: bits a second that it asked for at most; infinite for none.
         rate: bits a second that it gets in this epoch.
         credit: bits that it has earned.
@@ -124,8 +124,13 @@ class Shaper:
         """Take a flow out; what it had is given to others in the next epoch."""
         self.flows.remove(flow)
         if not self.flows:
-            self.others.rate = inf
-            self._epoch_ends_s = -inf
+            self.clear()
+
+    def clear(self) -> None:
+        """Take all flows out."""
+        self.flows = []
+        self.others.rate = inf
+        self._epoch_ends_s = -inf
 
     def ready(self, now_s: float) -> list[Flow]:
         """Return the flows that may send a layer now, those first that could have the longest; and let time pass.
@@ -141,6 +146,7 @@ class Shaper:
     def spend(self, flow: Flow) -> None:
         """Take what a layer costs off a flow's credit: the one that was to be sent next."""
         flow.credit -= flow.next_bits
+        flow.demand = flow.demand._replace(layers_left=max(1, flow.demand.layers_left - 1))
 
     def wait_s(self, now_s: float) -> float:
         """Return the seconds until ready() may have more to say; infinite if nothing but the flows can change that."""

@@ -1,10 +1,12 @@
 """A small S3 server of the tests' own, real HTTP on loopback, that does whatever it is told to do wrong.
 
 It keeps one bucket in memory and knows what the storage node asks for: PUT with ``If-None-Match: *``, GET of ranges,
-lists, DELETE, all by path. It checks no signatures; Ceph RGW does (``tests/storage/test_ceph.py``).
+lists, DELETE, all by path. It checks no signatures; Ceph RGW does (``tests/storage/test_object_storage.py``).
+Run as a program it serves until SIGTERM.
 """
 
 import hashlib
+import signal
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -52,6 +54,38 @@ class Answer:
     after: threading.Event | None = None
 
 
+Fault = Callable[[Asked], Answer | None]
+
+
+def _to_reads(answer: Answer) -> Fault:
+    return lambda asked: answer if asked.operation == "get" else None
+
+
+def _same_length(asked: Asked) -> Answer | None:
+    if asked.operation != "get" or asked.range is None:
+        return None
+    return Answer(206, body=b"y" * (asked.range[1] - asked.range[0]))
+
+
+LIES: dict[str, Fault] = {
+    "denied": _to_reads(Answer(403, "AccessDenied")),
+    "expired": _to_reads(Answer(400, "ExpiredToken")),
+    "skewed": _to_reads(Answer(403, "RequestTimeTooSkewed")),
+    "absent": _to_reads(Answer(404, "NoSuchKey")),
+    "precondition": _to_reads(Answer(412, "PreconditionFailed")),
+    "slow_down": _to_reads(Answer(503, "SlowDown")),
+    "broken": _to_reads(Answer(500, "InternalError")),
+    "moved": _to_reads(Answer(301, "PermanentRedirect")),
+    "redirected": _to_reads(Answer(307, "TemporaryRedirect", {"Location": "http://127.0.0.1:1/elsewhere"})),
+    "truncated": _to_reads(Answer(206, truncate=1000)),
+    "wrong_range": _to_reads(Answer(206, headers={"Content-Range": "bytes 0-99/100000"})),
+    "no_range": _to_reads(Answer(200)),
+    "another_body": _to_reads(Answer(206, body=b"x" * 4096)),
+    "same_length": _same_length,
+}
+"""What a bucket may answer to whoever reads: refusals, and bytes that are not those asked for."""
+
+
 class FaultyS3:
     """The server.
 
@@ -67,7 +101,7 @@ class FaultyS3:
         self.objects: dict[str, bytes] = {}
         self.written: dict[str, float] = {}
         self.asked: list[Asked] = []
-        self.fault: Callable[[Asked], Answer | None] = lambda asked: None
+        self.fault: Fault = lambda asked: None
         self.skew_s = 0.0
         self.lock = threading.Lock()
         owner = self
@@ -216,3 +250,9 @@ def _etag(body: bytes) -> str:
 
 def _iso(time_s: float) -> str:
     return datetime.fromtimestamp(time_s, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+
+
+if __name__ == "__main__":
+    with faulty_s3() as forever:
+        print(f"ready {forever.endpoint.removeprefix('http://')}", flush=True)
+        signal.sigwait({signal.SIGTERM, signal.SIGINT})

@@ -122,7 +122,8 @@ def test_the_data_plane_knows_no_engine() -> None:
 
 
 def test_the_data_plane_knows_its_sources_by_their_seam_alone() -> None:
-    rooms = ("dpu_dataplane.sources.resp", "dpu_dataplane.sources.selection", "dpu_dataplane.sources.outage")
+    names = ("resp", "tiers", "selection", "outage")
+    rooms = tuple(f"dpu_dataplane.sources.{name}" for name in names)
     others = [path for path in modules("dpu_dataplane") if "sources" not in path.parts and path.name != "server.py"]
     found = [line for path in others for line in forbidden(path, rooms)]
     above = tuple(f"dpu_dataplane.{path.stem}" for path in others if path.stem not in ("config", "jobs", "metrics"))

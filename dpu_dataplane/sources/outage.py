@@ -33,15 +33,19 @@ class Outage:
         failure: of the last attempt; ``None`` while storage can be asked, and before the first attempt has ended.
     """
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
+    def __init__(
+        self, logger: logging.Logger, meanwhile: str, clock: Callable[[], float] = lambda: time.monotonic()
+    ) -> None:
         """Know nothing yet.
 
         Args:
             logger: gets a warning for each cause.
+            meanwhile: what that warning says of the time until the outage is over.
             clock: seconds that only grow.
         """
         self.failure: StorageError | None = None
         self._logger = logger
+        self._meanwhile = meanwhile
         self._clock = clock
         self._told: set[str] = set()  # causes of this outage that the log has
         self._settled = asyncio.Event()  # storage can be asked, or is known to be away
@@ -62,7 +66,7 @@ class Outage:
         self.lose()
         if str(error) not in self._told and len(self._told) < CAUSES_TOLD_MAX:
             self._told.add(str(error))
-            self._logger.warning("%s (trying again; until then every call is a miss)", error)
+            self._logger.warning("%s (trying again; until then %s)", error, self._meanwhile)
         self.failure = error
         self._settled.set()
         self._settled = asyncio.Event()

@@ -1,14 +1,20 @@
 """Which source a configuration names."""
 
+from collections.abc import Callable
 from concurrent.futures import Executor
 
-from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.config import NODES_MAX, DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.cluster import ServerCluster
-from dpu_dataplane.sources.resp.ranges import NODES_MAX
+from dpu_dataplane.sources.resp.layers import Threshold
 from dpu_dataplane.sources.resp.server import OneServer
+from dpu_dataplane.sources.resp.servers import Servers
+from dpu_dataplane.sources.resp.several import SeveralServers
 from dpu_dataplane.sources.resp.source import RespSource
 from dpu_dataplane.sources.source import Source
+from dpu_dataplane.sources.tiers.above import TiersAbove
+from dpu_dataplane.sources.tiers.alone import TiersAlone
+from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
 
 __all__ = ["nodes_max", "source_of"]
@@ -16,7 +22,7 @@ __all__ = ["nodes_max", "source_of"]
 
 def nodes_max(config: DataPlaneConfig) -> int:
     """Return of how many servers one round may take bytes."""
-    return NODES_MAX if config.storage_cluster else 1
+    return NODES_MAX if config.storage_cluster else max(1, len(config.storage_nodes))
 
 
 def source_of(
@@ -34,5 +40,27 @@ def source_of(
     Raises:
         ConfigurationError: a library that it needs is not installed, or TLS is wanted and cannot be had.
     """
-    servers = ServerCluster(config, metrics) if config.storage_cluster else OneServer(config, metrics)
-    return RespSource(servers, pipeline, fetching, storing, len(config.stage_cores()["net"]), metrics)
+    below: Source | None = None
+    if config.storage_cluster or config.storage_nodes or config.storage:
+        kind: Callable[[DataPlaneConfig, Metrics], Servers] = OneServer
+        if config.storage_cluster or config.storage_nodes:
+            kind = ServerCluster if config.storage_cluster else SeveralServers
+        servers = kind(config, metrics)
+        by_layers = config.chunked_pipeline and not config.storage_cluster  # a cluster's nodes do not know the request
+        threshold = Threshold(config.layer_request_bytes_min) if by_layers else None
+        below = RespSource(servers, pipeline, fetching, storing, len(config.stage_cores()["net"]), metrics, threshold)
+    if config.tiers is None:
+        assert below is not None, "the configuration has neither"
+        return below
+    tiers = Tiers(
+        config.tiers,
+        metrics,
+        pipeline,
+        storing,
+        heads_bytes=int(config.head_cache_bytes),
+        patience=config.command_timeout,
+    )
+    drain_s = config.shutdown_time / 2
+    if below is None:
+        return TiersAlone(tiers, pipeline, fetching, metrics, drain_s)
+    return TiersAbove(tiers, below, pipeline, fetching, metrics, drain_s)

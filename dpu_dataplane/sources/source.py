@@ -5,16 +5,16 @@ paper; it then makes the bodies of that round appear where the pipeline decodes 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from dpu_dataplane.jobs import Job, Stop
 from shadowserve import native
-from shadowserve.errors import StorageError
+from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
 from shadowserve.record import head_length
@@ -49,6 +49,11 @@ class Unanswered(NamedTuple):
     reason: str
     refused: bool = False
 
+    @classmethod
+    def of(cls, error: StorageError) -> Self:
+        """Return that a part could not be asked."""
+        return cls(str(error), isinstance(error, StorageRefusedError))
+
 
 Found = Stored | Unanswered | None
 """What a source says of one key; None where there is no record, and perhaps where there is a value that is none."""
@@ -70,12 +75,20 @@ class Order:
             record, and where in the buffers.
         make_round: makes a round of some of ``pieces``, ready for the pipeline; whoever calls it releases the round.
         authoritative: ask who has the last word on each key, not somebody with a copy that may lag behind.
+        layerwise: they come layer by layer, a layer in each.
+        window_s: seconds that whoever wants them computes with each layer; 0 where nobody knows.
+        found: what is known of the records, for a source that keeps what passes.
+
+    A piece whose ``origin`` is not SERVER comes into the rounds by itself: a source only has it in them.
     """
 
     keys: Sequence[bytes]
     pieces: npt.NDArray[np.void]
     make_round: Callable[[npt.NDArray[np.void]], native.Round]
     authoritative: bool = False
+    layerwise: bool = False
+    window_s: float = 0.0
+    found: Mapping[bytes, Stored] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,11 @@ class Delivered:
     failures: dict[int, Failure] = field(default_factory=dict)
     received_bytes: int = 0
     stop: Stop | None = None
+
+    def of(self, count: int) -> Self:
+        """Return what became of an order of ``count`` pieces of which these are the first: no others were come to."""
+        more = np.full(count - len(self.results), Result.SKIPPED, np.uint32)
+        return replace(self, results=np.concatenate([self.results, more])) if len(more) else self
 
 
 @dataclass(frozen=True)
@@ -168,6 +186,10 @@ class Source(ABC):
             StorageUnavailableError, StorageRefusedError: no key was answered for.
         """
 
+    async def held(self, keys: Sequence[bytes]) -> Sequence[Found]:
+        """Return likewise under which keys nothing needs to be put."""
+        return await self.find(keys)
+
     async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         """Tell whoever asks this source that keys will be stored within so long; 0: that they will not, after all.
 
@@ -184,6 +206,17 @@ class Source(ABC):
 
         Of two questions at the same time this one is answered before :meth:`find`: what is announced no more is there,
         or is not coming.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: no key was answered for.
+        """
+        return None
+
+    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Return in how many ms the source expects to have each of up to QUESTION_KEYS_MAX keys if asked for all now.
+
+        0 of what it has or knows nothing of; None of a source that has all that it knows of. Waits for none of them,
+        as :meth:`find` would.
 
         Raises:
             StorageUnavailableError, StorageRefusedError: no key was answered for.

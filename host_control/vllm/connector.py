@@ -70,6 +70,8 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 problem=problem,
                 logger=_logger,
                 inputs=RequestInputs(Adapters(lora, content_hashes(config, _logger)) if lora is not None else None),
+                recomputes=transfer.kv_load_failure_policy == "recompute",
+                step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
             )
         else:
             self._worker = WorkerSide(
@@ -150,8 +152,8 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note the blocks that a request's KV is to be loaded into."""
         assert self._scheduler is not None
-        if num_external_tokens:
-            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        tables = blocks.get_block_ids() if num_external_tokens else ()
+        self._scheduler.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Return what the workers have to do in this step."""
@@ -259,11 +261,12 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     # ------------------------------------------------------------------ both
 
     def get_kv_connector_stats(self) -> ShadowServeStats | None:
-        """Return what happened since the last step."""
+        """Return what happened since the last step. In the scheduler this is the last call for each step."""
         if self._worker is not None:
             self._worker.take_store_counts()
             return self._worker.counts.take()
         assert self._scheduler is not None
+        self._scheduler.stepped()
         return self._scheduler.counts.take()
 
     @classmethod

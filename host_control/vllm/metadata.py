@@ -8,6 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from host_control.handover import Arrived
+
 __all__ = ["GroupLoad", "LoadOperation", "ShadowServeMetadata", "StoreOperation", "WorkerHandshake", "WorkerReport"]
 
 
@@ -35,6 +37,7 @@ class LoadOperation:
         cut: whose records they are (:class:`host_control.vllm.parts.Part`).
         groups: what of each, by its index; none where the load is one that cannot be.
         layerwise: layer by layer, in the step that computes on it.
+        arrived: how many of its chunks are there, where others still store the rest.
     """
 
     request_id: str
@@ -42,6 +45,7 @@ class LoadOperation:
     cut: int
     groups: dict[int, GroupLoad]
     layerwise: bool = False
+    arrived: Arrived | None = None
 
 
 @dataclass
@@ -77,13 +81,17 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         epoch: of the weights, as far as the scheduler knows; another one after each change.
         loads: to start.
         cancels: requests whose load should end early.
+        arrived: of requests that load what others still store, how many of its chunks are there by now.
         stores: to gather once this step's KV is written.
+        tokens: that the step computes; not said of one without loads.
     """
 
     epoch: str = ""
     loads: list[LoadOperation] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
+    arrived: dict[str, Arrived] = field(default_factory=dict)
     stores: list[StoreOperation] = field(default_factory=list)
+    tokens: int = 0
 
 
 @dataclass
@@ -95,12 +103,14 @@ class WorkerHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
         namespaces: of the records that this rank makes or can read, of each part cut, group and digest; likewise.
         problem: why they are off; empty where they are on.
         layerwise_chunks: that one load in the order of layers may have; 0 where there are none such.
+        layers: of this rank.
     """
 
     model: bytes
     namespaces: tuple[tuple[int, int, bytes], ...]
     problem: str
     layerwise_chunks: int = 0
+    layers: int = 0
 
 
 @dataclass
@@ -110,11 +120,14 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     Attributes:
         loaded: request -> leading chunks in place, of loads that have ended early or were synchronous; the fewest of
             any rank.
+        seconds: request -> from its turn to its outcome, of loads that have ended with all chunks or with their time;
+            the longest of any rank.
         outlived: epochs whose weights are not those of the engine any more, as some rank has seen.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
     outlived: set[str] = field(default_factory=set)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Merge the report of another rank."""
@@ -122,4 +135,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         merged = dict(self.loaded)
         for request_id, chunks in other.loaded.items():
             merged[request_id] = min(chunks, merged.get(request_id, chunks))
-        return WorkerReport(merged, self.outlived | other.outlived)
+        longest = dict(self.seconds)
+        for request_id, seconds in other.seconds.items():
+            longest[request_id] = max(seconds, longest.get(request_id, seconds))
+        return WorkerReport(merged, self.outlived | other.outlived, longest)

@@ -14,9 +14,11 @@ from vllm.v1.request import RequestStatus
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.handover import Handover
+from host_control.decision import Decision, Hit
+from host_control.handover import Arrived, Handover
 from host_control.layouts import NOWHERE
 from host_control.lookup import LookupAnswer, PrefixLookup
+from host_control.vllm.deciding import Deciding
 from host_control.vllm.epochs import Epochs
 from host_control.vllm.groups import NULL_BLOCK, Group, Groups
 from host_control.vllm.handover import handover_of, reply_of
@@ -60,6 +62,7 @@ class _Tracked:
     offered_epoch: str = ""
     offered_cut: int = 0
     layerwise: bool = False  # it was offered in the order of layers
+    decision: Decision | None = None  # what came of the last question, until it is carried out
     first_chunk: int = 0  # of the load that is under way
     load_chunks: int = 0  # of the same, of the first group
 
@@ -74,6 +77,8 @@ class SchedulerSide:
         problem: why this engine is served without the cache, or empty.
         logger: where failures are logged.
         inputs: what requests' KV depends on beside tokens.
+        recomputes: whether a load that falls short costs its computation, and not the request.
+        step_tokens: that the engine computes in a step at most; by default any number.
     """
 
     def __init__(
@@ -86,6 +91,8 @@ class SchedulerSide:
         problem: str,
         logger: logging.Logger,
         inputs: RequestInputs | None = None,
+        recomputes: bool = True,
+        step_tokens: int = 1 << 30,
     ) -> None:
         self._config = config
         self._groups = groups.groups if groups is not None else ()
@@ -94,6 +101,8 @@ class SchedulerSide:
         self._states = {group.index for group in self._groups if group.kind == "state"}
         # vLLM is told of a load's end at once only where it is told of single blocks that fell short.
         self.asynchronous = config.asynchronous_fetch or groups is None or not groups.one
+        # A load that waits for chunks may fall short of them, which costs least where what has come of it is used.
+        self._loads_wait = config.asynchronous_fetch and groups is not None and groups.one and recomputes
         self._fetch = fetch
         self._store = store
         self._logger = logger
@@ -111,10 +120,20 @@ class SchedulerSide:
         # may every request that shares its blocks; if it falls short, they compute on garbage before vLLM hears of it.
         self._unconfirmed: set[str] = set()
         self._layerwise_chunks = 0
+        self._layers = 0
         self._requests: dict[str, Any] = {}  # all that the engine has, also those that are served without the cache
         self._cancels: list[str] = []
         self.counts = Counts()
         self.problem = problem
+        self._deciding: Deciding | None = None
+        if config.fetch_or_compute and fetch and groups is not None:
+            self._deciding = Deciding(
+                config,
+                chunk_tokens=self._chunk_tokens,
+                step_tokens=step_tokens,
+                counts=self.counts,
+                tell=self._tell_decision,
+            )
 
     def start(self, handshakes: dict[int, WorkerHandshake]) -> None:
         """Take what the workers, one for each tensor-parallel rank, call the model and what they hold, and begin."""
@@ -142,6 +161,7 @@ class SchedulerSide:
             return
         self._clients = list(clients.values())
         self._layerwise_chunks = min(shake.layerwise_chunks for shake in shakes)
+        self._layers = max(shake.layers for shake in shakes)
         every = {group.index for group in self._groups}
         named = [{(cut, index) for cut, index, _ in shake.namespaces} for shake in shakes]
         # Another cut's records are of use where each worker can read some of each group.
@@ -168,6 +188,7 @@ class SchedulerSide:
             timeout=self._config.lookup_timeout,
             threads=self._config.lookup_threads,
             enabled=self._fetch,
+            loads_wait=self._loads_wait,
         )
 
     def _turn_off(self, problem: str) -> None:
@@ -217,7 +238,7 @@ class SchedulerSide:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._lookup is None:
             return 0
-        tracked.local_tokens = local_tokens
+        tracked.local_tokens, tracked.decision = local_tokens, None
         if request.num_preemptions != tracked.preemptions:
             # It comes back after a preemption: by now chunks of its own may be stored, generated tokens too.
             tracked.preemptions = request.num_preemptions
@@ -235,25 +256,77 @@ class SchedulerSide:
             self._count_lookup(request, answer.tokens, answer.reason, answer.detail)
         tracked.stored_chunks = max(tracked.stored_chunks, self._chunks(answer.tokens))
         tracked.tail_stored |= answer.tail
+        worth = min(self._config.load_tokens_min, self._chunk_tokens - 1)
         usable = self._usable(tracked, answer)
-        if usable < min(self._config.load_tokens_min, self._chunk_tokens - 1):
+        if usable < worth:
             return 0
+        may_go_layerwise = self._may_go_layerwise(tracked, answer)
+        tracked.layerwise = may_go_layerwise and self._load_chunks(tracked, usable) <= self._layerwise_chunks
+        # A prompt that another engine has computed for this one was not to be computed here.
+        if self._deciding is not None and not tracked.handover.waits:
+            usable = self._decided(self._deciding, tracked, answer, usable, may_go_layerwise)
+            if usable < worth:
+                return 0
         links = self._lookup.links(request.request_id)
         if answer.tail and links is not None:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
         tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
-        tracked.layerwise = self._goes_layerwise(tracked, usable)
         return usable
 
-    def _goes_layerwise(self, tracked: _Tracked, usable: int) -> bool:
-        """Return whether a load begins to be computed on before it ends: nothing else runs or loads, and would wait."""
-        chunks = self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
+    def _load_chunks(self, tracked: _Tracked, usable: int) -> int:
+        return self._chunks(tracked.local_tokens + usable) - tracked.local_tokens // self._chunk_tokens
+
+    def _may_go_layerwise(self, tracked: _Tracked, answer: LookupAnswer) -> bool:
+        """Return whether a load may be computed on before it ends: nothing else runs or loads, and would wait."""
         return (
-            tracked.offered_cut == 0
-            and chunks <= self._layerwise_chunks
+            answer.cut == 0
+            and self._arrived(tracked) is None
+            and self._layerwise_chunks > 0
             and not (self._loading or self._new_loads)
             and not any(request.status == RequestStatus.RUNNING for request in self._requests.values())
         )
+
+    def _arrived(self, tracked: _Tracked) -> Arrived | None:
+        """Return how many chunks of a load are there by now; ``None`` where all were when it was offered."""
+        assert self._lookup is not None
+        arrived = self._lookup.arrived(tracked.request.request_id)
+        first = tracked.local_tokens // self._chunk_tokens
+        return arrived and arrived._replace(chunks=max(arrived.chunks - first, 0))
+
+    def _more(self) -> Iterator[tuple[str, Arrived]]:
+        """Tell of which loads under way more chunks are there than the workers have been told, or no more will be."""
+        for request_id, load in self._loading.items():
+            if load.arrived is None or load.arrived.ended or (tracked := self._tracked.get(request_id)) is None:
+                continue
+            arrived = self._arrived(tracked) or load.arrived._replace(ended="weights_changed")  # looked up anew
+            if arrived != load.arrived:
+                load.arrived = arrived
+                yield request_id, arrived
+
+    def _decided(
+        self, deciding: Deciding, tracked: _Tracked, answer: LookupAnswer, usable: int, may_go_layerwise: bool
+    ) -> int:
+        """Return how many of the tokens that can be loaded are to be, by prediction; and note in which way."""
+        local, end = tracked.local_tokens, tracked.local_tokens + usable
+        hit = Hit(
+            tokens=tracked.request.num_tokens,
+            local_tokens=local,
+            end_tokens=end,
+            chunk_bytes=answer.chunk_bytes,
+            layers=self._layers if may_go_layerwise else 0,
+            layerwise_chunks=self._layerwise_chunks,
+        )
+        decision = tracked.decision = deciding.decide(hit)
+        if decision.way == "compute":
+            return 0
+        tracked.layerwise = decision.way == "layers"
+        if decision.end_tokens == end or self._rules is None or not answer.present:
+            return usable
+        return self._rules.hit_tokens(answer.present, decision.end_tokens + 1) - local
+
+    def _tell_decision(self, decision: Decision, tokens: int, seconds: float) -> None:
+        if self._clients:
+            self._clients[0].decided(decision, tokens, seconds)
 
     def waits(self, request: Any) -> bool:
         """Return whether a request whose tokens were matched waits for its load outside the running batch."""
@@ -289,14 +362,25 @@ class SchedulerSide:
     # ------------------------------------------------------------------ loads
 
     def allocated(self, request: Any, tables: Sequence[list[int]], external_tokens: int) -> None:
-        """Blocks exist for a request's tokens, in each group's table; load ``external_tokens`` of them, if any."""
+        """Blocks exist for a request's tokens; load ``external_tokens`` of them, if any, into each group's table."""
         tracked = self._tracked.get(request.request_id)
-        if not external_tokens or tracked is None or self._lookup is None:
+        if tracked is None or self._lookup is None:
+            return
+        decision, tracked.decision = tracked.decision, None
+        if self._deciding is not None and decision is not None and bool(external_tokens) == (decision.way != "compute"):
+            in_step = external_tokens > 0 and not self.waits(request)
+            self._deciding.begin(request.request_id, decision, request.num_tokens, in_step=in_step)
+        if not external_tokens:
             return
         assert tracked.offered is not None, "blocks for a load that was not offered"
         end_tokens = tracked.local_tokens + external_tokens
         operation = LoadOperation(
-            request.request_id, tracked.offered_epoch, tracked.offered_cut, {}, layerwise=tracked.layerwise
+            request.request_id,
+            tracked.offered_epoch,
+            tracked.offered_cut,
+            {},
+            layerwise=tracked.layerwise,
+            arrived=self._arrived(tracked),
         )
         try:
             for group in self._groups:
@@ -316,6 +400,8 @@ class SchedulerSide:
 
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
         """Take what the workers report."""
+        if self._deciding is not None:
+            self._deciding.loaded(report.seconds, finished or (), report.loaded)
         for request_id, chunks in report.loaded.items():
             self._unconfirmed.discard(request_id)
             if (tracked := self._tracked.get(request_id)) is None:
@@ -346,13 +432,11 @@ class SchedulerSide:
         if (tracked := self._tracked.pop(request_id, None)) is None:
             return None
         self._boundary.pop(request_id, None)
+        if self._deciding is not None:
+            self._deciding.forget(request_id)
         self._unconfirmed.discard(request_id)
         if self._lookup is not None:
-            stored: list[bytes] = []
-            if tracked.handover.announces:
-                stored += (self._lookup.links(request_id) or [])[: tracked.stored_chunks]
-                stored += self._lookup.tail(request_id) if tracked.tail_stored else []
-            self._lookup.forget(request_id, stored)
+            self._lookup.forget(request_id)
         if request_id in self._loading:
             # vLLM keeps the blocks until the workers report the load as ended, which they do once it is quiet.
             self._cancels.append(request_id)
@@ -364,11 +448,16 @@ class SchedulerSide:
     def step(self, output: Any) -> ShadowServeMetadata:
         """Return what the workers have to do in this step."""
         metadata = ShadowServeMetadata(self.epochs.current)
+        if self._loading:
+            metadata.arrived = dict(self._more())
         if self._new_loads:
             metadata.loads = list(self._new_loads.values())
+            metadata.tokens = sum(output.num_scheduled_tokens.values())
             self._new_loads = {}
         if self._cancels:
             metadata.cancels, self._cancels = self._cancels, []
+        if self._deciding is not None:
+            self._deciding.step(output, loads=bool(self._unconfirmed))
         if not self._store or self._lookup is None or self._unconfirmed:
             return metadata  # what is complete now is stored after a later step
         if self._states:
@@ -386,6 +475,11 @@ class SchedulerSide:
             if computed + scheduled[request_id] >= boundary.get(request_id, _NEVER):
                 self._complete(output, metadata, request_id, computed + scheduled[request_id])
         return metadata
+
+    def stepped(self) -> None:
+        """The oldest step that is under way has ended, and its output has been taken."""
+        if self._deciding is not None:
+            self._deciding.stepped()
 
     def _kept_states(self, tracked: _Tracked, offered: Sequence[tuple[int, int, int]]) -> Iterator[StoreOperation]:
         """Have states stored that this step leaves in blocks, (group, block, tokens), before they can change."""
@@ -443,6 +537,8 @@ class SchedulerSide:
                 metadata.stores.extend(self._stores(tracked, group, tables[group.index], links, (known, end), held))
         if tail:
             metadata.stores.append(self._tail(tracked, tables[self._groups[0].index]))
+        if tracked.handover.announces:
+            self._lookup.computed(request_id, [*links[known:end], *(self._lookup.tail(request_id) if tail else ())])
 
     def _stores(
         self,

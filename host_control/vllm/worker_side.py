@@ -13,6 +13,7 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import Delivery, SideStream, choose
 from host_control.destination import Destination, Memory
+from host_control.layer_window import LayerWindow
 from host_control.layouts import NOWHERE
 from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.store import StoreQueue
@@ -89,9 +90,11 @@ class WorkerSide:
         self._layers: dict[str, int] = {}  # numbers of those that can be loaded one by one; none where none can
         self._layerwise: set[str] = set()  # of this step's synchronous loads
         self._awaited: set[int] = set()  # layers, by this step
+        self._window, self._window_s = LayerWindow(), 0.0
         self._bad_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._ended: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}  # of loads, for whoever predicts how long the next one takes
         self._watch = WeightsWatch(None)
         self.counts = Counts()
         self.problem = problem
@@ -219,7 +222,7 @@ class WorkerSide:
             for part, shape in zip(parts, self._shapes[cut], strict=True)
         )
         chunks = self._buffer_chunks(0, self._config.fetch_buffer_bytes) if self._layers else 0
-        return WorkerHandshake(self._model, namespaces, self.problem, chunks)
+        return WorkerHandshake(self._model, namespaces, self.problem, chunks, len(self._layers))
 
     # ------------------------------------------------------------------ each step
 
@@ -230,6 +233,7 @@ class WorkerSide:
             self._stream.follow()
         self._layerwise = {load.request_id for load in metadata.loads if load.layerwise}
         self._awaited = set()
+        self._window_s = self._window.step(metadata.tokens) if self._layerwise else 0.0
         self._synchronous |= self._layerwise
         if not self._config.asynchronous_fetch:
             self._synchronous.update(load.request_id for load in metadata.loads)
@@ -241,7 +245,7 @@ class WorkerSide:
         for cut, manager in self._managers.items():
             loads = [load for load in metadata.loads if load.cut == cut]
             try:
-                self._results += manager.exchange([self._job(load) for load in loads], metadata.cancels)
+                self._results += manager.exchange(map(self._job, loads), metadata.cancels, metadata.arrived)
                 if waited := self._synchronous - self._layerwise:
                     manager.wait(waited)
                     self._results += manager.exchange()
@@ -253,7 +257,14 @@ class WorkerSide:
             tuple(record_keys(shape.namespace, load.groups[part.group.index].links)) if load.groups else ()
             for part, shape in zip(self._parts[load.cut], self._shapes[load.cut], strict=True)
         )
-        return FetchJob(request_id=load.request_id, keys=keys, target=load, layerwise=load.layerwise)
+        return FetchJob(
+            request_id=load.request_id,
+            keys=keys,
+            target=load,
+            arrived=load.arrived,
+            layerwise=load.layerwise,
+            window_s=self._window_s,
+        )
 
     def _failed(self, load: LoadOperation, reason: str, detail: str = "") -> FetchResult:
         job = self._job(load)
@@ -262,8 +273,11 @@ class WorkerSide:
     def wait_layer(self, name: str) -> None:
         """Wait until a layer is in place of this step's loads that go layer by layer, or they have ended."""
         if self._layerwise and (layer := self._layers.get(name)) is not None and self._managers:
+            began_s = time.monotonic()
             self._managers[0].wait_layer(self._layerwise, layer)
             self._awaited.add(layer)
+            if self._device.type == "cpu":
+                self._window.waited(began_s, time.monotonic())
 
     def _end_layerwise(self) -> None:
         """Take the results of this step's loads that went layer by layer.
@@ -274,6 +288,7 @@ class WorkerSide:
         if not layerwise or not self._managers:
             return
         self._managers[0].wait(layerwise)
+        self._window.end()
         self._results += self._managers[0].exchange()
         if len(self._awaited) < len(self._layers):
             for number, result in enumerate(self._results):
@@ -347,6 +362,8 @@ class WorkerSide:
             )
         assert self._groups is not None
         complete = result.complete and bool(load.groups)
+        if self._config.fetch_or_compute and (complete or result.reason == "deadline"):
+            self._seconds[load.request_id] = result.seconds - result.waited
         # Parts of one group have the same chunks; what several groups have of a prompt is of use as a whole.
         chunks = min(result.chunks) if self._groups.one else max(result.chunks) if complete else 0
         self.counts.add("load_seconds", result.seconds)
@@ -393,8 +410,9 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return what the scheduler has to know of the loads that ended since the last call, and of the weights."""
         ended, self._ended = self._ended, {}
+        seconds, self._seconds = self._seconds, {}
         outlived = self._watch.outlived
-        return WorkerReport(ended, outlived) if ended or outlived else None
+        return WorkerReport(ended, outlived, seconds) if ended or outlived or seconds else None
 
     def take_store_counts(self) -> None:
         """Move what the store queue counted into :attr:`counts`."""

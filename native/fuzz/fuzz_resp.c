@@ -17,9 +17,9 @@ static void check_head(const struct ss_resp_head *head, const uint8_t *line, siz
         return;
     }
     CHECK(size >= 3 && line[size - 2] == '\r' && line[size - 1] == '\n', "done after %zu bytes", size);
-    if (head->kind == SS_RESP_BULK) {
-        char text[32];
-        int length = snprintf(text, sizeof text, "$%llu\r\n", (unsigned long long)head->length);
+    if (head->kind == SS_RESP_BULK || head->kind == SS_RESP_INTEGER || head->kind == SS_RESP_ARRAY) {
+        char text[32], type = head->kind == SS_RESP_BULK ? '$' : head->kind == SS_RESP_INTEGER ? ':' : '*';
+        int length = snprintf(text, sizeof text, "%c%llu\r\n", type, (unsigned long long)head->length);
         CHECK((size_t)length == size && memcmp(text, line, size) == 0, "length %llu", (unsigned long long)head->length);
     } else if (head->kind == SS_RESP_NULL) {
         CHECK((size == 3 && line[0] == '_') || (size == 5 && memcmp(line, "$-1", 3) == 0), "null of %zu bytes", size);

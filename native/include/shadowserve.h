@@ -194,6 +194,14 @@ struct ss_slice {
     uint32_t bins;               /* of binned, for ss_pipeline_encode(); a fetch needs none */
 };
 
+/* Where the body of a piece comes from, in a fetch. */
+enum ss_origin {
+    SS_ORIGIN_SERVER = 0,  /* a server, or a node of a cluster */
+    SS_ORIGIN_MEMORY = 1,  /* it lies in this process */
+    SS_ORIGIN_AWAITED = 2, /* it is going to: ss_round_supply() says when, and where */
+    SS_ORIGIN_NOWHERE = 3  /* it was awaited, and is not to be had */
+};
+
 /*
  * One piece of a round: consecutive layers of one chunk of one group, which lie in one record; all layers, where a
  * record is stored. Several pieces may be of one record. Offsets in buffers are its occupancies, computed before the
@@ -211,9 +219,11 @@ struct ss_piece {
     uint64_t dequantization_offset; /* in the dequantization buffer: the sum of decoded_length (unused when fused) */
     uint32_t slice_first;           /* index into the round's slices */
     uint32_t slice_count;
-    uint32_t node;         /* of a fetch: whose sockets to ask, below the round's 'node_count' */
-    uint32_t asking;       /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
-    const uint8_t *memory; /* of a fetch: where the body lies in this process, NULL where a server has it */
+    uint32_t node;   /* of a fetch: whose sockets to ask, below the round's 'node_count' */
+    uint32_t asking; /* of a fetch: 1 to say ASKING first, where a cluster's node answered ASK */
+    enum ss_origin origin;
+    const uint8_t *memory; /* of a fetch: where the body lies in this process. A server's: where it is to be when the
+                              piece is SS_OK, NULL for nowhere in particular */
     uint32_t layer;        /* of a fetch with 'progress': the one layer that it is of */
     enum ss_result result; /* out */
     char error[256];       /* out, SS_REFUSED and SS_REDIRECTED of a fetch: the server's words, cut, with a zero */
@@ -256,6 +266,19 @@ struct ss_group {
 };
 
 /*
+ * A round's pieces in one request, KV.LAYERS of our storage server, which is answered layer after layer: 'layers' times
+ * the same 'keys' chunks of one group, in their order, a layer of each.
+ */
+struct ss_layers {
+    const uint8_t *request; /* as it goes over the wire */
+    uint64_t request_size;  /* bytes */
+    uint32_t layers;
+    uint32_t keys;    /* at most 8192 */
+    uint32_t refused; /* out: the server answered an error; the pieces were asked for by GETRANGE then */
+    char error[256];  /* out: its words, cut, with a zero */
+};
+
+/*
  * One round: pieces of some groups, each from its source, a server, a cluster's node or memory, to its group's
  * destination (or from there); at most 16384 pieces and 64 groups. Pieces come in any order, in which they are asked
  * for: chunk by chunk, or layer by layer. Set everything but the fields marked 'out' to what they are and the rest to
@@ -280,6 +303,8 @@ struct ss_round {
     uint32_t layers_first; /* with 'progress': so many were before the round */
     uint32_t layers_end;   /* likewise: as many as there may be after it, at most 4096 more: all pieces that those from
                               'layers_first' on lack are in the round */
+    struct ss_layers *layers; /* of a fetch over one socket, with the chunked pipeline: how all pieces are asked for, of
+                                 a server that may know it; NULL: each by GETRANGE */
 };
 
 enum ss_stage {
@@ -417,9 +442,10 @@ SS_API uint8_t *ss_destination_address(const struct ss_destination *destination)
  * storage server it asks for an equal share of every piece's slices with GETRANGE, receives them straight into the
  * decompression buffer, and passes each slice on as soon as it is whole: checksum, decompress, dequantize, deliver.
  *
- * A piece with 'memory' is read there, where the backend can read any memory, and needs no room in the decompression
+ * A piece in memory is read there, where the backend can read any memory, and needs no room in the decompression
  * buffer then; else it is copied. It must stay as it is until the call is back. A round of such pieces alone needs no
- * sockets.
+ * sockets. One that is awaited holds up nothing but itself and the end of the round. A server's piece with 'memory' is
+ * received there, or copied there once it is in place; the memory is of no meaning unless the piece is SS_OK.
  *
  * With several nodes the sockets come node by node, as many for each, at most 'net_threads'; a piece is asked for on
  * those of its own node. One that a node answers MOVED or ASK for is SS_REDIRECTED, and its 'error' says where to: that
@@ -447,6 +473,20 @@ SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_
 
 /* ss_round_cancel() makes the round that is running end soon with SS_CANCELLED. From any thread. */
 SS_API void ss_round_cancel(struct ss_round *round);
+
+/*
+ * ss_round_supply() says of an awaited piece that its body lies at 'memory', where it must stay as it is until the call
+ * that runs the round is back; NULL: that it is not to be had, which is SS_NOT_FOUND. Once for each, before the round
+ * is run or while it is. From any thread.
+ */
+SS_API void ss_round_supply(struct ss_round *round, uint32_t piece, const uint8_t *memory);
+
+/*
+ * ss_pipeline_copy_body() copies the body of a piece that ss_pipeline_encode() has made to 'target', which has room for
+ * its body_length. SS_BAD_ARGUMENT where the piece is none of those in the store buffer.
+ */
+SS_API enum ss_result ss_pipeline_copy_body(const struct ss_pipeline *pipeline, const struct ss_piece *piece,
+                                            uint8_t *target);
 
 /*
  * ss_progress_wait() waits, where the word says 'seen', until it may say something else, at most so long; returns what

@@ -45,7 +45,7 @@ struct ss_index_record {
     uint8_t padding[24];
 };
 
-enum ss_index_policy { SS_INDEX_LRU = 0, SS_INDEX_S3FIFO = 1 };
+enum ss_index_policy { SS_INDEX_LRU = 0, SS_INDEX_S3FIFO = 1, SS_INDEX_FREQUENCY = 2 };
 struct ss_index_totals {
     uint64_t objects;
     uint64_t bytes; /* with headers, rounded up to blocks of 4 KiB each; in memory alone length and 'extent' */

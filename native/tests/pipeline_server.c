@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * pipeline_server.c - a RESP server of one page, for tests: GETRANGE and SET, a thread for each connection
+ * pipeline_server.c - a RESP server of one page, for tests: GETRANGE and SET, and whatever it is told to answer
+ * to KV.LAYERS, a thread for each connection
  */
 #include <arpa/inet.h>
 #include <fcntl.h>
@@ -14,7 +15,7 @@
 
 #include "pipeline_support.h"
 
-enum { VALUES_MAX = 256, REPLACED_MAX = 4096, CONNECTIONS_MAX = 512, INPUT_BYTES = 1 << 16, ARGUMENTS_MAX = 8 };
+enum { VALUES_MAX = 256, REPLACED_MAX = 4096, CONNECTIONS_MAX = 512, INPUT_BYTES = 1 << 16, ARGUMENTS_MAX = 16 };
 
 struct value {
     uint8_t key[96];
@@ -36,6 +37,8 @@ struct server {
     uint32_t value_count;
     uint8_t *replaced[REPLACED_MAX]; /* values that an answer may still be reading */
     uint32_t replaced_count;
+    struct value layers; /* the answer to KV.LAYERS */
+    size_t layers_step;
     struct connection *connections[CONNECTIONS_MAX];
     uint32_t connection_count;
 };
@@ -299,6 +302,19 @@ static int serve_set(struct connection *connection, const struct argument *argum
     }
 }
 
+static int serve_layers(struct connection *connection) {
+    struct server *server = connection->server;
+    pthread_mutex_lock(&server->lock);
+    struct value answer = server->layers; /* its data stays until the server stops */
+    size_t step = server->layers_step;
+    pthread_mutex_unlock(&server->lock);
+    if (answer.data == NULL) {
+        return output_text(connection, "-ERR unknown command 'KV.LAYERS', with args beginning with: \r\n");
+    }
+    int sent = output(connection, answer.data, answer.size, step);
+    return answer.fault == FAULT_STALL ? stall(connection) : sent && answer.fault != FAULT_DISCONNECT;
+}
+
 /* A server that turns a value down before it has read it. */
 static int refuses_early(struct connection *connection) {
     static const char command[] = "*3\r\n$3\r\nSET\r\n$5\r\nearly\r\n";
@@ -333,6 +349,8 @@ static void *serve(void *argument) {
             going = serve_getrange(connection, arguments);
         } else if (count == 3 && strcmp((char *)arguments[0].data, "SET") == 0) {
             going = serve_set(connection, arguments);
+        } else if (count > 4 && strcmp((char *)arguments[0].data, "KV.LAYERS") == 0) {
+            going = serve_layers(connection);
         } else {
             CHECK_EQUAL(count, 0);
             going = 0;
@@ -397,6 +415,7 @@ void server_stop(struct server *server) {
     for (uint32_t i = 0; i < server->value_count; i++) {
         free(server->values[i].data);
     }
+    free(server->layers.data);
     for (uint32_t i = 0; i < server->replaced_count; i++) {
         free(server->replaced[i]);
     }
@@ -405,16 +424,33 @@ void server_stop(struct server *server) {
     free(server);
 }
 
+/* Keeps what is not to be answered any more until the server stops: an answer may still be reading it. */
+static void retire(struct server *server, uint8_t *data) {
+    if (data != NULL) {
+        CHECK(server->replaced_count < REPLACED_MAX);
+        server->replaced[server->replaced_count++] = data;
+    }
+}
+
+void server_answer_layers(struct server *server, const void *answer, size_t size, size_t step, enum fault then) {
+    uint8_t *copy = malloc(size + 1);
+    CHECK(copy != NULL);
+    memcpy(copy, answer, size);
+    pthread_mutex_lock(&server->lock);
+    retire(server, server->layers.data);
+    server->layers = (struct value){.data = copy, .size = size, .fault = then};
+    server->layers_step = step;
+    server->stalled = 0;
+    pthread_mutex_unlock(&server->lock);
+}
+
 void server_keep(struct server *server, const void *key, size_t key_length, const void *data, size_t size) {
     uint8_t *copy = malloc(size);
     CHECK(copy != NULL);
     memcpy(copy, data, size);
     pthread_mutex_lock(&server->lock);
     struct value *value = find_or_add(server, key, key_length);
-    if (value->data != NULL) {
-        CHECK(server->replaced_count < REPLACED_MAX);
-        server->replaced[server->replaced_count++] = value->data;
-    }
+    retire(server, value->data);
     value->data = copy;
     value->size = size;
     pthread_mutex_unlock(&server->lock);

@@ -69,6 +69,13 @@ void server_fault(struct server *server, const void *key, size_t key_length, enu
 /* server_fault_from() does so of ranges that begin at byte 'first' of the value, or behind it. */
 void server_fault_from(struct server *server, const void *key, size_t key_length, enum fault fault, size_t first);
 
+/*
+ * server_answer_layers() makes the server answer KV.LAYERS, whatever is asked for, with a copy of these bytes, 'step'
+ * at a time, and then go on, close the connection (FAULT_DISCONNECT) or stall. Before that it does not know the
+ * command.
+ */
+void server_answer_layers(struct server *server, const void *answer, size_t size, size_t step, enum fault then);
+
 /* server_wait_stalled() blocks until an answer is stalled. */
 void server_wait_stalled(struct server *server);
 

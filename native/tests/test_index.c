@@ -336,6 +336,18 @@ static void test_s3fifo(void) {
     ss_index_close(index);
 }
 
+static void test_frequency(void) {
+    struct ss_index *index = open_index(100, SS_INDEX_FREQUENCY);
+    for (uint32_t number = 0; number < 10; number++) {
+        uint32_t slot = put(index, number, NONE, 0, number);
+        for (uint32_t uses = number % 3; uses > 0; uses--) {
+            ss_index_touch(index, slot, 20);
+        }
+    }
+    expect_evicted(index, -1, 30, (uint32_t[]){0, 3, 6, 9, 1, 4, 7, 2, 5, 8}, 10);
+    ss_index_close(index);
+}
+
 static void test_links(void) {
     struct ss_index *index = open_index(64, SS_INDEX_LRU); /* 16 phantoms */
     struct ss_index_record record;
@@ -674,11 +686,13 @@ int main(void) {
     test_lru();
     test_pins();
     test_s3fifo();
+    test_frequency();
     test_links();
     test_refused_records();
     test_rivals();
     test_replay_and_dump();
     run_random(SS_INDEX_LRU);
     run_random(SS_INDEX_S3FIFO);
+    run_random(SS_INDEX_FREQUENCY);
     return 0;
 }

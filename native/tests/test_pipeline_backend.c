@@ -311,6 +311,7 @@ static void test_a_thread_that_stands_still_keeps_few_slices(void) {
     CHECK_EQUAL(ss_pipeline_create_with(&options, &late_backend, &pipeline), SS_OK);
     struct ss_round *round = fixture_round(fixture);
     round->pieces[0].memory = fixture->records[0] + RECORD_OFFSET;
+    round->pieces[0].origin = SS_ORIGIN_MEMORY;
     CHECK_EQUAL(ss_pipeline_fetch(pipeline, round, NULL, 0), SS_OK);
     CHECK(fixture_matches(fixture, round, 0));
     round_free(round);

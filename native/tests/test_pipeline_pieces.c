@@ -187,6 +187,7 @@ static void bodies_give(struct bench *bench, unsigned mask) {
             CHECK(bench->bodies[i] != NULL);
             memcpy(bench->bodies[i], bench->fixtures[piece->group]->records[piece->chunk] + piece->record_offset,
                    piece->body_length);
+            piece->origin = SS_ORIGIN_MEMORY;
             piece->memory = bench->bodies[i];
         }
     }
@@ -312,7 +313,7 @@ static void test_layers_come_one_by_one_while_answers_are_late(int mode, unsigne
     bodies_give(&bench, mask);
     uint32_t late = index_of(&bench, 0, 2, 2);
     struct ss_piece *piece = &bench.round->pieces[late];
-    CHECK(piece->memory == NULL && piece[-1].memory == NULL);
+    CHECK(piece->origin == SS_ORIGIN_SERVER && piece[-1].origin == SS_ORIGIN_SERVER);
     server_fault_from(bench.server, piece->key, piece->key_length, FAULT_STALL, piece->record_offset);
     int comes[PIECES];
     /* Of the late one, half of its bytes come, and so perhaps its first slice, unless that waits for the others. */
@@ -397,7 +398,7 @@ static void test_a_bad_layer_costs_its_chunk_and_those_behind_alone(int mode) {
         }
         bodies_give(&bench, i / 9 == 0 ? 0 : 0x55);
         struct ss_piece *bad = &bench.round->pieces[index_of(&bench, 0, 2, 3)];
-        bad->memory = NULL;
+        bad->origin = SS_ORIGIN_SERVER;
         if (faults[i % 3].fault == FAULT_NONE) {
             bench.round->slices[bad->slice_first].checksum ^= 4;
         }
@@ -445,14 +446,14 @@ static void test_a_lost_connection_fails_all_that_it_owes(int mode) {
         bodies_give(&bench, i / 6 ? 0x41 : 0);
         uint32_t bad = index_of(&bench, i % 2, 2, layers_of[i % 2] - 1); /* of its record, no range is behind it */
         const struct ss_piece *piece = &bench.round->pieces[bad];
-        bench.round->pieces[bad].memory = NULL;
+        bench.round->pieces[bad].origin = SS_ORIGIN_SERVER;
         server_fault_from(bench.server, piece->key, piece->key_length, faults[i % 2], piece->record_offset);
         uint32_t sockets = 1 + i / 2 % SOCKETS;
         CHECK_EQUAL(fetch(&bench, sockets), i % 2 ? SS_PROTOCOL : SS_DISCONNECTED);
         CHECK_EQUAL(bench.round->sockets_in_sync, 0);
         for (uint32_t j = 0; j < PIECES; j++) {
             const struct ss_piece *other = &bench.round->pieces[j];
-            if (sockets == 1 && other->memory == NULL) {
+            if (sockets == 1 && other->origin == SS_ORIGIN_SERVER) {
                 CHECK(j < bad ? !has_failed(other) : other->result != SS_OK);
             }
         }

@@ -37,8 +37,14 @@ static const struct head_case heads[] = {
     {"$1\r1", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
     {"$?\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
     {"_1\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
-    {":1\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
-    {"*1\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
+    {":0\r\n", SS_RESP_DONE, SS_RESP_INTEGER, 0, ""},
+    {":123456789012\r\n", SS_RESP_DONE, SS_RESP_INTEGER, 123456789012, ""},
+    {"*33\r\n", SS_RESP_DONE, SS_RESP_ARRAY, 33, ""},
+    {":-1\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
+    {"*-1\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
+    {":\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
+    {"*01\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
+    {":1234567890123\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
     {"\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
     {"HTTP/1.1 200 OK\r\n", SS_RESP_INVALID, SS_RESP_BULK, 0, ""},
     {"$12", SS_RESP_MORE, SS_RESP_BULK, 0, ""},
@@ -52,7 +58,7 @@ static void check_head(const struct head_case *expected, const struct ss_resp_he
     }
     CHECK_EQUAL(consumed, strlen(expected->text));
     CHECK_EQUAL(head->kind, expected->kind);
-    if (head->kind == SS_RESP_BULK) {
+    if (head->kind == SS_RESP_BULK || head->kind == SS_RESP_INTEGER || head->kind == SS_RESP_ARRAY) {
         CHECK_EQUAL(head->length, expected->length);
     }
     CHECK_EQUAL(head->text_length, strlen(expected->kept));

@@ -23,6 +23,7 @@ static struct bodies bodies_give(const struct fixture *fixture, struct ss_round 
             bodies.bytes[i] = malloc(chunk->body_length);
             CHECK(bodies.bytes[i] != NULL);
             memcpy(bodies.bytes[i], fixture->records[i] + RECORD_OFFSET, chunk->body_length);
+            chunk->origin = SS_ORIGIN_MEMORY;
             chunk->memory = bodies.bytes[i];
             chunk->key_length = 0;
             chunk->node = UINT32_MAX;
@@ -214,6 +215,131 @@ static void test_an_end_before_all_is_there_leaves_the_memory_alone(int mode) {
     fixture_free(fixture);
 }
 
+struct supplying {
+    struct ss_round *round;
+    struct bodies *bodies;
+    uint32_t missing; /* CHUNKS: none */
+};
+
+/* The last first. */
+static void *supply_backwards(void *argument) {
+    struct supplying *supplying = argument;
+    for (uint32_t i = CHUNKS; i-- > 0;) {
+        if (supplying->bodies->bytes[i] != NULL) {
+            ss_round_supply(supplying->round, i, i == supplying->missing ? NULL : supplying->bodies->bytes[i]);
+        }
+    }
+    return NULL;
+}
+
+/* As bodies_give(), but they come later. */
+static struct bodies bodies_promise(const struct fixture *fixture, struct ss_round *round, unsigned mask) {
+    struct bodies bodies = bodies_give(fixture, round, mask);
+    for (uint32_t i = 0; i < CHUNKS; i++) {
+        round->pieces[i].memory = NULL;
+        round->pieces[i].origin = mask >> i & 1 ? SS_ORIGIN_AWAITED : SS_ORIGIN_SERVER;
+    }
+    return bodies;
+}
+
+/* Alone and beside a server's, all of them or not that which is missing, before the round runs and while it does. */
+static void test_what_is_awaited_comes_in_any_order(int mode) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline *pipeline = pipeline_make(&options);
+    int32_t sockets[] = {server_connect(server), server_connect(server)};
+    for (uint32_t i = 0; i < 24; i++) {
+        unsigned mask = i % 2 ? 0x1f : 0x16;
+        struct ss_round *round = fixture_round(fixture);
+        struct bodies bodies = bodies_promise(fixture, round, mask);
+        struct supplying supplying = {round, &bodies, i % 3 == 0 ? 2 : CHUNKS};
+        pthread_t thread;
+        CHECK_EQUAL(pthread_create(&thread, NULL, supply_backwards, &supplying), 0);
+        CHECK(i % 4 || pthread_join(thread, NULL) == 0);
+        enum ss_result expected = supplying.missing == CHUNKS ? SS_OK : SS_NOT_FOUND;
+        CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, 2), expected);
+        CHECK(i % 4 == 0 || pthread_join(thread, NULL) == 0);
+        for (uint32_t j = 0; j < supplying.missing; j++) {
+            CHECK_EQUAL(round->pieces[j].result, SS_OK);
+            CHECK(fixture_matches(fixture, round, j));
+        }
+        CHECK(supplying.missing == CHUNKS || round->pieces[2].result == SS_NOT_FOUND);
+        CHECK_EQUAL(round->sockets_in_sync, 1);
+        bodies_free(&bodies);
+        round_free(round);
+    }
+    close(sockets[0]);
+    close(sockets[1]);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+/* What never comes holds a round up to its deadline, unless it is of no use. */
+static void test_what_never_comes_ends_with_the_deadline(int mode) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline *pipeline = pipeline_make(&options);
+    for (int useless = 0; useless < 2; useless++) {
+        int32_t socket = server_connect(server);
+        struct ss_round *round = fixture_round(fixture);
+        struct bodies bodies = bodies_promise(fixture, round, 0x08);
+        if (useless) {
+            server_fault(server, fixture->chunks[1].key, fixture->chunks[1].key_length, FAULT_MISSING);
+        }
+        round->deadline_ns = useless ? after_patience() : after_ms(20);
+        CHECK_EQUAL(pipeline_fetch(pipeline, round, &socket, 1), useless ? SS_NOT_FOUND : SS_DEADLINE);
+        CHECK(round->pieces[3].result != SS_OK);
+        bodies_free(&bodies);
+        round_free(round);
+        close(socket);
+    }
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
+/* The body of what a server sends is where it was wanted, and what is delivered is the same. */
+static void test_what_a_server_sends_is_left_in_memory(int mode) {
+    struct shape shape = default_shape();
+    struct fixture *fixture = fixture_make(&shape);
+    struct server *server = server_start();
+    fixture_serve(fixture, server);
+    struct ss_pipeline_options options = pipeline_options(fixture, mode);
+    struct ss_pipeline *pipeline = pipeline_make(&options);
+    int32_t sockets[] = {server_connect(server), server_connect(server)};
+    struct ss_round *round = fixture_round(fixture);
+    struct bodies bodies = bodies_give(fixture, round, 0x0b);
+    for (uint32_t i = 0; i < CHUNKS; i++) {
+        round->pieces[i].origin = SS_ORIGIN_SERVER;
+        memcpy(round->pieces[i].key, fixture->chunks[i].key, sizeof fixture->chunks[i].key);
+        round->pieces[i].key_length = fixture->chunks[i].key_length;
+        round->pieces[i].node = 0;
+        if (bodies.bytes[i] != NULL) {
+            memset(bodies.bytes[i], 0, round->pieces[i].body_length);
+        }
+    }
+    CHECK_EQUAL(pipeline_fetch(pipeline, round, sockets, 2), SS_OK);
+    check_all(fixture, round);
+    for (uint32_t i = 0; i < CHUNKS; i++) {
+        CHECK(bodies.bytes[i] == NULL ||
+              memcmp(bodies.bytes[i], fixture->records[i] + RECORD_OFFSET, round->pieces[i].body_length) == 0);
+    }
+    bodies_free(&bodies);
+    round_free(round);
+    close(sockets[0]);
+    close(sockets[1]);
+    ss_pipeline_destroy(pipeline);
+    server_stop(server);
+    fixture_free(fixture);
+}
+
 int main(void) {
     for (int mode = 0; mode < MODE_COUNT; mode++) {
         if (mode_is_tried(mode)) {
@@ -222,6 +348,9 @@ int main(void) {
             test_nothing_is_copied_where_the_decoder_reads_anywhere(mode);
             test_the_first_failure_decides_whosever_it_is(mode);
             test_an_end_before_all_is_there_leaves_the_memory_alone(mode);
+            test_what_is_awaited_comes_in_any_order(mode);
+            test_what_never_comes_ends_with_the_deadline(mode);
+            test_what_a_server_sends_is_left_in_memory(mode);
         }
     }
     return 0;

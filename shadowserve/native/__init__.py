@@ -11,12 +11,22 @@ from shadowserve.native import _block, _index, _kernels, _memory, _pipeline, _tl
 from shadowserve.native._block import *
 from shadowserve.native._index import *
 from shadowserve.native._kernels import *
-from shadowserve.native._library import ABI_VERSION, Codec, Isa, MemoryKind, Result, Stage, library_path, result_text
+from shadowserve.native._library import (
+    ABI_VERSION,
+    Codec,
+    Isa,
+    MemoryKind,
+    Origin,
+    Result,
+    Stage,
+    library_path,
+    result_text,
+)
 from shadowserve.native._memory import *
 from shadowserve.native._pipeline import *
 from shadowserve.native._tls import *
 
-__all__ = ["ABI_VERSION", "Codec", "Isa", "MemoryKind", "Result", "Stage", "library_path", "result_text"]
+__all__ = ["ABI_VERSION", "Codec", "Isa", "MemoryKind", "Origin", "Result", "Stage", "library_path", "result_text"]
 __all__ += _block.__all__
 __all__ += _index.__all__
 __all__ += _kernels.__all__

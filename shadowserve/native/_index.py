@@ -68,6 +68,7 @@ class IndexPolicy(enum.IntEnum):
 
     LRU = 0
     S3FIFO = 1
+    FREQUENCY = 2
 
 
 class IndexRecordKind(enum.IntEnum):

@@ -27,6 +27,7 @@ __all__ = [
     "Codec",
     "Isa",
     "MemoryKind",
+    "Origin",
     "Result",
     "Stage",
     "check",
@@ -37,7 +38,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 9
+ABI_VERSION: Final = 10
 
 
 class Closing(abc.ABC):
@@ -106,6 +107,19 @@ class MemoryKind(enum.IntEnum):
     """In another process, often on another machine, that exported it (:class:`shadowserve.native.Export`)."""
     CUDA_IPC = 2
     """In a GPU of this machine, by a handle of CUDA IPC."""
+
+
+class Origin(enum.IntEnum):
+    """Where the body of a piece comes from, in a fetch (``enum ss_origin``)."""
+
+    SERVER = 0
+    """A server, or a node of a cluster."""
+    MEMORY = 1
+    """It lies in this process."""
+    AWAITED = 2
+    """It is going to."""
+    NOWHERE = 3
+    """It was awaited, and is not to be had."""
 
 
 class Stage(enum.IntEnum):

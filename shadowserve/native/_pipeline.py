@@ -1,6 +1,6 @@
 """The pipeline executor: its tables, one round of work, and the executor itself."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import NativeError
-from shadowserve.native._library import MemoryKind, Result, Stage, check, ffi, lib
+from shadowserve.native._library import MemoryKind, Origin, Result, Stage, check, ffi, lib
 from shadowserve.native._memory import Region
 from shadowserve.native._tls import TlsSession
 
 if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
+    from _typeshed import ReadableBuffer, WriteableBuffer
 
 __all__ = [
     "BACKENDS",
@@ -84,6 +84,7 @@ PIECE_DTYPE: Final = _numpy_dtype(
         "slice_count": "u4",
         "node": "u4",
         "asking": "u4",
+        "origin": "u4",
         "memory": "u8",
         "layer": "u4",
         "result": "u4",
@@ -92,6 +93,7 @@ PIECE_DTYPE: Final = _numpy_dtype(
 )
 """``struct ss_piece`` as a numpy dtype. ``key`` is padded with zero bytes, so ``key_length`` is what counts.
 
+``origin`` is an :class:`Origin`: SERVER, or anything else for a piece that :meth:`Round.supply` is called for.
 ``memory`` is an address, which :class:`Round` fills in.
 """
 
@@ -214,13 +216,11 @@ class Round:
         slices: array of ``SLICE_DTYPE``.
         groups: that a piece's ``group`` counts from 0.
         deadline_ns: on the clock of ``time.monotonic_ns()``.
-        bodies: of pieces to fetch that lie in this process, by their index: read there, and asked of no server. They
-            must stay as they are until the fetch is back.
         progress: where to say how far the layers are; each piece is then of one.
 
     Raises:
-        NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype, a body is not
-            as long as its piece says, or the word is no memory of this process.
+        NativeError: with ``Result.BAD_ARGUMENT`` where an array is not contiguous or of another dtype, or the word is
+            no memory of this process.
     """
 
     def __init__(
@@ -230,7 +230,6 @@ class Round:
         slices: NDArray[np.void],
         groups: Sequence[Group],
         deadline_ns: int,
-        bodies: "Mapping[int, ReadableBuffer] | None" = None,
         progress: Progress | None = None,
     ) -> None:
         for name, array, wanted in (("pieces", pieces, PIECE_DTYPE), ("slices", slices, SLICE_DTYPE)):
@@ -244,20 +243,14 @@ class Round:
         self.writable = True
         self._held: list[Any] = []  # what bodies and destinations lie in
         self._round = ffi.new("struct ss_round *")
+        self._layers: Any = ffi.NULL
         self._round.pieces = ffi.cast("struct ss_piece *", pieces.ctypes.data)
         self._round.slices = ffi.cast("struct ss_slice *", slices.ctypes.data)
         self._round.piece_count = len(pieces)
         self._round.slice_count = len(slices)
         self._round.deadline_ns = deadline_ns
         pieces["memory"] = 0  # of nobody else: what is read there is kept
-        for index, body in (bodies or {}).items():
-            memory = self._hold(body)
-            if len(memory) != pieces[index]["body_length"]:
-                raise NativeError(
-                    f"a body of {len(memory)} bytes for piece {index}, which has {pieces[index]['body_length']}",
-                    Result.BAD_ARGUMENT,
-                )
-            pieces[index]["memory"] = int(ffi.cast("uintptr_t", memory))
+        pieces["origin"][pieces["origin"] != Origin.SERVER] = Origin.AWAITED
         self._groups = ffi.new("struct ss_group[]", len(groups))
         self._round.groups = self._groups
         self._round.group_count = len(groups)
@@ -275,10 +268,61 @@ class Round:
         self._round.layers_first = progress.first
         self._round.layers_end = min(progress.end, progress.first + LAYERS_MAX)
 
-    def _hold(self, buffer: "ReadableBuffer") -> Any:
-        memory = ffi.from_buffer("uint8_t[]", buffer)
+    def ask_by_layers(self, request: bytes, layers: int, keys: int) -> None:
+        """Have all pieces asked for in one request (``struct ss_layers``), over the one socket of the fetch.
+
+        Args:
+            request: KV.LAYERS, as it goes over the wire.
+            layers: that it names; the round is as many rows of pieces.
+            keys: that it names; as many pieces are a row, each row of the same chunks.
+        """
+        self._layers = ffi.new("struct ss_layers *")
+        self._layers.request = self._hold(request)
+        self._layers.request_size = len(request)
+        self._layers.layers, self._layers.keys = layers, keys
+        self._round.layers = self._layers
+
+    @property
+    def refusal(self) -> str | None:
+        """The error that answered the one request, if it was one: the pieces were asked for by ranges then."""
+        if self._layers == ffi.NULL or not self._layers.refused:
+            return None
+        return bytes(ffi.string(self._layers.error)).decode("utf-8", "replace")
+
+    def _hold(self, buffer: "ReadableBuffer", *, writable: bool = False) -> Any:
+        memory = ffi.from_buffer("uint8_t[]", buffer, require_writable=writable)
         self._held.append(memory)
         return memory
+
+    def _address(self, index: int, body: "ReadableBuffer", *, writable: bool = False) -> int:
+        """Return where the body of a piece lies, which is held from now on."""
+        memory = self._hold(body, writable=writable)
+        if len(memory) != self.pieces[index]["body_length"]:
+            raise NativeError(
+                f"a body of {len(memory)} bytes for piece {index}, which has {self.pieces[index]['body_length']}",
+                Result.BAD_ARGUMENT,
+            )
+        return int(ffi.cast("uintptr_t", memory))
+
+    def leave(self, index: int, memory: "WriteableBuffer") -> None:
+        """Have the body of a server's piece left in memory, too, where it is once the piece is OK; before the round.
+
+        Raises:
+            NativeError: the memory is not as long as the body.
+        """
+        self.pieces[index]["memory"] = self._address(index, memory, writable=True)
+
+    def supply(self, index: int, body: "ReadableBuffer | None") -> None:
+        """Say where the body of an awaited piece is: it is read there. None: it is not to be had.
+
+        Once for each, from any thread, before the round runs or while it does, but not beside or after ``release()``.
+        The body must stay as it is until the fetch is back.
+
+        Raises:
+            NativeError: a body is not as long as its piece says.
+        """
+        address = 0 if body is None else self._address(index, body)
+        lib.ss_round_supply(self._round, index, ffi.cast("uint8_t *", address))
 
     def _place(self, target: Any, group: Group) -> None:
         """Write a group where the C core reads it."""
@@ -325,6 +369,7 @@ class Round:
         self._round.groups = ffi.NULL
         self._round.group_count = 0
         self._round.progress = ffi.NULL
+        self._round.layers = ffi.NULL
         self.pieces["memory"] = 0
         while self._held:
             ffi.release(self._held.pop())
@@ -520,6 +565,17 @@ class Pipeline:
                 _ERROR_TEXT_SIZE,
             )
         return Result(result), ffi.string(error).decode("utf-8", "replace")
+
+    def copy_body(self, round: Round, piece_index: int, target: "WriteableBuffer") -> None:
+        """Copy the body of a piece that ``encode()`` has made, with the interpreter's lock given up.
+
+        Raises:
+            NativeError: the piece has none, or one of another length than ``target``.
+        """
+        with ffi.from_buffer("uint8_t[]", target, require_writable=True) as memory:
+            if len(memory) != round.pieces[piece_index]["body_length"]:
+                raise NativeError(f"room of {len(memory)} bytes for another body", Result.BAD_ARGUMENT)
+            check(lib.ss_pipeline_copy_body(self._open(), round._round.pieces + piece_index, memory), "copying a body")
 
     def statistics(self) -> dict[Stage, StageStatistics]:
         """Return each stage's counters since creation; from any thread."""

@@ -47,8 +47,9 @@ class PoolConfig(BaseModel):
     objects_max: int | None = Field(None, ge=1, lt=1 << 32)
     """Most objects of the pool; none for what its devices and its memory can hold as they are at the start. Of memory
     alone, it is what a larger memory_budget_bytes has room for later."""
-    eviction: Literal["lru", "s3fifo"] = "lru"
-    """Which objects of the pool go first: the least recently used, or those that S3-FIFO has in its small queue."""
+    eviction: Literal["lru", "s3fifo", "frequency"] = "lru"
+    """Which objects of the pool go first: the least recently used, those that S3-FIFO has in its small queue, or
+    those used least often of late."""
     admission: Literal["all", "second_hit"] = "all"
     """Which objects are written to devices: all, or those that are asked for or stored again."""
     memory_homes: bool = False

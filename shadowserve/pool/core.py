@@ -16,6 +16,7 @@ from shadowserve.pool.copies import Copies
 from shadowserve.pool.disk import Disk, Place, Quarantined
 from shadowserve.pool.entries import MEMORY_ONLY, Entry
 from shadowserve.pool.keys import CHUNK_KEY_BYTES
+from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.pins import Pins
 from shadowserve.pool.volume.volume import Call, VolumeError
 from shadowserve.pool.wake import Wake
@@ -85,6 +86,7 @@ class Core:
         writes: those under way.
         waker: has the pool's thread look after the pool.
         pins: which entries are pinned, by slot.
+        next_use: what goes next, with what requests wait for.
         clears: what was cleared, and is in the index still.
         weights: who has how many bytes.
         ticks: clock of the counters of time, in ns.
@@ -113,6 +115,7 @@ class Core:
         self.counters = Counters()
         self.generation = 1
         self.pins = Pins()
+        self.next_use = NextUse(index, self.pins.has)
         self.clears = clears
         self.weights = Weights(index.used_bytes)
         self.writes = Writes()

@@ -160,7 +160,7 @@ def open_parts(
         objects_max = _prepare(found, config, clock_ms, entropy)
         in_memory = memory_bytes // BLOCK_BYTES if found else config.objects_max or memory_bytes // ENTRY_OVERHEAD_BYTES
         objects_max = min(objects_max + max(in_memory, _OBJECTS_MIN), _INDEX_OBJECTS_MAX)
-        policy = IndexPolicy.S3FIFO if config.eviction == "s3fifo" else IndexPolicy.LRU
+        policy = IndexPolicy[config.eviction.upper()]
         index = Index(objects_max, policy, seed)
         clears = Clears(index)
         disks += recover(clears, index)

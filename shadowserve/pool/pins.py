@@ -40,6 +40,10 @@ class Pins:
     def __len__(self) -> int:
         return len(self._ends)
 
+    def has(self, tenant: int, slot: int) -> bool:
+        """Return whether an entry is pinned."""
+        return slot in self._pins.get(tenant, ())
+
     def bytes_of(self, tenant: int) -> int:
         """Return the bytes that a tenant has pinned."""
         return self._bytes.get(tenant, 0)

@@ -23,6 +23,7 @@ from shadowserve.pool.core import Core
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.homes import Homes
 from shadowserve.pool.keys import ParsedKey
+from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.opening import Found, Opened, open_devices, open_parts
 from shadowserve.pool.reads import Reader, Told
 from shadowserve.pool.reports import pool_statistics, tenant_statistics
@@ -152,6 +153,7 @@ class Pool(ABC):
         self._tenants = opened.tenants
         self._cursors = Cursors(self._entropy(16))
         if self._below is not None:
+            self._space.held_back = self._below.holds_back
             self._below.start(self, lock)
 
     def descriptors(self) -> list[int]:
@@ -257,6 +259,7 @@ class Pool(ABC):
             return False
         self._next_turn_ms = now_ms + _TURN_MS
         self._core.turn()
+        self._space.waits_below = False
         self._homes.update()
         self._space.begin_hold()
         self._space.keep_headroom()
@@ -326,6 +329,10 @@ class Pool(ABC):
         be had (a device error, a failed check); the store has counted why and dropped the entry. Never wrong bytes.
         Never refused: a store that can only do so many at a time lets the others wait.
         """
+
+    def expected_s(self, size: int) -> float:
+        """Return how many seconds cold items of so many bytes are expected to take, asked for together now."""
+        return 0.0 if self._below is None else self._below.expected_s(size)
 
     def hold(self, item: Item) -> None:
         """Keep the bytes of an item with a value valid, and counted, until as many calls of release()."""
@@ -487,6 +494,11 @@ class Pool(ABC):
         disk = self._core.disk_of(entry)
         if disk is not None and not self._writer.is_unsubmitted(entry.slot):
             disk.log_pin(entry.tenant, entry.key, until_s)
+
+    @property
+    def next_use(self) -> NextUse:
+        """Who waits for what, which goes after all else. Keys are :func:`parse_key`'s."""
+        return self._core.next_use
 
     def unpin_some(self, tenant: int | None) -> int:
         """Unpin up to :data:`ENTRIES_PER_HOLD` entries of a tenant, or of all; return how many these were."""
@@ -675,7 +687,8 @@ class Pool(ABC):
 
     def _take_busy(self) -> list[Ticket]:
         """Return whose writes may be tried again: bytes have been written, or extents have become free."""
-        if not self._busy or self._writer.bytes_under_way >= self._config.write_bytes_under_way_max:
+        full = self._writer.bytes_under_way >= self._config.write_bytes_under_way_max
+        if not self._busy or full or self._space.waits_below:
             return []
         if self._count_free_blocks() <= self._free_blocks and any(disk.is_freeing for disk in self._core.disks):
             return []

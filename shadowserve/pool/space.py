@@ -1,13 +1,15 @@
 """Room: which object goes when there is none, in memory, on a device, in the index, or within a budget.
 
 A tenant beyond its own quota gives up its own objects only. Beyond anything else, whoever has most gives first, if it
-has more than an equal share of the budget: what the index names, the least recently used or what S3-FIFO says, never
-before its descendants, never while it is pinned. What was cleared goes before all that.
+has more than an equal share of the budget: what the index names, by the configured policy, never before its
+descendants, never while it is pinned; when all that is left is waited for, what is needed last. What was cleared goes
+before all that.
 
 So many objects go in one hold of the pool's lock: whoever needs more room comes again, and what is beyond a bound that
 was lowered goes in poll().
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -16,7 +18,8 @@ from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import MEMORY_ONLY, Entry
-from shadowserve.pool.terms import ENTRIES_PER_HOLD
+from shadowserve.pool.keys import chunk_key
+from shadowserve.pool.terms import ENTRIES_PER_HOLD, Address
 from shadowserve.pool.volume.changes import OutOfBudgetError
 
 __all__ = ["EVICTION_CAUSES", "Quota", "Space"]
@@ -60,6 +63,8 @@ class Space:
     Attributes:
         left: how many objects may still be evicted before the lock is given up; begin_hold() says anew.
         wants_turn: somebody has looked for memory for as long as is allowed in one hold.
+        held_back: says of a record whether it must stay for now: the tier below still wants it.
+        waits_below: something had to stay; whoever needs room comes again with the next turn.
     """
 
     def __init__(self, core: Core, *, budget_bytes: int | None, objects_max: int, memory_homes: bool) -> None:
@@ -76,7 +81,8 @@ class Space:
         self.objects_max = objects_max
         self.quotas: dict[int, Quota] = {}
         self.begin_hold()
-        self.wants_turn = False
+        self.wants_turn = self.waits_below = False
+        self.held_back: Callable[[Address], bool] = lambda address: False
         self._beyond: dict[int, None] = {}  # tenants that may have more than their quota
         self._is_beyond = False  # whether all may have more than the capacity
         self._filled = {disk.number for disk in core.disks}  # where less may be free than when there was enough
@@ -167,8 +173,8 @@ class Space:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether trim() has more to do."""
-        return self._is_beyond or bool(self._beyond)
+        """Whether trim() has more to do, and can."""
+        return (self._is_beyond or bool(self._beyond)) and not self.waits_below
 
     def trim(self) -> None:
         """Evict what is beyond quotas and budget, as far as it may be, and as many as there may in this hold."""
@@ -200,18 +206,25 @@ class Space:
             self._cleared_looks -= _CLEARED_LOOKS
             if core.step_clears(_CLEARED_LOOKS):
                 return True
-        now_s, index = core.now_s(), core.index
+        now_s, next_use = core.now_s(), core.next_use
         core.count_uses()
         for _ in range(_EVICTIONS_PER_TURN):
             heavy = self._heaviest(device) if tenant < 0 and core.weights.several else None
-            slot = index.victim(now_s, device, heavy) if heavy is not None else 0
-            slot = slot or index.victim(now_s, device, tenant)
+            slot = next_use.victim(now_s, device, heavy) if heavy is not None else 0
+            slot = slot or next_use.victim(now_s, device, tenant)
             if not slot:
+                return False
+            if self._is_held_back(slot):
+                self.left, self.waits_below = 0, True
                 return False
             if core.evict(slot, cause):
                 return True
-            index.touch(slot, now_s)
+            core.index.touch(slot, now_s)
         return False
+
+    def _is_held_back(self, slot: int) -> bool:
+        fields = self._core.index.read(slot)
+        return fields.head_length > 0 and self.held_back((fields.tenant, chunk_key(fields.key)))
 
     def _heaviest(self, device: int) -> int | None:
         """Return the tenant that is most over an equal share of the budget, and has something on the device."""

@@ -84,6 +84,7 @@ class ColdStatistics:
         present_objects: that another node had written already.
         failed_writes: objects that could not be written or deleted, by reason.
         waiting_records: that wait to be written.
+        held_back: evictions that had to wait for the bucket (``write: evicted``).
         missed_records: that were evicted before they were written, or for which the backlog had no room.
         swept_objects: deleted because of bytes_max.
     """
@@ -103,6 +104,7 @@ class ColdStatistics:
     present_objects: int = 0
     failed_writes: Mapping[str, int] = field(default_factory=dict)
     waiting_records: int = 0
+    held_back: int = 0
     missed_records: int = 0
     swept_objects: int = 0
 

@@ -137,8 +137,14 @@ class Below(Protocol):
     def read(self, item: Item, start: int, end: int, done: Callable[[Lease | None], None]) -> None:
         """Bring bytes of an item of find(), as ``Pool.read()``."""
 
+    def expected_s(self, size: int) -> float:
+        """Return how many seconds items of find() of so many bytes are expected to take, asked for together now."""
+
     def stored(self, address: Address, *, head_bytes: int, expires: bool, parent: bytes, length: int) -> None:
         """Hear of what the pool has been given, and whether it expires."""
+
+    def holds_back(self, address: Address) -> bool:
+        """Return whether a record may not be evicted yet: it is being written here, for so long as that may take."""
 
     def removed(self, address: Address) -> bool:
         """Have nobody find ``address`` here any more; return whether it was here."""

@@ -120,26 +120,32 @@ class KeyChain(_message.Message):
     def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., namespace: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("chains", "timeout_ms", "announced")
+    __slots__ = ("chains", "timeout_ms", "announced", "cold")
     CHAINS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    COLD_FIELD_NUMBER: _ClassVar[int]
     chains: _containers.RepeatedCompositeFieldContainer[KeyChain]
     timeout_ms: int
     announced: bool
-    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., announced: _Optional[bool] = ...) -> None: ...
+    cold: bool
+    def __init__(self, chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ..., timeout_ms: _Optional[int] = ..., announced: _Optional[bool] = ..., cold: _Optional[bool] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("outcome", "detail", "present", "announced")
+    __slots__ = ("outcome", "detail", "present", "announced", "cold_ms", "stored_bytes")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCED_FIELD_NUMBER: _ClassVar[int]
+    COLD_MS_FIELD_NUMBER: _ClassVar[int]
+    STORED_BYTES_FIELD_NUMBER: _ClassVar[int]
     outcome: Outcome
     detail: str
     present: _containers.RepeatedScalarFieldContainer[bytes]
     announced: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., announced: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    cold_ms: _containers.RepeatedScalarFieldContainer[int]
+    stored_bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., present: _Optional[_Iterable[bytes]] = ..., announced: _Optional[_Iterable[bytes]] = ..., cold_ms: _Optional[_Iterable[int]] = ..., stored_bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("keys", "lasts_ms", "timeout_ms")
@@ -232,18 +238,20 @@ class FetchPart(_message.Message):
     def __init__(self, destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., wanted: _Optional[bytes] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress")
+    __slots__ = ("job_id", "timeout_ms", "parts", "order", "progress", "window_us")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_US_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     timeout_ms: int
     parts: _containers.RepeatedCompositeFieldContainer[FetchPart]
     order: Order
     progress: int
-    def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ..., progress: _Optional[int] = ...) -> None: ...
+    window_us: int
+    def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ..., progress: _Optional[int] = ..., window_us: _Optional[int] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
     __slots__ = ("outcome", "detail", "fetched_bytes", "delivered_bytes", "delivered")
@@ -310,7 +318,7 @@ class TraceRequest(_message.Message):
     def __init__(self, timeout_ms: _Optional[int] = ..., fetches: _Optional[int] = ...) -> None: ...
 
 class TraceSpan(_message.Message):
-    __slots__ = ("step", "thread", "core", "begin_ns", "end_ns", "round", "piece", "slice", "input_bytes", "output_bytes")
+    __slots__ = ("step", "thread", "core", "begin_ns", "end_ns", "round", "piece", "slice", "input_bytes", "output_bytes", "decision")
     STEP_FIELD_NUMBER: _ClassVar[int]
     THREAD_FIELD_NUMBER: _ClassVar[int]
     CORE_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +329,7 @@ class TraceSpan(_message.Message):
     SLICE_FIELD_NUMBER: _ClassVar[int]
     INPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DECISION_FIELD_NUMBER: _ClassVar[int]
     step: str
     thread: int
     core: int
@@ -331,7 +340,35 @@ class TraceSpan(_message.Message):
     slice: int
     input_bytes: int
     output_bytes: int
-    def __init__(self, step: _Optional[str] = ..., thread: _Optional[int] = ..., core: _Optional[int] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., round: _Optional[int] = ..., piece: _Optional[int] = ..., slice: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ...) -> None: ...
+    decision: Decision
+    def __init__(self, step: _Optional[str] = ..., thread: _Optional[int] = ..., core: _Optional[int] = ..., begin_ns: _Optional[int] = ..., end_ns: _Optional[int] = ..., round: _Optional[int] = ..., piece: _Optional[int] = ..., slice: _Optional[int] = ..., input_bytes: _Optional[int] = ..., output_bytes: _Optional[int] = ..., decision: _Optional[_Union[Decision, _Mapping]] = ...) -> None: ...
+
+class Decision(_message.Message):
+    __slots__ = ("kind", "tokens", "loaded_tokens", "predicted", "predicted_seconds", "seconds")
+    class PredictedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    tokens: int
+    loaded_tokens: int
+    predicted: _containers.ScalarMap[str, float]
+    predicted_seconds: float
+    seconds: float
+    def __init__(self, kind: _Optional[str] = ..., tokens: _Optional[int] = ..., loaded_tokens: _Optional[int] = ..., predicted: _Optional[_Mapping[str, float]] = ..., predicted_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class DecidedResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class TraceResponse(_message.Message):
     __slots__ = ("spans", "dropped")

@@ -84,6 +84,11 @@ class DataPlaneStub:
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.TraceRequest.SerializeToString,
                 response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.TraceResponse.FromString,
                 _registered_method=True)
+        self.Decided = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/Decided',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.Decision.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.DecidedResponse.FromString,
+                _registered_method=True)
 
 
 class DataPlaneServicer:
@@ -156,7 +161,15 @@ class DataPlaneServicer:
     def Trace(self, request, context):
         """Records what each thread does in Fetch calls that begin from now on. The first answer is empty and says that the
         recording runs; the others hold it, once 'fetches' of those calls are over or the time is up. One at a time. It
-        holds the calls of the host that asks, and nothing of other hosts.
+        holds the calls of the host that asks, and nothing of other hosts. Of one that says what it has decided, it waits
+        for that of a prompt whose first token comes after those calls.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Decided(self, request, context):
+        """Says whether the host has fetched or computed a prompt, what it had predicted, and what came: for recordings alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,6 +227,11 @@ def add_DataPlaneServicer_to_server(servicer, server):
                     servicer.Trace,
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.TraceRequest.FromString,
                     response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.TraceResponse.SerializeToString,
+            ),
+            'Decided': grpc.unary_unary_rpc_method_handler(
+                    servicer.Decided,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.Decision.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.DecidedResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -486,6 +504,33 @@ class DataPlane:
             '/shadowserve.v1.DataPlane/Trace',
             shadowserve_dot_proto_dot_dataplane__pb2.TraceRequest.SerializeToString,
             shadowserve_dot_proto_dot_dataplane__pb2.TraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Decided(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shadowserve.v1.DataPlane/Decided',
+            shadowserve_dot_proto_dot_dataplane__pb2.Decision.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.DecidedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -27,6 +27,7 @@ BENCHES: Final = (
     "commands",
     "aggregate",
     "schedule",
+    "nodes",
     "index",
     "fetch",
     "link",
@@ -34,10 +35,12 @@ BENCHES: Final = (
     "ablation",
     "handover",
     "layers",
+    "decide",
     "control",
     "memory",
     "recovery",
     "pool",
+    "tiers",
     "isolation",
     "gpu",
 )
@@ -54,6 +57,7 @@ NEEDS: Final = {
     "ablation": ["vllm"],
     "handover": ["vllm"],
     "layers": ["vllm"],
+    "decide": ["vllm"],
     "control": ["vllm", "redis"],
 }
 """Packages of others that a benchmark imports late: better missed before it has measured for minutes."""

@@ -1,11 +1,16 @@
 """``shadowserve bench aggregate``: a prefix in one request, against a request for each chunk and layer."""
 
+import itertools
+import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import click
 import psutil
@@ -13,7 +18,9 @@ import psutil
 from shadowserve.errors import ShadowServeError
 from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.layered import LeanSocket, answer_lengths, plain_record
-from shadowserve_tools.processes import Child, start_storage
+from shadowserve_tools.bench.parts.workload import client as redis_client
+from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
+from shadowserve_tools.processes import start_storage
 from shadowserve_tools.report import Chart, Cost, Output, Report, cpu_s, measure, output_options, repeat
 
 __all__ = ["aggregate"]
@@ -23,6 +30,12 @@ TOKEN_LAYER_BYTES: Final = 2694
 WAYS: Final = ("KV.LAYERS", "GETRANGE, 64 ahead", "GETRANGE, one by one")
 _AHEAD: Final = 64
 """Requests that are sent before their answers have come: as many as keep the connection busy."""
+MEMORY, CEPH = "memory", "ceph"
+_PREFIXES: Final = 4
+_ROOM_PREFIXES: Final = 2.5
+"""Prefixes that memory has room for: half of it may be sent at a time, and none stays until its next turn."""
+_BUCKET: Final = "kv-bench"
+_STORED_S: Final = 120
 
 
 @dataclass(frozen=True)
@@ -68,6 +81,97 @@ def _read_tokens(_context: click.Context, _parameter: click.Parameter, text: str
     return found
 
 
+class _Fetched(NamedTuple):
+    """What it took to fetch a prefix: of all, of the server's threads, of the node, of the bucket."""
+
+    cost: Cost
+    server_cpu_s: float
+    requests: int
+    ranges: int
+
+
+class _Bed:
+    """A node that has a prefix, in memory, or in Ceph's gateway below it and nowhere else when it is asked for it.
+
+    Attributes:
+        client: a connection to it.
+        moved_bytes: of a prefix.
+    """
+
+    def __init__(self, stack: ExitStack, below: str, size: int, tokens: int, layers: int) -> None:
+        """Start it and store the prefix, or as many as drive each other out of its memory, with chunks of a size."""
+        self._in_ceph = below == CEPH
+        prefix_bytes = tokens * layers * TOKEN_LAYER_BYTES
+        budget = (_ROOM_PREFIXES if self._in_ceph else 4) * prefix_bytes + (0 if self._in_ceph else 256 << 20)
+        flags = ["--io-threads", "1", "--memory-budget-bytes", str(int(budget))]
+        environment: dict[str, str] = {}
+        if self._in_ceph:
+            endpoint = stack.enter_context(ceph_gateway(_BUCKET))
+            below_it = {"bucket": _BUCKET, "endpoint": endpoint, "gather_s": 0.2, "timeout_s": 60}
+            flags += ["--s3", json.dumps(below_it)]
+            environment = CREDENTIALS
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = stack.enter_context(start_storage(folder, *flags, environment=environment))
+        self._process = psutil.Process(server.process.pid)
+        self.client = stack.enter_context(LeanSocket(server.address))
+        self._operator = stack.enter_context(redis_client(server.address))
+        prefixes = []
+        for number in range(_PREFIXES if self._in_ceph else 1):
+            prefixes.append(_stored(self.client, size, tokens, layers, number))
+            if self._in_ceph:  # what is evicted before does not get there
+                self._await(sum(len(prefix.keys) for prefix in prefixes))
+        self._chunks, self.moved_bytes = len(prefixes[0].keys), prefixes[0].moved_bytes
+        self._turns = itertools.cycle(prefixes)
+
+    def next(self) -> Prefix:
+        """Return the prefix that was asked for the longest ago."""
+        return next(self._turns)
+
+    def fetch(self, way: Callable[["_Bed"], object]) -> _Fetched:
+        """Fetch a prefix, and see what it takes.
+
+        Raises:
+            ShadowServeError: it was not where it was meant to be.
+        """
+        requests, bucket, before_s = self._requests(), self._bucket(), cpu_s(self._process)
+        cost = measure(lambda: way(self))
+        spent_s = cpu_s(self._process) - before_s
+        there = self._bucket()
+        found = there["read_records"] - bucket["read_records"] if self._in_ceph else self._chunks
+        if found != self._chunks:
+            raise ShadowServeError(
+                f"{found} of {self._chunks} records were read from the bucket: memory had the others"
+            )
+        ranges = there["requests"] - bucket["requests"] if self._in_ceph else 0
+        return _Fetched(cost, spent_s, self._requests() - requests, ranges)
+
+    def _requests(self) -> int:
+        found = self._operator.info("commandstats")
+        return sum(found.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("kv.layers", "getrange"))
+
+    def _bucket(self) -> dict[str, int]:
+        return self._operator.info("s3") if self._in_ceph else {}
+
+    def _await(self, records: int) -> None:
+        """Wait until the bucket has so many."""
+        ends_s = time.monotonic() + _STORED_S
+        while self._bucket()["records"] < records:
+            if time.monotonic() > ends_s:
+                raise ShadowServeError(f"the bucket does not have all records after {_STORED_S} s")
+            time.sleep(0.05)
+
+
+@dataclass
+class _Findings:
+    """What the report is made of."""
+
+    report: Report
+    repeats: int
+    times: dict[str, list[tuple[str, float]]]
+    server_cpu: dict[str, list[tuple[str, float]]]
+    requests: list[int]
+
+
 @click.command()
 @click.option(
     "--chunks",
@@ -81,84 +185,88 @@ def _read_tokens(_context: click.Context, _parameter: click.Parameter, text: str
 @click.option("--tokens", default=2048, show_default=True, type=click.IntRange(256), help="Of the prefix.")
 @click.option("--layers", default=32, show_default=True, type=click.IntRange(1, 256), help="Of the model.")
 @click.option("--repeats", default=7, show_default=True, type=click.IntRange(1), help="Rounds of all ways.")
+@click.option(
+    "--below",
+    type=click.Choice([MEMORY, CEPH]),
+    multiple=True,
+    default=[MEMORY] if MISSING else [MEMORY, CEPH],
+    show_default="both where Ceph is installed",
+    help="Where the records are: the node's memory, or an object gateway of Ceph's below a node that has nothing else.",
+)
 @output_options
-def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, output: Output) -> None:
-    """Fetch a prefix layer by layer from a storage server's memory, by one request and by one for each chunk and layer.
+def aggregate(sizes: list[int], tokens: int, layers: int, repeats: int, below: Sequence[str], output: Output) -> None:
+    """Fetch a prefix layer by layer from a storage server, by one request and by one for each chunk and layer.
 
     The client receives into memory that is there already and looks at nothing. ``aggregate_over_single`` is how many
     times faster one request is than a request at a time; ``aggregate_over_ahead`` than 64 of them on their way; the
-    server's CPU time is of all its threads. Requests are those that the server has counted.
+    server's CPU time is of all its threads. Requests are those that the server has counted. Over Ceph, a gateway on
+    this machine with its objects in memory, the node has room for less than three prefixes and is asked for four in
+    turn, so each comes from the bucket, by ranges.
     """
     report = Report(
-        "aggregate", ["chunk_tokens", "way", "requests", "ms", "GB_per_s", "server_cpu_s_per_GB", "client_cpu_s_per_GB"]
-    )
-    times: dict[str, list[tuple[str, float]]] = {way: [] for way in WAYS}
-    server_cpu: dict[str, list[tuple[str, float]]] = {way: [] for way in WAYS}
-    requests: list[int] = []
-    for size in sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            budget = 4 * tokens * layers * TOKEN_LAYER_BYTES + (256 << 20)
-            with (
-                start_storage(Path(folder), "--io-threads", "1", "--memory-budget-bytes", str(budget)) as server,
-                LeanSocket(server.address) as client,
-            ):
-                prefix = _stored(client, size, tokens, layers)
-                _check(client, prefix)
-                runs = [_aggregated(client, prefix), _ranged(client, prefix, _AHEAD), _ranged(client, prefix, 1)]
-                counts = [_commands(server, run) for run in runs]
-                requests.append(counts[0])
-                _compare(report, server, prefix, runs, counts, repeats, times, server_cpu)
-    fewest, most = min(requests), max(requests)
-    report.ratio("requests_most_over_fewest", [most / fewest], "exactly 1 request a prefix, whatever its chunks")
+        "aggregate",
+        ["below", "chunk_tokens", "way", "requests", "s3_requests", "ms", "GB_per_s", "server_cpu_s_per_GB",
+         "client_cpu_s_per_GB"],
+    )  # fmt: skip
+    names = [f"{way}, {where}" for where in below for way in WAYS]
+    found = _Findings(report, repeats, {name: [] for name in names}, {name: [] for name in names}, [])
+    for where in below:
+        for size in sizes:
+            with ExitStack() as stack:
+                bed = _Bed(stack, where, size, tokens, layers)
+                _check(bed)
+                _compare(found, bed, where, size)
+    ratio = max(found.requests) / min(found.requests)
+    report.ratio("requests_most_over_fewest", [ratio], "exactly 1 request a prefix, whatever its chunks")
     report.charts += [
-        Chart("Time of a prefix", x="chunk, tokens", y="ms", series=times, kind="bars"),
-        Chart("Server's CPU time", x="chunk, tokens", y="CPU s/GB", series=server_cpu, kind="bars"),
+        Chart("Time of a prefix", x="chunk, tokens", y="ms", series=found.times, kind="bars", y_log=True),
+        Chart("Server's CPU time", x="chunk, tokens", y="CPU s/GB", series=found.server_cpu, kind="bars"),
     ]
     report.finish(output)
 
 
-def _compare(
-    report: Report, server: Child, prefix: Prefix, runs: Sequence[Callable[[], object]], counts: Sequence[int],
-    repeats: int, times: dict[str, list[tuple[str, float]]], server_cpu: dict[str, list[tuple[str, float]]],
-) -> None:  # fmt: skip
+def _compare(found: _Findings, bed: _Bed, where: str, size: int) -> None:
     """Take turns, and add rows and ratios of one size of chunks."""
-    process, size = psutil.Process(server.process.pid), prefix.chunk_tokens
-    own: list[list[float]] = [[] for _ in runs]
+    repeats, report = found.repeats, found.report
+    ways: list[Callable[[_Bed], None]] = [_aggregated, partial(_ranged, ahead=_AHEAD), partial(_ranged, ahead=1)]
+    fetched: list[list[_Fetched]] = [[] for _ in ways]
 
     def timed(number: int) -> Callable[[], Cost]:
         def run() -> Cost:
-            before_s = cpu_s(process)
-            cost = measure(runs[number])
-            own[number].append(cpu_s(process) - before_s)
-            return cost
+            fetched[number].append(bed.fetch(ways[number]))
+            return fetched[number][-1].cost
 
         return run
 
-    costs = repeat(repeats, *map(timed, range(len(runs))), description=f"chunks of {size}")
-    gigabytes = prefix.moved_bytes / 1e9
-    spent = [[each / gigabytes for each in some[-repeats:]] for some in own]
+    costs = repeat(repeats, *map(timed, range(len(ways))), description=f"chunks of {size}, {where}")
+    gigabytes = bed.moved_bytes / 1e9
+    spent = [[each.server_cpu_s / gigabytes for each in some[-repeats:]] for some in fetched]
     for number, way in enumerate(WAYS):
         wall_s = statistics.median(cost.wall_s for cost in costs[number])
         cpu = statistics.median(spent[number])
         report.row(
-            chunk_tokens=size, way=way, requests=counts[number], ms=1e3 * wall_s, GB_per_s=gigabytes / wall_s,
-            server_cpu_s_per_GB=cpu,
+            below=where, chunk_tokens=size, way=way, requests=fetched[number][-1].requests,
+            s3_requests=fetched[number][-1].ranges,
+            ms=1e3 * wall_s, GB_per_s=gigabytes / wall_s, server_cpu_s_per_GB=cpu,
             client_cpu_s_per_GB=statistics.median(cost.cpu_s for cost in costs[number]) / gigabytes,
         )  # fmt: skip
-        times[way].append((str(size), 1e3 * wall_s))
-        server_cpu[way].append((str(size), cpu))
+        found.times[f"{way}, {where}"].append((str(size), 1e3 * wall_s))
+        found.server_cpu[f"{way}, {where}"].append((str(size), cpu))
+    found.requests.append(fetched[0][-1].requests)
     walls = [[cost.wall_s for cost in some] for some in costs]
+    suffix = str(size) if where == MEMORY else f"{size}_ceph"
     goal = "at least 3" if size == 16 else "reported"
-    report.ratio(f"aggregate_over_single_{size}", [s / a for a, s in zip(walls[0], walls[2], strict=True)], goal)
-    report.ratio(f"aggregate_over_ahead_{size}", [s / a for a, s in zip(walls[0], walls[1], strict=True)], "reported")
+    report.ratio(f"aggregate_over_single_{suffix}", [s / a for a, s in zip(walls[0], walls[2], strict=True)], goal)
+    report.ratio(f"aggregate_over_ahead_{suffix}", [s / a for a, s in zip(walls[0], walls[1], strict=True)], "reported")
     goal = "at most 1" if size == 256 else "reported"
-    report.ratio(f"cpu_over_getrange_{size}", [a / s for a, s in zip(spent[0], spent[1], strict=True)], goal)
+    report.ratio(f"cpu_over_getrange_{suffix}", [a / s for a, s in zip(spent[0], spent[1], strict=True)], goal)
 
 
-def _stored(client: LeanSocket, size: int, tokens: int, layers: int) -> Prefix:
+def _stored(client: LeanSocket, size: int, tokens: int, layers: int, number: int) -> Prefix:
+    """Store a prefix, the ``number``-th of its size."""
     keys, value = [], b""
-    for number in range(tokens // size):
-        name = (size << 32 | number).to_bytes(32, "big")
+    for chunk in range(tokens // size):
+        name = (number << 64 | size << 32 | chunk).to_bytes(32, "big")
         key, value = plain_record(name, layers=layers, tokens=size, token_bytes=TOKEN_LAYER_BYTES)
         client.store([(key, value)])
         keys.append(key)
@@ -166,9 +274,9 @@ def _stored(client: LeanSocket, size: int, tokens: int, layers: int) -> Prefix:
     return Prefix(size, layers, keys, len(value) - layers * piece, piece)
 
 
-def _check(client: LeanSocket, prefix: Prefix) -> None:
+def _check(bed: _Bed) -> None:
     """See that both ways bring the same bytes of the last layer of the last chunk."""
-    _ranged(client, prefix, 1)()
+    client, prefix = bed.client, bed.next()
     client.socket.sendall(prefix.ranges()[-1])
     by_range = bytes(client.receive(len(encode_bulk_header(prefix.piece)) + prefix.piece + 2))[-prefix.piece - 2 :]
     client.socket.sendall(prefix.whole())
@@ -178,43 +286,22 @@ def _check(client: LeanSocket, prefix: Prefix) -> None:
         raise ShadowServeError("KV.LAYERS and GETRANGE answer different bytes; the server is faulty")
 
 
-def _aggregated(client: LeanSocket, prefix: Prefix) -> Callable[[], object]:
-    command = prefix.whole()
-    size = sum(answer_lengths(prefix.layers, [prefix.piece] * len(prefix.keys)))
-
-    def run() -> None:
-        client.socket.sendall(command)
-        client.receive(size)
-
-    return run
+def _aggregated(bed: _Bed) -> None:
+    prefix = bed.next()
+    bed.client.socket.sendall(prefix.whole())
+    bed.client.receive(sum(answer_lengths(prefix.layers, [prefix.piece] * len(prefix.keys))))
 
 
-def _ranged(client: LeanSocket, prefix: Prefix, ahead: int) -> Callable[[], object]:
+def _ranged(bed: _Bed, ahead: int) -> None:
+    client, prefix = bed.client, bed.next()
     commands = prefix.ranges()
     size = len(encode_bulk_header(prefix.piece)) + prefix.piece + 2
-
-    def run() -> None:
-        for begin in range(0, len(commands), max(1, ahead // 2)):
-            some = commands[begin : begin + max(1, ahead // 2)]
-            client.socket.sendall(b"".join(some))
-            if ahead == 1:
-                client.receive(size)
-            elif begin:  # the half before this one, which is on its way meanwhile
-                client.receive(size * (ahead // 2))
-        if ahead > 1:
-            last = len(commands) % (ahead // 2) or min(len(commands), ahead // 2)
-            client.receive(size * last)
-
-    return run
-
-
-def _commands(server: Child, run: Callable[[], object]) -> int:
-    """Return how many commands the server counts while something runs."""
-    import redis
-
-    host, _, port = server.address.rpartition(":")
-    with redis.Redis(host=host, port=int(port)) as asked:
-        asked.ping()
-        before = asked.info("stats")["total_commands_processed"]
-        run()
-        return int(asked.info("stats")["total_commands_processed"] - before - 1)
+    for begin in range(0, len(commands), max(1, ahead // 2)):
+        some = commands[begin : begin + max(1, ahead // 2)]
+        client.socket.sendall(b"".join(some))
+        if ahead == 1:
+            client.receive(size)
+        elif begin:  # the half before this one, which is on its way meanwhile
+            client.receive(size * (ahead // 2))
+    if ahead > 1:
+        client.receive(size * (len(commands) % (ahead // 2) or min(len(commands), ahead // 2)))

@@ -337,6 +337,11 @@ class Target:
         while done < last:
             done += self._round(done, done * self._workload.layout.raw_bytes, last)
 
+    def touch(self, index: int) -> None:
+        """Fetch one chunk to every place, as if all of the memory had been used before."""
+        for place in range(len(self._workload.keys)):
+            self._round(index, place * self._workload.layout.raw_bytes, index + 1)
+
     def fetch_through(self) -> None:
         """Fetch the whole workload through smaller memory; each round is verified, then overwritten by the next."""
         done = 0

@@ -11,6 +11,8 @@ import psutil
 from numpy.typing import NDArray
 
 from shadowserve import native
+from shadowserve.pool.next_use import NextUse
+from shadowserve.pool.promotion import Hop, Promotion, Waiting
 from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
 
 __all__ = ["index"]
@@ -26,6 +28,9 @@ _TENANTS: Final = 4
 _LENGTH: Final = 500_000
 _DISK_BLOCKS: Final = 0xFFFF_FFFE
 _NOW_S: Final = 1_800_000_000
+_WAITING: Final = 256
+"""Requests in an engine's queue, and objects of each."""
+_STEPS: Final = 200
 
 Records = NDArray[np.void]
 
@@ -55,6 +60,7 @@ def index(objects: int, repeats: int, output: Output) -> None:
     _find(report, table, keys, min(_SAMPLE, objects), repeats)
     table.close()
     _recover(report, min(objects, 1_000_000), repeats)
+    _step(report, repeats)
     series = [(row["operation"], row["us_each"]) for row in report.rows]
     report.charts.append(Chart("Time for each object", x="", y="us", series={"index": series}, kind="bars"))
     report.finish(output)
@@ -200,3 +206,31 @@ def _recover(report: Report, objects: int, repeats: int) -> None:
     us_each = float(np.median(times)) / objects * 1e6
     report.row(operation="replay, order, reserve in C", objects=objects, us_each=us_each)
     report.ratio("recovery_s_per_million", [each / objects * 1e6 for each in times], "at most 2")
+
+
+def _step(report: Report, repeats: int) -> None:
+    """Tell of the order of requests that wait, and plan what is moved up for them, as in each step of an engine."""
+    keys = [bytes(key) for key in _Keys(_WAITING**2).of(np.arange(_WAITING**2, dtype=np.uint64))]
+    table = native.Index(len(keys))
+    for key in keys:
+        table.insert(0, key, device=0, length=_LENGTH, now_s=_NOW_S)
+    next_use, promotion = NextUse(table), Promotion()
+    chains = [keys[first : first + _WAITING] for first in range(0, len(keys), _WAITING)]
+    waiting = [Waiting(request, 0.01 * (request + 1), (1e9, 1e9)) for request in range(_WAITING)]
+    hops, order = (Hop(64e9, 1e-6), Hop(7e9, 1e-5)), [each.request for each in waiting]
+
+    def announce() -> None:
+        for request, chain in enumerate(chains):
+            next_use.announce(request, 0, chain, _NOW_S + 60)
+
+    def step() -> None:
+        for _ in range(_STEPS):
+            next_use.order(order[::-1])
+            promotion.plan(waiting, hops, (0, 0))
+
+    announced = [_timed(announce) / _WAITING * 1e6 for _ in tracked(range(repeats), "announcing")]
+    steps = [_timed(step) / _STEPS * 1e6 for _ in tracked(range(repeats), "ordering")]
+    report.row(operation="announce a request of 256", objects=len(keys), us_each=float(np.median(announced)))
+    report.row(operation="a step of 256 requests", objects=len(keys), us_each=float(np.median(steps)))
+    report.ratio("step_us", steps, "at most 100")
+    table.close()

@@ -1,15 +1,18 @@
 """``shadowserve bench layers``: computing as the first layer arrives, against waiting for all of a prefix."""
 
 import contextlib
+import itertools
 import json
 import secrets
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import click
 from rich.progress import Progress
@@ -20,25 +23,40 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import prompt, write_weights
 from shadowserve_tools.bench.parts.serving import VOCABULARY, Engine, Load, Model, Partition, plugin, started_engine
+from shadowserve_tools.bench.parts.workload import client as store_client
+from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.processes import start_data_plane, start_storage
 from shadowserve_tools.report import Chart, Output, Report, output_options
 
-__all__ = ["layers"]
+__all__ = ["Bed", "layers"]
 
 _LOCAL_GBIT_PER_S: Final = 100.0
 """Of a link that is none: more than the cores move."""
 _TCP_SHARE: Final = 0.957
 """Of a link's rate."""
 _TIMEOUT_S: Final = 120
+
+
+class _System(NamedTuple):
+    layerwise: bool
+    over_link: bool
+    cold: bool = False  # the store has it in a bucket below, and not in its memory
+
+
+_CHUNKWISE, _LAYERWISE = "chunk by chunk, link", "layer by layer, link"
+_CHUNKWISE_LOCAL, _LOCAL = "chunk by chunk, local", "layer by layer, local"
+_S3: Final = "layer by layer, link, S3"
 _SYSTEMS: Final = {
-    "chunk by chunk, link": (False, True),
-    "layer by layer, link": (True, True),
-    "layer by layer, local": (True, False),
-    "chunk by chunk, local": (False, False),
+    _CHUNKWISE: _System(False, True),
+    _LAYERWISE: _System(True, True),
+    _S3: _System(True, True, cold=True),
+    _LOCAL: _System(True, False),
+    _CHUNKWISE_LOCAL: _System(False, False),
 }
-"""Whether it goes layer by layer, and over the link."""
-_CHUNKWISE, _LAYERWISE, _LOCAL, _CHUNKWISE_LOCAL = _SYSTEMS
+_BUCKET: Final = "kv-bench"
+_FILL_BYTES: Final = 4 << 20
+"""Of a value that is no record, and so gets into memory alone."""
 _NO_CACHE: Final = "no cache"
 
 
@@ -50,7 +68,7 @@ class _Case:
     chunks: int
     stored_bytes: int = 0
     gbit_per_s: float = 0.0
-    ttft_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in (*_SYSTEMS, _NO_CACHE)})
+    ttft_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def prefix_tokens(self) -> int:
@@ -65,11 +83,19 @@ class _Case:
         return [mine / its for mine, its in zip(self.ttft_s[system], self.ttft_s[other], strict=True)]
 
 
-class _Bed:
-    """An engine, its data plane, and a store behind a link."""
+class Bed:
+    """An engine, its data plane, and a store behind a link; ``host`` has more keys of the plugin's configuration."""
 
     def __init__(
-        self, stack: ExitStack, folder: Path, network: Link, model: Model, tokens_max: int, connections: int
+        self,
+        stack: ExitStack,
+        folder: Path,
+        network: Link,
+        model: Model,
+        tokens_max: int,
+        connections: int,
+        over_s3: bool = False,
+        **host: Any,
     ) -> None:
         partition = Partition.halves()
         stack.enter_context(on_cores(partition.data_plane))  # the benchmark's own threads keep off the engine's
@@ -79,13 +105,21 @@ class _Bed:
         (folder / "model" / "config.json").write_text(json.dumps(config))
         write_weights(folder / "model", config)
         password, cores = secrets.token_hex(16), json.dumps(partition.data_plane)
+        buffer_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes
+        self._network, self._store_bytes = network, 4 * buffer_bytes + (64 << 20)
+        flags = ["--host", network.host, "--cores", cores, "--memory-budget-bytes", str(self._store_bytes)]
+        environment = {"SHADOWSERVE_STORAGE_PASSWORD": password}
         with network.store_side():
-            storage = stack.enter_context(
-                start_storage(
-                    folder, "--host", network.host, "--cores", cores,
-                    environment={"SHADOWSERVE_STORAGE_PASSWORD": password},
-                )
-            )  # fmt: skip
+            if over_s3:
+                endpoint = stack.enter_context(ceph_gateway(_BUCKET))
+                below = {"bucket": _BUCKET, "endpoint": endpoint, "gather_s": 0.2, "timeout_s": _TIMEOUT_S / 2}
+                flags += ["--s3", json.dumps(below)]
+                environment |= CREDENTIALS
+            storage = stack.enter_context(start_storage(folder, *flags, environment=environment))
+            self._operator = stack.enter_context(store_client(storage.address, password))
+        self._filled = itertools.count()
+        self._chunks_stored = 0
+        self.systems = [name for name, system in _SYSTEMS.items() if over_s3 or not system.cold]
         address = f"unix:{folder}/dpu.sock"
         with network.client_side():
             stack.enter_context(
@@ -94,15 +128,13 @@ class _Bed:
                     environment={"SHADOWSERVE_DPU_STORAGE_PASSWORD": password},
                 )
             )  # fmt: skip
-        buffer_bytes = load.chunks * DEFAULT_CHUNK_TOKENS * model.kv_bytes
         told = {
             "data_plane": address,
-            "layer_order": True,
             "fetch_buffer_bytes": buffer_bytes,
             "store_buffer_bytes": buffer_bytes,
             "identity_cache": str(folder / "content.json"),
         }
-        told |= dict.fromkeys(("lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S / 2)
+        told |= dict.fromkeys(("lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S / 2) | host
         # One step for all that a prompt computes, as engines do that only compute prompts.
         engine = started_engine(
             "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens
@@ -110,26 +142,53 @@ class _Bed:
         self.engine: Engine = stack.enter_context(engine)
         self.plane = stack.enter_context(contextlib.closing(DataPlaneClient(address)))
 
+    def ask(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Return what a prompt met."""
+        request = {"prompt": list(tokens), "tokens": len(tokens), "output": 1, "at": 0.0}
+        (result,) = self.engine.ask("serve", timeout_s=_TIMEOUT_S, requests=[request])
+        found: dict[str, Any] = result
+        return found
+
     def serve(self, tokens: Sequence[int], cached: int) -> dict[str, Any]:
         """Return what a prompt met of which so many tokens are stored.
 
         Raises:
             ShadowServeError: more or less was computed.
         """
-        request = {"prompt": list(tokens), "tokens": len(tokens), "output": 1, "at": 0.0}
-        (result,) = self.engine.ask("serve", timeout_s=_TIMEOUT_S, requests=[request])
+        result = self.ask(tokens)
         if result["cached"] != cached:
             raise ShadowServeError(f"{result['cached']} tokens of {len(tokens)} were not computed, instead of {cached}")
-        found: dict[str, Any] = result
+        return result
+
+    def bucket(self) -> dict[str, int]:
+        """Return what the store says of its bucket."""
+        with self._network.store_side():
+            found: dict[str, int] = self._operator.info("s3")
         return found
 
-    @contextlib.contextmanager
-    def storing(self) -> Iterator[None]:
-        """Have what is computed stored while the context lasts."""
+    def chill(self) -> None:
+        """Have the store forget what it has in memory, once all of that is in its bucket.
+
+        Raises:
+            ShadowServeError: it does not get there.
+        """
+        with self._network.store_side():
+            ends_s = time.monotonic() + _TIMEOUT_S
+            while self._operator.info("s3")["records"] < self._chunks_stored:
+                if time.monotonic() > ends_s:
+                    raise ShadowServeError(f"records are not in the bucket after {_TIMEOUT_S} s")
+                time.sleep(0.05)
+            value = bytes(_FILL_BYTES)
+            for _ in range(self._store_bytes // _FILL_BYTES + 2):
+                self._operator.set(f"fill:{next(self._filled)}", value)
+
+    def store(self, tokens: Sequence[int]) -> None:
+        """Have chunks computed and stored that are not yet."""
         self.engine.ask("reading", only=False)
-        yield
+        self.serve(tokens, 0)
         self.engine.ask("settle")
         self.engine.ask("reading", only=True)
+        self._chunks_stored += len(tokens) // DEFAULT_CHUNK_TOKENS
 
 
 @click.command()
@@ -149,6 +208,10 @@ class _Bed:
     "--connections", default=2, show_default=True, type=click.IntRange(1, 64),
     help="Of the data plane to the store: what each brings of a layer comes as fast as its share of the link.",
 )  # fmt: skip
+@click.option(
+    "--s3/--no-s3", "over_s3", default=not MISSING, show_default="where Ceph is installed",
+    help="Also have the store read what is asked for from a bucket of Ceph's below it.",
+)  # fmt: skip
 @click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
 @output_options
 def layers(
@@ -159,10 +222,14 @@ def layers(
     prompts: tuple[str, ...],
     transfer: float,
     connections: int,
+    over_s3: bool,
     repeats: int,
     output: Output,
 ) -> None:
     """Ask a real engine prompts of which a part is stored, layer by layer and chunk by chunk, over a link and without.
+
+    With --s3 the store has a bucket below it, on a gateway of Ceph's beside it with its objects in memory; in 'S3' what
+    is stored is there alone when it is asked for.
 
     The link's rate is such that moving what is stored takes about as long as computing the rest. Store and data plane
     live in two network namespaces with a rate-limited link between, which takes root (or CAP_SYS_ADMIN and
@@ -174,7 +241,8 @@ def layers(
         network = stack.enter_context(linked())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         network.limit(_LOCAL_GBIT_PER_S)
-        bed = _Bed(stack, folder, network, model, max(case.tokens for case in cases), connections)
+        tokens = max(case.tokens for case in cases)
+        bed = Bed(stack, folder, network, model, tokens, connections, over_s3, layer_order=True)
         progress = stack.enter_context(Progress(transient=True))
         task = progress.add_task("measuring", total=len(cases) * (repeats + 1))
         for case in cases:
@@ -193,7 +261,7 @@ def _case(text: str) -> _Case:
     return _Case(int(tokens), int(chunks))
 
 
-def _prepare(bed: _Bed, network: Link, case: _Case, transfer: float) -> None:
+def _prepare(bed: Bed, network: Link, case: _Case, transfer: float) -> None:
     """Compute a prompt, store its prefix, and find the link's rate for it.
 
     Raises:
@@ -207,8 +275,7 @@ def _prepare(bed: _Bed, network: Link, case: _Case, transfer: float) -> None:
     other = prompt(case.tokens + 1, case.prefix_tokens, VOCABULARY) + case.prompt[case.prefix_tokens :]
     if bed.serve(other, 0)["answer"] == answers[0]["answer"]:
         raise ShadowServeError("the answer does not depend on the prefix: equal answers would show nothing")
-    with bed.storing():
-        bed.serve(case.prompt[: case.prefix_tokens], 0)
+    bed.store(case.prompt[: case.prefix_tokens])
     bed.engine.ask("layerwise", on=True)
     before = bed.plane.statistics().fetched_bytes
     times = []
@@ -221,15 +288,20 @@ def _prepare(bed: _Bed, network: Link, case: _Case, transfer: float) -> None:
     case.gbit_per_s = max(case.stored_bytes * 8e-9 / (transfer * times[-1]) / _TCP_SHARE, 0.001)
 
 
-def _turn(bed: _Bed, network: Link, case: _Case, number: int) -> None:
+def _turn(bed: Bed, network: Link, case: _Case, number: int) -> None:
     """Ask once with each system, forwards and backwards by turns; one after the other, so that they make pairs."""
-    names = list(_SYSTEMS)
     answers = set()
-    for name in names if number % 2 == 0 else reversed(names):
-        layerwise, over_link = _SYSTEMS[name]
-        network.limit(case.gbit_per_s if over_link else _LOCAL_GBIT_PER_S)
-        bed.engine.ask("layerwise", on=layerwise)
+    for name in bed.systems if number % 2 == 0 else reversed(bed.systems):
+        system = _SYSTEMS[name]
+        if system.cold:
+            bed.chill()
+        network.limit(case.gbit_per_s if system.over_link else _LOCAL_GBIT_PER_S)
+        bed.engine.ask("layerwise", on=system.layerwise)
+        before = bed.bucket()
         result = bed.serve(case.prompt, case.prefix_tokens)
+        read = bed.bucket().get("read_records", 0) - before.get("read_records", 0)
+        if read != (case.chunks if system.cold else 0):
+            raise ShadowServeError(f"{name}: {read} of {case.chunks} records came from the bucket")
         case.ttft_s[name].append(result["ttft_s"])
         answers.add(tuple(result["answer"]))
     if len(answers) > 1:
@@ -239,8 +311,9 @@ def _turn(bed: _Bed, network: Link, case: _Case, number: int) -> None:
 def _report(cases: Sequence[_Case], depth: int, repeats: int) -> Report:
     report = Report("layers", ["tokens", "stored", "system", "link_Gbit_per_s", "stored_MB", "ttft_ms"])
     for case in cases:
-        for name, times in case.ttft_s.items():
-            over_link = name in _SYSTEMS and _SYSTEMS[name][1]
+        for name in [name for name in (*_SYSTEMS, _NO_CACHE) if case.ttft_s[name]]:
+            times = case.ttft_s[name]
+            over_link = name in _SYSTEMS and _SYSTEMS[name].over_link
             report.row(
                 tokens=case.tokens, stored=case.prefix_tokens if name in _SYSTEMS else 0, system=name,
                 link_Gbit_per_s=case.gbit_per_s if over_link else "", ttft_ms=statistics.median(times) * 1e3,
@@ -252,11 +325,14 @@ def _report(cases: Sequence[_Case], depth: int, repeats: int) -> Report:
         goals = ("at least 1.2", "at most 1.056") if case is longest else ("at least 1.2", "none; a shorter prompt")
         report.ratio(f"chunkwise_over_layerwise{suffix}", case.pairs(_CHUNKWISE, _LAYERWISE), goals[0])
         report.ratio(f"remote_over_local{suffix}", case.pairs(_LAYERWISE, _LOCAL), goals[1])
+        if case.ttft_s[_S3]:
+            report.ratio(f"s3_over_remote{suffix}", case.pairs(_S3, _LAYERWISE), "reported")
         local = case.pairs(_CHUNKWISE_LOCAL, _LOCAL)
         report.ratio(f"chunkwise_over_layerwise_local{suffix}", local, "none; without a link")
     series = {
         name: [(str(case.tokens), statistics.median(case.ttft_s[name])) for case in cases]
         for name in (*_SYSTEMS, _NO_CACHE)
+        if cases[0].ttft_s[name]
     }
     report.charts.append(
         Chart(f"Time to the first token, {depth} layers", x="tokens of the prompt", y="s", series=series, kind="bars")

@@ -15,7 +15,14 @@ from shadowserve.resp import encode_command
 from shadowserve_tools.bench.parts.layered import LeanSocket, answer_lengths, plain_record
 from shadowserve_tools.processes import start_storage
 from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
-from shadowserve_tools.simulate.objectcache import LAYERS, TABLE_A8, TOKEN_LAYER_BYTES, WORKLOAD_A, Request, outcome
+from shadowserve_tools.simulate.objectcache import (
+    LAYERS,
+    TOKEN_LAYER_BYTES,
+    WORKLOAD_A,
+    Request,
+    handed_on,
+)
+from storage_kv.egress import POLICIES
 
 __all__ = ["schedule"]
 
@@ -26,7 +33,8 @@ MIXES: Final = {
 }
 """The paper's workloads: their requests, and Gbps of the link."""
 MARGIN_GBPS: Final = 5.0
-POLICIES: Final = ("equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt")
+COMPARED: Final = {"shortest_remaining": "shortest", "calibrated_stall_opt": "calibrated"}
+"""With ``equal``: the node's default and the paper's, and what their ratios are called."""
 CHUNKS: Final = 16
 _RECORD_TOKENS: Final = 16
 _FREE: Final = ""
@@ -72,7 +80,7 @@ def _read_mixes(_context: click.Context, _parameter: click.Parameter, text: str)
     help="Of the paper's times.",
 )
 @click.option("--mixes", default="A,B,C", show_default=True, callback=_read_mixes, help="Which of the paper's.")
-@click.option("--policies", default=",".join(POLICIES), show_default=True, help="Which, besides equal and calibrated.")
+@click.option("--policies", default=",".join(POLICIES), show_default=True, help="Which, besides those compared.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1), help="Rounds of all policies.")
 @output_options
 def schedule(rate: float, time_share: float, mixes: list[str], policies: str, repeats: int, output: Output) -> None:
@@ -81,10 +89,10 @@ def schedule(rate: float, time_share: float, mixes: list[str], policies: str, re
     A real server, a connection for each request, all of them at the same time. A client computes for its window with
     each layer, once that has arrived and the one before is computed. Bytes and times are ObjectCache's table A8's,
     both made smaller. ``added_ms`` is by how much the times to first token of a mix are above those of its requests
-    alone on a link without bound; ``model_ms`` what equation 3 says of rates that nothing changes.
-    ``equal_over_calibrated`` is of ``added_ms``.
+    alone on a link without bound; ``model_ms`` what arithmetic says of it. Ratios are of ``added_ms``: that of
+    ``equal`` over the node's default's and over the paper's.
     """
-    chosen = [policy for policy in POLICIES if policy in {*policies.split(","), "equal", "calibrated_stall_opt"}]
+    chosen = [policy for policy in POLICIES if policy in {*policies.split(","), "equal", *COMPARED}]
     report = Report("schedule", ["mix", "policy", "link_Gbit_per_s", "ttft_ms", "added_ms", "model_ms"])
     drawn: dict[str, list[tuple[str, float]]] = {policy: [] for policy in reversed(chosen)}
     with tempfile.TemporaryDirectory() as folder:
@@ -98,23 +106,23 @@ def schedule(rate: float, time_share: float, mixes: list[str], policies: str, re
                     for number, request in enumerate(requests)
                 ]
                 found = _rounds(server.address, operator, scaled, chosen, link, MARGIN_GBPS / cap_gbps, repeats, mix)
-                model = outcome(list(requests), cap_gbps, MARGIN_GBPS)
                 free_s = found.pop(_FREE)
                 added = {
                     policy: [sum(ttfts) - sum(alone) for ttfts, alone in zip(rounds, free_s, strict=True)]
                     for policy, rounds in found.items()
                 }
                 for policy in chosen:
-                    predicted = model[policy]["total_ttft_ms"] - sum(TABLE_A8[request] for request in requests)
+                    model_s = sum(handed_on(requests, cap_gbps, MARGIN_GBPS, policy))
                     added_ms = 1e3 * statistics.median(added[policy])
                     report.row(
                         mix=mix, policy=policy, link_Gbit_per_s=link / 1e9,
                         ttft_ms=1e3 * statistics.median(map(sum, found[policy])), added_ms=added_ms,
-                        model_ms=predicted * time_share,
+                        model_ms=1e3 * model_s * time_share,
                     )  # fmt: skip
                     drawn[policy].append((mix, added_ms))
-                pairs = zip(added["equal"], added["calibrated_stall_opt"], strict=True)
-                report.ratio(f"equal_over_calibrated_{mix}", [e / c for e, c in pairs], "at least 1.2")
+                for compared, name in COMPARED.items():
+                    pairs = zip(added["equal"], added[compared], strict=True)
+                    report.ratio(f"equal_over_{name}_{mix}", [e / c for e, c in pairs], "at least 1.2")
                 report.more.setdefault("requests", {})[mix] = _by_request(requests, found)
     report.charts.append(Chart("Added to all times to first token", x="mix", y="ms", series=drawn, kind="bars"))
     report.finish(output)

@@ -109,7 +109,8 @@ def _dpu_checks(machine: Machine, file: str | None, storage: str | None, data_pl
     for check in (dpu.card, dpu.arm_cores, host.doca, dpu.huge_pages):
         yield partial(check, machine)
     yield partial(dpu.accelerators, machine, config.device)
-    yield partial(dpu.xlio, machine, int((storage or config.storage).rpartition(":")[2]))
+    if storage or config.storage:
+        yield partial(dpu.xlio, machine, int((storage or config.storage).rpartition(":")[2]))
     yield partial(dpu.core_lists, machine, lists)
     yield partial(dpu.isolation, machine, net)
     yield partial(dpu.unit, machine)
@@ -141,7 +142,11 @@ def _reach_storage(
     machine: Machine, file: str | None, address: str | None, plane: DataPlaneConfig | None = None
 ) -> Iterator[Check]:
     """Whether storage answers: at ``address`` or, without one, wherever the data plane is told that it is."""
-    addresses = [address] if address or plane is None else plane.storage_cluster or [plane.storage]
+    addresses = [address]
+    if plane is not None and not address:
+        addresses = [*(plane.storage_nodes or plane.storage_cluster or [plane.storage])]
+    if plane is not None and addresses == [""]:
+        return  # tiers alone
     own, _ = _configuration(StorageConfig, machine, file)
     for each in addresses:
         what = "storage server" if len(addresses) == 1 else f"storage node {each}"

@@ -8,7 +8,7 @@ from shadowserve_tools.lazy import LazyGroup
 
 __all__ = ["SIMULATIONS", "simulate"]
 
-SIMULATIONS: Final = ("bluefield", "objectcache")
+SIMULATIONS: Final = ("bluefield", "objectcache", "tiers", "ssd")
 
 
 @click.group(cls=LazyGroup, places={name: f"shadowserve_tools.simulate.{name}:{name}" for name in SIMULATIONS})

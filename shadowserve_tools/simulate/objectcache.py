@@ -1,14 +1,15 @@
 """``shadowserve simulate objectcache``: requests that share a link, under each policy of the storage node."""
 
 from collections.abc import Sequence
+from math import ceil
 from typing import Any, Final, NamedTuple
 
 import click
 
 from shadowserve_tools.report import Chart, Output, Report, output_options
-from storage_kv.egress import POLICIES, Demand, allocate, ttft_s
+from storage_kv.egress import Demand, Policy, allocate, ttft_s
 
-__all__ = ["STORED_SHARE", "TABLE_A8", "WORKLOAD_A", "Request", "objectcache", "outcome", "report_of"]
+__all__ = ["STORED_SHARE", "TABLE_A8", "WORKLOAD_A", "Request", "handed_on", "objectcache", "outcome", "report_of"]
 
 LAYERS: Final = 32
 TOKEN_LAYER_BYTES: Final = 4096
@@ -26,6 +27,9 @@ TABLE_A8: Final = {
 }
 """Milliseconds of computing what is not cached, of all layers, by context and share of it that is cached: the paper's
 table A8, measured on an A100."""
+
+POLICIES: Final[tuple[Policy, ...]] = ("equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt")
+"""The paper's, whose rates hold until a request has ended; equation 3 says nothing of others."""
 
 STORED_SHARE: Final = 1 / 1.52
 """Stored bytes over those of bfloat16, lossless by kvrans, of a layer of a Llama's shape: docs/benchmarks/codecs.md."""
@@ -126,6 +130,36 @@ def outcome(
         ]
         policies[policy] = {"requests": rows, "total_ttft_ms": sum(ttfts_ms)}
     return policies
+
+
+def handed_on(requests: Sequence[Request], cap_gbps: float, margin_gbps: float, policy: Policy) -> list[float]:
+    """Return the seconds that are added to each request's TTFT where its rate is given to others once it has ended.
+
+    So does the storage node, each epoch; what is left of the link is given to all, in proportion. All begin at once.
+    """
+    demands = [request.demand() for request in requests]
+    epoch_s = min(demand.window_s for demand in demands)
+    due_s = [0.0] * len(demands)  # when what has come is computed
+    left = {number: float(LAYERS) for number in range(len(demands))}
+    now_s = 0.0
+    while left:
+        numbers = list(left)
+        asked = [demands[i]._replace(layers_left=ceil(left[i])) for i in numbers]
+        rates = allocate(policy, asked, 1e9 * cap_gbps, 1e9 * margin_gbps)
+        more = 1e9 * cap_gbps / sum(rates)
+        for i, rate in zip(numbers, rates, strict=True):
+            layer_s = 8 * demands[i].layer_bytes / (rate * more)
+            until = max(0.0, left[i] - epoch_s / layer_s)
+            # Each whole layer that ends in this epoch is computed once it is there and the one before is computed.
+            for layer in range(ceil(left[i]) - 1, ceil(until) - 1, -1):
+                there_s = now_s + (left[i] - layer) * layer_s
+                due_s[i] = max(due_s[i], there_s) + demands[i].window_s
+            if until:
+                left[i] = until
+            else:
+                del left[i]
+        now_s += epoch_s
+    return [due - LAYERS * demand.window_s for due, demand in zip(due_s, demands, strict=True)]
 
 
 def report_of(requests: Sequence[Request], cap_gbps: float, margin_gbps: float, stored_share: float) -> Report:

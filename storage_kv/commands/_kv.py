@@ -11,7 +11,7 @@ from storage_kv.layers import KEYS_MAX, LAYERS_MAX
 from storage_kv.node import CommandError, More, Node, Part, Reply
 from storage_kv.session import Argument, Session
 
-__all__ = ["announce", "announced", "layers", "meta", "pin", "pins", "unpin"]
+__all__ = ["announce", "announced", "cold", "layers", "meta", "pin", "pins", "unpin"]
 
 _LAYERS_TEXT_BYTES_MAX: Final = 16 << 10
 _LAYER_MAX: Final = 65_535
@@ -35,6 +35,24 @@ def meta(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
     items = (node.read(session.qualify(key)) for key in arguments[1:])
     return More.of([encode_array_header(len(arguments) - 1)], items, head)
+
+
+def cold(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.COLD key [key ...]: for each record in the bucket alone, after how many milliseconds it is expected here.
+
+    At least 1, and as if it and those before it were asked for now; 0 of what is here or nowhere. Waits for nothing.
+    """
+    size = 0
+
+    def expected(key: Address) -> bytes:
+        nonlocal size
+        item = node.store.peek(key)
+        if item is None or not item.is_cold:
+            return b":0\r\n"
+        size += item.length
+        return b":%d\r\n" % max(1, round(1e3 * node.store.expected_s(size)))
+
+    return More.of([encode_array_header(len(arguments) - 1)], map(session.qualify, arguments[1:]), expected)
 
 
 def layers(node: Node, session: Session, arguments: list[Argument]) -> Reply:

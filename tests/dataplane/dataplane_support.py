@@ -49,8 +49,17 @@ def way_name(way: dict[str, Any]) -> str:
 class Server:
     """A storage server as a process that can be killed and started again on the same port."""
 
-    def __init__(self, kind: str, directory: Path, *, password: str = "", options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        kind: str,
+        directory: Path,
+        *,
+        password: str = "",
+        options: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.kind, self.directory, self.password, self.options = kind, directory, password, options
+        self.environment = os.environ | (environment or {})
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -67,7 +76,7 @@ class Server:
             command = [sys.executable, "-m", "shadowserve_tools", "storage", "--port", str(self.port)]
             command += ["--password", self.password] if self.password else []
         with open(self.directory / "storage.log", "ab") as log:
-            self.process = Preloaded([*command, *self.options], stdout=log, stderr=log)
+            self.process = Preloaded([*command, *self.options], stdout=log, stderr=log, env=self.environment)
         wait_for(self._answers)
         return self
 

@@ -111,6 +111,17 @@ async def test_malformed_lookups_name_the_field(client: Client) -> None:
     await refused(client.stub.Lookup(pb.LookupRequest(timeout_ms=0)), INVALID, "timeout_ms")
 
 
+async def test_a_lookup_says_how_large_the_records_are_that_are_there(client: Client, storage: Server) -> None:
+    for index, key in enumerate(KEYS[:3]):
+        storage.put(key, make_record(SHAPE, key, index))
+    storage.put(KEYS[3], b"no record")
+    sizes = [len(make_record(SHAPE, key, index)) for index, key in enumerate(KEYS[:3])]
+    chains = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in (KEYS, KEYS[:1], [bytes(32)], [])]
+    answer = await client.stub.Lookup(pb.LookupRequest(chains=chains, timeout_ms=NEVER_MS))
+    assert answer.outcome == pb.OUTCOME_COMPLETE
+    assert list(answer.stored_bytes) == [sum(sizes), sizes[0], 0, 0]
+
+
 async def test_malformed_registrations_name_the_field(client: Client) -> None:
     await client.register(SHAPE, 2)
     segment = client.segment = Segment(2 * SHAPE.raw_bytes)

@@ -1,12 +1,17 @@
 """What a store leaves in storage, and with what outcome it ends."""
 
 import itertools
+from collections import Counter
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from dataplane_support import BACKEND, Client, Server, keys_of, kv, layout, make_record, running
+from machine import until
 
 from dpu_dataplane.config import codec_name
+from dpu_dataplane.jobs import Job
+from dpu_dataplane.sources.source import Encoded
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout
 from shadowserve.keys import storage_key
@@ -174,3 +179,31 @@ async def test_what_is_no_good_is_replaced(redis: Server, bad: bytes) -> None:
         fill(client, shape, 1)
         assert (await client.store([key])).outcome == pb.OUTCOME_COMPLETE
         assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE
+
+
+async def test_chunks_are_encoded_while_those_before_them_are_put_and_each_is_its_own(storage: Server) -> None:
+    """The store buffer has two halves. Whoever encodes into the one that is being sent stores another chunk's bytes."""
+    shape = layout(vector_length=2048)
+    keys = keys_of(shape, 10)
+    async with running(storage, store_buffer_bytes="6MiB", store_cores=[0]) as (daemon, client):
+        await client.register(shape, 10)
+        fill(client, shape, 10)
+        put, encoded = daemon._source.put, Counter[str]()
+        encode = daemon._pipeline.encode
+
+        def count(round_: native.Round) -> native.Result:
+            encoded["chunks"] += len(round_.pieces)
+            return encode(round_)
+
+        async def slowly(job: Job, key: bytes, record: Encoded) -> tuple[native.Result, str]:
+            number = keys.index(key)
+            await until(lambda: encoded["chunks"] >= min(number + 2, len(keys)))
+            assert encoded["chunks"] <= number + 2, "into the half that is being sent"
+            return await put(job, key, record)
+
+        with patch.object(daemon._pipeline, "encode", count), patch.object(daemon._source, "put", slowly):
+            answer = await client.store(keys)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 10)
+        client.segment.memory[:] = 0
+        assert (await client.fetch(keys)).chunks == 10
+        assert [client.chunk(index) for index in range(10)] == [kv(shape, index) for index in range(10)]

@@ -29,6 +29,10 @@ async def recorded(client: Client, keys: list[bytes], fetches: int = 1) -> list[
     assert await call.read() == pb.TraceResponse()
     for _ in range(fetches):
         assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
+    return await rest_of(call)
+
+
+async def rest_of(call: Any) -> list[pb.TraceSpan]:
     spans: list[pb.TraceSpan] = []
     while (answer := await call.read()) is not grpc.aio.EOF:
         spans += answer.spans
@@ -66,6 +70,59 @@ async def test_a_recording_ends_with_its_fetches_and_the_next_begins_anew(client
     once = await recorded(client, keys)
     assert {span.round for span in twice if span.core >= 0} == {1, 2}
     assert {span.round for span in once if span.core >= 0} == {3}
+
+
+DECISION = pb.Decision(
+    kind="fetch",
+    tokens=600,
+    loaded_tokens=512,
+    predicted={"fetch": 0.25, "compute": 0.5},
+    predicted_seconds=0.25,
+    seconds=0.3,
+)
+
+
+async def test_of_a_host_that_decides_a_recording_holds_the_decision_behind_the_fetch(
+    client: Client, storage: Server
+) -> None:
+    keys = await stored(client, storage, 1)
+    await client.stub.Decided(DECISION)
+    call = client.stub.Trace(pb.TraceRequest(timeout_ms=NEVER_MS, fetches=1))
+    await call.read()
+    assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
+    await client.stub.Decided(DECISION)
+    spans = await rest_of(call)
+    (decided,) = [span for span in spans if span.step == "decision"]
+    (fetch,) = [span for span in spans if span.step == "fetch"]
+    assert decided.decision == DECISION and decided.core == -1
+    assert decided.end_ns - decided.begin_ns == 300_000_000 and decided.end_ns >= fetch.end_ns
+
+
+async def test_where_everything_is_computed_a_recording_holds_decisions_alone(client: Client) -> None:
+    call = client.stub.Trace(pb.TraceRequest(timeout_ms=1000, fetches=1))
+    await call.read()
+    await client.stub.Decided(DECISION)
+    spans = await rest_of(call)
+    assert [span.step for span in spans] == ["decision"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kind": "k" * 33}, "kind has 33"),
+        ({"predicted": {"way" * 11: 1.0}}, "predicted has up to"),
+        ({"predicted": {str(way): 1.0 for way in range(9)}}, "predicted has up to"),
+        ({"predicted": {"fetch": float("nan")}}, "nan"),
+        ({"seconds": -1.0}, "-1.0"),
+        ({"seconds": float("inf")}, "inf"),
+    ],
+    ids=str,
+)
+async def test_a_decision_that_is_none_is_refused(client: Client, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await client.stub.Decided(pb.Decision(**changes))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert words in (refused.value.details() or "")
 
 
 async def test_a_recording_of_nothing_ends_in_time(client: Client) -> None:

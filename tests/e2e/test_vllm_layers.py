@@ -68,6 +68,7 @@ def test_outputs_are_the_same(engine: Any, plane: Any, reference: Any, prompt: A
     assert not any(name.startswith("load_failures") for name in counted)
     assert "Store" not in plane.calls, "known chunks are not stored again"
     assert plane.layerwise_calls == sum(length >= 256 for length in LENGTHS)
+    assert all(plane.windows_us[-plane.layerwise_calls + 1 :]), "what a layer takes is known after the first"
 
 
 def test_a_layer_computes_while_the_next_ones_are_away(
@@ -180,6 +181,24 @@ def test_beside_a_request_that_runs_others_come_chunk_by_chunk(
     prompts = [prompt(31), prompt(700), prompt(600, 1)]
     assert engine.outputs(prompts) == reference(prompts)
     assert plane.layerwise_calls == 0 and plane.calls.count("Fetch") == 1
+
+
+def test_beside_another_load_a_request_comes_chunk_by_chunk(
+    engine: Any, plane: Any, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.outputs([prompt(600, 1)])
+    engine.flush()
+    engine.reset(plane)
+    spoil(engine)
+    monkeypatch.setattr(engine.connector._scheduler, "_layerwise_chunks", 2)
+    plane.script.fetch_delay = 0.2
+    prompts = [prompt(1000), prompt(600, 1)]  # the first is too long to come layer by layer
+    assert engine.outputs(prompts) == reference(prompts)
+    assert plane.layerwise_calls == 0 and plane.calls.count("Fetch") == 2
+    plane.script.fetch_delay = 0.0
+    engine.forget()
+    assert engine.outputs([prompt(600, 1)]) == reference([prompt(600, 1)])
+    assert plane.layerwise_calls == 1, "nothing else is loaded"
 
 
 def test_more_chunks_than_the_memory_holds_come_chunk_by_chunk(

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from callers import Caller, Host, load
 from nodes import DataPlane, Storage
@@ -16,6 +16,9 @@ from outcomes import Expected, Outcome, Tally
 from proxy import Proxy
 
 KEYS: Final = [f"key {number}" for number in range(36)]
+
+
+T = TypeVar("T")
 
 
 class Unavailable(Exception):
@@ -46,6 +49,10 @@ class Context:
         self._nodes.append(node)
         self._stack.callback(node.close)
         return node.start()
+
+    def enter(self, manager: contextlib.AbstractContextManager[T]) -> T:
+        """Have something last as long as this repetition, and end behind all nodes."""
+        return self._stack.enter_context(manager)
 
     def proxy(self, port: int) -> Proxy:
         proxy = Proxy(port, self.seed)

@@ -14,25 +14,26 @@ from cases import Context, case
 from machine import wait_for
 from outcomes import Outcome, Tally
 
-_CHUNKS = 6
+CHUNKS = 6
 
 
-def _prompts(context: Context, count: int = 5) -> list[Prompt]:
-    return [Prompt(f"{context.seed}/{number}", _CHUNKS) for number in range(count)]
+def prompts_of(context: Context, count: int = 5) -> list[Prompt]:
+    return [Prompt(f"{context.seed}/{number}", CHUNKS) for number in range(count)]
 
 
-class _Work:
+class Work:
     """Hosts that store and fetch at random, and know how much of each prompt was acknowledged."""
 
     def __init__(self, context: Context, address: str, prompts: list[Prompt], hosts: int = 2) -> None:
         self.losable = ""
+        self.storing = True
         self.stored = {id(prompt): 0 for prompt in prompts}
         self._context, self._prompts = context, prompts
         self._hosts = [context.host(address) for _ in range(hosts)]
         self._stopped = threading.Event()
 
     def step(self, host: Host, prompt: Prompt, luck: float) -> None:
-        if luck < 0.3:
+        if self.storing and luck < 0.3:
             # What was acknowledged once stays: records are immutable.
             self.stored[id(prompt)] = max(self.stored[id(prompt)], host.store(prompt))
         else:
@@ -74,7 +75,7 @@ class _Work:
 def storage_killed_under_hosts(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port)
-    work = _Work(context, plane.address, _prompts(context))
+    work = Work(context, plane.address, prompts_of(context))
     with work.running():
         context.pause(0.4, 1.0)
         if context.engine == "memory":
@@ -83,11 +84,11 @@ def storage_killed_under_hosts(context: Context) -> None:
         context.pause(0.1, 0.3)
         storage.start()
         context.pause(0.6, 1.0)
-    _await_storage(context, plane.address)
+    await_storage(context, plane.address)
     work.verify(context.host(plane.address))
 
 
-def _await_storage(context: Context, address: str) -> None:
+def await_storage(context: Context, address: str) -> None:
     """Wait until a data plane has found its storage again."""
     quiet = Host(address, Tally())
     probe = Prompt(f"{context.seed}/probe", 1)
@@ -101,7 +102,7 @@ def _await_storage(context: Context, address: str) -> None:
 def daemon_killed(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port)
-    work = _Work(context, plane.address, _prompts(context))
+    work = Work(context, plane.address, prompts_of(context))
     with work.running():
         for _ in range(2):
             context.pause(0.3, 0.8)
@@ -109,7 +110,7 @@ def daemon_killed(context: Context) -> None:
             context.pause(0.1, 0.3)
             plane.start()
         context.pause(0.5, 0.8)
-    _await_storage(context, plane.address)
+    await_storage(context, plane.address)
     work.verify(context.host(plane.address))
 
 
@@ -117,7 +118,7 @@ def daemon_killed(context: Context) -> None:
 def daemon_frozen(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port)
-    work = _Work(context, plane.address, _prompts(context))
+    work = Work(context, plane.address, prompts_of(context))
     with work.running():
         context.pause(0.3, 0.6)
         assert plane.process is not None
@@ -125,7 +126,7 @@ def daemon_frozen(context: Context) -> None:
         time.sleep(3.5)
         plane.process.send_signal(signal.SIGCONT)
         context.pause(0.3, 0.6)
-    _await_storage(context, plane.address)
+    await_storage(context, plane.address)
     work.verify(context.host(plane.address))
 
 
@@ -133,7 +134,7 @@ def _be_a_host(address: str, seed: int) -> None:
     """Store and fetch until killed."""
     tally = Tally()
     host = Host(address, tally)
-    prompts = [Prompt(f"{seed}/{number}", _CHUNKS) for number in range(5)]
+    prompts = [Prompt(f"{seed}/{number}", CHUNKS) for number in range(5)]
     while True:
         for prompt in prompts:
             host.store(prompt)
@@ -150,7 +151,7 @@ def _be_a_host(address: str, seed: int) -> None:
 def host_killed(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port, hosts_max=8)
-    prompts = _prompts(context)
+    prompts = prompts_of(context)
     other = context.host(plane.address)
     spawn = multiprocessing.get_context("spawn")
     for _ in range(2):
@@ -165,8 +166,8 @@ def host_killed(context: Context) -> None:
         for prompt in prompts:
             other.fetch(prompt)
     for prompt in prompts:
-        assert other.store(prompt) == _CHUNKS
-        other.fetch(prompt, stored=_CHUNKS)
+        assert other.store(prompt) == CHUNKS
+        other.fetch(prompt, stored=CHUNKS)
 
 
 @case(
@@ -179,14 +180,14 @@ def half_open_under_hosts(context: Context) -> None:
     storage = context.storage()
     proxy = context.proxy(storage.port)
     plane = context.data_plane(proxy.port, command_timeout=1.0)
-    work = _Work(context, plane.address, _prompts(context))
+    work = Work(context, plane.address, prompts_of(context))
     with work.running():
         context.pause(0.3, 0.6)
         proxy.silent = True
         time.sleep(3)
         proxy.silent = False
         context.pause(0.3, 0.6)
-    _await_storage(context, plane.address)
+    await_storage(context, plane.address)
     work.verify(context.host(plane.address))
 
 
@@ -199,20 +200,20 @@ def half_open_under_hosts(context: Context) -> None:
 def rotten_under_hosts(context: Context) -> None:
     storage = context.storage()
     plane = context.data_plane(storage.port)
-    work = _Work(context, plane.address, _prompts(context))
+    work = Work(context, plane.address, prompts_of(context))
     host = context.host(plane.address)
-    for prompt in _prompts(context):
-        assert host.store(prompt) == _CHUNKS
+    for prompt in prompts_of(context):
+        assert host.store(prompt) == CHUNKS
     assert storage.stop()
     for chosen in context.chance.sample(storage.objects(), 12):
         images.rot(chosen, context.chance)
     storage.start()
-    _await_storage(context, plane.address)
+    await_storage(context, plane.address)
     work.losable = "damaged on its device"
     work.verify(host)
     with work.running():
         context.pause(0.5, 0.8)
     work.losable = ""
-    for prompt in _prompts(context):
-        assert host.store(prompt) == _CHUNKS
-        host.fetch(prompt, stored=_CHUNKS)
+    for prompt in prompts_of(context):
+        assert host.store(prompt) == CHUNKS
+        host.fetch(prompt, stored=CHUNKS)

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import cases_attacks
+import cases_bucket
 import cases_clients
 import cases_dataplane
 import cases_devices
 import cases_processes
 import cases_resources
+import cases_tiers
 import cases_wire
 from cases import CASES, Case, Row, run_case
 from nodes import REPOSITORY
@@ -30,7 +32,9 @@ _PARTS = (
     cases_wire,
     cases_clients,
     cases_resources,
+    cases_tiers,
     cases_dataplane,
+    cases_bucket,
     cases_attacks,
 )
 """Importing them has filled CASES."""

@@ -48,9 +48,11 @@ class Storage:
         faulty: bool = False,
         paths: Sequence[Path] | None = None,
         limits: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         **options: Any,
     ) -> None:
         """Describe one; ``limits`` are arguments of prlimit, ``options`` keys of the configuration."""
+        self.environment = dict(environment or {})
         self.engine, self.folder, self.limits = engine, folder, list(limits)
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "storage.log"
@@ -106,7 +108,7 @@ class Storage:
         """Start it without waiting for anything."""
         self.starts += 1
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
-        environment = clean | (self.faults.environment if self.faults is not None else {})
+        environment = clean | self.environment | (self.faults.environment if self.faults is not None else {})
         with open(self.log, "ab") as log:
             self.process = Preloaded(
                 self.command(), stdout=subprocess.PIPE, stderr=log, text=True, cwd=REPOSITORY, env=environment
@@ -250,6 +252,13 @@ class DataPlane:
             self.process = None
 
     close = kill
+
+    def stop(self) -> None:
+        """SIGTERM, and wait."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(PATIENCE_S)
+        self.kill()
 
     def complaints(self) -> list[str]:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""

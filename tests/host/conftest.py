@@ -17,12 +17,14 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 sys.path.insert(0, str(Path(__file__).parent))
 
 from gpu_support import build_driver  # noqa: E402
+from manager_support import Paged  # noqa: E402
 from scheduler_support import CHUNK, groups_of, handshake  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 
 from host_control.client import DataPlaneClient  # noqa: E402
 from host_control.config import HostConfig  # noqa: E402
 from host_control.destination import Destination  # noqa: E402
+from host_control.manager import KVCacheManager  # noqa: E402
 
 CHUNK_TOKENS = 4
 # Where there is no Triton in this environment, test_layouts.py runs them in another process.
@@ -103,11 +105,21 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
 
     sides = []
 
-    def make(ranks: int = 1, fetch: bool = True, store: bool = True, groups: Any = None, **config: Any) -> Any:
+    def make(
+        ranks: int = 1,
+        fetch: bool = True,
+        store: bool = True,
+        groups: Any = None,
+        recomputes: bool = True,
+        **config: Any,
+    ) -> Any:
         groups = groups or groups_of()
         patient = dict.fromkeys(("lookup_timeout", "connect_timeout"), PATIENCE_S)
         settings = HostConfig(data_plane=plane.address, chunk_tokens=CHUNK, **(patient | config))
-        side = SchedulerSide(settings, groups, fetch=fetch, store=store, problem="", logger=logging.getLogger("test"))
+        logger = logging.getLogger("test")
+        side = SchedulerSide(
+            settings, groups, fetch=fetch, store=store, problem="", logger=logger, recomputes=recomputes
+        )
         side.start({rank: handshake(rank, groups) for rank in range(ranks)})
         sides.append(side)
         for client in side._clients:  # an attempt to connect may fail where the machine stands still, so it has several
@@ -117,3 +129,33 @@ def make_side(plane: ScriptedDataPlane) -> Iterator[Callable[..., Any]]:
     yield make
     for side in sides:
         side.close()
+
+
+@pytest.fixture
+def paged(shape: ChunkLayout) -> Paged:
+    paged = Paged(chunk_bytes=shape.raw_bytes)
+    paged.gate.set()
+    return paged
+
+
+@pytest.fixture
+def make_manager(
+    client: DataPlaneClient, destination: Destination, paged: Paged
+) -> Iterator[Callable[..., KVCacheManager]]:
+    made = []
+
+    def make(**options: Any) -> KVCacheManager:
+        if "fetch_timeout" in options:
+            destination.acquire(PATIENCE_S)  # so that a short one is the fetches' alone
+        manager = KVCacheManager(client, destination, paged, **{"fetch_timeout": PATIENCE_S, **options})
+        made.append(manager)
+        return manager
+
+    yield make
+    for manager in made:
+        manager.close(PATIENCE_S)
+
+
+@pytest.fixture
+def manager(make_manager: Callable[..., KVCacheManager]) -> KVCacheManager:
+    return make_manager()

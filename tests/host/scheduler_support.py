@@ -136,8 +136,10 @@ def step(
     Tables of blocks, one for each group, are by default one of 1000, 1001, ...; states are (group, block, tokens).
     """
     new, cached = new or {}, cached or {}
+    scheduled_tokens = {name: scheduled for name, (_, scheduled) in {**new, **cached}.items()}
     return SimpleNamespace(
-        num_scheduled_tokens={name: scheduled for name, (_, scheduled) in {**new, **cached}.items()},
+        num_scheduled_tokens=scheduled_tokens,
+        total_num_scheduled_tokens=sum(scheduled_tokens.values()),
         scheduled_new_reqs=[
             SimpleNamespace(req_id=name, num_computed_tokens=computed) for name, (computed, _) in new.items()
         ],

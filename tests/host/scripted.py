@@ -59,6 +59,10 @@ class Script:
     """In the order of layers: the buffers hold so many."""
     lookup_hits: Callable[[list[int]], list[int]] | None = None
     """Lies about hits."""
+    record_bytes: int = 0
+    """Of each record, as lookups say; 0: they do not."""
+    record_chains: int = 0
+    """Lies about how many chains there are."""
     fetch_answer: Callable[[pb.FetchResponse, pb.FetchRequest], pb.FetchResponse] | None = None
     """Lies about a fetch, after delivering."""
     fail_fetch_at: int | None = None
@@ -96,7 +100,9 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.hellos: list[pb.HelloRequest] = []
         self.fetches: list[pb.FetchPart] = []
         self.layerwise_calls = 0
+        self.windows_us: list[int] = []  # of these calls
         self.stores: list[pb.StoreRequest] = []
+        self.decisions: list[pb.Decision] = []
         self.cancelled: set[str] = set()
         self.announced: dict[bytes, int] | None = {}  # key -> for how long, in milliseconds; None: takes none
         self.entered = threading.Condition()
@@ -176,7 +182,11 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             for chain in request.chains
         ]
         told = coming if request.announced and self.announced is not None else []
-        return pb.LookupResponse(present=sets, announced=told, outcome=pb.OUTCOME_COMPLETE)
+        answer = pb.LookupResponse(present=sets, announced=told, outcome=pb.OUTCOME_COMPLETE)
+        if self.script.record_bytes:
+            answer.stored_bytes.extend(int(flags.sum()) * self.script.record_bytes for flags in present)
+            answer.stored_bytes.extend([0] * (self.script.record_chains - len(present)))
+        return answer
 
     def Announce(self, request: pb.AnnounceRequest, context: Any) -> pb.AnnounceResponse:
         self._enter("Announce", context)
@@ -264,6 +274,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
     def _deliver_layers(self, request: pb.FetchRequest, memory: _Memory) -> pb.FetchResponse:
         (part,) = request.parts
         self.layerwise_calls += 1
+        self.windows_us.append(request.window_us)
         there = np.zeros((memory.layers, len(part.keys)), np.bool_)
         wanted = unpack(part.wanted, *there.shape) if part.wanted else ~there
         size = memory.chunk_bytes // memory.layers
@@ -312,6 +323,11 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             raw_bytes=raw,
             stored_bytes=raw // 2,
         )
+
+    def Decided(self, request: pb.Decision, context: Any) -> pb.DecidedResponse:
+        self.decisions.append(request)
+        self._enter("Decided", context)
+        return pb.DecidedResponse()
 
     def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
         self._enter("Cancel", context)

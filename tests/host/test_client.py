@@ -68,6 +68,21 @@ def test_lookup_that_cannot_be_true_is_refused(
     assert error.value.outcome == "invalid_answer"
 
 
+def test_a_lookup_says_how_large_the_records_are_where_the_data_plane_does(
+    client: DataPlaneClient, plane: ScriptedDataPlane
+) -> None:
+    plane.records.update(dict.fromkeys(KEYS[:3], b""))
+    chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[2:])]
+    assert client.find(chains, PATIENCE_S)().stored_bytes == [0, 0]
+    plane.script.record_bytes = 100
+    assert client.find(chains, PATIENCE_S)().stored_bytes == [300, 100]
+    with pytest.raises(DataPlaneError, match="bytes of 2 chains where 1") as error:
+        plane.script.lookup_hits = lambda _: [1]
+        plane.script.record_chains = 2
+        client.find(chains[:1], PATIENCE_S)()
+    assert error.value.outcome == "invalid_answer"
+
+
 def test_stalled_lookup_ends_by_its_deadline(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
     plane.script.stall.add("Lookup")
     with pytest.raises(DataPlaneError) as error:

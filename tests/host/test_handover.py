@@ -10,7 +10,7 @@ from machine import PATIENCE_S, wait_for
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
-from host_control.handover import POLL_INTERVAL, Handover
+from host_control.handover import POLL_INTERVAL, Arrived, Handover
 from host_control.lookup import LookupAnswer, PrefixLookup
 from shadowserve.keys import chain_links, record_keys, tail_link
 from shadowserve.pieces import Flags, leading
@@ -29,9 +29,9 @@ def leading_tokens(present: Sequence[Flags], tokens: int) -> int:
     return min(leading(present[0]) * CHUNK, tokens)
 
 
-def make(client: DataPlaneClient, timeout: float = PATIENCE_S) -> PrefixLookup:
+def make(client: DataPlaneClient, timeout: float = PATIENCE_S, *, loads_wait: bool = False) -> PrefixLookup:
     group = [(client, name) for name in NAMESPACES]
-    return PrefixLookup(MODEL, [group], leading_tokens, chunk_tokens=CHUNK, timeout=timeout)
+    return PrefixLookup(MODEL, [group], leading_tokens, chunk_tokens=CHUNK, timeout=timeout, loads_wait=loads_wait)
 
 
 def known(lookup: PrefixLookup, request_id: str) -> int:
@@ -43,6 +43,14 @@ def known(lookup: PrefixLookup, request_id: str) -> int:
 @pytest.fixture
 def lookup(client: DataPlaneClient) -> Iterator[PrefixLookup]:
     lookup = make(client)
+    yield lookup
+    lookup.close()
+
+
+@pytest.fixture
+def early(client: DataPlaneClient) -> Iterator[PrefixLookup]:
+    """Return lookups of an engine whose loads may begin before all chunks are there."""
+    lookup = make(client, loads_wait=True)
     yield lookup
     lookup.close()
 
@@ -241,7 +249,8 @@ def test_what_is_absent_is_announced_again_and_again_and_withdrawn_at_the_end(
     assert wait(lambda: lookup.poll("r")) == LookupAnswer(1 * CHUNK, "complete")
     plane.wait_for_call("Announce", 4)
     assert plane.announced is not None and set(plane.announced) == set(keys(*LINKS[1:]))
-    lookup.forget("r", LINKS[:3])
+    lookup.computed("r", LINKS[:3])
+    lookup.forget("r")
     wait_for(lambda: set(plane.announced or ()) == set(keys(*LINKS[1:3])))
     lookup.submit("again", TOKENS, handover=Handover(announces=PATIENCE_S))
     wait_for(lambda: set(plane.announced or ()) == set(keys(*LINKS[1:])))
@@ -260,10 +269,26 @@ def test_a_chunk_that_a_rank_has_dropped_is_not_announced_again_when_its_request
     assert plane.announced is not None
     for key in keys(LINKS[1]):
         del plane.announced[key]
+    lookup.computed("r", LINKS[:3])
     before = plane.calls.count("Announce")
-    lookup.forget("r", LINKS[:3])
+    lookup.forget("r")
     plane.wait_for_call("Announce", before + 1)
     wait_for(lambda: set(plane.announced or ()) == set(keys(LINKS[0], LINKS[2])))
+
+
+def test_a_chunk_that_a_rank_has_dropped_is_not_announced_again_while_others_are_computed(
+    lookup: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    lookup.submit("r", TOKENS, handover=Handover(announces=0.1))
+    wait(lambda: lookup.poll("r"))
+    wait_for(lambda: set(plane.announced or ()) == set(keys(*LINKS)))
+    lookup.computed("r", LINKS[:2])
+    plane.wait_for_call("Announce", plane.calls.count("Announce") + 2)  # one may have been under way
+    assert plane.announced is not None
+    for key in keys(LINKS[1]):
+        del plane.announced[key]
+    plane.wait_for_call("Announce", plane.calls.count("Announce") + 2)
+    assert set(plane.announced) == set(keys(LINKS[0], *LINKS[2:]))
 
 
 def test_what_the_cap_lets_nobody_store_is_not_announced(
@@ -298,3 +323,79 @@ def test_a_tail_is_a_hit_behind_the_last_chunk_alone(
     store(plane, short)
     lookup.submit("short", TOKENS[:3], handover=handover)
     assert wait(lambda: lookup.poll("short")) == LookupAnswer(0, "complete", tail=True)
+
+
+def test_a_load_may_begin_with_the_first_chunk_and_hears_of_the_others_as_they_arrive(
+    early: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    announce(plane, *LINKS, TAIL)
+    early.submit("r", TOKENS, handover=Handover(waits=PATIENCE_S, tail_tokens=2))
+    polls(plane)
+    assert early.poll("r") is None, "blocks are not taken for what may take long to come"
+    store(plane, LINKS[0])
+    assert wait(lambda: early.poll("r")) == LookupAnswer(4 * CHUNK, "complete", tail=True)
+    assert early.arrived("r") == Arrived(1, "")
+    store(plane, *LINKS[1:])
+    wait_for(lambda: early.arrived("r") == Arrived(4, ""))
+    store(plane, TAIL, ranks=1)
+    polls(plane)
+    assert early.arrived("r") == Arrived(4, ""), "one rank of two has stored it"
+    store(plane, TAIL)
+    wait_for(lambda: early.arrived("r") == Arrived(5, "complete"))
+    calls = plane.calls.count("Lookup")
+    early.submit("cold", [9, *TOKENS[1:]], handover=WAITS)
+    assert wait(lambda: early.poll("cold")) == LookupAnswer(0, "complete") and early.arrived("cold") is None
+    assert plane.calls.count("Lookup") == calls + 1, "what is complete is asked for no more"
+
+
+def gone(plane: ScriptedDataPlane) -> None:
+    assert plane.announced is not None
+    for key in keys(*LINKS[2:]):
+        del plane.announced[key]
+
+
+@pytest.mark.parametrize(
+    ("happen", "seconds", "there", "reason"),
+    [
+        (gone, PATIENCE_S, 2, "announced_gone"),
+        (lambda plane: None, 1.0, 1, "announced_late"),
+        (lambda plane: plane.script.abort.update(Lookup=grpc.StatusCode.INTERNAL), PATIENCE_S, 1, ""),
+    ],
+    ids=["dropped", "late", "nobody answers"],
+)
+def test_a_load_that_has_begun_hears_why_no_more_arrives(
+    early: PrefixLookup,
+    plane: ScriptedDataPlane,
+    wait: Callable[..., Any],
+    happen: Callable[[ScriptedDataPlane], Any],
+    seconds: float,
+    there: int,
+    reason: str,
+) -> None:
+    store(plane, LINKS[0])
+    announce(plane, *LINKS[1:])
+    early.submit("r", TOKENS, handover=Handover(waits=seconds))
+    answer = wait(lambda: early.poll("r"))
+    if answer.reason == "announced_late":  # the machine stood still meanwhile
+        return
+    assert answer == LookupAnswer(4 * CHUNK, "complete") and early.arrived("r") == Arrived(1, "")
+    happen(plane)
+    if there == 2:
+        wait_for(lambda: early.arrived("r") == Arrived(1, ""))
+        store(plane, LINKS[1])
+    ended = wait_for(lambda: (early.arrived("r") or Arrived(0, "")).ended)
+    assert early.arrived("r") == Arrived(there, ended)
+    assert ended == reason if reason else ended not in ("complete", "announced_gone", "announced_late")
+
+
+def test_who_is_forgotten_while_its_load_waits_is_asked_for_no_more(
+    early: PrefixLookup, plane: ScriptedDataPlane, wait: Callable[..., Any]
+) -> None:
+    store(plane, LINKS[0])
+    announce(plane, *LINKS[1:])
+    early.submit("r", TOKENS, handover=WAITS)
+    wait(lambda: early.poll("r"))
+    early.forget("r")
+    store(plane, *LINKS)
+    wait_for(lambda: not early._coming._waiting)
+    assert early.arrived("r") is None

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from machine import NEVER_S, PATIENCE_S, wait_for
+from manager_support import Paged, collect, job, keys_of, prompt
 from scripted import ScriptedDataPlane
 
 from host_control.client import DataPlaneClient
@@ -25,92 +26,8 @@ from host_control.manager import (
 from host_control.segment import Segment
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
-from shadowserve.keys import chain_links, record_keys
 from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
-
-CHUNK = 4
-MODEL = b"m" * 32
-
-
-@dataclass
-class Paged:
-    """Paged KV memory: what was scattered, by request and chunk."""
-
-    chunks: dict[tuple[str, int], bytes] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    chunk_bytes: int = 0
-    failure: Exception | None = None
-    gate: threading.Event = field(default_factory=threading.Event)
-    waiting: bool = False
-
-    def __call__(self, job: FetchJob, part: int, first: int, chunks: memoryview) -> None:
-        self.waiting = True
-        assert self.gate.wait(PATIENCE_S)
-        if self.failure is not None:
-            raise self.failure
-        for index in range(len(chunks) // self.chunk_bytes):
-            begin = index * self.chunk_bytes
-            assert (job.request_id, first + index) not in self.chunks, "scattered twice"
-            self.chunks[job.request_id, first + index] = bytes(chunks[begin : begin + self.chunk_bytes])
-        if job.request_id not in self.order:
-            self.order.append(job.request_id)
-
-
-@pytest.fixture
-def paged(shape: ChunkLayout) -> Paged:
-    paged = Paged(chunk_bytes=shape.raw_bytes)
-    paged.gate.set()
-    return paged
-
-
-@pytest.fixture
-def make_manager(
-    client: DataPlaneClient, destination: Destination, paged: Paged
-) -> Iterator[Callable[..., KVCacheManager]]:
-    made = []
-
-    def make(**options: Any) -> KVCacheManager:
-        if "fetch_timeout" in options:
-            destination.acquire(PATIENCE_S)  # so that a short one is the fetches' alone
-        manager = KVCacheManager(client, destination, paged, **{"fetch_timeout": PATIENCE_S, **options})
-        made.append(manager)
-        return manager
-
-    yield make
-    for manager in made:
-        manager.close(PATIENCE_S)
-
-
-@pytest.fixture
-def manager(make_manager: Callable[..., KVCacheManager]) -> KVCacheManager:
-    return make_manager()
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    return [seed * 1000 + position for position in range(tokens)]
-
-
-def keys_of(tokens: list[int]) -> list[bytes]:
-    return record_keys(b"n" * 32, chain_links(MODEL, tokens, chunk_tokens=CHUNK))
-
-
-def job(name: str, count: int, fill: Callable[[list[bytes]], None] | None = None) -> FetchJob:
-    keys = keys_of(prompt(count * CHUNK, sum(name.encode())))
-    if fill is not None:
-        fill(keys)
-    return FetchJob(request_id=name, keys=(tuple(keys),))
-
-
-def collect(manager: KVCacheManager, count: int, timeout: float = PATIENCE_S) -> list[FetchResult]:
-    results: list[FetchResult] = []
-    ends = time.monotonic() + timeout
-    while len(results) < count:
-        results += manager.exchange()
-        assert time.monotonic() < ends, f"only {results}"
-        time.sleep(0.001)
-    return results
-
 
 # ---------------------------------------------------------------------- exchange (figure 6)
 

@@ -120,6 +120,7 @@ def test_memory_without_a_hold_stays_until_every_shape_was_released(
     assert not first.closed
     client.release = release  # type: ignore[method-assign]
     assert two.acquire(5) is not first and first.closed
+    assert plane.calls.count("ReleaseDestination") == 2, "none is released twice"
     two.close()
 
 

@@ -46,7 +46,7 @@ _THREADED: Final = (
     "--tests-regex",
     r"^test_(codec|block.*|pipeline_.*|doca_emulator_.*)$",
     "--exclude-regex",
-    r"^test_pipeline_(counts|doca|pieces|trace|(failure|pieces|sources|store|trace)\.doca)$",
+    r"^test_pipeline_(counts|doca|pieces|trace|(failure|layers|pieces|sources|store|trace)\.doca)$",
 )
 # What has code of its own for Arm, what stands on that, and a pipeline that stores and fetches.
 _OF_ARM: Final = (

@@ -3,6 +3,7 @@
 import mmap
 import socket
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from shadowserve import native
 from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
-from shadowserve.native import Result
+from shadowserve.native import Origin, Result
 from shadowserve.resp import NEED_DATA, CommandReader
 
 CHUNKS, SLICES, SLICE_BYTES = 4, 3, 4096
@@ -20,7 +21,7 @@ DATA = np.random.default_rng(11).integers(0, 256, (CHUNKS, CHUNK_BYTES), np.uint
 
 
 def make_round(
-    target: NDArray[np.uint8], bodies: dict[int, object], deadline_ns: int = 2**62, groups: int = 1
+    target: NDArray[np.uint8], bodies: dict[int, Any], deadline_ns: int = 2**62, groups: int = 1
 ) -> native.Round:
     """A round of what was stored without quantizer and codec: a body is what is delivered. Groups share the target."""
     pieces, slices = np.zeros(CHUNKS, native.PIECE_DTYPE), np.zeros(CHUNKS * SLICES, native.SLICE_DTYPE)
@@ -41,7 +42,11 @@ def make_round(
         )
         for part in np.split(target, groups)
     ]
-    return native.Round(pieces=pieces, slices=slices, groups=parts, deadline_ns=deadline_ns, bodies=bodies)
+    pieces["origin"][list(bodies)] = Origin.AWAITED
+    round_ = native.Round(pieces=pieces, slices=slices, groups=parts, deadline_ns=deadline_ns)
+    for index, body in bodies.items():
+        round_.supply(index, body)
+    return round_
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ HEADER = "".join(path.read_text() for path in sorted((REPOSITORY / "native/inclu
         (DType, "SS_DTYPE_"),
         (native.Isa, "SS_ISA_"),
         (native.Stage, "SS_STAGE_"),
+        (native.Origin, "SS_ORIGIN_"),
     ],
 )
 def test_enums_are_the_headers(enum: type[native.Result], prefix: str) -> None:

@@ -353,7 +353,7 @@ def test_second_hit_admission_writes_what_is_asked_for() -> None:
     pool.stop()
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "frequency"])
 def test_a_full_device_gives_up_objects_in_time_and_nothing_is_lost_between(policy: str) -> None:
     pool, _ = start(eviction=policy)
     for number in range(600):

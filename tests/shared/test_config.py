@@ -22,7 +22,7 @@ from storage_kv.config import StorageConfig
 REPOSITORY = Path(__file__).parents[2]
 PROGRAMS: list[type[Section]] = [StorageConfig, DataPlaneConfig, HostConfig]
 CONFIG_FILES = sorted((REPOSITORY / "configs").glob("*.yaml"))
-DEPLOYMENTS = {"bluefield.yaml"}
+DEPLOYMENTS = {"bluefield.yaml", "one-host.yaml"}
 """Files for one kind of machine: they say what differs there, and leave the explaining of every key to the others."""
 
 

@@ -23,6 +23,7 @@ from shadowserve.keys import (
     KVNamespace,
     ModelIdentity,
     chain_links,
+    chain_of,
     record_keys,
     storage_key,
     tail_link,
@@ -41,23 +42,23 @@ LAYOUT = ChunkLayout(
 NAMESPACE = KVNamespace(model=MODEL, layers=(0, 32), heads=(0, 8))
 
 # What is stored today must be found by every later version: if one of these changes, SCHEMA_VERSION must, too.
-GOLDEN_MODEL = "d8d0ebf395efe4fc0a712ddd492e54e6815b01fb245bbf3d86c31f1483c4f315"
-GOLDEN_NAMESPACE = "96ba6ca3f25acfd17de24f17ed16c86339d23bf14feed77b752d3b8a816f95ab"
+GOLDEN_MODEL = "9fd6431f7572974cced83228bb788375828a365903bea7558f2c4faf460b4281"
+GOLDEN_NAMESPACE = "c775a6aaf093270d74457f37d401d7271da54173bc41e7674135ab9873de295c"
 GOLDEN_LINKS = [
-    "8d9269a3cb1a4d78ac00a3f69bb491dac4a94de1f05c7fcc88a61a6a1af67cb2",
-    "81a49ca8e58bdd1e876d3fcb901165da7baedb40324c72be890062c784a77132",
-    "9cd8bf2f056377b142877e7ce8a6c69c17ddb032b66bc13f25dae17b8a517e60",
+    "93adfef254251bba8126b1324f234cde8f6263642ebcf5ff5633f843e6ba17a7",
+    "8ae3f37865b259f8d7a572f1822b57b2dc1076a121ffa5835633f843e6ba17a7",
+    "dcd1266cbf1342491d7b3a9f8c91b290517f4ca6953030055633f843e6ba17a7",
 ]
 GOLDEN_LINKS_SALTED = [
-    "d13300732537a514806aa3ef5681084eb287f6f975dfea4c47428357c3b868a1",
-    "6089475deca8046ea01f3c5daa753b4cc030d27b8a744b51315a86146898c860",
+    "3ac28f1d20f948e65b645bd7d4e510a2d72a1fb54ca9276ce2eb26aacdd7d276",
+    "a14dc825d80f3b2ad6a78856a788d3cb8566ee4cb33115d0e2eb26aacdd7d276",
 ]
 GOLDEN_KEYS = [
-    "bfc3ca1faa88a825b3d4c5da07e125efd83a2ec4dc61b749b0b8158d94f8cfe5",
-    "940d44356f68333085762ee8c7342016b5eef0753ab51e6ac3a087ea409e993e",
-    "c042773cb592ed31bd2553a26d61831f041f37acc7d9fd80e215543a267e835f",
+    "72287bf35353b2be9f303140e352ff4f7637ab7647a3c3596e5d4b44a888d734",
+    "9a030c75d83c30ed32d7bb1a040bc8e61e7bcbe98b08a8016e5d4b44a888d734",
+    "8d83375fb5aa43b2b3a1593eabb0cbcad8adb778bfc120056e5d4b44a888d734",
 ]
-SCHEMA_2_KEY = "8cc68081d41f00c5e6dd536d396b9eace1ed012c8a74ce247fcd0c1bc5dc42bf"
+SCHEMA_3_KEY = "bfc3ca1faa88a825b3d4c5da07e125efd83a2ec4dc61b749b0b8158d94f8cfe5"
 """Of the same tokens of the same model, as the schema before this one had it."""
 
 # One other value for each field; a field that is added has to be added here to pass.
@@ -90,7 +91,7 @@ TOKENS = list(range(1000))
 def reference_links(model: bytes, tokens: list[int], chunk_tokens: int, extra: Extra) -> list[bytes]:
     """The chain as the docstring of chain_links defines it, one token at a time."""
     links = []
-    previous = hashlib.sha256(b"shadowserve chain 1\0" + model).digest()
+    previous = hashlib.sha256(b"shadowserve chain 2\0" + model).digest()
     for start in range(0, len(tokens) - chunk_tokens + 1, chunk_tokens):
         chunk = b"".join(struct.pack("<I", token) for token in tokens[start : start + chunk_tokens])
         before = previous + chunk + struct.pack("<I", len(extra.request)) + extra.request
@@ -101,6 +102,7 @@ def reference_links(model: bytes, tokens: list[int], chunk_tokens: int, extra: E
         ]
         inputs = [each.content + struct.pack("<qq", each.offset - start, each.length) for each in there]
         previous = hashlib.sha256(before + b"".join(inputs)).digest()
+        previous = previous[:24] + (links[0] if links else previous)[24:]
         links.append(previous)
     return links
 
@@ -122,9 +124,22 @@ def test_the_chain_is_frozen() -> None:
 def test_the_keys_of_records_are_frozen() -> None:
     links = chain_links(MODEL.digest(), TOKENS)
     assert [key.hex() for key in record_keys(named(), links)] == GOLDEN_KEYS
-    expected = [hashlib.sha256(b"shadowserve record 3\0" + named() + link).digest() for link in links]
-    assert record_keys(named(), links) == expected
-    assert SCHEMA_2_KEY not in GOLDEN_KEYS, "what was stored before is a miss"
+    before = b"shadowserve record 4\0" + named()
+    end = hashlib.sha256(before + links[0][24:]).digest()[:8]
+    assert record_keys(named(), links) == [hashlib.sha256(before + link).digest()[:24] + end for link in links]
+    assert SCHEMA_3_KEY not in GOLDEN_KEYS, "what was stored before is a miss"
+
+
+def test_keys_of_one_namespace_end_alike_if_their_prompts_begin_alike_and_not_otherwise() -> None:
+    other = named(replace(NAMESPACE, heads=(8, 16)))
+    links = chain_links(MODEL.digest(), TOKENS)
+    branched = chain_links(MODEL.digest(), [*TOKENS[:300], *TOKENS], after=links[:1])
+    ends = {chain_of(key) for key in record_keys(named(), [*links, *branched, tail_link(
+        MODEL.digest(), TOKENS, 100, after=links)])}  # fmt: skip
+    assert len(ends) == 1 and len({*links, *branched}) == len(links) + len(branched) - 1
+    elsewhere = chain_links(MODEL.digest(), TOKENS[1:])
+    assert len({chain_of(key) for key in record_keys(named(), [links[2], elsewhere[2]])}) == 2
+    assert not ends & {chain_of(key) for key in record_keys(other, links)}, "ranks and groups are spread"
 
 
 def test_the_storage_key_is_frozen() -> None:
@@ -138,7 +153,7 @@ def test_the_digests_are_those_of_canonical_json() -> None:
     }  # fmt: skip
     part = {"model": GOLDEN_MODEL, "group": "full", "layers": [0, 32], "heads": [0, 8], "layout": layout}
     for content, digest in ((asdict(MODEL), GOLDEN_MODEL), (part, GOLDEN_NAMESPACE)):
-        text = json.dumps(content | {"schema_version": 3}, sort_keys=True, separators=(",", ":"))
+        text = json.dumps(content | {"schema_version": 4}, sort_keys=True, separators=(",", ":"))
         assert hashlib.sha256(text.encode()).hexdigest() == digest
 
 
@@ -354,8 +369,9 @@ def test_a_tail_has_a_link_of_its_own_tokens_and_of_all_before_them() -> None:
     def link(tokens: list[int], size: int, **named: Any) -> bytes:
         return tail_link(MODEL.digest(), tokens, size, chunk_tokens=8, **{"after": links, **named})
 
-    text = b"shadowserve tail 1\0" + links[1] + np.arange(16, 20, dtype="<u4").tobytes() + struct.pack("<I", 0)
-    assert link(tokens, 4) == hashlib.sha256(text).digest(), "the definition, which is frozen"
+    text = b"shadowserve tail 2\0" + links[1] + np.arange(16, 20, dtype="<u4").tobytes() + struct.pack("<I", 0)
+    definition = hashlib.sha256(text).digest()[:24] + links[0][24:]
+    assert link(tokens, 4) == definition, "the definition, which is frozen"
     assert link(tokens[:20], 4) == link(np.array(tokens), 4) == link(tokens, 4)  # type: ignore[arg-type]
     image = Input(17, 2, bytes(32))
     others = [

@@ -184,13 +184,13 @@ class DataPlane:
 
     async def _lookup(self) -> object:
         keys, began = self._keys(), self._world.now_ns
-        [present] = await self._catalog.lookup([(NAMESPACE, keys)])
-        for key, there in zip(keys, present.tolist(), strict=True):
+        [found] = await self._catalog.lookup([(NAMESPACE, keys)])
+        for key, there in zip(keys, found.present.tolist(), strict=True):
             if there:
                 self._compare(key, lambda write: True, began, "lookup")
             elif not self._catalog.is_quarantined(NAMESPACE, key):
                 self._check(key, None, began, "lookup")
-        return present.tolist()
+        return found.present.tolist()
 
     async def _delete(self) -> object:
         key = self._world.random.choice(self._keys())

@@ -21,16 +21,19 @@ TABLE_A9 = {
     "calibrated_stall_opt": (13.99, 27.25, 8.96, 29.81),
 }
 demands = st.lists(
-    st.builds(Demand, st.floats(1e3, 1e9), st.floats(1e-4, 10.0)),
+    st.builds(Demand, st.floats(1e3, 1e9), st.floats(1e-4, 10.0), st.integers(1, 128)),
     min_size=1,
     max_size=8,
 )
 budgets = st.floats(1e6, 1e12)
 policies = pytest.mark.parametrize("policy", POLICIES)
 optima = pytest.mark.parametrize(("policy", "margin"), [("stall_opt", 0.0), ("calibrated_stall_opt", 5e8)])
+capped = pytest.mark.parametrize(
+    ("policy", "margin"), [("stall_opt", 0.0), ("calibrated_stall_opt", 5e8), ("shortest_remaining", 5e8)]
+)
 
 
-@policies
+@pytest.mark.parametrize("policy", TABLE_A9)
 def test_the_rates_are_the_papers_of_its_workload(policy: str) -> None:
     rates = allocate(policy, WORKLOAD_A, 80 * G, 5 * G)
     assert [rate / G for rate in rates] == pytest.approx(TABLE_A9[policy], abs=0.02)
@@ -46,7 +49,7 @@ def test_no_mix_gets_more_than_the_link_has_and_every_request_something(
     assert sum(rates) <= budget * (1 + 1e-9)
 
 
-@optima
+@capped
 @given(mix=demands, budget=budgets)
 def test_a_link_stays_idle_only_where_everybody_has_all_that_helps(
     policy: str, margin: float, mix: list[Demand], budget: float
@@ -117,6 +120,12 @@ def test_the_order_of_requests_does_not_matter(policy: str, mix: list[Demand], b
     rates = allocate(policy, mix, budget, 5e8)
     shuffled = allocate(policy, [mix[place] for place in places], budget, 5e8)
     assert shuffled == pytest.approx([rates[place] for place in places], rel=1e-9)
+
+
+def test_half_as_much_left_is_sent_twice_as_fast_as_far_as_that_helps() -> None:
+    long, short = Demand(1e6, 1e-3, layers_left=32), Demand(1e6, 1e-3, layers_left=16)
+    assert allocate("shortest_remaining", [long, short], 9e9) == pytest.approx([3e9, 6e9])
+    assert allocate("shortest_remaining", [long, short], 14e9, margin=1e9) == pytest.approx([5e9, 9e9])
 
 
 def test_time_to_first_token_is_transfer_or_computing_whichever_is_longer() -> None:

@@ -18,6 +18,9 @@ from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import storage_key
 from shadowserve.resp import ErrorReply
+from storage_kv import layers as streams
+from storage_kv.egress import POLICIES
+from storage_kv.shaper import Shaper
 
 LAYERS = 4
 MIB = 1 << 20
@@ -259,6 +262,58 @@ def test_a_chunk_that_cannot_be_read_is_missing_from_the_beginning() -> None:
         wait_for(lambda: store.leases == 0)
 
 
+@pytest.mark.parametrize("place", ["gather", "plan", "layer"])
+def test_a_bug_in_one_stream_is_answered_with_an_error_and_costs_no_other(
+    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = getattr(streams._Stream, place)
+
+    def wrong(stream: Any, *arguments: Any) -> Any:
+        if len(stream.keys) == 3 and arguments in ((), (2,)):
+            raise RuntimeError("a bug")
+        return right(stream, *arguments)
+
+    monkeypatch.setattr(streams._Stream, place, wrong)
+    with Served() as server:
+        client, other = server.client(), server.client()
+        records = stored(client, 4)
+        asked = list(records)
+        for _ in range(2):
+            other.send("KV.LAYERS", "0-3", 0, 0, *asked)
+            answer = client.call("KV.LAYERS", "0-3", 0, 0, *asked[:3])
+            if place == "layer":
+                assert [isinstance(each, ErrorReply) for each in answer] == [False, False, False, True, True]
+                answer = answer[3]
+            assert isinstance(answer, ErrorReply) and b"the server's log says why" in answer
+            assert client.call("PING") == b"PONG"
+            check(other.receive(), asked, records, range(LAYERS))
+        wait_for(lambda: lent(client) == 0)
+        info = client.info()
+        assert (info["layer_streams"], info["layer_streams_failed"], info["layer_streams_active"]) == ("4", "2", "0")
+        assert int(info["layers_sent"]) >= 2 * LAYERS
+    assert [line.message for line in caplog.records if line.levelname == "ERROR"] == ["layers_failed"] * 2
+
+
+def test_a_bug_in_what_all_streams_share_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Served() as server:
+        client = server.client()
+        records = stored(client, 4)
+        asked = list(records)
+        with monkeypatch.context() as broken:
+            broken.setattr(Shaper, "ready", lambda *_: 1 / 0)
+            clients = [server.client() for _ in range(3)]
+            for each in clients:
+                each.send("KV.LAYERS", "0-3", 0, 0, *asked)
+            for each in clients:
+                there, *layers = each.receive()
+                assert len(there) == 4 and all(isinstance(layer, ErrorReply) for layer in layers)
+        check(client.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))
+        wait_for(lambda: lent(client) == 0)
+    assert "layers_failed" in caplog.text
+
+
 def test_rates_of_tenants_and_of_the_request_hold(start: Callable[..., Child]) -> None:
     # No figure is held here but the least time that so many bytes take: a slow machine takes longer, never less.
     child = start("--memory-budget-bytes", "64 MiB", "--tenants", '{"": {"bytes_per_s": "16 MiB"}}')
@@ -281,7 +336,7 @@ def test_a_shared_link_brings_layers_and_whole_values_to_all_under_every_policy(
     records = stored(operator, 4, layer_bytes=64 << 10)  # 1 MiB
     asked = list(records)
     clients = [child.client() for _ in range(6)]
-    for policy in ("equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt"):
+    for policy in POLICIES:
         assert operator.call("CONFIG", "SET", "egress_policy", policy) == b"OK"
         began = time.monotonic()
         for number, client in enumerate(clients[:4]):

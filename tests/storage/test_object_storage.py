@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import ceph_gateway
 import pytest
 from cold_support import CREDENTIALS, Chain
 from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
 from machine import wait_for
 from storage_support import REPOSITORY, Child, Client
+
+from shadowserve_tools.bench.peers.buckets import CREDENTIALS as CEPH_CREDENTIALS
+from shadowserve_tools.bench.peers.buckets import MISSING, ceph_gateway
 
 CHAIN = Chain("document", 24, 1 << 16)
 Starts = Callable[..., Child]
@@ -21,9 +23,9 @@ StartsNodes = Callable[..., tuple[Child, Client]]
 
 @pytest.fixture(scope="module")
 def ceph() -> Iterator[str]:
-    if ceph_gateway.MISSING:
-        pytest.skip(f"{ceph_gateway.MISSING} is not installed: apt-get install ceph-mon ceph-osd radosgw")
-    with ceph_gateway.ceph_gateway(BUCKET) as endpoint:
+    if MISSING:
+        pytest.skip(f"{MISSING}: apt-get install ceph-mon ceph-osd radosgw")
+    with ceph_gateway(BUCKET) as endpoint:
         yield endpoint
 
 
@@ -38,7 +40,7 @@ def bucket(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
     """An endpoint and credentials."""
     if request.param == "own":
         return request.getfixturevalue("faulty").endpoint, CREDENTIALS
-    return request.getfixturevalue("ceph"), ceph_gateway.CREDENTIALS
+    return request.getfixturevalue("ceph"), CEPH_CREDENTIALS
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ def test_two_nodes_that_are_given_the_same_chain_agree(bucket: tuple[str, dict[s
 def test_wrong_credentials_or_a_missing_bucket_leave_a_node_that_works_without(
     ceph: str, node: StartsNodes, wrong: str
 ) -> None:
-    credentials = ceph_gateway.CREDENTIALS | ({"AWS_SECRET_ACCESS_KEY": "wrong"} if wrong == "secret" else {})
+    credentials = CEPH_CREDENTIALS | ({"AWS_SECRET_ACCESS_KEY": "wrong"} if wrong == "secret" else {})
     _, client = node(ceph, credentials, **({"bucket": "not-there"} if wrong == "bucket" else {}))
     wait_for(lambda: s3(client)["state"] == "away")
     assert ("denied=" if wrong == "secret" else "no_bucket=") in s3(client)["failed_reads"]
@@ -167,6 +169,24 @@ def test_a_bucket_that_stands_still_disturbs_no_other_client(faulty: FaultyS3, n
     assert other.call("GET", "key") == b"value"
     gate.set()
     assert two.receive() == CHAIN.values[0]
+
+
+def test_what_only_the_bucket_has_is_told_with_when_to_expect_it_and_not_fetched(
+    faulty: FaultyS3, node: StartsNodes
+) -> None:
+    _, one = node(faulty.endpoint, CREDENTIALS)
+    store_chain(one)
+    assert one.call("KV.COLD", *CHAIN.keys) == [0] * 24
+    _, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
+    wait_for(lambda: s3(two)["records"] == "24")
+    asked = faulty.count("get")
+    expected = two.call("KV.COLD", *CHAIN.keys[:2], b"kv:" + b"0" * 64, *CHAIN.keys[2:], "plain")
+    assert isinstance(expected, list) and expected[2] == expected[-1] == 0
+    del expected[2], expected[-1]
+    assert 0 < expected[0] <= expected[23] and expected == sorted(expected), "those before it come, too"
+    assert faulty.count("get") == asked
+    assert two.call("MGET", *CHAIN.keys) == CHAIN.values
+    assert two.call("KV.COLD", *CHAIN.keys) == [0] * 24
 
 
 def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, node: StartsNodes) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage_kv.egress import Demand
+from storage_kv.egress import POLICIES, Demand
 from storage_kv.shaper import Flow, Link, Others, Shaper
 
 MBIT = 1e6
@@ -23,7 +23,7 @@ class Run:
         self.sent: list[tuple[float, Flow]] = []
 
     def enter(self, layer_bytes: float, window_s: float, layers: int, limit: float = inf) -> Flow:
-        flow = Flow(Demand(layer_bytes, window_s), limit)
+        flow = Flow(Demand(layer_bytes, window_s, layers), limit)
         self.left[flow] = layers
         flow.next_bits = int(8 * layer_bytes)
         self.shaper.enter(flow, self.now_s)
@@ -156,7 +156,7 @@ def test_clients_of_other_replies_have_a_fair_share_and_pay_for_more() -> None:
         min_size=1,
         max_size=6,
     ),
-    policy=st.sampled_from(["equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt"]),
+    policy=st.sampled_from(sorted(POLICIES)),
 )
 def test_all_layers_are_sent_and_never_more_than_the_link_carries(
     mix: list[tuple[float, float, int, float]], policy: str
@@ -177,6 +177,17 @@ def test_all_layers_are_sent_and_never_more_than_the_link_carries(
     for time_s, flow in run.sent:
         total += 8 * flow.demand.layer_bytes
         assert total <= 100 * MBIT * (time_s - began_s) * (1 + 1e-6) + largest
+
+
+def test_what_ends_first_is_sent_first_and_the_rest_is_as_soon_at_its_end_as_with_equal_parts() -> None:
+    ends: dict[str, list[float]] = {}
+    for policy in ("equal", "shortest_remaining"):
+        run = Run(shared(8 * MBIT, policy))
+        short, long = run.enter(1e4, 0.01, 10), run.enter(1e4, 0.01, 40)  # 100 ms and 400 ms of the link
+        run.go(2.0)
+        ends[policy] = [max(time_s for time_s, flow in run.sent if flow is each) - 1000.0 for each in (short, long)]
+    assert ends["equal"] == pytest.approx([0.2, 0.5], abs=0.05)
+    assert ends["shortest_remaining"] == pytest.approx([0.13, 0.5], abs=0.04)
 
 
 def test_debts_of_others_end_when_nothing_goes_by_layers() -> None:

@@ -11,10 +11,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shadowserve_tools import main
+from shadowserve_tools.simulate import objectcache
 from shadowserve_tools.simulate.assumptions import RANGED, Fitted, Given, described
 from shadowserve_tools.simulate.bluefield import COMBINATIONS, assumption_rows
 from shadowserve_tools.simulate.model import CHANGES, Design, Model, Setting, swing
 from shadowserve_tools.simulate.targets import TARGETS, Target
+from storage_kv.egress import ttft_s
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = Model()
@@ -331,3 +333,24 @@ def test_compressed_records_are_smaller_and_so_faster_and_say_by_how_much(tmp_pa
 def test_a_mix_that_the_table_does_not_have_is_refused(arguments: list[str], word: str) -> None:
     done = CliRunner().invoke(main, ["simulate", "objectcache", *arguments])
     assert done.exit_code == 2 and word in done.output
+
+
+@pytest.mark.parametrize("cap_gbps", [5.0, 60.0])
+def test_rates_that_are_handed_on_are_equation_3_where_nobody_ends_before_the_others(cap_gbps: float) -> None:
+    request = objectcache.Request("16K", 0.875)
+    demand = request.demand()
+    for count in (1, 3):
+        added = objectcache.handed_on([request] * count, cap_gbps, 0.0, "equal")
+        alone_s = objectcache.LAYERS * demand.window_s
+        wanted = ttft_s(demand, 1e9 * cap_gbps / count, objectcache.LAYERS) - alone_s
+        assert added == pytest.approx([wanted] * count, rel=1e-6)
+
+
+def test_handing_rates_on_takes_from_nobody_and_what_ends_first_goes_first() -> None:
+    mix = objectcache.WORKLOAD_A
+    held = objectcache.outcome(mix, 50.0, 0.0)["equal"]["requests"]
+    alone_ms = [objectcache.TABLE_A8[request] for request in mix]
+    added = objectcache.handed_on(mix, 50.0, 0.0, "equal")
+    for row, alone, now_s in zip(held, alone_ms, added, strict=True):
+        assert 1e3 * now_s <= (row["ttft_ms"] - alone) * (1 + 1e-6)
+    assert sum(objectcache.handed_on(mix, 50.0, 5.0, "shortest_remaining")) < 0.8 * sum(added)

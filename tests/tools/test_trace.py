@@ -2,16 +2,21 @@
 
 import json
 import re
+import threading
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from host_control.client import DataPlaneClient
+from host_control.decision import Decision
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve_tools import main
-from shadowserve_tools.processes import free_port
+from shadowserve_tools.processes import free_port, start_data_plane, start_storage
 from shadowserve_tools.timeline import chrome_trace, lanes, stage_times
 
 SLICES = 64
@@ -90,6 +95,57 @@ def test_works_that_overlap_take_lanes_of_their_own() -> None:
     assert [len(lane) for lane in lanes(nested)] == [3]
     assert [len(lane) for lane in lanes([*nested, crossing])] == [3, 1]
     check_tracks(chrome_trace([*nested, crossing], {}))
+
+
+def test_a_decision_has_a_track_and_says_what_was_predicted_and_what_came() -> None:
+    decision = pb.Decision(
+        kind="compute", tokens=600, loaded_tokens=0, predicted={"fetch": 0.25, "compute": 0.1}, predicted_seconds=0.1,
+        seconds=0.125,
+    )  # fmt: skip
+    decided = span("decision", 10, 20, core=-1, slice=-1)
+    decided.decision.CopyFrom(decision)
+    document = chrome_trace([decided, span("fetch", 0, 30, core=-1, slice=-1)], {})
+    check_tracks(document)
+    (shown,) = [event for event in document["traceEvents"] if event.get("cat") == "decision"]
+    assert shown["name"] == "compute"
+    assert shown["args"] == {
+        "tokens": 600, "loaded_tokens": 0, "predicted_compute_ms": 100.0, "predicted_fetch_ms": 250.0,
+        "predicted_ms": 100.0, "came_ms": 125.0,
+    }  # fmt: skip
+    names = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "thread_name"}
+    assert names == {"decisions", "Fetch call"}
+
+
+def test_the_decisions_of_a_data_plane_that_serves_are_printed(tmp_path: Path, data_plane: tuple[str, Any]) -> None:
+    """Where all is computed there is nothing else to show."""
+    address, decide = data_plane
+    file = tmp_path / "trace.json"
+    thread = threading.Thread(target=decide)
+    thread.start()
+    done = run("-o", str(file), "--data-plane", address, "--seconds", "3")
+    thread.join()
+    assert done.exit_code == 0, done.output
+    said = "decision: compute, 0 of 600 tokens loaded: 125.0 ms to the first token; 100.0 ms predicted"
+    assert said in done.output.replace("\n", " ")
+    assert "compute 100.0 ms, fetch 250.0 ms" in done.output.replace("\n", " ")
+
+
+@pytest.fixture
+def data_plane(tmp_path: Path) -> Iterator[tuple[str, Any]]:
+    """A data plane, and what tells it of decisions while it records."""
+    stop = threading.Event()
+    with start_storage(tmp_path) as storage, start_data_plane(tmp_path, storage.address) as plane:
+        with closing(DataPlaneClient(plane.address)) as client:
+            client.connect(30.0)
+
+            def decide() -> None:
+                done = Decision(
+                    way="compute", end_tokens=0, kind="compute", predicted={"fetch": 0.25, "compute": 0.1}, seconds=0.1
+                )
+                while not stop.wait(0.05):
+                    client.decided(done, 600, 0.125)
+
+            yield plane.address, lambda: (threading.Timer(2.0, stop.set).start(), decide())
 
 
 def test_time_counts_once_for_each_thread() -> None:

@@ -13,6 +13,9 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.outage import Outage
@@ -106,7 +109,7 @@ class ServerCluster:
         self._metrics = metrics
         self._map: _Map | None = None
         self._controls: dict[Node, asyncio.Task[RespClient]] = {}
-        self._outage = Outage(logger)  # until the map is known
+        self._outage = Outage(logger, "every call is a miss")  # until the map is known
         self._look = asyncio.Event()  # something says that the map has changed
         self._refreshing: asyncio.Task[None] | None = None
         self._moved: dict[int, Node] = {}  # slots that nodes have told of since the map was read
@@ -405,6 +408,10 @@ class ServerCluster:
 
     async def announced(self, keys: Sequence[bytes]) -> Flags | None:
         """Return None, likewise."""
+        return None
+
+    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Return None, likewise: it has nothing below."""
         return None
 
     async def delete(self, key: bytes) -> None:

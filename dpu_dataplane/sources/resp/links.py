@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -37,11 +38,18 @@ class Node(NamedTuple):
 
 
 class Link:
-    """One data connection: a connected, non-blocking socket, and with TLS the session on it."""
+    """One data connection: a connected, non-blocking socket, and with TLS the session on it.
+
+    Attributes:
+        latency_s: seconds that the last command of the greeting took.
+        takes_layers: whether KV.LAYERS may be asked for, as far as is known.
+    """
 
     def __init__(self, node: Node, sock: socket.socket) -> None:
         self.node = node
         self.sock = sock
+        self.latency_s = 0.0
+        self.takes_layers = True
         self.session: native.TlsSession | None = None
 
     def fileno(self) -> int:
@@ -187,8 +195,10 @@ class Dialer:
             try:
                 if self.tls is not None:
                     await link.encrypt(self.tls.contexts()[1], self.tls.name_of(node.host))
-                commands = self.greeting(replica=node.replica)
-                for command, answer in zip(commands, await link.exchange(commands), strict=True):
+                for command in self.greeting(replica=node.replica):
+                    began_s = time.monotonic()
+                    [answer] = await link.exchange([command])
+                    link.latency_s = time.monotonic() - began_s
                     refuse_error(command[0].decode(), answer)
             except BaseException:
                 link.close()

@@ -1,5 +1,7 @@
 """An order's bytes, from the node that has each piece: one round, or with a cluster as many as its nodes make of it.
 
+Layer by layer, all from one server, they come in one stream where that pays (layers.py).
+
 A node that cannot be reached, and one that fails, cost each group its pieces from the first chunk of theirs on, and
 nothing else. Pieces that a node says another one has are fetched again from there, a bounded number of times; the
 others are not fetched twice.
@@ -7,6 +9,8 @@ others are not fetched twice.
 
 import asyncio
 import functools
+import logging
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Final
@@ -14,21 +18,22 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from dpu_dataplane.config import NODES_MAX
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.resp.layers import LayerRequest, Threshold, layer_request
 from dpu_dataplane.sources.resp.links import DataLinks, Link, Node
 from dpu_dataplane.sources.resp.servers import REDIRECTIONS_MAX, Servers
 from dpu_dataplane.sources.source import Delivered, Failure, Order
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageUnavailableError
-from shadowserve.native import Result
+from shadowserve.native import Origin, Result
 
-__all__ = ["NODES_MAX", "Ranges"]
+__all__ = ["Ranges"]
 
-NODES_MAX: Final = 256
-"""Of a cluster, in one round: the C core's limit. What more nodes have is fetched in the next one."""
 _PASSING: Final = ("CLUSTERDOWN", "LOADING", "MASTERDOWN", "TRYAGAIN")
 """Errors of a cluster's node that may be over when it is asked again, or another one is."""
+_logger = logging.getLogger(__name__)
 _ANY: Final = 1 << 32
 """Behind every chunk."""
 
@@ -43,6 +48,7 @@ class _Course:
         self.done = Delivered(np.full(count, Result.SKIPPED, np.uint32))
         self.asking = [False] * count
         self.redirections = [0] * count
+        self.supplied: list[bool] = (order.pieces["origin"] != Origin.SERVER).tolist()
         self.texts: dict[int, str] = {}
         self.errors: dict[int, StorageError] = {}
         self._places = list(zip(order.pieces["group"].tolist(), order.pieces["chunk"].tolist(), strict=True))
@@ -69,13 +75,20 @@ class Ranges:
     """Fetches orders, one at a time."""
 
     def __init__(
-        self, pipeline: native.Pipeline, executor: Executor, servers: Servers, links: DataLinks, metrics: Metrics
+        self,
+        pipeline: native.Pipeline,
+        executor: Executor,
+        servers: Servers,
+        links: DataLinks,
+        metrics: Metrics,
+        threshold: Threshold | None,
     ) -> None:
         self._pipeline = pipeline
         self._executor = executor
         self._servers = servers
         self._links = links
         self._metrics = metrics
+        self._threshold = threshold
 
     async def run(self, job: Job, order: Order) -> Delivered:
         """Deliver an order, as :meth:`Source.deliver` wants it."""
@@ -118,7 +131,8 @@ class Ranges:
         links, batch, rest = await self._reach(job, course, todo)
         if not batch:
             return course.useful(rest)
-        failure, results = await self._round(job, course, batch, links)
+        request = self._layer_request(course.order, batch, links)
+        failure, results = await self._round(job, course, batch, links, request)
         course.done.results[batch] = results
         again = []
         for position in np.flatnonzero(results != Result.OK).tolist():
@@ -150,15 +164,21 @@ class Ranges:
     async def _reach(
         self, job: Job, course: _Course, todo: Sequence[int]
     ) -> tuple[dict[Node, list[Link]], list[int], list[int]]:
-        """Return links to nodes that have pieces of ``todo``, the pieces of these, and those of still other nodes."""
+        """Return links to nodes that have pieces of ``todo``, the pieces of these, and those of still other nodes.
+
+        Pieces that come by themselves are among the second.
+        """
         wanted: dict[Node, list[int]] = {}
+        supplied: list[int] = []
         rest: list[int] = []
         for index in todo:
             node = course.nodes[index]
-            if node is None:
+            if course.supplied[index]:
+                supplied.append(index)
+            elif node is None:
                 lacking = f"storage {self._servers.name}: no node has the slot of this key"
                 course.fail(index, Result.DISCONNECTED, StorageUnavailableError(lacking))
-            elif node in wanted or len(wanted) < NODES_MAX:
+            elif node in wanted or len(wanted) < NODES_MAX:  # what more have is fetched in the next round
                 wanted.setdefault(node, []).append(index)
             else:
                 rest.append(index)
@@ -172,25 +192,36 @@ class Ranges:
             else:
                 for index in indexes:
                     course.fail(index, Result.DISCONNECTED, link)
-        batch = course.useful(index for node in links for index in wanted[node])
-        used = {course.nodes[index] for index in batch}
+        batch = course.useful([*supplied, *(index for node in links for index in wanted[node])])
+        used = {course.nodes[index] for index in batch if not course.supplied[index]}
         return {node: link for node, link in links.items() if node in used}, batch, rest
 
     async def _round(
-        self, job: Job, course: _Course, batch: Sequence[int], links: dict[Node, list[Link]]
+        self,
+        job: Job,
+        course: _Course,
+        batch: Sequence[int],
+        links: dict[Node, list[Link]],
+        request: LayerRequest | None,
     ) -> tuple[Result, npt.NDArray[np.uint32]]:
         all_pieces = course.order.pieces
         pieces: npt.NDArray[np.void] = all_pieces[list(batch)] if len(batch) < len(all_pieces) else all_pieces
-        numbers = {node: number for number, node in enumerate(links)}
-        pieces["node"] = [numbers[node] for node in (course.nodes[index] for index in batch) if node is not None]
+        numbers: dict[Node | None, int] = {node: number for number, node in enumerate(links)}
+        pieces["node"] = [0 if course.supplied[index] else numbers[course.nodes[index]] for index in batch]
         pieces["asking"] = [course.asking[index] for index in batch]
+        used = [link for each in links.values() for link in each]
         round_ = course.order.make_round(pieces)
+        if request is not None:
+            used = used[:1]
+            round_.ask_by_layers(request.command, request.layers, request.keys)
+        began_s = time.monotonic()
         try:
             with job.interruptible(round_.cancel):
                 result = await asyncio.get_running_loop().run_in_executor(
-                    self._executor, self._fetch, round_, [link for each in links.values() for link in each], len(links)
+                    self._executor, self._fetch, round_, used, len(links)
                 )
         finally:
+            self._take_note(round_, time.monotonic() - began_s, used, request)
             round_.release()
             if not round_.sockets_in_sync and not self._servers.clustered:
                 self._links.close()  # in a cluster those that are out of step, which are disconnected, are found so
@@ -200,6 +231,33 @@ class Ranges:
         self._metrics.rounds += 1
         course.done.received_bytes += round_.received_bytes
         return result, pieces["result"]
+
+    def _layer_request(self, order: Order, batch: Sequence[int], links: dict[Node, list[Link]]) -> LayerRequest | None:
+        """Return what to ask for in one request, if anything."""
+        if self._threshold is None or not order.layerwise or len(links) != 1:
+            return None
+        if (order.pieces["origin"][list(batch)] != Origin.SERVER).any():  # the server would send those, too
+            return None
+        [used] = links.values()
+        bytes_min = self._threshold.bytes_min(min(link.latency_s for link in used))
+        if not used[0].takes_layers or order.pieces["body_length"][list(batch)].sum() < bytes_min:
+            return None
+        return layer_request(order, batch)
+
+    def _take_note(
+        self, round_: native.Round, seconds: float, links: Sequence[Link], request: LayerRequest | None
+    ) -> None:
+        """Learn from a round how fast the link is, and whether one request was understood."""
+        if self._threshold is not None:
+            self._threshold.note(round_.received_bytes, seconds)
+        if request is None:
+            return
+        if (refusal := round_.refusal) is None:
+            self._metrics.layer_rounds += 1
+        elif not refusal.startswith("OOM"):  # that is about the size of this one
+            [link] = links
+            _logger.info("storage %s does not answer KV.LAYERS (%s): it is asked for ranges", link.node, refusal)
+            link.takes_layers = False
 
     def _fetch(self, round_: native.Round, links: Sequence[Link], nodes: int) -> Result:
         sessions = [link.session for link in links]

@@ -3,7 +3,7 @@ often (``outage.py``), so that an outage costs a request nothing and ends within
 short one sooner.
 
 Where ``KV.META`` is unknown, the same question is asked as one pipeline of STRLEN and GETRANGE. Where ``KV.ANNOUNCE``
-is, nothing is announced.
+is, nothing is announced; where ``KV.COLD`` is, nothing is cold.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
@@ -38,20 +39,29 @@ logger = logging.getLogger(__name__)
 class OneServer:
     """Knows whether the storage server can be reached, and asks it questions.
 
+    Args:
+        config: of the daemon.
+        metrics: to count in.
+        address: of the server, host:port; ``storage`` of the configuration by default.
+        meanwhile: what the log says of a time when it is away.
+
     Raises:
         ConfigurationError: TLS is wanted and cannot be had.
     """
 
     clustered = False
 
-    def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
-        self.name = config.storage
-        self._node = Node(*split_address(config.storage))
+    def __init__(
+        self, config: DataPlaneConfig, metrics: Metrics, address: str = "", meanwhile: str = "every call is a miss"
+    ) -> None:
+        self.name = address or config.storage
+        self._node = Node(*split_address(self.name))
         self.dialer = Dialer(config)
         self._metrics = metrics
         self._control: RespClient | None = None
-        self._has_meta = self._has_announcements = True  # of the connection in hand
-        self._outage = Outage(logger)
+        self._has_meta = True  # of the connection in hand
+        self._unknown: set[bytes] = set()  # commands of ours that it does not know, likewise
+        self._outage = Outage(logger, meanwhile)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -97,28 +107,37 @@ class OneServer:
 
     async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         """Announce keys; see :meth:`Source.announce`."""
-        return await self._ask_of_announcements([b"KV.ANNOUNCE", b"%d" % lasts_ms], keys) is not None
+        return await self._ask_some([b"KV.ANNOUNCE", b"%d" % lasts_ms], keys) is not None
 
     async def announced(self, keys: Sequence[bytes]) -> Flags | None:
         """Return which keys are announced; see :meth:`Source.announced`."""
-        answers = await self._ask_of_announcements([b"KV.ANNOUNCED"], keys)
+        left = await self._numbers(b"KV.ANNOUNCED", keys)
+        return None if left is None else left > 0
+
+    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Return in how many ms each key is expected; see :meth:`Source.cold`."""
+        return await self._numbers(b"KV.COLD", keys)
+
+    async def _numbers(self, name: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Return the number that a command answers of each key; None of a server that does not know it."""
+        answers = await self._ask_some([name], keys)
         if answers is None:
             return None
-        left = [each for answer in answers for each in (answer if isinstance(answer, list) else [None])]
-        if len(left) != len(keys) or not all(type(each) is int for each in left):
-            raise StorageUnavailableError(f"storage {self.name} answered KV.ANNOUNCED in an unknown form")
-        return np.array(left, np.int64) > 0
+        found = [each for answer in answers for each in (answer if isinstance(answer, list) else [None])]
+        if len(found) != len(keys) or not all(type(each) is int and 0 <= each < 1 << 62 for each in found):
+            raise StorageUnavailableError(f"storage {self.name} answered {name.decode()} in an unknown form")
+        return np.array(found, np.int64)
 
-    async def _ask_of_announcements(self, command: list[bytes], keys: Sequence[bytes]) -> list[Any] | None:
+    async def _ask_some(self, command: list[bytes], keys: Sequence[bytes]) -> list[Any] | None:
         """Return the answers to a command about some keys at a time; None of a server that does not know it."""
         control = await self._connected()
-        if not self._has_announcements:
+        if command[0] in self._unknown:
             return None
         names = [storage_key(key) for key in keys]
         parts = [names[first : first + META_KEYS_MAX] for first in range(0, len(names), META_KEYS_MAX)]
         answers = await control.ask([[*command, *part] for part in parts])
         if any(_is_unknown_command(answer) for answer in answers):
-            self._has_announcements = False
+            self._unknown.add(command[0])
             return None
         for answer in answers:
             refuse_error(command[0].decode(), answer)
@@ -172,7 +191,8 @@ class OneServer:
 
     async def _serve(self, control: RespClient) -> bool:
         """Let callers use the connection until it closes; return whether it held, and may be made again at once."""
-        self._control, self._has_meta, self._has_announcements = control, True, True
+        self._control, self._has_meta = control, True
+        self._unknown.clear()
         self._outage.end()
         try:
             reason = await asyncio.shield(control.closed)

@@ -3,8 +3,12 @@
 from collections.abc import Sequence
 from concurrent.futures import Executor
 
+import numpy as np
+import numpy.typing as npt
+
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
+from dpu_dataplane.sources.resp.layers import Threshold
 from dpu_dataplane.sources.resp.links import DataLinks
 from dpu_dataplane.sources.resp.puts import Puts
 from dpu_dataplane.sources.resp.ranges import Ranges
@@ -27,6 +31,7 @@ class RespSource(Source):
         storing: thread for its calls that store.
         connections: to fetch over, to each server.
         metrics: to count in.
+        threshold: of what is asked for in one request, layer after layer; None to ask for ranges alone.
     """
 
     def __init__(
@@ -37,11 +42,12 @@ class RespSource(Source):
         storing: Executor,
         connections: int,
         metrics: Metrics,
+        threshold: Threshold | None,
     ) -> None:
         self.name = servers.name
         self._servers = servers
         self._links = DataLinks(servers.dialer, connections, metrics), DataLinks(servers.dialer, 1, metrics)
-        self._ranges = Ranges(pipeline, fetching, servers, self._links[0], metrics)
+        self._ranges = Ranges(pipeline, fetching, servers, self._links[0], metrics, threshold)
         self._puts = Puts(pipeline, storing, servers, self._links[1], metrics)
 
     @property
@@ -70,6 +76,10 @@ class RespSource(Source):
     async def announced(self, keys: Sequence[bytes]) -> Flags | None:
         """Ask with KV.ANNOUNCED, where that is known."""
         return await self._servers.announced(keys)
+
+    async def cold(self, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
+        """Ask with KV.COLD, where that is known."""
+        return await self._servers.cold(keys)
 
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Fetch from whoever has each chunk."""

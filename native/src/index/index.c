@@ -45,7 +45,7 @@ static uint64_t mix(uint64_t value) {
 
 enum ss_result ss_index_open(uint32_t objects_max, enum ss_index_policy policy, uint64_t seed,
                              struct ss_index **index) {
-    if (objects_max == 0 || objects_max > 1u << 30 || (policy != SS_INDEX_LRU && policy != SS_INDEX_S3FIFO)) {
+    if (objects_max == 0 || objects_max > 1u << 30 || policy > SS_INDEX_FREQUENCY) {
         return SS_BAD_ARGUMENT;
     }
     struct ss_index *made = calloc(1, sizeof *made);

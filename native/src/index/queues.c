@@ -4,8 +4,9 @@
  *
  * LRU has one queue, LIST_MAIN, from what was used last to the victim. S3-FIFO (SOSP '23) has two: what is new goes
  * into the small one, a tenth of the objects, and from its end into the main one if it was used twice since, else away;
- * in the main one, what was used since goes round again. What may not be evicted waits in LIST_BLOCKED, so that no
- * search meets it again and again: pinned objects, and those that have only such descendants.
+ * in the main one, what was used since goes round again. By frequency there is the main one alone: an object goes round
+ * once for each use that it had lately, three at most (GCLOCK). What may not be evicted waits in LIST_BLOCKED, so that
+ * no search meets it again and again: pinned objects, and those that have only such descendants.
  */
 #include "index/internal.h"
 
@@ -146,7 +147,7 @@ void ss_index_touch(struct ss_index *index, uint32_t slot, uint32_t now_s) {
     }
     struct entry *entry = &index->entries[slot];
     entry->accessed_s = now_s;
-    if (index->policy == SS_INDEX_S3FIFO) {
+    if (index->policy != SS_INDEX_LRU) {
         entry->frequency = entry->frequency < FREQUENCY_MAX ? (entry->frequency + 1u) & 3u : FREQUENCY_MAX;
     } else if (entry->list == LIST_MAIN) {
         struct cell *cell = cell_of(index, entry);

@@ -37,6 +37,12 @@ static enum ss_resp_status head_type(struct ss_resp_head *head, uint8_t byte) {
     case '-':
         head->kind = SS_RESP_ERROR;
         return SS_RESP_MORE;
+    case ':':
+        head->kind = SS_RESP_INTEGER;
+        return SS_RESP_MORE;
+    case '*':
+        head->kind = SS_RESP_ARRAY;
+        return SS_RESP_MORE;
     default:
         return SS_RESP_INVALID;
     }
@@ -44,7 +50,7 @@ static enum ss_resp_status head_type(struct ss_resp_head *head, uint8_t byte) {
 
 /* 'position' counts the bytes behind the type byte: 0 for the first digit or sign. */
 static enum ss_resp_status head_length(struct ss_resp_head *head, uint32_t position, uint8_t byte) {
-    if (position == 0 && byte == '-') {
+    if (position == 0 && byte == '-' && head->kind == SS_RESP_BULK) {
         head->negative = 1;
         return SS_RESP_MORE;
     }
@@ -62,8 +68,12 @@ static enum ss_resp_status head_length(struct ss_resp_head *head, uint32_t posit
     return SS_RESP_MORE;
 }
 
+static int has_number(enum ss_resp_kind kind) {
+    return kind == SS_RESP_BULK || kind == SS_RESP_INTEGER || kind == SS_RESP_ARRAY;
+}
+
 static enum ss_resp_status head_payload(struct ss_resp_head *head, uint32_t position, uint8_t byte) {
-    if (head->kind == SS_RESP_BULK || head->negative) {
+    if (has_number(head->kind) || head->negative) {
         return head_length(head, position, byte);
     }
     if (head->kind == SS_RESP_NULL) {
@@ -75,9 +85,9 @@ static enum ss_resp_status head_payload(struct ss_resp_head *head, uint32_t posi
     return SS_RESP_MORE;
 }
 
-/* A line ends well where its kind says so: "$" needs a digit, "$-" needs its 1. */
+/* A line ends well where its kind says so: a number needs a digit, "$-" needs its 1. */
 static enum ss_resp_status head_end(const struct ss_resp_head *head) {
-    if (head->kind == SS_RESP_BULK && (head->line_length < 2 || head->negative)) {
+    if (has_number(head->kind) && (head->line_length < 2 || head->negative)) {
         return SS_RESP_INVALID;
     }
     return SS_RESP_DONE;

@@ -21,10 +21,12 @@ enum { SS_RESP_LINE_MAX = 4096 };
 enum { SS_RESP_TEXT_MAX = 256 };
 
 enum ss_resp_kind {
-    SS_RESP_BULK,   /* "$n": n bytes and CR LF follow */
-    SS_RESP_NULL,   /* "$-1" (RESP2) or "_" (RESP3) */
-    SS_RESP_SIMPLE, /* "+text" */
-    SS_RESP_ERROR   /* "-text" */
+    SS_RESP_BULK,    /* "$n": n bytes and CR LF follow */
+    SS_RESP_NULL,    /* "$-1" (RESP2) or "_" (RESP3) */
+    SS_RESP_SIMPLE,  /* "+text" */
+    SS_RESP_ERROR,   /* "-text" */
+    SS_RESP_INTEGER, /* ":n", 0 or more */
+    SS_RESP_ARRAY    /* "*n": n replies follow */
 };
 
 enum ss_resp_status { SS_RESP_MORE, SS_RESP_DONE, SS_RESP_INVALID };
@@ -32,7 +34,7 @@ enum ss_resp_status { SS_RESP_MORE, SS_RESP_DONE, SS_RESP_INVALID };
 /* A reply head being read. 'kind', 'length' and 'text' are valid once the status is SS_RESP_DONE. */
 struct ss_resp_head {
     enum ss_resp_kind kind;
-    uint64_t length;            /* SS_RESP_BULK only: bytes of the body */
+    uint64_t length;            /* SS_RESP_BULK: bytes of the body; SS_RESP_INTEGER, SS_RESP_ARRAY: the number */
     uint32_t text_length;       /* SS_RESP_SIMPLE and SS_RESP_ERROR only: bytes kept in text, without a zero */
     uint32_t line_length;       /* bytes seen so far, type byte included */
     enum ss_resp_status status; /* sticky: a head that is DONE or INVALID takes no more bytes */

@@ -207,7 +207,7 @@ static void ablation_begin(struct ss_pipeline *pipeline) {
 static enum ss_result ablation_make_place(struct ss_pipeline *pipeline, uint32_t piece) {
     enum ss_result result = SS_OK;
     if (pipeline->options.memory_management) {
-        return SS_OK;
+        return ss_executor_flow.make_place(pipeline, piece);
     }
     pthread_mutex_lock(&ablation_of(pipeline)->mapping); /* another connection may want the same piece */
     if (pipeline->piece_states[piece].stored == NULL) {

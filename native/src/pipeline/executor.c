@@ -32,8 +32,8 @@ static void pieces_place(struct ss_pipeline *pipeline) {
     for (uint32_t i = 0; i < round->piece_count; i++) {
         const struct ss_piece *piece = &round->pieces[i];
         struct ss_piece_state *state = &pipeline->piece_states[i];
-        if (piece->memory != NULL && pipeline->capabilities.reads_plain) {
-            state->stored = (uint8_t *)(uintptr_t)piece->memory; /* which nobody writes */
+        if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL && pipeline->capabilities.reads_plain) {
+            state->stored = (uint8_t *)(uintptr_t)piece->memory;
         } else {
             state->stored = pipeline->decompression.data + piece->decompression_offset;
         }
@@ -46,9 +46,12 @@ static void pieces_place(struct ss_pipeline *pipeline) {
     atomic_store(&pipeline->fetch.open_pieces, round->piece_count);
 }
 
-static enum ss_result place_is_there(struct ss_pipeline *pipeline, uint32_t piece) {
-    (void)pipeline;
-    (void)piece;
+/* What lies in memory is decoded there, if it can be; nobody writes to it. */
+static enum ss_result piece_find(struct ss_pipeline *pipeline, uint32_t index) {
+    const struct ss_piece *piece = &pipeline->fetch.round->pieces[index];
+    if (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && pipeline->capabilities.reads_plain) {
+        pipeline->piece_states[index].stored = (uint8_t *)(uintptr_t)piece->memory;
+    }
     return SS_OK;
 }
 
@@ -81,7 +84,7 @@ const struct ss_executor ss_executor_flow = {
     .open = buffers_open,
     .close = buffers_close,
     .begin = pieces_place,
-    .make_place = place_is_there,
+    .make_place = piece_find,
     .pass = slices_pass,
     .part_done = part_done,
     .failure = failure,

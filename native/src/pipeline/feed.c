@@ -19,13 +19,14 @@ const struct ss_source *ss_source_of(const struct ss_piece *piece) {
             return sources[i];
         }
     }
-    return NULL; /* not so: every piece is with memory or without */
+    return NULL; /* not so: every piece is a server's or not */
 }
 
 enum ss_result ss_sources_create(struct ss_worker *worker) {
     const struct ss_pipeline_options *options = &worker->pipeline->options;
     const struct ss_source_limits limits = {.nodes_max = options->nodes_max,
-                                            .requests_in_flight = options->requests_in_flight};
+                                            .requests_in_flight = options->requests_in_flight,
+                                            .pieces_max = SS_ROUND_PIECES_MAX};
     for (int i = 0; i < SS_SOURCE_COUNT; i++) {
         worker->sources[i] = sources[i]->create(&limits);
         if (worker->sources[i] == NULL) {
@@ -93,6 +94,25 @@ void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_f
         slice_first += filled;
         count -= filled;
     }
+}
+
+uint32_t ss_feed_arrived(const struct ss_feed *feed, uint32_t piece, struct ss_arrival *arrival, uint64_t received) {
+    uint32_t first = arrival->slice_first + arrival->passed;
+    uint64_t decoded_before = arrival->decoded;
+    uint32_t count = 0;
+    while (arrival->passed < arrival->slice_count) {
+        const struct ss_slice *slice = &feed->round->slices[first + count];
+        uint64_t end = arrival->stored + slice->scales_length + slice->encoded_length;
+        if (end > received) {
+            break;
+        }
+        arrival->stored = end;
+        arrival->decoded += slice->decoded_length;
+        arrival->passed++;
+        count++;
+    }
+    ss_feed_slices(feed, piece, first, count, decoded_before);
+    return count;
 }
 
 void ss_feed_answered(const struct ss_feed *feed, uint32_t piece) {

@@ -583,6 +583,21 @@ void ss_round_cancel(struct ss_round *round) {
     pthread_mutex_unlock(&registry_lock);
 }
 
+void ss_round_supply(struct ss_round *round, uint32_t piece, const uint8_t *memory) {
+    struct ss_piece *supplied = &round->pieces[piece];
+    supplied->memory = memory;
+    __atomic_store_n(&supplied->origin, memory != NULL ? SS_ORIGIN_MEMORY : SS_ORIGIN_NOWHERE, __ATOMIC_SEQ_CST);
+    pthread_mutex_lock(&registry_lock);
+    for (struct ss_pipeline *pipeline = registry; pipeline != NULL; pipeline = pipeline->next) {
+        pthread_mutex_lock(&pipeline->lock);
+        if (pipeline->fetch.round == round) {
+            ss_fetch_wake_net(pipeline);
+        }
+        pthread_mutex_unlock(&pipeline->lock);
+    }
+    pthread_mutex_unlock(&registry_lock);
+}
+
 /* ---- Statistics ---------------------------------------------------------------------------------------------- */
 
 const char *ss_pipeline_device(const struct ss_pipeline *pipeline) {

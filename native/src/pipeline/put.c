@@ -125,6 +125,20 @@ static enum ss_result put_outcome(const struct put *put, char *error, size_t err
     return SS_REFUSED;
 }
 
+static int body_is_there(const struct ss_pipeline *pipeline, const struct ss_piece *piece) {
+    return piece->body_length > 0 && piece->decompression_offset <= pipeline->store_buffer.size &&
+           piece->body_length <= pipeline->store_buffer.size - piece->decompression_offset;
+}
+
+enum ss_result ss_pipeline_copy_body(const struct ss_pipeline *pipeline, const struct ss_piece *piece,
+                                     uint8_t *target) {
+    if (pipeline == NULL || piece == NULL || target == NULL || !body_is_there(pipeline, piece)) {
+        return SS_BAD_ARGUMENT;
+    }
+    memcpy(target, pipeline->store_buffer.data + piece->decompression_offset, piece->body_length);
+    return SS_OK;
+}
+
 enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_piece *piece, const void *head,
                                size_t head_size, int32_t socket, struct ss_tls_session *session, uint64_t deadline_ns,
                                char *error, size_t error_size) {
@@ -132,9 +146,7 @@ enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_pie
         error[0] = '\0';
     }
     if (pipeline == NULL || piece == NULL || (head == NULL && head_size > 0) || socket < 0 || piece->key_length == 0 ||
-        piece->key_length > sizeof piece->key || piece->body_length == 0 ||
-        piece->decompression_offset > pipeline->store_buffer.size ||
-        piece->body_length > pipeline->store_buffer.size - piece->decompression_offset ||
+        piece->key_length > sizeof piece->key || !body_is_there(pipeline, piece) ||
         head_size > (uint64_t)INT64_MAX - piece->body_length) {
         return SS_BAD_ARGUMENT;
     }

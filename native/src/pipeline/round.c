@@ -88,7 +88,12 @@ static int bins_are_valid(const struct ss_round *round, const struct ss_piece *p
 /* The piece can be asked for, and its slices lie in its body in order and without gaps. */
 static int stored_form_is_valid(const struct ss_round *round, const struct ss_piece *piece) {
     uint64_t end = 0;
-    if (piece->memory == NULL && (piece->key_length == 0 || piece->key_length > sizeof piece->key)) {
+    if (ss_piece_origin(piece) == SS_ORIGIN_SERVER &&
+        (piece->key_length == 0 || piece->key_length > sizeof piece->key)) {
+        return 0;
+    }
+    if ((uint32_t)ss_piece_origin(piece) > SS_ORIGIN_NOWHERE ||
+        (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && piece->memory == NULL)) {
         return 0;
     }
     for (uint32_t i = 0; i < piece->slice_count; i++) {
@@ -131,8 +136,9 @@ static uint64_t region_length(const struct ss_round *round, const struct ss_piec
     if (region == REGION_SLICES) {
         return piece->slice_count;
     }
-    if (region == REGION_STORED || region == REGION_RECEIVED) { /* the latter without what is read where it lies */
-        return region == REGION_RECEIVED && piece->memory != NULL ? 0 : piece->body_length;
+    if (region == REGION_STORED || region == REGION_RECEIVED) { /* the latter without what has memory */
+        int elsewhere = ss_piece_origin(piece) != SS_ORIGIN_SERVER || piece->memory != NULL;
+        return region == REGION_RECEIVED && elsewhere ? 0 : piece->body_length;
     }
     uint64_t length = 0;
     for (uint32_t i = 0; i < piece->slice_count; i++) {
@@ -216,7 +222,7 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
         return 0;
     }
     for (uint32_t i = 0; i < round->piece_count; i++) {
-        if (round->pieces[i].memory == NULL && round->pieces[i].node >= nodes) {
+        if (ss_piece_origin(&round->pieces[i]) == SS_ORIGIN_SERVER && round->pieces[i].node >= nodes) {
             return 0;
         }
     }
@@ -233,10 +239,33 @@ static int sockets_are_valid(const struct ss_pipeline *pipeline, const struct ss
     return 1;
 }
 
+/* Rows of the same chunks, as the one request asks for them. The ablation asks for one piece at a time. */
+static int layers_are_valid(const struct ss_pipeline *pipeline, const struct ss_round *round, uint32_t socket_count) {
+    const struct ss_layers *layers = round->layers;
+    if (layers == NULL) {
+        return 1;
+    }
+    if (!pipeline->options.chunked_pipeline || socket_count != 1 || layers->request == NULL ||
+        layers->request_size == 0 || layers->keys == 0 || layers->keys > SS_LAYERS_KEYS_MAX ||
+        (uint64_t)layers->layers * layers->keys != round->piece_count || layers->layers == 0) {
+        return 0;
+    }
+    for (uint32_t i = 0; i < round->piece_count; i++) {
+        const struct ss_piece *piece = &round->pieces[i];
+        uint32_t key = i % layers->keys;
+        if (ss_piece_origin(piece) != SS_ORIGIN_SERVER || piece->asking || piece->group != round->pieces[0].group ||
+            piece->body_length > UINT32_MAX || piece->chunk != round->pieces[key].chunk ||
+            (key > 0 && piece->chunk <= round->pieces[key - 1].chunk)) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
 enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_round *round, const int32_t *sockets,
                               uint32_t socket_count) {
     if (!tables_are_valid(round) || !sockets_are_valid(pipeline, round, sockets, socket_count) ||
-        !ss_progress_is_valid(round)) {
+        !layers_are_valid(pipeline, round, socket_count) || !ss_progress_is_valid(round)) {
         return SS_BAD_ARGUMENT;
     }
     uint64_t dma_bytes = 0;
@@ -325,6 +354,10 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_round *round, const 
                     uint32_t socket_count) {
     struct ss_fetch *fetch = &pipeline->fetch;
     fetch->round = round;
+    if (round->layers != NULL) {
+        round->layers->refused = 0;
+        round->layers->error[0] = '\0';
+    }
     fetch->sockets = sockets;
     fetch->node_count = node_count(round, socket_count);
     fetch->net_threads = fetch->node_count > 0 ? socket_count / fetch->node_count : 1;
@@ -350,8 +383,8 @@ void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result 
     piece_fails(&pipeline->piece_states[piece], pipeline->executor->failure(pipeline, result));
     if (broken) {
         atomic_store(&pipeline->fetch.broken, 1);
-        ss_fetch_wake_net(pipeline);
     }
+    ss_fetch_wake_net(pipeline); /* what is awaited may be of no use any more */
 }
 
 static int is_redirection(const char *text, size_t length) {
@@ -379,8 +412,18 @@ void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result) {
     ss_fetch_wake_net(pipeline);
 }
 
+/* Leaves the body of a piece that is in place where it is to be, unless it was received there. */
+static void piece_leave(const struct ss_piece_state *state, const struct ss_piece *piece) {
+    if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL && piece->memory != state->stored) {
+        memcpy((uint8_t *)(uintptr_t)piece->memory, state->stored, piece->body_length);
+    }
+}
+
 void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece) {
     uint32_t left = atomic_fetch_sub(&pipeline->piece_states[piece].remaining, 1) - 1;
+    if (left == 0) {
+        piece_leave(&pipeline->piece_states[piece], &pipeline->fetch.round->pieces[piece]);
+    }
     pipeline->executor->part_done(pipeline, piece, left);
     if (left == 0) {
         ss_progress_piece(pipeline, piece);

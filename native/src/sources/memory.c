@@ -2,8 +2,9 @@
 /*
  * memory.c - pieces whose bodies lie in this process, such as in a pool's arena
  *
- * There is nothing to wait for: each piece is whole at once. Where the decoder can read anywhere, it reads where they
- * lie, and nothing is copied; an accelerator that reaches nothing but the pipeline's buffers gets a copy there.
+ * Each piece is whole at once, but may be so later than the round begins: what a device reads is awaited. Where the
+ * decoder can read anywhere, it reads where they lie, and nothing is copied; an accelerator that reaches nothing but
+ * the pipeline's buffers gets a copy there.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -12,11 +13,14 @@
 
 struct memory {
     const struct ss_feed *feed;
-    uint32_t next_piece;
+    uint32_t first; /* nothing before it is left */
+    uint32_t next;  /* to look at in this pass */
+    int waits;      /* this pass has gone past what cannot be begun yet */
+    uint8_t begun[];
 };
 
 static int memory_takes(const struct ss_piece *piece) {
-    return piece->memory != NULL;
+    return ss_piece_origin(piece) != SS_ORIGIN_SERVER;
 }
 
 static uint32_t memory_answers(const struct ss_round *round, uint32_t piece, uint32_t threads) {
@@ -27,14 +31,16 @@ static uint32_t memory_answers(const struct ss_round *round, uint32_t piece, uin
 }
 
 static void *memory_create(const struct ss_source_limits *limits) {
-    (void)limits;
-    return calloc(1, sizeof(struct memory));
+    return calloc(1, sizeof(struct memory) + limits->pieces_max);
 }
 
 static void memory_begin(void *state, const struct ss_feed *feed) {
     struct memory *memory = state;
     memory->feed = feed;
-    memory->next_piece = 0;
+    memory->first = 0;
+    memory->next = 0;
+    memory->waits = 0;
+    memset(memory->begun, 0, feed->round->piece_count);
 }
 
 static void piece_give(const struct ss_feed *feed, uint32_t index) {
@@ -51,31 +57,49 @@ static void piece_give(const struct ss_feed *feed, uint32_t index) {
     ss_feed_answered(feed, index);
 }
 
-/* Goes past what is other sources', other threads', or of no use any more. Returns whether anything is left. */
-static int memory_has_more(struct memory *memory) {
+/* Whether a piece is neither another source's, nor another thread's, nor begun, nor of no use any more. */
+static int piece_is_left(const struct memory *memory, uint32_t index) {
     const struct ss_feed *feed = memory->feed;
-    for (; memory->next_piece < feed->round->piece_count; memory->next_piece++) {
-        uint32_t index = memory->next_piece;
-        if (index % feed->threads == feed->thread && memory_takes(&feed->round->pieces[index]) &&
-            ss_feed_useful(feed, index)) {
-            return 1;
-        }
-    }
-    return 0;
+    return index % feed->threads == feed->thread && memory_takes(&feed->round->pieces[index]) &&
+           !memory->begun[index] && ss_feed_useful(feed, index);
 }
 
-/* One piece in each step, so that what comes over sockets gets its turns. */
+/*
+ * Begins the next piece that can be: one in each step, so that what comes over sockets gets its turns. A pass over all
+ * of them begins those that have come; what comes behind its back wakes the thread for another one.
+ */
 static enum ss_source_step memory_step(void *state) {
     struct memory *memory = state;
     const struct ss_feed *feed = memory->feed;
-    if (ss_feed_aborted(feed) || !memory_has_more(memory)) {
+    if (ss_feed_aborted(feed)) {
         return SS_SOURCE_OVER;
     }
-    if (memory->next_piece >= ss_feed_open(feed)) {
-        return SS_SOURCE_WAIT;
+    uint32_t open = ss_feed_open(feed);
+    for (; memory->next < feed->round->piece_count; memory->next++) {
+        uint32_t index = memory->next;
+        if (!piece_is_left(memory, index)) {
+            memory->first += memory->first == index;
+            continue;
+        }
+        enum ss_origin origin = ss_piece_origin(&feed->round->pieces[index]);
+        if (index >= open || origin == SS_ORIGIN_AWAITED) {
+            memory->waits = 1;
+            continue;
+        }
+        memory->begun[index] = 1;
+        if (origin == SS_ORIGIN_NOWHERE) {
+            ss_feed_fail(feed, index, SS_NOT_FOUND, 0);
+        } else {
+            piece_give(feed, index);
+        }
+        return SS_SOURCE_AGAIN;
     }
-    piece_give(feed, memory->next_piece++);
-    return SS_SOURCE_AGAIN;
+    if (!memory->waits) {
+        return SS_SOURCE_OVER;
+    }
+    memory->next = memory->first;
+    memory->waits = 0;
+    return SS_SOURCE_WAIT;
 }
 
 static uint32_t memory_watch(void *state, struct pollfd *polled) {

@@ -6,7 +6,8 @@
  * of the slices of every piece that the node has, several requests ahead, and reads the answers, which come in order. A
  * body is received where it will be decompressed: one system call takes what is left of the body into place and at most
  * HEAD_BYTES behind it, the end of this answer and the head of the next, into a small buffer. What little of the next
- * body comes along is copied.
+ * body comes along is copied. Or the whole round is asked for in one request (layers.c), on its one connection; where
+ * the server does not take that, by ranges after all.
  *
  * Failure. What fails is the piece of the oldest answer that is due; pieces before it have all their bytes from this
  * connection. A well-formed refusal leaves the connection in step, so after one the answers that are under way are
@@ -22,10 +23,14 @@
 
 #include "net/channel.h"
 #include "net/resp.h"
+#include "sources/layers.h"
 #include "sources/source.h"
 
 /* Small, since what it takes of a body is copied; more than CR LF and the longest "$n" head that is expected. */
 enum { HEAD_BYTES = 64 };
+
+/* Where layers are read: the numbers at the beginning, and the parts that one system call fills. */
+enum { NUMBERS_BYTES = 4096, PARTS_MAX = 64 };
 
 /*
  * One system call's share. Each call also tells the sender that there is room again, and on loopback does some of its
@@ -69,6 +74,11 @@ struct connection {
     uint32_t count;
     uint32_t next_piece; /* to ask for */
 
+    struct ss_layers_reader
+        *reader;            /* of the answer to the one request that the round is; NULL: ranges are asked for */
+    const uint8_t *request; /* what is left to send of that */
+    uint64_t request_left;
+
     uint8_t output[OUTPUT_BYTES];
     size_t output_begin;
     size_t output_end;
@@ -78,10 +88,8 @@ struct connection {
     struct ss_resp_head reply;
     uint64_t body_length; /* as answered */
     uint64_t body_received;
-    uint32_t tail_received;  /* of CR LF */
-    uint32_t slices_passed;  /* of the run */
-    uint64_t stored_passed;  /* bytes of the run's slices that were passed on */
-    uint64_t decoded_passed; /* bytes of symbols of the same, from the piece's first */
+    uint32_t tail_received;    /* of CR LF */
+    struct ss_arrival arrival; /* of the run's slices */
 
     uint64_t wire_bytes; /* received in this round */
     uint64_t body_bytes;
@@ -91,12 +99,13 @@ struct connection {
 /* A thread's connections. */
 struct resp {
     const struct ss_feed *feed;
+    struct ss_layers_reader reader;
     uint32_t nodes_max;
     struct connection connections[];
 };
 
 static int resp_takes(const struct ss_piece *piece) {
-    return piece->memory == NULL;
+    return ss_piece_origin(piece) == SS_ORIGIN_SERVER;
 }
 
 static void resp_destroy(void *state) {
@@ -140,6 +149,8 @@ static void connection_start(const struct ss_feed *feed, struct connection *conn
     connection->output_begin = 0;
     connection->output_end = 0;
     connection->send_failed = 0;
+    connection->reader = NULL;
+    connection->request_left = 0;
     connection->phase = PHASE_HEAD;
     connection->wire_bytes = 0;
     connection->body_bytes = 0;
@@ -153,6 +164,14 @@ static void resp_begin(void *state, const struct ss_feed *feed) {
     resp->feed = feed;
     for (uint32_t i = 0; i < feed->nodes; i++) {
         connection_start(feed, &resp->connections[i], i);
+    }
+    const struct ss_layers *layers = feed->round->layers;
+    if (layers != NULL && feed->nodes > 0) {
+        struct connection *connection = &resp->connections[0];
+        ss_layers_begin(&resp->reader, feed);
+        connection->reader = &resp->reader;
+        connection->request = layers->request;
+        connection->request_left = layers->request_size;
     }
 }
 
@@ -216,6 +235,9 @@ static int connection_has_more(const struct ss_feed *feed, struct connection *co
 /* The connection is lost: so is what it was asked for and what was to be, unless that is of no use anyway. */
 static void connection_fail(const struct ss_feed *feed, struct connection *connection, enum ss_result result) {
     connection->failed = 1;
+    if (connection->reader != NULL) {
+        connection->next_piece = ss_layers_position(connection->reader);
+    }
     for (uint32_t i = 0; i < connection->count; i++) {
         uint32_t piece = connection->requests[(connection->head + i) % connection->capacity].piece;
         if (i == 0 || ss_feed_useful(feed, piece)) {
@@ -276,12 +298,21 @@ static uint32_t requests_fill(const struct ss_feed *feed, struct connection *con
     return added;
 }
 
+static int is_sending(const struct connection *connection) {
+    return connection->request_left > 0 || connection->output_begin < connection->output_end;
+}
+
 static void requests_send(struct connection *connection) {
-    while (connection->output_begin < connection->output_end && !connection->send_failed) {
-        const struct iovec part = {.iov_base = connection->output + connection->output_begin,
-                                   .iov_len = connection->output_end - connection->output_begin};
+    while (is_sending(connection) && !connection->send_failed) {
+        int layers = connection->request_left > 0;
+        const struct iovec part = {
+            .iov_base = layers ? (void *)(uintptr_t)connection->request : connection->output + connection->output_begin,
+            .iov_len = layers ? connection->request_left : connection->output_end - connection->output_begin};
         ssize_t sent = ss_channel_send(&connection->channel, &part, 1);
-        if (sent >= 0) {
+        if (sent >= 0 && layers) {
+            connection->request += sent;
+            connection->request_left -= (uint64_t)sent;
+        } else if (sent >= 0) {
             connection->output_begin += (size_t)sent;
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
             return;
@@ -296,25 +327,9 @@ static void requests_send(struct connection *connection) {
 /* Passes on every slice whose last byte has arrived. */
 static void slices_pass(const struct ss_feed *feed, struct connection *connection) {
     const struct request *request = oldest(connection);
-    uint32_t first = request->run.slice_first + connection->slices_passed;
-    uint64_t decoded_before = connection->decoded_passed;
-    uint32_t count = 0;
-    if (connection->body_length != request->run.bytes) {
-        return; /* a short answer: not worth decoding */
+    if (connection->body_length == request->run.bytes) { /* a shorter answer is not worth decoding */
+        connection->slices += ss_feed_arrived(feed, request->piece, &connection->arrival, connection->body_received);
     }
-    while (connection->slices_passed < request->run.slice_count) {
-        const struct ss_slice *slice = &feed->round->slices[first + count];
-        uint64_t end = connection->stored_passed + slice->scales_length + slice->encoded_length;
-        if (end > connection->body_received) {
-            break;
-        }
-        connection->stored_passed = end;
-        connection->decoded_passed += slice->decoded_length;
-        connection->slices_passed++;
-        count++;
-    }
-    connection->slices += count;
-    ss_feed_slices(feed, request->piece, first, count, decoded_before);
 }
 
 /* Takes the head of an answer. Returns 0 where it breaks the connection. */
@@ -327,9 +342,9 @@ static int answer_head(const struct ss_feed *feed, struct connection *connection
     connection->body_length = 0;
     connection->body_received = 0;
     connection->tail_received = 0;
-    connection->slices_passed = 0;
-    connection->stored_passed = 0;
-    connection->decoded_passed = request->run.decoded_before;
+    connection->arrival = (struct ss_arrival){.slice_first = request->run.slice_first,
+                                              .slice_count = request->run.slice_count,
+                                              .decoded = request->run.decoded_before};
     switch (connection->reply.kind) {
     case SS_RESP_BULK:
         if (connection->reply.length > expected) {
@@ -420,22 +435,12 @@ static int bytes_take(const struct ss_feed *feed, struct connection *connection,
     return 1;
 }
 
-/* One receive: the rest of a body into place, what follows it into the small buffer. */
-static enum step answers_receive(const struct ss_feed *feed, struct connection *connection) {
-    uint8_t small[HEAD_BYTES];
-    struct iovec parts[2];
-    size_t count = 0;
-    size_t direct = 0;
-    if (connection->count > 0 && connection->phase == PHASE_BODY) {
-        uint64_t left = connection->body_length - connection->body_received;
-        direct = left < RECEIVE_BYTES_MAX ? (size_t)left : RECEIVE_BYTES_MAX;
-        parts[count++] = (struct iovec){.iov_base = body_place(feed, connection), .iov_len = direct};
-    }
-    if (direct < RECEIVE_BYTES_MAX) {
-        parts[count++] = (struct iovec){.iov_base = small, .iov_len = sizeof small};
-    }
+/* Receives into the parts, for a piece; '*received' says how much. STEP_AGAIN where that is anything. */
+static enum step connection_receive(const struct ss_feed *feed, struct connection *connection,
+                                    const struct iovec *parts, size_t count, uint32_t piece, size_t *received_out) {
     uint64_t begin = ss_feed_trace_begin(feed);
     ssize_t received = ss_channel_receive(&connection->channel, parts, count);
+    *received_out = 0;
     if (received < 0) {
         if (errno == EINTR) {
             return STEP_AGAIN;
@@ -452,26 +457,100 @@ static enum step answers_receive(const struct ss_feed *feed, struct connection *
     }
     connection->wire_bytes += (uint64_t)received;
     if (begin != 0) {
-        uint32_t piece = connection->count > 0 ? oldest(connection)->piece : connection->next_piece;
         ss_feed_trace_end(feed, piece, begin, (uint64_t)received);
     }
-    size_t placed = (size_t)received < direct ? (size_t)received : direct;
-    if (placed > 0) {
-        body_advance(feed, connection, placed);
-    }
-    if (!bytes_take(feed, connection, small, (size_t)received - placed)) {
-        connection_fail(feed, connection, SS_PROTOCOL);
-        return STEP_FINISHED;
-    }
+    *received_out = (size_t)received;
     return STEP_AGAIN;
 }
 
+/* One receive: the rest of a body into place, what follows it into the small buffer. */
+static enum step answers_receive(const struct ss_feed *feed, struct connection *connection) {
+    uint8_t small[HEAD_BYTES];
+    struct iovec parts[2];
+    size_t count = 0;
+    size_t direct = 0;
+    size_t received;
+    if (connection->phase == PHASE_BODY) {
+        uint64_t left = connection->body_length - connection->body_received;
+        direct = left < RECEIVE_BYTES_MAX ? (size_t)left : RECEIVE_BYTES_MAX;
+        parts[count++] = (struct iovec){.iov_base = body_place(feed, connection), .iov_len = direct};
+    }
+    if (direct < RECEIVE_BYTES_MAX) {
+        parts[count++] = (struct iovec){.iov_base = small, .iov_len = sizeof small};
+    }
+    enum step step = connection_receive(feed, connection, parts, count, oldest(connection)->piece, &received);
+    size_t placed = received < direct ? received : direct;
+    if (placed > 0) {
+        body_advance(feed, connection, placed);
+    }
+    if (!bytes_take(feed, connection, small, received - placed)) {
+        connection_fail(feed, connection, SS_PROTOCOL);
+        return STEP_FINISHED;
+    }
+    return step;
+}
+
+static void layers_count(struct connection *connection) {
+    connection->slices += connection->reader->slices;
+    connection->body_bytes += connection->reader->body_bytes;
+}
+
+/* The answer to the round's one request has come to its end, or to one that it should not have. */
+static enum step layers_end(const struct ss_feed *feed, struct connection *connection, enum ss_layers_status status) {
+    if (status == SS_LAYERS_INVALID) {
+        connection_fail(feed, connection, SS_PROTOCOL);
+        return STEP_FINISHED;
+    }
+    layers_count(connection);
+    connection->reader = NULL;
+    connection->next_piece = status == SS_LAYERS_REFUSED ? 0 : feed->round->piece_count;
+    return STEP_AGAIN;
+}
+
+/* One receive of that: tables and pieces into place, the rest into a buffer, which is large where numbers come. */
+static enum step layers_receive(const struct ss_feed *feed, struct connection *connection) {
+    struct ss_layers_reader *reader = connection->reader;
+    uint8_t small[NUMBERS_BYTES];
+    struct iovec parts[PARTS_MAX + 1];
+    int whole;
+    size_t direct = 0;
+    size_t received;
+    size_t count = ss_layers_parts(reader, parts, PARTS_MAX, RECEIVE_BYTES_MAX, &whole);
+    for (size_t i = 0; i < count; i++) {
+        direct += parts[i].iov_len;
+    }
+    if (whole) {
+        parts[count] = (struct iovec){.iov_base = small, .iov_len = count > 0 ? HEAD_BYTES : sizeof small};
+        count++;
+    }
+    uint32_t piece = ss_layers_position(reader);
+    enum step step = connection_receive(feed, connection, parts, count,
+                                        piece < feed->round->piece_count ? piece : piece - 1, &received);
+    if (received == 0) {
+        return step;
+    }
+    size_t placed = received < direct ? received : direct;
+    enum ss_layers_status status = ss_layers_placed(reader, placed);
+    if (status == SS_LAYERS_MORE) {
+        status = ss_layers_take(reader, small, received - placed);
+    }
+    return status == SS_LAYERS_MORE ? STEP_AGAIN : layers_end(feed, connection, status);
+}
+
 /* ---- Turns --------------------------------------------------------------------------------------------------- */
+
+/* Whether an answer is to come. */
+static int is_owed(const struct connection *connection) {
+    return connection->count > 0 || connection->reader != NULL;
+}
 
 /* Whether the connection has done all it has to, or all that is of use. */
 static int connection_is_finished(const struct ss_feed *feed, struct connection *connection) {
     if (ss_feed_aborted(feed)) {
         return 1;
+    }
+    if (connection->reader != NULL) {
+        return !ss_feed_useful(feed, 0); /* of the first chunk: what is behind it is of no use then either */
     }
     if (connection->count > 0 && !ss_feed_broken(feed)) {
         return 0;
@@ -488,19 +567,22 @@ static int connection_is_finished(const struct ss_feed *feed, struct connection 
 static enum step connection_step(const struct ss_feed *feed, struct connection *connection) {
     do {
         requests_send(connection);
-    } while (requests_fill(feed, connection) > 0);
-    if (connection->count == 0) {
+    } while (connection->reader == NULL && requests_fill(feed, connection) > 0);
+    if (!is_owed(connection)) {
         /* Wait for the next piece to be opened; or the pieces that were left had no run for this connection. */
         return connection->next_piece >= ss_feed_open(feed) ? STEP_IDLE : STEP_AGAIN;
     }
-    return answers_receive(feed, connection);
+    return connection->reader != NULL ? layers_receive(feed, connection) : answers_receive(feed, connection);
 }
 
 static void connection_end(const struct ss_feed *feed, struct connection *connection) {
     connection->over = 1;
-    if (connection->failed || connection->count > 0 || connection->output_begin < connection->output_end) {
+    if (connection->failed || is_owed(connection) || is_sending(connection)) {
         ss_feed_out_of_sync(feed);
         ss_socket_disconnect(connection->channel.socket);
+    }
+    if (connection->reader != NULL) {
+        layers_count(connection);
     }
     ss_feed_count(feed, connection->slices, connection->wire_bytes, connection->body_bytes);
 }
@@ -536,8 +618,8 @@ static uint32_t resp_watch(void *state, struct pollfd *polled) {
     uint32_t count = 0;
     for (uint32_t i = 0; i < resp->feed->nodes; i++) {
         struct connection *connection = &resp->connections[i];
-        if (!connection->over && connection->count > 0) {
-            int sending = connection->output_begin < connection->output_end;
+        if (!connection->over && is_owed(connection)) {
+            int sending = is_sending(connection);
             ss_socket_prepare(connection->channel.socket); /* the kernel leaves quick acknowledgement by itself */
             polled[count++] = (struct pollfd){.fd = connection->channel.socket,
                                               .events = ss_channel_events(&connection->channel, sending)};

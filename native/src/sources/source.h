@@ -22,6 +22,9 @@
 
 struct ss_worker; /* the pipeline's */
 
+/* Keys of a round in one request: the storage node's limit (storage_kv/layers.py). */
+enum { SS_LAYERS_KEYS_MAX = 8192 };
+
 /* One round as one thread has it; sources only read it. */
 struct ss_feed {
     const struct ss_round *round;
@@ -36,6 +39,7 @@ struct ss_feed {
 struct ss_source_limits {
     uint32_t nodes_max;
     uint32_t requests_in_flight; /* to each node */
+    uint32_t pieces_max;
 };
 
 enum ss_source_step {
@@ -63,11 +67,16 @@ struct ss_source {
     uint32_t (*watch)(void *state, struct pollfd *polled);
 };
 
-/* Pieces at a server, or at the nodes of a cluster: those without 'memory'. */
+/* Pieces at a server, or at the nodes of a cluster. */
 extern const struct ss_source ss_source_resp;
 
-/* Pieces that lie in this process: those with 'memory'. */
+/* Pieces that lie in this process, or are going to. */
 extern const struct ss_source ss_source_memory;
+
+/* ss_piece_origin() returns where a piece comes from, as of now: an awaited one may come at any moment. */
+static inline enum ss_origin ss_piece_origin(const struct ss_piece *piece) {
+    return __atomic_load_n(&piece->origin, __ATOMIC_SEQ_CST);
+}
 
 /* ---- What the pipeline does for a source (pipeline/feed.c) ---- */
 
@@ -86,12 +95,25 @@ uint32_t ss_feed_open(const struct ss_feed *feed);
 /* ss_feed_make_place() makes sure of room for a piece's body; fails the piece and returns 0 where there is none. */
 int ss_feed_make_place(const struct ss_feed *feed, uint32_t piece);
 
-/* ss_feed_place() returns where the body is to appear; it is at its 'memory' where the decoder reads it there. */
+/* ss_feed_place() returns where the body is to appear; that is its 'memory', where it has one that the decoder reads.
+ */
 uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece);
 
 /* ss_feed_slices() hands on slices that are whole. 'decoded_before': bytes of symbols of the piece's slices before. */
 void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_first, uint32_t count,
                     uint64_t decoded_before);
+
+/* Consecutive slices of a piece whose bytes arrive in order, and how many of them were handed on. */
+struct ss_arrival {
+    uint32_t slice_first;
+    uint32_t slice_count;
+    uint32_t passed;
+    uint64_t stored;  /* bytes that these were */
+    uint64_t decoded; /* bytes of symbols of all slices of the piece before the next one */
+};
+
+/* ss_feed_arrived() hands on those that are whole now that 'received' of their bytes are there; returns how many. */
+uint32_t ss_feed_arrived(const struct ss_feed *feed, uint32_t piece, struct ss_arrival *arrival, uint64_t received);
 
 /* ss_feed_answered() says that one of a piece's answers() has come to its end. */
 void ss_feed_answered(const struct ss_feed *feed, uint32_t piece);

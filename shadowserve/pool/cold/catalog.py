@@ -10,6 +10,8 @@ from shadowserve.pool.cold.layout import Contents, parse_name
 __all__ = ["Catalog"]
 
 _REFUSED_MAX = 10_000
+_SKIPPED_MAX = 1024
+"""Lists that leave an object out which was not sound; twice as many each time that it is not."""
 
 
 class _Tenant:
@@ -38,7 +40,7 @@ class Catalog:
         self._lock = threading.Lock()
         self._tenants: dict[str, _Tenant] = {}
         self._doomed: dict[str, None] = {}
-        self._refused: OrderedDict[Listed, None] = OrderedDict()
+        self._refused: OrderedDict[Listed, tuple[int, int]] = OrderedDict()  # lists to leave it out of, and those left
 
     def find(self, tenant: str, key: bytes) -> Contents | None:
         """Return an object that has a record; None where none is known."""
@@ -89,17 +91,26 @@ class Catalog:
         self.chunks -= before - len(own.holders)
 
     def refuse(self, listed: Listed) -> None:
-        """Forget an object that is not sound, and do not look at it again until it is another one."""
+        """Forget an object that is not sound, and look at it again ever more rarely until it is another one."""
         with self._lock:
             self._drop(listed.name)
-            self._refused[listed] = None
+            skipped = min(2 * self._refused.pop(listed, (1, 0))[0], _SKIPPED_MAX)
+            self._refused[listed] = skipped, skipped
             if len(self._refused) > _REFUSED_MAX:
                 self._refused.popitem(last=False)
 
     def wants(self, listed: Listed) -> bool:
-        """Return whether the tail of an object is to be read: it is not known, nor refused, nor to be deleted."""
+        """Return whether the tail of an object is to be read: it is not known, nor refused, nor to be deleted.
+
+        To be asked once of each object in a list.
+        """
         with self._lock:
-            known = self._knows(listed.name) or listed in self._refused or listed.name in self._doomed
+            if listed in self._refused:
+                skipped, left = self._refused[listed]
+                self._refused[listed] = skipped, max(0, left - 1)
+                if left:
+                    return False
+            known = self._knows(listed.name) or listed.name in self._doomed
             return not known and self.chunks < self._chunks_max
 
     def keep_only(self, names: Collection[str], *, among: Iterable[str]) -> None:

@@ -25,8 +25,9 @@ class S3Config(BaseModel):
     """Whether the bucket's name stands in the path, as MinIO and Ceph have it; else in the host's name."""
     ca_file: Path | None = None
     """Certificates of authorities to trust beside the system's, PEM."""
-    write: Literal["at_once", "never"] = "at_once"
-    """Whether records are written to the bucket soon after they were stored; never: it is only read."""
+    write: Literal["at_once", "evicted", "never"] = "at_once"
+    """When records are written to the bucket: soon after they were stored, or when the node has no more room for them;
+    never: it is only read."""
     object_bytes: ByteSize = Field(ByteSize(32 << 20), ge=1 << 20, le=64 << 20)
     """Bytes of neighbouring records that make an object; less where no more come within ``gather_s``."""
     gather_s: float = Field(2.0, ge=0.0, le=600.0)

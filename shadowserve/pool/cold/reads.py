@@ -13,6 +13,7 @@ from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.layout import Contents, Place
 from shadowserve.pool.cold.outage import Outage
+from shadowserve.pool.cold.pace import Pace
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import Address, Item, Lease
 from shadowserve.pool.volume.changes import BusyError, OutOfBudgetError
@@ -82,7 +83,8 @@ class ColdReader:
         self._changed = threading.Condition()
         self._reads: dict[tuple[str, bytes], _Read] = {}
         self._queue: OrderedDict[str, dict[int, _Read]] = OrderedDict()  # by object, then by offset
-        self._bytes_under_way = 0
+        self._bytes_under_way = self._bytes_wanted = 0  # in requests; and of records that are waited for
+        self._pace = Pace()
         self._closed = False
         self._pool: Pool
         self._lock: threading.Lock
@@ -101,6 +103,10 @@ class ColdReader:
         """How many records are waited for."""
         return len(self._reads)
 
+    def expected_s(self, size: int) -> float:
+        """Return how long records of so many bytes, asked for together now, are expected to take."""
+        return self._pace.expected_s(self._bytes_wanted + size)
+
     def read(self, item: ColdItem, start: int, end: int, done: Done) -> None:
         """As :meth:`Pool.read`; with the pool's lock held."""
         with self._changed:
@@ -110,6 +116,7 @@ class ColdReader:
                 read = self._reads.get(at)
                 if read is None:
                     read = self._reads[at] = _Read(item, self._clock_s() + self._config.timeout_s)
+                    self._bytes_wanted += read.place.length
                     self._queue.setdefault(item.contents.name, {})[read.place.offset] = read
                     self._changed.notify()
                 else:
@@ -131,12 +138,17 @@ class ColdReader:
                 ended += [done for _, _, done in read.waiting]
                 read.waiting.clear()
                 if not read.begun:
-                    del self._reads[at]
+                    self._forget(at)
                     self._unqueue(read)
         if late:
             self._outage.failed("timeout", f"{late} reads were not done within {self._config.timeout_s:g} s")
         for done in ended:
             done(None)
+
+    def _forget(self, at: tuple[str, bytes]) -> None:
+        read = self._reads.pop(at, None)
+        if read is not None:
+            self._bytes_wanted -= read.place.length
 
     def _unqueue(self, read: _Read) -> None:
         of_object = self._queue[read.contents.name]
@@ -151,6 +163,7 @@ class ColdReader:
             ended = [done for read in self._reads.values() for _, _, done in read.waiting]
             self._reads.clear()
             self._queue.clear()
+            self._bytes_wanted = 0
             self._changed.notify_all()
         for done in ended:
             done(None)
@@ -169,11 +182,19 @@ class ColdReader:
                 self._changed.notify_all()
 
     def _bring(self, run: list[_Read], start: int, end: int) -> None:
+        began_s = self._clock_s()
+        with self._changed:
+            self._pace.begin(began_s)
+        size = 0
         try:
             data = self._bucket.read(run[0].contents.name, start, end)
+            size = end - start
         except BucketError as error:
             self._fail(run, error)
-        else:
+        finally:
+            with self._changed:
+                self._pace.end(self._clock_s(), began_s, size)
+        if size:
             self._outage.succeeded()
             self._arrived(run, data)
 
@@ -220,7 +241,7 @@ class ColdReader:
 
     def _take(self, read: _Read) -> list[tuple[int, int, Done]]:
         with self._changed:
-            self._reads.pop((read.contents.name, read.key), None)
+            self._forget((read.contents.name, read.key))
             waiting, read.waiting = read.waiting, []
             return waiting
 

@@ -67,6 +67,7 @@ class ColdTier:
         self._tenants: dict[int, str] = {DEFAULT_TENANT: ""}
         self._ended = threading.Event()
         self._look = threading.Event()
+        self._tried = threading.Event()  # a list has ended, well or not
         self._refreshes = self._swept = 0
         self._threads: list[threading.Thread] = []
         self._pool: Pool
@@ -74,7 +75,11 @@ class ColdTier:
     # ---- Life
 
     def start(self, pool: Pool, lock: threading.Lock) -> None:
-        """Begin, without the lock. ``pool``: what is above; ``lock``: its."""
+        """Begin, without the lock. ``pool``: what is above; ``lock``: its.
+
+        Waits for the first list, for ``timeout_s`` at most: who asks a node that has just started should not be told
+        that nothing is there.
+        """
         self._pool = pool
         self._reader.start(pool, lock)
         self._writer.start(pool, lock, self._name_of)
@@ -82,6 +87,7 @@ class ColdTier:
             thread = threading.Thread(target=function, name=f"s3-{name}", daemon=True)
             thread.start()
             self._threads.append(thread)
+        self._tried.wait(self._config.timeout_s)
 
     def hurry(self) -> None:
         """Write all that waits to be written."""
@@ -125,6 +131,10 @@ class ColdTier:
         assert isinstance(item, ColdItem)
         self._reader.read(item, start, end, done)
 
+    def expected_s(self, size: int) -> float:
+        """Return how long records of so many bytes are expected to take if they are asked for now."""
+        return self._reader.expected_s(size)
+
     def _name_of(self, tenant: int) -> str | None:
         name = self._tenants.get(tenant)
         if name is None:
@@ -149,6 +159,10 @@ class ColdTier:
         name = self._name_of(tenant)
         if name is not None and self._catalog.find(name, key) is None:
             self._writer.stored(address, key, parent, length)
+
+    def holds_back(self, address: Address) -> bool:
+        """Return whether a record may not be evicted yet, see :meth:`ColdWriter.holds_back`."""
+        return self._writer.holds_back(address)
 
     def removed(self, address: Address) -> bool:
         """Have nobody find a record any more, and delete the objects that have it; return whether there were any.
@@ -235,11 +249,13 @@ class ColdTier:
                 self._outage.succeeded()
             except BucketError as error:
                 self._outage.failed(error.reason, error)
+                self._tried.set()
                 self._look.wait(min(self._config.index_ttl_s, 1.0))
                 continue
             except Exception:  # a bug of ours must not leave the tier without its index
                 _log.exception("s3_index_failed")
             self._refreshes += 1
+            self._tried.set()
             self._look.wait(self._config.index_ttl_s)
 
     def _list(self) -> None:
@@ -313,6 +329,7 @@ class ColdTier:
             present_objects=writer.present,
             failed_writes=dict(self._write_outage.failures),
             waiting_records=writer.gathering.waiting,
+            held_back=writer.held_back,
             missed_records=writer.missed + writer.gathering.dropped,
             swept_objects=self._swept,
         )

@@ -3,14 +3,16 @@
 import logging
 import threading
 from collections.abc import Callable
+from math import inf
 from typing import Final
 
 from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
-from shadowserve.pool.cold.gathering import Batch, Gathering
+from shadowserve.pool.cold.gathering import BACKLOG_MAX, Batch, Gathering
 from shadowserve.pool.cold.layout import RECORDS_MAX, ColdObjectError, Contents, Place, finish, parse_tail, tail_bytes
 from shadowserve.pool.cold.outage import Outage
+from shadowserve.pool.keys import parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.terms import Address, Lease
 from shadowserve.pool.volume.changes import Ticket
@@ -22,6 +24,8 @@ _log = logging.getLogger(__name__)
 TAIL_BYTES: Final = 64 << 10
 """Of an object's end, read at once: the entries of 1,300 records."""
 _PAUSE_S: Final = 0.1
+_PRESSING_S: Final = 1.0
+"""How long room is made for others once something had to be held back: what is next to be evicted is written then."""
 
 
 def read_contents(bucket: Bucket, name: str, size: int) -> Contents:
@@ -53,20 +57,24 @@ class _Packing:
 class ColdWriter:
     """Writes what is stored, as fast as the bucket takes it.
 
-    What waits, waits as keys, and no client waits for it: when the bucket is slower than the clients, what the pool has
-    evicted meanwhile, and what is beyond the backlog, does not get into the bucket.
+    What waits, waits as keys. Written at once, no client waits for it: when the bucket is slower than the clients, what
+    the pool has evicted meanwhile, and what is beyond the backlog, does not get into the bucket. Written when evicted,
+    nothing is written before the pool needs room or half of the backlog waits; a record then stays in the pool until it
+    is written, so that whoever stores gets no further than the bucket does, but while the bucket is away, or nothing
+    was written for ``timeout_s``.
 
     Attributes:
         objects: that were written.
         bytes: that they have.
         present: objects that another node had written.
         missed: records that were evicted before they were written.
+        held_back: evictions that had to wait for a record to be written.
     """
 
     def __init__(
         self, config: S3Config, bucket: Bucket, catalog: Catalog, outage: Outage, clock_s: Callable[[], float]
     ) -> None:
-        self.objects = self.bytes = self.present = self.missed = 0
+        self.objects = self.bytes = self.present = self.missed = self.held_back = 0
         self.gathering = Gathering(int(config.object_bytes), config.gather_s, RECORDS_MAX)
         self._config = config
         self._bucket = bucket
@@ -76,6 +84,8 @@ class ColdWriter:
         self._changed = threading.Condition()
         self._packing: list[_Packing] = []
         self._hurry = self._closed = False
+        self._held_s: float | None = None  # when the first eviction had to wait since something was written
+        self._pressed_s = -inf  # when the last one had to
         self._pool: Pool
         self._lock: threading.Lock
         self._name_of: Callable[[int], str | None]
@@ -97,6 +107,26 @@ class ColdWriter:
             return
         with self._changed:
             self.gathering.add(address, key, parent, length, self._clock_s())
+
+    def holds_back(self, address: Address) -> bool:
+        """Return whether a record waits to be written and the pool has to keep it for that; with its lock held."""
+        if self._config.write != "evicted":
+            return False
+        tenant, key, _ = parse_key(address)
+        with self._changed:
+            waits = self.gathering.urge(tenant, key) or any(address in each.addresses for each in self._packing)
+            if not waits:
+                self._held_s = None
+            if not waits or self._closed or self._outage.away:
+                return False
+            now_s = self._clock_s()
+            self._held_s = now_s if self._held_s is None else self._held_s
+            if now_s - self._held_s > self._config.timeout_s:
+                return False
+            self.held_back += 1
+            self._pressed_s = now_s
+            self._changed.notify()
+            return True
 
     def removed(self, address: Address) -> Ticket | None:
         """Have no object get into the bucket that would bring a record back; return when that is sure, None for now."""
@@ -136,10 +166,18 @@ class ColdWriter:
 
     # ---- The threads that write
 
+    def _take(self) -> Batch | None:
+        now_s = self._clock_s()
+        evicting = self._config.write == "evicted"
+        pressed = now_s - self._pressed_s < _PRESSING_S or self.gathering.waiting > BACKLOG_MAX // 2
+        if self._outage.away or (evicting and not (pressed or self._hurry)):
+            return None
+        return self.gathering.take(now_s, hurry=self._hurry or evicting)
+
     def _run(self) -> None:
         while not self._closed:
             with self._changed:
-                batch = None if self._outage.away else self.gathering.take(self._clock_s(), hurry=self._hurry)
+                batch = self._take()
                 if batch is None:
                     self._changed.wait(_PAUSE_S)
                     continue
@@ -172,6 +210,7 @@ class ColdWriter:
             except ColdObjectError:
                 return  # of another size, or not sound: the next list tells
         self._outage.succeeded()
+        self._held_s = None
         if not packing.spoiled:
             self._catalog.add(contents)
 

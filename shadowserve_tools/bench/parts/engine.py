@@ -104,6 +104,7 @@ class _Engine:
         self._vocabulary: int = settings["vocabulary"]
         self._number = 0
         self._layerwise_chunks: int | None = None
+        self._deciding: Any = None
         options: dict[str, Any] = {}
         if settings["transfer"]:
             options["kv_transfer_config"] = settings["transfer"] | {
@@ -249,6 +250,13 @@ class _Engine:
         side._layerwise_chunks = self._layerwise_chunks if on else 0
         return on
 
+    def hits(self, way: str) -> str:
+        """Have the plugin "compute" what is stored from now on, "fetch" it, or "decide", learning from that alone."""
+        side = self._core.engine_core.engine_core.scheduler.connector._scheduler
+        self._deciding = self._deciding or side._deciding
+        side._fetch, side._deciding = way != "compute", self._deciding if way == "decide" else None
+        return way
+
     def reading(self, only: bool) -> bool:
         """Have the plugin store nothing from now on, or again what is computed."""
         self._core.engine_core.engine_core.scheduler.connector._scheduler._store = not only
@@ -387,7 +395,7 @@ def main() -> None:
         name: getattr(engine, name)
         for name in (
             *("serve", "store", "decode_start", "decode_steps", "decode_stop", "settle", "switch", "threads"),
-            *("layerwise", "reading"),
+            *("hits", "layerwise", "reading"),
         )
     }
     answers.write(json.dumps({"result": "ready"}) + "\n")

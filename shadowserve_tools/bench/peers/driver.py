@@ -154,7 +154,8 @@ class LMCacheServer:
     """A worker of LMCache's multiprocess mode: shared memory, ``lmcache server``, and a store behind that (L2).
 
     A fetch is what a request's start is: LOOKUP, which brings the chunks from L2 into the server's memory (L1), then
-    RETRIEVE into the worker's KV blocks. L1 is emptied between fetches.
+    RETRIEVE into the worker's KV blocks. L1 is emptied between fetches, unless there is no L2: then it is what is
+    fetched from. A store is ``host:port`` of a Redis server, or a folder.
     """
 
     def __init__(self, values: Values, chunks: int, address: str, http: str, store: str, *, lossy: bool) -> None:
@@ -168,6 +169,7 @@ class LMCacheServer:
             helpers._poll_prefetch_status, max_polls=60_000, poll_interval=0.001
         )
         self._values, self._chunks, self._http, self._lossy = values, chunks, http, lossy
+        self._has_store = bool(store)
         tokens, layers = chunks * 256, values.chunk_bytes // LAYER_BYTES
         shape = f"(2,{chunks * 16 + 2},16,8,128):bfloat16:{layers}"
         self._client = ServerBenchClient(
@@ -205,15 +207,22 @@ class LMCacheServer:
 
     def _await_stored(self, store: str) -> None:
         """Wait until everything has reached the store behind the server."""
+        deadline = time.monotonic() + STORED_TIMEOUT_S
+        while store and self._stored(store) < self._chunks:
+            if time.monotonic() > deadline:
+                raise TimeoutError("LMCache's server has not stored everything in its L2")
+            time.sleep(0.1)
+
+    def _stored(self, store: str) -> int:
+        """Return how many chunks are in the store."""
+        if os.path.isdir(store):
+            sizes = [path.stat().st_size for path in Path(store).rglob("*") if path.is_file()]
+            return sum(size >= self._values.chunk_bytes for size in sizes)
         import redis
 
         host, _, port = store.rpartition(":")
-        deadline = time.monotonic() + STORED_TIMEOUT_S
         with redis.Redis(host=host, port=int(port)) as server:
-            while sum(b"@" in key for key in server.scan_iter(count=1000)) < self._chunks:
-                if time.monotonic() > deadline:
-                    raise TimeoutError("LMCache's server has not stored everything in its L2")
-                time.sleep(0.1)
+            return sum(b"@" in key for key in server.scan_iter(count=1000))
 
     def fetch(self, count: int) -> None:
         request = self._request(count)
@@ -226,9 +235,11 @@ class LMCacheServer:
         self._client.end_session(request)
 
     def clear(self) -> None:
-        """Overwrite the blocks, and empty L1."""
+        """Overwrite the blocks, and empty L1, if there is an L2."""
         for layer in self._layers:
             layer.fill(CLEARED)
+        if not self._has_store:
+            return
         request = urllib.request.Request(
             f"{self._http}/cache/clear", b'{"tier": "l1"}', {"Content-Type": "application/json"}, method="POST"
         )
@@ -336,7 +347,7 @@ def _main() -> None:
     parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--address", default="", help="host:port of the peer's server")
     parser.add_argument("--http", default="", help="URL of LMCache's server")
-    parser.add_argument("--store", default="", help="host:port of the store behind LMCache's server")
+    parser.add_argument("--store", default="", help="what is behind LMCache's server: host:port, or a folder")
     parser.add_argument("--lossy", action="store_true", help="what comes back may differ by a few percent")
     arguments = parser.parse_args()
     channel = os.fdopen(os.dup(1), "w", buffering=1)

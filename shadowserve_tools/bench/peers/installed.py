@@ -132,22 +132,29 @@ def lmcache(bed: Bed, name: str) -> Iterator[Contender]:
 
 
 @contextlib.contextmanager
-def lmcache_server(bed: Bed, name: str, *, redis: Child, fp8: bool = False) -> Iterator[Contender]:
-    """LMCache's multiprocess mode: a server beside the worker, shared memory between them, Redis behind the server.
+def lmcache_server(
+    bed: Bed, name: str, *, redis: Child | None = None, folder: Path | None = None, fp8: bool = False
+) -> Iterator[Contender]:
+    """LMCache's multiprocess mode: a server beside the worker, shared memory between them, a store behind the server.
 
     Args:
         bed: where.
         name: for tables.
         redis: what it takes as L2, running.
+        folder: for files that it takes as L2, read past the page cache; with neither, its memory is fetched from.
         fp8: have LMCache compress: it stores half the bytes, and what comes back differs by a few percent.
     """
     size = bed.chunks * bed.values_file.stat().st_size
     with contextlib.ExitStack() as stack:
         with bed.network.client_side():
-            server = stack.enter_context(lmcache_daemon("lmcache-server", bed.python, bed.logs, size, redis, fp8=fp8))
-        addresses = ("--address", server.address, "--http", server.http, "--store", redis.address)
+            server = stack.enter_context(
+                lmcache_daemon("lmcache-server", bed.python, bed.logs, size, redis, folder=folder, fp8=fp8)
+            )
+        store = redis.address if redis is not None else str(folder or "")
+        addresses = ("--address", server.address, "--http", server.http, "--store", store)
         client = stack.enter_context(_started(bed, "lmcache-server", *addresses, *(["--lossy"] if fp8 else [])))
-        contender = client.contender(name, [*family(server.child.process.pid), *family(redis.process.pid)])
+        behind = [] if redis is None else family(redis.process.pid)
+        contender = client.contender(name, [*family(server.child.process.pid), *behind])
         yield dataclasses.replace(contender, kind="compressing" if fp8 else "raw")
 
 
@@ -174,6 +181,7 @@ def lmcache_daemon(
     size: int,
     redis: Child | None = None,
     *,
+    folder: Path | None = None,
     fp8: bool = False,
     strongest: bool = True,
 ) -> Iterator[LMCacheDaemon]:
@@ -184,7 +192,8 @@ def lmcache_daemon(
         python: of the peers' environment.
         logs: folder for what it prints.
         size: bytes of what it has to hold; it is given half as much again.
-        redis: what it takes as L2, running; without it, it has its own memory alone.
+        redis: what it takes as L2, running.
+        folder: for files that it takes as L2; with neither, it has its own memory alone.
         fp8: have it compress for L2.
         strongest: as fast as it is known to be here, above all with shared memory between it and the workers. Else as
             its documentation has it for a host without a GPU: with the flags that it must be given, and no others.
@@ -206,6 +215,9 @@ def lmcache_daemon(
         adapter: dict[str, Any] = {"type": "resp", "host": host, "port": int(redis_port)}
         adapter |= {"num_workers": 2} if strongest else {}
         flags["--l2-adapter"] = json.dumps(adapter | ({"serde": {"type": "fp8"}} if fp8 else {}))
+    if folder is not None:
+        files = {"type": "fs_native", "base_path": str(folder), "num_workers": 2, "use_odirect": True}
+        flags["--l2-adapter"] = json.dumps(files)
     with started(
         name,
         [str(python.with_name("lmcache")), "server"] + [word for pair in flags.items() for word in pair],

@@ -8,7 +8,7 @@ import contextlib
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final
@@ -18,8 +18,8 @@ from shadowserve.errors import ShadowServeError
 __all__ = ["LOOPBACK", "Link", "Namespace", "Network", "join", "linked", "run"]
 
 _CLONE_NEWNET: Final = 0x40000000
-_STORE_ADDRESS: Final = "10.213.7.1"
-_CLIENT_ADDRESS: Final = "10.213.7.2"
+_STORE_ADDRESS: Final = "10.213.{}.1"
+_CLIENT_ADDRESS: Final = "10.213.{}.2"
 _HELP: Final = (
     "network namespaces with a link between them need CAP_SYS_ADMIN and CAP_NET_ADMIN: run it as root, in a container "
     "started with '--cap-add SYS_ADMIN --cap-add NET_ADMIN', or under 'unshare --user --map-root-user --net'"
@@ -44,30 +44,39 @@ class Network:
 LOOPBACK: Final = Network()
 
 
+@dataclass(frozen=True)
 class Link(Network):
-    """A network whose direction from the stores to the clients has a limited rate."""
+    """A network of links, each of which has a limited rate in the direction from the stores to the clients.
+
+    Attributes:
+        hosts: address of each link's store side; ``host`` is the first.
+    """
+
+    hosts: Sequence[str] = ()
 
     def limit(self, gbit_per_s: float) -> None:
-        """Set the rate, of Ethernet frames: 95.7 % of it is left for what TCP carries."""
+        """Set the rate of each link, of Ethernet frames: 95.7 % of it is left for what TCP carries."""
         # The burst is as large as it can be without a short transfer passing the limit unseen, and the queue holds
         # 20 ms: what a switch port has.
         rate, burst = f"{round(gbit_per_s * 1000)}mbit", "256kb"
+        shape = "root", "tbf", "rate", rate, "burst", burst, "latency", "20ms"
         with self.store_side():
-            run(
-                "tc", "qdisc", "replace", "dev", "store", "root", "tbf", "rate", rate, "burst", burst, "latency", "20ms"
-            )
+            for number in range(len(self.hosts)):
+                run("tc", "qdisc", "replace", "dev", f"store{number}", *shape)
 
 
 @contextlib.contextmanager
-def linked() -> Iterator[Link]:
-    """Make two namespaces and a link between them while the context lasts.
+def linked(links: int = 1) -> Iterator[Link]:
+    """Make two namespaces and links between them while the context lasts.
 
     Raises:
         ShadowServeError: this process may not, or the tools (iproute2) or the kernel's modules are missing.
     """
     with contextlib.closing(Namespace()) as store, contextlib.closing(Namespace()) as client:
-        join((store, "store", _STORE_ADDRESS), (client, "client", _CLIENT_ADDRESS))
-        yield Link(_STORE_ADDRESS, store.entered, client.entered)
+        hosts = [_STORE_ADDRESS.format(number) for number in range(links)]
+        for number, host in enumerate(hosts):
+            join((store, f"store{number}", host), (client, f"client{number}", _CLIENT_ADDRESS.format(number)))
+        yield Link(hosts[0], store.entered, client.entered, hosts)
 
 
 def join(*ends: "tuple[Namespace, str, str]") -> None:

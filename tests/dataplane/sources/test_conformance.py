@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +24,14 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import Buffers, Wanted, plan_fetch, plan_store
 from dpu_dataplane.sources.selection import nodes_max, source_of
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
+from dpu_dataplane.sources.tiers.above import TiersAbove
+from dpu_dataplane.sources.tiers.alone import TiersAlone
+from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
 from shadowserve import native
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import leading
+from shadowserve.pool.config import PoolConfig
 from shadowserve.record import encode_head, head_length
 
 SHAPE = layout(layers=8)
@@ -35,7 +41,9 @@ CODECS = frozenset(native.codec_implementations())
 
 
 class Behind(ABC):
-    """What is behind a source, as a test may treat it."""
+    """What is behind a source, as a test may treat it; ``verifies``: it takes sound records only."""
+
+    verifies = False
 
     @abstractmethod
     def put(self, key: bytes, value: bytes) -> None: ...
@@ -61,6 +69,7 @@ class Behind(ABC):
 class BehindServer(Behind):
     def __init__(self, kind: str, folder: Path) -> None:
         self.server = Server(kind, folder).start()
+        self.verifies = kind == "storage_kv"
 
     def put(self, key: bytes, value: bytes) -> None:
         self.server.put(key, value)
@@ -81,7 +90,45 @@ class BehindServer(Behind):
         self.server.start()
 
     def configuration(self) -> DataPlaneConfig:
-        return config(self.server)
+        return config(self.server, layer_request_bytes_min=0)
+
+
+class BehindNodes(Behind):
+    """Several servers that all have what is put, as if a bucket below gave it to them."""
+
+    verifies = True
+
+    def __init__(self, folder: Path) -> None:
+        folders = [folder / str(number) for number in range(3)]
+        for each in folders:
+            each.mkdir()
+        self.servers = [Server("storage_kv", each).start() for each in folders]
+
+    def put(self, key: bytes, value: bytes) -> None:
+        for server in self.servers:
+            server.put(key, value)
+
+    def hold(self) -> None:
+        for server in self.servers:
+            server.freeze()
+
+    def release(self) -> None:
+        for server in self.servers:
+            server.thaw()
+
+    def asked(self) -> bool:
+        return any(server.asked() for server in self.servers)
+
+    def kill(self) -> None:
+        for server in self.servers:
+            server.kill()
+
+    def revive(self) -> None:
+        for server in self.servers:
+            server.start()
+
+    def configuration(self) -> DataPlaneConfig:
+        return config("127.0.0.1:1", storage_nodes=[server.address for server in self.servers])
 
 
 class BehindCluster(Behind):
@@ -139,6 +186,57 @@ class BehindScript(Behind):
         self.source.away = None
 
 
+class BehindTiers(Behind):
+    """A pool of memory and a file, alone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._free = threading.Event()
+        self._free.set()
+        self.source: TiersAlone
+
+    def configuration(self) -> DataPlaneConfig:
+        devices = [{"path": self._folder / "tier", "size": "64MiB"}]
+        return config("", tiers={"memory_budget_bytes": "64MiB", "devices": devices})
+
+    @property
+    def pool(self) -> Any:
+        return self.source._tiers.pool
+
+    def driven_by(self, source: TiersAlone) -> None:
+        """Have the pool's thread stand still while it is held."""
+        self.source = source
+        poll = self.pool.poll
+
+        def gated() -> bool:
+            assert self._free.wait(NEVER_S)
+            return bool(poll())
+
+        self.pool.poll = gated
+
+    def put(self, key: bytes, value: bytes) -> None:
+        with self.source._tiers.lock:
+            self.pool.put(address_of(key), value, head_bytes=head_length(value) or 0)
+
+    def hold(self) -> None:
+        wait_for(lambda: not self.pool.busy)
+        with self.source._tiers.lock:
+            while self.pool._core.copies.make_room():
+                """Nothing is in memory."""
+        self._free.clear()
+
+    def release(self) -> None:
+        self._free.set()
+
+    def asked(self) -> bool:
+        return bool(self.pool._reader.under_way)
+
+    def kill(self) -> None:
+        pytest.skip("a pool of this process is not away")
+
+    def revive(self) -> None: ...
+
+
 @dataclass
 class Bench:
     """A source that has been started, what is behind it, and the pipeline that its bytes go through."""
@@ -178,13 +276,17 @@ class Bench:
                 groups=[native.Group.of(SHAPE, target) for target in targets],
                 deadline_ns=job.deadline_ns,
             ),
+            layerwise=layerwise,
         )
 
-    async def deliver(self, keys: Sequence[bytes], found: Sequence[Found] = ()) -> tuple[Delivered, list[bytes]]:
+    async def deliver(
+        self, keys: Sequence[bytes], found: Sequence[Found] = (), layerwise: bool = False
+    ) -> tuple[Delivered, list[bytes]]:
         """Order chunks, as ``found`` has them or as they are now; return what became of it, and the chunks."""
         target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
         job = Job("a test", "a job", PATIENCE_S)
-        done = await self.source.deliver(job, self.order(job, [keys], found or await self.source.find(keys), [target]))
+        order = self.order(job, [keys], found or await self.source.find(keys), [target], layerwise)
+        done = await self.source.deliver(job, order)
         return done, [bytes(chunk) for chunk in target.reshape(len(keys), -1)]
 
     async def store(self, key: bytes, seed: int) -> Result:
@@ -206,8 +308,15 @@ class Bench:
             round_.release()
 
 
-def end_of(done: Delivered) -> tuple[int, Result]:
-    """Return how many leading pieces were delivered, and what the next one failed of."""
+def end_of(done: Delivered, chunks: int = 0) -> tuple[int, Result]:
+    """Return how many leading pieces were delivered, and what the next one failed of.
+
+    Layer by layer, of so many ``chunks``, pieces are counted by chunks.
+    """
+    if chunks:
+        there = (done.results == Result.OK).reshape(-1, chunks).all(axis=0)
+        failed = {index % chunks: failure.result for index, failure in done.failures.items()}
+        return leading(there), failed[leading(there)] if not there.all() else Result.OK
     count = leading(done.results == Result.OK)
     return count, done.failures[count].result if count < len(done.results) else Result.OK
 
@@ -227,15 +336,27 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindSer
 
 
 @pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindNodes]:
+    behind = BehindNodes(tmp_path_factory.mktemp("nodes"))
+    yield behind
+    behind.kill()
+
+
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BehindCluster]:
     behind = BehindCluster(tmp_path_factory.mktemp("cluster"))
     yield behind
     behind.kill()
 
 
-@pytest.fixture(params=["our_server", "redis_server", "cluster", "script"])
+@pytest.fixture
+def tiers(tmp_path: Path) -> BehindTiers:
+    return BehindTiers(tmp_path)
+
+
+@pytest.fixture(params=["our_server", "redis_server", "nodes", "cluster", "script", "tiers", "tiers above"])
 async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
-    behind = request.getfixturevalue(request.param) if request.param != "script" else None
+    behind = request.getfixturevalue(request.param) if request.param not in ("script", "tiers above") else None
     configuration = behind.configuration() if behind is not None else config("127.0.0.1:1")
     with contextlib.ExitStack() as stack:
         pipeline = stack.enter_context(
@@ -249,12 +370,18 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
         fetching, storing = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
         source: Source
         if behind is None:
-            source = ScriptedSource(pipeline, fetching, storing)
-            behind = BehindScript(source)
+            source = scripted = ScriptedSource(pipeline, fetching, storing)
+            behind = BehindScript(scripted)
+            if request.param == "tiers above":
+                near = Tiers(PoolConfig(), Metrics(), pipeline, storing, heads_bytes=MIB, patience=PATIENCE_S)
+                source = TiersAbove(near, scripted, pipeline, fetching, Metrics(), 1.0)
         else:
             source = source_of(configuration, Metrics(), pipeline, fetching, storing)
         await source.start()
         await until(lambda: source.connected)
+        if isinstance(behind, BehindTiers):
+            assert isinstance(source, TiersAlone)
+            behind.driven_by(source)
         try:
             yield Bench(source, behind, pipeline)
         finally:
@@ -286,12 +413,13 @@ async def test_it_finds_heads_of_any_length_and_of_many_keys(bench: Bench) -> No
     assert isinstance(entry, Stored) and entry.head[: head_length(record)] == record[: head_length(record)]
 
 
-async def test_what_is_ordered_is_delivered_exactly(bench: Bench) -> None:
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_what_is_ordered_is_delivered_exactly(bench: Bench, layerwise: bool) -> None:
     keys = keys_of(SHAPE, 5, seed=3)
     records = bench.put(keys)
     for _ in range(2):
-        done, chunks = await bench.deliver(keys)
-        assert (*end_of(done), done.stop, done.failures) == (5, Result.OK, None, {})
+        done, chunks = await bench.deliver(keys, layerwise=layerwise)
+        assert (*end_of(done, 5 * layerwise), done.stop, done.failures) == (5, Result.OK, None, {})
         assert chunks == [expected(SHAPE, key, record) for key, record in zip(keys, records, strict=True)]
         assert done.received_bytes >= sum(len(record) - head_length(record) for record in records)
 
@@ -318,18 +446,21 @@ async def test_what_one_group_lacks_costs_another_nothing(bench: Bench, layerwis
             assert bytes(target[chunk * SHAPE.raw_bytes : (chunk + 1) * SHAPE.raw_bytes]) == wanted
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("absent", [0, 2])
-async def test_what_is_gone_since_it_was_found_costs_nothing_before_it(bench: Bench, absent: int) -> None:
+async def test_what_is_gone_since_it_was_found_costs_nothing_before_it(
+    bench: Bench, absent: int, layerwise: bool
+) -> None:
     keys = keys_of(SHAPE, 5, seed=4)
     records = bench.put(keys)
     found = await bench.source.find(keys)
     await bench.source.delete(keys[absent])
-    done, chunks = await bench.deliver(keys, found)
-    assert end_of(done) == (absent, Result.NOT_FOUND)
+    done, chunks = await bench.deliver(keys, found, layerwise)
+    assert end_of(done, 5 * layerwise) == (absent, Result.NOT_FOUND)
     wanted = [expected(SHAPE, key, record) for key, record in zip(keys, records, strict=True)]
     assert chunks[:absent] == wanted[:absent]
-    done, _ = await bench.deliver(keys[:absent] + keys[absent + 1 :])
-    assert end_of(done)[1] is Result.OK, "what failed one order harms the next"
+    done, _ = await bench.deliver(keys[:absent] + keys[absent + 1 :], layerwise=layerwise)
+    assert end_of(done, 4 * layerwise)[1] is Result.OK, "what failed one order harms the next"
 
 
 async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
@@ -339,7 +470,7 @@ async def test_what_is_damaged_is_not_delivered(bench: Bench) -> None:
     await bench.source.delete(keys[1])
     damaged = records[1][:-9] + bytes([records[1][-9] ^ 4]) + records[1][-8:]
     wanted = Result.CHECKSUM
-    if isinstance(bench.behind, BehindServer) and bench.behind.server.kind == "storage_kv":
+    if bench.behind.verifies:
         with pytest.raises(AssertionError, match="checksum is wrong"):
             bench.behind.put(keys[1], damaged)  # our server takes no such record in the first place
         wanted = Result.NOT_FOUND
@@ -367,8 +498,9 @@ async def test_what_is_deleted_is_not_found(bench: Bench) -> None:
     assert found[0] is None and found[1] is not None
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("why", ["cancelled", "late"])
-async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench, why: str) -> None:
+async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench, why: str, layerwise: bool) -> None:
     keys = keys_of(SHAPE, 4, seed=9)
     bench.put(keys)
     found = await bench.source.find(keys)
@@ -377,13 +509,14 @@ async def test_an_order_that_ends_early_leaves_nothing_that_writes(bench: Bench,
     bench.behind.hold()
     try:
         job = Job("a test", "a job", 0.5 if why == "late" else NEVER_S)
-        delivering = asyncio.create_task(bench.source.deliver(job, bench.order(job, [keys], found, [target])))
+        order = bench.order(job, [keys], found, [target], layerwise)
+        delivering = asyncio.create_task(bench.source.deliver(job, order))
         if why == "cancelled":
             await until(bench.behind.asked)
             job.cancel()
         with contextlib.suppress(Stop):
             done = await asyncio.wait_for(delivering, PATIENCE_S)
-            assert done.stop is not None or end_of(done)[1] in (Result.CANCELLED, Result.DEADLINE)
+            assert done.stop is not None or end_of(done, 4 * layerwise)[1] in (Result.CANCELLED, Result.DEADLINE)
             assert not (done.results == Result.OK).any()
     finally:
         bench.behind.release()

@@ -71,7 +71,7 @@ async def test_a_server_that_hangs_up_on_whoever_has_come_in_is_warned_of_once(
 
 async def test_each_cause_is_told_once_in_an_outage_and_again_in_the_next(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    known = Outage(logging.getLogger("dpu_dataplane.sources.resp.server"), lambda: now[0])
+    known = Outage(logging.getLogger("dpu_dataplane.sources.resp.server"), "nobody asks", lambda: now[0])
     first, second = StorageUnavailableError("away"), StorageUnavailableError("of another authority")
 
     def told() -> list[str]:
@@ -108,7 +108,7 @@ def is_pause(seconds: float, number: int) -> bool:
 
 def test_pauses_grow_to_a_bound_and_begin_anew_after_a_connection_that_held() -> None:
     now = [0.0]
-    known = Outage(logging.getLogger(), lambda: now[0])
+    known = Outage(logging.getLogger(), "nobody asks", lambda: now[0])
     assert all(is_pause(known.pause(), number) for number in range(20))
     known.end()
     assert not known.lose()

@@ -39,7 +39,11 @@ def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     groups = [KVCacheGroupSpec(["a"], full)]
     parallel = SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)
     config = SimpleNamespace(
-        kv_transfer_config=transfer, parallel_config=parallel, lora_config=None, speculative_config=None
+        kv_transfer_config=transfer,
+        parallel_config=parallel,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        lora_config=None,
+        speculative_config=None,
     )
     made = []
 

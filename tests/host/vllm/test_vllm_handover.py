@@ -6,9 +6,24 @@ import numpy as np
 import pytest
 import torch
 from machine import PATIENCE_S, wait_for
-from scheduler_support import BLOCK, CHUNK, MODEL, NAMESPACES, Request, keys, links, matched, report, step
+from scheduler_support import (
+    BLOCK,
+    CHUNK,
+    MODEL,
+    NAMESPACES,
+    Request,
+    full,
+    groups_of,
+    keys,
+    links,
+    matched,
+    report,
+    step,
+    window,
+)
 from scripted import ScriptedDataPlane
 
+from host_control.handover import Arrived
 from host_control.layouts import NOWHERE
 from shadowserve.keys import record_keys, tail_link
 
@@ -169,6 +184,95 @@ def test_a_request_waits_for_what_its_other_engine_stores(make_side: Any, plane:
     hold(plane)
     assert matched(side, request) == WHOLE + TAIL
     assert side.counts.take().data.get("lookup_failures/announced_late") is None
+
+
+def come(plane: ScriptedDataPlane, *, chunks: int) -> None:
+    """Have the other engine store so many chunks, and announce the rest."""
+    assert plane.announced is not None
+    plane.announced.update(dict.fromkeys([*keys(0, TOKENS), tail_key(TOKENS)], 60_000))
+    hold(plane, chunks=chunks, tail=False)
+
+
+@pytest.mark.parametrize(("local", "there"), [(0, 1), (CHUNK, 0), (CHUNK + BLOCK, 0)])
+def test_a_load_begins_with_what_is_there_and_the_workers_hear_of_the_rest(
+    make_side: Any, plane: ScriptedDataPlane, local: int, there: int
+) -> None:
+    side = make_side(handover_timeout=PATIENCE_S)
+    come(plane, chunks=1)
+    request = arrive(side, TAKES)
+    assert matched(side, request, local) == WHOLE + TAIL - local
+    assert side.waits(request), "it is not computed on while it waits"
+    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], WHOLE + TAIL - local)
+    begun = side.step(step())
+    (load,) = begun.loads
+    assert load.arrived == Arrived(there, "") and not begun.arrived
+    assert part(load).links == [*links(TOKENS)[local // CHUNK :], tail_of(TOKENS)]
+    hold(plane, tail=False)
+    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(there + 2, "")}
+    hold(plane)
+    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(there + 3, "complete")}
+    assert not side.step(step()).arrived, "said once"
+    side.worker_output({"r"}, report({}))
+    assert not side.step(step({"r": (WHOLE + TAIL, 5)})).stores, "all of it is stored already"
+
+
+def test_what_a_load_waited_for_in_vain_is_computed_and_stored_here(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(handover_timeout=PATIENCE_S)
+    come(plane, chunks=1)
+    request = arrive(side, TAKES)
+    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], matched(side, request))
+    side.step(step())
+    assert plane.announced is not None
+    plane.announced.clear()
+    assert wait_for(lambda: side.step(step()).arrived) == {"r": Arrived(1, "announced_gone")}
+    side.worker_output({"r"}, report({"r": 1}))
+    assert matched(side, request, CHUNK) == 0, "not offered twice"
+    stores = side.step(step({"r": (CHUNK, len(TOKENS) - CHUNK)})).stores
+    assert [link for store in stores for link in store.links] == [*links(TOKENS)[1:], tail_of(TOKENS)]
+
+
+def test_a_load_that_waits_is_given_up_when_the_weights_change(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(handover_timeout=PATIENCE_S)
+    come(plane, chunks=1)
+    request = arrive(side, TAKES)
+    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], matched(side, request))
+    side.step(step())
+    side.reset()
+    assert side.step(step()).arrived == {"r": Arrived(1, "weights_changed")}
+
+
+def test_a_request_that_is_aborted_while_its_load_waits_is_cancelled(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(handover_timeout=PATIENCE_S)
+    come(plane, chunks=1)
+    request = arrive(side, TAKES)
+    side.allocated(request, [BLOCKS[: WHOLE // BLOCK + 3]], matched(side, request))
+    side.step(step())
+    side.finished(request)
+    hold(plane)
+    last = side.step(step())
+    assert (last.cancels, last.arrived) == (["r"], {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"asynchronous_fetch": False},
+        {"recomputes": False},
+        {"groups": lambda: groups_of(full(), window(CHUNK))},
+    ],
+    ids=["the engine would stand still", "the request would fail", "several groups"],
+)
+def test_where_no_load_may_fall_short_the_lookup_waits_for_all(
+    make_side: Any, plane: ScriptedDataPlane, options: dict[str, Any]
+) -> None:
+    if "groups" in options:
+        options = {"groups": options["groups"]()}
+    side = make_side(handover_timeout=PATIENCE_S, **options)
+    come(plane, chunks=1)
+    request = arrive(side, TAKES)
+    plane.wait_for_call("Lookup", 4)
+    assert side.matched_tokens(request, 0) is None
+    assert side.finished(request) is None
 
 
 def test_what_is_announced_and_never_stored_is_computed_and_counted(make_side: Any, plane: ScriptedDataPlane) -> None:

@@ -122,6 +122,25 @@ async def test_a_slot_that_has_moved_is_followed_and_remembered(cluster: Cluster
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
 
 
+async def test_what_tiers_have_comes_beside_what_nodes_have_and_send_us_on_for(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    devices = [{"path": str(tmp_path / "tier"), "size": "16MiB"}]
+    async with serving(cluster, tiers={"memory_budget_bytes": "8MiB", "devices": devices}) as (daemon, client):
+        assert (await client.fetch(KEYS[::2])).chunks == len(KEYS) // 2
+        await client.lookup(KEYS)
+        source = cluster.master_of(KEYS[5])
+        cluster.move(slot_of(KEYS[5]), source, another(cluster, source))
+        metrics = daemon.metrics
+        for rounds, near in ((1 + 2, 12), (1 + 2 + 1, 12 + 24)):  # the chunk that has moved takes a round more
+            client.segment.memory[:] = 0
+            answer = await client.fetch(KEYS)
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), answer.detail
+            assert_delivered(client, len(KEYS))
+            assert (metrics.rounds, metrics.tier_records["memory"]) == (rounds, near)
+        assert metrics.storage_redirections == 1 and metrics.tier_records["kept"] == len(KEYS)
+
+
 async def test_a_slot_on_its_way_is_asked_for_on_both_sides(cluster: Cluster) -> None:
     async with serving(cluster) as (daemon, client):
         await client.lookup(KEYS)

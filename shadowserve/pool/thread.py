@@ -1,6 +1,6 @@
-"""The thread that drives a store: it waits for devices, has their completions dealt with, and ends the store.
+"""The thread that drives a pool: it waits for devices, has their completions dealt with, and ends the pool.
 
-A store's methods are called by whoever serves a client. What devices have done is dealt with here, so that no
+A pool's methods are called by whoever serves a client. What devices have done is dealt with here, so that no
 client's thread waits for a device, and a device that stands still delays nobody but those who asked for what is on it.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 
 from shadowserve.pool.pool import Pool
 
-__all__ = ["StoreThread"]
+__all__ = ["PoolThread"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _CLOSING_S: Final = 10.0
 """Beyond the time to drain, until a process gives up a store that does not end: what is durable is so already."""
 
 
-class StoreThread:
+class PoolThread:
     """Drives one store, which has been started, until stop()."""
 
     def __init__(self, store: Pool) -> None:

@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * fuzz_layers.c - any bytes, given to the reader of KV.LAYERS, into place and not
+ *
+ * Invariants: parts lie in a piece's own place, the table or what is dropped, and are never empty; a piece has all its
+ * slices handed on, in order and once, before it is answered; a piece that was of no use when it began is left alone.
+ *
+ * Input: one byte for how it is cut, one for when a chunk becomes useless, then the answer.
+ */
+#include <string.h>
+
+#include "check.h"
+#include "sources/layers.h"
+
+enum { KEYS = 3, LAYERS = 2, PIECES = KEYS * LAYERS, PIECE_BYTES = 5 };
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+static struct ss_piece pieces[PIECES];
+static uint8_t places[PIECES][PIECE_BYTES];
+static uint32_t slices_of[PIECES], answers_of[PIECES], useful_chunks;
+static int places_made[PIECES];
+
+/* ---- What the pipeline does for a source ---- */
+
+int ss_feed_useful(const struct ss_feed *feed, uint32_t piece) {
+    (void)feed;
+    CHECK(piece < PIECES, "piece %u", piece);
+    return pieces[piece].chunk < useful_chunks;
+}
+
+int ss_feed_make_place(const struct ss_feed *feed, uint32_t piece) {
+    CHECK(ss_feed_useful(feed, piece), "a place for piece %u, which nobody wants", piece);
+    places_made[piece] = 1;
+    return 1;
+}
+
+uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t piece) {
+    (void)feed;
+    CHECK(piece < PIECES && places_made[piece], "no place was made for piece %u", piece);
+    return places[piece];
+}
+
+uint32_t ss_feed_arrived(const struct ss_feed *feed, uint32_t piece, struct ss_arrival *arrival, uint64_t received) {
+    (void)feed;
+    CHECK(places_made[piece] && received <= PIECE_BYTES, "%llu bytes", (unsigned long long)received);
+    CHECK(arrival->slice_first == piece && arrival->passed == slices_of[piece], "slices of piece %u", piece);
+    if (received < PIECE_BYTES || arrival->passed == arrival->slice_count) {
+        return 0;
+    }
+    arrival->passed++;
+    slices_of[piece]++;
+    return 1;
+}
+
+void ss_feed_answered(const struct ss_feed *feed, uint32_t piece) {
+    (void)feed;
+    CHECK(slices_of[piece] == 1 && answers_of[piece]++ == 0, "piece %u is answered too early or twice", piece);
+}
+
+void ss_feed_fail(const struct ss_feed *feed, uint32_t piece, enum ss_result result, int broken) {
+    (void)feed;
+    CHECK(result == SS_NOT_FOUND && !broken && piece < PIECES, "piece %u", piece);
+    useful_chunks = pieces[piece].chunk < useful_chunks ? pieces[piece].chunk : useful_chunks;
+}
+
+void ss_feed_refused(const struct ss_feed *feed, uint32_t piece, const char *text, size_t length) {
+    CHECK(length <= SS_RESP_TEXT_MAX && (length == 0 || text != NULL), "%zu bytes of text", length);
+    ss_feed_fail(feed, piece, SS_NOT_FOUND, 0);
+}
+
+/* ---- The reader ---- */
+
+/* Gives the reader some bytes as a socket would: into its parts, and behind them. */
+static enum ss_layers_status give(struct ss_layers_reader *reader, const uint8_t *data, size_t size) {
+    struct iovec parts[2];
+    int whole;
+    size_t placed = 0, count = ss_layers_parts(reader, parts, 2, 7, &whole);
+    for (size_t i = 0; i < count && placed < size; i++) {
+        size_t taken = size - placed < parts[i].iov_len ? size - placed : parts[i].iov_len;
+        CHECK(taken > 0, "an empty part");
+        memcpy(parts[i].iov_base, data + placed, taken); /* the address sanitizer sees whether it belongs there */
+        placed += taken;
+    }
+    CHECK(count > 0 || whole, "neither a part nor an end");
+    enum ss_layers_status status = ss_layers_placed(reader, placed);
+    if (status != SS_LAYERS_MORE || placed == size) {
+        return status;
+    }
+    return whole ? ss_layers_take(reader, data + placed, size - placed) : give(reader, data + placed, size - placed);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    static struct ss_layers_reader reader;
+    struct ss_layers layers = {.layers = LAYERS, .keys = KEYS};
+    struct ss_round round = {.pieces = pieces, .piece_count = PIECES, .layers = &layers};
+    const struct ss_feed feed = {.round = &round};
+    if (size < 2) {
+        return 0;
+    }
+    size_t step = 1 + data[0] % 32, useless = data[1];
+    for (uint32_t i = 0; i < PIECES; i++) {
+        pieces[i] =
+            (struct ss_piece){.chunk = i % KEYS, .body_length = PIECE_BYTES, .slice_first = i, .slice_count = 1};
+    }
+    memset(slices_of, 0, sizeof slices_of);
+    memset(answers_of, 0, sizeof answers_of);
+    memset(places_made, 0, sizeof places_made);
+    useful_chunks = KEYS;
+    ss_layers_begin(&reader, &feed);
+    enum ss_layers_status status = SS_LAYERS_MORE;
+    for (size_t at = 2; at < size && status == SS_LAYERS_MORE; at += step) {
+        size_t some = size - at < step ? size - at : step;
+        status = data[0] & 32 ? ss_layers_take(&reader, data + at, some) : give(&reader, data + at, some);
+        CHECK(ss_layers_position(&reader) <= PIECES, "position %u", ss_layers_position(&reader));
+        if (at > useless && useful_chunks > 1) {
+            useful_chunks = 1;
+        }
+    }
+    for (uint32_t i = 0; i < PIECES && status == SS_LAYERS_OVER; i++) {
+        CHECK(answers_of[i] == (uint32_t)places_made[i], "piece %u is not whole", i);
+    }
+    CHECK(status != SS_LAYERS_REFUSED || layers.refused, "refused, and nothing says so");
+    return 0;
+}

@@ -1,0 +1,247 @@
+"""``shadowserve bench decide``: fetch or compute, by prediction, against always the one and always the other."""
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from rich.progress import Progress
+
+from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
+from shadowserve_tools.bench.layers import Bed
+from shadowserve_tools.bench.parts.engine import prompt
+from shadowserve_tools.bench.parts.serving import VOCABULARY, Model
+from shadowserve_tools.bench.peers.network import Link, linked
+from shadowserve_tools.report import Chart, Output, Report, output_options
+
+__all__ = ["decide"]
+
+_WAYS: Final = {"no cache": "compute", "always fetch": "fetch", "deciding": "decide"}
+_OFF, _ALWAYS, _DECIDING = _WAYS
+_FREE_GBIT_PER_S: Final = 100.0
+_HEALED: Final = 3
+"""So many prompts in a row that are fetched show that it is known that the link is fast again."""
+_REQUESTS_MAX: Final = 400
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class _Cell:
+    """A prompt of so many tokens over a link of such a rate: what it met, by system."""
+
+    tokens: int
+    gbit_per_s: float
+    ttft_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _WAYS})
+    loaded: list[float] = field(default_factory=list)  # share of the prompt, where it was decided
+
+    @property
+    def better(self) -> str:
+        """Name of the system without decisions that is quicker here."""
+        return min((_OFF, _ALWAYS), key=lambda name: statistics.median(self.ttft_s[name]))
+
+    def over_better(self, name: str) -> list[float]:
+        """Return a system's times over those of the better one, by pairs."""
+        return [mine / its for mine, its in zip(self.ttft_s[name], self.ttft_s[self.better], strict=True)]
+
+
+@dataclass
+class _Results:
+    cells: list[_Cell] = field(default_factory=list)
+    learning_s: list[tuple[int, float, float]] = field(default_factory=list)  # tokens, rate, time to the first token
+    healing_s: list[float] = field(default_factory=list)  # of each prompt, after the link has become fast again
+    stored_bytes: dict[int, int] = field(default_factory=dict)
+    answers: dict[int, list[int]] = field(default_factory=dict)
+
+
+@click.command()
+@click.option("--layers", "depth", default=12, show_default=True, type=click.IntRange(2), help="Of the engine's model.")
+@click.option("--hidden", default=256, show_default=True, type=click.IntRange(32), help="Its hidden size.")
+@click.option("--heads", default=4, show_default=True, type=click.IntRange(1), help="Its heads, KV heads too.")
+@click.option("--head-size", default=64, show_default=True, type=click.IntRange(32), help="Of each head.")
+@click.option(
+    "--prompt", "prompts", default=(512, 2048, 4096), show_default=True, multiple=True, metavar="TOKENS",
+    type=click.IntRange(DEFAULT_CHUNK_TOKENS), help="Tokens of a prompt, all stored; may be given several times.",
+)  # fmt: skip
+@click.option(
+    "--link", "links", default=(4.0, 1.0, 0.25, 0.05), show_default=True, multiple=True, metavar="GBIT",
+    type=click.FloatRange(0.001, 100), help="Rate of the link, Gbit/s, in this order; may be given several times.",
+)  # fmt: skip
+@click.option("--layer-order", is_flag=True, help="Let prompts come layer by layer, too, where that is sooner.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@output_options
+def decide(
+    depth: int,
+    hidden: int,
+    heads: int,
+    head_size: int,
+    prompts: tuple[int, ...],
+    links: tuple[float, ...],
+    layer_order: bool,
+    repeats: int,
+    output: Output,
+) -> None:
+    """Ask a real engine prompts that are stored behind links of several rates: computed, fetched, or as it decides.
+
+    It learns from what it decides itself. With each link's first prompts, one of each length, it learns that link; they
+    do not count in a cell, but in the whole. After the slowest link the first one comes back, and prompts are asked
+    until it fetches again. The network is that of `bench layers`, and so are the cores, and what it takes.
+    """
+    model = Model(layers=depth, hidden=hidden, heads=heads, head_size=head_size)
+    results = _Results()
+    with ExitStack() as stack:
+        network = stack.enter_context(linked())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        network.limit(_FREE_GBIT_PER_S)
+        progress = stack.enter_context(Progress(transient=True))
+        task = progress.add_task("starting", total=1 + len(links) * (repeats + 1) + 1)
+
+        def tell(what: str) -> None:
+            progress.update(task, advance=1, description=what)
+
+        bed = Bed(
+            stack, folder, network, model, max(prompts), 2, fetch_or_compute=True, layer_order=layer_order
+        )  # fmt: skip
+        tell("storing")
+        _store(bed, prompts, results)
+        for rate in links:
+            _measure(bed, network, prompts, rate, repeats, results, tell)
+        tell("healing")
+        network.limit(links[0])
+        _heal(bed, min(prompts), results)
+    _report(results, links).finish(output)
+
+
+def _prompt(tokens: int) -> list[int]:
+    return prompt(tokens, tokens, VOCABULARY)
+
+
+def _store(bed: Bed, prompts: Sequence[int], results: _Results) -> None:
+    """Compute each prompt twice and store it, then fetch it once.
+
+    Raises:
+        ShadowServeError: its answer does not depend on what is stored, or another one comes of that.
+    """
+    bed.engine.ask("hits", way=_WAYS[_DECIDING])
+    bed.engine.ask("reading", only=True)
+    for tokens in prompts:
+        results.answers[tokens] = bed.serve(_prompt(tokens), 0)["answer"]
+        if (
+            bed.serve([*prompt(tokens + 1, tokens - 1, VOCABULARY), _prompt(tokens)[-1]], 0)["answer"]
+            == (results.answers[tokens])
+        ):
+            raise ShadowServeError("the answer does not depend on the prompt: equal answers would show nothing")
+        bed.store(_prompt(tokens))
+    bed.engine.ask("hits", way=_WAYS[_ALWAYS])
+    for tokens in prompts:
+        before = bed.plane.statistics().fetched_bytes
+        result = bed.serve(_prompt(tokens), _stored(tokens))
+        results.stored_bytes[tokens] = bed.plane.statistics().fetched_bytes - before
+        if result["answer"] != results.answers[tokens]:
+            raise ShadowServeError(f"{result['answer']} with a cache, {results.answers[tokens]} without")
+
+
+def _stored(tokens: int) -> int:
+    return min(tokens // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS, tokens - 1)
+
+
+def _measure(
+    bed: Bed, network: Link, prompts: Sequence[int], rate: float, repeats: int, results: _Results, tell: Tell
+) -> None:
+    """Ask each prompt with each system over one link, in turns."""
+    network.limit(rate)
+    tell(f"learning {rate:g} Gbit/s")
+    bed.engine.ask("hits", way=_WAYS[_DECIDING])
+    for tokens in prompts:
+        results.learning_s.append((tokens, rate, bed.ask(_prompt(tokens))["ttft_s"]))
+    cells = [_Cell(tokens, rate) for tokens in prompts]
+    results.cells += cells
+    for number in range(repeats):
+        tell(f"asking over {rate:g} Gbit/s")
+        for cell in cells:
+            for name in _WAYS if number % 2 == 0 else reversed(_WAYS):
+                bed.engine.ask("hits", way=_WAYS[name])
+                _ask(bed, cell, name, results.answers[cell.tokens])
+
+
+def _ask(bed: Bed, cell: _Cell, name: str, answer: list[int]) -> None:
+    result, stored = bed.ask(_prompt(cell.tokens)), _stored(cell.tokens)
+    cell.ttft_s[name].append(result["ttft_s"])
+    if name == _DECIDING:
+        cell.loaded.append(result["cached"] / stored)
+    elif result["cached"] != (0 if name == _OFF else stored):
+        raise ShadowServeError(f"{name}: {result['cached']} tokens of {cell.tokens} were not computed")
+    # What is computed behind a part of it is rounded otherwise.
+    if result["cached"] in (0, stored) and result["answer"] != answer:
+        raise ShadowServeError(f"{name} gives {result['answer']} instead of {answer}")
+
+
+def _heal(bed: Bed, tokens: int, results: _Results) -> None:
+    bed.engine.ask("hits", way=_WAYS[_DECIDING])
+    row = 0
+    while row < _HEALED and len(results.healing_s) < _REQUESTS_MAX:
+        result = bed.ask(_prompt(tokens))
+        results.healing_s.append(result["ttft_s"])
+        row = row + 1 if result["cached"] == _stored(tokens) else 0
+
+
+def _report(results: _Results, links: Sequence[float]) -> Report:
+    report = Report(
+        "decide",
+        [
+            "tokens",
+            "link_Gbit_per_s",
+            "stored_MB",
+            "no_cache_ms",
+            "always_fetch_ms",
+            "deciding_ms",
+            "loaded",
+            "over_better",
+        ],
+    )
+    for cell in results.cells:
+        medians = {name: statistics.median(times) * 1e3 for name, times in cell.ttft_s.items()}
+        report.row(
+            tokens=cell.tokens, link_Gbit_per_s=cell.gbit_per_s, stored_MB=results.stored_bytes[cell.tokens] / 1e6,
+            no_cache_ms=medians[_OFF], always_fetch_ms=medians[_ALWAYS], deciding_ms=medians[_DECIDING],
+            loaded=statistics.fmean(cell.loaded), over_better=statistics.median(cell.over_better(_DECIDING)),
+        )  # fmt: skip
+    for name, ratio, goal in (
+        (_DECIDING, "worst_over_better_of_both", "at most 1.05"),
+        (_ALWAYS, "always_fetch_worst_over_better", "none; without deciding"),
+        (_OFF, "no_cache_worst_over_better", "none; without a cache"),
+    ):
+        report.ratio(ratio, max((cell.over_better(name) for cell in results.cells), key=statistics.median), goal)
+    report.ratio("all_over_better", [_whole(results)], "none; all prompts together, those that it learnt from too")
+    healed = len(results.healing_s) - _HEALED + 1
+    report.ratio("healed_with_prompt", [healed], f"none; from {links[-1]:g} to {links[0]:g} Gbit/s")
+    for tokens in dict.fromkeys(cell.tokens for cell in results.cells):
+        series: dict[str, Any] = {
+            name: [
+                (f"{cell.gbit_per_s:g}", statistics.median(cell.ttft_s[name]))
+                for cell in results.cells
+                if cell.tokens == tokens
+            ]
+            for name in _WAYS
+        }
+        title = f"Time to the first token, {tokens:,d} tokens"
+        report.charts.append(
+            Chart(title, x="link, Gbit/s", y="s", series=series, kind="bars", highlight=[_DECIDING])
+        )  # fmt: skip
+    return report
+
+
+def _whole(results: _Results) -> float:
+    """Return the time of all prompts that were decided in the grid, over that of the better system of each cell."""
+    taken = sum(seconds for *_, seconds in results.learning_s)
+    better = {(cell.tokens, cell.gbit_per_s): statistics.median(cell.ttft_s[cell.better]) for cell in results.cells}
+    least = sum(better[tokens, rate] for tokens, rate, _ in results.learning_s)
+    for cell in results.cells:
+        taken += sum(cell.ttft_s[_DECIDING])
+        least += better[cell.tokens, cell.gbit_per_s] * len(cell.ttft_s[_DECIDING])
+    return taken / least

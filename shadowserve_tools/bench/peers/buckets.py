@@ -1,0 +1,87 @@
+"""A bucket on loopback: Ceph's object gateway, where it is installed, all in memory; or the tests' own server."""
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import obstore
+from obstore.store import S3Store
+
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools.processes import free_port, started
+
+__all__ = ["BUCKET", "CREDENTIALS", "MISSING", "bucket_server", "ceph_gateway"]
+
+_REPOSITORY: Final = Path(__file__).resolve().parents[3]
+_SCRIPT: Final = _REPOSITORY / "scripts" / "ceph"
+_PROGRAMS: Final = ("ceph-mon", "ceph-osd", "radosgw")
+_START_S: Final = 300
+_ANSWER_S: Final = 60
+BUCKET: Final = "kv-test"
+CREDENTIALS: Final = {"AWS_ACCESS_KEY_ID": "testaccess", "AWS_SECRET_ACCESS_KEY": "testsecret12345"}
+"""Environment of whoever uses the bucket."""
+MISSING: Final = (
+    next((f"{name} is not installed" for name in _PROGRAMS if shutil.which(name) is None), "")
+    or ("" if _SCRIPT.exists() else "scripts/ceph is not here: this is no checkout")
+)  # fmt: skip
+"""Why Ceph's gateway is not to be had here; empty where it is."""
+
+
+@contextlib.contextmanager
+def ceph_gateway(bucket: str) -> Iterator[str]:
+    """Yield the endpoint of a gateway that has an empty bucket.
+
+    Raises:
+        ShadowServeError: it is not installed, or does not start.
+    """
+    if MISSING:
+        raise ShadowServeError(f"{MISSING}: apt-get install --no-install-recommends ceph-mon ceph-osd radosgw")
+    folder = Path(tempfile.mkdtemp(prefix="ceph-")) / "node"  # paths of sockets are short
+    port = free_port()
+    try:
+        try:
+            command = [str(_SCRIPT), "start", str(folder), str(port), str(free_port())]
+            subprocess.run(command, check=True, timeout=_START_S, capture_output=True, text=True)
+        except subprocess.CalledProcessError as error:
+            raise ShadowServeError(f"Ceph's gateway does not start: {error.stderr or error.stdout}") from error
+        endpoint = f"http://127.0.0.1:{port}"
+        store = S3Store(
+            bucket,
+            endpoint=endpoint,
+            access_key_id=CREDENTIALS["AWS_ACCESS_KEY_ID"],
+            secret_access_key=CREDENTIALS["AWS_SECRET_ACCESS_KEY"],
+            client_options={"allow_http": True},
+            virtual_hosted_style_request=False,
+        )
+        url = obstore.sign(store, "PUT", "", timedelta(minutes=1))
+        with urllib.request.urlopen(urllib.request.Request(url, method="PUT"), timeout=_ANSWER_S):
+            pass  # anything but 200 is raised
+        yield endpoint
+    finally:
+        subprocess.run([_SCRIPT, "stop", folder], check=True, timeout=_ANSWER_S)
+        shutil.rmtree(folder.parent)
+
+
+@contextlib.contextmanager
+def bucket_server(logs: Path) -> Iterator[tuple[str, str]]:
+    """Yield the endpoint of BUCKET, on loopback of this thread's network namespace, and what serves it.
+
+    Raises:
+        ShadowServeError: neither Ceph nor a checkout is there.
+    """
+    own = _REPOSITORY / "tests" / "faulty_s3.py"
+    if not MISSING:
+        with ceph_gateway(BUCKET) as endpoint:
+            yield endpoint, "Ceph's gateway"
+    elif own.exists():
+        with started("bucket", [sys.executable, str(own)], logs) as server:
+            yield f"http://{server.address}", "the tests' own server"
+    else:
+        raise ShadowServeError("a bucket takes a checkout of ShadowServe, with scripts/ and tests/; clone it")

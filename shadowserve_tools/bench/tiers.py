@@ -1,0 +1,244 @@
+"""``shadowserve bench tiers``: hits in a data plane's memory, on its SSD and behind it, and in all of them at once."""
+
+import functools
+import json
+import mmap
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import numpy as np
+import psutil
+
+from shadowserve.errors import ShadowServeError
+from shadowserve_tools.bench.fetch import Target, add_row, peers_option, raw_values, runs_of, wall_gains
+from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
+from shadowserve_tools.bench.peers.contender import Contender
+from shadowserve_tools.bench.peers.installed import Bed, Start, lmcache_server, start_installed
+from shadowserve_tools.processes import Child, start_data_plane, start_storage
+from shadowserve_tools.report import Chart, Cost, Output, Report, measure, output_options, repeat
+
+__all__ = ["tiers"]
+
+MEMORY, SSD, REMOTE, MIXED = "memory", "SSD", "storage node", "memory + SSD + storage node"
+PEER_MEMORY, PEER_DISK = "LMCache, memory", "LMCache, files"
+DEVICE: Final = "device alone"
+READERS: Final = 8
+PIECE_BYTES: Final = 4 << 20
+LINE_TIMEOUT_S: Final = 60.0
+SPARE: Final = 5
+"""Times the records that tiers have memory for: a quarter of it receives what one round has devices bring."""
+
+
+@click.command()
+@click.option("--chunks", default=12, show_default=True, type=click.IntRange(3, 96), help="Chunks of 256 tokens.")
+@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1, 50), help="Pairs that count.")
+@click.option(
+    "--folder",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="On the device to measure; without it, where temporary files go.",
+)
+@peers_option
+@output_options
+def tiers(chunks: int, repeats: int, folder: Path | None, peers_python: Path, output: Output) -> None:
+    """Fetch a prompt of Llama-3.1-8B's shape from each tier of a data plane, and from all in one round.
+
+    Lossless, as by default, verified, into memory that an engine shares: from the data plane's memory; from a file on
+    an SSD that a restart has left cold; from a storage server; and a third from each. Against LMCache's server, with
+    shared memory: from its memory, and from its files, read past the page cache. SSD is also compared with its limit:
+    what the device gives to who just reads, or what decoding from memory takes; and the mixture with its own: the
+    slowest of its parts, or all CPU time of them over the cores.
+    """
+    chunks -= chunks % 3
+    report = Report("tiers", ["system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note"])
+    workload = llama_8b(chunks + 1)
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-tiers-", dir=folder)))
+        contenders = _ours(stack, logs, disk, workload)
+        bed = Bed(peers_python, logs, raw_values(logs, workload), chunks)
+        files = disk / "lmcache"
+        files.mkdir()
+        starts: dict[str, tuple[str, Start]] = {
+            PEER_MEMORY: ("lmcache", lmcache_server),
+            PEER_DISK: ("lmcache", functools.partial(lmcache_server, folder=files)),
+        }
+        peers, absent = start_installed(stack, bed, starts)
+        contenders += peers
+        stored = workload.stored_bytes * chunks // len(workload.keys)
+        device = functools.partial(measure, functools.partial(_Device(disk / SSD / "tier").read, stored))
+        runs = [functools.partial(each.run, chunks) for each in contenders]
+        *costs, limits = repeat(repeats, *runs, device, description="tiers")
+    found = dict(zip(contenders, costs, strict=True))
+    for each, own in found.items():
+        add_row(report, chunks * workload.layout.raw_bytes, own, system=each.name, note=each.note)
+    add_row(report, stored, limits, system=DEVICE, note="of stored bytes")
+    for name, reason in absent.items():
+        report.row(system=name, note=reason)
+    _ratios(report, found, limits, {each.name for each in peers})
+    report.finish(output)
+
+
+class _Plane:
+    """A data plane with tiers that is started again before each run.
+
+    Args:
+        logs: folder for what it prints.
+        storage: that it is over.
+        workload: to fetch, with one chunk more.
+        tiers: configuration of it; None for none.
+        alone: without the storage.
+        prime: so many leading chunks are fetched after each start, behind the last one, to every place.
+    """
+
+    def __init__(
+        self,
+        logs: Path,
+        storage: Child,
+        workload: Workload,
+        tiers: dict[str, Any] | None,
+        *,
+        alone: bool = False,
+        prime: int = 0,
+    ) -> None:
+        self._logs = logs
+        self._storage = storage
+        self._workload = workload
+        self._prime = prime
+        self._has_devices = tiers is not None and "devices" in tiers
+        self._address = "" if alone else storage.address
+        room = f"{workload.stored_bytes + (64 << 20)}"
+        self._flags = ["--decompression-buffer-bytes", room, "--shutdown-time", "60"]
+        self._flags += ["--tiers", json.dumps(tiers)] if tiers is not None else []
+        self._stack = ExitStack()
+        self._processes: list[psutil.Process] = []
+        self._target: Target
+        logs.mkdir(exist_ok=True)
+
+    def restart(self) -> None:
+        """Start it again, cold but for what was asked to be there."""
+        self.close()
+        plane = self._stack.enter_context(start_data_plane(self._logs, self._address, *self._flags))
+        self._processes[:] = [psutil.Process(child.process.pid) for child in (plane, self._storage)]
+        self._target = self._stack.enter_context(Target.opened(plane.address, self._workload))
+        if self._has_devices:
+            _await_line(plane, "memory_registered")  # which takes cores for a moment after a start
+        self._target.touch(len(self._workload.keys) - 1)
+        if self._prime:
+            self._target.fetch(self._prime)
+        self._target.clear()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def contender(self, name: str) -> Contender:
+        return Contender(
+            name=name,
+            kind="ours",
+            fetch=lambda count: self._target.fetch(count),
+            clear=self.restart,
+            verify=lambda count: self._target.verify(count),
+            processes=self._processes,
+        )
+
+
+def _ours(stack: ExitStack, logs: Path, disk: Path, workload: Workload) -> list[Contender]:
+    """Fill the tiers, and return what fetches from each."""
+    storage = stack.enter_context(start_storage(logs))
+    put(workload, storage.address)
+    chunks = len(workload.keys) - 1
+    memory = {"memory_budget_bytes": SPARE * workload.stored_bytes, "scrub_bytes_per_s": 0}
+    memory |= {"write_bytes_under_way_max": 2 * workload.stored_bytes}  # one fetch is to fill the device
+
+    def on_disk(name: str, **more: Any) -> dict[str, Any]:
+        (disk / name).mkdir(exist_ok=True)
+        device = {"path": str(disk / name / "tier"), "size": 2 * workload.stored_bytes + (64 << 20)}
+        return memory | {"devices": [device]} | more
+
+    for name, count in ((SSD, chunks), (MIXED, chunks // 3 * 2)):
+        filler = _Plane(logs / "filler", storage, workload, on_disk(name), prime=count)
+        filler.restart()
+        filler.close()
+    planes = {
+        MEMORY: _Plane(logs / "memory", storage, workload, memory, prime=chunks),
+        SSD: _Plane(logs / "ssd", storage, workload, on_disk(SSD), alone=True),
+        REMOTE: _Plane(logs / "remote", storage, workload, None),
+        # What comes from storage is not written to the device, where the next run would find it.
+        MIXED: _Plane(logs / "mixed", storage, workload, on_disk(MIXED, admission="second_hit"), prime=chunks // 3),
+    }
+    for plane in planes.values():
+        stack.callback(plane.close)
+    return [plane.contender(name) for name, plane in planes.items()]
+
+
+def _await_line(child: Child, text: str) -> None:
+    """Wait until a program has logged something."""
+    ends = time.monotonic() + LINE_TIMEOUT_S
+    while text not in child.log.read_text():
+        if time.monotonic() > ends:
+            raise ShadowServeError(f"{child.name} has not said {text} within {LINE_TIMEOUT_S:g} s; see {child.log}")
+        time.sleep(0.02)
+
+
+class _Device:
+    """Reads a file past the page cache, several pieces at a time, and does nothing with them."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._pieces = [np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8) for _ in range(READERS)]
+        for piece in self._pieces:
+            piece.fill(0)
+
+    def read(self, size: int) -> None:
+        """Read so many bytes, from the begin."""
+        descriptor = os.open(self._file, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        end = os.fstat(descriptor).st_size // PIECE_BYTES
+        numbers = iter(range(-(-size // PIECE_BYTES)))  # which threads share
+
+        def read(piece: "np.typing.NDArray[np.uint8]") -> None:
+            for number in numbers:
+                os.preadv(descriptor, [piece], number % end * PIECE_BYTES)
+
+        try:
+            with ThreadPoolExecutor(READERS) as readers:
+                list(readers.map(read, self._pieces))
+        finally:
+            os.close(descriptor)
+
+
+def _ratios(report: Report, costs: dict[Contender, list[Cost]], limits: list[Cost], peers: set[str]) -> None:
+    memory, ssd, remote, mixed = (runs_of(costs, name) for name in (MEMORY, SSD, REMOTE, MIXED))
+    if PEER_MEMORY in peers:
+        theirs = runs_of(costs, PEER_MEMORY)
+        report.ratio("memory_over_best_peer", wall_gains(memory, theirs), f"at least 1.5; of {PEER_MEMORY}")
+        cpus = [own.cpu_s / other.cpu_s for own, other in zip(memory, theirs, strict=True)]
+        report.ratio("memory_cpu_over_best_peer", cpus, f"at most 1; CPU seconds, of {PEER_MEMORY}")
+    if PEER_DISK in peers:
+        report.ratio("ssd_over_lmcache_disk", wall_gains(ssd, runs_of(costs, PEER_DISK)), "at least 4")
+    walls = [
+        max(device.wall_s, decoded.wall_s) / own.wall_s
+        for own, decoded, device in zip(ssd, memory, limits, strict=True)
+    ]
+    report.ratio("ssd_over_limit", walls, "at least 0.9; the device's, or decoding's")
+    cores = len(psutil.Process().cpu_affinity() or [0])
+    ideals = [
+        max(max(cost.wall_s for cost in parts), sum(cost.cpu_s for cost in parts) / cores) / len(parts)
+        for parts in zip(memory, ssd, remote, strict=True)
+    ]
+    together = [ideal / own.wall_s for own, ideal in zip(mixed, ideals, strict=True)]
+    report.ratio("mixed_over_sum", together, "at least 0.9; its slowest part, or the CPU time of all over the cores")
+    report.charts.append(
+        Chart(
+            "a prompt's KV, from where it lies",
+            x="",
+            y="GB/s",
+            series={"GB/s": [(row["system"], row["GB_per_s"]) for row in report.rows if "GB_per_s" in row]},
+            kind="bars",
+            highlight=[MEMORY, SSD, REMOTE, MIXED],
+        )
+    )

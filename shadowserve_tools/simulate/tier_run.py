@@ -1,0 +1,376 @@
+"""One policy over one trace: the clock goes from event to event: a request comes, one ends, a block has moved.
+
+Requests that decode take an iteration a token, all together. What is promoted is decided by the product's own
+``Promotion``, where static blocks lie by its ``Interleaver``; the oracle is ``NextUse`` and ``Promotion``, told of
+requests before they come.
+"""
+
+import dataclasses
+import heapq
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Final, NamedTuple
+
+from shadowserve.native import IndexPolicy
+from shadowserve.pool.placement import Interleaver
+from shadowserve.pool.promotion import Promotion, Waiting
+from shadowserve_tools.simulate.tier_assumptions import Assumed
+from shadowserve_tools.simulate.tier_model import FOREVER_S, Policy, Predicted, Request, Session, Tier, Trace
+
+__all__ = ["Outcome", "Rules", "outcome"]
+
+_WARM_UP_SHARE: Final = 0.2
+"""Of the requests, not counted: the tiers find their order."""
+_PLANNED_BYTES: Final = 8e9
+"""What is planned at a time: the next event plans again."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What may be asked of the policies that are told who waits.
+
+    Attributes:
+        lookahead: requests ahead that are promoted; the paper's K.
+        late_stalls: whether a block that is late stops all that decode, as a page fault; else its request alone waits.
+    """
+
+    lookahead: int = 1
+    late_stalls: bool = False
+
+
+class Outcome(NamedTuple):
+    """What became of the requests that were counted.
+
+    Attributes:
+        tpot_mean_ms: of tokens.
+        tpot_p95_ms: of requests.
+        hit_rate: bytes that were in the GPU's memory as their request's turn came, of all.
+        wasted_bytes: moved up ahead and never used.
+        wait_ms: mean, from coming to the first iteration.
+    """
+
+    tpot_mean_ms: float
+    tpot_p95_ms: float
+    throughput_tokens_s: float
+    hit_rate: float
+    wasted_bytes: float
+    wait_ms: float
+
+
+class _Job(NamedTuple):
+    """A block on its way over a hop."""
+
+    key: bytes
+    size: int
+    request: Request | None  # that it is loaded for; None: ahead
+
+
+def outcome(asked: Trace, policy: Policy, step_ms: float, given: Assumed, rules: Rules) -> Outcome:
+    """Return what a policy makes of a trace, whose iterations take ``step_ms`` where nothing moves."""
+    run = _Run(asked, policy, step_ms / 1e3, given, rules)
+    run.go()
+    counted = run.requests[int(_WARM_UP_SHARE * len(run.requests)) :]
+    tpots_ms = [1e3 * (each.ended_s - each.begun_s) / each.tokens for each in counted]
+    ended_s = max(each.ended_s for each in counted)
+    return Outcome(
+        tpot_mean_ms=statistics.fmean(tpots_ms, [each.tokens for each in counted]),
+        tpot_p95_ms=statistics.quantiles(tpots_ms, n=20)[-1],
+        throughput_tokens_s=sum(each.tokens for each in counted) / (ended_s - counted[0].comes_s),
+        hit_rate=sum(each.hit_bytes for each in counted) / sum(each.session.size for each in counted),
+        wasted_bytes=float(run.wasted_bytes + sum(run.ahead.values())),
+        wait_ms=1e3 * statistics.fmean(each.begun_s - each.comes_s for each in counted),
+    )
+
+
+class _Run:
+    """The state of a run."""
+
+    def __init__(self, asked: Trace, policy: Policy, step_s: float, given: Assumed, rules: Rules) -> None:
+        self.asked, self.policy, self.step_s, self.given = asked, policy, step_s, given
+        self.stalls = policy.foresees is None or rules.late_stalls
+        self.sessions = [dataclasses.replace(each, below=[0.0, 0.0], known=deque()) for each in asked.sessions]
+        self.requests = [
+            dataclasses.replace(each, session=self.sessions[each.session.number], lacks=set())
+            for each in asked.requests
+        ]
+        self.session_of = {key: each for each in self.sessions for key in each.keys}
+        self.hops = given.hops()
+        self.hbm = Tier(given.hbm_gb * 1e9, len(self.session_of), policy.eviction, self._left_hbm)
+        self.memory = Tier(given.memory_gb * 1e9, len(self.session_of), IndexPolicy.LRU, self._left_memory)
+        # The oracle begins as early as is sure to suffice, not sooner: what decodes may be what should go instead.
+        ahead_s = self.hops[0].seconds(asked.running_bytes_max)
+        self.promotion = Promotion(None, ahead_s) if policy.foresees else Promotion(rules.lookahead)
+        self.predicted = Predicted(self.sessions, self.hbm) if policy.predicts else None
+        if self.predicted is not None:
+            self.hbm.victim = self.predicted.victim
+        self.now = self.steps = self.running_bytes = 0.0
+        self.come = self.told = 0
+        self.queue: deque[Request] = deque()
+        self.running: list[tuple[float, int]] = []  # the iteration that it ends with, and its number
+        self.links: tuple[deque[_Job], deque[_Job]] = (deque(), deque())  # the first of each is on its way
+        self.ends = [math.inf, math.inf]
+        self.moving: set[bytes] = set()
+        self.ahead: dict[bytes, int] = {}  # blocks moved up ahead that nobody has used
+        self.wasted_bytes = 0
+        self.passing: set[bytes] = set()  # static: blocks whose place is below
+        self.filled: tuple[Tier, ...] = ()  # tiers that cannot hold everything
+        self._fill()
+
+    # ---- What lies where
+
+    def _fill(self) -> None:
+        """Begin with full tiers; who is on top is chance."""
+        total, size = sum(each.size for each in self.sessions), self.given.hbm_gb * 1e9
+        self.filled = (self.hbm, self.memory) if total > self.given.memory_gb * 1e9 else (self.hbm,)
+        if self.policy.static and total > size:
+            share = max(0.0, size - self.asked.running_bytes_max) / total
+            homes = Interleaver([share, 1 - share])
+            for session in self.sessions:
+                before = b""
+                for key, length in zip(session.keys, session.sizes, strict=True):
+                    home = homes.order(length, before, [True, True])[0]
+                    homes.place(home, length, before, key, [True, True])
+                    before = key
+                    if home:
+                        self.passing.add(key)
+        room, below = size, self.given.memory_gb * 1e9
+        for session in self.sessions:
+            for key, length in zip(session.keys, session.sizes, strict=True):
+                below -= length
+                if below >= 0 and self.memory.reserve(length):
+                    self.memory.put(key, length)
+                if key not in self.passing and room >= length:
+                    room -= length
+                    self.hbm.reserve(length)
+                    self.hbm.put(key, length)
+                    if self.policy.static:
+                        self.hbm.pin(key)
+                else:
+                    session.below[0 if below >= 0 else 1] += length
+
+    def _left_hbm(self, key: bytes, size: int) -> None:
+        self.wasted_bytes += self.ahead.pop(key, 0)
+        self.session_of[key].below[0 if self.memory.slot(key) else 1] += size
+
+    def _left_memory(self, key: bytes, size: int) -> None:
+        if not self.hbm.slot(key) and key not in self.moving:
+            below = self.session_of[key].below
+            below[0] -= size
+            below[1] += size
+
+    # ---- Time
+
+    def go(self) -> None:
+        """Go on until every request has ended."""
+        ended = 0
+        while ended < len(self.requests):
+            comes = self.requests[self.come].comes_s if self.come < len(self.requests) else math.inf
+            slowed = self.hops[0].bytes_per_s / (self.given.hbm_gb_per_s * 1e9) if self.links[0] else 0.0
+            step_s = self.step_s * (1 + slowed)
+            ends = self.now + (self.running[0][0] - self.steps) * step_s if self.running else math.inf
+            then = max(self.now, min(comes, ends, *self.ends))
+            self.steps += (then - self.now) / step_s
+            self.now = then
+            if ends <= then:
+                self._end(self.requests[heapq.heappop(self.running)[1]])
+                ended += 1
+            elif comes <= then:
+                self.queue.append(self.requests[self.come])
+                self.come += 1
+            else:
+                self._land(self.ends.index(min(self.ends)))
+            self._tell()
+            self._schedule()
+            self._promote()
+
+    def _stall(self, seconds: float) -> None:
+        """Let time pass in which nothing decodes."""
+        self.now += seconds
+
+    # ---- Requests
+
+    def _tell(self) -> None:
+        """Tell the policy of requests as early as it hears of them."""
+        if self.policy.foresees is None:
+            return
+        while self.told < min(self.come + self.policy.foresees, len(self.requests)):
+            request = self.requests[self.told]
+            request.session.known.append(request.number)
+            self._announce(request.number, request.session)
+            self.told += 1
+
+    def _announce(self, number: int, session: Session) -> None:
+        for tier in self.filled:
+            tier.next_use.announce(number, 0, session.keys, FOREVER_S)
+
+    def _schedule(self) -> None:
+        """Begin with those that are next, in their order, as far as they may run and have what they need."""
+        while self.queue:
+            head = self.queue[0]
+            if head.turn_s is None:
+                if not self._has_place(head.session):
+                    return
+                self._take_turn(head)
+            if head.lacks:
+                return
+            self.queue.popleft()
+            head.begun_s = self.now
+            self.running_bytes += head.session.size
+            heapq.heappush(self.running, (self.steps + head.tokens, head.number))
+            if self.predicted is not None:
+                self.predicted.use(head.session)
+
+    def _has_place(self, session: Session) -> bool:
+        fits = self.running_bytes + session.size <= self.asked.running_bytes_max
+        return len(self.running) < self.asked.slots and (fits or not self.running)
+
+    def _take_turn(self, request: Request) -> None:
+        request.turn_s = self.now
+        session = request.session
+        if request.number in session.known:
+            session.known.remove(request.number)
+            for tier in self.filled:
+                tier.next_use.withdraw(request.number)
+        for key, size in zip(session.keys, session.sizes, strict=True):
+            if self.hbm.slot(key):
+                request.hit_bytes += size
+                self.hbm.pin(key)
+                self.ahead.pop(key, None)
+            else:
+                request.lacks.add(key)
+        if request.lacks and self.stalls:
+            self._fault(request)
+        else:
+            self._load(request)
+
+    def _end(self, request: Request) -> None:
+        request.ended_s = self.now
+        session = request.session
+        self.running_bytes -= session.size
+        for key, size in zip(session.keys, session.sizes, strict=True):
+            if self.hbm.unpin(key) and key in self.passing:
+                self.hbm.drop(key)
+                self._left_hbm(key, size)
+        if session.known:
+            self._announce(session.known[0], session)
+        if self.predicted is not None:
+            self.predicted.given_back()
+
+    # ---- Moving
+
+    def _fault(self, request: Request) -> None:
+        """Move what is missing while nothing decodes."""
+        session = request.session
+        while self.links[0] and self.moving & request.lacks:  # what is on its way already arrives first
+            self._stall(max(0.0, self.ends[0] - self.now))
+            self._land(0)
+        seconds = 0.0
+        for key, size in zip(session.keys, session.sizes, strict=True):
+            if key not in request.lacks:
+                continue
+            hops = self.hops[:1] if self.memory.slot(key) else self.hops
+            seconds += sum(hop.seconds(size) for hop in hops) + (
+                0 if self.policy.copies_below else hops[0].seconds(size)
+            )
+            session.below[len(hops) - 1] -= size
+            assert self.hbm.reserve(size), "half of the memory holds what decodes, and a block finds no room"
+            self.hbm.put(key, size)
+            self.hbm.pin(key)
+        request.lacks.clear()
+        self._stall(seconds)
+
+    def _load(self, request: Request) -> None:
+        """Move what is missing as soon as may be, while the others decode."""
+        session = request.session
+        for key, size in zip(session.keys, session.sizes, strict=True):
+            if key in request.lacks and key not in self.moving:
+                self._issue(_Job(key, size, request), None)
+
+    def _issue(self, job: _Job, sake: int | None) -> bool:
+        """Put a block on its next hop, before others if a request waits for it; return whether there is room for it."""
+        hop = 0 if self.memory.slot(job.key) else 1
+        if not (self.hbm, self.memory)[hop].reserve(job.size, sake):
+            assert job.request is None, "half of the memory holds what decodes, and a block finds no room"
+            return False
+        self.session_of[job.key].below[hop] -= job.size
+        self.moving.add(job.key)
+        self._put_on(hop, job)
+        return True
+
+    def _put_on(self, hop: int, job: _Job) -> None:
+        link = self.links[hop]
+        waited_for = sum(1 for each in link if each.request is not None)
+        link.insert(max(waited_for, min(1, len(link))) if job.request is not None else len(link), job)
+        if len(link) == 1:
+            self.ends[hop] = self.now + self.hops[hop].seconds(job.size)
+
+    def _land(self, hop: int) -> None:
+        link = self.links[hop]
+        job = link.popleft()
+        self.ends[hop] = self.now + self.hops[hop].seconds(link[0].size) if link else math.inf
+        self.moving.discard(job.key)
+        session = self.session_of[job.key]
+        (self.hbm, self.memory)[hop].put(job.key, job.size)
+        head = self.queue[0] if self.queue else None
+        waited_for = head is not None and job.key in head.lacks
+        if hop:
+            session.below[0] += job.size
+            if waited_for:
+                self._issue(job._replace(request=head), None)
+        elif waited_for and head is not None:
+            head.lacks.discard(job.key)
+            self.hbm.pin(job.key)
+        else:
+            self.ahead[job.key] = job.size
+        if session.known:
+            self._announce(session.known[0], session)
+
+    def _promote(self) -> None:
+        """Move up ahead what the policy says, where a link is free."""
+        if self.predicted is not None:
+            self._promote_predicted(self.predicted)
+        elif self.policy.foresees is not None and not all(self.links):
+            promised = [float(sum(job.size for job in link)) for link in self.links]
+            for move in self.promotion.plan(self._waiting(), self.hops, promised):
+                assert isinstance(move.request, int)
+                if not self._begin(self.requests[move.request], move.hop, move.size):
+                    return  # what runs later would only be driven out again
+
+    def _waiting(self) -> Iterator[Waiting]:
+        gap_s = self.step_s * self.asked.mean_tokens / max(1, len(self.running))
+        first = 1 if self.queue and self.queue[0].turn_s is not None else 0
+        later = (self.requests[number] for number in range(self.come, self.told))
+        planned = 0.0
+        for place, request in enumerate(chain(islice(self.queue, first, None), later), start=1):
+            below = request.session.below
+            yield Waiting(request.number, max(request.comes_s - self.now, place * gap_s), below)
+            planned += sum(below)
+            if planned > _PLANNED_BYTES:
+                return
+
+    def _begin(self, request: Request, hop: int, size: float) -> bool:
+        """Issue a request's first blocks in a tier, at most so many bytes; return whether there was room for them."""
+        session = request.session
+        for key, length in zip(session.keys, session.sizes, strict=True):
+            lies_there = (hop == 0) == bool(self.memory.slot(key))
+            if key in self.moving or self.hbm.slot(key) or not lies_there:
+                continue
+            size -= length
+            if size < 0:
+                break
+            if not self._issue(_Job(key, length, None), request.number):
+                return False
+        return True
+
+    def _promote_predicted(self, predicted: Predicted) -> None:
+        session = None if self.links[0] else predicted.best()
+        if session is None:
+            return
+        for key, size in zip(session.keys, session.sizes, strict=True):
+            if not self.hbm.slot(key) and self.memory.slot(key):
+                self._issue(_Job(key, size, None), session.number)
+                return

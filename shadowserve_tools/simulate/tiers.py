@@ -1,0 +1,126 @@
+"""``shadowserve simulate tiers``: more KV than the GPU's memory holds, under each of TierKV's policies."""
+
+import statistics
+from typing import Any, Final
+
+import click
+
+from shadowserve_tools.report import Chart, Output, Report, output_options, tracked
+from shadowserve_tools.simulate.assumptions import described
+from shadowserve_tools.simulate.tier_assumptions import MODELS, TABLE_4, WORKLOADS, Assumed
+from shadowserve_tools.simulate.tier_model import POLICIES, trace
+from shadowserve_tools.simulate.tier_run import Outcome, Rules, outcome
+
+__all__ = ["outcomes", "tiers"]
+
+REQUESTS_MIN: Final = 3_000
+"""Of a seed."""
+COLUMNS: Final = (
+    "policy", "tpot_ms", "paper_ms", "p95_ms", "tokens_per_s", "hit_rate", "wait_ms", "wasted_GB",
+)  # fmt: skip
+KEYS: Final = ("tpot_mean_ms", "tpot_p95_ms", "throughput_tokens_s", "hit_rate", "wasted_bytes")
+"""Of each policy, in the data."""
+_DRAWN: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
+
+
+@click.command()
+@click.option(
+    "--model", default="7b", show_default=True, type=click.Choice(list(MODELS)), help="A Llama's KV and speed."
+)
+@click.option(
+    "--workload", default="mixed", show_default=True, type=click.Choice(list(WORKLOADS)),
+    help="Tokens of contexts: 512; 128-512; 512-2048; 2048-8192; a quarter of each.",
+)  # fmt: skip
+@click.option(
+    "--oversubscription", default=3.0, show_default=True, type=click.FloatRange(1, 20),
+    help="KV of all sessions over the GPU's memory.",
+)  # fmt: skip
+@click.option("--seeds", default=3, show_default=True, type=click.IntRange(1, 100), help="Runs whose mean is told.")
+@click.option(
+    "--lookahead", default=1, show_default=True, type=click.IntRange(1, 1000),
+    help="Requests ahead that prefetch moves up, the paper's K.",
+)  # fmt: skip
+@click.option(
+    "--late", default="waits", show_default=True, type=click.Choice(["waits", "stalls"]),
+    help="What a block does that prefetch or oracle bring too late: its request waits, or all that decode stand still.",
+)  # fmt: skip
+@click.option(
+    "--memory-gb", default=512.0, show_default=True, type=click.FloatRange(1, 1e5),
+    help="Host memory; KV beyond it lies on the SSD.",
+)  # fmt: skip
+@output_options
+def tiers(
+    model: str, workload: str, oversubscription: float, seeds: int, lookahead: int, late: str, memory_gb: float,
+    output: Output,
+) -> None:  # fmt: skip
+    """Predict decoding where sessions have more KV than the GPU's memory holds, under TierKV's six policies.
+
+    Sessions keep their KV; a request needs its session's in the GPU's memory. What goes for it, and what is moved up
+    before, is decided by the product's own objects. A model, not a measurement: every assumption is in
+    docs/simulation.md, with what was fitted and where the paper's figures are missed.
+
+    \b
+    The policies:
+      lru, frequency      one tier that swaps: what goes is written out while all wait, then what is missing is read
+      attention_prefetch  moves up what was used most of late, without knowing who comes; copies lie below
+      static              each block has its tier for good, by the tiers' sizes
+      prefetch            evicts what runs last, moves up what the queue needs (equation 1); who lacks KV waits alone
+      oracle              the same, told of requests before they come
+
+    \b
+    The columns:
+      tpot_ms      mean time a token while decoding, p95_ms of requests; paper_ms: table 4, where it has the figure
+      hit_rate     bytes that were in the GPU's memory as their request's turn came
+      wait_ms      from a request's coming to its first token: what prefetch makes of stalls
+      wasted_GB    moved up ahead and never used
+
+    \b
+    Is it flat?                     shadowserve simulate tiers --oversubscription 5
+    If late blocks stop everybody:  shadowserve simulate tiers --late stalls --lookahead 4
+    Two hops, from the SSD:         shadowserve simulate tiers --memory-gb 100
+    Over oversubscription, drawn:   shadowserve simulate tiers --plot tiers.svg
+    """
+    given = Assumed(memory_gb=memory_gb)
+    rules = Rules(lookahead, late == "stalls")
+    found = outcomes(model, workload, oversubscription, seeds, given, rules)
+    report = Report("tiers", list(COLUMNS), command="simulate")
+    is_paper = workload == "mixed" and oversubscription == 3 and given == Assumed() and not rules.late_stalls
+    for name, its in found.items():
+        paper = TABLE_4[model].get(name) if is_paper else None
+        report.row(
+            policy=name, tpot_ms=f"{its.tpot_mean_ms:.2f}", paper_ms="" if paper is None else f"{paper:.2f}",
+            p95_ms=f"{its.tpot_p95_ms:.2f}", tokens_per_s=its.throughput_tokens_s, hit_rate=f"{its.hit_rate:.3f}",
+            wait_ms=its.wait_ms, wasted_GB=its.wasted_bytes / 1e9,
+        )  # fmt: skip
+    report.more = {
+        "model": model, "workload": workload, "oversubscription": oversubscription, "seeds": seeds,
+        "policies": {name: {key: getattr(its, key) for key in KEYS} for name, its in found.items()},
+        "assumptions": [
+            {"name": name, "value": getattr(given, name), **its} for name, its in described(Assumed)
+        ],
+    }  # fmt: skip
+    if output.plot_file:
+        report.charts = [_over_oversubscription(model, workload, given, rules)]
+    report.finish(output)
+
+
+def outcomes(
+    model: str, workload: str, oversubscription: float, seeds: int, given: Assumed, rules: Rules
+) -> dict[str, Outcome]:
+    """Return what each policy makes of the same requests, the mean over seeds."""
+    shape = MODELS[model]
+    of: dict[str, list[Outcome]] = {name: [] for name in POLICIES}
+    for seed in tracked(range(seeds), "simulating"):
+        asked = trace(shape, workload, oversubscription, seed, given, REQUESTS_MIN)
+        for name, policy in POLICIES.items():
+            of[name].append(outcome(asked, policy, shape.step_ms, given, rules))
+    return {name: Outcome(*map(statistics.fmean, zip(*its, strict=True))) for name, its in of.items()}
+
+
+def _over_oversubscription(model: str, workload: str, given: Assumed, rules: Rules) -> Chart:
+    """Draw the paper's figure 3, of one seed."""
+    series: dict[str, Any] = {name: [] for name in reversed(POLICIES)}
+    for times in _DRAWN:
+        for name, its in outcomes(model, workload, times, 1, given, rules).items():
+            series[name].append((times, its.tpot_mean_ms))
+    return Chart(f"Mean TPOT, {model}, {workload}", x="KV over the GPU's memory, times", y="ms", series=series)

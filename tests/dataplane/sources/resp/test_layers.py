@@ -1,0 +1,183 @@
+"""Fetches layer by layer in one request: when that is made, what it says, and what is done where it is not answered."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis as redis_py
+from dataplane_support import WAYS, Client, Server, expected, keys_of, layout, make_record, running, way_name
+
+from dpu_dataplane.server import Daemon
+from dpu_dataplane.sources.resp.layers import LayerRequest, Threshold, layer_request
+from dpu_dataplane.sources.source import Order
+from shadowserve import native
+from shadowserve.pieces import unpack
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout(layers=6)
+CHUNKS = 5
+KEYS = keys_of(SHAPE, CHUNKS)
+RECORDS = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
+
+
+async def fetched(client: Client, storage: Server, **changes: Any) -> pb.FetchResponse:
+    """Fetch all layers of all chunks, layer by layer, into memory that says whether they are right."""
+    for key, data in zip(KEYS, RECORDS, strict=True):
+        storage.put(key, data)
+    await client.register(SHAPE, CHUNKS)
+    part = client.part(KEYS, length=CHUNKS * SHAPE.raw_bytes)
+    answer = await client.stub.Fetch(
+        client.fetch_request([], **({"parts": [part], "order": pb.ORDER_LAYERS} | changes))
+    )
+    for index, (key, data) in enumerate(zip(KEYS, RECORDS, strict=True)):
+        mine = bytes(client.segment.memory[index * SHAPE.raw_bytes : (index + 1) * SHAPE.raw_bytes])
+        assert answer.outcome != pb.OUTCOME_COMPLETE or mine == expected(SHAPE, key, data)
+    return answer
+
+
+def calls(storage: Server) -> dict[str, int]:
+    """Return how often each command was executed."""
+    with redis_py.Redis(port=storage.port, password=storage.password or None) as client:
+        found = client.info("commandstats")
+    return {name.removeprefix("cmdstat_"): each["calls"] for name, each in found.items()}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+async def test_a_fetch_layer_by_layer_is_one_request_and_one_chunk_by_chunk_is_ranges(
+    storage: Server, way: dict[str, Any]
+) -> None:
+    async with running(storage, layer_request_bytes_min=0, **way) as (daemon, client):
+        by_layers = way.get("chunked_pipeline", True)  # without it pieces are asked for one at a time
+        before = calls(storage)
+        assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE
+        after = calls(storage)
+        made = {name: after.get(name, 0) - before.get(name, 0) for name in ("kv.layers", "getrange")}
+        assert made["kv.layers"] == by_layers and (made["getrange"] == 0) == by_layers
+        assert daemon.metrics.layer_rounds == by_layers
+        await fetched(client, storage, order=pb.ORDER_CHUNKS)
+        assert calls(storage)["getrange"] > after.get("getrange", 0)
+        assert daemon.metrics.layer_rounds == by_layers
+
+
+async def test_a_server_that_does_not_know_it_is_asked_once_and_then_by_ranges(
+    redis: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "dpu_dataplane")
+    async with running(redis, layer_request_bytes_min=0) as (daemon, client):
+        for _ in range(3):
+            assert (await fetched(client, redis)).outcome == pb.OUTCOME_COMPLETE
+        said = [record.message for record in caplog.records if "does not answer KV.LAYERS" in record.message]
+        assert len(said) == 1 and "unknown command" in said[0]
+        assert daemon.metrics.layer_rounds == 0
+
+
+async def test_below_the_setting_there_are_ranges(storage: Server) -> None:
+    stored = sum(map(len, RECORDS))
+    async with running(storage, layer_request_bytes_min=stored) as (daemon, client):
+        assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE
+        assert daemon.metrics.layer_rounds == 0
+
+
+async def test_what_is_too_much_for_the_node_at_a_time_comes_by_ranges_and_less_in_one_request(tmp_path: Path) -> None:
+    server = Server("storage_kv", tmp_path, options=("--memory-budget-bytes", "8 MiB")).start()
+    large = layout(layers=6, vector_length=2048)
+    keys = keys_of(large, 9)
+    try:
+        async with running(server, layer_request_bytes_min=0) as (daemon, client):
+            for index, key in enumerate(keys):
+                server.put(key, make_record(large, key, index))
+            await client.register(large, len(keys))
+            before = calls(server).get("getrange", 0)
+            for count, rounds in ((9, 0), (2, 1)):
+                part = client.part(keys[:count], length=count * large.raw_bytes)
+                answer = await client.stub.Fetch(client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS))
+                assert answer.outcome in (pb.OUTCOME_COMPLETE, pb.OUTCOME_ROUND_FULL), answer.detail
+                assert answer.fetched_bytes > 0 and daemon.metrics.layer_rounds == rounds
+                if not rounds:
+                    assert calls(server)["getrange"] > before
+    finally:
+        server.kill()
+
+
+async def test_a_chunk_that_went_after_the_lookup_ends_the_prefix_there(storage: Server) -> None:
+    async with running(storage, layer_request_bytes_min=0) as (daemon, client):
+        assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE  # so heads are remembered
+        storage.command(b"DEL", b"kv:" + KEYS[3].hex().encode())
+        part = client.part(KEYS, length=CHUNKS * SHAPE.raw_bytes)
+        answer = await client.stub.Fetch(client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS))
+        assert answer.outcome == pb.OUTCOME_ABSENT
+        there = unpack(answer.delivered[0], SHAPE.layers, CHUNKS)
+        assert there[:, :3].all() and not there[:, 3].any()
+        assert daemon.metrics.layer_rounds == 2
+
+
+async def test_below_tiers_what_comes_in_one_request_is_kept_and_what_tiers_have_is_not_asked_for(
+    storage: Server,
+) -> None:
+    large = layout(layers=6, vector_length=2048)
+    keys = keys_of(large, 3)
+    for index, key in enumerate(keys):
+        storage.put(key, make_record(large, key, index))
+    tiers = {"memory_budget_bytes": "64MiB"}
+    async with running(storage, layer_request_bytes_min=0, tiers=tiers) as (daemon, client):
+        await client.register(large, len(keys))
+        for asked, rounds in (([0, 1], 1), ([0, 1], 1), ([0, 1, 2], 1), ([2], 1)):
+            client.segment.memory[:] = 0
+            part = client.part([keys[index] for index in asked], length=len(asked) * large.raw_bytes)
+            answer = await client.stub.Fetch(client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS))
+            assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+            for place, index in enumerate(asked):
+                mine = bytes(client.segment.memory[place * large.raw_bytes : (place + 1) * large.raw_bytes])
+                assert mine == expected(large, keys[index], make_record(large, keys[index], index))
+            assert daemon.metrics.layer_rounds == rounds
+        assert daemon.metrics.tier_records["memory"] == 2 + 2 + 1
+
+
+# ---- What is asked for
+
+
+def order(layers: list[int], chunks: list[int], *, group: int = 0, window_s: float = 0.0) -> Order:
+    pieces = np.zeros(len(layers) * len(chunks), native.PIECE_DTYPE)
+    pieces["layer"], pieces["chunk"] = np.repeat(layers, len(chunks)), np.tile(chunks, len(layers))
+    pieces["group"] = group
+    return Order([KEYS[chunk] for chunk in pieces["chunk"]], pieces, Daemon, layerwise=True, window_s=window_s)  # type: ignore[arg-type]
+
+
+def words(request: LayerRequest | None) -> list[str]:
+    assert request is not None
+    return [part.decode() for part in request.command.split(b"\r\n")[2::2]]
+
+
+@pytest.mark.parametrize(
+    ("layers", "text"),
+    [([0], "0"), ([0, 1, 2], "0-2"), ([3, 5], "3,5"), ([0, 1, 4, 7, 8], "0-1,4,7-8"), ([1, 2, 9], "1-2,9")],
+)
+def test_the_request_names_layers_window_and_keys(layers: list[int], text: str) -> None:
+    asked = order(layers, [1, 2, 4], window_s=0.0125)
+    request = layer_request(asked, range(len(asked.pieces)))
+    assert request is not None and (request.layers, request.keys) == (len(layers), 3)
+    assert words(request) == ["KV.LAYERS", text, "0", "12500", *(f"kv:{KEYS[chunk].hex()}" for chunk in (1, 2, 4))]
+    assert words(layer_request(order([0], [0], window_s=1e9), [0]))[3] == "3600000000"
+
+
+def test_what_is_not_rows_of_the_same_chunks_is_no_such_request() -> None:
+    asked = order([0, 1, 2], [0, 1, 2])
+    everything = list(range(9))
+    assert layer_request(asked, everything[:6]) is not None
+    for wrong in (everything[:5], everything[:2] + everything[3:], [3, 4, 5, 0, 1, 2], [1, 0, 4, 3], [0, 1, 3, 5]):
+        assert layer_request(asked, wrong) is None, wrong
+    asked.pieces["group"][4] = 1
+    assert layer_request(asked, everything) is None
+
+
+def test_the_threshold_is_what_the_link_carries_while_a_request_is_answered() -> None:
+    threshold = Threshold(None)
+    assert threshold.bytes_min(0.01) == 0  # nothing is known yet
+    threshold.note(1_000_000, 0.1)
+    threshold.note(1_000, 0.01)  # a short round says nothing of the link
+    assert threshold.bytes_min(0.01) == pytest.approx(100_000)
+    for _ in range(40):  # it is slower of late
+        threshold.note(1_000_000, 1.0)
+    assert threshold.bytes_min(0.01) == pytest.approx(10_000)
+    assert Threshold(5000).bytes_min(7.0) == 5000

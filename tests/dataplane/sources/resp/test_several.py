@@ -1,0 +1,208 @@
+"""Several storage nodes over one bucket: who has which prefix, and what happens while one of them is away."""
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dataplane_support import Client, Server, expected, found, keys_of, kv, layout, make_record, running
+from faulty_s3 import BUCKET, Answer, FaultyS3, faulty_s3
+from machine import PATIENCE_MS, PATIENCE_S, until, wait_for
+
+from dpu_dataplane.config import DataPlaneConfig
+from dpu_dataplane.sources.resp.several import ranking
+from shadowserve.errors import ConfigurationError
+from shadowserve.keys import chain_of
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout()
+CHUNKS = 6
+
+
+@pytest.fixture
+def bucket() -> Iterator[FaultyS3]:
+    with faulty_s3() as server:
+        yield server
+
+
+@pytest.fixture
+def nodes(bucket: FaultyS3, tmp_path: Path) -> Iterator[list[Server]]:
+    """Two storage nodes over one bucket, which they look at all the time."""
+    s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.05, "index_ttl_s": 0.1, "timeout_s": PATIENCE_S}
+    credentials = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret"}
+    folders = [tmp_path / str(number) for number in range(2)]
+    for folder in folders:
+        folder.mkdir()
+    servers = [
+        Server("storage_kv", folder, options=("--s3", json.dumps(s3)), environment=credentials) for folder in folders
+    ]
+    for server in servers:
+        server.start()
+    yield servers
+    for server in servers:
+        server.kill()
+
+
+def addresses(nodes: list[Server]) -> list[str]:
+    return [node.address for node in nodes]
+
+
+def chains_of(nodes: list[Server]) -> list[list[bytes]]:
+    """Return the keys of a chain for each node that it is the first choice for, in the order of the nodes."""
+    chains = {
+        ranking(chain_of(keys[0]), addresses(nodes))[0]: keys
+        for keys in (keys_of(SHAPE, CHUNKS, seed) for seed in range(20))
+    }
+    return [chains[node.address] for node in nodes]
+
+
+def known(node: Server) -> int:
+    """Return how many records of the bucket a node knows of."""
+    from redis import Redis
+
+    with Redis(port=node.port) as client:
+        return int(client.info("s3")["records"])
+
+
+async def fetched(client: Client, keys: list[bytes]) -> list[bytes]:
+    """Fetch chunks and return those that came."""
+    client.segment.memory[:] = 0
+    answer = await client.fetch(keys)
+    assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+    return [client.chunk(index) for index in range(answer.chunks)]
+
+
+def test_prefixes_are_spread_evenly_and_a_node_that_goes_moves_its_own_alone() -> None:
+    names = [f"10.0.0.{number}:6380" for number in range(5)]
+    chains = [np.random.default_rng(seed).bytes(8) for seed in range(2000)]
+    shares = Counter(ranking(chain, names)[0] for chain in chains)
+    assert min(shares.values()) > 300 and len(shares) == 5
+    for chain in chains:
+        first, *others = ranking(chain, names)
+        assert ranking(chain, [name for name in reversed(names) if name != first]) == others
+        assert ranking(chain, names[:-1])[0] == (first if first != names[-1] else others[0])
+
+
+async def test_a_prefix_lies_on_one_node_and_prefixes_on_all(nodes: list[Server]) -> None:
+    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
+        await client.register(SHAPE, CHUNKS)
+        for number, keys in enumerate(chains_of(nodes)):
+            client.segment.memory[:] = np.frombuffer(b"".join(kv(SHAPE, seed) for seed in range(CHUNKS)), np.uint8)
+            stored = await client.store(keys)
+            assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, CHUNKS), stored.detail
+            assert all(nodes[number].has(key) for key in keys)
+            await nodes_have_no_copy(nodes[1 - number], keys)
+            assert (await client.lookup(keys)).hits == [CHUNKS]
+            assert await fetched(client, keys) == [kv(SHAPE, seed) for seed in range(CHUNKS)]
+
+
+async def nodes_have_no_copy(node: Server, keys: list[bytes]) -> None:
+    """See that a node holds nothing of a chain itself; it may know of it from the bucket."""
+    from redis import Redis
+
+    with Redis(port=node.port) as client:
+        assert not {b"kv:" + key.hex().encode() for key in keys} & set(client.scan_iter(count=1000))
+
+
+async def test_a_node_that_dies_is_replaced_by_its_second_choice_until_it_is_back(nodes: list[Server]) -> None:
+    chain, other = chains_of(nodes)
+    records = {key: make_record(SHAPE, key, seed) for seed, key in enumerate(chain)}
+    for key, record in records.items():
+        nodes[0].put(key, record)
+    wanted = [expected(SHAPE, key, record) for key, record in records.items()]
+    await until(lambda: known(nodes[1]) >= CHUNKS)
+    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client):
+        await client.register(SHAPE, CHUNKS)
+        assert await fetched(client, chain) == wanted
+        assert daemon.metrics.gauges["storage_nodes_away"][1]() == 0
+        nodes[0].kill()
+        # its heads are remembered, its connections broken: who comes next has what the bucket has
+        assert await fetched(client, chain) == wanted
+        assert (await client.lookup(chain)).hits == [CHUNKS]
+        await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 1)
+        late = keys_of(SHAPE, CHUNKS, seed=next(
+            seed for seed in range(100, 200)
+            if ranking(chain_of(keys_of(SHAPE, 1, seed)[0]), addresses(nodes))[0] == nodes[0].address
+        ))  # fmt: skip
+        stored = await client.store(late)
+        assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, CHUNKS), stored.detail
+        assert all(nodes[1].has(key) for key in late)
+        nodes[0].start()
+        await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 0)
+        wait_for(lambda: known(nodes[0]) >= 2 * CHUNKS)
+        nodes[1].kill()
+        assert await fetched(client, chain) == wanted, "it has its prefixes again, from the bucket"
+        assert len(await fetched(client, late)) == CHUNKS
+        assert (await client.lookup(other)).outcome == pb.OUTCOME_COMPLETE
+
+
+async def test_nobody_waits_for_a_node_that_is_away_and_all_away_is_said(nodes: list[Server]) -> None:
+    chain, other = chains_of(nodes)
+    nodes[0].kill()
+    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
+        await client.register(SHAPE, CHUNKS)
+        lookup = await client.lookup([*chain, *other])
+        assert (lookup.outcome, lookup.hits) == (pb.OUTCOME_COMPLETE, [0])
+        nodes[1].kill()
+        lookup = await client.lookup(chain)
+        assert lookup.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE and "is it running" in lookup.detail
+
+
+async def test_a_lookup_says_what_is_cold_and_does_not_wait_for_it(nodes: list[Server], bucket: FaultyS3) -> None:
+    chain, other = chains_of(nodes)
+    for seed, key in enumerate(chain):
+        nodes[1].put(key, make_record(SHAPE, key, seed))  # not its first choice, which finds it in the bucket
+    await until(lambda: known(nodes[0]) >= CHUNKS)
+    gate = threading.Event()
+    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    async with running("127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
+        await client.register(SHAPE, CHUNKS)
+
+        async def look(**changes: Any) -> pb.LookupResponse:
+            asked = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in (chain, other)]
+            answer: pb.LookupResponse = await client.stub.Lookup(
+                pb.LookupRequest(chains=asked, timeout_ms=PATIENCE_MS, **changes)
+            )
+            assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+            return answer
+
+        try:
+            answer = await look(cold=True, announced=True)
+            assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0]
+            assert answer.cold_ms[0] > 0 and answer.cold_ms[1] == 0
+        finally:
+            gate.set()
+        assert len(await fetched(client, chain)) == CHUNKS
+        answer = await look(cold=True)
+        assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0] and list(answer.cold_ms) == [0, 0]
+        assert not (await look()).cold_ms
+
+
+async def test_a_store_that_has_nothing_below_has_nothing_cold(redis: Server) -> None:
+    keys = keys_of(SHAPE, 2)
+    redis.put(keys[0], make_record(SHAPE, keys[0], 0))
+    async with running(redis) as (_, client):
+        chain = pb.KeyChain(keys=keys, namespace=SHAPE.namespace)
+        answer = await client.stub.Lookup(pb.LookupRequest(chains=[chain], timeout_ms=PATIENCE_MS, cold=True))
+        assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"storage_nodes": ["a:1", "a:1"]}, "given twice"),
+        ({"storage_nodes": ["a:0"]}, "port 0"),
+        ({"storage_nodes": ["a:1"], "storage_cluster": ["b:1"]}, "give one"),
+        ({"storage_nodes": ["a:1"], "storage_tls_ca": "ca.crt", "storage_server_name": "a"}, "one name"),
+        ({"storage_nodes": [f"a:{number}" for number in range(1, 258)]}, "256"),
+    ],
+)
+def test_nodes_that_cannot_be_meant_are_refused(keys: dict[str, object], words: str, tmp_path: Path) -> None:
+    file = tmp_path / "dpu.yaml"
+    file.write_text(json.dumps({"dpu": keys}))
+    with pytest.raises(ConfigurationError, match=words):
+        DataPlaneConfig.load(str(file))

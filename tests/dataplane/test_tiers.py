@@ -1,0 +1,398 @@
+"""Tiers of a data plane: memory and a file above a storage server, or alone."""
+
+import asyncio
+import contextlib
+import random
+import re
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dataplane_support import (
+    BACKENDS,
+    Client,
+    DaemonProcess,
+    Fetched,
+    Server,
+    config,
+    keys_of,
+    kv,
+    layout,
+    make_record,
+    running,
+)
+from machine import PATIENCE_S, until
+
+from dpu_dataplane.server import Daemon
+from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
+from shadowserve.errors import ConfigurationError
+from shadowserve.pool.volume.changes import BusyError
+from shadowserve.proto import dataplane_pb2 as pb
+
+SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
+KEYS = keys_of(SHAPE, 6)
+RECORDS = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
+CHUNKS = [kv(SHAPE, index) for index in range(len(KEYS))]
+
+
+def tiers_of(folder: Path | None = None, size: str = "64MiB", memory: str = "32MiB") -> dict[str, Any]:
+    """Tiers of memory, and of a file where there is a folder for it."""
+    devices = [] if folder is None else [{"path": str(folder / "tier"), "size": size, "access": "threads"}]
+    return {"memory_budget_bytes": memory, "devices": devices, "scrub_bytes_per_s": 0}
+
+
+def put_all(server: Server, indexes: Sequence[int] = range(6)) -> None:
+    for index in indexes:
+        server.put(KEYS[index], RECORDS[index])
+
+
+def tiers_in(daemon: Daemon) -> Tiers:
+    found: Tiers = daemon._source._tiers  # type: ignore[attr-defined]
+    return found
+
+
+async def cool(daemon: Daemon) -> None:
+    """Have devices alone hold what the tiers have."""
+    tiers = tiers_in(daemon)
+    await until(lambda: not tiers.pool.busy)
+    with tiers.lock:
+        while tiers.pool._core.copies.make_room():
+            """Nothing is in memory."""
+
+
+def assert_right(client: Client, answer: Fetched, count: int = 6) -> None:
+    assert (answer.chunks, answer.outcome) == (count, pb.OUTCOME_COMPLETE), answer
+    assert [client.chunk(index) for index in range(count)] == CHUNKS[:count]
+    client.segment.memory[:] = 0xA5
+
+
+async def storage_away(client: Client, keys: Sequence[bytes]) -> None:
+    """Wait until the daemon knows that storage is away; ``keys`` are none that its tiers have."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (await client.lookup(list(keys), timeout_ms=1000)).outcome != pb.OUTCOME_STORAGE_UNAVAILABLE:
+            await asyncio.sleep(0.02)
+
+
+async def store(client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS) -> list[bool]:
+    """Store chunks; return which are stored."""
+    size = shape.raw_bytes
+    for place, index in enumerate(indexes):
+        client.segment.memory[place * size : (place + 1) * size] = np.frombuffer(kv(shape, index), np.uint8)
+    return (await client.store([keys[index] for index in indexes])).stored
+
+
+async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
+    """Fetch chunks in as many rounds as it takes."""
+    done = 0
+    while done < len(keys):
+        offset = done * SHAPE.raw_bytes
+        answer = await client.fetch(list(keys[done:]), offset=offset, length=client.segment.size - offset)
+        assert answer.chunks > 0, answer
+        done += answer.chunks
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_tiers_alone_serve_a_host_and_are_warm_after_a_restart(tmp_path: Path, backend: str) -> None:
+    for is_first in (True, False):
+        async with running("", tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
+            await client.register(SHAPE, 6)
+            if is_first:
+                assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
+                assert await store(client) == [True] * 6
+            assert (await client.lookup(KEYS)).hits == [6]
+            for _ in range(2):
+                assert_right(client, await client.fetch(KEYS))
+            assert daemon.metrics.tier_records["lost"] == 0
+
+
+async def test_memory_alone_serves_until_the_end(tmp_path: Path) -> None:
+    for _ in range(2):
+        async with running("", tiers=tiers_of()) as (_, client):
+            await client.register(SHAPE, 6)
+            assert (await client.lookup(KEYS)).hits == [0]
+            assert await store(client) == [True] * 6
+            assert_right(client, await client.fetch(KEYS))
+
+
+async def test_what_storage_had_is_kept_and_served_without_it(mortal_storage: Server) -> None:
+    put_all(mortal_storage)
+    async with running(mortal_storage, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert_right(client, await client.fetch(KEYS))
+        assert daemon.metrics.tier_records["kept"] == 6 and daemon.metrics.tier_bytes == 0
+        mortal_storage.kill()
+        others = keys_of(SHAPE, 2, seed=9)
+        await storage_away(client, others)
+        assert (await client.lookup(KEYS + others)).present == [[True] * 6 + [False] * 2]
+        assert_right(client, await client.fetch(KEYS))
+        answer = await client.fetch(KEYS[:4] + others)
+        assert (answer.chunks, answer.outcome) == (4, pb.OUTCOME_STORAGE_UNAVAILABLE)
+        assert daemon.metrics.tier_records["memory"] == 10
+
+
+@pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_one_round_takes_each_chunk_from_the_nearest_that_has_it(
+    storage: Server, tmp_path: Path, backend: str, order: int
+) -> None:
+    put_all(storage)
+    async with running(storage, tiers=tiers_of(tmp_path), backend=backend) as (daemon, client):
+        await client.register(SHAPE, 6)
+        for index in (0, 3):
+            assert (await client.fetch([KEYS[index]])).chunks == 1
+        await cool(daemon)
+        for index in (1, 4):
+            assert (await client.fetch([KEYS[index]])).chunks == 1
+        metrics = daemon.metrics
+        rounds, before = metrics.rounds, metrics.tier_records.copy()
+        assert_right(client, await client.fetch(KEYS, order=order))
+        assert metrics.rounds == rounds + 1
+        assert metrics.tier_records - before == {"memory": 2, "device": 2, "kept": 2}
+        assert_right(client, await client.fetch(KEYS, order=order))
+        assert metrics.rounds == rounds + 2 and metrics.tier_records["device"] == before["device"] + 2
+
+
+async def test_what_is_stored_goes_to_the_tier_and_to_storage(mortal_storage: Server) -> None:
+    async with running(mortal_storage, tiers=tiers_of()) as (_, client):
+        await client.register(SHAPE, 6)
+        assert await store(client) == [True] * 6
+        assert all(mortal_storage.has(key) for key in KEYS)
+        mortal_storage.command(b"FLUSHALL")
+        assert await store(client, [0, 1]) == [True] * 2, "storage has it no more, so it is stored again"
+        assert [mortal_storage.has(key) for key in KEYS] == [True] * 2 + [False] * 4
+        mortal_storage.kill()
+        await storage_away(client, keys_of(SHAPE, 1, seed=9))
+        assert_right(client, await client.fetch(KEYS))
+        others = keys_of(SHAPE, 6, seed=8)
+        assert await store(client, [0, 1], keys=others) == [True] * 2, "the tiers serve alone"
+        assert (await client.fetch(others[:2])).chunks == 2
+
+
+async def test_a_tier_smaller_than_a_prompt_serves_it_right(storage: Server, tmp_path: Path) -> None:
+    """Memory for six chunks, of which devices may bring two at a time; device for some ten."""
+    keys = keys_of(SHAPE, 24, seed=3)
+    for index, key in enumerate(keys):
+        storage.put(key, make_record(SHAPE, key, index % 6))
+    async with running(storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
+        await client.register(SHAPE, 24)
+        for _ in range(4):
+            await fetch_all(client, keys)
+            assert [client.chunk(index) for index in range(24)] == [CHUNKS[index % 6] for index in range(24)]
+            client.segment.memory[:] = 0xA5
+            await cool(daemon)
+        assert daemon.metrics.tier_records["device"] > 0
+
+
+async def test_a_full_tier_gives_what_was_used_last_and_never_other_bytes(tmp_path: Path) -> None:
+    async with running("", tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (_, client):
+        await client.register(SHAPE, 6)
+        chains = [keys_of(SHAPE, 6, seed=seed) for seed in range(20, 26)]
+        for chain in chains:
+            assert await store(client, keys=chain) == [True] * 6
+        answer = await client.fetch(chains[-1])
+        assert answer.chunks > 0
+        for chain in chains:
+            found = (await client.fetch(chain)).chunks
+            assert [client.chunk(index) for index in range(found)] == CHUNKS[:found]
+        assert (await client.lookup(chains[0])).hits == [0]
+
+
+def rot(daemon: Daemon, folder: Path, index: int) -> None:
+    """Damage a record where it lies on the device."""
+    tiers, key, file = tiers_in(daemon), KEYS[index], folder / "tier"
+    before = RECORDS[index].index(key)  # which the pool's own bookkeeping has, too
+    with tiers.lock:
+        item = tiers.pool.peek(address_of(key))
+    assert item is not None
+    begin = re.search(re.escape(RECORDS[index][:4]) + b".{%d}" % (before - 4) + re.escape(key), file.read_bytes(), re.S)
+    assert begin is not None
+    with open(file, "r+b") as opened:
+        opened.seek(begin.start() + item.length - 64)
+        opened.write(bytes(64))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_rot_on_a_tiers_device_costs_a_miss_or_a_look_into_storage(
+    storage: Server, tmp_path: Path, alone: bool
+) -> None:
+    put_all(storage)
+    async with running("" if alone else storage, tiers=tiers_of(tmp_path)) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await (store(client) if alone else client.fetch(KEYS))
+        await cool(daemon)
+        rot(daemon, tmp_path, 2)
+        answer = await client.fetch(KEYS)
+        if alone:
+            assert (answer.chunks, answer.outcome) == (2, pb.OUTCOME_ABSENT)
+            assert await store(client) == [True] * 6
+        else:
+            assert_right(client, answer)
+            assert daemon.metrics.tier_records["lost"] == 1
+        assert_right(client, await client.fetch(KEYS))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_rot_in_a_tiers_memory_costs_a_miss_or_a_look_into_storage(storage: Server, alone: bool) -> None:
+    put_all(storage)
+    async with running("" if alone else storage, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await (store(client) if alone else client.fetch(KEYS))
+        tiers = tiers_in(daemon)
+        for index in (0, 3):
+            with tiers.lock:
+                item = tiers.pool.peek(address_of(KEYS[index]))
+            assert item is not None and isinstance(item.value, memoryview)
+            item.value[-9] ^= 4
+        answer = await client.fetch(KEYS)
+        if alone:
+            assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_CORRUPT)
+            assert (await client.lookup(KEYS)).present == [[False] + [True] * 5], "it is in quarantine, and gone"
+            assert await store(client) == [True] * 6
+            answer = await client.fetch(KEYS)
+            assert (answer.chunks, answer.outcome) == (3, pb.OUTCOME_CORRUPT)
+        else:
+            assert_right(client, answer)
+            assert daemon.metrics.tier_records["lost"] == 2
+            assert_right(client, await client.fetch(KEYS))
+
+
+async def test_two_models_on_one_tier_never_meet() -> None:
+    shapes = [layout(vector_length=2048), layout("binned", vector_length=1024)]
+    chains = [keys_of(shape, 4, seed=5) for shape in shapes]
+    async with running("", tiers=tiers_of()) as (daemon, _):
+        clients = [Client(daemon.address) for _ in shapes]
+        for client, shape, chain in zip(clients, shapes, chains, strict=True):
+            await client.register(shape, 4)
+            assert await store(client, range(4), shape, chain) == [True] * 4
+        for client, chain, other in zip(clients, chains, reversed(chains), strict=True):
+            assert (await client.lookup(chain)).hits == [4]
+            assert (await client.lookup(other)).hits == [0], "its keys with our namespace"
+            assert (await client.fetch(chain)).chunks == 4
+        assert [clients[0].chunk(index) for index in range(4)] == [kv(shapes[0], index) for index in range(4)]
+        for client, other in zip(clients, reversed(chains), strict=True):
+            answer = await client.fetch(other)
+            assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_MISMATCH)
+        for client, chain in zip(clients, chains, strict=True):
+            assert (await client.fetch(chain)).chunks == 4, "whoever asks wrongly harms nobody else"
+            await client.close()
+
+
+async def test_a_device_that_stands_still_costs_no_more_than_the_deadline(storage: Server, tmp_path: Path) -> None:
+    put_all(storage)
+    async with running(storage, tiers=tiers_of(tmp_path), command_timeout=0.5) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert_right(client, await client.fetch(KEYS))
+        await cool(daemon)
+        tiers = tiers_in(daemon)
+        poll, free = tiers.pool.poll, asyncio.Event()
+        tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
+        answer = await client.fetch(KEYS, timeout_ms=500)
+        assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_DEADLINE)
+        client.segment.memory[:] = 0xA5
+        tiers._heads.clear()
+        assert (await client.lookup(KEYS)).present == [[True] * 6], "storage is asked for heads that do not come"
+        free.set()
+        await until(lambda: not tiers.pool.busy)
+        assert (client.segment.memory == 0xA5).all(), "nothing lands where an answer has been given"
+        assert_right(client, await client.fetch(KEYS))
+
+
+async def test_nothing_is_evicted_under_a_round_that_reads_it(mortal_storage: Server, tmp_path: Path) -> None:
+    """A round holds chunks of memory while storage stands still; meanwhile everything else in the tier goes."""
+    put_all(mortal_storage)
+    async with running(mortal_storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
+        await client.register(SHAPE, 6)
+        for index in (0, 1, 3, 4):
+            assert (await client.fetch([KEYS[index]])).chunks == 1
+        assert (await client.lookup(KEYS)).hits == [6]  # so that heads are remembered
+        tiers = tiers_in(daemon)
+        mortal_storage.freeze()
+        try:
+            fetching = asyncio.create_task(client.fetch(KEYS))
+            await until(mortal_storage.asked)
+            with tiers.lock:
+                items = [tiers.pool.peek(address_of(KEYS[index])) for index in (0, 1, 3, 4)]
+            for number in range(40):
+                key = keys_of(SHAPE, 1, seed=100 + number)[0]
+                with tiers.lock:
+                    buffer = tiers.pool.allocate(len(RECORDS[0]), lambda: None)
+                    if buffer is not None:
+                        buffer[:] = bytes(len(RECORDS[0]))
+                        with contextlib.suppress(BusyError):
+                            tiers.pool.put(address_of(key), buffer, head_bytes=64)
+                        tiers.pool.discard(buffer)
+                await asyncio.sleep(0.01)
+            assert all(item is not None for item in items)
+        finally:
+            mortal_storage.thaw()
+        assert_right(client, await fetching)
+
+
+async def test_less_memory_while_it_serves_costs_hits_and_nothing_else(storage: Server) -> None:
+    put_all(storage)
+    async with running(storage, tiers=tiers_of()) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert_right(client, await client.fetch(KEYS))
+        tiers = tiers_in(daemon)
+        with tiers.lock:
+            tiers.pool.set_budget(1 << 20)
+        await until(lambda: tiers.pool.statistics().used_bytes <= 1 << 20)
+        for _ in range(2):
+            assert_right(client, await client.fetch(KEYS))
+
+
+async def test_a_device_with_anothers_data_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    foreign = b"somebody's letters" * 60_000
+    (tmp_path / "tier").write_bytes(foreign)
+    with pytest.raises(ConfigurationError, match="tier"):
+        async with Daemon(config("", tiers=tiers_of(tmp_path))):
+            raise AssertionError("it took it")
+    assert (tmp_path / "tier").read_bytes() == foreign
+
+
+async def test_a_tier_that_another_machine_has_filled_gives_what_was_stored_or_nothing(tmp_path: Path) -> None:
+    """Both know the same model, and other tokens."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder, seed in ((there, 0), (here, 7)):
+        folder.mkdir()
+        async with running("", tiers=tiers_of(folder)) as (_, client):
+            await client.register(SHAPE, 6)
+            assert await store(client, keys=keys_of(SHAPE, 6, seed)) == [True] * 6
+    (there / "tier").replace(here / "tier")
+    async with running("", tiers=tiers_of(here)) as (_, client):
+        await client.register(SHAPE, 6)
+        assert (await client.fetch(keys_of(SHAPE, 6, seed=7))).outcome == pb.OUTCOME_ABSENT
+        assert_right(client, await client.fetch(KEYS))
+
+
+async def test_a_daemon_that_is_killed_while_it_keeps_has_whole_records_or_none(
+    storage: Server, tmp_path: Path
+) -> None:
+    chance = random.Random(5)
+    keys = keys_of(SHAPE, 24, seed=3)
+    for index, key in enumerate(keys):
+        storage.put(key, make_record(SHAPE, key, index % 6))
+    kept = 0
+    for turn in range(4):
+        options = {"tiers": tiers_of(tmp_path), "storage": storage.address if turn < 3 else ""}
+        process = DaemonProcess(storage, tmp_path, **options)
+        client = Client(process.address)
+        try:
+            await client.register(SHAPE, 24)
+            present = (await client.lookup(keys)).present[0]
+            if turn < 3:
+                fetching = asyncio.create_task(client.fetch(keys))
+                await asyncio.sleep(chance.uniform(0.0, 0.1))
+                process.process.send_signal(signal.SIGKILL)
+                await asyncio.gather(fetching, return_exceptions=True)
+            for index in [index for index, there in enumerate(present) if there and turn == 3]:
+                assert (await client.fetch([keys[index]])).chunks == 1
+                assert client.chunk(0) == CHUNKS[index % 6]
+                kept += 1
+        finally:
+            await client.close()
+            process.close()
+    assert kept > 0, "nothing was kept, so that nothing was tested"

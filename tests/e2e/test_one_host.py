@@ -1,0 +1,47 @@
+"""Real vLLM on one host without a storage server: the data plane's tiers keep what it computes, over a restart, too."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from machine import PATIENCE_S, PATIENT, free_port
+from stack import Process
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+LENGTHS = (300, 700, 1000)
+
+
+def test_a_host_is_served_from_its_own_tiers_after_a_restart_of_its_data_plane(
+    make_engine: Callable[..., Any], prompt: Any, reference: Any, tmp_path: Path
+) -> None:
+    device = {"path": str(tmp_path / "tier"), "size": "64MiB"}
+    tiers = json.dumps({"memory_budget_bytes": "64MiB", "devices": [device]})
+    daemon = Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--tiers", tiers, *PATIENT)
+    engine = None
+    try:
+        engine = make_engine(daemon.address)
+        prompts = [prompt(length) for length in LENGTHS]
+        assert engine.outputs(prompts) == reference(prompts)
+        engine.flush()
+        for restarts in (False, True):
+            if restarts:
+                daemon.stop()
+                daemon.restart()
+            ends = time.monotonic() + PATIENCE_S
+            cached = 0
+            while cached < 768:
+                assert time.monotonic() < ends, "the engine does not find its data plane, or what it has stored"
+                engine.forget()
+                (output,) = engine.generate([prompt(1000)])
+                assert list(output.outputs[0].token_ids) == reference([prompt(1000)])[0]
+                cached = output.num_cached_tokens
+            engine.forget()
+            assert engine.outputs(prompts) == reference(prompts)
+    finally:
+        if engine is not None:
+            engine.close()
+        daemon.stop()

@@ -1,0 +1,104 @@
+"""Real vLLM that fetches or computes, whichever it predicts to be sooner (``fetch_or_compute: true``)."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from machine import wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+SEEDS = range(1, 6)
+SLOW_S = 1.5
+"""Far more than the tiny model takes for a prompt, also on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[Any]:
+    from scripted import ScriptedDataPlane
+
+    plane = ScriptedDataPlane()
+    yield plane
+    plane.stop()
+
+
+@pytest.fixture(scope="module")
+def running(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
+    """An engine that decides; ``reference`` has shown that another prefix gives other outputs."""
+    engine = make_engine(plane.address, extra={"fetch_or_compute": True})
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def engine(running: Any, plane: Any) -> Any:
+    """The same, knowing nothing and with nothing stored."""
+    running.reset(plane, records=True)
+    plane.script.record_bytes = 100_000
+    plane.decisions.clear()
+    deciding = running.connector._scheduler._deciding
+    policy = deciding._policy
+    deciding._policy = type(policy)(
+        chunk_tokens=256, step_tokens=policy._step_tokens, load_tokens_min=64, fetch_timeout=100 * SLOW_S
+    )
+    return running
+
+
+def cached(engine: Any, prompt: list[int], expected: list[int]) -> int:
+    """Return how many tokens of a prompt were not computed, whose answer is as it should be."""
+    (output,) = engine.generate([prompt])
+    assert list(output.outputs[0].token_ids) == expected
+    return int(output.num_cached_tokens or 0)
+
+
+def test_prompts_are_computed_where_that_is_sooner_and_answers_stay_the_same(
+    engine: Any, plane: Any, reference: Any, prompt: Any
+) -> None:
+    prompts = [prompt(600, seed) for seed in SEEDS]
+    expected = reference(prompts)
+    assert engine.outputs(prompts) == expected
+    engine.flush()
+    engine.forget()
+    plane.script.fetch_delay = SLOW_S
+    plane.calls.clear()
+    assert [cached(engine, *each) for each in zip(prompts[:3], expected[:3], strict=True)] == [512] * 3
+    assert [cached(engine, *each) for each in zip(prompts[3:], expected[3:], strict=True)] == [0] * 2
+    assert plane.calls.count("Fetch") == 3 and "Store" not in plane.calls, "what is stored is not stored again"
+    wait_for(lambda: len(plane.decisions) == 5)
+    assert [told.kind for told in plane.decisions] == ["unknown"] * 3 + ["compute"] * 2
+    for told in plane.decisions[3:]:
+        assert told.predicted["fetch"] == pytest.approx(SLOW_S, rel=0.5)
+        assert told.predicted["compute"] == told.predicted_seconds < SLOW_S
+        assert 0 < told.seconds < SLOW_S
+    counted = engine.counted_since()
+    assert (counted["decisions/unknown"], counted["decisions/compute"]) == (3, 2)
+
+
+def test_an_engine_that_computes_nothing_leaves_a_chunk_to_see_what_that_takes(
+    engine: Any, plane: Any, reference: Any, prompt: Any
+) -> None:
+    tokens = prompt(512)
+    (expected,) = reference([tokens])
+    assert cached(engine, tokens, expected) == 0
+    engine.flush()
+    seen = []
+    for _ in range(4):
+        engine.forget()
+        seen.append(cached(engine, tokens, expected))
+    assert seen == [511, 511, 511, 256]
+    assert engine.counted_since()["decisions/explore"] == 1
+
+
+def test_a_load_that_takes_its_whole_time_is_learnt_from(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
+    prompts = [prompt(600, seed) for seed in SEEDS]
+    expected = reference(prompts)
+    assert engine.outputs(prompts) == expected
+    engine.flush()
+    engine.forget()
+    plane.script.fetch_delay = 1000.0
+    with engine.impatient():
+        for each in zip(prompts[:3], expected[:3], strict=True):
+            cached(engine, *each)
+        plane.calls.clear()
+        assert [cached(engine, *each) for each in zip(prompts[3:], expected[3:], strict=True)] == [0] * 2
+    assert "Fetch" not in plane.calls

@@ -1,0 +1,305 @@
+"""A bucket below storage nodes that fails them, or that they share: real nodes, hosts that fetch through data planes.
+
+Over Ceph's gateway where it is installed and can be made to do it, else over the tests' own server.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import redis
+from callers import Host, Prompt
+from cases import Context, case
+from cases_dataplane import CHUNKS, Work, prompts_of
+from faulty_s3 import BUCKET, LIES, Answer, FaultyS3, faulty_s3
+from machine import PATIENCE_S, wait_for
+from nodes import MIB, DataPlane, Storage
+from outcomes import Tally
+
+from shadowserve_tools.bench.peers import buckets
+
+_PROMPTS = 8
+_WORDS = {
+    "denied": "403 AccessDenied",
+    "expired": "a credential has expired",
+    "skewed": "403 RequestTimeTooSkewed",
+    "absent": "404 for objects that are there",
+    "precondition": "412 for reads",
+    "slow_down": "503 SlowDown",
+    "broken": "500 for each read",
+    "moved": "301 to nowhere",
+    "redirected": "307 to where nobody is",
+    "truncated": "each body ends after 1,000 bytes",
+    "wrong_range": "another range than was asked for",
+    "no_range": "200 and the whole object for a range",
+    "another_body": "another body, of another length",
+    "same_length": "another body, of the same length",
+}
+
+
+class _Bucket:
+    """A bucket, nodes over it, and prompts that are in it."""
+
+    def __init__(self, context: Context, *, real: bool = True) -> None:
+        self.context = context
+        self.own: FaultyS3 | None = None
+        if real and not buckets.MISSING:
+            self.port = urlsplit(context.enter(buckets.ceph_gateway(BUCKET))).port or 0
+        else:
+            self.own = context.enter(faulty_s3())
+            self.port = urlsplit(self.own.endpoint).port or 0
+        self.prompts = prompts_of(context, _PROMPTS)
+
+    def node(self, port: int = 0, *, reads_only: bool = False, secret: str = "", **s3: object) -> Storage:
+        """Start a node, perhaps through a proxy's port; one that only reads has no room for all prompts."""
+        given = {"bucket": BUCKET, "endpoint": f"http://127.0.0.1:{port or self.port}", "gather_s": 0.1}
+        given |= {"index_ttl_s": 0.2, "timeout_s": 1.0, "object_bytes": MIB} | (
+            {"write": "never"} if reads_only else {}
+        )
+        credentials = buckets.CREDENTIALS | ({"AWS_SECRET_ACCESS_KEY": secret} if secret else {})
+        return self.context.storage(
+            memory_bytes=MIB if reads_only else 64 * MIB, s3=json.dumps(given | s3), environment=credentials
+        )
+
+    def hosts(self, *nodes: Storage) -> DataPlane:
+        """Start a data plane over nodes."""
+        addresses = [f"127.0.0.1:{node.port}" for node in nodes]
+        return self.context.data_plane(nodes[0].port, storage_nodes=json.dumps(addresses))
+
+    def fill(self, node: Storage) -> None:
+        """Store all prompts in a node, and wait until the bucket has them."""
+        host = self.context.host(self.hosts(node).address)
+        for prompt in self.prompts:
+            assert host.store(prompt) == CHUNKS
+        self.await_known(node)
+
+    def await_known(self, node: Storage, prompts: int = _PROMPTS) -> None:
+        def known() -> bool:
+            found = s3_of(node)
+            return (found["records"], found["waiting_records"]) == (prompts * CHUNKS, 0)
+
+        wait_for(known)
+
+    @contextmanager
+    def fetching(self, address: str, losable: str = "") -> Iterator[None]:
+        """Have two hosts fetch at random for as long as the context lasts."""
+        work = Work(self.context, address, self.prompts)
+        work.stored = dict.fromkeys(work.stored, CHUNKS)
+        work.losable, work.storing = losable, False
+        with work.running():
+            yield
+
+    def verify(self, address: str, prompts: Sequence[Prompt] = ()) -> None:
+        """Wait until the nodes reach the bucket again, then see that nothing is lost."""
+        quiet = Host(address, Tally())
+        try:
+            for prompt in prompts or self.prompts:
+                wait_for(lambda prompt=prompt: quiet.fetch(prompt) == CHUNKS)  # type: ignore[misc]
+        finally:
+            quiet.close()
+        host = self.context.host(address, deadline_s=PATIENCE_S)
+        for prompt in prompts or self.prompts:
+            host.fetch(prompt, stored=CHUNKS)
+
+
+def s3_of(node: Storage) -> dict[str, int]:
+    """Return the numbers that a node tells of its bucket."""
+    with redis.Redis(port=node.port) as client:
+        found = client.info("s3")
+    return {name: int(value) for name, value in found.items() if isinstance(value, int)}
+
+
+def _lies(how: str) -> Callable[[Context], None]:
+    def run(context: Context) -> None:
+        bucket = _Bucket(context, real=False)
+        assert bucket.own is not None
+        bucket.fill(bucket.node())
+        reader = bucket.node(reads_only=True)
+        bucket.await_known(reader)
+        plane = bucket.hosts(reader)
+        bucket.own.fault = LIES[how]
+        with bucket.fetching(plane.address, _WORDS[how]):
+            context.pause(0.8, 1.2)
+        bucket.own.fault = lambda asked: None
+        bucket.verify(plane.address)
+
+    run.__name__ = f"bucket_{how}"
+    return run
+
+
+for _how in LIES:
+    case(
+        "bucket refuses or lies",
+        f"{_WORDS[_how]}, while hosts fetch what only the bucket has; then it is well again",
+        engines=("memory",),
+        repetitions=1,
+        short=("memory",) if _how == "same_length" else (),
+    )(_lies(_how))
+
+
+@case("bucket refuses or lies", "a node with a wrong secret; restarted with the right one", engines=("memory",))
+def bucket_wrong_secret(context: Context) -> None:
+    bucket = _Bucket(context)
+    bucket.fill(bucket.node())
+    stranger = bucket.node(reads_only=True, secret="wrong")
+    plane = bucket.hosts(stranger)
+    checked = not buckets.MISSING
+    with bucket.fetching(plane.address, "its secret is wrong" if checked else ""):
+        context.pause(0.5, 0.8)
+    stranger.kill()
+    stranger.environment = buckets.CREDENTIALS
+    stranger.start()
+    bucket.verify(plane.address)
+
+
+@case("bucket away", "at the node's start; then it is there", engines=("memory",))
+def bucket_away_at_start(context: Context) -> None:
+    bucket = _Bucket(context)
+    bucket.fill(bucket.node())
+    proxy = context.proxy(1)  # nobody listens there
+    reader = bucket.node(proxy.port, reads_only=True)
+    plane = bucket.hosts(reader)
+    with bucket.fetching(plane.address, "the bucket is away"):
+        context.pause(0.5, 0.8)
+        proxy.target = bucket.port
+        context.pause(0.5, 0.8)
+    bucket.verify(plane.address)
+
+
+@case("bucket away", "connections break in the middle of bodies, again and again", engines=("memory",))
+def bucket_away_mid_read(context: Context) -> None:
+    bucket = _Bucket(context)
+    bucket.fill(bucket.node())
+    proxy = context.proxy(bucket.port)
+    reader = bucket.node(proxy.port, reads_only=True)
+    bucket.await_known(reader)
+    plane = bucket.hosts(reader)
+    proxy.bytes_per_s = 4 * MIB
+    with bucket.fetching(plane.address, "the connection to the bucket broke"):
+        for _ in range(10):
+            context.pause(0.05, 0.2)
+            proxy.cut()
+    proxy.bytes_per_s = 0
+    bucket.verify(plane.address)
+
+
+@case("bucket away", "it says nothing for five seconds, while hosts fetch, and store elsewhere", engines=("memory",))
+def bucket_away_long(context: Context) -> None:
+    bucket = _Bucket(context)
+    bucket.fill(bucket.node())
+    proxy = context.proxy(bucket.port)
+    reader = bucket.node(proxy.port, reads_only=True)
+    bucket.await_known(reader)
+    plane = bucket.hosts(reader)
+    with bucket.fetching(plane.address, "the bucket says nothing"):
+        context.pause(0.2, 0.4)
+        proxy.silent = True
+        time.sleep(5)
+        proxy.silent = False
+    bucket.verify(plane.address)
+
+
+@case("bucket full", "507 for each write while hosts store; then there is room", engines=("memory",))
+def bucket_full(context: Context) -> None:
+    bucket = _Bucket(context, real=False)
+    assert bucket.own is not None
+    bucket.own.fault = lambda asked: Answer(507, "QuotaExceeded") if asked.operation == "put" else None
+    writer = bucket.node()
+    plane = bucket.hosts(writer)
+    host = context.host(plane.address)
+    for prompt in bucket.prompts:
+        assert host.store(prompt) == CHUNKS
+        host.fetch(prompt, stored=CHUNKS)
+    context.pause(0.5, 1.0)
+    assert not bucket.own.objects
+    bucket.own.fault = lambda asked: None
+    bucket.await_known(writer)
+    bucket.verify(bucket.hosts(bucket.node(reads_only=True)).address)
+
+
+@case("clock jump", "the bucket's clock is ten years ahead, then ten behind", engines=("memory",), repetitions=1)
+def bucket_clock(context: Context) -> None:
+    bucket = _Bucket(context, real=False)
+    assert bucket.own is not None
+    bucket.own.skew_s = 10 * 365 * 86_400.0
+    bucket.fill(bucket.node(bytes_max="64 MiB"))
+    reader = bucket.node(reads_only=True)
+    plane = bucket.hosts(reader)
+    bucket.await_known(reader)
+    with bucket.fetching(plane.address):
+        context.pause(0.3, 0.5)
+        bucket.own.skew_s = -bucket.own.skew_s
+        context.pause(0.5, 0.8)
+    bucket.verify(plane.address)
+
+
+@case("nodes over one bucket", "two nodes are given the same prompts at the same time", engines=("memory",))
+def nodes_write_the_same(context: Context) -> None:
+    bucket = _Bucket(context)
+    nodes = [bucket.node(), bucket.node()]
+    planes = [bucket.hosts(node) for node in nodes]
+
+    def store(plane: DataPlane) -> None:
+        host = context.host(plane.address)
+        for prompt in bucket.prompts:
+            host.store(prompt)
+
+    threads = [threading.Thread(target=store, args=[plane]) for plane in planes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for node in nodes:
+        bucket.await_known(node)
+    for plane in [*planes, bucket.hosts(bucket.node(reads_only=True))]:
+        bucket.verify(plane.address)
+
+
+@case(
+    "nodes over one bucket",
+    "a node is killed while its objects are written, before anybody has listed them",
+    engines=("memory",),
+    repetitions=3,
+)
+def node_killed_between_put_and_index(context: Context) -> None:
+    bucket = _Bucket(context)
+    writer = bucket.node(index_ttl_s=3600.0)
+    host = context.host(bucket.hosts(writer).address)
+    for prompt in bucket.prompts:
+        assert host.store(prompt) == CHUNKS
+    wait_for(lambda: s3_of(writer)["written_objects"] > 0)
+    writer.kill()
+    reader = bucket.node(reads_only=True)
+    plane = bucket.hosts(reader)
+    wait_for(lambda: s3_of(reader)["records"] > 0)
+    fetching = context.host(plane.address)
+    for prompt in bucket.prompts:
+        fetching.fetch(prompt, stored=CHUNKS, losable="its node was killed before it was in the bucket")
+
+
+@case(
+    "nodes over one bucket",
+    "one of two is killed while hosts fetch through storage_nodes; then it starts again, empty",
+    engines=("memory",),
+    short=("memory",),
+)
+def one_of_two_nodes_killed(context: Context) -> None:
+    bucket = _Bucket(context)
+    nodes = [bucket.node(), bucket.node()]
+    bucket.fill(nodes[0])
+    bucket.await_known(nodes[1])
+    plane = bucket.hosts(*nodes)
+    with bucket.fetching(plane.address):
+        context.pause(0.3, 0.6)
+        nodes[0].kill()
+        context.pause(0.5, 1.0)
+        nodes[0].start()
+        back = f"connected to storage 127.0.0.1:{nodes[0].port}"
+        wait_for(lambda: plane.log.read_text().count(back) == 2)
+        context.pause(0.5, 1.0)
+        nodes[1].kill()
+        context.pause(0.3, 0.6)
+    bucket.verify(plane.address)

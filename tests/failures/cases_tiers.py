@@ -1,0 +1,119 @@
+"""A data plane's tiers, above a storage server that has everything: a device fails or rots, the daemon is killed."""
+
+import errno
+import json
+from typing import Any
+
+import images
+from cases import Context, case
+from cases_dataplane import Work, await_storage, prompts_of
+from faults import Faults
+from machine import wait_for
+from nodes import DataPlane
+
+_PROMPTS = 10
+
+
+def _tiers(context: Context) -> dict[str, Any]:
+    """Options of a data plane whose tiers hold all prompts on a file, and few of them in memory."""
+    folder = context.folder / "tier"
+    folder.mkdir(exist_ok=True)
+    device = {"path": str(folder / "disk"), "size": "32MiB", "objects_max": 600, "access": "threads"}
+    tiers = {"memory_budget_bytes": "2MiB", "memory_bandwidth": 1, "scrub_bytes_per_s": 0, "devices": [device]}
+    return {"tiers": json.dumps(tiers)}
+
+
+def _filled(context: Context, **options: Any) -> tuple[DataPlane, Work]:
+    plane = context.data_plane(context.storage(memory_bytes=64 << 20).port, **_tiers(context), **options)
+    prompts = prompts_of(context, _PROMPTS)
+    work = Work(context, plane.address, prompts)
+    host = context.host(plane.address)
+    for prompt in prompts:
+        work.stored[id(prompt)] = host.store(prompt)
+    return plane, work
+
+
+@case(
+    "device I/O error",
+    "one read in three of a data plane's tier fails with EIO while hosts store and fetch: storage has what it had",
+    engines=("memory",),
+    repetitions=2,
+    short=("memory",),
+)
+def tier_reads_fail(context: Context) -> None:
+    (context.folder / "tier").mkdir()
+    faults = Faults(context.folder, context.folder / "tier")
+    try:
+        plane, work = _filled(context, environment=faults.environment)
+        faults.set(read_error=errno.EIO, one_in=3)
+        host = context.host(plane.address)
+        with work.running():
+            work.verify(host)
+            context.pause(0.3, 0.6)
+            wait_for(lambda: faults.met)
+        faults.clear()
+        work.verify(host)
+    finally:
+        faults.close()
+
+
+@case(
+    "device I/O error",
+    "a data plane's tier cannot be written any more while hosts store and fetch: storage takes it all",
+    engines=("memory",),
+    repetitions=2,
+)
+def tier_writes_fail(context: Context) -> None:
+    (context.folder / "tier").mkdir()
+    faults = Faults(context.folder, context.folder / "tier")
+    try:
+        plane, work = _filled(context, environment=faults.environment)
+        faults.set(write_error=errno.EIO, flush_error=errno.EIO)
+        host, more = context.host(plane.address), prompts_of(context, 2 * _PROMPTS)[_PROMPTS:]
+        with work.running():
+            stored = [host.store(prompt) for prompt in more]
+            wait_for(lambda: faults.met)
+            context.pause(0.4, 0.8)
+        work.verify(host)
+        for prompt, chunks in zip(more, stored, strict=True):
+            host.fetch(prompt, stored=chunks)
+    finally:
+        faults.close()
+
+
+@case(
+    "daemon loss",
+    "SIGKILL of a data plane with a tier while hosts store, fetch, and records are kept; restarted on the same file",
+    engines=("memory",),
+    repetitions=2,
+)
+def tier_daemon_killed(context: Context) -> None:
+    plane, work = _filled(context)
+    with work.running():
+        for _ in range(3):
+            context.pause(0.2, 0.6)
+            plane.kill()
+            plane.start()
+        context.pause(0.3, 0.6)
+    await_storage(context, plane.address)
+    work.verify(context.host(plane.address))
+
+
+@case(
+    "bit rot on disk",
+    "a bit of each of twenty records on a data plane's tier: storage has them",
+    engines=("memory",),
+    repetitions=2,
+)
+def tier_rotten(context: Context) -> None:
+    plane, work = _filled(context)
+    plane.stop()
+    stored = list(images.objects([context.folder / "tier" / "disk"]))
+    for chosen in context.chance.sample(stored, 20):
+        images.rot(chosen, context.chance)
+    plane.start()
+    await_storage(context, plane.address)
+    work.verify(context.host(plane.address))
+    with work.running():
+        context.pause(0.4, 0.8)
+    work.verify(context.host(plane.address))

@@ -1,0 +1,124 @@
+"""Jobs of which some chunks are still being stored by others, in the KV cache manager."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from machine import PATIENCE_S, wait_for
+from manager_support import Paged, collect, job
+from scripted import ScriptedDataPlane
+
+from host_control.handover import Arrived
+from host_control.manager import FetchJob, KVCacheManager
+
+Fill = Callable[[list[bytes]], None]
+
+
+def coming(plane: ScriptedDataPlane, fill: Fill, name: str, count: int, there: int) -> FetchJob:
+    """Return a job of which so many chunks are there."""
+    whole = job(name, count, fill)
+    for key in whole.keys[0][there:]:
+        del plane.records[key]
+    return replace(whole, arrived=Arrived(there, ""))
+
+
+def waits(manager: KVCacheManager, plane: ScriptedDataPlane, fetches: int) -> None:
+    """Await that a job has fetched what there is."""
+    plane.wait_for_call("Fetch", fetches)
+    wait_for(lambda: any(progress.waits() for progress in manager._fetching))
+
+
+def test_what_is_there_is_fetched_at_once_and_the_rest_as_it_arrives(
+    manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill, paged: Paged
+) -> None:
+    mine = coming(plane, fill, "mine", 6, there=3)
+    manager.exchange([mine])
+    waits(manager, plane, 1)
+    assert sorted(paged.chunks) == [("mine", index) for index in range(3)], "in place while it waits"
+    manager.exchange([job("other", 2, fill)])
+    assert collect(manager, 1)[0].job.request_id == "other", "who waits holds up nobody"
+    fill(list(mine.keys[0][3:5]))
+    manager.exchange(arrived={"mine": Arrived(5, "")})
+    waits(manager, plane, 3)
+    fill(list(mine.keys[0][5:]))
+    manager.exchange(arrived={"mine": Arrived(6, "complete"), "unknown": Arrived(1, "")})
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == ((6,), "complete")
+    assert [paged.chunks["mine", index] for index in range(6)] == [plane.records[key] for key in mine.keys[0]]
+    asked = [key for fetch in plane.fetches for key in fetch.keys if key in mine.keys[0]]
+    assert asked == list(mine.keys[0]), "none is asked for that is not there, and none twice"
+
+
+@pytest.mark.parametrize("there", [0, 1, 3])
+@pytest.mark.parametrize("reason", ["announced_gone", "announced_late", "storage_unavailable"])
+def test_what_never_arrives_ends_the_job_with_what_has(
+    manager: KVCacheManager,
+    plane: ScriptedDataPlane,
+    fill: Fill,
+    paged: Paged,
+    there: int,
+    reason: str,
+) -> None:
+    mine = coming(plane, fill, "mine", 4, there=1)
+    manager.exchange([mine])
+    waits(manager, plane, 1)
+    fill(list(mine.keys[0][1:there]))
+    manager.exchange(arrived={"mine": Arrived(there, reason)})
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == ((max(there, 1),), reason)
+    assert sorted(paged.chunks) == [("mine", index) for index in range(max(there, 1))]
+
+
+def test_who_is_aborted_while_it_waits_ends_at_once_and_nothing_is_written_for_it(
+    manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill, paged: Paged
+) -> None:
+    mine = coming(plane, fill, "mine", 4, there=2)
+    manager.exchange([mine])
+    waits(manager, plane, 1)
+    ended = manager.exchange(cancel=["mine"], arrived={"mine": Arrived(4, "complete")})
+    assert [result.reason for result in ended] == ["cancelled"]
+    fill(list(mine.keys[0]))
+    manager.exchange([job("next", 1, fill)], arrived={"mine": Arrived(4, "complete")})
+    assert collect(manager, 1)[0].complete
+    assert len(paged.chunks) == 3 and plane.calls.count("Fetch") == 2
+
+
+def test_who_waits_ends_by_its_deadline_with_what_is_in_place(
+    make_manager: Callable[..., KVCacheManager], plane: ScriptedDataPlane, fill: Fill
+) -> None:
+    manager = make_manager(fetch_timeout=0.3)
+    manager.exchange([coming(plane, fill, "mine", 4, there=2)])
+    (result,) = collect(manager, 1)
+    assert result.reason == "deadline" and result.chunks in ((2,), (0,))  # 0 where the machine stood still meanwhile
+    assert 0.3 <= result.seconds
+
+
+def test_a_chunk_that_arrives_corrupt_ends_the_job_before_it(
+    manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill, paged: Paged
+) -> None:
+    mine = coming(plane, fill, "mine", 4, there=2)
+    manager.exchange([mine])
+    waits(manager, plane, 1)
+    fill(list(mine.keys[0]))
+    plane.script.fail_fetch_at = 1
+    manager.exchange(arrived={"mine": Arrived(4, "complete")})
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == ((3,), "corrupt")
+    assert sorted(paged.chunks) == [("mine", index) for index in range(3)]
+
+
+def test_who_cannot_scatter_what_has_arrived_does_not_wait_for_more(
+    manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill, paged: Paged
+) -> None:
+    paged.failure = RuntimeError("no such block")
+    manager.exchange([coming(plane, fill, "mine", 4, there=2)])
+    (result,) = collect(manager, 1)
+    assert (result.chunks, result.reason) == ((0,), "scatter_failed")
+
+
+def test_who_waits_when_the_engine_ends_ends_with_it(
+    manager: KVCacheManager, plane: ScriptedDataPlane, fill: Fill
+) -> None:
+    manager.exchange([coming(plane, fill, "mine", 4, there=2)])
+    waits(manager, plane, 1)
+    assert [result.reason for result in manager.close(PATIENCE_S)] == ["closed"]

@@ -1,0 +1,290 @@
+"""Fetch or compute in the connector's scheduler half: what is learnt of steps and loads, and what is then done."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from machine import wait_for
+from scheduler_support import (
+    CHUNK,
+    Request,
+    arrive,
+    full,
+    groups_of,
+    keys,
+    kv_cache_manager,
+    matched,
+    report,
+    state,
+    step,
+)
+from scripted import ScriptedDataPlane
+
+from host_control.config import HostConfig
+from host_control.decision import Decision
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
+
+RECORD_BYTES = 1_000_000
+TOKENS = list(range(40 * CHUNK + 10))
+TOKEN_S, BYTE_S = 1e-4, 1e-7
+"""Of computing, and of a link: a chunk is fetched in 0.1 s, and computed in 6.4 ms."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Policy:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float, float]] = []
+        self.loads: list[tuple[Decision, float]] = []
+        self.ended_loads: list[str] = []
+
+    def computed(self, *step: Any) -> None:
+        self.steps.append(step)
+
+    def fetched(self, decision: Decision, seconds: float) -> None:
+        self.loads.append((decision, seconds))
+
+    def begin(self, name: str, decision: Decision, now: float) -> None:
+        pass
+
+    def ended(self, name: str, now: float) -> None:
+        self.ended_loads.append(name)
+
+
+@pytest.fixture
+def parts() -> Any:
+    """Return what decides, with a policy and a clock of the test's own, and what it has told."""
+    from host_control.vllm.deciding import Deciding
+    from host_control.vllm.metrics import Counts
+
+    told: list[tuple[Decision, int, float]] = []
+    made = SimpleNamespace(clock=Clock(), policy=Policy(), counts=Counts(), told=told)
+    made.deciding = Deciding(
+        HostConfig(), chunk_tokens=CHUNK, step_tokens=4096, counts=made.counts, clock=made.clock,
+        tell=lambda *arguments: told.append(arguments),
+    )  # fmt: skip
+    made.deciding._policy = made.policy
+    return made
+
+
+def fetching(end: int = 1000) -> Decision:
+    return Decision(way="fetch", end_tokens=end, kind="fetch", seconds=0.5, load_bytes=1e6, load_seconds=0.4)
+
+
+def test_a_step_begins_when_the_one_before_it_is_over(parts: Any) -> None:
+    """As vLLM schedules one while another runs."""
+    deciding, clock = parts.deciding, parts.clock
+    deciding.step(step(new={"a": (0, 100)}), loads=False)
+    clock.now += 1
+    deciding.step(step(new={"b": (200, 60)}, cached={"c": (500, 40)}), loads=False)
+    clock.now += 1
+    deciding.stepped()
+    clock.now += 3
+    deciding.stepped()
+    assert parts.policy.steps == [(100, 5000.0, 2.0), (100, 60 * 230 + 40 * 520, 3.0)]
+
+
+def test_steps_that_only_decode_or_wait_for_a_load_or_compute_nothing_tell_nothing(parts: Any) -> None:
+    deciding, clock = parts.deciding, parts.clock
+    for output, loads in (
+        (step(cached={str(number): (500, 1) for number in range(64)}), False),
+        (step(cached={"a": (0, 20), "b": (0, 10)}), False),
+        (step(new={"a": (0, 2000)}), True),
+        (step(), False),
+    ):
+        deciding.step(output, loads=loads)
+        clock.now += 1
+        deciding.stepped()
+    assert parts.policy.steps == []
+    deciding.stepped()  # one more than there were
+
+
+def test_a_load_takes_as_long_as_its_slowest_rank_and_ends_with_the_last(parts: Any) -> None:
+    deciding, policy = parts.deciding, parts.policy
+    deciding.begin("a", fetching(), 1100)
+    deciding.loaded({"a": 0.3}, (), {"a"})
+    assert policy.loads == [] and policy.ended_loads == []
+    deciding.loaded({"a": 0.2, "other": 7.0}, {"a", "other"}, {})
+    assert policy.loads == [(fetching(), 0.3)] and policy.ended_loads == ["a"]
+    deciding.begin("a", fetching(), 1100)
+    deciding.loaded({}, {"a"}, {})  # it failed, or was aborted
+    assert len(policy.loads) == 1 and policy.ended_loads == ["a", "a"]
+    deciding.begin("a", fetching(), 1100, in_step=True)
+    deciding.loaded({"a": 0.5}, (), {"a": 4})
+    assert policy.loads[1:] == [(fetching(), 0.5)] and len(policy.ended_loads) == 3
+
+
+def test_what_came_is_told_with_the_first_token(parts: Any) -> None:
+    deciding, clock = parts.deciding, parts.clock
+    deciding.begin("a", fetching(), 1100)
+    deciding.begin("gone", fetching(), 1100)
+    deciding.forget("gone")
+    clock.now += 0.4
+    for computed, new in ((1000, 60), (1060, 40)):
+        deciding.step(step(new={"a": (computed, new), "gone": (1000, 100)}), loads=False)
+        clock.now += 0.1
+        if computed > 1000:
+            deciding.forget("a")  # its first token is its last one: vLLM says so before the step's end
+        deciding.stepped()
+    assert parts.told == [(fetching(), 1100, pytest.approx(0.6))]
+    counted = parts.counts.take().data
+    assert counted["decisions/fetch"] == 2
+    assert counted["predicted_seconds/fetch"] == 0.5
+    assert counted["first_token_seconds/fetch"] == pytest.approx(0.6)
+
+
+# ---------------------------------------------------------------------------------------------------- of a request
+
+
+@pytest.fixture
+def side(make_side: Any, plane: ScriptedDataPlane) -> Any:
+    """Return a scheduler half that knows a link so slow that computing is sooner."""
+    return slow(make_side(fetch_or_compute=True), plane)
+
+
+def slow(side: Any, plane: ScriptedDataPlane) -> Any:
+    plane.script.record_bytes = RECORD_BYTES
+    policy = side._deciding._policy
+    for tokens in (500, 1000, 2000):
+        policy.computed(tokens, tokens * tokens / 2, TOKEN_S * tokens)
+        chunks = Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=tokens * RECORD_BYTES / CHUNK)
+        policy.fetched(chunks, chunks.load_bytes * BYTE_S)
+    return side
+
+
+def test_computing_that_is_sooner_is_done_and_nothing_is_stored_again(side: Any, plane: ScriptedDataPlane) -> None:
+    request = arrive(side, plane, TOKENS, stored=40)
+    assert matched(side, request) == 0
+    assert matched(side, request) == 0, "asked again, it says the same"
+    side.allocated(request, (), 0)
+    metadata = side.step(step(new={"r": (0, len(TOKENS))}))
+    side.stepped()
+    assert metadata.loads == [] and metadata.stores == []
+    counted = side.counts.take().data
+    assert counted["decisions/compute"] == 1, "of two questions, one was followed"
+    assert counted["hit_tokens"] == 40 * CHUNK
+    wait_for(lambda: plane.decisions)
+    (told,) = plane.decisions
+    assert (told.kind, told.tokens, told.loaded_tokens) == ("compute", len(TOKENS), 0)
+    assert told.predicted["compute"] == told.predicted_seconds < told.predicted["fetch"] / 10 < 2
+
+
+def test_what_is_fast_is_fetched_and_its_time_is_learnt(make_side: Any, plane: ScriptedDataPlane) -> None:
+    side = make_side(ranks=2, fetch_or_compute=True)
+    plane.script.record_bytes = 1000
+    for number in range(3):
+        request = arrive(side, plane, TOKENS, stored=40, name=str(number))
+        assert matched(side, request) == 40 * CHUNK
+        side.allocated(request, [list(range(100, 300))], 40 * CHUNK)
+        side.step(step())
+        side.stepped()
+        side.worker_output({str(number)}, report(seconds={str(number): 0.01}))
+        assert side.counts.take().data["decisions/unknown"] == 1
+    policy = side._deciding._policy
+    assert policy._load_seconds(2 * 40 * 1000) == pytest.approx(0.01, rel=0.1), "of two ranks' records"
+    for tokens in (1000, 2000, 2500):
+        policy.computed(tokens, tokens * tokens / 2, TOKEN_S * tokens)
+    request = arrive(side, plane, TOKENS, stored=40, name="r")
+    assert matched(side, request) == 40 * CHUNK
+    side.allocated(request, [list(range(100, 300))], 40 * CHUNK)
+    assert side.counts.take().data["decisions/fetch"] == 1
+
+
+def test_what_another_engine_has_computed_for_this_one_is_fetched(side: Any, plane: ScriptedDataPlane) -> None:
+    told = {"do_remote_prefill": True, "shadowserve": {"v": 1, "tokens": 40 * CHUNK}}
+    assert matched(side, arrive(side, plane, TOKENS, stored=40, kv_transfer_params=told)) == 40 * CHUNK
+
+
+def test_a_request_that_is_preempted_is_decided_anew(side: Any, plane: ScriptedDataPlane) -> None:
+    request = arrive(side, plane, TOKENS, stored=40)
+    assert matched(side, request) == 0
+    side.allocated(request, (), 0)
+    for tokens in (500, 1000, 2000):  # the link is fast again, as others have seen
+        chunks = Decision(way="fetch", end_tokens=0, kind="fetch", load_bytes=tokens * RECORD_BYTES / CHUNK)
+        side._deciding._policy.fetched(chunks, chunks.load_bytes * BYTE_S / 1000)
+    request.num_preemptions = 1
+    assert matched(side, request) == 40 * CHUNK
+
+
+def test_a_shorter_prefix_is_one_that_the_groups_have(
+    make_side: Any, plane: ScriptedDataPlane, monkeypatch: Any
+) -> None:
+    side = slow(make_side(fetch_or_compute=True), plane)
+    shorter = Decision(way="fetch", end_tokens=30 * CHUNK, kind="prefix")
+    monkeypatch.setattr(side._deciding, "decide", lambda hit: shorter)
+    asked = []
+    rule = side._rules.hit_tokens
+    monkeypatch.setattr(side._rules, "hit_tokens", lambda *given: asked.append(given) or rule(*given) - CHUNK)
+    request = arrive(side, plane, TOKENS, stored=40)
+    assert matched(side, request) == 29 * CHUNK
+    assert asked[-1][1] == 30 * CHUNK + 1
+    side.allocated(request, [list(range(100, 300))], 29 * CHUNK)
+    (load,) = side.step(step()).loads
+    assert len(load.groups[0].links) == 29
+
+
+def test_a_load_that_vllm_does_not_take_is_not_waited_for(
+    side: Any, plane: ScriptedDataPlane, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(side._deciding, "decide", lambda hit: fetching(hit.end_tokens))
+    request = arrive(side, plane, TOKENS, stored=40)
+    assert matched(side, request) == 40 * CHUNK
+    side.allocated(request, (), 0)
+    assert side._deciding._loads == {} == side._deciding._waiting
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_request_that_ends_before_its_load_leaves_nothing_behind(
+    side: Any, plane: ScriptedDataPlane, monkeypatch: Any, asynchronous: bool
+) -> None:
+    monkeypatch.setattr(side._deciding, "decide", lambda hit: fetching(hit.end_tokens))
+    side.asynchronous = asynchronous
+    request = arrive(side, plane, TOKENS, stored=40)
+    side.allocated(request, [list(range(100, 300))], matched(side, request))
+    side.step(step())
+    side.finished(request)
+    deciding = side._deciding
+    assert deciding._loads and not deciding._waiting
+    if asynchronous:
+        side.worker_output({"r"}, report(seconds={"r": 1.0}))
+    else:
+        side.worker_output(None, report({"r": 40}, seconds={"r": 1.0}))
+    assert deciding._loads == {} == deciding._load_seconds == deciding._policy._loads and not deciding._in_steps
+    assert deciding._policy._fetching._last[-1][1] == 1.0, "it was learnt from all the same"
+
+
+def test_without_the_setting_nothing_is_decided(make_side: Any, plane: ScriptedDataPlane) -> None:
+    plane.script.record_bytes = RECORD_BYTES
+    side = make_side()
+    assert side._deciding is None
+    request = arrive(side, plane, TOKENS, stored=40)
+    assert matched(side, request) == 40 * CHUNK
+    side.stepped()
+    assert "decisions/fetch" not in side.counts.take().data and plane.decisions == []
+
+
+def test_a_shorter_prefix_of_several_groups_ends_where_all_have_what_it_needs(
+    make_side: Any, plane: ScriptedDataPlane, monkeypatch: Any
+) -> None:
+    specs = full(), state(block_size=CHUNK)
+    groups = groups_of(*specs)
+    groups.bind(kv_cache_manager(*specs))
+    side = slow(make_side(groups=groups, fetch_or_compute=True), plane)
+    plane.records.update(dict.fromkeys(keys(0, TOKENS), b""))
+    plane.records.update({keys(0, TOKENS, 1)[chunk]: b"" for chunk in (11, 39)})
+    shorter = Decision(way="fetch", end_tokens=30 * CHUNK, kind="prefix")
+    seen = []
+    monkeypatch.setattr(side._deciding, "decide", lambda hit: seen.append(hit) or shorter)
+    request = Request("r", TOKENS)
+    side.on_new_request(request)
+    assert matched(side, request) == 12 * CHUNK
+    assert seen[-1].end_tokens == 40 * CHUNK and seen[-1].chunk_bytes == 2 * RECORD_BYTES

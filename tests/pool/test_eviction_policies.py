@@ -1,0 +1,242 @@
+"""What goes: the suite that every policy passes, alone and under requests that wait; and in which order they give."""
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+from pool_support import DEVICE_BYTES, simulated_pool
+from simulated_device import SimulatedDevice
+from store_driver import Driver
+
+from shadowserve.native import ANY, Index, IndexPolicy
+from shadowserve.pool.config import PoolConfig
+from shadowserve.pool.keys import chunk_key, parse_key
+from shadowserve.pool.memory_pool import MemoryPool
+from shadowserve.pool.next_use import REQUESTS_MAX, NextUse
+
+KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(300)]
+LATER_S = 1_000_000
+
+
+class Tier:
+    """An index within a budget, as a pool uses it: what goes is asked of the policy, and checked."""
+
+    def __init__(self, policy: IndexPolicy, budget_bytes: int, pinned: set[bytes]) -> None:
+        self.index = Index(len(KEYS), policy, seed=2)
+        self.pinned = pinned
+        self.next_use = NextUse(self.index, lambda tenant, slot: self.index.read(slot).key in pinned)
+        self.budget_bytes = budget_bytes
+        self.sizes: dict[bytes, int] = {}
+
+    def put(self, key: bytes, size: int) -> bool:
+        """Store a key that is absent; return whether there was room, or could be made."""
+        while sum(self.sizes.values()) + size > self.budget_bytes:
+            if self.evict() is None:
+                return False
+        self.index.insert(1, key, device=255, length=size, now_s=1)
+        self.sizes[key] = size
+        return True
+
+    def evict(self, sake: str | None = None) -> bytes | None:
+        slot = self.next_use.victim(1, sake=sake)
+        if not slot:
+            return None
+        key = self.index.read(slot).key
+        assert key not in self.pinned and self.index.find(1, key) == slot
+        self.index.evict(slot)
+        del self.sizes[key]
+        return key
+
+    def use(self, key: bytes) -> None:
+        self.index.touch(self.index.find(1, key), 1)
+
+    def pin(self, key: bytes, keep: bool) -> None:
+        self.index.pin(self.index.find(1, key), LATER_S if keep else 0)
+        (self.pinned.add if keep else self.pinned.discard)(key)
+
+
+@pytest.fixture(params=list(IndexPolicy), ids=lambda policy: policy.name.lower())
+def make(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Tier]]:
+    made: list[Tier] = []
+
+    def tier(budget_bytes: int) -> Tier:
+        made.append(Tier(request.param, budget_bytes, set()))
+        return made[-1]
+
+    yield tier
+    for each in made:
+        each.index.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_policy_keeps_its_budget_and_what_is_pinned_and_gives_up_all_else(
+    make: Callable[[int], Tier], seed: int
+) -> None:
+    chance = random.Random(seed)
+    tier = make(20_000)
+    waiting: list[int] = []
+    for _ in range(3_000):
+        key = chance.choice(KEYS)
+        match chance.randrange(8):
+            case 0 | 1 | 2 if key not in tier.sizes:
+                assert tier.put(key, chance.randint(1, 1000)) or tier.pinned
+            case 3 | 4 if key in tier.sizes:
+                tier.use(key)
+            case 5 if key in tier.sizes and (key in tier.pinned or len(tier.pinned) < 10):
+                tier.pin(key, key not in tier.pinned)
+            case 6:
+                number = chance.randrange(12)
+                tier.next_use.announce(number, 1, chance.sample(KEYS, chance.randint(0, 30)), LATER_S)
+                waiting = [each for each in waiting if each != number] + [number]
+            case 7 if waiting:
+                tier.next_use.withdraw(waiting.pop(chance.randrange(len(waiting))))
+                tier.next_use.order(chance.sample(range(12), 12))
+        used = sum(tier.sizes.values())
+        assert used <= tier.budget_bytes and tier.index.used_bytes(1) == used
+    assert len(tier.next_use) == len(waiting)
+    while tier.evict() is not None:
+        pass
+    assert set(tier.sizes) == tier.pinned, "something can neither go nor is pinned"
+
+
+def test_what_nobody_waits_for_goes_first_then_what_runs_last_from_its_end(make: Callable[[int], Tier]) -> None:
+    tier = make(1 << 30)
+    for key in KEYS[:20]:
+        tier.put(key, 1)
+    tier.next_use.announce("second", 1, KEYS[5:10], LATER_S)
+    tier.next_use.announce("first", 1, KEYS[0:7], LATER_S)  # shares two keys
+    tier.next_use.order(["first", "never heard of", "second"])
+    gone = [tier.evict() for _ in range(20)]
+    assert set(gone[:10]) == set(KEYS[10:20])
+    assert gone[10:] == [KEYS[9], KEYS[8], KEYS[7], *reversed(KEYS[0:7])]
+    assert tier.evict() is None
+
+
+def test_a_shared_key_goes_as_late_as_the_first_that_needs_it_whoever_was_announced_first(
+    make: Callable[[int], Tier],
+) -> None:
+    tier = make(1 << 30)
+    for key in KEYS[:3]:
+        tier.put(key, 1)
+    tier.next_use.announce("early", 1, [KEYS[0], KEYS[1]], LATER_S)
+    tier.next_use.announce("late", 1, [KEYS[0], KEYS[2]], LATER_S)
+    assert [tier.evict() for _ in range(2)] == [KEYS[2], KEYS[1]]
+    tier.next_use.withdraw("early")  # it runs: its key is the policy's again, as is what only "late" still needs
+    assert tier.evict() == KEYS[0]
+
+
+def test_room_for_a_request_is_never_made_by_itself_or_by_one_that_runs_before(make: Callable[[int], Tier]) -> None:
+    tier = make(1 << 30)
+    for key in KEYS[:6]:
+        tier.put(key, 1)
+    for number, name in enumerate(["a", "b", "c"]):
+        tier.next_use.announce(name, 1, KEYS[2 * number : 2 * number + 2], LATER_S)
+    assert [tier.evict("b"), tier.evict("b"), tier.evict("b")] == [KEYS[5], KEYS[4], None]
+    assert tier.evict("a") == KEYS[3] and tier.evict("c") is None
+
+
+def test_a_request_that_never_comes_keeps_nothing_beyond_its_time(make: Callable[[int], Tier]) -> None:
+    tier = make(1 << 30)
+    tier.put(KEYS[0], 1)
+    tier.put(KEYS[1], 1)
+    tier.next_use.announce("gone", 1, [KEYS[0]], until_s=50)
+    tier.next_use.announce("there", 1, [KEYS[1]], LATER_S)
+    slot = tier.index.victim(60)
+    assert slot and tier.index.read(slot).key == KEYS[0]
+
+
+def test_what_comes_after_its_request_was_announced_is_held_once_it_is_announced_again(
+    make: Callable[[int], Tier],
+) -> None:
+    tier = make(1 << 30)
+    tier.next_use.announce("waits", 1, KEYS[:2], LATER_S)
+    tier.put(KEYS[0], 1)
+    tier.put(KEYS[9], 1)
+    tier.next_use.announce("waits", 1, KEYS[:2], LATER_S)
+    tier.use(KEYS[9])
+    assert [tier.evict(), tier.evict(), tier.evict()] == [KEYS[9], KEYS[0], None]
+
+
+def test_pins_of_others_are_neither_used_nor_ended(make: Callable[[int], Tier]) -> None:
+    tier = make(1 << 30)
+    for key in KEYS[:2]:
+        tier.put(key, 1)
+    tier.pin(KEYS[0], True)
+    tier.next_use.announce("r", 1, KEYS[:2], LATER_S)
+    tier.pin(KEYS[1], True)  # pinned while it is waited for
+    tier.next_use.withdraw("r")
+    assert tier.evict() is None
+    tier.pin(KEYS[0], False)
+    assert tier.evict() == KEYS[0]
+
+
+def test_devices_and_tenants_give_their_own() -> None:
+    index = Index(10, IndexPolicy.LRU, seed=1)
+    next_use = NextUse(index)
+    for tenant in (1, 2):
+        for number, key in enumerate(KEYS[:4]):
+            index.insert(tenant, key, device=number % 2, length=1, now_s=1)
+        next_use.announce(tenant, tenant, KEYS[:4], LATER_S)
+    found = [index.read(next_use.victim(1, device=0, tenant=1)).key]
+    index.evict(index.find(1, found[0]))
+    found.append(index.read(next_use.victim(1, device=1, tenant=1)).key)
+    assert found == [KEYS[2], KEYS[3]]
+    assert index.read(next_use.victim(1, device=1)).tenant == 1  # it was held no more; then the last request gives
+    index.evict(index.find(1, KEYS[3]))
+    assert index.read(next_use.victim(1)).tenant == 2
+    index.close()
+
+
+def test_requests_beyond_the_bound_are_not_noted() -> None:
+    index = Index(10, IndexPolicy.LRU, seed=1)
+    next_use = NextUse(index)
+    assert all(next_use.announce(number, 0, [], LATER_S) for number in range(REQUESTS_MAX))
+    assert not next_use.announce("one more", 0, [], LATER_S) and next_use.announce(5, 0, [], LATER_S)
+    assert len(next_use) == REQUESTS_MAX and next_use.victim(1, device=ANY) == 0
+    index.close()
+
+
+def test_a_full_device_gives_what_runs_last_and_keeps_the_rest() -> None:
+    driver = Driver(simulated_pool([SimulatedDevice(DEVICE_BYTES, seed=1, name="simulated")]))
+    keys = [chunk_key(key) for key in KEYS[:60]]
+    for key in keys[:20]:
+        driver.put(key, b"x" * 20_000)
+    with driver.lock:
+        for name, some in (("next", KEYS[:10]), ("last", KEYS[10:20])):
+            driver.store.next_use.announce(name, 0, some, 1 << 31)
+    for number in range(1_600):  # several times what the device holds
+        driver.put(b"once %d" % number, b"y" * 20_000)
+    assert all(driver.peek(key) is not None for key in keys[:20]) and driver.peek(b"once 0") is None
+    driver.call(driver.store.next_use.withdraw, "last")
+    for number in range(1_600):
+        driver.put(b"again %d" % number, b"y" * 20_000)
+    assert all(driver.peek(key) is not None for key in keys[:10])
+    assert not any(driver.peek(key) for key in keys[10:20])
+    driver.stop()
+
+
+def test_a_pool_keeps_what_is_waited_for_and_gives_what_runs_last() -> None:
+    pool = MemoryPool.open(PoolConfig(memory_budget_bytes=1 << 20))
+    try:
+        addresses = [(0, chunk_key(key)) for key in KEYS]
+        for address in addresses[:40]:
+            pool.put(address, b"x" * 10_000)
+        parsed = [parse_key(address)[1] for address in addresses]
+        until_s = 1 << 31
+        pool.next_use.announce("next", 0, parsed[:20], until_s)
+        pool.next_use.announce("last", 0, parsed[20:40], until_s)
+        for address in addresses[40:240]:  # twice what there is room for
+            pool.put(address, b"x" * 10_000)
+        assert all(pool.peek(address) is not None for address in addresses[:40])
+        late = [(0, b"late %d" % number) for number in range(2)]
+        pool.put(late[0], b"y" * 700_000)
+        assert all(pool.peek(address) is not None for address in addresses[:20])
+        assert any(pool.peek(address) is None for address in addresses[20:40])
+        assert pool.peek(addresses[20]) is not None or pool.peek(addresses[39]) is None  # from its end
+        pool.next_use.withdraw("next")
+        pool.next_use.withdraw("last")
+        pool.put(late[1], b"y" * 1_000_000)
+        assert sum(pool.peek(address) is not None for address in addresses) < 5
+    finally:
+        pool.close()
