@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
@@ -114,7 +113,7 @@ class Looked:
     """
 
     present: Flags
-    lengths: npt.NDArray[np.int64]
+    lengths: list[int]
     cold_ms: int = 0
 
 
@@ -152,7 +151,7 @@ class Catalog:
             for position, key in enumerate(keys)
             if not self.is_quarantined(namespace, key)
         ]
-        found = [Looked(np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.int64)) for _, keys in chains]
+        found = [Looked(np.zeros(len(keys), np.bool_), [0] * len(keys)) for _, keys in chains]
         if not waiting:
             asked = await self._leave_cold(asked, found)
         for first in range(0, len(asked), QUESTION_KEYS_MAX):

@@ -173,15 +173,10 @@ def record_keys(namespace: bytes, links: Iterable[bytes]) -> list[bytes]:
 
     24 bytes of ``SHA-256(prefix || namespace || link)``, then 8 of ``SHA-256(prefix || namespace || link[-8:])``.
     """
-    before = _RECORD_PREFIX + namespace
-    keys: list[bytes] = []
-    ends: dict[bytes, bytes] = {}
-    for link in links:
-        chain = chain_of(link)
-        if chain not in ends:
-            ends[chain] = hashlib.sha256(before + chain).digest()[:_CHAIN_BYTES]
-        keys.append(hashlib.sha256(before + link).digest()[:-_CHAIN_BYTES] + ends[chain])
-    return keys
+    before, links = _RECORD_PREFIX + namespace, list(links)
+    chains = {chain_of(link) for link in links}
+    ends = {chain: hashlib.sha256(before + chain).digest()[:_CHAIN_BYTES] for chain in chains}
+    return [hashlib.sha256(before + link).digest()[:-_CHAIN_BYTES] + ends[link[-_CHAIN_BYTES:]] for link in links]
 
 
 def chain_of(key: bytes) -> bytes:
@@ -231,6 +226,7 @@ def chain_links(
     tail = struct.pack("<I", len(extra.request)) + extra.request
     inputs = _inputs_of_chunks(extra.inputs, chunk_tokens, len(links), len(links) + count)
     previous = links[-1] if links else hashlib.sha256(_CHAIN_PREFIX + model).digest()
+    end = chain_of(links[-1]) if links else b""
     step = chunk_tokens * 4
     for start in range(0, count * step, step):
         link = hashlib.sha256(previous)
@@ -239,8 +235,10 @@ def chain_links(
         if (there := inputs.get(len(links))) is not None:
             link.update(there)
         previous = link.digest()
-        if links:
-            previous = previous[:-_CHAIN_BYTES] + chain_of(links[-1])
+        if end:
+            previous = previous[:-_CHAIN_BYTES] + end
+        else:
+            end = chain_of(previous)
         links.append(previous)
     return links
 
