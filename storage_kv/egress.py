@@ -5,7 +5,8 @@ it gets the rate ``s / c``; what it gets beyond that is wasted. Where all of the
 waits is least if rates go with the square root of ``s``, none beyond its cap. (ObjectCache, sections 3.5 and 3.6.)
 
 That holds for rates that nothing changes. A node that hands on what a request no longer uses does better with those
-first that end first, as any queue does: the default has rates in inverse proportion to what is left to be sent.
+first that end first, as any queue does: the default has rates in inverse proportion to what is left to be sent. A fifth of
+the link goes to all alike, so that nobody who asks for little again and again keeps the others waiting for ever.
 
 The node's scheduler and ``shadowserve simulate objectcache`` use the same functions.
 """
@@ -17,6 +18,9 @@ from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 __all__ = ["POLICIES", "Demand", "Policy", "allocate", "ttft_s"]
+
+_EVEN_SHARE: Final = 0.2
+"""Of the link, which ``shortest_remaining`` gives to all alike."""
 
 Policy: TypeAlias = Literal["equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt", "shortest_remaining"]
 
@@ -47,7 +51,7 @@ def allocate(policy: Policy, demands: Sequence[Demand], budget: float, margin: f
         policy: ``equal``: the same to each. ``kv_prop``: by the bytes of a layer. ``bw_prop``: by the rate at which
             nothing waits. ``stall_opt``: the least sum of waits, none beyond that rate. ``calibrated_stall_opt``: the
             same, each cap raised by the margin. ``shortest_remaining``: in inverse proportion to the bytes that are
-            left, with those caps.
+            left, with those caps, of four fifths of the link; the fifth is for all alike.
         demands: the requests.
         budget: bits a second of the link; more than 0.
         margin: bits a second, for ``calibrated_stall_opt`` and ``shortest_remaining``; 0 or more.
@@ -91,8 +95,12 @@ def _calibrated(demands: Sequence[Demand], budget: float, margin: float) -> list
 
 
 def _shortest_remaining(demands: Sequence[Demand], budget: float, margin: float) -> list[float]:
+    caps = [demand.rate + margin for demand in demands]
+    even = _fill([1.0 for _ in demands], caps, budget * _EVEN_SHARE)
+    left = [max(0.0, cap - rate) for cap, rate in zip(caps, even, strict=True)]
     weights = [1 / (demand.layer_bytes * demand.layers_left) for demand in demands]
-    return _fill(weights, [demand.rate + margin for demand in demands], budget)
+    more = _fill(weights, left, budget - sum(even))
+    return [rate + further for rate, further in zip(even, more, strict=True)]
 
 
 def _roots(demands: Sequence[Demand]) -> list[float]:

@@ -122,10 +122,17 @@ def test_the_order_of_requests_does_not_matter(policy: str, mix: list[Demand], b
     assert shuffled == pytest.approx([rates[place] for place in places], rel=1e-9)
 
 
-def test_half_as_much_left_is_sent_twice_as_fast_as_far_as_that_helps() -> None:
+def test_half_as_much_left_is_sent_faster_as_far_as_that_helps() -> None:
     long, short = Demand(1e6, 1e-3, layers_left=32), Demand(1e6, 1e-3, layers_left=16)
-    assert allocate("shortest_remaining", [long, short], 9e9) == pytest.approx([3e9, 6e9])
-    assert allocate("shortest_remaining", [long, short], 14e9, margin=1e9) == pytest.approx([5e9, 9e9])
+    assert allocate("shortest_remaining", [long, short], 9e9) == pytest.approx([0.9e9 + 2.4e9, 0.9e9 + 4.8e9])
+    assert allocate("shortest_remaining", [long, short], 16e9, margin=1e9) == pytest.approx([7e9, 9e9])
+
+
+@given(count=st.integers(1, 100), window_s=st.floats(1e-4, 1.0))
+def test_whoever_asks_for_little_again_and_again_keeps_nobody_waiting_for_ever(count: int, window_s: float) -> None:
+    long, short = Demand(1e8, 0.5, layers_left=80), Demand(1e3, window_s)
+    rates = allocate("shortest_remaining", [long, *[short] * count], 1e9)
+    assert rates[0] >= 0.2 * 1e9 / (count + 1) * (1 - 1e-9)
 
 
 def test_time_to_first_token_is_transfer_or_computing_whichever_is_longer() -> None:
