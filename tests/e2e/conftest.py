@@ -119,3 +119,11 @@ def data_plane() -> Iterator[ScriptedDataPlane]:
     plane = ScriptedDataPlane()
     yield plane
     plane.stop()
+
+
+@pytest.fixture(scope="module")
+def plane() -> Iterator[ScriptedDataPlane]:
+    """One for all tests of a file, as its engines are."""
+    plane = ScriptedDataPlane()
+    yield plane
+    plane.stop()

@@ -16,15 +16,6 @@ LENGTHS = (31, 240, 256, 257, 300, 500, 512, 513, 700, 1000)
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Any]:
-    from scripted import ScriptedDataPlane
-
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
-
-
-@pytest.fixture(scope="module")
 def cold_outputs(plane: Any, make_engine: Callable[..., Any], prompt: Any, reference: Any) -> list[list[int]]:
     """Return what a first engine makes of all prompts; afterwards it is gone, and the store is filled."""
     engine = make_engine(plane.address)

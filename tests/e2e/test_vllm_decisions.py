@@ -14,15 +14,6 @@ SLOW_S = 1.5
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Any]:
-    from scripted import ScriptedDataPlane
-
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
-
-
-@pytest.fixture(scope="module")
 def running(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
     """An engine that decides; ``reference`` has shown that another prefix gives other outputs."""
     engine = make_engine(plane.address, extra={"fetch_or_compute": True})

@@ -18,15 +18,6 @@ LENGTHS = (31, 256, 257, 500, 513, 1000)
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Any]:
-    from scripted import ScriptedDataPlane
-
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
-
-
-@pytest.fixture(scope="module")
 def running(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
     """An engine that loads layer by layer; ``reference`` has shown that another prefix gives other outputs."""
     engine = make_engine(plane.address, extra={"layer_order": True})

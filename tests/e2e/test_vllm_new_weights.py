@@ -58,15 +58,6 @@ def expected(weights: dict[str, Path], make_engine: Any, prompt: Any) -> dict[tu
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Any]:
-    from scripted import ScriptedDataPlane
-
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
-
-
-@pytest.fixture(scope="module")
 def shared_engine(
     plane: Any, weights: dict[str, Path], expected: Any, make_engine: Callable[..., Any]
 ) -> Iterator[Any]:

@@ -12,15 +12,6 @@ GENERATED = 110
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Any]:
-    from scripted import ScriptedDataPlane
-
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
-
-
-@pytest.fixture(scope="module")
 def engine(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
     engine = make_engine(
         plane.address,

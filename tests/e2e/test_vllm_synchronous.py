@@ -15,15 +15,6 @@ LENGTHS = (31, 240, 256, 257, 300, 500, 512, 513, 700, 1000)
 
 
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Any]:
-    from scripted import ScriptedDataPlane
-
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
-
-
-@pytest.fixture(scope="module")
 def engines(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Callable[[bool], Any]]:
     """Return a function that gives an engine that fetches asynchronously, or not; one of them at a time."""
     running: list[tuple[bool, Any]] = []
