@@ -5,8 +5,9 @@ it gets the rate ``s / c``; what it gets beyond that is wasted. Where all of the
 waits is least if rates go with the square root of ``s``, none beyond its cap. (ObjectCache, sections 3.5 and 3.6.)
 
 That holds for rates that nothing changes. A node that hands on what a request no longer uses does better with those
-first that end first, as any queue does: the default has rates in inverse proportion to what is left to be sent. A fifth of
-the link goes to all alike, so that nobody who asks for little again and again keeps the others waiting for ever.
+first that end first, as any queue does: the default has rates in inverse proportion to what is left to be sent. A
+fifth of the link goes to all alike, so that nobody who asks for little again and again keeps the others waiting for
+ever.
 
 The node's scheduler and ``shadowserve simulate objectcache`` use the same functions.
 """
