@@ -280,24 +280,37 @@ async def test_two_models_on_one_tier_never_meet() -> None:
             await client.close()
 
 
-async def test_a_device_that_stands_still_costs_no_more_than_the_deadline(storage: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [False, True], ids=["above", "alone"])
+async def test_a_device_that_stands_still_costs_its_patience_or_the_deadline(
+    storage: Server, tmp_path: Path, alone: bool
+) -> None:
     put_all(storage)
-    async with running(storage, tiers=tiers_of(tmp_path), command_timeout=0.5) as (daemon, client):
+    tiers_on = tiers_of(tmp_path)
+    async with running(storage, tiers=tiers_on, command_timeout=0.5) as (daemon, client):
         await client.register(SHAPE, 6)
         assert_right(client, await client.fetch(KEYS))
+    async with running("" if alone else storage, tiers=tiers_on, command_timeout=0.5) as (daemon, client):
+        await client.register(SHAPE, 6)
+        assert (await client.lookup(KEYS)).present == [[True] * 6], "heads are remembered from here on"
         await cool(daemon)
         tiers = tiers_in(daemon)
         poll, free = tiers.pool.poll, asyncio.Event()
         tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
-        answer = await client.fetch(KEYS, timeout_ms=500)
+        answer = await client.fetch(KEYS, timeout_ms=300)
         assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_DEADLINE)
         client.segment.memory[:] = 0xA5
-        tiers._heads.clear()
-        assert (await client.lookup(KEYS)).present == [[True] * 6], "storage is asked for heads that do not come"
+        if alone:
+            answer = await client.fetch(KEYS)
+            assert (answer.chunks, answer.outcome) == (0, pb.OUTCOME_ABSENT)
+        else:
+            assert_right(client, await client.fetch(KEYS))
+            tiers._heads.clear()
+            assert (await client.lookup(KEYS)).present == [[True] * 6], "storage is asked for heads that do not come"
         free.set()
         await until(lambda: not tiers.pool.busy)
         assert (client.segment.memory == 0xA5).all(), "nothing lands where an answer has been given"
-        assert_right(client, await client.fetch(KEYS))
+        if not alone:
+            assert_right(client, await client.fetch(KEYS))
 
 
 async def test_nothing_is_evicted_under_a_round_that_reads_it(mortal_storage: Server, tmp_path: Path) -> None:

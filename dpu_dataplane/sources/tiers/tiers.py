@@ -58,12 +58,13 @@ class Tiers:
         pipeline: that has encoded what is stored.
         storing: thread that copies it.
         heads_bytes: of heads to remember: those of what lies on devices alone would have to be read for each lookup.
-        patience: seconds that a device may take to bring heads.
+        patience: see below.
 
     Attributes:
         name: for people.
         pool: once started.
         lock: of the pool.
+        patience: seconds that a device may take to bring heads, or the next record of a round.
         round_bytes_max: of records that a round holds which waits for devices.
     """
 
@@ -83,7 +84,7 @@ class Tiers:
         self._metrics = metrics
         self._pipeline = pipeline
         self._storing = storing
-        self._patience = patience
+        self.patience = patience
         self._heads: OrderedDict[bytes, Stored] = OrderedDict()
         self._heads_left = heads_bytes
         self._thread: PoolThread | None = None
@@ -150,7 +151,7 @@ class Tiers:
     async def await_heads(self, reads: "Collection[asyncio.Future[None]]") -> None:
         """Wait until devices have brought heads, or have taken too long."""
         if reads:
-            _, late = await asyncio.wait(reads, timeout=self._patience)
+            _, late = await asyncio.wait(reads, timeout=self.patience)
             for read in late:
                 read.cancel()
 
@@ -167,7 +168,7 @@ class Tiers:
         elif item.value is not None:
             found[index] = self._remember(key, item.length, bytes(memoryview(item.value)[: item.head_bytes]))
         else:
-            found[index] = Unanswered(f"{self.name}: a device has not answered within {self._patience:g} s")
+            found[index] = Unanswered(f"{self.name}: a device has not answered within {self.patience:g} s")
             read: asyncio.Future[None] = self._loop.create_future()
             reads.append(read)
             length = item.length
