@@ -116,6 +116,10 @@ class TiersAbove(Source):
         """Ask the source below."""
         return await self._below.announced(keys)
 
+    async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
+        """Have the source below hand it out."""
+        return await self._below.receive(job, key, first, memory)
+
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Deliver from both in the same rounds; what the pool turns out not to have, from below."""
         while True:
