@@ -16,7 +16,7 @@ import numpy as np
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Found, Source, Stored, Unanswered
+from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Expected, Found, Source, Stored, Unanswered
 from shadowserve import native
 from shadowserve.errors import CorruptRecordError, NotARecordError, RecordError, StorageError
 from shadowserve.pieces import Flags
@@ -188,6 +188,22 @@ class Catalog:
                 else:
                     left.append((chain, position, key))
         return left
+
+    def expect(self, requests: Sequence[Expected]) -> None:
+        """Tell the source what will be fetched soon; of faulty records, nothing."""
+        self._source.expect(
+            [
+                each._replace(
+                    chains=[
+                        (namespace, [key for key in keys if not self.is_quarantined(namespace, key)])
+                        for namespace, keys in each.chains
+                    ]
+                )
+                for each in requests
+            ]
+            if self._quarantine
+            else requests
+        )
 
     async def announce(self, keys: Sequence[bytes], lasts_ms: int) -> None:
         """Tell storage that chunks will be stored; see :meth:`Source.announce`.

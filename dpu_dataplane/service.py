@@ -26,6 +26,7 @@ from dpu_dataplane.fetching import Fetcher
 from dpu_dataplane.hosts import Host, HostTable
 from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFull, ending_of
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
+from dpu_dataplane.queues import Queues
 from dpu_dataplane.repeats import Repeats, address_of
 from dpu_dataplane.rounds import Buffers, encoded_bound
 from dpu_dataplane.storing import Storer
@@ -77,6 +78,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._buffers = buffers
         self._metrics = metrics
         self._validate = Validator(config)
+        self._queues = Queues(config.hosts_max, time.monotonic)
         self._reported: dict[tuple[str, int], float] = {}
         self.jobs = JobTable()
 
@@ -99,6 +101,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def Announce(self, request: pb.AnnounceRequest, context: _Context) -> pb.AnnounceResponse:  # noqa: N802
         """Tell storage which chunks will be there soon."""
         return await self._answer(context, self._announce, request)
+
+    async def Expect(self, request: pb.ExpectRequest, context: _Context) -> pb.ExpectResponse:  # noqa: N802
+        """Take what waits in an engine's queue."""
+        return await self._answer(context, self._expect, request)
 
     async def RegisterDestination(  # noqa: N802
         self, request: pb.RegisterDestinationRequest, context: _Context
@@ -207,6 +213,14 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._tracer.decided(host.owner, request)
         return pb.DecidedResponse()
 
+    async def _expect(self, request: pb.ExpectRequest, host: Host) -> pb.ExpectResponse:
+        arrivals = self._validate.expected(request)
+        if self._config.tiers is None:
+            return pb.ExpectResponse(unused=True)
+        taken = self._queues.take(host.owner, request, arrivals)
+        self._catalog.expect(self._queues.expected())
+        return pb.ExpectResponse(again=not taken)
+
     def _hello(self, request: pb.HelloRequest, context: _Context) -> pb.HelloResponse:
         self._validate.hello(request)
         if request.HasField("layout"):
@@ -243,7 +257,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._check_buffers(layout)
 
     async def _lookup(self, request: pb.LookupRequest, host: Host) -> pb.LookupResponse:
-        chains = self._validate.chains(request)
+        chains = self._validate.chains(request.chains)
         job = Job(host.owner, "", self._validate.timeout(request.timeout_ms))
         announced: list[bytes] = []
         found: list[Looked] = []

@@ -8,10 +8,12 @@ import grpc
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.fetching import FetchPart
+from dpu_dataplane.sources.source import Chain
 from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION, SCHEMA_VERSION
+from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_from_message
@@ -29,6 +31,8 @@ _SECONDS_MAX = 1e6
 _NAME_MAX = 32
 _WAYS_MAX = 8
 _PARTS_MAX = 64  # the C core's limit
+_QUEUE_NAME_MAX = 32
+_QUEUE_LASTS_MS_MAX = 600_000
 _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 layers
 
 
@@ -134,13 +138,13 @@ class Validator:
                 raise InvalidCall(f"parents[{index}] has {len(parent)} bytes; a key has {KEY_BYTES}, or is empty")
         return parents
 
-    def chains(self, request: pb.LookupRequest) -> list[tuple[bytes, list[bytes]]]:
-        """Return namespace and keys of each chain of a lookup."""
-        if len(request.chains) > _CHAINS_MAX:
-            raise InvalidCall(f"chains has {len(request.chains)} entries; it has at most {_CHAINS_MAX}")
-        chains = []
+    def chains(self, given: Sequence[pb.KeyChain]) -> list[Chain]:
+        """Return namespace and keys of each chain of a call."""
+        if len(given) > _CHAINS_MAX:
+            raise InvalidCall(f"chains has {len(given)} entries; it has at most {_CHAINS_MAX}")
+        chains: list[Chain] = []
         total = 0
-        for index, chain in enumerate(request.chains):
+        for index, chain in enumerate(given):
             if len(chain.namespace) != KEY_BYTES:
                 raise InvalidCall(
                     f"chains[{index}].namespace has {len(chain.namespace)} bytes; a digest has {KEY_BYTES}"
@@ -151,6 +155,27 @@ class Validator:
         if total > self._keys_max:
             raise InvalidCall(f"chains hold {total} keys together; at most {self._keys_max} fit one call")
         return chains
+
+    def expected(self, request: pb.ExpectRequest) -> list[tuple[int, list[Chain]]]:
+        """Return the requests that arrive, and the namespaces and keys of what each will fetch."""
+        if not 1 <= len(request.queue) <= _QUEUE_NAME_MAX:
+            raise InvalidCall(f"queue has {len(request.queue)} bytes; it has 1 to {_QUEUE_NAME_MAX}")
+        if not 1 <= request.lasts_ms <= _QUEUE_LASTS_MS_MAX:
+            raise InvalidCall(f"lasts_ms is {request.lasts_ms}; what is expected lasts 1 to {_QUEUE_LASTS_MS_MAX} ms")
+        for name in ("arrivals", "gone", "order", "begins_in_ms"):
+            if len(getattr(request, name)) > REQUESTS_MAX:
+                raise InvalidCall(f"{name} has {len(getattr(request, name))} entries; it has at most {REQUESTS_MAX}")
+        if len(request.begins_in_ms) not in (0, len(request.order)):
+            raise InvalidCall(
+                f"begins_in_ms has {len(request.begins_in_ms)} entries; it has one for each of {len(request.order)} in "
+                "the order, or none"
+            )
+        chains = self.chains([chain for arrival in request.arrivals for chain in arrival.chains])
+        ends = list(itertools.accumulate(len(arrival.chains) for arrival in request.arrivals))
+        return [
+            (arrival.request, chains[end - len(arrival.chains) : end])
+            for arrival, end in zip(request.arrivals, ends, strict=True)
+        ]
 
     def hello(self, request: pb.HelloRequest) -> None:
         """Refuse a host of another release, where that makes a difference."""

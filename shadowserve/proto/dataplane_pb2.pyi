@@ -165,6 +165,42 @@ class AnnounceResponse(_message.Message):
     detail: str
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
+class Arrival(_message.Message):
+    __slots__ = ("request", "chains")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    CHAINS_FIELD_NUMBER: _ClassVar[int]
+    request: int
+    chains: _containers.RepeatedCompositeFieldContainer[KeyChain]
+    def __init__(self, request: _Optional[int] = ..., chains: _Optional[_Iterable[_Union[KeyChain, _Mapping]]] = ...) -> None: ...
+
+class ExpectRequest(_message.Message):
+    __slots__ = ("queue", "number", "whole", "arrivals", "gone", "order", "begins_in_ms", "lasts_ms")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    ARRIVALS_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_IN_MS_FIELD_NUMBER: _ClassVar[int]
+    LASTS_MS_FIELD_NUMBER: _ClassVar[int]
+    queue: bytes
+    number: int
+    whole: bool
+    arrivals: _containers.RepeatedCompositeFieldContainer[Arrival]
+    gone: _containers.RepeatedScalarFieldContainer[int]
+    order: _containers.RepeatedScalarFieldContainer[int]
+    begins_in_ms: _containers.RepeatedScalarFieldContainer[int]
+    lasts_ms: int
+    def __init__(self, queue: _Optional[bytes] = ..., number: _Optional[int] = ..., whole: _Optional[bool] = ..., arrivals: _Optional[_Iterable[_Union[Arrival, _Mapping]]] = ..., gone: _Optional[_Iterable[int]] = ..., order: _Optional[_Iterable[int]] = ..., begins_in_ms: _Optional[_Iterable[int]] = ..., lasts_ms: _Optional[int] = ...) -> None: ...
+
+class ExpectResponse(_message.Message):
+    __slots__ = ("again", "unused")
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_FIELD_NUMBER: _ClassVar[int]
+    again: bool
+    unused: bool
+    def __init__(self, again: _Optional[bool] = ..., unused: _Optional[bool] = ...) -> None: ...
+
 class RegisterDestinationRequest(_message.Message):
     __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class DataPlaneStub:
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.SerializeToString,
                 response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.FromString,
                 _registered_method=True)
+        self.Expect = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/Expect',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectResponse.FromString,
+                _registered_method=True)
         self.RegisterDestination = channel.unary_unary(
                 '/shadowserve.v1.DataPlane/RegisterDestination',
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.RegisterDestinationRequest.SerializeToString,
@@ -111,6 +116,14 @@ class DataPlaneServicer:
     def Announce(self, request, context):
         """Says that chunks will be stored soon, so that whoever looks them up may wait for them. A hint: it lasts so long, or
         till they are there or this data plane loses its connection to storage, and not every storage takes any.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Expect(self, request, context):
+        """Says which requests wait in an engine's queue, and in which order they will run, so that what they fetch is near by
+        then: what has changed since the message before. A hint: nobody waits for what comes of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,6 +205,11 @@ def add_DataPlaneServicer_to_server(servicer, server):
                     servicer.Announce,
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.FromString,
                     response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.SerializeToString,
+            ),
+            'Expect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Expect,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.ExpectResponse.SerializeToString,
             ),
             'RegisterDestination': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterDestination,
@@ -315,6 +333,33 @@ class DataPlane:
             '/shadowserve.v1.DataPlane/Announce',
             shadowserve_dot_proto_dot_dataplane__pb2.AnnounceRequest.SerializeToString,
             shadowserve_dot_proto_dot_dataplane__pb2.AnnounceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Expect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shadowserve.v1.DataPlane/Expect',
+            shadowserve_dot_proto_dot_dataplane__pb2.ExpectRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.ExpectResponse.FromString,
             options,
             channel_credentials,
             insecure,
