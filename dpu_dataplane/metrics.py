@@ -1,13 +1,14 @@
 """Counts of everything that an operator asks for, as a Prometheus registry and for the Statistics call."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from dpu_dataplane.sources.tiers.hops import Carrier
 from shadowserve.proto.dataplane_pb2 import Outcome
 
 __all__ = ["Metrics", "StageCount", "outcome_name", "resident_bytes"]
@@ -44,6 +45,8 @@ class Metrics:
         integrity_failures: records found faulty, by outcome.
         tier_records: by what tiers did: had them in ``memory`` or on a ``device`` as they were fetched, ``kept`` them,
             ``dropped`` them for want of room, ``lost`` them since they were damaged or a device failed.
+        carriers: the ways up into the tiers' memory.
+        promotion_wasted_bytes: of records that were promoted, and that nobody has fetched.
         stages: reads the pipeline's counters.
         gauges: name to (help, reader) of what is measured when asked.
     """
@@ -66,6 +69,8 @@ class Metrics:
     data_connections: int = 0
     storage_redirections: int = 0
     deleted_records: int = 0
+    promotion_wasted_bytes: int = 0
+    carriers: Sequence[Carrier] = ()
     stages: Callable[[], list[StageCount]] = list
     gauges: Gauges = field(default_factory=dict)
 
@@ -89,6 +94,7 @@ class Metrics:
             ("layer_rounds", "Rounds that storage answered in one stream, layer after layer", self.layer_rounds),
             ("fetched_bytes", "Stored bytes that rounds took from storage or tiers", self.fetched_bytes),
             ("tier_bytes", "Of these, those that tiers had", self.tier_bytes),
+            ("promotion_wasted_bytes", "Bytes promoted that nobody has fetched", self.promotion_wasted_bytes),
             ("delivered_bytes", "Bytes delivered into destinations", self.delivered_bytes),
             ("stored_raw_bytes", "Bytes of stored chunks before encoding", self.stored_raw_bytes),
             ("stored_bytes", "Bytes of stored chunks as records", self.stored_bytes),
@@ -112,6 +118,14 @@ class Metrics:
             family = CounterMetricFamily(f"shadowserve_{name}", text, labels=[label])
             for value, count in list(counts.items()):
                 family.add_metric([value], count)
+            yield family
+        for name, attribute, text in (
+            ("promotion_bytes", "carried_bytes", "Stored bytes brought into memory ahead, by where they were"),
+            ("promotion_seconds", "carried_s", "Seconds in which some of them were under way"),
+        ):
+            family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["hop"])
+            for carrier in self.carriers:
+                family.add_metric([carrier.label], getattr(carrier, attribute))
             yield family
         stages = self.stages()
         for name, text in (

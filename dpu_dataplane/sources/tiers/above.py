@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
-from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored, Unanswered
+from dpu_dataplane.sources.source import Delivered, Encoded, Expected, Found, Order, Source, Stored, Unanswered
 from dpu_dataplane.sources.tiers.alone import deliver_near
 from dpu_dataplane.sources.tiers.keeping import Keeping
+from dpu_dataplane.sources.tiers.promoting import Promoting
 from dpu_dataplane.sources.tiers.supplies import Supplies
 from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
@@ -33,6 +34,7 @@ class TiersAbove(Source):
     Args:
         tiers: with the pool.
         below: the other one.
+        promoting: from devices and from below into the pool's memory.
         pipeline: that bytes go to.
         fetching: thread for its calls that fetch.
         metrics: to count in.
@@ -43,6 +45,7 @@ class TiersAbove(Source):
         self,
         tiers: Tiers,
         below: Source,
+        promoting: Promoting,
         pipeline: native.Pipeline,
         fetching: Executor,
         metrics: Metrics,
@@ -51,6 +54,7 @@ class TiersAbove(Source):
         self.name = below.name
         self._tiers = tiers
         self._below = below
+        self._promoting = promoting
         self._pipeline = pipeline
         self._fetching = fetching
         self._metrics = metrics
@@ -65,9 +69,11 @@ class TiersAbove(Source):
         """Open the pool, and begin to reach the source below."""
         await self._tiers.start()
         await self._below.start()
+        self._promoting.start()
 
     async def close(self) -> None:
         """Close both."""
+        await self._promoting.close()
         await self._below.close()
         await self._tiers.close(self._drain_s)
 
@@ -116,22 +122,28 @@ class TiersAbove(Source):
         """Ask the source below."""
         return await self._below.announced(keys)
 
+    def expect(self, requests: Sequence[Expected]) -> None:
+        """Have what they fetch brought into memory, from devices and from below."""
+        self._promoting.expect(requests)
+
     async def receive(self, job: Job, key: bytes, first: int, memory: memoryview) -> Result:
         """Have the source below hand it out."""
         return await self._below.receive(job, key, first, memory)
 
     async def deliver(self, job: Job, order: Order) -> Delivered:
         """Deliver from both in the same rounds; what the pool turns out not to have, from below."""
-        while True:
-            with Supplies(self._tiers, order, self._metrics) as supplies:
-                done = await self._deliver(job, supplies)
-                supplies.count(done)
-                lost = supplies.lost(done.results)
-            for index in lost:
-                done.results[index] = Result.SKIPPED
-                done.failures.pop(index, None)
-            if not lost or done.failures or done.stop is not None or (done.results == Result.OK).any():
-                return done.of(len(order.pieces))
+        async with self._promoting.giving_way(job, order.keys):
+            while True:
+                with Supplies(self._tiers, order, self._metrics) as supplies:
+                    self._promoting.note_use(supplies.resident)
+                    done = await self._deliver(job, supplies)
+                    supplies.count(done)
+                    lost = supplies.lost(done.results)
+                for index in lost:
+                    done.results[index] = Result.SKIPPED
+                    done.failures.pop(index, None)
+                if not lost or done.failures or done.stop is not None or (done.results == Result.OK).any():
+                    return done.of(len(order.pieces))
 
     async def _deliver(self, job: Job, supplies: Supplies) -> Delivered:
         if supplies.near.all():

@@ -111,7 +111,7 @@ class Supplies:
             with lock:
                 for record in waiting[part.start : part.stop]:
                     self._read(record)
-        self._metrics.tier_records["memory"] += sum(record.is_held and bool(record.indexes) for record in self._records)
+        self._metrics.tier_records["memory"] += len(self.resident)
         self._metrics.tier_records["device"] += len(waiting)
 
     def _cut(self) -> None:
@@ -196,6 +196,11 @@ class Supplies:
                 if record.come:
                     self._supply(record)
         return made
+
+    @property
+    def resident(self) -> list[bytes]:
+        """Keys of the order's records that were in memory."""
+        return [record.key for record in self._records if record.is_held and record.indexes]
 
     def count(self, done: Delivered) -> None:
         """Add to what was read what came from the pool."""

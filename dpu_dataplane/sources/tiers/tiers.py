@@ -62,6 +62,7 @@ class Tiers:
 
     Attributes:
         name: for people.
+        has_devices: whether the pool has more than memory.
         pool: once started.
         lock: of the pool.
         round_bytes_max: of records that a round holds which waits for devices.
@@ -89,6 +90,7 @@ class Tiers:
         self._thread: PoolThread | None = None
         self._loop: asyncio.AbstractEventLoop
         self.lock = threading.Lock()
+        self.has_devices = bool(config.devices)
         self.round_bytes_max = int(config.memory_budget_bytes) // _ROUND_SHARE
         devices = ", ".join(str(device.path) for device in config.devices)
         self.name = f"tiers of {int(config.memory_budget_bytes) >> 20} MiB{devices and ' and '}{devices}"

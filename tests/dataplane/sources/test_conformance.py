@@ -26,12 +26,14 @@ from dpu_dataplane.sources.selection import nodes_max, source_of
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored
 from dpu_dataplane.sources.tiers.above import TiersAbove
 from dpu_dataplane.sources.tiers.alone import TiersAlone
+from dpu_dataplane.sources.tiers.promoting import Promoting
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
 from shadowserve import native
 from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import leading
 from shadowserve.pool.config import PoolConfig
+from shadowserve.pool.promotion import Promotion
 from shadowserve.record import encode_head, head_length
 
 SHAPE = layout(layers=8)
@@ -41,7 +43,10 @@ CODECS = frozenset(native.codec_implementations())
 
 
 class Behind(ABC):
-    """What is behind a source, as a test may treat it; ``verifies``: it takes sound records only; ``is_pool``: it is of this process."""
+    """What is behind a source, as a test may treat it.
+
+    ``verifies``: it takes sound records only; ``is_pool``: it is a pool of this process.
+    """
 
     verifies = False
     is_pool = False
@@ -377,7 +382,8 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
             behind = BehindScript(scripted)
             if request.param == "tiers above":
                 near = Tiers(PoolConfig(), Metrics(), pipeline, storing, heads_bytes=MIB, patience=PATIENCE_S)
-                source = TiersAbove(near, scripted, pipeline, fetching, Metrics(), 1.0)
+                promoting = Promoting(near, scripted, Promotion(), Metrics(), PATIENCE_S)
+                source = TiersAbove(near, scripted, promoting, pipeline, fetching, Metrics(), 1.0)
         else:
             source = source_of(configuration, Metrics(), pipeline, fetching, storing)
         await source.start()
