@@ -350,6 +350,24 @@ class DataPlaneClient:
         )
         self._tell(self._connection.stub.Announce, request)
 
+    def expect(self, message: pb.ExpectRequest) -> Any:
+        """Say what waits in an engine's queue; return the call, which nobody has to wait for.
+
+        None: nothing is said to a data plane that is not connected, or that fails lookups.
+        """
+        if self.peer is None or self.breakers["lookup"].open:
+            return None
+        try:
+            return self._connection.stub.Expect.future(
+                message, timeout=self._connect_timeout, metadata=self._connection.metadata()
+            )
+        except ValueError:  # the channel is closed
+            return None
+
+    def lost(self, error: BaseException) -> None:
+        """Take note of why a call of :meth:`expect` has failed: Hello may be due."""
+        self._connection.lost(error)
+
     def decided(self, decision: Decision, tokens: int, seconds: float) -> None:
         """Say what was done with a prompt of so many tokens, and what came, for recordings; a hint likewise."""
         if self.peer is None or self.breakers["lookup"].open:

@@ -242,6 +242,37 @@ class PrefixLookup:
         lookup = self._lookups.get(request_id)
         return None if lookup is None else lookup.arrived
 
+    def chains(self, request_id: str) -> Mapping[DataPlaneClient, Sequence[tuple[bytes, Sequence[bytes]]]] | None:
+        """Return which records a load of all that was found takes, by data planes; ``None`` while there is no answer.
+
+        Of a group that does not keep every chunk, as few of the last ones as make the hit by the engine's own rule.
+        """
+        answer, lookup = self.poll(request_id), self._lookups.get(request_id)
+        if answer is None:
+            return None
+        found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
+        if lookup is None or not answer.present or not lookup.links:
+            return found
+        end = -(-answer.tokens // self._chunk_tokens)
+        for place, group in enumerate(self._cuts[answer.cut]):
+            first = 0 if self._every[place] else self._first_needed(answer, lookup.length, place, end)
+            flags = answer.present[place]
+            links = [link for link, there in zip(lookup.links[first:end], flags[first:end], strict=True) if there]
+            for client, namespace in dict.fromkeys(group) if links else ():
+                found.setdefault(client, []).append((namespace, record_keys(namespace, links)))
+        return found
+
+    def _first_needed(self, answer: LookupAnswer, length: int, place: int, end: int) -> int:
+        """Return the first chunk that a hit needs of one group."""
+        last = 1
+        while last < end:
+            present = [flags.copy() for flags in answer.present]
+            present[place][: end - last] = False
+            if self._rule(present, length) == answer.tokens:
+                break
+            last *= 2
+        return max(end - last, 0)
+
     def computed(self, request_id: str, links: Iterable[bytes]) -> None:
         """Chunks of a request are on their way to the store: their announcements are not renewed, nor withdrawn."""
         self._coming.computed(request_id, links)

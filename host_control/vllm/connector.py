@@ -72,6 +72,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 inputs=RequestInputs(Adapters(lora, content_hashes(config, _logger)) if lora is not None else None),
                 recomputes=transfer.kv_load_failure_policy == "recompute",
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+                by_priority=vllm_config.scheduler_config.policy == "priority",
             )
         else:
             self._worker = WorkerSide(

@@ -34,6 +34,7 @@ from host_control.vllm.metadata import (
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.parts import CUTS
 from host_control.vllm.support import request_problem
+from host_control.waiting import WaitingQueue
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import Extra, chain_links
 from shadowserve.pieces import Flags, leading
@@ -79,6 +80,10 @@ class SchedulerSide:
         inputs: what requests' KV depends on beside tokens.
         recomputes: whether a load that falls short costs its computation, and not the request.
         step_tokens: that the engine computes in a step at most; by default any number.
+        by_priority: whether waiting requests run by priority, and not as they came.
+
+    Attributes:
+        waiting: the engine's queue, of which data planes are told; None where nothing is fetched.
     """
 
     def __init__(
@@ -93,8 +98,11 @@ class SchedulerSide:
         inputs: RequestInputs | None = None,
         recomputes: bool = True,
         step_tokens: int = 1 << 30,
+        by_priority: bool = False,
     ) -> None:
         self._config = config
+        self._by_priority = by_priority
+        self.waiting: WaitingQueue | None = None
         self._groups = groups.groups if groups is not None else ()
         self._rules = groups
         self._chunk_tokens = groups.chunk_tokens if groups is not None else config.chunk_tokens
@@ -190,6 +198,8 @@ class SchedulerSide:
             enabled=self._fetch,
             loads_wait=self._loads_wait,
         )
+        if self._fetch:
+            self.waiting = WaitingQueue(self._lookup.chains, self._clients, by_priority=self._by_priority)
 
     def _turn_off(self, problem: str) -> None:
         """Serve without the cache from now on; said here alone, once for all workers."""
@@ -203,6 +213,8 @@ class SchedulerSide:
         if self._lookup is None:
             return
         self._requests[request.request_id] = request
+        if self.waiting is not None:
+            self.waiting.arrived(request.request_id, request.priority)
         tracked = _Tracked(request)
         named = self._name(tracked)  # of all, in their order: an adapter's number may come to mean another one
         if (problem := request_problem(request)) is not None:
@@ -363,6 +375,8 @@ class SchedulerSide:
 
     def allocated(self, request: Any, tables: Sequence[list[int]], external_tokens: int) -> None:
         """Blocks exist for a request's tokens; load ``external_tokens`` of them, if any, into each group's table."""
+        if self.waiting is not None:
+            self.waiting.begun(request.request_id)
         tracked = self._tracked.get(request.request_id)
         if tracked is None or self._lookup is None:
             return
@@ -429,6 +443,8 @@ class SchedulerSide:
         """A request has ended or was aborted, perhaps while it was being loaded; return what its proxy is told."""
         request_id = request.request_id
         self._requests.pop(request_id, None)
+        if self.waiting is not None:
+            self.waiting.ended(request_id)
         if (tracked := self._tracked.pop(request_id, None)) is None:
             return None
         self._boundary.pop(request_id, None)
@@ -448,6 +464,9 @@ class SchedulerSide:
     def step(self, output: Any) -> ShadowServeMetadata:
         """Return what the workers have to do in this step."""
         metadata = ShadowServeMetadata(self.epochs.current)
+        if self.waiting is not None:
+            for request_id in output.preempted_req_ids or ():
+                self.waiting.sent_back(request_id)
         if self._loading:
             metadata.arrived = dict(self._more())
         if self._new_loads:
@@ -657,6 +676,8 @@ class SchedulerSide:
 
     def close(self) -> None:
         """End lookups."""
+        if self.waiting is not None:
+            self.waiting.close()
         if self._lookup is not None:
             self._lookup.close()
         for client in self._clients:

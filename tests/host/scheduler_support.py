@@ -112,6 +112,7 @@ class Request(SimpleNamespace):
             resumable=False,
             skip_reading_prefix_cache=False,
             num_preemptions=0,
+            priority=0,
             num_computed_tokens=0,
         )
         super().__init__(**{**given, **attributes})
@@ -130,6 +131,7 @@ def step(
     cached: dict[str, tuple[int, int]] | None = None,
     tables: dict[str, Sequence[list[int]]] | None = None,
     states: dict[str, list[tuple[int, int, int]]] | None = None,
+    preempted: Sequence[str] = (),
 ) -> Any:
     """Return a scheduler output: request -> (computed, scheduled) tokens.
 
@@ -140,6 +142,7 @@ def step(
     return SimpleNamespace(
         num_scheduled_tokens=scheduled_tokens,
         total_num_scheduled_tokens=sum(scheduled_tokens.values()),
+        preempted_req_ids=set(preempted),
         scheduled_new_reqs=[
             SimpleNamespace(req_id=name, num_computed_tokens=computed) for name, (computed, _) in new.items()
         ],

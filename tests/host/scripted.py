@@ -74,6 +74,8 @@ class Script:
     """In the order of layers: is called before each."""
     layer_delay: float = 0.0
     """Seconds before each layer, in the order of layers."""
+    expect_answer: Callable[[pb.ExpectRequest], pb.ExpectResponse] = lambda request: pb.ExpectResponse()
+    """To what waits in an engine's queue."""
     store_outcome: int | None = None
     not_storable: set[bytes] = field(default_factory=set)
     """Keys."""
@@ -103,6 +105,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.windows_us: list[int] = []  # of these calls
         self.stores: list[pb.StoreRequest] = []
         self.decisions: list[pb.Decision] = []
+        self.expected: list[pb.ExpectRequest] = []
         self.cancelled: set[str] = set()
         self.announced: dict[bytes, int] | None = {}  # key -> for how long, in milliseconds; None: takes none
         self.entered = threading.Condition()
@@ -196,6 +199,14 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
             else:
                 self.announced.pop(key, None)  # type: ignore[union-attr]
         return pb.AnnounceResponse(outcome=pb.OUTCOME_COMPLETE)
+
+    def Expect(self, request: pb.ExpectRequest, context: Any) -> pb.ExpectResponse:
+        self._enter("Expect", context)
+        answer = self.script.expect_answer(request)
+        with self.entered:
+            self.expected.append(request)
+            self.entered.notify_all()
+        return answer
 
     def RegisterDestination(
         self, request: pb.RegisterDestinationRequest, context: Any
