@@ -41,7 +41,7 @@ def make(plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     config = SimpleNamespace(
         kv_transfer_config=transfer,
         parallel_config=parallel,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, policy="fcfs"),
         lora_config=None,
         speculative_config=None,
     )
