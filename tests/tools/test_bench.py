@@ -74,6 +74,10 @@ SMALL = {
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "300"),
         *("--prompt", "600", "--link", "4", "--repeats", "1"),
     ],
+    "queue": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600"),
+        *("--output-tokens", "2", "--repeats", "1"),
+    ],
     "gpu": [
         *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
         *("--kv-rate", "1", "--repeats", "1"),
@@ -221,6 +225,10 @@ RATIOS = {
         *("worst_over_better_of_both", "always_fetch_worst_over_better", "no_cache_worst_over_better"),
         *("all_over_better", "healed_with_prompt"),
     },
+    "queue": {
+        *("promoted_over_resident", "promoted_over_fetched"),
+        *("ssd_promoted_over_resident", "ssd_promoted_over_fetched"),
+    },
     "gpu": {
         "scatter_over_device_copy",
         "decode_step_slowdown_by_scatter",
@@ -238,7 +246,7 @@ PEERS = {
 
 
 LACKING = {
-    *(() if may_link() else ("link", "layers", "nodes", "decide")),
+    *(() if may_link() else ("link", "layers", "nodes", "decide", "queue")),
     *(() if shutil.which("redis-server") and shutil.which("redis-benchmark") else ("commands",)),
 }
 
