@@ -96,6 +96,7 @@ class Bed:
         tokens_max: int,
         connections: int,
         over_s3: bool = False,
+        held_requests: int = 0,
         **host: Any,
     ) -> None:
         partition = Partition.halves()
@@ -137,8 +138,9 @@ class Bed:
         told |= dict.fromkeys(("lookup_timeout", "fetch_timeout", "store_timeout"), _TIMEOUT_S / 2) | host
         # One step for all that a prompt computes, as engines do that only compute prompts.
         engine = started_engine(
-            "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens
-        )
+            "engine", folder, partition.engine, model, load, 1, plugin(told), step_tokens=load.prompt_tokens,
+            held_requests=held_requests,
+        )  # fmt: skip
         self.engine: Engine = stack.enter_context(engine)
         self.plane = stack.enter_context(contextlib.closing(DataPlaneClient(address)))
 

@@ -46,6 +46,8 @@ _SPARE: Final = 4 * _WAITING
 _FIRST, _WARM = 900, 901
 """Seeds of the prompt that is computed first, and of the one that shows that all is connected."""
 _WARM_TRIES: Final = 20
+_BEHIND_S: Final = 0.1
+"""By then the first has been looked up, and has blocks."""
 
 
 @click.command()
@@ -81,7 +83,7 @@ def queue(
     repeats: int,
     output: Output,
 ) -> None:
-    """Ask a real engine, one request at a time, a prompt that is computed and two behind it that are stored.
+    """Ask a real engine a prompt that is computed and two behind it that are stored; it has blocks for one of them.
 
     Counted from a request's turn, when it has blocks, to its first token. The data plane begins anew before each run.
     The network is that of `bench layers`, and so are the cores, and what it takes.
@@ -94,7 +96,7 @@ def queue(
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shadowserve-queue-", dir=folder)))
         progress = stack.enter_context(Progress(transient=True))
         task = progress.add_task("starting", total=len(_SYSTEMS) * repeats + 1)
-        case = _Case(Bed(stack, own, network, model, tokens, 2), disk, model, tokens, output_tokens)
+        case = _Case(Bed(stack, own, network, model, tokens, 2, held_requests=1), disk, model, tokens, output_tokens)
         case.prepare()
         for number in range(repeats):
             for name in _SYSTEMS if number % 2 == 0 else reversed(_SYSTEMS):
@@ -140,9 +142,10 @@ class _Case:
         self._fetch_all()
 
     def _ask(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        """Return what prompts met that came at the same time."""
+        """Return what prompts met, of which the others came just behind the first."""
         orders = [
-            {"prompt": list(tokens), "tokens": len(tokens), "output": self._output, "at": 0.0} for tokens in prompts
+            {"prompt": list(tokens), "tokens": len(tokens), "output": self._output, "at": _BEHIND_S * (place > 0)}
+            for place, tokens in enumerate(prompts)
         ]
         results: list[dict[str, Any]] = self._bed.engine.ask("serve", requests=orders)
         return results

@@ -267,6 +267,7 @@ def started_engine(
     transfer: dict[str, Any] | None = None,
     *,
     step_tokens: int = 0,
+    held_requests: int = 0,
     packages: Sequence[Path] = (),
 ) -> Iterator[Engine]:
     """Run an engine on ``cores`` while the context lasts.
@@ -280,6 +281,7 @@ def started_engine(
         requests_max: that it runs at one time.
         transfer: configuration of its KV connector; without one the engine is plain vLLM.
         step_tokens: that it computes in one step at most; 0: as vLLM has it.
+        held_requests: that its KV cache has room for; 0: for one more than it runs.
         packages: folders in which it looks for modules that it does not find otherwise.
     """
     environment = os.environ | {
@@ -299,7 +301,7 @@ def started_engine(
         "vocabulary": VOCABULARY,
         "max_tokens": tokens,
         "max_requests": requests_max,
-        "kv_cache_bytes": model.kv_bytes * tokens * (requests_max + 1),
+        "kv_cache_bytes": model.kv_bytes * tokens * (held_requests or requests_max + 1),
         "step_tokens": step_tokens,
         "packages": list(map(str, packages)),
         "transfer": transfer,
