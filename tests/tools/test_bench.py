@@ -178,6 +178,7 @@ RATIOS = {
         "lookup_of_three_groups_over_20_ms",
         "lookup_round_trips",
         "lookup_of_three_groups_commands",
+        "queue_step_ms",
     },
     "memory": {"resident_over_allowed"},
     "isolation": {"guess_beyond_chance", "own_guess_beyond_chance"},
