@@ -1,14 +1,13 @@
 """Counts of everything that an operator asks for, as a Prometheus registry and for the Statistics call."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from dpu_dataplane.sources.tiers.hops import Carrier
 from shadowserve.proto.dataplane_pb2 import Outcome
 
 __all__ = ["Metrics", "StageCount", "outcome_name", "resident_bytes"]
@@ -45,7 +44,7 @@ class Metrics:
         integrity_failures: records found faulty, by outcome.
         tier_records: by what tiers did: had them in ``memory`` or on a ``device`` as they were fetched, ``kept`` them,
             ``dropped`` them for want of room, ``lost`` them since they were damaged or a device failed.
-        carriers: the ways up into the tiers' memory.
+        promotions: reads what hops have carried into the tiers' memory: bytes and seconds, by where they begin.
         promotion_wasted_bytes: of records that were promoted, and that nobody has fetched.
         stages: reads the pipeline's counters.
         gauges: name to (help, reader) of what is measured when asked.
@@ -70,7 +69,7 @@ class Metrics:
     storage_redirections: int = 0
     deleted_records: int = 0
     promotion_wasted_bytes: int = 0
-    carriers: Sequence[Carrier] = ()
+    promotions: Callable[[], Mapping[str, tuple[int, float]]] = dict
     stages: Callable[[], list[StageCount]] = list
     gauges: Gauges = field(default_factory=dict)
 
@@ -119,13 +118,16 @@ class Metrics:
             for value, count in list(counts.items()):
                 family.add_metric([value], count)
             yield family
-        for name, attribute, text in (
-            ("promotion_bytes", "carried_bytes", "Stored bytes brought into memory ahead, by where they were"),
-            ("promotion_seconds", "carried_s", "Seconds in which some of them were under way"),
+        promotions = self.promotions()
+        for index, (name, text) in enumerate(
+            (
+                ("promotion_bytes", "Stored bytes brought into memory ahead, by where they were"),
+                ("promotion_seconds", "Seconds in which some of them were under way"),
+            )
         ):
             family = CounterMetricFamily(f"shadowserve_{name}", text, labels=["hop"])
-            for carrier in self.carriers:
-                family.add_metric([carrier.label], getattr(carrier, attribute))
+            for hop, carried in promotions.items():
+                family.add_metric([hop], carried[index])
             yield family
         stages = self.stages()
         for name, text in (

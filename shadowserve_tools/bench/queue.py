@@ -46,8 +46,11 @@ _SPARE: Final = 4 * _WAITING
 _FIRST, _WARM = 900, 901
 """Seeds of the prompt that is computed first, and of the one that shows that all is connected."""
 _WARM_TRIES: Final = 20
+_FIRST_TOKENS: Final = 512
+_FIRST_OUTPUT: Final = 128
+"""Of the first: it has blocks that the next one lacks, and takes in steps between which the others are let in."""
 _BEHIND_S: Final = 0.1
-"""By then the first has been looked up, and has blocks."""
+"""By then it has been looked up."""
 
 
 @click.command()
@@ -83,7 +86,7 @@ def queue(
     repeats: int,
     output: Output,
 ) -> None:
-    """Ask a real engine a prompt that is computed and two behind it that are stored; it has blocks for one of them.
+    """Ask a real engine for an answer, and behind it two prompts that are stored; it has blocks for one of them.
 
     Counted from a request's turn, when it has blocks, to its first token. The data plane begins anew before each run.
     The network is that of `bench layers`, and so are the cores, and what it takes.
@@ -113,7 +116,7 @@ class _Case:
         self._output = output_tokens
         self._tokens = tokens
         self._prompts = [prompt(seed, tokens, VOCABULARY) for seed in range(_WAITING)]
-        self._first = prompt(_FIRST, tokens, VOCABULARY)
+        self._first = prompt(_FIRST, _FIRST_TOKENS, VOCABULARY)
         self._warm = prompt(_WARM, DEFAULT_CHUNK_TOKENS + 1, VOCABULARY)
         self._stored = min(tokens // DEFAULT_CHUNK_TOKENS * DEFAULT_CHUNK_TOKENS, tokens - 1)
         self._answers: list[list[int]] = []
@@ -144,7 +147,12 @@ class _Case:
     def _ask(self, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         """Return what prompts met, of which the others came just behind the first."""
         orders = [
-            {"prompt": list(tokens), "tokens": len(tokens), "output": self._output, "at": _BEHIND_S * (place > 0)}
+            {
+                "prompt": list(tokens),
+                "tokens": len(tokens),
+                "output": _FIRST_OUTPUT if tokens is self._first else self._output,
+                "at": _BEHIND_S * (place > 0),
+            }
             for place, tokens in enumerate(prompts)
         ]
         results: list[dict[str, Any]] = self._bed.engine.ask("serve", requests=orders)

@@ -83,7 +83,7 @@ def promoting_in(daemon: Daemon) -> promoting.Promoting:
 
 
 def promoted_bytes(daemon: Daemon) -> dict[str, int]:
-    return {carrier.label: carrier.carried_bytes for carrier in daemon.metrics.carriers if carrier.carried_bytes}
+    return {hop: size for hop, (size, _) in daemon.metrics.promotions().items() if size}
 
 
 def assert_right(client: Client, answer: Fetched) -> None:

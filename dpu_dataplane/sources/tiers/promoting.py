@@ -125,7 +125,7 @@ class Promoting:
         self._closing = False
         self._jobs: set[Job] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        metrics.carriers = self._hops
+        metrics.promotions = lambda: {hop.label: (hop.carried_bytes, hop.carried_s) for hop in self._hops}
         metrics.gauges["tier_expected_requests"] = (
             "Requests that wait in engines' queues, as hosts say",
             lambda: float(len(self._order)),

@@ -50,6 +50,8 @@ DECODING_THREADS: Final = ("ss-decomp", "ss-dequant", "ss-dma")
 VOCABULARY: Final = 2048
 TAIL_TOKENS: Final = 16
 """Behind a prompt's chunks: what a user asks about a document, always computed."""
+_ROUNDING_TOKENS: Final = 128
+"""For a last block that is not full, and vLLM's block that stands for none."""
 START_TIMEOUT_S: Final = 300.0
 ANSWER_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 20.0
@@ -301,7 +303,7 @@ def started_engine(
         "vocabulary": VOCABULARY,
         "max_tokens": tokens,
         "max_requests": requests_max,
-        "kv_cache_bytes": model.kv_bytes * tokens * (held_requests or requests_max + 1),
+        "kv_cache_bytes": model.kv_bytes * (tokens * (held_requests or requests_max + 1) + _ROUNDING_TOKENS),
         "step_tokens": step_tokens,
         "packages": list(map(str, packages)),
         "transfer": transfer,
