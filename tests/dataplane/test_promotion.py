@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from dataplane_support import (
     Client,
@@ -116,7 +117,8 @@ async def test_what_lies_on_a_device_is_brought_into_memory(tmp_path: Path) -> N
     async with running("", tiers=tiers_of(tmp_path)) as (daemon, client):
         await client.register(SHAPE, 6)
         for index in range(6):
-            client.segment.memory[index * SHAPE.raw_bytes : (index + 1) * SHAPE.raw_bytes] = list(kv(SHAPE, index))
+            chunk = slice(index * SHAPE.raw_bytes, (index + 1) * SHAPE.raw_bytes)
+            client.segment.memory[chunk] = np.frombuffer(kv(SHAPE, index), np.uint8)
         assert (await client.store(CHAINS[0])).chunks == 6
         await cool(daemon)
         assert resident(daemon, CHAINS[0]) == [False] * 6
@@ -140,6 +142,27 @@ async def test_only_what_runs_next_and_arrives_in_time_is_promoted(storage: Serv
         assert resident(daemon, CHAINS[1] + CHAINS[0]) == [False] * 12, "two others run before them"
         await queue.say(gone=[3, 2], order=[0, 1])
         await until(lambda: all(resident(daemon, CHAINS[0] + CHAINS[1])))
+
+
+async def test_what_storage_has_to_fetch_itself_is_promoted_too_and_begins_earlier(storage: Server) -> None:
+    """Of the second chain storage says that it would have to fetch it, slowly."""
+    for chain in CHAINS[:2]:
+        put_chain(storage, chain)
+    async with running(storage, tiers=tiers_of() | {"ahead_requests": 1}) as (daemon, client):
+        await client.register(SHAPE, 6)
+        own = promoting_in(daemon)
+        source = own._below
+        assert source is not None
+
+        async def cold(keys: Sequence[bytes]) -> Any:
+            return np.array([60_000 * (key in CHAINS[1]) for key in keys], np.int64)
+
+        source.cold = cold  # type: ignore[method-assign]
+        queue = Queue(client)
+        await queue.say({1: CHAINS[0], 2: CHAINS[1]}, begins_in_ms=[600_000, 600_000])
+        await until(lambda: all(resident(daemon, CHAINS[0] + CHAINS[1])))
+        sizes = [sum(len(make_record(SHAPE, key, index)) for index, key in enumerate(chain)) for chain in CHAINS[:2]]
+        assert promoted_bytes(daemon) == {"storage": sizes[0], "cold": sizes[1]}
 
 
 async def test_promotion_gives_way_to_a_fetch_and_is_not_had_twice(mortal_storage: Server) -> None:
@@ -196,6 +219,26 @@ async def test_what_runs_last_goes_first_where_memory_is_short(storage: Server) 
             tiers.pool.set_budget(int(7.5 * (size + 1000)))
         await until(lambda: tiers.pool.statistics().used_bytes <= 7.5 * (size + 1000))
         assert resident(daemon, CHAINS[1]) == [True] * 6 and resident(daemon, CHAINS[0][-4:]) == [False] * 4
+
+
+async def test_memory_alone_keeps_what_is_waited_for() -> None:
+    size = len(make_record(SHAPE, CHAINS[0][0], 0))
+    async with running("", tiers=tiers_of(memory=f"{16 * size}")) as (daemon, client):
+        await client.register(SHAPE, 6)
+
+        async def store(keys: list[bytes]) -> None:
+            for index in range(6):
+                chunk = slice(index * SHAPE.raw_bytes, (index + 1) * SHAPE.raw_bytes)
+                client.segment.memory[chunk] = np.frombuffer(kv(SHAPE, index), np.uint8)
+            assert (await client.store(keys)).chunks == 6
+
+        await store(CHAINS[0])
+        await Queue(client).say({1: CHAINS[0]})
+        await until(lambda: len(tiers_in(daemon).pool.next_use) == 1)
+        for seed in range(60, 64):
+            await store(keys_of(SHAPE, 6, seed=seed))
+        assert_right(client, await client.fetch(CHAINS[0]))
+        assert daemon.metrics.promotions() == {}
 
 
 # ---- When things go wrong

@@ -7,11 +7,12 @@ from typing import Final, NamedTuple
 
 from shadowserve.pool.promotion import Hop
 
-__all__ = ["Carried", "Carrier"]
+__all__ = ["UNKNOWN", "Carried", "Carrier"]
 
 _WINDOW_S: Final = 2.0
 """Of carrying, after which what was measured before counts half: links change within seconds, and so do their users."""
-_UNKNOWN: Final = Hop(1e12)
+UNKNOWN: Final = Hop(1e9)
+"""What a hop is taken for before anything has passed; then it carries one record first, to be measured."""
 
 
 class Carried(NamedTuple):
@@ -44,7 +45,7 @@ class Carrier:
         self.promised = 0
         self.carried_bytes = 0
         self.carried_s = 0.0
-        self.assumed = _UNKNOWN
+        self.assumed = UNKNOWN
         self._clock = clock
         self._waiting: asyncio.Queue[Carried | None] = asyncio.Queue()
         self._under_way = 0

@@ -26,7 +26,7 @@ from typing import Final
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Expected, Source, Stored
-from dpu_dataplane.sources.tiers.hops import Carried, Carrier
+from dpu_dataplane.sources.tiers.hops import UNKNOWN, Carried, Carrier
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, parts_of
 from shadowserve.errors import RecordError, StorageError
 from shadowserve.native import Result
@@ -50,6 +50,8 @@ _RECEIVED: Final = 2
 """Records under way from devices, and from below: enough to hide one's latency behind the other."""
 _HELD_AT_A_TIME: Final = 64
 """Requests whose records are held from eviction in one turn, some milliseconds of it."""
+_COLD: Final = Hop(1e8)
+"""What a bucket is taken for: looked for so much further ahead than storage, or nobody would know that it is slower."""
 _MEAN_BYTES: Final = 1 << 20
 """Of a record, as long as none was seen."""
 
@@ -110,6 +112,7 @@ class Promoting:
         self._patience = patience
         self._device = Carrier("device", _READS)
         self._storage, self._cold = Carrier("storage", _RECEIVED), Carrier("cold", _RECEIVED)
+        self._cold.assumed = _COLD
         self._hops = [self._device] if tiers.has_devices else []
         self._hops += [] if below is None else [self._storage, self._cold]
         self._requests: dict[Hashable, _Request] = {}
@@ -135,13 +138,12 @@ class Promoting:
 
     def start(self) -> None:
         """Begin, once the pool is open."""
-        if self._hops:
-            self._tasks = [asyncio.create_task(self._run(), name="promotion")]
-            self._tasks += [
-                asyncio.create_task(self._carry(hop), name=f"promotion from {hop.label}")
-                for hop in self._hops
-                for _ in range(hop.at_a_time)
-            ]
+        self._tasks = [asyncio.create_task(self._run(), name="promotion")]
+        self._tasks += [
+            asyncio.create_task(self._carry(hop), name=f"promotion from {hop.label}")
+            for hop in self._hops
+            for _ in range(hop.at_a_time)
+        ]
 
     async def close(self) -> None:
         """End what is under way, and let everything go; before the pool and the source below are closed."""
@@ -259,6 +261,11 @@ class Promoting:
         for request in due[:_HELD_AT_A_TIME]:
             self._hold(request, now)
             await asyncio.sleep(0)
+        if self._hops:
+            await self._promote(now)
+
+    async def _promote(self, now: float) -> None:
+        """Promise to the hops what arrives before its request runs."""
         hops = [hop.hop for hop in self._hops]
         count, ahead_s = self._promotion.reach(hops)
         near = [
@@ -331,7 +338,9 @@ class Promoting:
         for first in range(0, len(keys), QUESTION_KEYS_MAX):
             question = list(keys[first : first + QUESTION_KEYS_MAX])
             expected = await source.cold(question)
-            if expected is not None and expected.any():
+            if expected is None:
+                self._cold.assumed = UNKNOWN  # there is nothing behind it
+            elif expected.any():
                 far = [key for key, ms in zip(question, expected.tolist(), strict=True) if ms]
                 behind.update(dict.fromkeys(far, int(self._mean_bytes)))
                 self._cold.assumed = Hop(max(1.0, 1e3 * sum(behind.values()) / int(expected.max())))
