@@ -25,6 +25,7 @@ from dataplane_support import (
     running,
 )
 from machine import PATIENCE_S, until
+from prometheus_client import generate_latest
 
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
@@ -396,3 +397,14 @@ async def test_a_daemon_that_is_killed_while_it_keeps_has_whole_records_or_none(
             await client.close()
             process.close()
     assert kept > 0, "nothing was kept, so that nothing was tested"
+
+
+@pytest.mark.parametrize("devices", [True, False])
+async def test_metrics_of_a_data_plane_with_tiers_answered_500(tmp_path: Path, devices: bool) -> None:
+    async with running("", tiers=tiers_of(tmp_path if devices else None)) as (daemon, client):
+        await client.register(SHAPE, 6)
+        await store(client)
+        text = generate_latest(daemon.metrics.registry).decode()
+        found = {name: float(value) for name, value in re.findall(r"^shadowserve_(tier_\w+) (\S+)$", text, re.M)}
+        assert found["tier_objects"] == 6 and found["tier_devices_gone"] == 0
+        assert 0 < found["tier_used_bytes"] <= found["tier_capacity_bytes"]
