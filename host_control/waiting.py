@@ -200,6 +200,8 @@ class WaitingQueue:
             time.sleep(_PAUSE_S)
 
     def _tell(self) -> None:
+        if not any(self._is_told(client, told) for client, told in self._told.items()):
+            return  # and nobody's order is of interest
         with self._lock:
             entries = sorted(self._entries.items(), key=lambda item: item[1].place)[:_REQUESTS_MAX]
         for request_id, entry in entries:
@@ -213,12 +215,19 @@ class WaitingQueue:
         for client, told in self._told.items():
             self._tell_one(client, told, [entry for _, entry in entries], expected, now)
 
+    def _is_told(self, client: DataPlaneClient, told: _Told) -> bool:
+        """Return whether there is somebody to be told of changes now, and no message to him is under way."""
+        peer = client.peer
+        if peer is None or told.call is not None or self._clock() < told.not_before:
+            return False
+        return not (told.unused and told.peer is peer)
+
     def _tell_one(
         self, client: DataPlaneClient, told: _Told, entries: Sequence[_Entry], expected: Sequence[float], now: float
     ) -> None:
-        """Tell one data plane what has changed, unless a message to it is under way."""
+        """Tell one data plane what has changed, if it is to be told now."""
         peer = client.peer
-        if peer is None or told.call is not None or now < told.not_before or (told.unused and told.peer is peer):
+        if peer is None or not self._is_told(client, told):
             return
         whole = told.peer is not peer
         if whole:
