@@ -380,7 +380,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             length = len(keys) * destination.layout.raw_bytes
             with self._destinations.claim(destination, request.offset, length, writing=False):
                 try:
-                    response = await self._storer.run(job, destination, request.offset, keys, parents)
+                    to_store = (request.offset, keys, parents, request.lasts_ms)
+                    response = await self._storer.run(job, destination, *to_store)
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:

@@ -49,6 +49,7 @@ class _Progress:
     """What a store goes by from its first chunk to its last, and what it has done so far."""
 
     parents: Mapping[bytes, bytes]
+    lasts_ms: int
     held: dict[int, int] = field(default_factory=dict)  # bytes of each record that storage now holds, by its position
 
 
@@ -103,17 +104,23 @@ class Storer:
         self.queue = queue
 
     async def run(
-        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], parents: Sequence[bytes] = ()
+        self,
+        job: Job,
+        destination: Destination,
+        offset: int,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes] = (),
+        lasts_ms: int = 0,
     ) -> pb.StoreResponse:
         """Store chunks that lie one after the other from ``offset``. Returns once nothing reads the region any more.
 
         ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first; none at all where the
-        host does not tell.
+        host does not tell. After ``lasts_ms`` nobody needs them any more; 0: they are stored for good.
 
         Raises:
             QueueFull: too many stores wait.
         """
-        progress = _Progress(dict(zip(keys, parents, strict=bool(parents))))
+        progress = _Progress(dict(zip(keys, parents, strict=bool(parents))), lasts_ms)
         try:
             async with self.queue.turn(job):
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
@@ -229,7 +236,8 @@ class Storer:
                 if result is not Result.OK:
                     raise self._stop(keys[index], result, "")
                 parent = progress.parents.get(keys[index], b"")
-                progress.held[index] = await self._put(job, round_, plan, position, layout, keys[index], parent)
+                put = self._put(job, round_, plan, position, layout, keys[index], parent, progress.lasts_ms)
+                progress.held[index] = await put
         finally:
             round_.release()
 
@@ -242,10 +250,11 @@ class Storer:
         layout: ChunkLayout,
         key: bytes,
         parent: bytes,
+        lasts_ms: int,
     ) -> int:
         """Put one record. Return its bytes."""
         head = encode_head(key, self._codec, layout, plan.manifest_of(position), parent=parent)
-        result, text = await self._source.put(job, key, Encoded(round_, position, head))
+        result, text = await self._source.put(job, key, Encoded(round_, position, head, lasts_ms))
         if result is not Result.OK:
             job.check()
             raise self._stop(key, result, text)

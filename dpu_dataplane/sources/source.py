@@ -141,11 +141,13 @@ class Encoded:
         round: that was encoded.
         position: of the piece in it.
         head: of the record.
+        lasts_ms: after which nobody needs it any more; 0: it is stored for good.
     """
 
     round: native.Round
     position: int
     head: bytes
+    lasts_ms: int = 0
 
 
 class Source(ABC):

@@ -106,6 +106,8 @@ class ScriptedSource(Source):
                 )  # fmt: skip
         if result is Result.OK:
             self.records.setdefault(key, values[storage_key(key)])
+            if record.lasts_ms:
+                asyncio.get_running_loop().call_later(record.lasts_ms / 1000, self.records.pop, key, None)
         return result, text
 
     async def delete(self, key: bytes) -> None:

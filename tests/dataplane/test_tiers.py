@@ -24,7 +24,7 @@ from dataplane_support import (
     make_record,
     running,
 )
-from machine import PATIENCE_S, until
+from machine import NEVER_MS, PATIENCE_S, until
 
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of
@@ -76,12 +76,14 @@ async def storage_away(client: Client, keys: Sequence[bytes]) -> None:
             await asyncio.sleep(0.02)
 
 
-async def store(client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS) -> list[bool]:
+async def store(
+    client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, lasts_ms: int = 0
+) -> list[bool]:
     """Store chunks; return which are stored."""
     size = shape.raw_bytes
     for place, index in enumerate(indexes):
         client.segment.memory[place * size : (place + 1) * size] = np.frombuffer(kv(shape, index), np.uint8)
-    return (await client.store([keys[index] for index in indexes])).stored
+    return (await client.store([keys[index] for index in indexes], lasts_ms=lasts_ms)).stored
 
 
 async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
@@ -169,6 +171,18 @@ async def test_what_is_stored_goes_to_the_tier_and_to_storage(mortal_storage: Se
         others = keys_of(SHAPE, 6, seed=8)
         assert await store(client, [0, 1], keys=others) == [True] * 2, "the tiers serve alone"
         assert (await client.fetch(others[:2])).chunks == 2
+
+
+async def test_what_is_stored_for_a_while_goes_to_the_tier_alone_if_it_has_room(storage: Server) -> None:
+    for memory, near in (("32MiB", True), ("1MiB", False)):
+        shape = SHAPE if near else layout(vector_length=8192)  # 2 MiB
+        keys = keys_of(shape, 1)
+        async with running(storage, tiers=tiers_of(memory=memory)) as (_, client):
+            await client.register(shape, 1)
+            assert await store(client, [0], shape, keys, lasts_ms=NEVER_MS) == [True]
+            assert storage.has(keys[0]) != near
+            assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
+            assert client.chunk(0) == kv(shape, 0)
 
 
 async def test_a_tier_smaller_than_a_prompt_serves_it_right(storage: Server, tmp_path: Path) -> None:

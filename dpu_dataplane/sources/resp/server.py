@@ -149,9 +149,20 @@ class OneServer:
         Raises:
             StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
         """
+        await self._change(b"DEL", storage_key(key))
+
+    async def expire(self, key: bytes, lasts_ms: int) -> None:
+        """Have a record end by itself after so long.
+
+        Raises:
+            StorageUnavailableError, StorageRefusedError: as for :meth:`find`.
+        """
+        await self._change(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
+
+    async def _change(self, *command: bytes) -> None:
         control = await self._connected()
-        [answer] = await control.ask([[b"DEL", storage_key(key)]])
-        refuse_error("DEL", answer)
+        [answer] = await control.ask([list(command)])
+        refuse_error(command[0].decode(), answer)
 
     def nodes(self) -> Sequence[Node]:
         """Return the one there is."""

@@ -86,8 +86,11 @@ class RespSource(Source):
         return await self._ranges.run(job, order)
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """SET a record where it belongs."""
-        return await self._puts.run(job, key, record)
+        """SET a record where it belongs; PEXPIRE one that is not for long."""
+        result, text = await self._puts.run(job, key, record)
+        if result is Result.OK and record.lasts_ms:
+            await job.within(self._servers.expire(key, record.lasts_ms), "saying how long a record lasts")
+        return result, text
 
     async def delete(self, key: bytes) -> None:
         """DEL a record."""

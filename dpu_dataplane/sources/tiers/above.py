@@ -145,8 +145,10 @@ class TiersAbove(Source):
         return done
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """Put a record into the pool, if it has room for it just now, and below."""
+        """Put a record into the pool, if it has room for it just now, and below, unless it is not for long."""
         near = await self._tiers.put(job, key, record, wait=False)
+        if near and record.lasts_ms:
+            return Result.OK, ""
         try:
             return await self._below.put(job, key, record)
         except StorageUnavailableError as error:

@@ -18,6 +18,7 @@ from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import Encoded, Found, Stored, Unanswered
 from shadowserve import native
+from shadowserve.clock import wall_clock_ms
 from shadowserve.keys import storage_key
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.device_pool import DevicePool
@@ -229,17 +230,20 @@ class Tiers:
         with self.lock:
             self.pool.discard(memory)
 
-    def enter(self, key: bytes, memory: memoryview, head: bytes) -> BusyError | None:
-        """Take in a record that lies in memory of :meth:`room`, if it is admitted.
+    def enter(self, key: bytes, memory: memoryview, head: bytes, lasts_ms: int = 0) -> BusyError | None:
+        """Take in a record that lies in memory of :meth:`room`, if it is admitted; for so long, or 0: for good.
 
         Returns:
             None, or that there is too much to do just now.
         """
         self._forget(key)
         parent = parse_head(head).parent
+        ends_ms = wall_clock_ms() + lasts_ms if lasts_ms else None
         try:
             with self.lock:
-                ticket = self.pool.put(address_of(key), memory, head_bytes=len(head), parent=parent)
+                ticket = self.pool.put(
+                    address_of(key), memory, head_bytes=len(head), expires_at_ms=ends_ms, parent=parent
+                )  # fmt: skip
         except BusyError as error:
             return error
         except OutOfBudgetError as error:
@@ -273,7 +277,7 @@ class Tiers:
                 return False
             try:
                 await self._copy(record, memory)
-                await self._await_entry(job, key, memory, record.head, wait)
+                await self._await_entry(job, key, memory, record, wait)
             finally:
                 self.discard(memory)
         return self.has(key)
@@ -294,8 +298,8 @@ class Tiers:
                 return memory
             await job.within(event.wait(), "waiting for room in the tiers")
 
-    async def _await_entry(self, job: Job, key: bytes, memory: memoryview, head: bytes, wait: bool) -> None:
-        while (busy := self.enter(key, memory, head)) is not None:
+    async def _await_entry(self, job: Job, key: bytes, memory: memoryview, record: Encoded, wait: bool) -> None:
+        while (busy := self.enter(key, memory, record.head, record.lasts_ms)) is not None:
             if not wait:
                 self._metrics.tier_records["dropped"] += 1
                 return

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from cluster_support import Cluster, cluster_config
 from dataplane_support import Server, config, expected, keys_of, kv, layout, make_record
-from machine import NEVER_S, PATIENCE_S, until, wait_for
+from machine import NEVER_MS, NEVER_S, PATIENCE_S, until, wait_for
 from scripted_source import ScriptedSource
 
 from dpu_dataplane.config import DataPlaneConfig
@@ -289,7 +289,7 @@ class Bench:
         done = await self.source.deliver(job, order)
         return done, [bytes(chunk) for chunk in target.reshape(len(keys), -1)]
 
-    async def store(self, key: bytes, seed: int) -> Result:
+    async def store(self, key: bytes, seed: int, lasts_ms: int = 0) -> Result:
         """Encode a chunk and put it."""
         codec = native.Codec.KVRANS
         plan = plan_store([key], [0], SHAPE, codec, MIB)
@@ -303,7 +303,7 @@ class Bench:
         try:
             assert await asyncio.to_thread(self.pipeline.encode, round_) is Result.OK
             head = encode_head(key, codec, SHAPE, plan.manifest_of(0))
-            return (await self.source.put(job, key, Encoded(round_, 0, head)))[0]
+            return (await self.source.put(job, key, Encoded(round_, 0, head, lasts_ms)))[0]
         finally:
             round_.release()
 
@@ -487,6 +487,18 @@ async def test_what_is_put_is_found_and_delivered(bench: Bench) -> None:
     assert await bench.store(key, 7) is Result.OK, "a record that is there already is a success"
     done, chunks = await bench.deliver([key])
     assert (end_of(done), chunks) == ((1, Result.OK), [kv(SHAPE, 7)])
+
+
+async def test_what_is_put_for_a_while_ends_by_itself(bench: Bench) -> None:
+    stays, lasts, ends = keys_of(SHAPE, 3, seed=10)
+    for key, lasts_ms in ((stays, 0), (lasts, NEVER_MS), (ends, 300)):
+        assert await bench.store(key, 7, lasts_ms) is Result.OK
+
+    async with asyncio.timeout(PATIENCE_S):
+        while await bench.source.find([ends]) != [None]:
+            await asyncio.sleep(0.02)
+    done, chunks = await bench.deliver([stays, lasts])
+    assert (end_of(done), chunks) == ((2, Result.OK), [kv(SHAPE, 7)] * 2)
 
 
 async def test_what_is_deleted_is_not_found(bench: Bench) -> None:
