@@ -488,10 +488,13 @@ class DataPlaneClient:
         keys: Sequence[bytes],
         parents: Sequence[bytes],
         timeout: float,
+        *,
+        lasts_s: float = 0.0,
     ) -> StoreAnswer:
         """Store chunks that lie in the region one after the other; blocks until the outcome.
 
-        ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first.
+        ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first. After ``lasts_s``
+        seconds nobody needs them any more; 0: they are stored for good.
         """
         nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
@@ -503,6 +506,7 @@ class DataPlaneClient:
             keys=keys,
             parents=parents,
             timeout_ms=_milliseconds(timeout),
+            lasts_ms=int(lasts_s * 1000),
         )
         try:
             answer = self._connection.stub.Store(

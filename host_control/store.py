@@ -36,6 +36,7 @@ class _Staged:
     slot: int
     wait: Callable[[], str] | None = None
     announced: bool = False
+    lasts_s: float = 0.0
 
 
 class StoreQueue:
@@ -54,6 +55,8 @@ class StoreQueue:
     Attributes:
         last_error: why there was no connection when one was last tried.
         details: reason -> the last sentence about it.
+        staged: chunks that have been staged so far.
+        settled: of these, in their order, that are stored by now, or dropped.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class StoreQueue:
         self._recent: collections.OrderedDict[bytes, float] = collections.OrderedDict()
         self._busy = 0
         self._closing = False
+        self.staged = self.settled = 0
         self.last_error = "connecting"
         self._tried = threading.Event()
         self._counts: collections.Counter[str] = collections.Counter()
@@ -108,6 +112,7 @@ class StoreQueue:
         anchored: bool = True,
         absent_since: float = float("-inf"),
         announced: bool = False,
+        lasts_s: float = 0.0,
     ) -> int:
         """Stage consecutive chunks of one prompt and part.
 
@@ -122,6 +127,7 @@ class StoreQueue:
             absent_since: when (monotonic) a lookup found these chunks absent. One that was stored before that is gone
                 again: evicted, or its server restarted empty.
             announced: whether others may wait for them: what is dropped is withdrawn then.
+            lasts_s: seconds after which nobody needs them any more; 0: for good.
 
         Returns:
             How many chunks were staged now; known ones are not staged again.
@@ -158,7 +164,8 @@ class StoreQueue:
                 dropped.append(key)
                 continue
             with self._condition:
-                self._queue.append(_Staged(part, key, parents[index], segment, slot, wait, announced))
+                self._queue.append(_Staged(part, key, parents[index], segment, slot, wait, announced, lasts_s))
+                self.staged += 1
                 self._remember(key)
                 self._condition.notify_all()
             staged += 1
@@ -241,6 +248,7 @@ class StoreQueue:
                 self._destination.retire(release=True)
             finally:
                 with self._condition:
+                    self.settled += self._busy
                     self._busy = 0
                     self._condition.notify_all()
 
@@ -279,7 +287,8 @@ class StoreQueue:
             while self._queue and len(batch) < self._batch_chunks:
                 last, following = batch[-1], self._queue[0]
                 neighbours = following.part == last.part and following.slot == last.slot + 1
-                if following.segment is not last.segment or not neighbours:
+                alike = following.segment is last.segment and following.lasts_s == last.lasts_s
+                if not alike or not neighbours:
                     break
                 batch.append(self._queue.popleft())
             self._busy = len(batch)
@@ -325,6 +334,7 @@ class StoreQueue:
             [staged.key for staged in batch],
             [staged.parent for staged in batch],
             self._timeout,
+            lasts_s=batch[0].lasts_s,
         )
 
     def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:
