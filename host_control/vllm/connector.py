@@ -2,8 +2,9 @@
 
 In call order, in the scheduler: ``on_new_request``, ``get_num_new_matched_tokens``, ``update_state_after_alloc``,
 ``build_connector_meta``, ``update_connector_output``, ``request_finished``; in a worker: ``register_kv_caches``,
-``get_handshake_metadata``, then in each step ``start_load_kv``, ``wait_for_layer_load``, ``wait_for_save``,
-``get_finished``, ``get_block_ids_with_load_errors``, ``get_kv_connector_stats``, ``build_connector_worker_meta``.
+``get_handshake_metadata``, then in each step ``handle_preemptions``, ``start_load_kv``, ``wait_for_layer_load``,
+``wait_for_save``, ``get_finished``, ``get_block_ids_with_load_errors``, ``get_kv_connector_stats``,
+``build_connector_worker_meta``.
 
 Loads are asynchronous (a request waits for its KV outside the running batch), or, without ``asynchronous_fetch`` and
 with one KV cache group, complete before the step's forward pass begins. With ``layer_order`` and one such group, a load
@@ -213,6 +214,11 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         """Return this rank's namespace for the scheduler's half."""
         assert self._worker is not None
         return self._worker.handshake()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Gather what preempted requests hold, before this step writes to their blocks."""
+        assert self._worker is not None and isinstance(kv_connector_metadata, ShadowServeMetadata)
+        self._worker.save(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Exchange: hand over this step's loads, take those that have ended; synchronous ones have, on return."""

@@ -61,6 +61,7 @@ class StoreOperation:
         blocks: of the chunks' records, chunk after chunk; NOWHERE behind a prompt's tail, which is the last.
         announced: others may wait for them.
         absent_seconds: so long ago the chunks were found absent; ``None`` where they were not looked up.
+        lasts_s: seconds after which nobody needs them any more; 0: for good.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class StoreOperation:
     blocks: list[int]
     announced: bool = False
     absent_seconds: float | None = None
+    lasts_s: float = 0.0
 
 
 @dataclass
@@ -83,6 +85,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
         cancels: requests whose load should end early.
         arrived: of requests that load what others still store, how many of its chunks are there by now.
         stores: to gather once this step's KV is written.
+        saves: request -> to gather before this step writes any KV, of requests that it preempts.
         tokens: that the step computes; not said of one without loads.
     """
 
@@ -91,6 +94,7 @@ class ShadowServeMetadata(KVConnectorMetadata):  # type: ignore[misc]
     cancels: list[str] = field(default_factory=list)
     arrived: dict[str, Arrived] = field(default_factory=dict)
     stores: list[StoreOperation] = field(default_factory=list)
+    saves: dict[str, list[StoreOperation]] = field(default_factory=dict)
     tokens: int = 0
 
 
@@ -123,11 +127,13 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         seconds: request -> from its turn to its outcome, of loads that have ended with all chunks or with their time;
             the longest of any rank.
         outlived: epochs whose weights are not those of the engine any more, as some rank has seen.
+        saved: request -> ranks of which each has stored or dropped by now all that it was to save of it.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
     outlived: set[str] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
+    saved: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         """Merge the report of another rank."""
@@ -138,4 +144,5 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         longest = dict(self.seconds)
         for request_id, seconds in other.seconds.items():
             longest[request_id] = max(seconds, longest.get(request_id, seconds))
-        return WorkerReport(merged, self.outlived | other.outlived, longest)
+        saved = {name: self.saved.get(name, 0) + other.saved.get(name, 0) for name in self.saved | other.saved}
+        return WorkerReport(merged, self.outlived | other.outlived, longest, saved)

@@ -5,7 +5,6 @@ no request completes a chunk costs one comparison for each running request.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,11 +15,10 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.decision import Decision, Hit
 from host_control.handover import Arrived, Handover
-from host_control.layouts import NOWHERE
 from host_control.lookup import LookupAnswer, PrefixLookup
 from host_control.vllm.deciding import Deciding
 from host_control.vllm.epochs import Epochs
-from host_control.vllm.groups import NULL_BLOCK, Group, Groups
+from host_control.vllm.groups import NULL_BLOCK, Groups
 from host_control.vllm.handover import handover_of, reply_of
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.metadata import (
@@ -33,9 +31,11 @@ from host_control.vllm.metadata import (
 )
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.parts import CUTS
+from host_control.vllm.preemption import Preemption, Saved
+from host_control.vllm.stores import Stores
 from host_control.vllm.support import request_problem
 from shadowserve.errors import ConfigurationError
-from shadowserve.keys import Extra, chain_links
+from shadowserve.keys import Extra
 from shadowserve.pieces import Flags, leading
 
 __all__ = ["SchedulerSide"]
@@ -112,6 +112,8 @@ class SchedulerSide:
         self._model = b""
         self._clients: list[DataPlaneClient] = []
         self._lookup: PrefixLookup | None = None
+        self._stores: Stores
+        self._preemption: Preemption | None = None
         self._tracked: dict[str, _Tracked] = {}
         self._boundary: dict[str, int] = {}
         self._new_loads: dict[str, LoadOperation] = {}
@@ -190,6 +192,16 @@ class SchedulerSide:
             enabled=self._fetch,
             loads_wait=self._loads_wait,
         )
+        self._stores = Stores(self._model, self._chunk_tokens, self._lookup)
+        if self._fetch and self._store and self._rules.tail_block_tokens:
+            self._preemption = Preemption(
+                self._groups[0],
+                self._chunk_tokens,
+                self._lookup,
+                self._stores,
+                ranks=len(shakes),
+                timeout=self._config.fetch_timeout,
+            )
 
     def _turn_off(self, problem: str) -> None:
         """Serve without the cache from now on; said here alone, once for all workers."""
@@ -227,7 +239,10 @@ class SchedulerSide:
     def _look_up(self, tracked: _Tracked, tokens: list[int]) -> None:
         assert self._lookup is not None
         request, handover, size = tracked.request, tracked.handover, tracked.handover.tail_tokens
-        if len(tokens) != request.num_prompt_tokens:
+        if (saved := self._saved(request)) is not None:
+            # With one token behind it, as the last one of what is looked up is never loaded.
+            tokens, handover, size = tokens[: saved.tokens + 1], Handover(tail_tokens=saved.tail_tokens), 0
+        elif len(tokens) != request.num_prompt_tokens:
             handover, size = Handover(), 0  # it goes on here
         tracked.tail_stored = False
         tracked.tail_end = len(tokens) // self._chunk_tokens * self._chunk_tokens + size if size else 0
@@ -239,7 +254,8 @@ class SchedulerSide:
         if tracked is None or self._lookup is None:
             return 0
         tracked.local_tokens, tracked.decision = local_tokens, None
-        if request.num_preemptions != tracked.preemptions:
+        saved = self._saved(request)
+        if request.num_preemptions != tracked.preemptions and (saved is None or not saved.under_way):
             # It comes back after a preemption: by now chunks of its own may be stored, generated tokens too.
             tracked.preemptions = request.num_preemptions
             self._look_up(tracked, list(request.all_token_ids))
@@ -248,7 +264,9 @@ class SchedulerSide:
         self._set_boundary(tracked)
         if tracked.mixed or tracked.refused or not self._fetch or request.skip_reading_prefix_cache:
             return 0
-        answer = self._lookup.poll(request.request_id)
+        answer = self._lookup.poll(request.request_id) if tracked.preemptions == request.num_preemptions else None
+        if answer is None and saved is not None and self._loads_wait:
+            answer = saved.promise  # so that no other request is given the blocks that it needs meanwhile
         if answer is None:
             return None
         if not tracked.counted:
@@ -268,7 +286,9 @@ class SchedulerSide:
             if usable < worth:
                 return 0
         links = self._lookup.links(request.request_id)
-        if answer.tail and links is not None:
+        if saved is not None and (answer.tail or links is None):
+            links = saved.links
+        elif answer.tail and links is not None:
             links = [*links[: tracked.tail_end // self._chunk_tokens], *self._lookup.tail(request.request_id)]
         tracked.offered, tracked.offered_epoch, tracked.offered_cut = links, self.epochs.current, answer.cut
         return usable
@@ -289,6 +309,8 @@ class SchedulerSide:
     def _arrived(self, tracked: _Tracked) -> Arrived | None:
         """Return how many chunks of a load are there by now; ``None`` where all were when it was offered."""
         assert self._lookup is not None
+        if (saved := self._saved(tracked.request)) is not None:
+            return Arrived(0, "") if saved.under_way else None
         arrived = self._lookup.arrived(tracked.request.request_id)
         first = tracked.local_tokens // self._chunk_tokens
         return arrived and arrived._replace(chunks=max(arrived.chunks - first, 0))
@@ -298,7 +320,9 @@ class SchedulerSide:
         for request_id, load in self._loading.items():
             if load.arrived is None or load.arrived.ended or (tracked := self._tracked.get(request_id)) is None:
                 continue
-            arrived = self._arrived(tracked) or load.arrived._replace(ended="weights_changed")  # looked up anew
+            stays = load.arrived._replace(ended="weights_changed")  # looked up anew
+            saved = Arrived(tracked.load_chunks, "complete") if self._saved(tracked.request) is not None else None
+            arrived = self._arrived(tracked) or saved or stays
             if arrived != load.arrived:
                 load.arrived = arrived
                 yield request_id, arrived
@@ -336,7 +360,9 @@ class SchedulerSide:
         """Return how many tokens beyond the local prefix are to be loaded of those that can."""
         assert self._rules is not None
         # The last token is left to prefill: the first output token is sampled from its hidden state.
-        tokens = min(tracked.tail_end, int(tracked.request.num_tokens) - 1) if answer.tail else answer.tokens
+        saved = self._saved(tracked.request)
+        tail_end = tracked.tail_end if saved is None else saved.tokens
+        tokens = min(tail_end, int(tracked.request.num_tokens) - 1) if answer.tail else answer.tokens
         most = tracked.handover.load_tokens_max
         if most is not None and tokens - tracked.local_tokens > most:
             end = (tracked.local_tokens + most) // self._chunk_tokens * self._chunk_tokens
@@ -372,6 +398,8 @@ class SchedulerSide:
             self._deciding.begin(request.request_id, decision, request.num_tokens, in_step=in_step)
         if not external_tokens:
             return
+        if request.num_preemptions:
+            self.counts.add("restored_tokens", external_tokens)
         assert tracked.offered is not None, "blocks for a load that was not offered"
         end_tokens = tracked.local_tokens + external_tokens
         operation = LoadOperation(
@@ -409,12 +437,17 @@ class SchedulerSide:
             if chunks == tracked.load_chunks:
                 continue
             tracked.refused = True
+            if self._preemption is not None:
+                self._preemption.distrust()
             # What could not be loaded is computed, and then stored again.
             tracked.stored_chunks = min(tracked.stored_chunks, tracked.first_chunk + chunks)
             tracked.tail_stored = False
             self._set_boundary(tracked)
         for request_id in finished or ():
             self._loading.pop(request_id, None)
+        for request_id, ranks in report.saved.items():
+            if self._preemption is not None:
+                self._preemption.settled(request_id, ranks)
         if self.epochs.current in report.outlived:
             self._logger.warning(
                 "ShadowServe: the weights of this engine have changed, and nobody said so. What was stored before is "
@@ -429,6 +462,8 @@ class SchedulerSide:
         """A request has ended or was aborted, perhaps while it was being loaded; return what its proxy is told."""
         request_id = request.request_id
         self._requests.pop(request_id, None)
+        if self._preemption is not None:
+            self._preemption.forget(request_id)
         if (tracked := self._tracked.pop(request_id, None)) is None:
             return None
         self._boundary.pop(request_id, None)
@@ -458,6 +493,8 @@ class SchedulerSide:
             metadata.cancels, self._cancels = self._cancels, []
         if self._deciding is not None:
             self._deciding.step(output, loads=bool(self._unconfirmed))
+        if self._preemption is not None:
+            metadata.saves = dict(self._saves(self._preemption, output))
         if not self._store or self._lookup is None or self._unconfirmed:
             return metadata  # what is complete now is stored after a later step
         if self._states:
@@ -475,6 +512,26 @@ class SchedulerSide:
             if computed + scheduled[request_id] >= boundary.get(request_id, _NEVER):
                 self._complete(output, metadata, request_id, computed + scheduled[request_id])
         return metadata
+
+    def _saves(self, preemption: Preemption, output: Any) -> Iterator[tuple[str, list[StoreOperation]]]:
+        """Have what requests hold saved that this step preempts, before anybody else writes there."""
+        for held in preemption.follow(output):
+            tracked = self._tracked.get(held.request_id)
+            if tracked is None or tracked.mixed or self._unconfirmed:
+                continue
+            request, handover = tracked.request, tracked.handover
+            self.counts.add("preempted_tokens", min(held.tokens, request.num_tokens))
+            if (handover.announces or handover.waits) and request.num_tokens == request.num_prompt_tokens:
+                continue  # its prompt has a tail of its own, and is looked up with that
+            if saves := preemption.save(request, held, again=tracked.refused, tokens_max=handover.store_tokens_max):
+                saved = preemption.of(request)
+                assert saved is not None
+                tracked.stored_chunks = max(tracked.stored_chunks, saved.tokens // self._chunk_tokens)
+                self.counts.add("saved_tokens", saved.tokens)
+                yield held.request_id, saves
+
+    def _saved(self, request: Any) -> Saved | None:
+        return self._preemption.of(request) if self._preemption is not None else None
 
     def stepped(self) -> None:
         """The oldest step that is under way has ended, and its output has been taken."""
@@ -494,7 +551,7 @@ class SchedulerSide:
             if present is not None and not tracked.refused and end <= len(present[places[group]]):
                 if present[places[group]][end - 1]:
                     continue
-            self._extend(links, tracked, end)
+            self._stores.extend(links, tracked.request, end)
             yield StoreOperation(
                 request_id=request_id,
                 group=group,
@@ -502,7 +559,7 @@ class SchedulerSide:
                 previous=None,
                 anchored=True,
                 blocks=[block],
-                absent_seconds=self._absent_seconds(request_id),
+                absent_seconds=self._stores.absent_seconds(request_id),
             )
 
     def _complete(self, output: Any, metadata: ShadowServeMetadata, request_id: str, computed: int) -> None:
@@ -529,86 +586,38 @@ class SchedulerSide:
         tables = output.kv_connector_block_state.get_block_ids(request_id)
         if (end <= known and not tail) or tables is None:
             return
-        self._extend(links, tracked, end)
+        self._stores.extend(links, tracked.request, end)
+        announced = tracked.handover.announces > 0
         # What is kept of every chunk is stored last: where others see that, they can have the rest.
         for place, group in sorted(enumerate(self._groups), key=lambda placed: placed[1].kind == "full"):
             if group.kind != "state":
                 held = None if present is None else present[place]
-                metadata.stores.extend(self._stores(tracked, group, tables[group.index], links, (known, end), held))
+                metadata.stores.extend(
+                    self._stores.chunks(
+                        request_id,
+                        group,
+                        tables[group.index],
+                        links,
+                        (known, end),
+                        held,
+                        again=tracked.refused,
+                        announced=announced,
+                    )
+                )
         if tail:
-            metadata.stores.append(self._tail(tracked, tables[self._groups[0].index]))
+            (group,) = self._groups
+            (link,) = self._lookup.tail(request_id)
+            table = tables[group.index]
+            metadata.stores.append(
+                self._stores.tail(request_id, group, table, links, link, tracked.tail_end, announced=announced)
+            )
         if tracked.handover.announces:
             self._lookup.computed(request_id, [*links[known:end], *(self._lookup.tail(request_id) if tail else ())])
-
-    def _stores(
-        self,
-        tracked: _Tracked,
-        group: Group,
-        table: Sequence[int],
-        links: Sequence[bytes],
-        chunks: tuple[int, int],
-        present: Flags | None,
-    ) -> Iterator[StoreOperation]:
-        """Have those of the chunks stored that the engine keeps whole and that storage was not seen to hold."""
-        known, end = chunks
-        rows = group.rows(table, known, end)
-        ready = (rows != NULL_BLOCK).all(axis=1)
-        if present is not None and not tracked.refused:
-            ready[: max(len(present) - known, 0)] &= ~present[known:end]
-        request_id = tracked.request.request_id
-        place = 0
-        while place < len(ready):
-            count = leading(ready[place:])
-            if count:
-                begin = known + place
-                yield StoreOperation(
-                    request_id=request_id,
-                    group=group.index,
-                    links=list(links[begin : begin + count]),
-                    previous=links[begin - 1] if begin else None,
-                    anchored=begin <= (0 if present is None else leading(present)),
-                    blocks=rows[place : place + count].reshape(-1).tolist(),
-                    announced=tracked.handover.announces > 0,
-                    absent_seconds=self._absent_seconds(request_id),
-                )
-            place += count + 1
-
-    def _tail(self, tracked: _Tracked, table: Sequence[int]) -> StoreOperation:
-        """Have the whole blocks stored behind a prompt's last chunk: a chunk's record, with nothing behind them."""
-        assert self._lookup is not None
-        (group,) = self._groups
-        request_id, before = tracked.request.request_id, tracked.tail_end // self._chunk_tokens
-        there = list(table[before * group.chunk_blocks : tracked.tail_end // group.block_tokens])
-        links, present = self._lookup.links(request_id) or [], self._lookup.present(request_id)
-        return StoreOperation(
-            request_id=request_id,
-            group=group.index,
-            links=self._lookup.tail(request_id),
-            previous=links[before - 1] if before else None,
-            anchored=present is not None and before <= leading(present[0]),
-            blocks=there + [NOWHERE] * (group.chunk_blocks - len(there)),
-            announced=tracked.handover.announces > 0,
-            absent_seconds=self._absent_seconds(request_id),
-        )
 
     def _stored(self, present: Sequence[Flags]) -> int:
         """Return how many leading chunks lack nothing that is kept of every chunk: states are kept of some."""
         groups = zip(self._groups, present, strict=True)
         return min((leading(flags) for group, flags in groups if group.kind != "state"), default=0)
-
-    def _absent_seconds(self, request_id: str) -> float | None:
-        assert self._lookup is not None
-        asked = self._lookup.asked(request_id)
-        return time.monotonic() - asked if asked else None
-
-    def _extend(self, links: list[bytes], tracked: _Tracked, end: int) -> None:
-        """Add the links of chunks that end in generated tokens."""
-        if len(links) >= end:
-            return
-        tokens = list(tracked.request.all_token_ids[: end * self._chunk_tokens])
-        assert self._lookup is not None
-        extra = self._lookup.extra(tracked.request.request_id)
-        links[:] = chain_links(self._model, tokens, chunk_tokens=self._chunk_tokens, extra=extra, after=links)
 
     # ------------------------------------------------------------------ housekeeping
 
@@ -623,6 +632,8 @@ class SchedulerSide:
 
     def _begin_epoch(self) -> None:
         self.epochs.begin()
+        if self._preemption is not None:
+            self._preemption.clear()
         for request_id, tracked in list(self._tracked.items()):
             request = tracked.request
             loading = request_id in self._loading or request_id in self._new_loads

@@ -95,6 +95,7 @@ class WorkerSide:
         self._failed_loads: set[str] = set()
         self._ended: dict[str, int] = {}
         self._seconds: dict[str, float] = {}  # of loads, for whoever predicts how long the next one takes
+        self._saves: dict[str, int] = {}  # request -> how much had been staged when it was saved
         self._watch = WeightsWatch(None)
         self.counts = Counts()
         self.problem = problem
@@ -312,6 +313,15 @@ class WorkerSide:
                 if part.group.index == operation.group and not self._another_stores(part):
                     self._offer(operation, place, lasts)
 
+    def save(self, metadata: ShadowServeMetadata) -> None:
+        """Copy what preempted requests hold to where it waits to be stored, before their blocks can change."""
+        if not metadata.saves:
+            return
+        self._watch.follow(metadata.epoch)
+        for request_id, operations in metadata.saves.items():
+            self.gather(operations)
+            self._saves[request_id] = self._store.staged if self._store is not None else 0
+
     def _another_stores(self, part: Part) -> bool:
         """Return whether another rank stores what all of them hold: they have one data plane, so one is enough."""
         return part.whole and self._rank.tp_rank > 0 and self._config.data_plane_address(0) == self._config.data_plane
@@ -335,6 +345,7 @@ class WorkerSide:
             previous=record_keys(namespace, [operation.previous])[0] if operation.previous is not None else None,
             anchored=operation.anchored,
             announced=operation.announced,
+            lasts_s=operation.lasts_s,
             absent_since=float("-inf") if absent is None else time.monotonic() - absent,
         )
 
@@ -412,7 +423,11 @@ class WorkerSide:
         ended, self._ended = self._ended, {}
         seconds, self._seconds = self._seconds, {}
         outlived = self._watch.outlived
-        return WorkerReport(ended, outlived, seconds) if ended or outlived or seconds else None
+        settled = self._store.settled if self._store is not None else 1 << 62
+        saved = {name: 1 for name, staged in self._saves.items() if staged <= settled}
+        for name in saved:
+            del self._saves[name]
+        return WorkerReport(ended, outlived, seconds, saved) if ended or outlived or seconds or saved else None
 
     def take_store_counts(self) -> None:
         """Move what the store queue counted into :attr:`counts`."""
