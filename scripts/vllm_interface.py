@@ -72,9 +72,10 @@ OBJECTS = {
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position",
     "vllm.multimodal.inputs.PlaceholderRange": "offset length is_embed",
     "vllm.v1.core.sched.output.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "
-    "total_num_scheduled_tokens kv_connector_block_state",
-    "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens",
-    "vllm.v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens",
+    "total_num_scheduled_tokens kv_connector_block_state preempted_req_ids new_block_ids_to_zero kv_cache_block_copies",
+    "vllm.v1.core.sched.output.NewRequestData": "req_id num_computed_tokens block_ids",
+    "vllm.v1.core.sched.output.CachedRequestData": "req_ids num_computed_tokens new_block_ids resumed_req_ids",
+    "vllm.v1.core.kv_cache_utils.KVCacheBlockCopy": "dst_block_id",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks": "get_block_ids",
     "vllm.v1.core.block_pool.BlockPool": "cached_block_hash_to_block get_num_free_blocks num_gpu_blocks",
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving kv_connector_worker_meta",
