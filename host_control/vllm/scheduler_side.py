@@ -320,9 +320,10 @@ class SchedulerSide:
         for request_id, load in self._loading.items():
             if load.arrived is None or load.arrived.ended or (tracked := self._tracked.get(request_id)) is None:
                 continue
-            stays = load.arrived._replace(ended="weights_changed")  # looked up anew
-            saved = Arrived(tracked.load_chunks, "complete") if self._saved(tracked.request) is not None else None
-            arrived = self._arrived(tracked) or saved or stays
+            arrived = self._arrived(tracked)
+            if arrived is None and self._saved(tracked.request) is not None:
+                arrived = Arrived(tracked.load_chunks, "complete")  # all of it is stored by now, or dropped
+            arrived = arrived or load.arrived._replace(ended="weights_changed")  # looked up anew
             if arrived != load.arrived:
                 load.arrived = arrived
                 yield request_id, arrived

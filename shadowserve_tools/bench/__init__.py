@@ -36,6 +36,7 @@ BENCHES: Final = (
     "handover",
     "layers",
     "decide",
+    "oversubscription",
     "control",
     "memory",
     "recovery",
@@ -58,6 +59,7 @@ NEEDS: Final = {
     "handover": ["vllm"],
     "layers": ["vllm"],
     "decide": ["vllm"],
+    "oversubscription": ["vllm"],
     "control": ["vllm", "redis"],
 }
 """Packages of others that a benchmark imports late: better missed before it has measured for minutes."""

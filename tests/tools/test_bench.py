@@ -74,6 +74,10 @@ SMALL = {
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "300"),
         *("--prompt", "600", "--link", "4", "--repeats", "1"),
     ],
+    "oversubscription": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-tokens", "30"),
+        *("--output-tokens", "100", "--fit", "2", "--demand", "1", "--demand", "2", "--repeats", "1"),
+    ],
     "gpu": [
         *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
         *("--kv-rate", "1", "--repeats", "1"),
@@ -220,6 +224,9 @@ RATIOS = {
     "decide": {
         *("worst_over_better_of_both", "always_fetch_worst_over_better", "no_cache_worst_over_better"),
         *("all_over_better", "healed_with_prompt"),
+    },
+    "oversubscription": {
+        *("throughput_2x_over_1x", "throughput_2x_over_recompute", "throughput_1x_over_off", "equal_answers"),
     },
     "gpu": {
         "scatter_over_device_copy",

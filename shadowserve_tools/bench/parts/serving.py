@@ -268,6 +268,7 @@ def started_engine(
     *,
     step_tokens: int = 0,
     packages: Sequence[Path] = (),
+    **more: Any,
 ) -> Iterator[Engine]:
     """Run an engine on ``cores`` while the context lasts.
 
@@ -281,6 +282,8 @@ def started_engine(
         transfer: configuration of its KV connector; without one the engine is plain vLLM.
         step_tokens: that it computes in one step at most; 0: as vLLM has it.
         packages: folders in which it looks for modules that it does not find otherwise.
+        more: of its settings, instead of those that follow from the load: ``kv_cache_bytes``, ``dtype``,
+            ``prefix_caching``.
     """
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
@@ -300,9 +303,13 @@ def started_engine(
         "max_tokens": tokens,
         "max_requests": requests_max,
         "kv_cache_bytes": model.kv_bytes * tokens * (requests_max + 1),
+        "dtype": "bfloat16",
+        # Every request has to be fetched or computed: what an earlier one left in the engine must not serve it.
+        "prefix_caching": False,
         "step_tokens": step_tokens,
         "packages": list(map(str, packages)),
         "transfer": transfer,
+        **more,
     }
     log = folder / f"{name}.log"
     with log.open("w") as errors, on_cores(cores):
