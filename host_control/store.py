@@ -134,8 +134,7 @@ class StoreQueue:
         """
         with self._condition:
             reachable = not chained or previous is None or anchored or previous in self._recent
-        staged = 0
-        dropped: list[bytes] = []
+        staged, dropped = 0, list[bytes]()
         parents = [previous or b"", *keys] if chained else [b""] * len(keys)
         for index, key in enumerate(keys):
             if not reachable:

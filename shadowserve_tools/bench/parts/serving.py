@@ -282,8 +282,7 @@ def started_engine(
         transfer: configuration of its KV connector; without one the engine is plain vLLM.
         step_tokens: that it computes in one step at most; 0: as vLLM has it.
         packages: folders in which it looks for modules that it does not find otherwise.
-        more: of its settings, instead of those that follow from the load: ``kv_cache_bytes``, ``dtype``,
-            ``prefix_caching``.
+        more: ``kv_cache_bytes``, ``dtype`` or ``prefix_caching``, where not as follows from the load.
     """
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
