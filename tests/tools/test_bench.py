@@ -76,7 +76,7 @@ SMALL = {
     ],
     "oversubscription": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-tokens", "30"),
-        *("--output-tokens", "100", "--fit", "2", "--demand", "1", "--demand", "2", "--repeats", "1"),
+        *("--output-tokens", "100", "--fit", "4", "--demand", "1", "--demand", "2", "--repeats", "1"),
     ],
     "gpu": [
         *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
