@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
     from shadowserve.native._library import Result
 
-__all__ = ["BlockStatistics", "ObjectFields", "Operation", "OperationKind", "Priority"]
+__all__ = ["BlockStatistics", "ObjectFields", "Operation", "OperationKind", "Pages", "Priority"]
 
 
 class OperationKind(IntEnum):
@@ -56,14 +59,34 @@ class ObjectFields(NamedTuple):
     flags: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Pages:
+    """Where reads into pages read, and which pages they go to (``struct ss_block_pages``).
+
+    Attributes:
+        size: bytes of a page, a multiple of 4096.
+        stride: bytes from one block's page to the next one's, a multiple of 512.
+        extents: where each begins on the device, uint64.
+        blocks: [extents, blocks of each]: whose pages they go to, uint32. Whoever makes it knows that they are there.
+    """
+
+    size: int
+    stride: int
+    extents: npt.NDArray[np.uint64]
+    blocks: npt.NDArray[np.uint32]
+
+
 @dataclass(slots=True, eq=False)
 class Operation:
     """One read or write, a flush, or a discard.
 
+    A read into ``pages`` reads a part of each of several extents, ``length`` bytes from ``offset`` on, and is always
+    checked: a layer of a whole prefix is one operation, however many blocks it goes to.
+
     Attributes:
         kind: what.
         offset: in bytes, a multiple of 4096; 0 for a flush.
-        length: in bytes, a multiple of 4096; 0 for a flush.
+        length: in bytes, a multiple of 4096; 0 for a flush. Of a read into pages, of each extent.
         address: of the memory, a multiple of 512, which must stay, and stay as it is, until completion; 0 for a flush
             or a discard.
         priority: whose turn it is.
@@ -71,6 +94,9 @@ class Operation:
         expected: of a read that begins with an object's header: what must have come. A device may check that, in a
             thread of its own, and tell by ``verdict``; who reads checks what the device has not.
         expected_units: how many units of the value, from the first on, come with the header.
+        pages: of a read into pages; ``address`` is that of block 0's page.
+        checksums: likewise the CRC-32 of what comes of each extent, uint32.
+        verdicts: and what each was found to be, a Result as uint32, once it has ended without an error.
         error: why it failed; None if it did not.
         begin_ns: monotonic clock when the device got its first part.
         end_ns: when it was complete, but for a check.
@@ -85,10 +111,18 @@ class Operation:
     done: Callable[["Operation"], None]
     expected: ObjectFields | None = None
     expected_units: int = 0
+    pages: Pages | None = None
+    checksums: npt.NDArray[np.uint32] | None = None
+    verdicts: npt.NDArray[np.uint32] | None = None
     error: OSError | None = None
     begin_ns: int = 0
     end_ns: int = 0
     verdict: "Result | None" = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that it moves in all."""
+        return self.length if self.pages is None else self.length * len(self.pages.extents)
 
 
 @dataclass(frozen=True, slots=True)

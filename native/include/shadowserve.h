@@ -494,6 +494,9 @@ SS_API enum ss_result ss_pipeline_copy_body(const struct ss_pipeline *pipeline, 
  */
 SS_API uint32_t ss_progress_wait(const uint32_t *progress, uint32_t seen, uint64_t timeout_ns);
 
+/* ss_progress_tell() has such a word say so many layers, and wakes who waits: for layers that came without a round. */
+SS_API void ss_progress_tell(uint32_t *progress, uint32_t layers);
+
 /*
  * ss_pipeline_encode() quantizes and compresses a round's pieces, each of which becomes a record's body, from their
  * groups' destinations (read only here; where these are not local, the backend collects each slice first) into the

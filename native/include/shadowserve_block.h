@@ -93,6 +93,20 @@ struct ss_block_options {
 };
 
 /*
+ * Where a read into pages reads, and which pages it goes to: of each extent on the device the same part, of as many
+ * bytes as its pages have. So a layer of a whole prefix is one operation, however many blocks an engine keeps it in.
+ * All of it is the caller's, and stays as it is until the last operation that names it has completed.
+ */
+struct ss_block_pages {
+    uint64_t size;           /* bytes of a page, a multiple of 4096 */
+    uint64_t stride;         /* bytes from one block's page to the next one's, a multiple of 512 */
+    const uint64_t *extents; /* where each begins on the device */
+    const uint32_t *blocks;  /* whose pages they go to: those of the first extent, then those of the second... */
+    uint32_t extent_count;   /* at least 1 */
+    uint32_t extent_blocks;  /* of each, at least 1 */
+};
+
+/*
  * One read or write of bytes of the device, a flush, or advice that bytes are not needed any more (without effect on a
  * file, whose blocks stay reserved; what is read there afterwards is not defined).
  *
@@ -101,11 +115,16 @@ struct ss_block_options {
  *
  * A read of an object, or of its first units, may be checked by the thread that read it before it is completed: so
  * devices check beside each other, and whoever takes completions only looks at verdicts.
+ *
+ * A read into pages reads 'length' bytes, those of extent_blocks pages, from 'offset' of each extent on, into the pages
+ * of the blocks, where 'memory' is the page of block 0. It is always checked, each extent by its CRC-32, and completed
+ * when all of it was; its verdict is SS_OK, or that of the first extent that is not sound. Which memory blocks may lie
+ * in is for the caller to know.
  */
 struct ss_block_operation {
     enum ss_block_kind kind;
     enum ss_block_priority priority;
-    uint64_t offset; /* bytes; a multiple of 4096, as is 'length'; both 0 for a flush */
+    uint64_t offset; /* bytes; a multiple of 4096, as is 'length'; both 0 for a flush. Of a read into pages, in extents */
     uint64_t length;
     void *memory; /* at a multiple of 512; the caller's alone to keep, and to leave alone, until completion */
     uint64_t tag; /* returned with the completion */
@@ -113,6 +132,9 @@ struct ss_block_operation {
         expected;            /* where it is checked: what must be in 'memory' then, as ss_object_check() says */
     uint32_t expected_units; /* from the first on; 0: the header alone */
     uint32_t is_checked;     /* 1: a read that is checked, of as many bytes as these units and the header */
+    const struct ss_block_pages *pages; /* NULL: it is no read into pages */
+    const uint32_t *checksums; /* into pages: the CRC-32 of what comes of each extent */
+    uint32_t *verdicts;        /* and where to say, before completion, what each was found to be: enum ss_result */
 };
 
 struct ss_block_completion {
@@ -133,7 +155,7 @@ struct ss_block_statistics {
     uint64_t oldest_ns;     /* when the request that is in flight for the longest went out; 0: none is */
     uint32_t waiting[3];    /* operations now, by priority: not begun */
     uint32_t in_flight;     /* requests now */
-    uint32_t registered;    /* memory regions that the kernel took; 0 where that gains nothing */
+    uint32_t registered;    /* memory regions that the kernel has taken; 0 where that gains nothing */
     int32_t last_error;     /* errno of the last failure; 0: none yet */
     uint32_t gone;          /* an operation failed as on a device that was removed (ENODEV, ENXIO) */
 };
@@ -162,10 +184,16 @@ SS_API const char *ss_block_access_name(const struct ss_block *block);
 /*
  * ss_block_register() makes memory known to the kernel, so that it need not look up its pages for each request: at most
  * 256 GiB in all. Optional: operations on other memory are done all the same. The memory must stay until
- * ss_block_close(). All of it or none. SS_NO_MEMORY where the limit of locked memory (RLIMIT_MEMLOCK) is too low for
+ * ss_block_close(), or ss_block_unregister(). All of it or none. SS_NO_MEMORY where the limit of locked memory (RLIMIT_MEMLOCK) is too low for
  * it, SS_NO_SPACE when it is too much, SS_NOT_SUPPORTED where the access has no use for it. From any thread.
  */
 SS_API enum ss_result ss_block_register(struct ss_block *block, void *memory, uint64_t size);
+
+/*
+ * ss_block_unregister() has the kernel forget memory that ss_block_register() made known, which nothing under way uses.
+ * Then it may go. What is not known is ignored. From any thread.
+ */
+SS_API void ss_block_unregister(struct ss_block *block, void *memory, uint64_t size);
 
 /*
  * ss_block_submit() queues 'count' operations, all or none, and never blocks. SS_NO_SPACE: more than operations_max;

@@ -257,6 +257,132 @@ static void test_reads_are_checked(const char *path, enum ss_block_access access
     munmap(memory, HALF);
 }
 
+enum {
+    EXTENTS = 6,
+    EXTENT_BLOCKS = 5,
+    BLOCK_BYTES = 3 * PAGE,
+    STRIDE = 2 * BLOCK_BYTES,
+    BLOCKS = 64,
+    LARGE_BLOCKS = 40 /* of one extent: more than devices take in one request */
+};
+
+/* An extent has 'extent_blocks' pages at 'offset' behind its begin; blocks are taken in random order, no page twice. */
+static void pages_make(struct ss_block_pages *pages, uint64_t *extents, uint32_t *blocks, uint32_t extent_count,
+                       uint32_t extent_blocks) {
+    for (uint32_t index = 0; index < BLOCKS; index++) {
+        blocks[index] = index;
+    }
+    for (uint32_t index = BLOCKS; index > 1; index--) {
+        uint32_t other = (uint32_t)random_below(index), kept = blocks[index - 1];
+        blocks[index - 1] = blocks[other];
+        blocks[other] = kept;
+    }
+    for (uint32_t index = 0; index < extent_count; index++) {
+        extents[index] = (uint64_t)(extent_count - index) * 2 * extent_blocks * BLOCK_BYTES;
+    }
+    *pages = (struct ss_block_pages){.size = BLOCK_BYTES,
+                                     .stride = STRIDE,
+                                     .extents = extents,
+                                     .blocks = blocks,
+                                     .extent_count = extent_count,
+                                     .extent_blocks = extent_blocks};
+}
+
+/* One operation brings a part of each extent into its pages, and touches nothing beside them. */
+static void test_read_into_pages(struct ss_block *block, const uint8_t *content, uint8_t *memory, uint32_t extent_count,
+                                 uint32_t extent_blocks, uint32_t rotten) {
+    uint64_t extents[EXTENTS], offset = PAGE;
+    uint32_t blocks[BLOCKS], checksums[EXTENTS], verdicts[EXTENTS], taken = extent_count * extent_blocks;
+    struct ss_block_pages pages;
+    struct ss_block_completion completion;
+    struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
+    uint64_t length = (uint64_t)extent_blocks * BLOCK_BYTES;
+
+    pages_make(&pages, extents, blocks, extent_count, extent_blocks);
+    for (uint32_t index = 0; index < extent_count; index++) {
+        checksums[index] = ss_crc32(0, content + extents[index] + offset, length) ^ (index == rotten);
+        verdicts[index] = SS_BAD_ARGUMENT;
+    }
+    memset(memory, 0xA5, (size_t)BLOCKS * STRIDE);
+    struct ss_block_operation operation = {.kind = SS_BLOCK_READ,
+                                           .offset = offset,
+                                           .length = length,
+                                           .memory = memory,
+                                           .tag = 7,
+                                           .pages = &pages,
+                                           .checksums = checksums,
+                                           .verdicts = verdicts};
+    CHECK(ss_block_submit(block, &operation, 1) == SS_OK, "submit");
+    CHECK(poll(&poll_set, 1, PATIENCE_MS) == 1 && ss_block_completions(block, &completion, 1) == 1, "nothing ended");
+    CHECK(completion.error == 0 && completion.tag == 7, "%s", strerror(completion.error));
+    CHECK(completion.verdict == (rotten < extent_count ? SS_CHECKSUM : SS_OK), "verdict %d", (int)completion.verdict);
+    for (uint32_t index = 0; index < BLOCKS; index++) {
+        const uint8_t *page = memory + (size_t)blocks[index] * STRIDE;
+        uint32_t extent = index / extent_blocks;
+        if (index < taken) {
+            const uint8_t *right = content + extents[extent] + offset + (uint64_t)(index % extent_blocks) * BLOCK_BYTES;
+            CHECK(memcmp(page, right, BLOCK_BYTES) == 0, "page %d of extent %d", (int)(index % extent_blocks), (int)extent);
+            CHECK(verdicts[extent] == (extent == rotten ? SS_CHECKSUM : SS_OK), "extent %d", (int)extent);
+        }
+        for (size_t at = index < taken ? BLOCK_BYTES : 0; at < STRIDE; at++) {
+            CHECK(page[at] == 0xA5, "byte %d of block %d was written", (int)at, (int)blocks[index]);
+        }
+    }
+}
+
+static void test_pages(const char *path, enum ss_block_access access) {
+    struct ss_block *block = device_open(path, access, SIZE);
+    uint8_t *content = memory_make(HALF), *memory = memory_make((size_t)BLOCKS * STRIDE);
+    struct ss_block_statistics statistics;
+
+    random_fill(content, HALF);
+    perform(block, SS_BLOCK_WRITE, 0, HALF, content, 0);
+    for (int is_known = 0; is_known < 3; is_known++) { /* to the kernel: not, half of it, all of it */
+        if (is_known > 0) {
+            enum ss_result known = ss_block_register(block, memory, (size_t)is_known * BLOCKS * STRIDE / 2);
+            CHECK(known == SS_OK || known == SS_NOT_SUPPORTED || known == SS_NO_MEMORY, "%d", (int)known);
+        }
+        test_read_into_pages(block, content, memory, EXTENTS, EXTENT_BLOCKS, EXTENTS);
+        test_read_into_pages(block, content, memory, EXTENTS, EXTENT_BLOCKS, 2);
+        test_read_into_pages(block, content, memory, 1, LARGE_BLOCKS, 1);
+        test_read_into_pages(block, content, memory, 1, 1, 0);
+        ss_block_unregister(block, memory, (size_t)BLOCKS * STRIDE);
+        ss_block_statistics(block, &statistics);
+        CHECK(statistics.registered == 0, "%d regions are still known", (int)statistics.registered);
+    }
+    uint64_t extents[EXTENTS];
+    uint32_t blocks[BLOCKS], sums[EXTENTS] = {0}, verdicts[EXTENTS];
+    struct ss_block_pages pages;
+    pages_make(&pages, extents, blocks, EXTENTS, EXTENT_BLOCKS);
+    const struct ss_block_operation good = {.kind = SS_BLOCK_READ,
+                                            .length = EXTENT_BLOCKS * BLOCK_BYTES,
+                                            .memory = memory,
+                                            .pages = &pages,
+                                            .checksums = sums,
+                                            .verdicts = verdicts};
+    struct ss_block_operation wrong = good;
+    wrong.length -= PAGE;
+    CHECK(ss_block_submit(block, &wrong, 1) == SS_BAD_ARGUMENT, "no whole pages");
+    wrong = good;
+    wrong.kind = SS_BLOCK_WRITE;
+    CHECK(ss_block_submit(block, &wrong, 1) == SS_BAD_ARGUMENT, "a write");
+    wrong = good;
+    wrong.memory = memory + 1;
+    CHECK(ss_block_submit(block, &wrong, 1) == SS_BAD_ARGUMENT, "memory that a device does not reach");
+    wrong = good;
+    wrong.verdicts = NULL;
+    CHECK(ss_block_submit(block, &wrong, 1) == SS_BAD_ARGUMENT, "nowhere to say what was found");
+    extents[3] = SIZE - good.length + PAGE;
+    CHECK(ss_block_submit(block, &good, 1) == SS_BAD_ARGUMENT, "beyond the device");
+    extents[3] = UINT64_MAX - PAGE + 1;
+    CHECK(ss_block_submit(block, &good, 1) == SS_BAD_ARGUMENT, "far beyond it");
+    pages.extent_count = 0;
+    CHECK(ss_block_submit(block, &good, 1) == SS_BAD_ARGUMENT, "nothing");
+    ss_block_close(block);
+    munmap(content, HALF);
+    munmap(memory, (size_t)BLOCKS * STRIDE);
+}
+
 enum { CHECKED = 1, OBJECT_LENGTH = 3 * PAGE - SS_OBJECT_HEADER_BYTES };
 
 /* Submits 'count' operations, and returns the errno of the last one that failed. What was read is sound. */
@@ -456,6 +582,7 @@ static int test_on_device(const char *access_name, const char *path, int is_remo
     }
     test_on(path, access, 0);
     test_reads_are_checked(path, access);
+    test_pages(path, access);
     test_several_threads(path, access);
     test_closing_ends_everything(path, access);
     return 0;
@@ -483,6 +610,7 @@ int main(int argc, char **argv) {
             }
             test_on(paths[which], accesses[index], SIZE);
             test_reads_are_checked(paths[which], accesses[index]);
+            test_pages(paths[which], accesses[index]);
             test_several_threads(paths[which], accesses[index]);
             test_a_file_that_was_cut_off_is_an_error(paths[which], accesses[index]);
             test_closing_ends_everything(paths[which], accesses[index]);

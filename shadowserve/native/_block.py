@@ -10,11 +10,12 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from shadowserve.block import BlockStatistics, ObjectFields, Operation
+from shadowserve.block import BlockStatistics, ObjectFields, Operation, Pages
 from shadowserve.errors import BusyError, DeviceError, NativeError
 from shadowserve.latency import LatencyHistogram
 from shadowserve.native._library import Closing, Result, check, ffi, lib
@@ -121,6 +122,7 @@ class BlockDevice(Closing):
         self._operations: dict[int, Operation] = {}
         self._registered: list[Any] = []
         self._left: list[Operation] = []
+        self._tables: weakref.WeakKeyDictionary[Pages, Any] = weakref.WeakKeyDictionary()  # as long as they are named
         # No call is in the C core when the block is freed, and one at a time takes completions.
         self._lock = threading.Lock()
         self._closing = threading.Lock()
@@ -144,6 +146,28 @@ class BlockDevice(Closing):
         check(code, f"registering {len(buffer)} bytes of memory with device {self.name}")
         return True
 
+    def unregister(self, memory: memoryview) -> None:
+        """Have the kernel forget memory of :meth:`register` that nothing under way uses: then it may go."""
+        with self._lock, ffi.from_buffer("uint8_t[]", memory) as buffer:
+            if self._block != ffi.NULL:
+                lib.ss_block_unregister(self._block, buffer, len(buffer))
+            kept = [each for each in self._registered if each != buffer]
+            for each in self._registered:
+                if each == buffer:
+                    ffi.release(each)
+            self._registered = kept
+
+    def _table(self, pages: Pages) -> Any:
+        """Return how the C core is told of pages: once for all operations that name them."""
+        table = self._tables.get(pages)
+        if table is None:
+            table = self._tables[pages] = ffi.new("struct ss_block_pages *")
+            table.size, table.stride = pages.size, pages.stride
+            table.extents = ffi.cast("uint64_t *", pages.extents.ctypes.data)
+            table.blocks = ffi.cast("uint32_t *", pages.blocks.ctypes.data)
+            table.extent_count, table.extent_blocks = pages.blocks.shape
+        return table
+
     def submit(self, operations: Sequence[Operation]) -> None:
         """Queue operations, all or none; never blocks.
 
@@ -163,6 +187,11 @@ class BlockDevice(Closing):
             if operation.expected is not None:
                 _describe(entry.expected, operation.expected)
                 entry.expected_units, entry.is_checked = operation.expected_units, 1
+            if operation.pages is not None:
+                assert operation.checksums is not None and operation.verdicts is not None
+                entry.pages = self._table(operation.pages)
+                entry.checksums = ffi.cast("uint32_t *", operation.checksums.ctypes.data)
+                entry.verdicts = ffi.cast("uint32_t *", operation.verdicts.ctypes.data)
         with self._lock:
             block = self._open()
             self._operations.update(zip(tags, operations, strict=True))
@@ -193,7 +222,7 @@ class BlockDevice(Closing):
                 self.latencies[_KINDS[operation.kind]].add(completion.end_ns - completion.begin_ns)
                 if completion.error:
                     operation.error = self._error(completion.error, operation)
-                elif operation.expected is not None:
+                elif operation.expected is not None or operation.pages is not None:
                     operation.verdict = _RESULTS[completion.verdict]
                 ended.append(operation)
         return ended

@@ -296,9 +296,33 @@ static int check_is_valid(const struct ss_block_operation *operation) {
            operation->length >= SS_OBJECT_HEADER_BYTES + (value < length ? value : length);
 }
 
+/* Whether a read into pages stays on the device, and goes to pages that a device can reach. */
+static int pages_are_valid(const struct ss_block *block, const struct ss_block_operation *operation) {
+    const struct ss_block_pages *pages = operation->pages;
+    uint64_t size = block->device.size, offset = operation->offset, length = operation->length;
+
+    if (operation->kind != SS_BLOCK_READ || operation->is_checked || operation->checksums == NULL ||
+        operation->verdicts == NULL || operation->memory == NULL || pages->extents == NULL || pages->blocks == NULL ||
+        pages->extent_count == 0 || pages->size == 0 || pages->size % SS_BLOCK_ALIGNMENT != 0 ||
+        pages->stride % SS_BLOCK_MEMORY_ALIGNMENT != 0 || length == 0 || length > size || offset > size - length ||
+        length / pages->size != pages->extent_blocks || length % pages->size != 0 ||
+        offset % SS_BLOCK_ALIGNMENT != 0 || (uintptr_t)operation->memory % SS_BLOCK_MEMORY_ALIGNMENT != 0) {
+        return 0;
+    }
+    for (uint32_t index = 0; index < pages->extent_count; index++) {
+        if (pages->extents[index] % SS_BLOCK_ALIGNMENT != 0 || pages->extents[index] > size - length - offset) {
+            return 0;
+        }
+    }
+    return 1;
+}
+
 static int is_valid(const struct ss_block *block, const struct ss_block_operation *operation) {
     if ((unsigned)operation->kind > SS_BLOCK_DISCARD || (unsigned)operation->priority >= SS_PRIORITIES) {
         return 0;
+    }
+    if (operation->pages != NULL) {
+        return pages_are_valid(block, operation);
     }
     if (operation->is_checked && !check_is_valid(operation)) {
         return 0;
@@ -367,6 +391,29 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
     return 0;
 }
 
+/* Checks the next extent of a read into pages. Without the lock. */
+static void check_extent(struct ss_entry *entry) {
+    const struct ss_block_operation *operation = &entry->operation;
+    const struct ss_block_pages *pages = operation->pages;
+    const uint32_t *blocks = pages->blocks + (size_t)entry->checked * pages->extent_blocks;
+    uint32_t sum = 0;
+
+    for (uint32_t index = 0; index < pages->extent_blocks; index++) {
+        sum = ss_crc32(sum, (const uint8_t *)operation->memory + blocks[index] * pages->stride, pages->size);
+    }
+    enum ss_result found = sum == operation->checksums[entry->checked] ? SS_OK : SS_CHECKSUM;
+    operation->verdicts[entry->checked] = found;
+    if (entry->checked == 0 || entry->verdict == SS_OK) {
+        entry->verdict = found;
+    }
+    entry->checked++;
+}
+
+static enum ss_result check_object(const struct ss_block_operation *operation) {
+    const uint8_t *object = operation->memory;
+    return ss_object_check(object, &operation->expected, 0, operation->expected_units, object + SS_OBJECT_HEADER_BYTES);
+}
+
 int ss_block_check_next(struct ss_block *block) {
     struct ss_entry *entry = ss_schedule_unchecked(&block->schedule);
 
@@ -375,12 +422,18 @@ int ss_block_check_next(struct ss_block *block) {
     }
     pthread_mutex_unlock(&block->lock);
     const struct ss_block_operation *operation = &entry->operation;
-    const uint8_t *object = operation->memory;
-    enum ss_result verdict =
-        ss_object_check(object, &operation->expected, 0, operation->expected_units, object + SS_OBJECT_HEADER_BYTES);
+    if (operation->pages != NULL) {
+        check_extent(entry);
+    } else {
+        entry->verdict = check_object(operation);
+    }
     pthread_mutex_lock(&block->lock);
+    if (operation->pages != NULL && entry->checked < operation->pages->extent_count) {
+        ss_schedule_check_again(&block->schedule, entry);
+        return 1;
+    }
     uint32_t completed = block->schedule.completed.count;
-    ss_schedule_checked(&block->schedule, entry, verdict);
+    ss_schedule_checked(&block->schedule, entry, entry->verdict);
     announce(block, completed);
     return 1;
 }
@@ -405,6 +458,12 @@ enum ss_result ss_block_register(struct ss_block *block, void *memory, uint64_t 
         return SS_NOT_SUPPORTED;
     }
     return block->driver->add_memory(block, memory, size);
+}
+
+void ss_block_unregister(struct ss_block *block, void *memory, uint64_t size) {
+    if (block->driver->drop_memory != NULL) {
+        block->driver->drop_memory(block, memory, size);
+    }
 }
 
 /* ---- Questions, and the end ------------------------------------------------------------------------------------ */

@@ -55,7 +55,8 @@ enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_bl
         (struct ss_schedule){.requests_max = options->queue_depth, .request_bytes_max = options->request_bytes_max};
     schedule->entries = calloc(options->operations_max, sizeof *schedule->entries);
     schedule->requests = calloc(options->queue_depth, sizeof *schedule->requests);
-    if (schedule->entries == NULL || schedule->requests == NULL) {
+    schedule->vectors = calloc((size_t)options->queue_depth * SS_VECTORS_MAX, sizeof *schedule->vectors);
+    if (schedule->entries == NULL || schedule->requests == NULL || schedule->vectors == NULL) {
         ss_schedule_free(schedule);
         return SS_NO_MEMORY;
     }
@@ -79,8 +80,10 @@ enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_bl
 void ss_schedule_free(struct ss_schedule *schedule) {
     free(schedule->entries);
     free(schedule->requests);
+    free(schedule->vectors);
     schedule->entries = NULL;
     schedule->requests = NULL;
+    schedule->vectors = NULL;
 }
 
 /* ---- From submission to completion ------------------------------------------------------------------------------ */
@@ -118,13 +121,13 @@ static void complete(struct ss_schedule *schedule, struct ss_entry *entry, uint6
     }
     if (entry->error == 0) {
         statistics->operations[operation->kind]++;
-        statistics->bytes[operation->kind] += operation->length;
+        statistics->bytes[operation->kind] += ss_operation_bytes(operation);
     } else if (entry->error != ECANCELED) {
         statistics->errors[operation->kind]++;
         statistics->last_error = entry->error;
         statistics->gone |= entry->error == ENODEV || entry->error == ENXIO;
     }
-    int is_unchecked = entry->error == 0 && operation->is_checked;
+    int is_unchecked = entry->error == 0 && (operation->is_checked || operation->pages != NULL);
     queue_push(is_unchecked ? &schedule->unchecked[operation->priority] : &schedule->completed, entry);
 }
 
@@ -135,6 +138,10 @@ struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule) {
         entry = queue_pop(&schedule->unchecked[priority]);
     }
     return entry;
+}
+
+void ss_schedule_check_again(struct ss_schedule *schedule, struct ss_entry *entry) {
+    queue_push(&schedule->unchecked[entry->operation.priority], entry);
 }
 
 int ss_schedule_has_unchecked(const struct ss_schedule *schedule) {
@@ -210,10 +217,53 @@ size_t ss_schedule_take(struct ss_schedule *schedule, struct ss_block_completion
 
 /* ---- The choice ------------------------------------------------------------------------------------------------ */
 
+uint64_t ss_operation_bytes(const struct ss_block_operation *operation) {
+    return operation->pages != NULL ? operation->length * operation->pages->extent_count : operation->length;
+}
+
+/* Of a read into pages, requests end where extents do. */
 static uint64_t next_bytes(const struct ss_schedule *schedule, const struct ss_entry *entry) {
-    uint64_t left = entry->operation.length - entry->started;
-    uint64_t max = entry->operation.kind == SS_BLOCK_DISCARD ? DISCARD_BYTES_MAX : schedule->request_bytes_max;
+    const struct ss_block_operation *operation = &entry->operation;
+    uint64_t max = operation->kind == SS_BLOCK_DISCARD ? DISCARD_BYTES_MAX : schedule->request_bytes_max;
+    uint64_t left = operation->length - entry->started;
+
+    if (operation->pages != NULL) {
+        left = operation->length - entry->started % operation->length;
+        max = max < SS_VECTORED_BYTES_MAX ? max : SS_VECTORED_BYTES_MAX;
+    }
     return left < max ? left : max;
+}
+
+/* Where an operation goes on on the device. */
+static uint64_t next_offset(const struct ss_entry *entry) {
+    const struct ss_block_operation *operation = &entry->operation;
+
+    if (operation->pages == NULL) {
+        return operation->offset + entry->started;
+    }
+    return operation->pages->extents[entry->started / operation->length] + operation->offset +
+           entry->started % operation->length;
+}
+
+uint32_t ss_request_vectors(const struct ss_request *request) {
+    const struct ss_block_operation *operation = &request->entry->operation;
+    const struct ss_block_pages *pages = operation->pages;
+    uint64_t at = request->first + request->done, end = request->first + request->length;
+    uint32_t count = 0;
+
+    while (at < end) {
+        uint64_t within = at % pages->size, left = pages->size - within;
+        uint8_t *memory = (uint8_t *)operation->memory + pages->blocks[at / pages->size] * pages->stride + within;
+        uint64_t bytes = end - at < left ? end - at : left;
+        struct iovec *last = count > 0 ? &request->vectors[count - 1] : NULL;
+        if (last != NULL && (uint8_t *)last->iov_base + last->iov_len == memory) {
+            last->iov_len += bytes; /* neighbours in memory, too */
+        } else {
+            request->vectors[count++] = (struct iovec){.iov_base = memory, .iov_len = (size_t)bytes};
+        }
+        at += bytes;
+    }
+    return count;
 }
 
 /* Bytes that are to be moved: those of a discard are not. */
@@ -284,12 +334,16 @@ struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_n
     schedule->free_requests = request->next;
     *request = (struct ss_request){.entry = entry,
                                    .kind = entry->operation.kind,
-                                   .offset = entry->operation.offset + entry->started,
+                                   .offset = next_offset(entry),
                                    .length = bytes,
                                    .cost = cost(entry, bytes),
                                    .memory = entry->operation.memory,
+                                   .first = entry->started,
                                    .begin_ns = now_ns};
-    if (request->memory != NULL) {
+    if (entry->operation.pages != NULL) {
+        request->vectors = schedule->vectors + (size_t)(request - schedule->requests) * SS_VECTORS_MAX;
+        request->memory = NULL;
+    } else if (request->memory != NULL) {
         request->memory += entry->started;
     }
     if (entry->begin_ns == 0) {
@@ -297,7 +351,7 @@ struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_n
     }
     entry->started += bytes;
     entry->in_flight++;
-    if (entry->started == entry->operation.length) {
+    if (entry->started == ss_operation_bytes(&entry->operation)) {
         queue_pop(&schedule->waiting[priority]);
         entry->is_queued = 0;
     }

@@ -10,7 +10,14 @@
 
 #include "shadowserve_block.h"
 
+#include <sys/uio.h>
+
 #define SS_PRIORITIES 3u
+
+/* Of a read into pages, a request goes to so many pieces of memory at most, which IOV_MAX bounds: an end of a page, 1 MiB
+ * of the smallest ones, and the beginning of another. */
+#define SS_VECTORS_MAX 258u
+#define SS_VECTORED_BYTES_MAX (1u << 20)
 
 /* An operation, from submission until its completion was taken. */
 struct ss_entry {
@@ -19,6 +26,7 @@ struct ss_entry {
     uint64_t begin_ns;
     uint64_t end_ns;
     uint64_t started;   /* bytes that were given out in requests */
+    uint32_t checked;   /* extents, of a read into pages */
     uint32_t in_flight; /* requests */
     int32_t error;
     enum ss_result verdict;
@@ -35,6 +43,8 @@ struct ss_request {
     uint64_t cost; /* bytes that it counts for */
     uint64_t done; /* bytes, after a short read or write */
     uint8_t *memory;
+    struct iovec *vectors; /* of a read into pages: where its bytes go, once ss_request_vectors() has said so */
+    uint64_t first;        /* bytes of the operation before it */
     uint64_t begin_ns;
     uint32_t tries;
     int is_fixed; /* a driver's: it is done as one on registered memory */
@@ -55,6 +65,7 @@ struct ss_schedule {
     struct ss_entry_queue completed;
     struct ss_request *requests;
     struct ss_request *free_requests;
+    struct iovec *vectors; /* SS_VECTORS_MAX for each request */
     uint32_t requests_max;
     uint32_t yielding_max; /* requests of lower priorities in flight at a time */
     uint64_t request_bytes_max;
@@ -83,11 +94,20 @@ struct ss_request *ss_schedule_next(struct ss_schedule *schedule, uint64_t now_n
 /* A request ended; the operation is completed with the last one of its requests. */
 void ss_schedule_done(struct ss_schedule *schedule, struct ss_request *request, int32_t error, uint64_t now_ns);
 
+/* Bytes that an operation moves. */
+uint64_t ss_operation_bytes(const struct ss_block_operation *operation);
+
+/* Fills in where the rest of a request goes that is part of a read into pages; returns how many vectors there are. */
+uint32_t ss_request_vectors(const struct ss_request *request);
+
 /* Gives out a read that is done and has to be checked, the most urgent first; NULL: there is none. */
 struct ss_entry *ss_schedule_unchecked(struct ss_schedule *schedule);
 
 /* Whether there is one. */
 int ss_schedule_has_unchecked(const struct ss_schedule *schedule);
+
+/* Takes back what was only checked in part. */
+void ss_schedule_check_again(struct ss_schedule *schedule, struct ss_entry *entry);
 
 /* It was checked, and so is completed. */
 void ss_schedule_checked(struct ss_schedule *schedule, struct ss_entry *entry, enum ss_result verdict);
