@@ -166,16 +166,28 @@ class AnnounceResponse(_message.Message):
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class RegisterDestinationRequest(_message.Message):
-    __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc")
+    __slots__ = ("layout", "shared_memory", "exported_memory", "cuda_ipc", "pages")
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     EXPORTED_MEMORY_FIELD_NUMBER: _ClassVar[int]
     CUDA_IPC_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
     layout: ChunkLayout
     shared_memory: SharedMemory
     exported_memory: ExportedMemory
     cuda_ipc: CudaIpcMemory
-    def __init__(self, layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ...) -> None: ...
+    pages: PagedMemory
+    def __init__(self, layout: _Optional[_Union[ChunkLayout, _Mapping]] = ..., shared_memory: _Optional[_Union[SharedMemory, _Mapping]] = ..., exported_memory: _Optional[_Union[ExportedMemory, _Mapping]] = ..., cuda_ipc: _Optional[_Union[CudaIpcMemory, _Mapping]] = ..., pages: _Optional[_Union[PagedMemory, _Mapping]] = ...) -> None: ...
+
+class PagedMemory(_message.Message):
+    __slots__ = ("first", "stride", "blocks")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    first: _containers.RepeatedScalarFieldContainer[int]
+    stride: int
+    blocks: int
+    def __init__(self, first: _Optional[_Iterable[int]] = ..., stride: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class SharedMemory(_message.Message):
     __slots__ = ("name", "size")
@@ -253,6 +265,22 @@ class FetchRequest(_message.Message):
     window_us: int
     def __init__(self, job_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[FetchPart, _Mapping]]] = ..., order: _Optional[_Union[Order, str]] = ..., progress: _Optional[int] = ..., window_us: _Optional[int] = ...) -> None: ...
 
+class FetchPagesRequest(_message.Message):
+    __slots__ = ("job_id", "destination_id", "keys", "blocks", "timeout_ms", "progress")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    destination_id: int
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    blocks: _containers.RepeatedScalarFieldContainer[int]
+    timeout_ms: int
+    progress: int
+    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., blocks: _Optional[_Iterable[int]] = ..., timeout_ms: _Optional[int] = ..., progress: _Optional[int] = ...) -> None: ...
+
 class FetchResponse(_message.Message):
     __slots__ = ("outcome", "detail", "fetched_bytes", "delivered_bytes", "delivered")
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
@@ -268,20 +296,22 @@ class FetchResponse(_message.Message):
     def __init__(self, outcome: _Optional[_Union[Outcome, str]] = ..., detail: _Optional[str] = ..., fetched_bytes: _Optional[int] = ..., delivered_bytes: _Optional[int] = ..., delivered: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class StoreRequest(_message.Message):
-    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents")
+    __slots__ = ("job_id", "destination_id", "offset", "keys", "timeout_ms", "parents", "plain")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_ID_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     destination_id: int
     offset: int
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     timeout_ms: int
     parents: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    plain: bool
+    def __init__(self, job_id: _Optional[str] = ..., destination_id: _Optional[int] = ..., offset: _Optional[int] = ..., keys: _Optional[_Iterable[bytes]] = ..., timeout_ms: _Optional[int] = ..., parents: _Optional[_Iterable[bytes]] = ..., plain: _Optional[bool] = ...) -> None: ...
 
 class StoreResponse(_message.Message):
     __slots__ = ("outcome", "detail", "raw_bytes", "stored_bytes", "stored")

@@ -64,6 +64,11 @@ class DataPlaneStub:
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.SerializeToString,
                 response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.FromString,
                 _registered_method=True)
+        self.FetchPages = channel.unary_unary(
+                '/shadowserve.v1.DataPlane/FetchPages',
+                request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchPagesRequest.SerializeToString,
+                response_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.FromString,
+                _registered_method=True)
         self.Store = channel.unary_unary(
                 '/shadowserve.v1.DataPlane/Store',
                 request_serializer=shadowserve_dot_proto_dot_dataplane__pb2.StoreRequest.SerializeToString,
@@ -138,6 +143,15 @@ class DataPlaneServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FetchPages(self, request, context):
+        """The same for whole chunks that lie in tiers of the data plane as an engine's pages are, straight into pages of paged
+        memory: what is not there so is ABSENT, however else it may be had. Quiet after the answer, likewise, in all of the
+        memory. Layer by layer, so that a layer of all chunks is one request to each device.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Store(self, request, context):
         """The same path backwards: read chunks from the region, quantize, compress, put. Quiet after the answer, likewise.
         """
@@ -206,6 +220,11 @@ def add_DataPlaneServicer_to_server(servicer, server):
             'Fetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Fetch,
                     request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.FromString,
+                    response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.SerializeToString,
+            ),
+            'FetchPages': grpc.unary_unary_rpc_method_handler(
+                    servicer.FetchPages,
+                    request_deserializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchPagesRequest.FromString,
                     response_serializer=shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.SerializeToString,
             ),
             'Store': grpc.unary_unary_rpc_method_handler(
@@ -395,6 +414,33 @@ class DataPlane:
             target,
             '/shadowserve.v1.DataPlane/Fetch',
             shadowserve_dot_proto_dot_dataplane__pb2.FetchRequest.SerializeToString,
+            shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FetchPages(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shadowserve.v1.DataPlane/FetchPages',
+            shadowserve_dot_proto_dot_dataplane__pb2.FetchPagesRequest.SerializeToString,
             shadowserve_dot_proto_dot_dataplane__pb2.FetchResponse.FromString,
             options,
             channel_credentials,
