@@ -60,6 +60,8 @@ class Metrics:
     fetched_bytes: int = 0
     delivered_bytes: int = 0
     tier_bytes: int = 0
+    page_bytes: int = 0
+    page_requests: int = 0
     stored_raw_bytes: int = 0
     stored_bytes: int = 0
     storage_connections: int = 0
@@ -89,6 +91,8 @@ class Metrics:
             ("layer_rounds", "Rounds that storage answered in one stream, layer after layer", self.layer_rounds),
             ("fetched_bytes", "Stored bytes that rounds took from storage or tiers", self.fetched_bytes),
             ("tier_bytes", "Of these, those that tiers had", self.tier_bytes),
+            ("page_bytes", "Of these, those that devices brought straight into engines' pages", self.page_bytes),
+            ("page_requests", "Requests to devices for such: one for a layer and device", self.page_requests),
             ("delivered_bytes", "Bytes delivered into destinations", self.delivered_bytes),
             ("stored_raw_bytes", "Bytes of stored chunks before encoding", self.stored_raw_bytes),
             ("stored_bytes", "Bytes of stored chunks as records", self.stored_bytes),

@@ -144,7 +144,17 @@ class Daemon:
         hosts = HostTable(config, destinations)
         self._repeats = Repeats()
         service = DataPlaneService(
-            config, catalog, fetcher, storer, destinations, hosts, buffers, self.metrics, tracer, self._repeats
+            config,
+            catalog,
+            fetcher,
+            storer,
+            destinations,
+            hosts,
+            buffers,
+            self.metrics,
+            tracer,
+            self._repeats,
+            source.placing,
         )
         self._measure(source, catalog, fetcher, storer, destinations, buffers)
         self.metrics.gauges["hosts"] = ("Hosts that are connected", lambda: len(hosts))

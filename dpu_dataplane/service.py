@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -9,6 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any, Final, TypeVar
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import Message
 from prometheus_client import Histogram
 
@@ -28,6 +31,7 @@ from dpu_dataplane.jobs import ENDINGS, Job, JobTable, QueueFull, ending_of
 from dpu_dataplane.metrics import Metrics, outcome_name, resident_bytes
 from dpu_dataplane.repeats import Repeats, address_of
 from dpu_dataplane.rounds import Buffers, encoded_bound
+from dpu_dataplane.sources.placing import PageOrder, Placing
 from dpu_dataplane.storing import Storer
 from dpu_dataplane.tracing import NotTraceable, Tracer
 from dpu_dataplane.validation import PROGRESS_BYTES, InvalidCall, Validator
@@ -65,8 +69,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         metrics: Metrics,
         tracer: Tracer,
         repeats: Repeats,
+        placing: Placing | None,
     ) -> None:
         self._config = config
+        self._placing = placing
         self._tracer = tracer
         self._repeats = repeats
         self._catalog = catalog
@@ -115,6 +121,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
     async def Fetch(self, request: pb.FetchRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
         """One round."""
         return await self._answer(context, self._fetch, request)
+
+    async def FetchPages(self, request: pb.FetchPagesRequest, context: _Context) -> pb.FetchResponse:  # noqa: N802
+        """Chunks of pages, from devices of this machine into paged memory."""
+        return await self._answer(context, self._fetch_pages, request)
 
     async def Store(self, request: pb.StoreRequest, context: _Context) -> pb.StoreResponse:  # noqa: N802
         """Chunks to records."""
@@ -304,6 +314,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         layout = self._validate.layout(request.layout)
         self._check_buffers(layout)
         destination = await self._destinations.register(request, layout, host.owner)
+        if destination.paging is not None and (placing := self._placing) is not None:
+            memory = destination.memory
+            destination.at_end(functools.partial(placing.unregister, memory))
+            await asyncio.to_thread(placing.register, memory)
         self._repeats.tell(
             logging.INFO,
             "registered",
@@ -367,6 +381,50 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
 
         return await self._run(host, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
 
+    async def _fetch_pages(self, request: pb.FetchPagesRequest, host: Host) -> pb.FetchResponse:
+        destination = self._destinations.get(request.destination_id, host.owner)
+        pages = None if destination is None else self._validate.pages(request, destination)
+
+        async def work(job: Job) -> pb.FetchResponse:
+            if destination is None or pages is None:
+                return pb.FetchResponse(outcome=pb.OUTCOME_UNKNOWN_DESTINATION, detail=_unknown(request.destination_id))
+            with self._destinations.claim(destination, 0, destination.size, writing=True):
+                return await self._place(job, request, destination, *pages)
+
+        return await self._run(host, request, work, self._metrics.fetches, self._metrics.fetch_seconds)
+
+    async def _place(
+        self,
+        job: Job,
+        request: pb.FetchPagesRequest,
+        destination: Destination,
+        keys: Sequence[bytes],
+        blocks: npt.NDArray[np.uint32],
+    ) -> pb.FetchResponse:
+        layout, paging = destination.layout, destination.paging
+        assert paging is not None
+        if self._placing is None:
+            return pb.FetchResponse(outcome=pb.OUTCOME_ABSENT, detail="this data plane has no devices")
+        word = None
+        if request.HasField("progress"):
+            word = destination.memory[request.progress : request.progress + PROGRESS_BYTES]
+        order = PageOrder(keys, layout, paging, destination.address, blocks, word)
+        delivered, rotten, stop = await self._placing.place(job, order)
+        if stop is not None:
+            outcome, detail = stop.outcome, str(stop)
+        elif delivered.all():
+            outcome, detail = pb.OUTCOME_COMPLETE, ""
+        elif rotten:
+            outcome, detail = pb.OUTCOME_CORRUPT, f"chunk {keys[rotten[0]].hex()}: pages differ from checksums"
+        else:
+            outcome, detail = pb.OUTCOME_ABSENT, "not all of it lies on devices as pages"
+        size = int(delivered.sum()) * layout.raw_bytes // layout.layers
+        self._metrics.fetched_bytes += size
+        self._metrics.delivered_bytes += size
+        return pb.FetchResponse(
+            delivered=[pack(delivered)], outcome=outcome, detail=detail, fetched_bytes=size, delivered_bytes=size
+        )
+
     async def _store(self, request: pb.StoreRequest, host: Host) -> pb.StoreResponse:
         keys = self._validate.keys("keys", list(request.keys))
         parents = self._validate.parents(list(request.parents), len(keys))
@@ -380,7 +438,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             length = len(keys) * destination.layout.raw_bytes
             with self._destinations.claim(destination, request.offset, length, writing=False):
                 try:
-                    response = await self._storer.run(job, destination, request.offset, keys, parents)
+                    response = await self._storer.run(
+                        job, destination, request.offset, keys, parents, plain=request.plain
+                    )
                     self._check_reach(destination, response.outcome)
                     return response
                 except Exception as error:

@@ -20,7 +20,7 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.rounds import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Found, Source, Stored, Unanswered
 from shadowserve import native
-from shadowserve.chunk import ChunkLayout
+from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import pack
@@ -49,7 +49,15 @@ class _Progress:
     """What a store goes by from its first chunk to its last, and what it has done so far."""
 
     parents: Mapping[bytes, bytes]
+    codec: native.Codec
+    slice_bytes: int
+    plain: bool  # for devices to bring to where it is used
     held: dict[int, int] = field(default_factory=dict)  # bytes of each record that storage now holds, by its position
+
+
+def _bound(layout: ChunkLayout, progress: _Progress) -> int:
+    """Return how many bytes of the store buffer a chunk takes at most."""
+    return -(-encoded_bound(layout, progress.codec, progress.slice_bytes) // ALIGNMENT) * ALIGNMENT
 
 
 def _answered(found: Sequence[Found]) -> int:
@@ -103,17 +111,25 @@ class Storer:
         self.queue = queue
 
     async def run(
-        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], parents: Sequence[bytes] = ()
+        self,
+        job: Job,
+        destination: Destination,
+        offset: int,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes] = (),
+        *,
+        plain: bool = False,
     ) -> pb.StoreResponse:
         """Store chunks that lie one after the other from ``offset``. Returns once nothing reads the region any more.
 
         ``parents`` are the chunks before each of them in its prompt, empty for a prompt's first; none at all where the
-        host does not tell.
+        host does not tell. ``plain`` ones are not compressed, and stay in tiers of this machine where there are any.
 
         Raises:
             QueueFull: too many stores wait.
         """
-        progress = _Progress(dict(zip(keys, parents, strict=bool(parents))))
+        codec, slice_bytes = (native.Codec.NONE, DECODED_BYTES_MAX) if plain else (self._codec, self._slice_bytes)
+        progress = _Progress(dict(zip(keys, parents, strict=bool(parents))), codec, slice_bytes, plain)
         try:
             async with self.queue.turn(job):
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
@@ -135,8 +151,9 @@ class Storer:
         """Store the chunks from ``first`` on that one question is enough for."""
         layout = destination.layout
         part = keys[first : first + QUESTION_KEYS_MAX]
-        found = await job.within(self._source.held(part), "asking storage what it holds")
-        room = self._buffers.store // self._bound(layout)
+        held = self._source.find(part) if progress.plain else self._source.held(part)
+        found = await job.within(held, "asking storage what it holds")
+        room = self._buffers.store // _bound(layout, progress)
         places = 2 if room > 1 else 1
         batch_max = max(1, min(self._batch_chunks, room // places))
         index, answered = 0, _answered(found)
@@ -155,7 +172,7 @@ class Storer:
                     if len(puts) >= places:
                         await puts[-places]
                     place = len(puts) % places * batch_max
-                    encoded = await self._encode(job, destination, offset, keys, batch, place)
+                    encoded = await self._encode(job, destination, offset, keys, batch, place, progress)
                     put = self._put_batch(puts[-1] if puts else None, job, *encoded, layout, keys, batch, progress)
                     puts.append(asyncio.create_task(put))
         finally:
@@ -181,17 +198,21 @@ class Storer:
         await job.within(self._source.delete(key), "deleting a faulty record")
         return None
 
-    def _bound(self, layout: ChunkLayout) -> int:
-        """Return how many bytes of the store buffer a chunk takes at most."""
-        return -(-encoded_bound(layout, self._codec, self._slice_bytes) // ALIGNMENT) * ALIGNMENT
-
     async def _encode(
-        self, job: Job, destination: Destination, offset: int, keys: Sequence[bytes], batch: Sequence[int], place: int
+        self,
+        job: Job,
+        destination: Destination,
+        offset: int,
+        keys: Sequence[bytes],
+        batch: Sequence[int],
+        place: int,
+        progress: _Progress,
     ) -> tuple[StorePlan, native.Round]:
         """Encode a batch into the store buffer, ``place`` chunks from its beginning. The round is to be released."""
         layout = destination.layout
         of = [keys[index] for index in batch]
-        plan = plan_store(of, batch, layout, self._codec, self._bound(layout), self._slice_bytes, place)
+        bound = _bound(layout, progress)
+        plan = plan_store(of, batch, layout, progress.codec, bound, progress.slice_bytes, place)
         round_ = native.Round(
             pieces=plan.pieces,
             slices=plan.slices,
@@ -228,8 +249,7 @@ class Storer:
             for position, (index, result) in enumerate(zip(batch, round_.results, strict=True)):
                 if result is not Result.OK:
                     raise self._stop(keys[index], result, "")
-                parent = progress.parents.get(keys[index], b"")
-                progress.held[index] = await self._put(job, round_, plan, position, layout, keys[index], parent)
+                progress.held[index] = await self._put(job, round_, plan, position, layout, keys[index], progress)
         finally:
             round_.release()
 
@@ -241,11 +261,12 @@ class Storer:
         position: int,
         layout: ChunkLayout,
         key: bytes,
-        parent: bytes,
+        progress: _Progress,
     ) -> int:
         """Put one record. Return its bytes."""
-        head = encode_head(key, self._codec, layout, plan.manifest_of(position), parent=parent)
-        result, text = await self._source.put(job, key, Encoded(round_, position, head))
+        manifest, parent = plan.manifest_of(position), progress.parents.get(key, b"")
+        head = encode_head(key, progress.codec, layout, manifest, parent=parent, in_blocks=progress.plain)
+        result, text = await self._source.put(job, key, Encoded(round_, position, head, progress.plain))
         if result is not Result.OK:
             job.check()
             raise self._stop(key, result, text)

@@ -4,10 +4,13 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.destinations import Destination
 from dpu_dataplane.fetching import FetchPart
+from dpu_dataplane.paging import PagingError
 from shadowserve import __version__
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ShadowServeError
@@ -114,6 +117,27 @@ class Validator:
         if request.HasField("progress"):
             _check_progress(request, parts)
         return parts
+
+    def pages(
+        self, request: pb.FetchPagesRequest, destination: Destination
+    ) -> tuple[list[bytes], npt.NDArray[np.uint32]]:
+        """Return keys of chunks of pages, and which blocks they go to."""
+        keys = self.keys("keys", list(request.keys))
+        if destination.paging is None:
+            raise InvalidCall("destination_id is of memory that was registered without pages")
+        if destination.layout.layers * len(keys) > _PIECES_MAX:
+            raise InvalidCall(
+                f"keys name {destination.layout.layers * len(keys)} layers; at most {_PIECES_MAX} fit one call"
+            )
+        word = request.progress
+        if request.HasField("progress") and (word % PROGRESS_BYTES or word + PROGRESS_BYTES > destination.size):
+            raise InvalidCall(
+                f"progress is {word}; it is a multiple of {PROGRESS_BYTES} within {destination.size} bytes"
+            )
+        try:
+            return keys, destination.paging.rows(request.blocks, len(keys), destination.layout.tokens)
+        except PagingError as error:
+            raise InvalidCall(str(error)) from error
 
     def decision(self, decision: pb.Decision) -> None:
         """Check what a host says to have decided: what a recording keeps is bounded."""

@@ -172,7 +172,13 @@ class Head:
 
 
 def encode_head(
-    key: bytes, codec: native.Codec, layout: ChunkLayout, manifest: Manifest, *, parent: bytes = b"", in_blocks: bool = False
+    key: bytes,
+    codec: native.Codec,
+    layout: ChunkLayout,
+    manifest: Manifest,
+    *,
+    parent: bytes = b"",
+    in_blocks: bool = False,
 ) -> bytes:
     """Return the head of a record whose slices have been compressed.
 
@@ -260,7 +266,9 @@ def _read_header(view: memoryview) -> tuple[Any, ...]:
     fields = _HEADER.unpack_from(view)
     version, header_length, claimed, checksum, record_length, count, padding = *fields[1:6], fields[15], fields[-1]
     if version not in _HEADER_BYTES_OF:
-        raise NotARecordError(f"the record has version {version}; this build reads versions 1 to {max(_HEADER_BYTES_OF)}")
+        raise NotARecordError(
+            f"the record has version {version}; this build reads versions 1 to {max(_HEADER_BYTES_OF)}"
+        )
     if (
         header_length != _HEADER_BYTES_OF[version]
         or claimed != header_length + count * MANIFEST_DTYPE.itemsize + padding

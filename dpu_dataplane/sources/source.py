@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dpu_dataplane.jobs import Job, Stop
+from dpu_dataplane.sources.placing import Placing
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
@@ -141,11 +142,13 @@ class Encoded:
         round: that was encoded.
         position: of the piece in it.
         head: of the record.
+        plain: it is not compressed, and is for tiers of this machine alone where there are any.
     """
 
     round: native.Round
     position: int
     head: bytes
+    plain: bool = False
 
 
 class Source(ABC):
@@ -161,9 +164,11 @@ class Source(ABC):
 
     Attributes:
         name: for people.
+        placing: brings chunks of pages from devices of this machine; ``None`` of a source without any.
     """
 
     name: str
+    placing: Placing | None = None
 
     @property
     @abstractmethod

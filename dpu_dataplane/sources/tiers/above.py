@@ -15,6 +15,7 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import Delivered, Encoded, Found, Order, Source, Stored, Unanswered
 from dpu_dataplane.sources.tiers.alone import deliver_near
 from dpu_dataplane.sources.tiers.keeping import Keeping
+from dpu_dataplane.sources.tiers.pages import DevicePages
 from dpu_dataplane.sources.tiers.supplies import Supplies
 from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
@@ -49,6 +50,7 @@ class TiersAbove(Source):
         drain_s: float,
     ) -> None:
         self.name = below.name
+        self.placing = DevicePages(tiers, metrics)
         self._tiers = tiers
         self._below = below
         self._pipeline = pipeline
@@ -145,8 +147,10 @@ class TiersAbove(Source):
         return done
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """Put a record into the pool, if it has room for it just now, and below."""
+        """Put a record into the pool, if it has room for it just now, and below; there no plain one, for its size."""
         near = await self._tiers.put(job, key, record, wait=False)
+        if record.plain:
+            return (Result.OK, "") if near else (Result.REFUSED, f"{self._tiers.name} have no room for it just now")
         try:
             return await self._below.put(job, key, record)
         except StorageUnavailableError as error:

@@ -9,6 +9,7 @@ import numpy as np
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Found, Order, Source
+from dpu_dataplane.sources.tiers.pages import DevicePages
 from dpu_dataplane.sources.tiers.supplies import Supplies
 from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve import native
@@ -68,6 +69,7 @@ class TiersAlone(Source):
         self, tiers: Tiers, pipeline: native.Pipeline, fetching: Executor, metrics: Metrics, drain_s: float
     ) -> None:
         self.name = tiers.name
+        self.placing = DevicePages(tiers, metrics)
         self._tiers = tiers
         self._pipeline = pipeline
         self._fetching = fetching
